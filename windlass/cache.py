@@ -1,0 +1,332 @@
+"""The cache of a whole model: its layers, and where each row's text stands."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache, PreTrainedModel
+
+from windlass import convert, describe, edits
+from windlass.errors import UsageError
+from windlass.hf import seam_of
+from windlass.hf_cache import TransformersCache
+from windlass.layer import LayerCache
+from windlass.policies import Policy, Recent
+from windlass.positions import EMPTY, PositionMode, position_mode
+from windlass.shapes import Attended, NewKeys, NewValues, Queries, QueryPositions, TokenIds, TokenMask
+from windlass.rollback import undo_if_last
+from windlass.step import AttentionCall, Limits, Step
+
+MOST = 2**30  # positions are 32-bit
+MOST_WINDOW = 64  # of the default window
+
+
+class KVCache(TransformersCache):
+    """A cache of un-rotated keys, of fixed size, for a model that went through `windlass.attach`.
+
+    Pass it as `past_key_values` to the model or to `generate`, or to `windlass.stream` and its kin.
+    It owns the positions: every row of the batch has its own text, and tokens continue it.
+
+    `budget`: most tokens a layer keeps at rest, per row; None keeps them all and grows on demand.
+    `sinks`: first positions of the text that are never evicted.
+    `window`: newest tokens that are never evicted; None takes a quarter of what the sinks leave, at
+    most 64.
+    `chunk`: most tokens that the engine feeds per step of a prompt; room for these is allocated.
+    `positions`: where kept tokens are read, see `windlass.positions`; may be reassigned at any time.
+    `batch`: rows.
+    `rollback`: tokens, fed in steps of their own, that can be taken back beside the last step. A
+    policy that keeps state can take back the last step only.
+
+    Raises: UsageError for limits that cannot be honoured, or a model that is not attached.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        budget: int | None = None,
+        policy: Policy | None = None,
+        sinks: int = 4,
+        window: int | None = None,
+        chunk: int = 512,
+        positions: str | PositionMode = "original",
+        batch: int = 1,
+        rollback: int = 16,
+    ) -> None:
+        super().__init__()
+        seam = seam_of(model)
+        self.limits = _limits(budget, sinks, window, chunk, batch, rollback)
+        self.policy = Recent() if policy is None else policy
+        self._positions = position_mode(positions)
+        self._seam = seam
+        self.config = model.config.get_text_config()
+        self._batch = batch
+        self._device = model.device
+        self._pending: _Pending | None = None
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every token and free the memory."""
+        self.layers: list[LayerCache] = [
+            LayerCache(index, self.limits, self.policy, rotary) for index, rotary in enumerate(self._seam.rotaries)
+        ]
+        self.tokens_seen = [0] * self._batch
+        self.next_positions = [0] * self._batch
+        self.tokens: list[list[int]] | None = [[] for _ in range(self._batch)]
+        self._prompt_ends = [0] * self._batch
+        self._columns_seen = 0
+
+    @property
+    def positions(self) -> PositionMode:
+        """Where kept tokens are read. Nothing is stored with it, so it may change between steps."""
+        return self._positions
+
+    @positions.setter
+    def positions(self, mode: str | PositionMode) -> None:
+        self._positions = position_mode(mode)
+
+    @property
+    def budget(self) -> int | None:
+        """Most tokens a layer keeps at rest."""
+        return self.limits.budget
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens that the engine feeds per step of a prompt."""
+        return self.limits.chunk
+
+    @property
+    def batch_size(self) -> int:
+        return self._batch
+
+    @property
+    def columns_seen(self) -> int:
+        return self._columns_seen
+
+    @property
+    def is_in_step(self) -> bool:
+        return self._pending is not None
+
+    def begin(
+        self, batch: int, tokens: int, mask: TokenMask | None, positions: Tensor | None, ids: TokenIds | None
+    ) -> None:
+        """Give the next `tokens` columns their positions. `hf` calls this before each forward pass.
+
+        `mask` tells the real tokens of these columns from padding. `positions` are the caller's,
+        only compared. `ids` are remembered for the prompt cache.
+
+        Raises: UsageError when the batch is another or positions do not follow; nothing is changed.
+        """
+        if batch != self._batch:
+            raise UsageError(f"this cache was made for batch={self._batch}, the model was called with {batch} rows")
+        starts = torch.tensor(self.next_positions, device=self._device)
+        if mask is None:
+            lengths = [tokens] * batch
+            ours = starts[:, None] + torch.arange(tokens, device=self._device)
+        else:
+            lengths = mask.sum(-1).tolist()
+            ours = (starts[:, None] + mask.long().cumsum(-1) - 1).where(mask, EMPTY)
+        if positions is not None:
+            self._check_positions(ours, positions)
+        next_positions = [at + n for at, n in zip(self.next_positions, lengths, strict=True)]
+        prompt_ends = [
+            new if tokens > 1 and n else old
+            for new, old, n in zip(next_positions, self._prompt_ends, lengths, strict=True)
+        ]
+        rows = None if ids is None else [row[is_real].tolist() for row, is_real in zip(ids, ours >= 0, strict=True)]
+        step = self._step_to(next_positions, prompt_ends, ours, lengths)
+        self._pending = _Pending(step, next_positions, prompt_ends, rows)
+
+    def attend(
+        self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall
+    ) -> Attended:
+        """One layer's write, attend, observe, evict. `hf` calls this from the model's attention."""
+        assert self._pending is not None, "attend outside of a step"
+        return self.layers[layer].step(queries, keys, values, self._pending.step, self._positions, call)
+
+    def end(self, is_complete: bool) -> None:
+        """Make the step's tokens part of the text, or take them back if the pass did not complete."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        if not is_complete:
+            for layer in self.layers:
+                undo_if_last(layer, pending.step)
+            return
+        self._columns_seen += pending.step.positions.shape[1]
+        self.tokens_seen = [seen + n for seen, n in zip(self.tokens_seen, pending.step.lengths, strict=True)]
+        self.next_positions, self._prompt_ends = pending.next_positions, pending.prompt_ends
+        if pending.ids is None or self.tokens is None:
+            self.tokens = None
+        else:
+            self.tokens = [old + new for old, new in zip(self.tokens, pending.ids, strict=True)]
+
+    def _step_to(
+        self, next_positions: list[int], prompt_ends: list[int], positions: QueryPositions, lengths: Sequence[int]
+    ) -> Step:
+        ends = (torch.tensor(numbers, device=self._device) for numbers in (next_positions, prompt_ends))
+        return Step(positions, tuple(lengths), *ends, end=max(next_positions))
+
+    def stand_at(self, ends: list[int], row: int | None = None) -> Step:
+        """Let the text of one row, or of all, go on at `ends`; returns an empty step there. For `edits`."""
+        rows = range(self._batch) if row is None else (row,)
+        for index in rows:
+            self.next_positions[index] = ends[index]
+            self._prompt_ends[index] = min(self._prompt_ends[index], ends[index])
+        nothing = torch.empty(self._batch, 0, dtype=torch.long, device=self._device)
+        return self._step_to(self.next_positions, self._prompt_ends, nothing, [0] * self._batch)
+
+    def stand_after(self, tokens: int) -> None:
+        """Let every row go on after `tokens` tokens that came from elsewhere. For `convert`."""
+        self.next_positions, self._prompt_ends = [tokens] * self._batch, [tokens] * self._batch
+        self.tokens_seen, self.tokens, self._columns_seen = [tokens] * self._batch, None, tokens
+
+    def forget_tokens(self, counts: Sequence[int]) -> None:
+        """Take the newest `counts` tokens of each row out of the record. For `edits`."""
+        self._columns_seen -= max(counts)
+        self.tokens_seen = [seen - n for seen, n in zip(self.tokens_seen, counts, strict=True)]
+        if self.tokens is not None:
+            self.tokens = [ids[: len(ids) - n] for ids, n in zip(self.tokens, counts, strict=True)]
+
+    def copy_row_counts(self, source: int, target: int) -> None:
+        """Let row `target` stand where row `source` does. For `edits`."""
+        for counts in (self.tokens_seen, self.next_positions, self._prompt_ends):
+            counts[target] = counts[source]
+        if self.tokens is not None:
+            self.tokens[target] = list(self.tokens[source])
+
+    def _check_positions(self, ours: QueryPositions, theirs: Tensor) -> None:
+        is_wrong = (ours >= 0) & (theirs.to(self._device) != ours)
+        if bool(is_wrong.any()):
+            row, column = is_wrong.nonzero()[0].tolist()
+            given = int(theirs.expand_as(ours)[row, column])
+            raise UsageError(
+                f"position_ids[{row}, {column}] is {given}, but the cache continues row {row} at position "
+                f"{int(ours[row, column])}; leave position_ids out, or use rollback, drop or shift to move the text"
+            )
+
+    # The edits: integers change, keys and values never do. See `windlass.edits`.
+
+    def rollback(self, tokens: int | Sequence[int]) -> None:
+        """Forget the newest `tokens` of every row (or one number per row), exactly.
+
+        The cache is then as if they had never been written, evictions and policy state included.
+
+        Raises: UsageError when they reach further back than can be taken back; nothing is changed.
+        """
+        edits.rollback(self, tokens)
+
+    def drop(self, start: int, end: int, row: int | None = None) -> None:
+        """Free the tokens at positions `start` up to `end`; the others keep their places.
+
+        Dropping the newest tokens moves the end of the text back to `start`.
+        """
+        edits.drop(self, start, end, row)
+
+    def keep(self, start: int, end: int, row: int | None = None) -> None:
+        """Free every token but those at positions `start` up to `end`."""
+        edits.keep(self, start, end, row)
+
+    def shift(self, start: int, end: int, by: int, row: int | None = None) -> None:
+        """Add `by` to the positions from `start` up to `end`.
+
+        Raises: UsageError when a token would stand before 0 or where another one stands.
+        """
+        edits.shift(self, start, end, by, row)
+
+    def divide(self, start: int, end: int, by: int, row: int | None = None) -> None:
+        """Divide the positions from `start` up to `end`, rounding down: several tokens may share one."""
+        edits.divide(self, start, end, by, row)
+
+    def copy(self, source: int, target: int) -> None:
+        """Overwrite row `target` with row `source`: its tokens, positions and policy state."""
+        edits.copy(self, source, target)
+
+    def splice(self, other: "KVCache", source: int = 0, row: int = 0) -> None:
+        """Append the kept tokens of row `source` of another cache to row `row`, as text that goes on here.
+
+        Their keys are copied, never changed; distances among them stay. They have not seen the text
+        before them, as after any join of caches. What exceeds the budget is evicted at the next step.
+
+        Raises: UsageError when the caches differ in model or layout.
+        """
+        edits.splice(self, other, source, row)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
+        indices = rows.tolist()
+        for layer in self.layers:
+            layer.select_rows(rows)
+        for counts in (self.tokens_seen, self.next_positions, self._prompt_ends):
+            counts[:] = [counts[index] for index in indices]
+        if self.tokens is not None:
+            self.tokens = [list(self.tokens[index]) for index in indices]
+        self._batch = len(indices)
+
+    def nbytes(self) -> int:
+        """Bytes allocated for slots, positions and policy state."""
+        return sum(describe.bytes_by_tensor(self).values())
+
+    def describe(self) -> str:
+        """What is held and what it takes, from what is allocated."""
+        return describe.describe(self)
+
+    @classmethod
+    def from_rotated(
+        cls,
+        model: PreTrainedModel,
+        past_key_values: Cache,
+        budget: int | None = None,
+        policy: Policy | None = None,
+        sinks: int = 4,
+        window: int | None = None,
+        chunk: int = 512,
+        positions: str | PositionMode = "original",
+    ) -> "KVCache":
+        """A cache with the tokens of a transformers `DynamicCache`, their keys un-rotated.
+
+        The text is taken to start at position 0 in every row, without padding. What exceeds the
+        budget is evicted at the next step.
+
+        Raises: UsageError for a cache of another kind, or one filled under positions that changed
+        with the length of the text (dynamic NTK past its window).
+        """
+        cache = cls(model, budget, policy, sinks, window, chunk, positions, past_key_values.batch_size)
+        convert.fill_from_rotated(cache, past_key_values)
+        return cache
+
+    def to_rotated(self) -> DynamicCache:
+        """A transformers `DynamicCache` with this cache's tokens, keys rotated; this one stays as it is.
+
+        Under `positions="compact"` the tokens get their ranks as positions, so a cache that has
+        evicted can travel too.
+
+        Raises: UsageError when rows or heads do not hold positions 0, 1, 2, ... up to one length.
+        """
+        return convert.to_rotated(self)
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """The step that runs, and what the cache knows once it completes."""
+
+    step: Step
+    next_positions: list[int]
+    prompt_ends: list[int]
+    ids: list[list[int]] | None
+
+
+def _limits(budget: int | None, sinks: int, window: int | None, chunk: int, batch: int, rollback: int) -> Limits:
+    least = {"budget": 1, "sinks": 0, "window": 1, "chunk": 1, "batch": 1, "rollback": 0}
+    given = {"budget": budget, "sinks": sinks, "window": window, "chunk": chunk, "batch": batch, "rollback": rollback}
+    for name, value in given.items():
+        if value is not None and not least[name] <= value <= MOST:
+            raise UsageError(f"{name} must be from {least[name]} to {MOST}, got {value}")
+    if window is None:
+        window = MOST_WINDOW if budget is None else max(1, min(MOST_WINDOW, (budget - sinks) // 4))
+    if budget is not None and budget < sinks + window + 1:
+        raise UsageError(
+            f"budget ({budget} tokens) must be at least sinks ({sinks}) + window ({window}) + 1 = {sinks + window + 1}; "
+            "raise budget, or lower sinks or window"
+        )
+    return Limits(budget, sinks, window, chunk, rollback)

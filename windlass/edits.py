@@ -1,0 +1,167 @@
+"""Sequence edits: what happens to a text after it was read.
+
+All of them change integers. `drop`, `keep`, `shift` and `divide` touch positions only; `copy` and
+`splice` move keys and values to other rows or caches, byte for byte. Ranges are half-open. After
+an edit other than `rollback`, the steps before it can no longer be rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from windlass.errors import UsageError
+from windlass.positions import EMPTY
+from windlass.rollback import can_roll_back, roll_back
+
+if TYPE_CHECKING:
+    from windlass.cache import KVCache
+    from windlass.layer import LayerCache
+
+
+def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
+    """See `KVCache.rollback`."""
+    counts = [tokens] * cache.batch_size if isinstance(tokens, int) else list(tokens)
+    if len(counts) != cache.batch_size or min(counts) < 0:
+        raise UsageError(f"rollback takes one number of at least 0, or one for each of {cache.batch_size} rows: {tokens}")
+    # A row that fed fewer tokens (it had finished) can't give more than it has.
+    for row, (count, end) in enumerate(zip(counts, cache.next_positions, strict=True)):
+        if count > end:
+            raise UsageError(f"rollback of {count} tokens, but row {row} stands at position {end}")
+    if not any(counts):
+        return
+    for layer in cache.layers:
+        if not can_roll_back(layer, counts):
+            raise UsageError(
+                f"rollback of {max(counts)} tokens reaches past what layer {layer.index} ({layer.policy!r}) can take "
+                "back: the last step, and before it whole steps of up to `rollback` tokens for a policy without "
+                "state; use drop, or a KVCache with a larger rollback"
+            )
+    step = cache.stand_at([end - n for end, n in zip(cache.next_positions, counts, strict=True)])
+    for layer in cache.layers:
+        roll_back(layer, counts, step)
+    cache.forget_tokens(counts)
+
+
+def drop(cache: KVCache, start: int, end: int, row: int | None) -> None:
+    """See `KVCache.drop`."""
+    _check_range(start, end)
+    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), EMPTY, p))
+    cache.stand_at([start if start < at <= end else at for at in cache.next_positions], row)
+
+
+def keep(cache: KVCache, start: int, end: int, row: int | None) -> None:
+    """See `KVCache.keep`."""
+    _check_range(start, end)
+    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p, EMPTY))
+    cache.stand_at([min(at, end) for at in cache.next_positions], row)
+
+
+def shift(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
+    """See `KVCache.shift`."""
+    _check_range(start, end)
+    rows = range(cache.batch_size) if row is None else [row]
+    for layer in cache.layers:
+        if layer.is_empty:
+            continue
+        for index in rows:
+            held = layer.positions[index]
+            moves = (held >= start) & (held < end)
+            stays = held[(held >= 0) & ~moves]
+            moved = held[moves] + by
+            if moved.numel() and int(moved.min()) < 0:
+                raise UsageError(f"shift by {by} would move position {int(moved.min()) - by} before 0; drop it first")
+            if moved.numel() and stays.numel():
+                low, high = int(moved.min()), int(moved.max())
+                if bool(((stays >= low) & (stays <= high)).any()):
+                    raise UsageError(f"shift by {by} would move tokens onto positions {low} to {high}, which are taken")
+    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p + by, p))
+    cache.stand_at([at + by if start < at <= end else at for at in cache.next_positions], row)
+
+
+def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
+    """See `KVCache.divide`."""
+    _check_range(start, end)
+    if by < 1:
+        raise UsageError(f"divide by {by}: must be at least 1")
+    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p // by, p))
+    cache.stand_at([(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions], row)
+
+
+def copy(cache: KVCache, source: int, target: int) -> None:
+    """See `KVCache.copy`."""
+    for name, row in (("source", source), ("target", target)):
+        _check_row(cache, row, name)
+    for layer in cache.layers:
+        layer.copy_row(source, target)
+    cache.copy_row_counts(source, target)
+
+
+def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
+    """See `KVCache.splice`."""
+    _check_row(cache, row, "row")
+    _check_row(other, source, "source")
+    if len(other.layers) != len(cache.layers):
+        raise UsageError(f"splice: the other cache has {len(other.layers)} layers, this one {len(cache.layers)}")
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        _check_same_layout(mine, theirs)
+    at = cache.next_positions[row]
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        if not theirs.is_empty:
+            _splice_layer(mine, theirs, source, row, at, cache.batch_size)
+    ends = list(cache.next_positions)
+    ends[row] = at + other.next_positions[source]
+    cache.stand_at(ends)
+
+
+def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, at: int, batch: int) -> None:
+    held = theirs.positions[source : source + 1] >= 0
+    tokens = int(held.sum(-1).max())
+    order = held.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :tokens]
+    keys, values = (
+        states[source : source + 1].gather(
+            2, order.expand(-1, states.shape[1], -1)[..., None].expand(-1, -1, -1, states.shape[-1])
+        )
+        for states in (theirs.store.keys(), theirs.store.values())
+    )
+    positions = theirs.positions[source : source + 1].gather(-1, order) + at
+    is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
+    mine.append(
+        keys.expand(batch, -1, -1, -1),
+        values.expand(batch, -1, -1, -1),
+        positions.where(is_row, EMPTY),
+        theirs.sliding_window,
+    )
+
+
+def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:
+    if mine.is_empty or theirs.is_empty:
+        return
+    shapes = [(s.keys().shape[1], s.keys().shape[3], s.keys().dtype) for s in (mine.store, theirs.store)]
+    if shapes[0] != shapes[1]:
+        raise UsageError(f"splice: layer {mine.index} holds (kv_heads, head_dim, dtype) {shapes[0]}, not {shapes[1]}")
+    if mine.positions.shape[1] < theirs.positions.shape[1]:
+        raise UsageError(
+            f"splice: the other cache's policy {theirs.policy!r} kept other tokens in each head, {mine.policy!r} "
+            "holds the same in all; make this cache with a policy that ranks per head"
+        )
+
+
+def _apply(cache: KVCache, row: int | None, change: Callable[[Tensor], Tensor]) -> None:
+    if row is not None:
+        _check_row(cache, row, "row")
+    for layer in cache.layers:
+        layer.edit(change, row)
+
+
+def _check_row(cache: KVCache, row: int, name: str) -> None:
+    if not 0 <= row < cache.batch_size:
+        raise UsageError(f"{name} {row} is not one of the cache's {cache.batch_size} rows")
+
+
+def _check_range(start: int, end: int) -> None:
+    if not 0 <= start <= end:
+        raise UsageError(f"range [{start}, {end}) must satisfy 0 <= start <= end")

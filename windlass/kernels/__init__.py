@@ -1,0 +1,1 @@
+"""Backends: modules with the same functions as `reference`, which is the truth."""

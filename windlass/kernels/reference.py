@@ -1,0 +1,172 @@
+"""Attention over slots in plain PyTorch: the truth that every other backend must match."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from windlass.positions import Branch, Reading
+from windlass.rotary import rotate
+from windlass.shapes import (
+    Attended,
+    ObservedColumns,
+    PerSlot,
+    Queries,
+    QueryPositions,
+    RotaryTable,
+    SlotKeys,
+    SlotPositions,
+    SlotValues,
+)
+
+SCORE_BYTES = 64 * 2**20  # most bytes of attention scores alive at once
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which of the earlier tokens a query may see; None lifts a limit.
+
+    `sliding_window`: only keys at distances below it (the model's own window).
+    `reach`: likewise, but the first `sinks` positions of the text are exempt.
+    """
+
+    sliding_window: int | None = None
+    reach: int | None = None
+    sinks: int = 0
+
+
+@dataclass(frozen=True)
+class Mass:
+    """Attention probability per slot, summed over the query heads that share a kv head.
+
+    `rows` holds one entry per observed query, `rest` the sum over all other queries, or None when
+    it was not asked for. Both are float32 and 0 in free slots.
+    """
+
+    rows: Tensor  # (batch, kv_heads, observed, slots)
+    rest: PerSlot | None
+
+
+def attend(
+    queries: Queries,
+    keys: SlotKeys,
+    values: SlotValues,
+    slot_positions: SlotPositions,
+    query_positions: QueryPositions,
+    *,
+    reading: Reading | None,
+    tables: tuple[RotaryTable, RotaryTable] | None,
+    scale: float,
+    visibility: Visibility,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    observed: ObservedColumns | None = None,
+    is_rest_wanted: bool = False,
+) -> tuple[Attended, Mass | None]:
+    """Attention of each query over the slots at or before its own position.
+
+    Queries and keys come un-rotated and are turned to the positions of `reading`; no rotation where
+    `tables` is None. Accumulates in float32, or float64 if the queries are. Free slots are never
+    seen; a query that sees nothing (padding) gives zeros. Changes nothing.
+
+    `sink_logits` (one per head) join each softmax and take their share away. `observed` names the
+    query columns whose mass is returned row by row (-1: none, a row of zeros).
+
+    Source: grouped queries, Ainslie et al. 2023 (arXiv:2305.13245).
+    """
+    batch, heads, tokens, _ = queries.shape
+    kv_heads, slots = keys.shape[1], keys.shape[2]
+    exact = torch.promote_types(queries.dtype, torch.float32)
+    grouped = queries.to(exact).unflatten(1, (kv_heads, heads // kv_heads))
+    keys, values = keys.to(exact), values.to(exact)
+
+    near = _Logits(grouped, keys, None if reading is None else reading.near, tables)
+    is_split = reading is not None and reading.far is not None and tables is not None
+    far = _Logits(grouped, keys, reading.far, tables) if is_split and reading is not None else None
+
+    outputs, masses = [], _MassSum(observed, query_positions.shape, is_rest_wanted)
+    block = max(1, SCORE_BYTES // (batch * heads * slots * exact.itemsize))
+    for start in range(0, tokens, block):
+        span = slice(start, start + block)
+        distance = query_positions[:, None, span, None] - slot_positions[:, :, None, :]
+        scores = near.block(span)
+        if far is not None and reading is not None:
+            scores = torch.where((distance < reading.near_window)[:, :, None], scores, far.block(span))
+        scores = scores * scale
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        seen = _visible(distance, slot_positions, visibility)[:, :, None]
+        probabilities = _softmax(scores.masked_fill(~seen, -torch.inf), sink_logits)
+        outputs.append(probabilities @ values[:, :, None])
+        masses.add(probabilities.sum(2), start)
+    return torch.cat(outputs, 3).flatten(1, 2).to(queries.dtype), masses.total()
+
+
+class _Logits:
+    """Unscaled logits of one branch, a block of queries at a time; keys are turned once."""
+
+    def __init__(
+        self, queries: Tensor, keys: Tensor, branch: Branch | None, tables: tuple[RotaryTable, RotaryTable] | None
+    ) -> None:
+        if branch is not None and tables is not None:
+            cos, sin = tables
+            keys = rotate(keys, cos[branch.keys], sin[branch.keys])
+            turns = cos[branch.queries][:, :, None], sin[branch.queries][:, :, None]
+            queries = rotate(queries, *turns)
+        self._queries, self._keys = queries, keys[:, :, None].transpose(-1, -2)
+
+    def block(self, span: slice) -> Tensor:
+        return self._queries[..., span, :] @ self._keys
+
+
+class _MassSum:
+    """Gathers the mass of observed queries over blocks of queries."""
+
+    def __init__(self, observed: ObservedColumns | None, shape: torch.Size, is_rest_wanted: bool) -> None:
+        self._observed, self._is_rest_wanted = observed, is_rest_wanted
+        self._rows: list[Tensor] = []
+        self._rest: list[Tensor] = []
+        if observed is not None and is_rest_wanted:
+            counted = torch.ones(shape[0], shape[1] + 1, dtype=torch.bool, device=observed.device)
+            self._others = counted.scatter(1, observed.where(observed >= 0, shape[1]), False)[:, :-1]
+
+    def add(self, mass: Tensor, start: int) -> None:
+        """Take in the mass (batch, kv_heads, tokens, slots) of the queries from column `start` on."""
+        if self._observed is None:
+            return
+        tokens = mass.shape[2]
+        local = self._observed - start
+        is_here = (local >= 0) & (local < tokens) & (self._observed >= 0)
+        places = local.clamp(0, tokens - 1)[:, None, :, None].expand(-1, mass.shape[1], -1, mass.shape[3])
+        self._rows.append(mass.gather(2, places) * is_here[:, None, :, None])
+        if self._is_rest_wanted:
+            others = self._others[:, start : start + tokens].to(mass.dtype)
+            self._rest.append(torch.einsum("bhts,bt->bhs", mass, others))
+
+    def total(self) -> Mass | None:
+        if self._observed is None:
+            return None
+        rest = torch.stack(self._rest).sum(0).float() if self._is_rest_wanted else None
+        return Mass(torch.stack(self._rows).sum(0).float(), rest)
+
+
+def _visible(distance: Tensor, slots: SlotPositions, visibility: Visibility) -> Tensor:
+    """Whether each query sees each slot: (batch, ranked, tokens, slots)."""
+    seen = (distance >= 0) & (slots >= 0)[:, :, None, :]
+    if visibility.reach is not None:
+        seen &= (distance < visibility.reach) | (slots < visibility.sinks)[:, :, None, :]
+    if visibility.sliding_window is not None:
+        seen &= distance < visibility.sliding_window
+    return seen
+
+
+def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
+    """Softmax over slots, with zeros where nothing is visible, and learned sinks in the divisor."""
+    top = scores.amax(-1, keepdim=True)
+    if sink_logits is None:
+        weights = torch.exp(scores - top.where(top > -torch.inf, 0.0))
+        return weights / weights.sum(-1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+    sinks = sink_logits.to(scores.dtype).reshape(1, *scores.shape[1:3], 1, 1)
+    top = torch.maximum(top, sinks)
+    weights = torch.exp(scores - top)
+    return weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - top))

@@ -1,0 +1,330 @@
+"""One layer's slots and the four steps: write, attend, observe, evict."""
+
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from windlass.errors import PolicyError
+from windlass.kernels import reference
+from windlass.kernels.reference import Mass, Visibility
+from windlass.policies.base import Observation, Policy, Slots
+from windlass.policies.recent import Recent
+from windlass.positions import EMPTY, RESERVED, Original, PositionMode
+from windlass.rotary import Rotary, rotate
+from windlass.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, RowCounts, SlotIndex, SlotKeys
+from windlass.step import SPARE, AttentionCall, Limits, Record, Step
+from windlass.store import Plain
+
+GROWTH = 64  # slots of an unbounded layer grow by half, and to a multiple of this
+
+
+class LayerCache:
+    """Slots of one attention layer; sized from the first keys it sees.
+
+    A layer whose sliding window fits in the budget holds just that window, whatever the policy: all
+    of it is visible to the next token and nothing else is.
+    """
+
+    def __init__(self, index: int, limits: Limits, policy: Policy, rotary: Rotary | None) -> None:
+        self.index = index
+        self.rotary = rotary
+        self.policy = policy
+        self.budget = limits.budget
+        self.store = Plain()
+        self.positions: Tensor = torch.empty(0, dtype=torch.int32)
+        self.state: dict[str, Tensor] = {}
+        self.most_held = 0  # an upper bound over rows, known without asking the device
+        self.has_evicted = False
+        self._limits = limits
+        self.sliding_window: int | None = None
+        self.records: deque[Record] = deque()
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written."""
+        return self.store.slots == 0
+
+    @property
+    def spare(self) -> int:
+        """Slots beyond the budget that a layer keeps in decode."""
+        return SPARE + self._rollback
+
+    def step(
+        self,
+        queries: Queries,
+        keys: NewKeys,
+        values: NewValues,
+        step: Step,
+        mode: PositionMode,
+        call: AttentionCall,
+    ) -> Attended:
+        """Write, attend, observe, evict; returns what the queries read."""
+        if self.is_empty:
+            self._fit_to(call.sliding_window)
+        self._make_room(keys, values)
+        positions = step.positions[:, None].expand(-1, self.positions.shape[1], -1)
+        most_held, written = self.most_held, self._write(keys, values, positions, max(step.lengths))
+        state = {name: tensor.clone() for name, tensor in self.state.items()}
+        try:
+            observed = self._observed_columns(step)
+            out, mass = self._attend(queries, step, mode, call, observed)
+            undone = (0,) * len(step.lengths)
+            self.settle(Record(step, undone, most_held, written, state, observed, mass, queries))
+        except BaseException:  # an interrupt, too, must leave the cache as it was
+            self.unwrite(written, state, most_held)
+            raise
+        return out
+
+    def settle(self, record: Record) -> None:
+        """Observe and evict; the record is kept so that the step can be taken back."""
+        self._observe(record)
+        self.records.append(self._evict(record))
+
+    def unwrite(self, written: SlotIndex, state: dict[str, Tensor], most_held: int) -> None:
+        """Free the slots of a step again, with state and counts from before it."""
+        self.positions.scatter_(-1, written, EMPTY)
+        for name, tensor in state.items():
+            self.state[name].copy_(tensor)
+        self.most_held = most_held
+
+    def _fit_to(self, sliding_window: int | None) -> None:
+        self.sliding_window = sliding_window
+        if sliding_window is not None and (self.budget is None or sliding_window <= self.budget):
+            self.policy, self.budget = Recent(), sliding_window
+
+    @property
+    def is_whole_window(self) -> bool:
+        return self.sliding_window is not None and self.budget == self.sliding_window
+
+    @property
+    def _rollback(self) -> int:
+        return 0 if self.policy.state else self._limits.rollback
+
+    def append(self, keys: NewKeys, values: NewValues, positions: Tensor, sliding_window: int | None) -> None:
+        """Write tokens that attend to nothing: (batch, ranked, tokens) `positions`, EMPTY for none.
+
+        What exceeds the budget is evicted at the next step.
+        """
+        if self.is_empty:
+            self._fit_to(sliding_window)
+        self._make_room(keys, values)
+        positions = positions.expand(-1, self.positions.shape[1], -1)
+        self._write(keys, values, positions, int((positions >= 0).sum(-1).max()))
+        self.forget_records(0)
+
+    def _make_room(self, keys: NewKeys, values: NewValues) -> None:
+        """Slots for the new tokens: allocate, grow, or pack once decode begins."""
+        tokens = keys.shape[2]
+        is_decode = tokens <= SPARE
+        self.forget_records(self._rollback if is_decode else 0)
+        wanted, needed = self.store.slots, self.most_held + tokens
+        if self.budget is not None:
+            wanted = self.budget + self.spare if is_decode else max(wanted, self.budget + max(tokens, self._limits.chunk))
+            wanted = max(wanted, needed)
+        elif needed > wanted:
+            wanted = -(-max(needed, wanted * 3 // 2) // GROWTH) * GROWTH
+        if self.is_empty:
+            self.store.allocate(keys, values, wanted)
+            ranked = keys.shape[1] if self.policy.per_head else 1
+            self.positions = torch.full((keys.shape[0], ranked, wanted), EMPTY, dtype=torch.int32, device=keys.device)
+            self.state = {name: torch.zeros_like(self.positions, dtype=torch.float32) for name in self.policy.state}
+        elif wanted != self.store.slots:
+            self.resize(wanted)
+
+    def resize(self, slots: int) -> None:
+        """Pack the held tokens into the first of `slots` slots; earlier steps can't be taken back."""
+        self.forget_records(0)
+        kept = min(slots, self.store.slots)
+        order = (self.positions == EMPTY).to(torch.uint8).argsort(dim=-1, stable=True)[..., :kept]
+        self.store.rearrange(order, slots)
+        self.positions = pad(self.positions.gather(-1, order), (0, slots - kept), value=EMPTY)
+        self.state = {name: pad(tensor.gather(-1, order), (0, slots - kept)) for name, tensor in self.state.items()}
+
+    def _write(self, keys: NewKeys, values: NewValues, positions: Tensor, most: int) -> SlotIndex:
+        """Put the tokens into free slots; a padding token's slot stays free. Returns the slots."""
+        tokens = keys.shape[2]
+        is_free = (self.positions == EMPTY).to(torch.uint8)
+        if tokens == 1:
+            written = is_free.argmax(-1, keepdim=True)
+        else:
+            written = is_free.argsort(dim=-1, descending=True, stable=True)[..., :tokens]
+        self.store.write(written, keys, values)
+        self.positions.scatter_(-1, written, positions.to(torch.int32))
+        for state in self.state.values():
+            state.scatter_(-1, written, 0.0)
+        self.most_held += most
+        return written
+
+    def _attend(
+        self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None
+    ) -> tuple[Attended, Mass | None]:
+        tables = reading = None
+        if self.rotary is not None:
+            reading = mode.read(self.positions, step.positions)
+            bound = mode.bound(step.end, self.store.slots, queries.shape[2])
+            tables = self.rotary.tables(bound, queries.device)
+        return reference.attend(
+            queries,
+            self.store.keys(),
+            self.store.values(),
+            self.positions,
+            step.positions,
+            reading=reading,
+            tables=tables,
+            scale=call.scale,
+            visibility=self._visibility(),
+            softcap=call.softcap,
+            sink_logits=call.sink_logits,
+            observed=observed,
+            is_rest_wanted=observed is not None and self.policy.observed_queries is None,
+        )
+
+    def _visibility(self) -> Visibility:
+        if self.policy.is_recency and self.budget is not None and not self.is_whole_window:
+            reach = self.budget - self._limits.sinks + 1
+            return Visibility(self.sliding_window, reach, self._limits.sinks)
+        return Visibility(self.sliding_window)
+
+    def _observed_columns(self, step: Step) -> ObservedColumns | None:
+        """Columns of the queries whose mass is kept apart, each row's newest first; -1 fills up."""
+        wanted = self.policy.observed_queries
+        if self.budget is None or wanted == 0:
+            return None
+        # SPARE more than the policy sees, so that this many tokens of the step can be taken back.
+        count = min(step.positions.shape[1], (wanted or 0) + SPARE)
+        is_real = step.positions >= 0
+        columns = torch.arange(step.positions.shape[1], device=step.positions.device)
+        return columns.where(is_real, -1).sort(-1, descending=True).values[:, :count]
+
+    def _observe(self, record: Record) -> None:
+        """Show the policy the attention of those of the step's tokens that still stand."""
+        if record.mass is None or record.observed is None:
+            return
+        wanted = self.policy.observed_queries
+        rows = record.mass.rows
+        undone = torch.tensor(record.undone, device=rows.device)[:, None]
+        age = torch.arange(rows.shape[2], device=rows.device)[None]
+        is_seen = (age >= undone) & (record.observed >= 0)
+        if wanted is not None:
+            is_seen &= age < undone + wanted
+        mass = torch.einsum("bhos,bo->bhs", rows, is_seen.to(rows.dtype))
+        if record.mass.rest is not None:
+            mass = mass + record.mass.rest
+        columns = record.observed.clamp(min=0)
+        heads, head_dim = record.queries.shape[1], record.queries.shape[3]
+        queries = record.queries.gather(2, columns[:, None, :, None].expand(-1, heads, -1, head_dim))
+        positions = record.step.positions.gather(1, columns).where(is_seen, EMPTY)
+        with _policy_errors(self):
+            self.policy.observe(self._slots(record.step), Observation(mass, queries, positions))
+
+    def _evict(self, record: Record) -> Record:
+        """Free the lowest-ranked tokens over budget; returns the record with what was freed."""
+        if self.budget is None or self.most_held <= self.budget:
+            return record
+        evicted = self._ranked(record.step).topk(self.store.slots - self.budget, largest=False).indices
+        before = self.positions.gather(-1, evicted)
+        self.positions.scatter_(-1, evicted, before.where(before < 0, RESERVED))
+        self.most_held = self.budget
+        self.has_evicted = True
+        return replace(record, evicted=evicted, evicted_positions=before)
+
+    def _ranked(self, step: Step) -> Tensor:
+        """Scores made total: free slots lowest, protected tokens highest, NaN just above free."""
+        with _policy_errors(self):
+            score = self.policy.score(self._slots(step))
+        if score.shape != self.positions.shape:
+            raise PolicyError(
+                f"{self.policy!r} in layer {self.index}: score has shape {tuple(score.shape)}, "
+                f"expected {tuple(self.positions.shape)} (batch, kv_heads, slots)"
+            )
+        least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+        score = score.float().nan_to_num(nan=least, posinf=most, neginf=least)
+        next_positions = step.next_positions[:, None, None]
+        if not self.is_whole_window:
+            is_newest = self.positions >= next_positions - self._limits.window
+            score = score.masked_fill(is_newest | (self.positions < self._limits.sinks), torch.inf)
+        if self.sliding_window is not None:
+            score = score.masked_fill(self.positions <= next_positions - self.sliding_window, least)
+        return score.masked_fill(self.positions < 0, -torch.inf)
+
+    def _slots(self, step: Step) -> Slots:
+        return Slots(
+            self.store,
+            self.positions.clamp(min=EMPTY),
+            self.state,
+            step.next_positions,
+            step.prompt_ends,
+            lambda keys: self._rotated(keys, step.end),
+        )
+
+    def _rotated(self, keys: SlotKeys, end: int) -> SlotKeys:
+        if self.rotary is None:
+            return keys
+        positions = Original().read(self.positions, self.positions[:, 0, :1]).near.keys
+        cos, sin = self.rotary.tables(end, keys.device)
+        return rotate(keys.float(), cos[positions], sin[positions])
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether nothing but the tokens' own slots remembers that they were written."""
+        return not self.has_evicted and (self.budget is None or not self.policy.state)
+
+    def forget_records(self, tokens: int) -> None:
+        """Keep only the newest records that hold `tokens` or fewer; free what the others reserved."""
+        held = sum(max(record.step.lengths) for record in self.records)
+        while self.records and held > tokens:
+            record = self.records.popleft()
+            held -= max(record.step.lengths)
+            if record.evicted is not None and record.evicted_positions is not None:
+                now = self.positions.gather(-1, record.evicted)
+                self.positions.scatter_(-1, record.evicted, now.masked_fill(record.evicted_positions >= 0, EMPTY))
+
+    def edit(self, change: Callable[[Tensor], Tensor], row: int | None = None) -> None:
+        """Replace the positions of one row, or of all; earlier steps can't be taken back after it."""
+        if self.is_empty:
+            return
+        self.forget_records(0)
+        rows = slice(None) if row is None else slice(row, row + 1)
+        self.positions[rows] = change(self.positions[rows]).to(torch.int32)
+        self.most_held = int((self.positions >= 0).sum(-1).max())
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the batch rows at `rows`, which may repeat."""
+        if self.is_empty:
+            return
+        self.forget_records(0)
+        self.store.select_rows(rows)
+        self.positions = self.positions.index_select(0, rows)
+        self.state = {name: tensor.index_select(0, rows) for name, tensor in self.state.items()}
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Overwrite row `target` with row `source`."""
+        if self.is_empty:
+            return
+        self.forget_records(0)
+        self.store.copy_row(source, target)
+        for tensor in (self.positions, *self.state.values()):
+            tensor[target] = tensor[source]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything allocated, by name."""
+        if self.is_empty:
+            return {}
+        state = {f"state.{name}": tensor for name, tensor in self.state.items()}
+        return {**self.store.tensors(), "positions": self.positions, **state}
+
+
+@contextmanager
+def _policy_errors(layer: LayerCache) -> Iterator[None]:
+    """Re-raise whatever a policy raises as a PolicyError that names it and the layer."""
+    try:
+        yield
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"{layer.policy!r} in layer {layer.index}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,102 @@
+"""The policy contract: which tokens a layer keeps.
+
+A policy ranks the slots of one layer; the cache evicts the lowest-ranked tokens over budget. Per
+layer and step the order is always write, attend, observe, evict.
+
+You may rely on:
+1. `slots` belong to one layer. A token keeps its slot until it is evicted, except between a
+   prompt and the tokens generated after it, when the cache packs its slots once.
+2. A token's state is 0 when it is written, and moves with it.
+3. Slot order is not text order: sort by `slots.positions` before pooling along the text.
+4. The first `sinks` positions and the last `window` tokens are never evicted, whatever you return.
+5. Every kv head of a row holds the same number of tokens, perhaps different ones.
+6. `seen.mass` is attention probability summed over the observed queries and over the query heads
+   that share a kv head; it is 0 in free slots. A finished row observes nothing.
+
+You owe:
+1. A score of shape (batch, kv_heads, slots), or (batch, 1, slots) where `per_head` is False. NaN
+   ranks lowest, and free slots are ignored.
+2. No writes but into `slots.state`, in place.
+3. A frozen dataclass of plain numbers: one object serves all layers and texts, and its `repr` is
+   the row label in every result.
+4. No host synchronisation (`.item()`, `.cpu()`).
+5. A docstring with `Source:` and `Differs:`.
+6. `windlass.testing.check_policy` passes.
+
+Not yours: `budget`, `sinks`, `window`, `chunk`, `positions`. They belong to the cache, so that any
+policy can be combined with any of them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+from windlass.shapes import PerSlot, Queries, QueryPositions, RowCounts, Scores, SlotKeys, SlotPositions, SlotValues
+from windlass.store import Store
+
+
+@dataclass(frozen=True)
+class Slots:
+    """One layer as a policy sees it: read-only but for `state`.
+
+    `positions` are the tokens' indices in the text, negative in free slots, with one row of heads
+    where `per_head` is False. `next_positions` is where each row's text goes on; `prompt_ends` is
+    one past the last token that came in a step of several tokens.
+    """
+
+    store: Store
+    positions: SlotPositions
+    state: dict[str, Scores]
+    next_positions: RowCounts
+    prompt_ends: RowCounts
+    rotated: Callable[[SlotKeys], SlotKeys]
+
+    def keys(self) -> SlotKeys:
+        """Un-rotated keys."""
+        return self.store.keys()
+
+    def values(self) -> SlotValues:
+        """Values."""
+        return self.store.values()
+
+    def rotated_keys(self) -> SlotKeys:
+        """Keys turned to their own positions in the text; costs one rotation of all slots."""
+        return self.rotated(self.store.keys())
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What a policy is shown after a step.
+
+    `queries` are the observed ones, un-rotated, newest first, and `positions` theirs: EMPTY where a
+    row observed fewer.
+    """
+
+    mass: PerSlot
+    queries: Queries
+    positions: QueryPositions
+
+
+class Policy(ABC):
+    """Ranks the tokens of a layer; higher scores are kept."""
+
+    state: ClassVar[tuple[str, ...]] = ()
+    """Names of per-slot tensors kept for you."""
+
+    per_head: ClassVar[bool] = True
+    """Whether each kv head ranks its own tokens. False: one ranking for all heads of a row."""
+
+    is_recency: ClassVar[bool] = False
+    """Whether sinks plus the newest tokens are kept, always. Then attention is masked to just
+    those, so that no result depends on the size of a chunk."""
+
+    observed_queries: int | None = 0
+    """How many of a step's last queries are observed; 0: none (fast), None: all."""
+
+    @abstractmethod
+    def score(self, slots: Slots) -> Scores:
+        """The rank of every slot; called only when a layer is over budget."""
+
+    def observe(self, slots: Slots, seen: Observation) -> None:  # noqa: B027  # most policies observe nothing
+        """Update `slots.state` from what the step attended to."""

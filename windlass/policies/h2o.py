@@ -1,0 +1,27 @@
+"""Heavy hitters."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from windlass.policies.base import Observation, Policy, Slots
+from windlass.shapes import Scores
+
+
+@dataclass(frozen=True)
+class H2O(Policy):
+    """Keeps the tokens that received the most attention since they were written.
+
+    Source: Zhang et al. 2023 (arXiv:2306.14048), algorithm 1.
+    Differs: the paper's recent half is the cache's `window`: give `window = budget // 2` for it.
+    Each kv head ranks by the sum over its query heads.
+    """
+
+    state: ClassVar[tuple[str, ...]] = ("mass",)
+
+    observed_queries = None
+
+    def observe(self, slots: Slots, seen: Observation) -> None:
+        slots.state["mass"] += seen.mass
+
+    def score(self, slots: Slots) -> Scores:
+        return slots.state["mass"]

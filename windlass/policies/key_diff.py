@@ -1,0 +1,25 @@
+"""Keys unlike the others."""
+
+from dataclasses import dataclass
+
+from torch.nn.functional import normalize
+
+from windlass.policies.base import Policy, Slots
+from windlass.shapes import Scores
+
+
+@dataclass(frozen=True)
+class KeyDiff(Policy):
+    """Keeps the tokens whose keys differ most from the mean direction of all keys held.
+
+    Needs no attention weights, so it costs the same at any chunk.
+
+    Source: Park et al. 2025 (arXiv:2504.15364), algorithm 1.
+    Differs: compares un-rotated keys, so a token's novelty is its content alone, not its position.
+    """
+
+    def score(self, slots: Slots) -> Scores:
+        is_held = (slots.positions >= 0).unsqueeze(-1)
+        directions = normalize(slots.keys().float(), dim=-1) * is_held
+        anchor = normalize(directions.sum(2, keepdim=True), dim=-1)
+        return -(directions * anchor).sum(-1)

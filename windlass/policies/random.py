@@ -1,0 +1,41 @@
+"""The baseline that every other policy has to beat."""
+
+from dataclasses import dataclass
+
+import torch
+
+from windlass.policies.base import Policy, Slots
+from windlass.shapes import Scores
+
+
+@dataclass(frozen=True)
+class Random(Policy):
+    """Evicts uniformly at random, per head; by default only tokens generated after the prompt.
+
+    A prompt that alone exceeds the budget is thinned at random as well. The draw depends on `seed`,
+    the token's position, its head and the length of the text, so it is the same in every process,
+    batch and after a load.
+
+    Source: Random Attention, 2026 (arXiv:2609.03430).
+    Differs: the draw is a hash, not a generator.
+    """
+
+    keep_prompt: bool = True
+    seed: int = 0
+
+    def score(self, slots: Slots) -> Scores:
+        positions = slots.positions.long()
+        heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
+        draw = _hash(positions + _hash(slots.next_positions.long()[:, None, None] + _hash(heads + self.seed)))
+        score = draw.float() / 2**32
+        if self.keep_prompt:
+            score = score + (positions < slots.prompt_ends[:, None, None]).float()
+        return score
+
+
+def _hash(x: torch.Tensor) -> torch.Tensor:
+    """32 well-mixed bits of each integer (the finaliser of MurmurHash3)."""
+    x = x & 0xFFFFFFFF
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)

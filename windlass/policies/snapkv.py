@@ -1,0 +1,45 @@
+"""Votes of an observation window."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn.functional import max_pool1d
+
+from windlass.errors import PolicyError
+from windlass.policies.base import Observation, Policy, Slots
+from windlass.shapes import Scores
+
+
+@dataclass(frozen=True)
+class SnapKV(Policy):
+    """Keeps the tokens that the last queries attended to, with their neighbours in the text.
+
+    Source: Li et al. 2024 (arXiv:2404.14469), listing 1.
+    Differs: works at decode too. A step shorter than `observed_queries` fades the older votes by
+    its share of the window. One-shot SnapKV is `chunk` as long as the prompt and
+    `window = observed_queries`. Votes of the query heads that share a kv head are summed.
+    """
+
+    observed_queries: int = 32
+    pool: int = 5
+
+    state: ClassVar[tuple[str, ...]] = ("votes",)
+
+    def __post_init__(self) -> None:
+        if self.observed_queries < 1:
+            raise PolicyError(f"SnapKV: observed_queries must be at least 1, got {self.observed_queries}")
+        if self.pool < 1 or self.pool % 2 == 0:
+            raise PolicyError(f"SnapKV: pool must be an odd number of at least 1, got {self.pool}")
+
+    def observe(self, slots: Slots, seen: Observation) -> None:
+        share = (seen.positions >= 0).sum(-1)[:, None, None] / self.observed_queries
+        slots.state["votes"].mul_(1 - share).add_(seen.mass / self.observed_queries)
+
+    def score(self, slots: Slots) -> Scores:
+        votes = slots.state["votes"]
+        is_held = slots.positions >= 0
+        text_order = torch.where(is_held, slots.positions, torch.iinfo(slots.positions.dtype).max).argsort(-1)
+        in_order = votes.masked_fill(~is_held, 0.0).gather(-1, text_order)
+        pooled = max_pool1d(in_order, self.pool, stride=1, padding=self.pool // 2)
+        return torch.empty_like(votes).scatter_(-1, text_order, pooled)

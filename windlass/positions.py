@@ -1,0 +1,200 @@
+"""Stored positions to rotary positions.
+
+A slot stores the index of its token in the text and nothing else. Where that token is *read* is
+decided here, anew at every step, by a pure function of stored and query positions. So a mode may
+be exchanged between two steps, and no edit of positions ever touches a key.
+"""
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from windlass.errors import UsageError
+from windlass.shapes import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
+
+EMPTY = -1  # position of a slot that holds no token, and of a padding token
+RESERVED = -2  # position of a slot whose token was evicted but can still be rolled back
+
+
+@dataclass(frozen=True)
+class Branch:
+    """Rotary positions of one set of logits; all are at least 0 and below `PositionMode.bound`."""
+
+    queries: RotaryQueries
+    keys: RotaryKeys
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Where each key is read by each query.
+
+    Keys at distance `near_window` and beyond take their logit from `far`; `far` is None when one
+    branch serves every distance.
+    """
+
+    near: Branch
+    far: Branch | None = None
+    near_window: int = 0
+
+
+class PositionMode(ABC):
+    """Decides at which rotary distance a kept token is read."""
+
+    @abstractmethod
+    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
+        """The rotary positions of one step. `slots` already holds the tokens of `queries`."""
+
+    @abstractmethod
+    def bound(self, end: int, slots: int, tokens: int) -> int:
+        """A length no rotary position of the step reaches.
+
+        `end` is one past the newest position of any row, `slots` and `tokens` the sizes of the step.
+        """
+
+
+@dataclass(frozen=True)
+class Original(PositionMode):
+    """A key at distance d is read at d: what the model itself does."""
+
+    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
+        return Reading(Branch(_per_rank(queries, slots), slots.clamp(min=0)))
+
+    def bound(self, end: int, slots: int, tokens: int) -> int:
+        return end
+
+    def __str__(self) -> str:
+        return "original"
+
+
+@dataclass(frozen=True)
+class Compact(PositionMode):
+    """A key is read at its rank among the kept tokens, so distances never exceed what is held.
+
+    Source: position assignment of StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453), section 3.2.
+    Differs: each (row, kv head) ranks its own tokens, so any policy may be combined with it; within
+    a chunk distances may reach `budget + chunk`.
+    """
+
+    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
+        held = slots >= 0
+        order = torch.where(held, slots, torch.iinfo(slots.dtype).max).argsort(dim=-1, stable=True)
+        ranks = torch.arange(slots.shape[-1], device=slots.device).expand_as(order)
+        keys = torch.empty_like(order).scatter_(-1, order, ranks)
+        # The queries are the newest tokens of their row, so their ranks end at the number held.
+        real = queries >= 0
+        newer = real.flip(-1).cumsum(-1).flip(-1)
+        ranked = held.sum(-1, keepdim=True) - newer[:, None, :]
+        return Reading(Branch(ranked.clamp(min=0), keys))
+
+    def bound(self, end: int, slots: int, tokens: int) -> int:
+        return slots
+
+    def __str__(self) -> str:
+        return "compact"
+
+
+@dataclass(frozen=True)
+class SelfExtend(PositionMode):
+    """Distances below `window` are read as they are, longer ones in steps of `group` tokens.
+
+    Source: Jin et al. 2024 (arXiv:2401.01325), equation 4.
+    Differs: the near branch is counted from the oldest key it can reach, which changes no distance
+    and keeps the rotary table short.
+    """
+
+    group: int = 8
+    window: int = 64
+
+    def __post_init__(self) -> None:
+        _at_least("group", self.group, 1)
+        _at_least("window", self.window, 1)
+
+    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
+        q, k = _per_rank(queries, slots), slots.clamp(min=0)
+        far_q = q // self.group + self.window - self.window // self.group
+        far_k = k // self.group
+        if queries.shape[1] == 1:
+            distance = q - k
+            return Reading(Branch(far_q, torch.where(distance < self.window, far_q - distance, far_k).clamp(min=0)))
+        return Reading(_rebased(q, k, self.window), Branch(far_q, far_k), self.window)
+
+    def bound(self, end: int, slots: int, tokens: int) -> int:
+        return max(end // self.group + self.window, self.window + tokens) + 1
+
+    def __str__(self) -> str:
+        return f"self_extend({self.group}, {self.window})"
+
+
+@dataclass(frozen=True)
+class Clamp(PositionMode):
+    """A key at distance d is read at min(d, limit): far text is simply "far".
+
+    Source: ReRoPE, Su 2023 (github.com/bojone/rerope); InfLLM, Xiao et al. 2024 (arXiv:2402.04617).
+    """
+
+    limit: int = 256
+
+    def __post_init__(self) -> None:
+        _at_least("limit", self.limit, 1)
+
+    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
+        q, k = _per_rank(queries, slots), slots.clamp(min=0)
+        far_q = torch.full_like(q, self.limit)
+        if queries.shape[1] == 1:
+            return Reading(Branch(far_q, (far_q - (q - k)).clamp(min=0)))
+        return Reading(_rebased(q, k, self.limit), Branch(far_q, torch.zeros_like(k)), self.limit)
+
+    def bound(self, end: int, slots: int, tokens: int) -> int:
+        return self.limit + tokens + 1
+
+    def __str__(self) -> str:
+        return f"clamp({self.limit})"
+
+
+MODES: dict[str, type[PositionMode]] = {
+    "original": Original,
+    "compact": Compact,
+    "self_extend": SelfExtend,
+    "clamp": Clamp,
+}
+
+
+def position_mode(spec: str | PositionMode) -> PositionMode:
+    """The mode that `spec` names: `"compact"`, `"self_extend(8, 64)"`, or a mode itself.
+
+    Raises: UsageError for an unknown name or wrong numbers.
+    """
+    if isinstance(spec, PositionMode):
+        return spec
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", spec)
+    if match is None or match[1] not in MODES:
+        forms = "original, compact, self_extend(group, window), clamp(limit)"
+        raise UsageError(f"positions={spec!r} is not a position mode; use one of: {forms}")
+    words = [word.strip() for word in (match[2] or "").split(",") if word.strip()]
+    mode = MODES[match[1]]
+    wanted = len(mode.__dataclass_fields__)  # type: ignore[attr-defined]  # every mode is a dataclass
+    try:
+        numbers = [int(word.split("=")[-1]) for word in words]
+    except ValueError:
+        raise UsageError(f"positions={spec!r}: {match[1]} takes whole numbers only") from None
+    if len(numbers) > wanted:
+        raise UsageError(f"positions={spec!r}: {match[1]} takes at most {wanted} numbers, got {len(numbers)}")
+    return mode(*numbers)
+
+
+def _per_rank(queries: QueryPositions, slots: SlotPositions) -> RotaryQueries:
+    return queries.clamp(min=0)[:, None, :].expand(-1, slots.shape[1], -1)
+
+
+def _rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> Branch:
+    """Positions counted from the oldest key that any query reaches within `window`."""
+    # Padding queries stand at 0 and would pull the base down, but never below a real one minus the chunk.
+    base = (q.amax(-1, keepdim=True) - q.shape[-1] - window).clamp(min=0)
+    return Branch((q - base).clamp(min=0), (k - base).clamp(min=0))
+
+
+def _at_least(name: str, value: int, least: int) -> None:
+    if value < least:
+        raise UsageError(f"{name} must be at least {least}, got {value}")

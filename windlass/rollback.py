@@ -1,0 +1,69 @@
+"""Taking steps back, so that a layer is as if their tokens had never been written."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+
+from windlass.layer import LayerCache
+from windlass.positions import EMPTY
+from windlass.step import SPARE, Record, Step
+
+
+def can_roll_back(layer: LayerCache, counts: Sequence[int]) -> bool:
+    """Whether the newest `counts` tokens of each row can be taken back exactly."""
+    if layer.is_lossless:
+        return True
+    for record in reversed(layer.records):
+        kept, left = _split(record, counts)
+        if any(kept):
+            undone = max(done + n for done, n in zip(record.undone, counts, strict=True))
+            return not any(left) and (record.mass is None or undone <= SPARE)
+        counts = left
+    return not any(counts)
+
+
+def roll_back(layer: LayerCache, counts: Sequence[int], step: Step) -> None:
+    """Take the newest `counts` tokens of each row back; `step` tells where the rows then stand.
+
+    Evictions that these tokens caused are undone, those of the tokens before them are not.
+    """
+    if layer.is_lossless:
+        layer.edit(lambda positions: torch.where(positions >= step.next_positions[:, None, None], EMPTY, positions))
+        return
+    while any(counts):
+        record = layer.records.pop()
+        kept, counts = _split(record, counts)
+        undo(layer, record)
+        if any(kept):
+            _redo(layer, record, kept, step)
+
+
+def undo(layer: LayerCache, record: Record) -> None:
+    """Take a whole step back, the layer's last."""
+    if record.evicted is not None and record.evicted_positions is not None:
+        layer.positions.scatter_(-1, record.evicted, record.evicted_positions)
+    layer.unwrite(record.written, record.state, record.most_held)
+
+
+def undo_if_last(layer: LayerCache, step: Step) -> None:
+    """Take `step` back where the layer has done it: for a forward pass that failed halfway."""
+    if layer.records and layer.records[-1].step is step:
+        undo(layer, layer.records.pop())
+
+
+def _redo(layer: LayerCache, record: Record, kept: Sequence[int], step: Step) -> None:
+    """Observe and evict again, as if only the first `kept` tokens of each row had come."""
+    positions = record.step.positions
+    positions = positions.where(positions < step.next_positions[:, None], EMPTY)
+    undone = tuple(done + was - n for done, was, n in zip(record.undone, record.step.lengths, kept, strict=True))
+    layer.positions.scatter_(-1, record.written, positions[:, None].expand_as(record.written).to(torch.int32))
+    layer.most_held += max(kept)
+    step = replace(step, positions=positions, lengths=tuple(kept))
+    layer.settle(replace(record, step=step, undone=undone, evicted=None, evicted_positions=None))
+
+
+def _split(record: Record, counts: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Of a step: how many tokens of each row stay, and how many are left to take from earlier steps."""
+    pairs = list(zip(record.step.lengths, counts, strict=True))
+    return [max(was - n, 0) for was, n in pairs], [max(n - was, 0) for was, n in pairs]
