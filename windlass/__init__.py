@@ -1,9 +1,12 @@
 """Windlass: a fixed-size KV cache for any Hugging Face decoder."""
 
 from windlass.cache import KVCache
+from windlass.engine import Stream, generate, prefill, stream
 from windlass.errors import PolicyError, PromptCacheError, UnsupportedModel, UsageError, WindlassError
 from windlass.hf import attach, detach
 from windlass.policies import H2O, TOVA, KeyDiff, KeyNorm, Policy, Random, Recent, SnapKV
 from windlass.positions import Clamp, Compact, Original, SelfExtend
+from windlass.result import Result
+from windlass.sampling import Sampling
 
 __version__ = "0.1.0"

@@ -117,6 +117,21 @@ def seam_of(model: PreTrainedModel) -> Seam:
     return seam
 
 
+def forward(
+    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: TransformersCache, columns: list[int]
+) -> Tensor:
+    """One pass; returns (batch, len(columns), vocabulary) logits of these columns and computes no others.
+
+    Without columns the vocabulary is left out altogether, and hidden states come back.
+    """
+    if not columns:
+        hidden: Tensor = model.get_decoder()(input_ids=ids, attention_mask=mask, past_key_values=cache).last_hidden_state
+        return hidden
+    wanted = torch.tensor(columns, device=ids.device)
+    logits: Tensor = model(input_ids=ids, attention_mask=mask, past_key_values=cache, logits_to_keep=wanted).logits
+    return logits
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,

@@ -1,0 +1,81 @@
+"""The next token of each row."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    RepetitionPenaltyLogitsProcessor,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from windlass.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a token is chosen; temperature 0 takes the likeliest, and no other number then matters
+    but `repetition_penalty`.
+
+    `seed`: row r of a batch draws from its own generator, seeded with `seed + r`, so that a row
+    gives the same text alone (under that seed) as in any batch.
+
+    Raises: UsageError for numbers out of range.
+    """
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        ranges = {
+            "temperature": (0.0 <= self.temperature <= 100.0, "from 0 to 100"),
+            "top_k": (self.top_k >= 0, "at least 0 (0: off)"),
+            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1 (1: off)"),
+            "min_p": (0.0 <= self.min_p <= 1.0, "from 0 to 1 (0: off)"),
+            "repetition_penalty": (0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100 (1: off)"),
+        }
+        for name, (is_right, wanted) in ranges.items():
+            if not is_right:
+                raise UsageError(f"{name} must be {wanted}, got {getattr(self, name)}")
+
+
+class Sampler:
+    """Chooses tokens by a `Sampling`, through transformers' own logits processors."""
+
+    def __init__(self, sampling: Sampling, batch: int) -> None:
+        self._is_greedy = sampling.temperature == 0.0
+        # Each row's draws are its own, made on the CPU so that they are the same on every device.
+        self._generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(batch)]
+        self._processors = LogitsProcessorList()
+        if sampling.repetition_penalty != 1.0:
+            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        if self._is_greedy:
+            return
+        if sampling.temperature != 1.0:
+            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            self._processors.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            self._processors.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            self._processors.append(MinPLogitsWarper(sampling.min_p))
+
+    def __call__(self, logits: Tensor, texts: list[list[int]]) -> list[int]:
+        """One token a row from `logits` (batch, vocabulary); `texts` are the rows' tokens so far."""
+        chosen = []
+        for row, (scores, text, generator) in enumerate(zip(logits.float(), texts, self._generators, strict=True)):
+            ids = torch.tensor([text], device=logits.device, dtype=torch.long)
+            scores = self._processors(ids, logits[row : row + 1].float())[0]
+            if self._is_greedy:
+                chosen.append(int(scores.argmax()))
+            else:
+                chosen.append(int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator)))
+        return chosen
