@@ -16,7 +16,7 @@ from windlass.policies import Policy, Recent
 from windlass.positions import EMPTY, PositionMode, position_mode
 from windlass.shapes import Attended, NewKeys, NewValues, Queries, QueryPositions, TokenIds, TokenMask
 from windlass.rollback import undo_if_last
-from windlass.step import AttentionCall, Limits, Step
+from windlass.step import AttentionCall, Limits, Standing, Step
 
 MOST = 2**30  # positions are 32-bit
 MOST_WINDOW = 64  # of the default window
@@ -137,9 +137,7 @@ class KVCache(TransformersCache):
         step = self._step_to(next_positions, prompt_ends, ours, lengths)
         self._pending = _Pending(step, next_positions, prompt_ends, rows)
 
-    def attend(
-        self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall
-    ) -> Attended:
+    def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
         """One layer's write, attend, observe, evict. `hf` calls this from the model's attention."""
         assert self._pending is not None, "attend outside of a step"
         return self.layers[layer].step(queries, keys, values, self._pending.step, self._positions, call)
@@ -180,6 +178,17 @@ class KVCache(TransformersCache):
         """Let every row go on after `tokens` tokens that came from elsewhere. For `convert`."""
         self.next_positions, self._prompt_ends = [tokens] * self._batch, [tokens] * self._batch
         self.tokens_seen, self.tokens, self._columns_seen = [tokens] * self._batch, None, tokens
+
+    @property
+    def prompt_ends(self) -> list[int]:
+        """Per row, one past the last position that came in a step of several tokens."""
+        return self._prompt_ends
+
+    def stand_where(self, other: Standing) -> None:
+        """Let the rows stand where those of a saved cache did. For `prompt_cache`."""
+        self.tokens_seen, self.next_positions = list(other.tokens_seen), list(other.next_positions)
+        self._prompt_ends, self._columns_seen = list(other.prompt_ends), other.columns_seen
+        self.tokens = other.tokens
 
     def forget_tokens(self, counts: Sequence[int]) -> None:
         """Take the newest `counts` tokens of each row out of the record. For `edits`."""
@@ -254,6 +263,7 @@ class KVCache(TransformersCache):
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
+        self.end(is_complete=False)
         indices = rows.tolist()
         for layer in self.layers:
             layer.select_rows(rows)

@@ -2,7 +2,8 @@
 
 All of them change integers. `drop`, `keep`, `shift` and `divide` touch positions only; `copy` and
 `splice` move keys and values to other rows or caches, byte for byte. Ranges are half-open. After
-an edit other than `rollback`, the steps before it can no longer be rolled back.
+an edit other than `rollback`, the steps before it can no longer be rolled back. Each edit first
+takes back a step that was interrupted.
 """
 
 from __future__ import annotations
@@ -24,9 +25,12 @@ if TYPE_CHECKING:
 
 def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
     """See `KVCache.rollback`."""
+    cache.end(is_complete=False)
     counts = [tokens] * cache.batch_size if isinstance(tokens, int) else list(tokens)
     if len(counts) != cache.batch_size or min(counts) < 0:
-        raise UsageError(f"rollback takes one number of at least 0, or one for each of {cache.batch_size} rows: {tokens}")
+        raise UsageError(
+            f"rollback takes one number of at least 0, or one for each of {cache.batch_size} rows: {tokens}"
+        )
     # A row that fed fewer tokens (it had finished) can't give more than it has.
     for row, (count, end) in enumerate(zip(counts, cache.next_positions, strict=True)):
         if count > end:
@@ -93,6 +97,7 @@ def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> No
 
 def copy(cache: KVCache, source: int, target: int) -> None:
     """See `KVCache.copy`."""
+    cache.end(is_complete=False)
     for name, row in (("source", source), ("target", target)):
         _check_row(cache, row, name)
     for layer in cache.layers:
@@ -102,6 +107,7 @@ def copy(cache: KVCache, source: int, target: int) -> None:
 
 def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
     """See `KVCache.splice`."""
+    cache.end(is_complete=False)
     _check_row(cache, row, "row")
     _check_row(other, source, "source")
     if len(other.layers) != len(cache.layers):
@@ -153,6 +159,7 @@ def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:
 def _apply(cache: KVCache, row: int | None, change: Callable[[Tensor], Tensor]) -> None:
     if row is not None:
         _check_row(cache, row, "row")
+    cache.end(is_complete=False)
     for layer in cache.layers:
         layer.edit(change, row)
 

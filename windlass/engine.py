@@ -142,7 +142,9 @@ class _Run:
         self._max_tokens = max_tokens
         self._stop = frozenset(_end_of_text(model) if stop is None else stop)
         seen = cache.tokens_seen
-        self._prompts = [encode(tokenizer, prompt, at == 0) for prompt, at in zip(prompts, _padded(seen, prompts), strict=True)]
+        self._prompts = [
+            encode(tokenizer, prompt, at == 0) for prompt, at in zip(prompts, _padded(seen, prompts), strict=True)
+        ]
         _check_prompts(model, cache, self._prompts)
         self._sampler = Sampler(Sampling() if sampling is None else sampling, len(prompts))
         self._texts = [TextStream(tokenizer, prompt) for prompt in self._prompts]

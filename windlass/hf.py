@@ -38,6 +38,7 @@ class Seam:
 
     def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of the decoder: a pass with our cache begins."""
+        self.finish(is_complete=False)
         bound = self.signature.bind_partial(*args, **kwargs).arguments
         bound = {**bound.pop("kwargs", {}), **bound}
         cache = bound.get("past_key_values")
@@ -58,11 +59,19 @@ class Seam:
         _use_attention(self.configs, [NAME] * len(self.configs))
 
     def after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Forward hook of the decoder, called after a failure too: the pass ends."""
+        """Forward hook of the decoder, called after an Exception too: the pass ends."""
+        self.finish(is_complete=output is not None)
+
+    def finish(self, is_complete: bool) -> None:
+        """End the pass that runs, if one does.
+
+        PyTorch calls no hook after a KeyboardInterrupt: whoever notices one calls this, the next
+        pass at the latest.
+        """
         if self.active is not None:
             cache, self.active = self.active, None
             _use_attention(self.configs, self.saved)
-            cache.end(is_complete=output is not None)
+            cache.end(is_complete)
 
     def identity(self, rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         """Forward hook of the rotary modules: no rotation while a pass with our cache runs."""
@@ -122,14 +131,21 @@ def forward(
 ) -> Tensor:
     """One pass; returns (batch, len(columns), vocabulary) logits of these columns and computes no others.
 
-    Without columns the vocabulary is left out altogether, and hidden states come back.
+    Without columns the vocabulary is left out altogether, and hidden states come back. A pass that
+    is interrupted leaves the cache as it was.
     """
-    if not columns:
-        hidden: Tensor = model.get_decoder()(input_ids=ids, attention_mask=mask, past_key_values=cache).last_hidden_state
-        return hidden
-    wanted = torch.tensor(columns, device=ids.device)
-    logits: Tensor = model(input_ids=ids, attention_mask=mask, past_key_values=cache, logits_to_keep=wanted).logits
-    return logits
+    out: Tensor
+    try:
+        if columns:
+            wanted = torch.tensor(columns, device=ids.device)
+            out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, logits_to_keep=wanted).logits
+        else:
+            decoder = model.get_decoder()
+            out = decoder(input_ids=ids, attention_mask=mask, past_key_values=cache).last_hidden_state
+    except BaseException:
+        seam_of(model).finish(is_complete=False)
+        raise
+    return out
 
 
 def _attention(

@@ -58,7 +58,9 @@ class TransformersCache(Cache):
     def reset(self) -> None:
         """Forget everything."""
 
-    def update(self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
         """Hand the new tokens' keys and values on to windlass' attention, which stores them.
 
         Raises: UsageError when the calling model is not attached.

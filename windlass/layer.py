@@ -124,7 +124,9 @@ class LayerCache:
         self.forget_records(self._rollback if is_decode else 0)
         wanted, needed = self.store.slots, self.most_held + tokens
         if self.budget is not None:
-            wanted = self.budget + self.spare if is_decode else max(wanted, self.budget + max(tokens, self._limits.chunk))
+            wanted = (
+                self.budget + self.spare if is_decode else max(wanted, self.budget + max(tokens, self._limits.chunk))
+            )
             wanted = max(wanted, needed)
         elif needed > wanted:
             wanted = -(-max(needed, wanted * 3 // 2) // GROWTH) * GROWTH
@@ -226,7 +228,8 @@ class LayerCache:
         """Free the lowest-ranked tokens over budget; returns the record with what was freed."""
         if self.budget is None or self.most_held <= self.budget:
             return record
-        evicted = self._ranked(record.step).topk(self.store.slots - self.budget, largest=False).indices
+        ranked = _total_order(self._ranked(record.step), self.positions)
+        evicted = ranked.topk(self.store.slots - self.budget, largest=False).indices
         before = self.positions.gather(-1, evicted)
         self.positions.scatter_(-1, evicted, before.where(before < 0, RESERVED))
         self.most_held = self.budget
@@ -234,7 +237,10 @@ class LayerCache:
         return replace(record, evicted=evicted, evicted_positions=before)
 
     def _ranked(self, step: Step) -> Tensor:
-        """Scores made total: free slots lowest, protected tokens highest, NaN just above free."""
+        """Scores as whole numbers without ties, so that no result depends on the order of slots.
+
+        Free slots are lowest, then NaN; protected tokens are highest; of equal scores the newer wins.
+        """
         with _policy_errors(self):
             score = self.policy.score(self._slots(step))
         if score.shape != self.positions.shape:
@@ -250,7 +256,10 @@ class LayerCache:
             score = score.masked_fill(is_newest | (self.positions < self._limits.sinks), torch.inf)
         if self.sliding_window is not None:
             score = score.masked_fill(self.positions <= next_positions - self.sliding_window, least)
-        return score.masked_fill(self.positions < 0, -torch.inf)
+        score = score.masked_fill(self.positions < 0, -torch.inf) + 0.0  # there is no -0.0 then
+        bits = score.view(torch.int32)
+        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # compares as the float does
+        return (ordered.long() << 32) + self.positions
 
     def _slots(self, step: Step) -> Slots:
         return Slots(
@@ -317,6 +326,25 @@ class LayerCache:
             return {}
         state = {f"state.{name}": tensor for name, tensor in self.state.items()}
         return {**self.store.tensors(), "positions": self.positions, **state}
+
+    def restore(self, tensors: dict[str, Tensor], sliding_window: int | None, has_evicted: bool) -> None:
+        """Take back what `tensors` gave, in a layer that is empty."""
+        self._fit_to(sliding_window)
+        self.store.restore(tensors)
+        self.positions = tensors["positions"]
+        self.state = {name: tensors[f"state.{name}"] for name in self.policy.state}
+        self.most_held = int((self.positions >= 0).sum(-1).max())
+        self.has_evicted = has_evicted
+
+
+def _total_order(score: Tensor, positions: Tensor) -> Tensor:
+    """Whole numbers in the order of `score`, the older token lower where scores are equal.
+
+    Equal scores are common (a repeated token has the same key in the first layer), and what is kept
+    must not depend on the slots that tokens happen to be in.
+    """
+    bits = (score + 0.0).view(torch.int32)  # + 0.0: -0.0 is equal to 0.0
+    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + positions
 
 
 @contextmanager

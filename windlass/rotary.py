@@ -75,7 +75,7 @@ class Rotary:
     def __init__(self, module: nn.Module, layer_type: str | None, layout: Layout, pairs: int) -> None:
         # A private copy: some schemes keep the length they last saw inside the module.
         self._module = copy.deepcopy(module)
-        self._layer_type = layer_type
+        self.layer_type = layer_type
         self._rope_type, self._trained = _scheme(module, layer_type)
         self._tables: tuple[RotaryTable, RotaryTable] | None = None
         self._built_for = 0
@@ -111,7 +111,11 @@ class Rotary:
         positions = torch.arange(length, device=device)[None]
         probe = torch.empty(1, device=device, dtype=torch.float32)
         module = self._module.to(device)
-        cos, sin = module(probe, positions) if self._layer_type is None else module(probe, positions, self._layer_type)
+        of_layers = () if self.layer_type is None else (self.layer_type,)
+        if self.is_length_dependent:
+            # Some schemes never shrink from one length to the next; one token takes them back to the start.
+            module(probe, positions[:, :1], *of_layers)
+        cos, sin = module(probe, positions, *of_layers)
         return self.layout.columns(cos[0]).float().contiguous(), self.layout.columns(sin[0]).float().contiguous()
 
 

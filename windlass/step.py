@@ -22,6 +22,17 @@ class Limits:
 
 
 @dataclass(frozen=True)
+class Standing:
+    """Where the texts of a cache stand between two steps: one number per row, and columns fed."""
+
+    tokens_seen: list[int]
+    next_positions: list[int]
+    prompt_ends: list[int]
+    columns_seen: int
+    tokens: list[list[int]] | None
+
+
+@dataclass(frozen=True)
 class Step:
     """One forward pass, as every layer sees it.
 
@@ -51,7 +62,7 @@ class Record:
     observed: ObservedColumns | None
     mass: Mass | None
     queries: Queries
-    evicted: SlotIndex | None = None
+    evicted: Tensor | None = None  # (batch, ranked, evicted) slots
     evicted_positions: Tensor | None = None
 
 

@@ -15,7 +15,7 @@ You may rely on:
 
 You owe:
 1. A score of shape (batch, kv_heads, slots), or (batch, 1, slots) where `per_head` is False. NaN
-   ranks lowest, and free slots are ignored.
+   ranks lowest, free slots are ignored, and of equal scores the newer token is kept.
 2. No writes but into `slots.state`, in place.
 3. A frozen dataclass of plain numbers: one object serves all layers and texts, and its `repr` is
    the row label in every result.

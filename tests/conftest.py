@@ -1,0 +1,54 @@
+"""Sizes, seeds and models that the tests share. No test needs the network or files from outside."""
+
+import os
+from collections.abc import Callable, Iterator
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import windlass
+from windlass.testing import VOCABULARY, tiny_model
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> Iterator[None]:
+    torch.manual_seed(0)
+    yield
+
+
+@pytest.fixture(scope="session")
+def plain_model() -> Callable[[str], PreTrainedModel]:
+    """A tiny model of a family that is never attached: what transformers itself gives."""
+    return _cached(tiny_model)
+
+
+@pytest.fixture(scope="session")
+def attached_model() -> Callable[[str], PreTrainedModel]:
+    """A tiny model of a family, attached, and equal to `plain_model`'s. Not to be changed."""
+    return _cached(lambda family: windlass.attach(tiny_model(family)))
+
+
+def _cached(make: Callable[[str], PreTrainedModel]) -> Callable[[str], PreTrainedModel]:
+    models: dict[str, PreTrainedModel] = {}
+
+    def get(family: str) -> PreTrainedModel:
+        if family not in models:
+            models[family] = make(family)
+        return models[family]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def text() -> Callable[..., torch.Tensor]:
+    """Random token ids of shape (rows, tokens); another seed gives another text."""
+
+    def make(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
+        return torch.randint(VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))
+
+    return make

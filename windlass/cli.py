@@ -1,0 +1,189 @@
+"""The command line: what each command takes. What it does is in the module that it calls.
+
+Those modules are imported when a command runs, because torch and transformers take seconds.
+"""
+
+import json
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from windlass import cli_options as take
+from windlass.errors import WindlassError
+
+INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
+app = typer.Typer(
+    help="Reads and writes texts far longer than a model's memory, in a cache of fixed size.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (by default that of the process); returns the exit code.
+
+    What a user can mend is one line on stderr and exit code 2, without a traceback.
+    """
+    try:
+        code = app(args=None if arguments is None else list(arguments), prog_name="windlass", standalone_mode=False)
+        sys.stdout.flush()
+    except (WindlassError, typer.TyperException) as error:
+        return _failed(str(error) if isinstance(error, WindlassError) else error.format_message())
+    except (KeyboardInterrupt, typer.Abort):
+        print("windlass: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; without this, Python complains once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _failed(f"{error.filename or 'the output'}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        # torch tells that memory is out in a message only.
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        return _failed("there is not enough memory for this; lower --budget or --chunk, or use a smaller model")
+    return int(code or 0)
+
+
+def _failed(message: str) -> int:
+    line = re.sub(r"\s*\n\s*", " ", message.strip())
+    if line:
+        print(f"windlass: error: {line}", file=sys.stderr)
+    return 2
+
+
+@app.command()
+def demo(
+    depth: Annotated[
+        float | None, Option("--depth", min=0.0, max=1.0, help="Where the pass key is hidden; by default anywhere.")
+    ] = None,
+    budget: Annotated[int, Option("--budget", "--max-kv-size", help="Slots of the first two rows.")] = 256,
+    policy: Annotated[str, Option("--policy", metavar="NAME", help="The policy of the first row.")] = "key_diff",
+    text: Annotated[
+        Path | None, Option("--text", metavar="FILE", help="Another text; by default Three Men in a Boat.")
+    ] = None,
+    seed: take.Seed = 0,
+    threads: take.Threads = None,
+    is_json: take.Json = False,
+) -> int:
+    """Hide a pass key in a novel, read all of it in 256 slots, and ask. No download."""
+    from windlass import demo as run
+
+    return run.demo(run.Options(depth, budget, policy, text, seed, threads), is_json)
+
+
+@app.command()
+def generate(
+    model: take.ModelName,
+    prompt: take.Prompt = None,
+    file: take.PromptFile = None,
+    budget: take.Budget = None,
+    sinks: take.Sinks = None,
+    window: take.Window = None,
+    policy: take.PolicySpec = None,
+    positions: take.Positions = None,
+    chunk: take.Chunk = None,
+    prompt_cache: take.PromptCache = None,
+    max_tokens: take.MaxTokens = 256,
+    temperature: take.Temperature = 0.0,
+    top_k: take.TopK = 0,
+    top_p: take.TopP = 1.0,
+    min_p: take.MinP = 0.0,
+    repetition_penalty: take.RepetitionPenalty = 1.0,
+    seed: take.Seed = 0,
+    dtype: take.Dtype = "auto",
+    threads: take.Threads = None,
+    is_json: take.Json = False,
+) -> int:
+    """Write the text that follows a prompt."""
+    from windlass import session, terminal
+    from windlass.sampling import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    given = terminal.read_prompt(prompt, file)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache)
+    return session.generate(session.open_session(model, options, dtype, threads), given, max_tokens, sampling, is_json)
+
+
+@app.command()
+def chat(
+    model: take.ModelName,
+    budget: take.Budget = None,
+    sinks: take.Sinks = None,
+    window: take.Window = None,
+    policy: take.PolicySpec = None,
+    positions: take.Positions = None,
+    chunk: take.Chunk = None,
+    prompt_cache: take.PromptCache = None,
+    max_tokens: take.MaxTokens = 256,
+    temperature: take.Temperature = 0.0,
+    top_k: take.TopK = 0,
+    top_p: take.TopP = 1.0,
+    min_p: take.MinP = 0.0,
+    repetition_penalty: take.RepetitionPenalty = 1.0,
+    seed: take.Seed = 0,
+    dtype: take.Dtype = "auto",
+    threads: take.Threads = None,
+) -> int:
+    """Talk to a model, many turns on one cache; /reset, /describe, /quit."""
+    from windlass import chat as run
+    from windlass import session
+    from windlass.sampling import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache)
+    return run.chat(session.open_session(model, options, dtype, threads), max_tokens, sampling)
+
+
+@app.command()
+def cache(
+    model: take.ModelName,
+    prompt_cache: take.PromptCacheOut,
+    prompt: take.Prompt = None,
+    file: take.PromptFile = None,
+    budget: take.Budget = None,
+    sinks: take.Sinks = None,
+    window: take.Window = None,
+    policy: take.PolicySpec = None,
+    positions: take.Positions = None,
+    chunk: take.Chunk = None,
+    dtype: take.Dtype = "auto",
+    threads: take.Threads = None,
+    is_json: take.Json = False,
+) -> int:
+    """Read a prompt once, into a file that `generate` and `chat` go on from."""
+    from windlass import session, terminal
+
+    session.check_writable(prompt_cache)
+    given = terminal.read_prompt(prompt, file)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk)
+    return session.save_cache(session.open_session(model, options, dtype, threads), given, prompt_cache, is_json)
+
+
+@app.command()
+def policies(is_json: take.Json = False) -> int:
+    """List the policies: name, defaults, what is kept, and where it comes from."""
+    from rich.console import Console
+    from rich.text import Text
+
+    from windlass.policies import catalogue
+
+    entries = catalogue.catalogue()
+    if is_json:
+        print(json.dumps({"policies": entries}, ensure_ascii=False))
+        return 0
+    # A pipe gets whole lines, whatever the width of a terminal.
+    console = Console(soft_wrap=True, highlight=False)
+    for entry in entries:
+        console.print(Text.assemble((f"{entry['name']:10}", "bold"), entry["made"]))
+        console.print(Text(f"{'':10}{entry['keeps']}\n{'':10}Source: {entry['source']}"), style="dim")
+    return 0

@@ -1,0 +1,74 @@
+"""The options of the command line, each declared once; they are named as in the library."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+ModelName = Annotated[
+    str, Argument(metavar="MODEL", help="A model's folder, or its name on the hub.", show_default=False)
+]
+Prompt = Annotated[
+    str | None,
+    Argument(metavar="[PROMPT]", help="The text; - or nothing reads it from a pipe.", show_default=False),
+]
+PromptFile = Annotated[Path | None, Option("--file", "-f", metavar="FILE", help="Read the text from a UTF-8 file.")]
+
+Budget = Annotated[
+    int | None, Option("--budget", "--max-kv-size", help="Most tokens that a layer keeps; by default all.")
+]
+Sinks = Annotated[int | None, Option("--sinks", help="First tokens, never evicted; by default 4.")]
+Window = Annotated[
+    int | None, Option("--window", help="Newest tokens, never evicted; by default a quarter of the budget, at most 64.")
+]
+PolicySpec = Annotated[
+    str | None,
+    Option(
+        "--policy",
+        metavar="NAME",
+        help="Which tokens to keep: a name, SnapKV(pool=7), or file.py:Class; by default recent.",
+    ),
+]
+Positions = Annotated[
+    str | None,
+    Option(
+        "--positions",
+        metavar="MODE",
+        help="Where kept tokens are read: original, compact, self_extend(group, window) or clamp(limit); "
+        "by default original.",
+    ),
+]
+Chunk = Annotated[int | None, Option("--chunk", help="Most tokens taken in one step of the prompt; by default 512.")]
+PromptCache = Annotated[
+    Path | None,
+    Option("--prompt-cache", metavar="FILE", help="Go on from this file, made by `windlass cache`; it stays as it is."),
+]
+PromptCacheOut = Annotated[Path, Option("--prompt-cache", metavar="FILE", help="The file to write.")]
+
+MaxTokens = Annotated[int, Option("--max-tokens", "-n", help="Most tokens to write.")]
+Temperature = Annotated[float, Option("--temperature", help="0 takes the likeliest token.")]
+TopK = Annotated[int, Option("--top-k", help="Draw from the k likeliest tokens; 0: off.")]
+TopP = Annotated[float, Option("--top-p", help="Draw from the likeliest tokens that sum to p; 1: off.")]
+MinP = Annotated[
+    float, Option("--min-p", help="Leave out tokens less likely than this share of the likeliest; 0: off.")
+]
+RepetitionPenalty = Annotated[float, Option("--repetition-penalty", help="Above 1 discourages repeats; 1: off.")]
+Seed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Same seed, same text.")]
+
+Dtype = Annotated[str, Option("--dtype", help="auto (as the weights are), float32, bfloat16 or float16.")]
+Threads = Annotated[int | None, Option("--threads", min=1, max=1024, help="CPU threads; by default one per core.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """What was asked of the cache; None where nothing was, so that a prompt cache may decide."""
+
+    budget: int | None = None
+    sinks: int | None = None
+    window: int | None = None
+    policy: str | None = None
+    positions: str | None = None
+    chunk: int | None = None
+    prompt_cache: Path | None = None

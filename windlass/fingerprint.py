@@ -1,0 +1,50 @@
+"""What tells one model from another."""
+
+import hashlib
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+SAMPLES = 256  # values of each parameter in a fingerprint, about
+
+# Options of a run, of training or of a library version, which change no key: not in the fingerprint.
+PASSING = frozenset(
+    {
+        *("architectures", "chunk_size_feed_forward", "dtype", "id2label", "initializer_range", "label2id"),
+        *("output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict"),
+        *("transformers_version", "use_cache"),
+    }
+)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash of the model's architecture and of a sample of every parameter.
+
+    Equal for the same weights in the same dtype, wherever they lie and whatever loaded them.
+    """
+    config = model.config.get_text_config().to_diff_dict()
+    digest = hashlib.sha256(json.dumps(_lasting(config), sort_keys=True, default=str).encode())
+    for name, tensor in sorted(model.state_dict().items()):
+        values = tensor.detach().flatten()
+        # An odd stride: an even one could meet the same column of every row, and no other.
+        sample = values[:: max(1, len(values) // SAMPLES) | 1].cpu().contiguous()
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(raw_bytes(sample))
+    return digest.hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, in order; no copy where it is contiguous."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without names, paths, versions and options of a run."""
+    return {
+        key: _lasting(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not (str(key).startswith("_") or str(key).endswith("_token_id") or key in PASSING)
+    }

@@ -1,0 +1,92 @@
+"""A model and its tokenizer from a folder or the hub, with one clear line for all that can be wrong."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging
+
+from windlass.errors import UsageError
+from windlass.hf import attach
+
+DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
+
+
+def open_model(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The attached model in eval mode, and its tokenizer; a folder never reaches for the network.
+
+    Silences transformers' bars and warnings for the whole process.
+
+    Raises: UsageError when a part is missing, damaged or unknown; UnsupportedModel from `attach`.
+    """
+    if dtype not in DTYPES:
+        raise UsageError(f"dtype {dtype!r} is unknown; use one of: {', '.join(DTYPES)}")
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    folder = Path(name).expanduser()
+    is_local = folder.exists() or _is_path(name)
+    if is_local:
+        _check_folder(folder)
+    source = str(folder) if is_local else name
+    tokenizer = _tokenizer(source, is_local)
+    model = _model(source, is_local, dtype)
+    return attach(model.eval()), tokenizer
+
+
+def _is_path(name: str) -> bool:
+    """Whether `name` can only be meant as a folder: hub names have one slash at most."""
+    return name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1 or not name
+
+
+def _check_folder(folder: Path) -> None:
+    if not folder.exists():
+        raise UsageError(f"model folder {folder} does not exist")
+    if not folder.is_dir():
+        raise UsageError(f"model {folder} is a file; give the folder that holds config.json and the weights")
+    if not (folder / "config.json").is_file():
+        raise UsageError(f"model folder {folder} has no config.json")
+    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
+        raise UsageError(f"model folder {folder} has no weights; expected {' or '.join(WEIGHTS)}")
+
+
+def _tokenizer(source: str, is_local: bool) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
+    except Exception as error:
+        if not is_local:
+            raise _not_fetched(source, error) from error
+        raise UsageError(f"model folder {source} has no tokenizer that can be loaded: {_gist(error)}") from error
+    return tokenizer
+
+
+def _model(source: str, is_local: bool, dtype: str) -> PreTrainedModel:
+    loaded: Any
+    try:
+        loaded = AutoModelForCausalLM.from_pretrained(
+            source, dtype=DTYPES[dtype], local_files_only=is_local, output_loading_info=True
+        )
+    except SafetensorError as error:
+        raise UsageError(f"model {source}: its weights are damaged: {_gist(error)}") from error
+    except Exception as error:
+        if not is_local and isinstance(error, OSError):
+            raise _not_fetched(source, error) from error
+        raise UsageError(f"model {source} cannot be loaded: {_gist(error)}") from error
+    model: PreTrainedModel = loaded[0]
+    missing = sorted(loaded[1]["missing_keys"])
+    if missing:
+        raise UsageError(f"model {source}: its weights lack {len(missing)} tensors, the first is {missing[0]}")
+    return model
+
+
+def _not_fetched(name: str, error: Exception) -> UsageError:
+    return UsageError(f"model {name!r} is no folder here, and could not be fetched from the hub: {_gist(error)}")
+
+
+def _gist(error: Exception) -> str:
+    """The first line of a message that may be a page long."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,22 @@
+"""The policies as a list to read, out of their own docstrings."""
+
+import inspect
+
+from windlass.policies import NAMES
+
+
+def catalogue() -> list[dict[str, str]]:
+    """Per policy: `name`, how it is `made` by default, what it `keeps`, and its `source`."""
+    entries = []
+    for name, policy in NAMES.items():
+        paragraphs = inspect.cleandoc(policy.__doc__ or "").split("\n\n")
+        notes = " ".join(paragraphs[-1].split())
+        entries.append(
+            {
+                "name": name,
+                "made": repr(policy()),
+                "keeps": " ".join(paragraphs[0].split()),
+                "source": notes.partition("Source: ")[2].partition(" Differs:")[0],
+            }
+        )
+    return entries

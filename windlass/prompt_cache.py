@@ -1,0 +1,270 @@
+"""A cache in a file, so that a long text is read once.
+
+The file is in safetensors format: the tokens that are held (packed, without free slots), their
+positions and policy state, the ids of the text, and one JSON document with everything else. It is
+bound to the model that made it. What was fed before the save can no longer be rolled back, once a
+layer has evicted.
+"""
+
+import copy
+import hashlib
+import json
+import os
+from contextlib import suppress
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+from uuid import uuid4
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from windlass.cache import KVCache
+from windlass.errors import PromptCacheError, UsageError
+from windlass.fingerprint import fingerprint, raw_bytes
+from windlass.layer import LayerCache
+from windlass.policies import NAMES, Policy
+from windlass.positions import EMPTY, MODES
+from windlass.step import Limits, Standing
+
+KIND = "windlass prompt cache"
+VERSION = 1  # raised when an older windlass could not read the file
+
+
+def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
+    """Write `cache` to `path`; an older file there is replaced once the new one is whole, or not at all.
+
+    Raises: PromptCacheError when the file cannot be written; UsageError when `cache` belongs to
+    another model, or reads at positions that have no name.
+    """
+    if cache.config is not model.config.get_text_config():
+        raise UsageError(
+            f"this cache was made for another model than this {type(model).__name__}; give the one it uses"
+        )
+    tensors = {f"layers.{layer.index}.{name}": t for layer in cache.layers for name, t in _packed(layer).items()}
+    for row, ids in enumerate(cache.tokens or []):
+        tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
+    tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
+    contents = json.dumps(asdict(_contents(cache, model)))
+    checksum = _checksum(contents, tensors)
+    _write(Path(path), tensors, {"kind": KIND, "version": str(VERSION), "checksum": checksum, "contents": contents})
+
+
+def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None) -> KVCache:
+    """The cache that `save` wrote: going on with it is as if the text had never been interrupted.
+
+    `policy` is needed only where the file's policy is not one of windlass' own.
+
+    Raises: PromptCacheError, naming the file, when it is missing, damaged, of a newer format, made by
+    another model, or made with another policy; UsageError when the model is not attached.
+    """
+    path = Path(path)
+    contents, tensors = _read(path)
+    _check_model(path, contents, model)
+    limits = contents.limits
+    cache = KVCache(
+        model,
+        budget=limits.budget,
+        policy=_policy(path, contents.policy, policy),
+        sinks=limits.sinks,
+        window=limits.window,
+        chunk=limits.chunk,
+        positions=contents.positions,
+        batch=contents.batch,
+        rollback=limits.rollback,
+    )
+    for layer, note in zip(cache.layers, contents.layers, strict=True):
+        if note is not None:
+            start = f"layers.{layer.index}."
+            held = {
+                name.removeprefix(start): tensor.to(model.device)
+                for name, tensor in tensors.items()
+                if name.startswith(start)
+            }
+            layer.restore(held, note.sliding_window, note.has_evicted)
+    tokens = [tensors[f"tokens.{row}"].tolist() for row in range(contents.batch)] if contents.has_tokens else None
+    cache.stand_where(replace(contents.standing, tokens=tokens))
+    return cache
+
+
+@dataclass(frozen=True)
+class _PolicyNote:
+    """A policy by its name in `NAMES` (None: it came from elsewhere) and its fields."""
+
+    name: str | None
+    fields: dict[str, float | int | bool | None]
+    label: str
+
+
+@dataclass(frozen=True)
+class _LayerNote:
+    """What a layer knows beside its tensors."""
+
+    sliding_window: int | None
+    has_evicted: bool
+
+
+@dataclass(frozen=True)
+class _Contents:
+    """The JSON document of a file. A layer that never held a token has no note."""
+
+    model: str
+    dtype: str
+    fingerprint: str
+    batch: int
+    positions: str
+    limits: Limits
+    policy: _PolicyNote
+    standing: Standing
+    has_tokens: bool
+    layers: list[_LayerNote | None]
+
+
+def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
+    if type(cache.positions) not in MODES.values():
+        raise UsageError(f"positions {cache.positions!r} cannot be saved; set cache.positions to one of {list(MODES)}")
+    # The tokens travel as tensors.
+    standing = Standing(cache.tokens_seen, cache.next_positions, cache.prompt_ends, cache.columns_seen, tokens=None)
+    return _Contents(
+        model=type(model).__name__,
+        dtype=_dtype(model),
+        fingerprint=fingerprint(model),
+        batch=cache.batch_size,
+        positions=str(cache.positions),
+        limits=cache.limits,
+        policy=_policy_note(cache.policy),
+        standing=standing,
+        has_tokens=cache.tokens is not None,
+        layers=[
+            None if layer.is_empty else _LayerNote(layer.sliding_window, layer.has_evicted) for layer in cache.layers
+        ],
+    )
+
+
+def _parsed(text: str) -> _Contents:
+    document: dict[str, Any] = json.loads(text)
+    document["limits"] = Limits(**document["limits"])
+    document["policy"] = _PolicyNote(**document["policy"])
+    document["standing"] = Standing(**document["standing"])
+    document["layers"] = [None if note is None else _LayerNote(**note) for note in document["layers"]]
+    return _Contents(**document)
+
+
+def _packed(layer: LayerCache) -> dict[str, Tensor]:
+    """A layer's tensors with its tokens in the first slots and no more slots than tokens."""
+    if layer.is_empty:
+        return {}
+    is_held = layer.positions >= 0
+    slots = max(1, int(is_held.sum(-1).max()))
+    # The order in which `LayerCache.resize` packs, so that later ties between scores fall the same way.
+    order = is_held.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :slots]
+    store = copy.deepcopy(layer.store)
+    store.rearrange(order, slots)
+    state = {f"state.{name}": tensor.gather(-1, order) for name, tensor in layer.state.items()}
+    return {**store.tensors(), "positions": layer.positions.gather(-1, order).clamp(min=EMPTY), **state}
+
+
+def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write beside the target, then take its place: at no moment is there half a file."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        raise PromptCacheError(f"{path} is not a regular file; give the name of a file to write")
+    temporary = target.with_name(f".windlass-{uuid4().hex}.tmp")
+    try:
+        temporary.touch(exist_ok=False)
+        mode = (target if target.exists() else temporary).stat().st_mode
+        save_file(tensors, temporary, metadata)
+        temporary.chmod(mode)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(target)
+    except (OSError, SafetensorError) as error:
+        left = "the older file there is unchanged" if target.exists() else "nothing was left there"
+        raise PromptCacheError(
+            f"{path} cannot be written: {error}; {left}; free some space or save elsewhere"
+        ) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+
+
+def _read(path: Path) -> tuple[_Contents, dict[str, Tensor]]:
+    """What a file holds, after every check that needs no model."""
+    again = "make it again with windlass.prompt_cache.save"
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("kind") != KIND:
+                raise PromptCacheError(f"{path} is not a prompt cache of windlass; {again}")
+            _check_version(path, metadata.get("version", ""), again)
+            # Copies: the file is mapped into memory, and may change or vanish later.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a dict
+    except FileNotFoundError:
+        raise PromptCacheError(f"{path} does not exist; {again}") from None
+    except OSError as error:
+        raise PromptCacheError(f"{path} cannot be read: {error}; give the name of a prompt-cache file") from error
+    except SafetensorError as error:
+        raise PromptCacheError(f"{path} is damaged, cut short or not a safetensors file: {error}; {again}") from error
+    contents = metadata.get("contents", "")
+    if _checksum(contents, tensors) != metadata.get("checksum"):
+        raise PromptCacheError(f"{path} is damaged: its contents do not fit its checksum; {again}")
+    return _parsed(contents), tensors
+
+
+def _check_version(path: Path, version: str, again: str) -> None:
+    if not (version.isascii() and version.isdigit() and int(version) > 0):
+        raise PromptCacheError(f"{path} is damaged: its format version is {version!r}; {again}")
+    if int(version) > VERSION:
+        raise PromptCacheError(
+            f"{path} has format version {version}, this windlass reads up to {VERSION}; upgrade windlass or {again}"
+        )
+
+
+def _check_model(path: Path, contents: _Contents, model: PreTrainedModel) -> None:
+    way_out = "load it with that model, or make it again with this one"
+    ours = type(model).__name__
+    if contents.model != ours:
+        raise PromptCacheError(f"{path} was made by a {contents.model}, this model is a {ours}; {way_out}")
+    if contents.dtype != _dtype(model):
+        raise PromptCacheError(f"{path} was made in {contents.dtype}, this model is in {_dtype(model)}; {way_out}")
+    if contents.fingerprint != fingerprint(model):
+        raise PromptCacheError(f"{path} was made by another {ours}: config or weights differ; {way_out}")
+
+
+def _policy_note(policy: Policy) -> _PolicyNote:
+    name = next((name for name, kind in NAMES.items() if type(policy) is kind), None)
+    numbers = {} if name is None else {field.name: getattr(policy, field.name) for field in fields(policy)}  # type: ignore[arg-type]  # our own policies are dataclasses
+    return _PolicyNote(name, numbers, repr(policy))
+
+
+def _policy(path: Path, note: _PolicyNote, given: Policy | None) -> Policy:
+    """The policy of a file: rebuilt from its name and fields, or the one `given`, if it is the same."""
+    if given is not None:
+        if _policy_note(given) != note:
+            raise PromptCacheError(
+                f"{path} was made with the policy {note.label}, not with {given!r}; give that one, or leave it out"
+            )
+        return given
+    if note.name is None:
+        raise PromptCacheError(
+            f"{path} was made with the policy {note.label}, which is not one of windlass' own; "
+            "give it: load(path, model, policy=...)"
+        )
+    if note.name not in NAMES:
+        raise PromptCacheError(f"{path} was made with the policy {note.name}, which this windlass lacks; upgrade it")
+    return NAMES[note.name](**note.fields)
+
+
+def _checksum(contents: str, tensors: dict[str, Tensor]) -> str:
+    digest = hashlib.sha256(contents.encode())
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(raw_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _dtype(model: PreTrainedModel) -> str:
+    return str(model.dtype).removeprefix("torch.")
