@@ -1,7 +1,7 @@
 """Sizes, seeds and models that the tests share. No test needs the network or files from outside."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 
@@ -16,9 +16,8 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(autouse=True)
-def _seeded() -> Iterator[None]:
+def _seeded() -> None:
     torch.manual_seed(0)
-    yield
 
 
 @pytest.fixture(scope="session")

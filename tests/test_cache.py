@@ -173,8 +173,8 @@ def test_positions_that_do_not_follow_are_refused_and_nothing_is_changed(
         ({"rollback": -2}, "rollback must be from 0"),
         ({"positions": "compacted"}, "is not a position mode; use one of: original, compact"),
         ({"positions": "clamp(0)"}, "limit must be at least 1"),
-        ({"positions": "self_extend(8, 64, 2)"}, "takes at most 2 numbers"),
-        ({"positions": "clamp(far)"}, "takes whole numbers only"),
+        ({"positions": "self_extend(8, 64, 2)"}, "self_extend takes group and window, each once"),
+        ({"positions": "clamp(far)"}, "limit must be a whole number, got 'far'"),
     ],
 )
 def test_limits_that_cannot_be_honoured_name_the_way_out(

@@ -109,7 +109,7 @@ def test_beyond_the_trained_length(family: str, plain_model, attached_model, tex
     ids = text(TRAINED_LENGTH + 26)
     model, plain = attached_model(family), plain_model(family)
     assert_close(fed(model, KVCache(model), ids, None), one_shot(plain, ids))
-    within = ids[:, :TRAINED_LENGTH]
+    within = ids[:, : TRAINED_LENGTH - 1]  # at the length itself transformers keeps the table of a longer text
     assert_close(fed(model, KVCache(model), within, None), one_shot(plain, within))
 
 

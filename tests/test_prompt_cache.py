@@ -55,7 +55,9 @@ def saved(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> P
     return path
 
 
-def small(model: PreTrainedModel, policy: Policy | None = None, budget: int | None = 20, mode: str = "compact") -> KVCache:
+def small(
+    model: PreTrainedModel, policy: Policy | None = None, budget: int | None = 20, mode: str = "compact"
+) -> KVCache:
     return KVCache(model, budget, policy, sinks=2, window=3, chunk=7, positions=mode, batch=2)
 
 
@@ -75,7 +77,9 @@ def write(model: PreTrainedModel, cache: KVCache, logits: Tensor, tokens: int) -
     return torch.stack(steps)
 
 
-def assert_goes_on(model: PreTrainedModel, cache: KVCache, path: Path, logits: Tensor, policy: Policy | None = None) -> None:
+def assert_goes_on(
+    model: PreTrainedModel, cache: KVCache, path: Path, logits: Tensor, policy: Policy | None = None
+) -> None:
     """Save, load, and write, take another prompt, write: the same as without."""
     prompt_cache.save(cache, path, model)
     loaded = prompt_cache.load(path, model, policy)

@@ -53,8 +53,8 @@ class KVCache(TransformersCache):
         batch: int = 1,
         rollback: int = 16,
     ) -> None:
-        super().__init__()
         seam = seam_of(model)
+        super().__init__(seam)
         self.limits = _limits(budget, sinks, window, chunk, batch, rollback)
         self.policy = Recent() if policy is None else policy
         self._positions = position_mode(positions)
@@ -204,6 +204,14 @@ class KVCache(TransformersCache):
         if self.tokens is not None:
             self.tokens[target] = list(self.tokens[source])
 
+    def count_splice(self, other: "KVCache", source: int, row: int) -> None:
+        """Count the tokens of another cache's row as seen by row `row`. For `edits`."""
+        self.tokens_seen[row] += other.tokens_seen[source]
+        if self.tokens is None or other.tokens is None:
+            self.tokens = None
+        else:
+            self.tokens[row] = self.tokens[row] + other.tokens[source]
+
     def _check_positions(self, ours: QueryPositions, theirs: Tensor) -> None:
         is_wrong = (ours >= 0) & (theirs.to(self._device) != ours)
         if bool(is_wrong.any()):
@@ -301,7 +309,7 @@ class KVCache(TransformersCache):
         Raises: UsageError for a cache of another kind, or one filled under positions that changed
         with the length of the text (dynamic NTK past its window).
         """
-        cache = cls(model, budget, policy, sinks, window, chunk, positions, past_key_values.batch_size)
+        cache = cls(model, budget, policy, sinks, window, chunk, positions, convert.rows_of(past_key_values))
         convert.fill_from_rotated(cache, past_key_values)
         return cache
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from windlass.errors import UsageError
 from windlass.positions import Compact
@@ -16,21 +17,43 @@ if TYPE_CHECKING:
     from windlass.cache import KVCache
 
 
+def rows_of(source: Cache) -> int:
+    """The batch of a `DynamicCache`. Raises: UsageError when it is something else, or empty."""
+    return _states_of(source)[0][0].shape[0]
+
+
 def fill_from_rotated(cache: KVCache, source: Cache) -> None:
     """See `KVCache.from_rotated`; `cache` is new."""
-    if not isinstance(source, DynamicCache):
-        raise UsageError(f"from_rotated takes a transformers DynamicCache, got {type(source).__name__}")
-    if len(source.layers) != len(cache.layers):
-        raise UsageError(f"the DynamicCache has {len(source.layers)} layers, the model has {len(cache.layers)}")
+    states = _states_of(source)
+    if len(states) != len(cache.layers):
+        raise UsageError(f"the DynamicCache has {len(states)} layers, the model has {len(cache.layers)}")
     seen = source.get_seq_length()
-    for layer, theirs in zip(cache.layers, source.layers, strict=True):
-        keys, values = theirs.keys, theirs.values
-        if keys is None or values is None or keys.numel() == 0:
-            raise UsageError(f"layer {layer.index} of the DynamicCache is empty")
+    for layer, (keys, values, window) in zip(cache.layers, states, strict=True):
+        if layer.rotary is not None and layer.rotary.outgrows(seen):
+            raise UsageError(
+                f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.trained_length} up to which this "
+                "model's rotation is constant: each key was turned by the table of its moment; feed the text anew"
+            )
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
-        window = theirs.sliding_window if theirs.is_sliding else None
         layer.append(_turned(keys, positions, layer.rotary, seen, is_out=False), values, positions[None, None], window)
     cache.stand_after(seen)
+
+
+def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
+    """Keys, values and sliding window of each layer."""
+    if not isinstance(source, DynamicCache):
+        raise UsageError(f"from_rotated takes a transformers DynamicCache, got {type(source).__name__}")
+    states: list[tuple[Tensor, Tensor, int | None]] = []
+    for index, layer in enumerate(source.layers):
+        if not isinstance(layer, DynamicLayer):
+            raise UsageError(f"layer {index} of the DynamicCache is a {type(layer).__name__}: not keys and values")
+        if layer.keys is None or layer.values is None or layer.keys.numel() == 0:
+            raise UsageError(f"layer {index} of the DynamicCache is empty")
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        states.append((layer.keys, layer.values, window))
+    if not states:
+        raise UsageError("the DynamicCache is empty")
+    return states
 
 
 def to_rotated(cache: KVCache) -> DynamicCache:
@@ -56,7 +79,7 @@ def to_rotated(cache: KVCache) -> DynamicCache:
         keys, values = (_gathered(states, text_order) for states in (layer.store.keys(), layer.store.values()))
         result.update(_turned(keys, positions, layer.rotary, first + tokens, is_out=True), values, layer.index)
         theirs = result.layers[layer.index]
-        if theirs.is_sliding:
+        if isinstance(theirs, DynamicSlidingWindowLayer):
             theirs.cumulative_length = end
     return result
 

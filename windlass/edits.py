@@ -67,23 +67,15 @@ def keep(cache: KVCache, start: int, end: int, row: int | None) -> None:
 def shift(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
     """See `KVCache.shift`."""
     _check_range(start, end)
-    rows = range(cache.batch_size) if row is None else [row]
+    if row is not None:
+        _check_row(cache, row, "row")
+    ends = [at + by if start < at <= end else at for at in cache.next_positions]
     for layer in cache.layers:
-        if layer.is_empty:
-            continue
-        for index in rows:
-            held = layer.positions[index]
-            moves = (held >= start) & (held < end)
-            stays = held[(held >= 0) & ~moves]
-            moved = held[moves] + by
-            if moved.numel() and int(moved.min()) < 0:
-                raise UsageError(f"shift by {by} would move position {int(moved.min()) - by} before 0; drop it first")
-            if moved.numel() and stays.numel():
-                low, high = int(moved.min()), int(moved.max())
-                if bool(((stays >= low) & (stays <= high)).any()):
-                    raise UsageError(f"shift by {by} would move tokens onto positions {low} to {high}, which are taken")
+        for index in range(cache.batch_size) if row is None else [row]:
+            if not layer.is_empty:
+                _check_shift(layer.positions[index], start, end, by, ends[index])
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p + by, p))
-    cache.stand_at([at + by if start < at <= end else at for at in cache.next_positions], row)
+    cache.stand_at(ends, row)
 
 
 def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
@@ -121,6 +113,23 @@ def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
     ends = list(cache.next_positions)
     ends[row] = at + other.next_positions[source]
     cache.stand_at(ends)
+    cache.count_splice(other, source, row)
+
+
+def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int) -> None:
+    moves = (positions >= start) & (positions < end)
+    moved, stays = positions[moves] + by, positions[(positions >= 0) & ~moves]
+    if not moved.numel():
+        return
+    low, high = int(moved.min()), int(moved.max())
+    if low < 0:
+        raise UsageError(f"shift by {by} would move position {low - by} before 0; drop it first")
+    if high >= text_end:
+        raise UsageError(f"shift by {by} would move position {high - by} to {high}, past the text's end at {text_end}")
+    if bool(((stays >= low) & (stays <= high)).any()):
+        raise UsageError(
+            f"shift by {by} would move tokens onto positions {low} to {high}, where others stand; drop them"
+        )
 
 
 def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, at: int, batch: int) -> None:

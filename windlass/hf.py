@@ -1,4 +1,4 @@
-"""The seam to transformers: the only file that knows how its models are built.
+"""The seam to transformers: with `hf_probe`, the only file that knows how its models are built.
 
 A model is neither forked nor copied. In a forward pass with our cache, and in no other, its rotary
 module returns the identity, so that the keys it hands to `past_key_values.update` are not rotated,
@@ -6,45 +6,85 @@ and its attention function is ours, which lets the cache write, attend, observe 
 """
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
 from windlass.errors import UnsupportedModel, UsageError
 from windlass.hf_cache import TransformersCache
-from windlass.rotary import LAYOUTS, Layout, Rotary, rotate
+from windlass.hf_probe import Mask, Probe, rotaries_of, run
+from windlass.rotary import Rotary
 from windlass.step import AttentionCall
 
 NAME = "windlass"  # of the attention function, and of the attribute on an attached model
-PROBE_POSITION = 7  # small enough for any trained length, large enough to tell two rotary bases apart
 
 
-@dataclass(eq=False)
 class Seam:
     """What `attach` found out about a model, and the cache of the pass that is running."""
 
-    rotaries: list[Rotary | None]  # per layer; None where a layer does not rotate
-    configs: list[PreTrainedConfig]
-    signature: inspect.Signature
-    active: TransformersCache | None = None
-    saved: list[str | None] = field(default_factory=list)
-    handles: list[RemovableHandle] = field(default_factory=list)
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, rotary_modules: list[nn.Module]) -> None:
+        configs = (vars(module).get("config") for module in model.modules())
+        self._configs = list({id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values())
+        self._decoder = decoder
+        self._own_forward = vars(decoder).get("forward")
+        self._forward: Callable[..., Any] = decoder.forward
+        self._signature = inspect.signature(decoder.forward)
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(self._turned, with_kwargs=True) for module in rotary_modules
+        ]
+        decoder.forward = self.forward
+        self.rotaries: list[Rotary | None] = []  # per layer; None where a layer does not rotate
+        self.active: TransformersCache | None = None
+        self.probe: Probe | None = None
 
-    def before(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of the decoder: a pass with our cache begins."""
-        self.finish(is_complete=False)
-        bound = self.signature.bind_partial(*args, **kwargs).arguments
+    def remove(self) -> None:
+        """Leave the decoder as it was found."""
+        for handle in self._handles:
+            handle.remove()
+        del self._decoder.forward
+        if self._own_forward is not None:
+            self._decoder.forward = self._own_forward
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The decoder's forward pass; with our cache, a step of it.
+
+        Not hooks of the module: those are not called when a pass is interrupted.
+        """
+        bound = self._signature.bind_partial(*args, **kwargs).arguments
         bound = {**bound.pop("kwargs", {}), **bound}
         cache = bound.get("past_key_values")
         if not isinstance(cache, TransformersCache):
-            return
-        if decoder.training and torch.is_grad_enabled():
+            return self._forward(*args, **kwargs)
+        self._begin(cache, bound)
+        self.active, is_complete = cache, False
+        try:
+            with self._our_attention():
+                output = self._forward(*args, **kwargs)
+            is_complete = True
+        finally:
+            self.active = None
+            cache.end(is_complete)
+        return output
+
+    def probed(self, model: PreTrainedModel, is_identity: bool) -> Probe:
+        """One pass of one token, with or without rotation."""
+        self.probe = Probe(is_identity)
+        try:
+            with self._our_attention():
+                return run(self.probe, model, self._decoder)
+        finally:
+            self.probe = None
+
+    def _begin(self, cache: TransformersCache, bound: dict[str, Any]) -> None:
+        """Let the cache give the new columns their positions, or refuse the pass."""
+        if cache.seam is not self:
+            raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
+        if self._decoder.training and torch.is_grad_enabled():
             raise UsageError("a KVCache is for inference: call model.eval(), or leave past_key_values out to train")
         if bound.get("output_attentions"):
             raise UsageError("output_attentions is not available with a KVCache: it never holds the whole matrix")
@@ -54,27 +94,22 @@ class Seam:
             raise UsageError("the model was called with neither input_ids nor inputs_embeds")
         batch, tokens = columns.shape[:2]
         cache.begin(batch, tokens, _real_columns(mask, cache, tokens), bound.get("position_ids"), ids)
-        self.active = cache
-        self.saved = [config._attn_implementation for config in self.configs]
-        _use_attention(self.configs, [NAME] * len(self.configs))
 
-    def after(self, decoder: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: object) -> None:
-        """Forward hook of the decoder, called after an Exception too: the pass ends."""
-        self.finish(is_complete=output is not None)
+    @contextmanager
+    def _our_attention(self) -> Iterator[None]:
+        saved = [config._attn_implementation for config in self._configs]
+        try:
+            for config in self._configs:
+                config._attn_implementation_internal = NAME
+            yield
+        finally:
+            for config, name in zip(self._configs, saved, strict=True):
+                config._attn_implementation_internal = name
 
-    def finish(self, is_complete: bool) -> None:
-        """End the pass that runs, if one does.
-
-        PyTorch calls no hook after a KeyboardInterrupt: whoever notices one calls this, the next
-        pass at the latest.
-        """
-        if self.active is not None:
-            cache, self.active = self.active, None
-            _use_attention(self.configs, self.saved)
-            cache.end(is_complete)
-
-    def identity(self, rotary: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+    def _turned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the rotary modules: no rotation while a pass with our cache runs."""
+        if self.probe is not None:
+            return self.probe.turned(module, args, kwargs, output)
         if self.active is None:
             return output
         cos, sin = output
@@ -85,9 +120,9 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Let `model` work with a `KVCache`; returns the same model.
 
     Without our cache the model does exactly what it did before, in training too. Attaching twice
-    changes nothing. Two single-token passes find out how each layer rotates its keys.
+    changes nothing. Two passes of one token find out how each layer rotates its keys.
 
-    Raises: UnsupportedModel, naming the model and the reason.
+    Raises: UnsupportedModel, naming the model and the reason; the model is then as it was.
     """
     if isinstance(getattr(model, NAME, None), Seam):
         return model
@@ -95,23 +130,27 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     decoder = model.get_decoder() if model.can_generate() else model
     modules = [module for module in decoder.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     if not modules:
-        raise UnsupportedModel(f"{_name(model)} has no rotary embedding: its positions are not RoPE")
-    configs = {id(module.config): module.config for module in model.modules() if _has_config(module)}
-    seam = Seam(_probe(model, decoder, modules), list(configs.values()), inspect.signature(decoder.forward))
-    seam.handles = [module.register_forward_hook(seam.identity) for module in modules]
-    seam.handles.append(decoder.register_forward_pre_hook(seam.before, with_kwargs=True))
-    seam.handles.append(decoder.register_forward_hook(seam.after, with_kwargs=True, always_call=True))
-    for module in decoder.modules():
-        if isinstance(getattr(module, "layer_idx", None), int):
+        raise UnsupportedModel(f"{_name(model)} has no rotary module: its positions are not RoPE, or built in")
+    seam = Seam(model, decoder, modules)
+    for module in (model, *decoder.modules()):
+        if module is model or isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, NAME, seam)
-    setattr(model, NAME, seam)
+    try:
+        seam.rotaries = rotaries_of(model, seam.probed(model, False), seam.probed(model, True))
+    except UnsupportedModel as error:
+        detach(model)
+        raise UnsupportedModel(f"{_name(model)} {error}") from None
+    except Exception as error:
+        detach(model)
+        raise UnsupportedModel(
+            f"{_name(model)} can't be run with attention replaced: {type(error).__name__}: {error}"
+        ) from error
     return model
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`; returns the same model. Its caches can no longer be used with it."""
-    for handle in seam_of(model).handles:
-        handle.remove()
+    seam_of(model).remove()
     for module in model.modules():
         if isinstance(getattr(module, NAME, None), Seam):
             delattr(module, NAME)
@@ -131,20 +170,15 @@ def forward(
 ) -> Tensor:
     """One pass; returns (batch, len(columns), vocabulary) logits of these columns and computes no others.
 
-    Without columns the vocabulary is left out altogether, and hidden states come back. A pass that
-    is interrupted leaves the cache as it was.
+    Without columns the vocabulary is left out altogether, and hidden states come back.
     """
     out: Tensor
-    try:
-        if columns:
-            wanted = torch.tensor(columns, device=ids.device)
-            out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, logits_to_keep=wanted).logits
-        else:
-            decoder = model.get_decoder()
-            out = decoder(input_ids=ids, attention_mask=mask, past_key_values=cache).last_hidden_state
-    except BaseException:
-        seam_of(model).finish(is_complete=False)
-        raise
+    if columns:
+        wanted = torch.tensor(columns, device=ids.device)
+        out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, logits_to_keep=wanted).logits
+    else:
+        decoder = model.get_decoder()
+        out = decoder(input_ids=ids, attention_mask=mask, past_key_values=cache).last_hidden_state
     return out
 
 
@@ -153,34 +187,52 @@ def _attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: object,
     scaling: float | None = None,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: object,
+    **kwargs: object,  # noqa: ARG001  # other functions' options
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers; `kwargs` are other functions' options."""
-    seam = getattr(module, NAME)
-    assert isinstance(seam, Seam) and seam.active is not None, "windlass attention outside of a pass with its cache"
-    layer = module.layer_idx
-    assert isinstance(layer, int)
+    """The attention function registered with transformers.
+
+    A `sliding_window` among them is not believed: not all models that have one pass it on, and some
+    pass it in every layer. The mask is what their own attention obeys.
+    """
+    seam, layer = getattr(module, NAME), module.layer_idx
+    assert isinstance(seam, Seam), "windlass attention outside of an attached model"
+    assert isinstance(layer, int), "an attention layer without a number"
+    if seam.probe is not None:
+        return seam.probe.attention(layer, query, key, value, attention_mask), None
+    assert seam.active is not None, "windlass attention outside of a pass with its cache"
+    assert isinstance(attention_mask, Mask), "a mask that was not there when the model was attached"
     rotary = seam.rotaries[layer]
     if rotary is not None:
         pairs = rotary.pairs
         query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    call = AttentionCall(scale, attention_mask.window, softcap, s_aux)
     with torch.no_grad():
-        out = seam.active.attend(layer, query, key, value, AttentionCall(scale, sliding_window, softcap, s_aux))
+        out = seam.active.attend(layer, query, key, value, call)
     return out.transpose(1, 2), None
 
 
-def _no_mask(*args: object, **kwargs: object) -> None:
+def _mask(
+    *,
+    mask_function: Callable[..., Tensor],
+    allow_is_causal_skip: bool,
+    local_size: int | None = None,
+    **kwargs: object,  # noqa: ARG001  # what a matrix would need
+) -> Mask:
     """The mask function registered with transformers: visibility is decided by position, by the cache."""
+    if not allow_is_causal_skip:
+        raise UsageError(
+            "the model asks for a mask that is not causal (for images, perhaps): a KVCache reads text only"
+        )
+    return Mask(local_size, mask_function)
 
 
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _no_mask)
+AttentionMaskInterface.register(NAME, _mask)
 
 
 def _real_columns(mask: Any, cache: TransformersCache, tokens: int) -> Tensor | None:
@@ -202,6 +254,7 @@ def _refuse(model: PreTrainedModel) -> None:
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     schemes = [rope, *(scheme for scheme in rope.values() if isinstance(scheme, dict))]
+    kinds = getattr(config, "layer_types", None) or []
     reason = None
     if model.config.is_encoder_decoder:
         reason = "is an encoder-decoder: its cross-attention has no text positions"
@@ -209,119 +262,14 @@ def _refuse(model: PreTrainedModel) -> None:
         reason = "uses multi-head latent attention (MLA): its keys are part rotated, part compressed"
     elif any("mrope_section" in scheme for scheme in schemes):
         reason = "uses multi-dimensional positions (M-RoPE): a token has no single place in the text"
+    elif getattr(model, "_is_stateful", False) or {"conv", "linear_attention"} & set(kinds):
+        reason = "is recurrent in some layers: tokens can't be taken out of their state"
+    elif "chunked_attention" in kinds:
+        reason = "attends within fixed chunks of the text: only full and sliding-window attention are known"
     elif not getattr(model, "_supports_attention_backend", False):
         reason = "does not let its attention function be chosen"
     if reason is not None:
         raise UnsupportedModel(f"{_name(model)} {reason}")
-
-
-class _ProbeCache(DynamicCache):
-    """Remembers the keys that each layer hands over."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: dict[int, Tensor] = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.seen[layer_idx] = key_states.float()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-@torch.no_grad()
-def _probe(model: PreTrainedModel, decoder: nn.Module, modules: list[nn.Module]) -> list[Rotary | None]:
-    """How each layer rotates: found by comparing its keys with and without, never by its name.
-
-    One token alone attends to itself whatever its rotation, so both passes see the same hidden
-    states in every layer.
-    """
-    calls: list[tuple[nn.Module, str | None, Tensor, Tensor]] = []
-
-    def listen(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        if not (isinstance(output, tuple) and len(output) == 2):
-            raise UnsupportedModel(f"{_name(model)}: its rotary module does not return (cos, sin)")
-        layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-        cos, sin = output
-        calls.append((module, layer_type, cos.float(), sin.float()))
-        scale = torch.sqrt(cos.square() + sin.square())
-        return (scale, torch.zeros_like(sin)) if is_identity else None
-
-    config = model.config.get_text_config()
-    embeds = torch.randn(
-        1, 1, decoder.get_input_embeddings().weight.shape[-1], generator=torch.Generator().manual_seed(0)
-    ).to(model.device, model.dtype)
-    at = torch.full((1, 1), PROBE_POSITION, device=model.device)
-    handles = [module.register_forward_hook(listen, with_kwargs=True) for module in modules]
-    keys = []
-    try:
-        with _eval_mode(model):
-            for is_identity in (False, True):
-                calls.clear()
-                cache = _ProbeCache()
-                decoder(inputs_embeds=embeds, position_ids=at, past_key_values=cache, use_cache=True)
-                keys.append(cache.seen)
-    finally:
-        for handle in handles:
-            handle.remove()
-    rotated, plain = keys
-    missing = set(range(config.num_hidden_layers)) - set(rotated)
-    if missing:
-        raise UnsupportedModel(f"{_name(model)}: layers {sorted(missing)} keep no keys and values of their own")
-    found: dict[tuple[int, str | None, str], Rotary] = {}
-    return [_rotary_of(model, calls, rotated[i], plain[i], found) for i in range(config.num_hidden_layers)]
-
-
-def _rotary_of(
-    model: PreTrainedModel,
-    calls: list[tuple[nn.Module, str | None, Tensor, Tensor]],
-    rotated: Tensor,
-    plain: Tensor,
-    found: dict[tuple[int, str | None, str], Rotary],
-) -> Rotary | None:
-    """The module and layout that turn `plain` into `rotated`, or None when they are equal."""
-    tolerance = 1e-4 if model.dtype == torch.float32 else 3e-2
-
-    def is_close(candidate: Tensor) -> bool:
-        return bool((candidate - rotated).norm() <= tolerance * rotated.norm())
-
-    for module, layer_type, cos, sin in calls:
-        scale = torch.sqrt(cos.square() + sin.square())  # already in `plain`
-        for layout in LAYOUTS:
-            turn = layout.columns(cos / scale), layout.columns(sin / scale)
-            pairs = turn[0].shape[-1]
-            if 2 * pairs <= plain.shape[-1] and is_close(_turned(plain, turn, layout, pairs)):
-                key = (id(module), layer_type, layout.name)
-                return found.setdefault(key, Rotary(module, layer_type, layout, pairs))
-    if is_close(plain):
-        return None
-    raise UnsupportedModel(f"{_name(model)}: its keys are not turned by RoPE in any layout that windlass knows")
-
-
-def _turned(plain: Tensor, turn: tuple[Tensor, Tensor], layout: Layout, pairs: int) -> Tensor:
-    cos, sin = turn
-    return layout.from_halves(rotate(layout.to_halves(plain, pairs), cos[:, None], sin[:, None]), pairs)
-
-
-@contextmanager
-def _eval_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout inside; every module's own mode is put back after."""
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module, is_training in modes:
-            module.training = is_training
-
-
-def _use_attention(configs: list[PreTrainedConfig], names: list[str | None]) -> None:
-    for config, name in zip(configs, names, strict=True):
-        config._attn_implementation_internal = name
-
-
-def _has_config(module: nn.Module) -> bool:
-    return isinstance(getattr(module, "config", None), PreTrainedConfig)
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -19,8 +19,9 @@ class TransformersCache(Cache):
     `generate` slices its inputs by.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seam: object) -> None:
         super().__init__(layers=[])
+        self.seam = seam  # of the one model that may use this cache
 
     @abstractmethod
     def begin(
@@ -87,7 +88,7 @@ class TransformersCache(Cache):
     def activate_past_recording(self) -> None:
         """Nothing to do: a step can always be taken back."""
 
-    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+    def reorder_cache(self, beam_idx: Tensor) -> None:
         self.select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:

@@ -228,8 +228,7 @@ class LayerCache:
         """Free the lowest-ranked tokens over budget; returns the record with what was freed."""
         if self.budget is None or self.most_held <= self.budget:
             return record
-        ranked = _total_order(self._ranked(record.step), self.positions)
-        evicted = ranked.topk(self.store.slots - self.budget, largest=False).indices
+        evicted = self._ranked(record.step).topk(self.store.slots - self.budget, largest=False).indices
         before = self.positions.gather(-1, evicted)
         self.positions.scatter_(-1, evicted, before.where(before < 0, RESERVED))
         self.most_held = self.budget
@@ -259,6 +258,8 @@ class LayerCache:
         score = score.masked_fill(self.positions < 0, -torch.inf) + 0.0  # there is no -0.0 then
         bits = score.view(torch.int32)
         ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # compares as the float does
+        # Four digits decide: a repeated token's keys differ by rounding alone, which must not choose among them.
+        ordered = ordered & ~0x3FF
         return (ordered.long() << 32) + self.positions
 
     def _slots(self, step: Step) -> Slots:
@@ -335,16 +336,6 @@ class LayerCache:
         self.state = {name: tensors[f"state.{name}"] for name in self.policy.state}
         self.most_held = int((self.positions >= 0).sum(-1).max())
         self.has_evicted = has_evicted
-
-
-def _total_order(score: Tensor, positions: Tensor) -> Tensor:
-    """Whole numbers in the order of `score`, the older token lower where scores are equal.
-
-    Equal scores are common (a repeated token has the same key in the first layer), and what is kept
-    must not depend on the slots that tokens happen to be in.
-    """
-    bits = (score + 0.0).view(torch.int32)  # + 0.0: -0.0 is equal to 0.0
-    return ((bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32) + positions
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub import model_info
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
@@ -13,6 +14,7 @@ from windlass.errors import UsageError
 from windlass.hf import attach
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+HUB_SECONDS = 10.0
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
@@ -31,9 +33,17 @@ def open_model(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrai
     is_local = folder.exists() or _is_path(name)
     if is_local:
         _check_folder(folder)
-    source = str(folder) if is_local else name
-    tokenizer = _tokenizer(source, is_local)
-    model = _model(source, is_local, dtype)
+        tokenizer, model = _loaded(str(folder), True, dtype)
+    else:
+        problem = _hub_problem(name)
+        try:
+            tokenizer, model = _loaded(name, problem is not None, dtype)
+        except UsageError as error:
+            if problem is None:
+                raise
+            raise UsageError(
+                f"model {name!r} is no folder here, was not fetched before, and the hub cannot give it: {problem}"
+            ) from error
     return attach(model.eval()), tokenizer
 
 
@@ -53,37 +63,34 @@ def _check_folder(folder: Path) -> None:
         raise UsageError(f"model folder {folder} has no weights; expected {' or '.join(WEIGHTS)}")
 
 
-def _tokenizer(source: str, is_local: bool) -> PreTrainedTokenizerBase:
+def _hub_problem(name: str) -> str | None:
+    """Why the hub cannot give this model now; asked once, because transformers itself tries for a minute."""
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, local_files_only=is_local)
+        model_info(name, timeout=HUB_SECONDS)
     except Exception as error:
-        if not is_local:
-            raise _not_fetched(source, error) from error
-        raise UsageError(f"model folder {source} has no tokenizer that can be loaded: {_gist(error)}") from error
-    return tokenizer
+        return _gist(error)
+    return None
 
 
-def _model(source: str, is_local: bool, dtype: str) -> PreTrainedModel:
+def _loaded(source: str, is_offline: bool, dtype: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, local_files_only=is_offline)
+    except Exception as error:
+        raise UsageError(f"model {source}: no tokenizer that can be loaded: {_gist(error)}") from error
     loaded: Any
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES[dtype], local_files_only=is_local, output_loading_info=True
+            source, dtype=DTYPES[dtype], local_files_only=is_offline, output_loading_info=True
         )
     except SafetensorError as error:
         raise UsageError(f"model {source}: its weights are damaged: {_gist(error)}") from error
     except Exception as error:
-        if not is_local and isinstance(error, OSError):
-            raise _not_fetched(source, error) from error
         raise UsageError(f"model {source} cannot be loaded: {_gist(error)}") from error
     model: PreTrainedModel = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise UsageError(f"model {source}: its weights lack {len(missing)} tensors, the first is {missing[0]}")
-    return model
-
-
-def _not_fetched(name: str, error: Exception) -> UsageError:
-    return UsageError(f"model {name!r} is no folder here, and could not be fetched from the hub: {_gist(error)}")
+    return tokenizer, model
 
 
 def _gist(error: Exception) -> str:

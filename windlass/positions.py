@@ -7,7 +7,7 @@ be exchanged between two steps, and no edit of positions ever touches a key.
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
@@ -116,7 +116,7 @@ class SelfExtend(PositionMode):
         far_q = q // self.group + self.window - self.window // self.group
         far_k = k // self.group
         if queries.shape[1] == 1:
-            distance = q - k
+            distance = (q - k).clamp(min=0)  # a padding query stands at 0, before its keys
             return Reading(Branch(far_q, torch.where(distance < self.window, far_q - distance, far_k).clamp(min=0)))
         return Reading(_rebased(q, k, self.window), Branch(far_q, far_k), self.window)
 
@@ -143,7 +143,7 @@ class Clamp(PositionMode):
         q, k = _per_rank(queries, slots), slots.clamp(min=0)
         far_q = torch.full_like(q, self.limit)
         if queries.shape[1] == 1:
-            return Reading(Branch(far_q, (far_q - (q - k)).clamp(min=0)))
+            return Reading(Branch(far_q, (far_q - (q - k)).clamp(0, self.limit)))
         return Reading(_rebased(q, k, self.limit), Branch(far_q, torch.zeros_like(k)), self.limit)
 
     def bound(self, end: int, slots: int, tokens: int) -> int:
@@ -172,16 +172,18 @@ def position_mode(spec: str | PositionMode) -> PositionMode:
     if match is None or match[1] not in MODES:
         forms = "original, compact, self_extend(group, window), clamp(limit)"
         raise UsageError(f"positions={spec!r} is not a position mode; use one of: {forms}")
-    words = [word.strip() for word in (match[2] or "").split(",") if word.strip()]
     mode = MODES[match[1]]
-    wanted = len(mode.__dataclass_fields__)  # type: ignore[attr-defined]  # every mode is a dataclass
-    try:
-        numbers = [int(word.split("=")[-1]) for word in words]
-    except ValueError:
-        raise UsageError(f"positions={spec!r}: {match[1]} takes whole numbers only") from None
-    if len(numbers) > wanted:
-        raise UsageError(f"positions={spec!r}: {match[1]} takes at most {wanted} numbers, got {len(numbers)}")
-    return mode(*numbers)
+    names = [each.name for each in fields(mode)]  # type: ignore[arg-type]  # every mode is a dataclass
+    numbers: dict[str, int] = {}
+    for place, word in enumerate(word.strip() for word in (match[2] or "").split(",") if word.strip()):
+        name, _, number = word.rpartition("=")
+        name = name.strip() or (names[place] if place < len(names) else "")
+        if name not in names or name in numbers:
+            raise UsageError(f"positions={spec!r}: {match[1]} takes {' and '.join(names) or 'no numbers'}, each once")
+        if not re.fullmatch(r"\s*-?\d+", number):
+            raise UsageError(f"positions={spec!r}: {name} must be a whole number, got {number.strip()!r}")
+        numbers[name] = int(number)
+    return mode(**numbers)
 
 
 def _per_rank(queries: QueryPositions, slots: SlotPositions) -> RotaryQueries:
@@ -192,7 +194,8 @@ def _rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> Branch:
     """Positions counted from the oldest key that any query reaches within `window`."""
     # Padding queries stand at 0 and would pull the base down, but never below a real one minus the chunk.
     base = (q.amax(-1, keepdim=True) - q.shape[-1] - window).clamp(min=0)
-    return Branch((q - base).clamp(min=0), (k - base).clamp(min=0))
+    # A row of padding only stands at 0 as a whole: its keys are beyond reach, and must stay within the bound.
+    return Branch((q - base).clamp(min=0), (k - base).clamp(0, q.shape[-1] + window))
 
 
 def _at_least(name: str, value: int, least: int) -> None:

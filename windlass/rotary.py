@@ -76,7 +76,7 @@ class Rotary:
         # A private copy: some schemes keep the length they last saw inside the module.
         self._module = copy.deepcopy(module)
         self.layer_type = layer_type
-        self._rope_type, self._trained = _scheme(module, layer_type)
+        self._rope_type, self.trained_length = _scheme(module, layer_type)
         self._tables: tuple[RotaryTable, RotaryTable] | None = None
         self._built_for = 0
         self.layout = layout
@@ -87,6 +87,10 @@ class Rotary:
         """Whether the table changes with the length it must cover."""
         return any(name in self._rope_type for name in LENGTH_DEPENDENT)
 
+    def outgrows(self, length: int) -> bool:
+        """Whether a text of `length` tokens is read by other tables than a shorter one."""
+        return self.is_length_dependent and length > self.trained_length
+
     @torch.no_grad()
     def tables(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
         """Float32 cos and sin for positions below `length`, or more; one column per channel pair.
@@ -95,7 +99,7 @@ class Rotary:
         trained on, and its table is built again whenever the length changes.
         """
         if self.is_length_dependent:
-            wanted = max(length, self._trained)
+            wanted = max(length, self.trained_length)
             is_stale = self._built_for != wanted
         else:
             wanted = 256

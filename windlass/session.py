@@ -18,7 +18,7 @@ from windlass.open_model import open_model
 from windlass.policies.load import load_policy
 from windlass.positions import position_mode
 from windlass.sampling import Sampling
-from windlass.terminal import INTERRUPTED, Bar, note, say, speeds
+from windlass.terminal import INTERRUPTED, Bar, note, per_s, say, speeds
 from windlass.text import encode
 
 
@@ -103,7 +103,7 @@ def save_cache(session: Session, prompt: str, path: Path, is_json: bool) -> int:
     if is_json:
         numbers = {"path": str(path), "prompt_tokens": len(ids), "prefill_tokens_per_s": bar.tokens_per_s}
         say(json.dumps(numbers | {"file_bytes": size} | labels(session.cache), ensure_ascii=False) + "\n")
-    note(f"prefill {len(ids):,} tokens, {bar.tokens_per_s:,.1f} tokens/s; {path} written, {in_units(size)}")
+    note(f"prefill {len(ids):,} tokens, {per_s(bar.tokens_per_s)}; {path} written, {in_units(size)}")
     return 0
 
 

@@ -67,10 +67,15 @@ def speeds(result: Result, bar: Bar) -> str:
         read = f"{bar.done:,} of {read}"
     speed = result.prefill_tokens_per_s or bar.tokens_per_s
     return (
-        f"prefill {read} tokens, {speed:,.1f} tokens/s; "
-        f"decode {len(result.tokens):,} tokens, {result.decode_tokens_per_s:,.1f} tokens/s; "
+        f"prefill {read} tokens, {per_s(speed)}; "
+        f"decode {len(result.tokens):,} tokens, {per_s(result.decode_tokens_per_s)}; "
         f"{in_units(result.bytes_held)} held"
     )
+
+
+def per_s(speed: float) -> str:
+    """Tokens per second with about three digits: `"1,025 tokens/s"`."""
+    return f"{speed:,.0f} tokens/s" if speed >= 100 else f"{speed:.1f} tokens/s"
 
 
 def note(line: str) -> None:

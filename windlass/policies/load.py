@@ -99,7 +99,7 @@ def _named(name: str) -> type[Policy]:
         return NAMES[known[_plain(name)]]
     near = difflib.get_close_matches(_plain(name), list(known), n=1, cutoff=0.5)
     offer = f"did you mean {known[near[0]]}? " if near else ""
-    raise PolicyError(f"policy {name!r} is unknown; {offer}The names are {', '.join(NAMES)}, or path/to/file.py:Class")
+    raise PolicyError(f"policy {name!r} is unknown; {offer}the names are {', '.join(NAMES)}, or path/to/file.py:Class")
 
 
 def _module_of(path: Path) -> ModuleType:

@@ -1,0 +1,440 @@
+"""The command line: the same texts as the library, one clear line for all that is wrong, and clean ends."""
+
+import io
+import json
+import os
+import pty
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import windlass
+from windlass.chat import Turns
+from windlass.cli import main
+from windlass.open_model import open_model
+from windlass.policies import NAMES
+from windlass.terminal import Bar
+
+MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+PROMPT = "He was sitting in the boat, and the river was quiet. She said"
+START = [sys.executable, "-c", "import sys; from windlass.cli import main; sys.exit(main())"]
+LAST_LINE = re.compile(
+    r"(interrupted; )?prefill [\d,]+( of [\d,]+)? tokens, [\d,.]+ tokens/s; "
+    r"decode [\d,]+ tokens, [\d,.]+ tokens/s; [\d.]+ ([KMG]i)?B held"
+)
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs the command line in this process, with `stdin` as a pipe."""
+
+    def go(*arguments: str, stdin: bytes = b"") -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        code = main(arguments)
+        return Ran(code, *capsys.readouterr())
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return open_model(MODEL, "float32")[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return open_model(MODEL, "float32")[1]
+
+
+@pytest.fixture
+def in_library(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Callable[..., windlass.Result]:
+    """What the library gives for the same: the oracle of every text here."""
+
+    def go(
+        prompt: str = PROMPT,
+        cache: windlass.KVCache | None = None,
+        sampling: windlass.Sampling | None = None,
+        max_tokens: int = 12,
+    ) -> windlass.Result:
+        stream = windlass.stream(model, tokenizer, prompt, cache or windlass.KVCache(model), max_tokens, sampling)
+        assert "".join(stream) == stream.result.text
+        return stream.result
+
+    return go
+
+
+def generate(*options: str) -> tuple[str, ...]:
+    return ("generate", MODEL, *options, "--dtype", "float32", "--max-tokens", "12")
+
+
+def test_generate_writes_what_the_library_does(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
+    ran = run(*generate(PROMPT))
+    assert (ran.code, ran.out) == (0, in_library().text + "\n")
+    assert LAST_LINE.fullmatch(ran.err.strip())
+
+
+@pytest.mark.parametrize("way", ["file", "dash", "pipe", "file dash"])
+def test_prompts_come_from_a_file_or_a_pipe(
+    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], tmp_path: Path, way: str
+):
+    file = tmp_path / "prompt.txt"
+    # A byte-order mark and the line end that editors add are no part of the text.
+    file.write_bytes(b"\xef\xbb\xbf" + PROMPT.encode() + b"\r\n")
+    options = {"file": ("-f", str(file)), "dash": ("-",), "pipe": (), "file dash": ("--file", "-")}[way]
+    ran = run(*generate(*options), stdin=file.read_bytes())
+    assert (ran.code, ran.out) == (0, in_library().text + "\n")
+
+
+def test_json_is_one_object_with_the_result(
+    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], model: PreTrainedModel
+):
+    options = ("--max-kv-size", "12", "--sinks", "2", "--window", "3", "--chunk", "5")
+    policy = windlass.SnapKV(observed_queries=4, pool=3)
+    ran = run(*generate(PROMPT, *options, "--policy", repr(policy), "--positions", "clamp(7)", "--json"))
+    found = json.loads(ran.out)
+    cache = windlass.KVCache(model, 12, policy, sinks=2, window=3, chunk=5, positions="clamp(7)")
+    wanted = asdict(in_library(cache=cache))
+    for name in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+        assert found[name] > 0
+        wanted[name] = found[name]
+    assert found == wanted | {
+        "tokens_seen": cache.tokens_seen[0],
+        "budget": 12,
+        "sinks": 2,
+        "window": 3,
+        "chunk": 5,
+        "policy": repr(policy),
+        "positions": "clamp(7)",
+    }
+
+
+def test_sampling_options_reach_the_sampler(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
+    sampling = windlass.Sampling(0.9, top_k=40, top_p=0.8, min_p=0.02, repetition_penalty=1.3, seed=7)
+    options = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.8", "--min-p", "0.02"]
+    options += ["--repetition-penalty", "1.3", "--seed"]
+    assert run(*generate(PROMPT, *options, "7")).out == in_library(sampling=sampling).text + "\n"
+    assert run(*generate(PROMPT, *options, "8")).out != in_library(sampling=sampling).text + "\n"
+
+
+def test_a_prompt_cache_goes_on_as_if_never_stopped(run: Callable[..., Ran], tmp_path: Path):
+    file = tmp_path / "half.safetensors"
+    limits = ("--budget", "8", "--chunk", "4", "--policy", "key_diff")
+    made = run("cache", MODEL, PROMPT[:50], *limits, "--dtype", "float32", "--prompt-cache", str(file), "--json")
+    assert made.code == 0
+    numbers = json.loads(made.out)
+    assert (numbers["path"], numbers["file_bytes"]) == (str(file), file.stat().st_size)
+    assert numbers["tokens_seen"] == numbers["prompt_tokens"] > 8, "nothing was evicted: the test is too easy"
+    before = file.read_bytes()
+    whole = run(*generate(PROMPT, *limits))
+    rest = run(*generate(PROMPT[50:], "--prompt-cache", str(file), "--budget", "8"))
+    assert (rest.code, rest.out) == (0, whole.out)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--budget", "20"), "--budget 20 contradicts {file}, made with budget 16"),
+        (("--sinks", "1"), "--sinks 1 contradicts {file}, made with sinks 4"),
+        (("--window", "5"), "--window 5 contradicts {file}, made with window 3"),
+        (("--chunk", "9"), "--chunk 9 contradicts {file}, made with chunk 512"),
+        (("--policy", "snapkv"), "made with the policy TOVA(), not with SnapKV(observed_queries=32, pool=5)"),
+        (("--dtype", "bfloat16"), "made in float32, this model is in bfloat16"),
+    ],
+)
+def test_what_contradicts_a_prompt_cache_is_refused(
+    run: Callable[..., Ran], tmp_path: Path, options: tuple[str, ...], says: str
+):
+    file = tmp_path / "some.safetensors"
+    made = ("--budget", "16", "--policy", "tova", "--prompt-cache", str(file), "--dtype", "float32")
+    assert run("cache", MODEL, PROMPT, *made).code == 0
+    ran = run("generate", MODEL, "and", "--prompt-cache", str(file), "--dtype", "float32", *options)
+    assert_refused(ran, says.format(file=file))
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--budget", "8", "--window", "4"), "budget (8 tokens) must be at least sinks (4) + window (4) + 1 = 9"),
+        (("--budget", "-3"), "budget must be from 1 to 1073741824, got -3"),
+        (("--budget", "1e9"), "'--budget' / '--max-kv-size'"),
+        (("--budget", "1073741824"), "not enough memory"),
+        (("--chunk", "0"), "chunk must be from 1"),
+        (("--sinks", "-1"), "sinks must be from 0"),
+        (("--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
+        (("--temperature", "nan"), "temperature must be from 0 to 100, got nan"),
+        (("--top-p", "0"), "top_p must be above 0"),
+        (("--seed", "-1"), "'--seed'"),
+        (("--threads", "0"), "'--threads'"),
+        (("--dtype", "int8"), "dtype 'int8' is unknown; use one of: auto, float32"),
+        (("--positions", "compcat"), "positions='compcat' is not a position mode"),
+        (("--policy", "snapvk"), "did you mean snapkv?"),
+        (("--prompt-cache", "no.safetensors"), "prompt cache no.safetensors is not there"),
+        (("--frob",), "No such option: --frob"),
+    ],
+)
+def test_wrong_options_are_one_line(run: Callable[..., Ran], options: tuple[str, ...], says: str):
+    assert_refused(run("generate", MODEL, PROMPT, *options), says)
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (None, "prompt file {file} cannot be read: No such file"),
+        (b"", "prompt file {file} is empty"),
+        (b"\n", "prompt file {file} is empty"),
+        (b"caf\xe9 noir", "prompt file {file} is not UTF-8 text: byte 0xe9 at offset 3"),
+        (b"ELF\x00\x01\x02", "prompt file {file} is binary: it has a zero byte at offset 3"),
+    ],
+)
+def test_wrong_prompt_files_are_one_line(run: Callable[..., Ran], tmp_path: Path, data: bytes | None, says: str):
+    file = tmp_path / "prompt.txt"
+    if data is not None:
+        file.write_bytes(data)
+    assert_refused(run(*generate("-f", str(file))), says.format(file=file))
+
+
+def test_wrong_prompts_are_one_line(run: Callable[..., Ran], tmp_path: Path):
+    assert_refused(run(*generate("")), "the prompt is empty")
+    assert_refused(run(*generate("-"), stdin=b"\xff"), "the prompt on stdin is not UTF-8")
+    assert_refused(run(*generate("a \udcff b")), "the prompt is not UTF-8 text: byte 0xff at offset 2")
+    assert_refused(run(*generate("a", "-f", "b")), "both a prompt and --file")
+    assert_refused(run(*generate(str(tmp_path), "-f", str(tmp_path))), "both a prompt and --file")
+    assert_refused(run(*generate("-f", str(tmp_path))), "Is a directory")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        ("folder", "model folder {folder} does not exist"),
+        ("config.json", "model folder {folder} has no config.json"),
+        ("model.safetensors", "model folder {folder} has no weights"),
+        ("tokenizer.json", "model {folder}: no tokenizer that can be loaded"),
+        ("cut", "model {folder}: its weights are damaged"),
+        ("lacking", "model {folder}: its weights lack 1 tensors, the first is model.norm.weight"),
+        ("broken config", "model {folder}: no tokenizer that can be loaded"),
+        ("encoder", "model {folder} cannot be loaded"),
+    ],
+)
+def test_broken_model_folders_are_one_line(run: Callable[..., Ran], tmp_path: Path, damage: str, says: str):
+    folder = tmp_path / "model"
+    shutil.copytree(MODEL, folder)
+    weights = folder / "model.safetensors"
+    if damage == "folder":
+        shutil.rmtree(folder)
+    elif damage == "cut":
+        weights.write_bytes(weights.read_bytes()[:50_000])
+    elif damage == "lacking":
+        from safetensors.torch import load_file, save_file
+
+        tensors = load_file(weights)
+        del tensors["model.norm.weight"]
+        save_file(tensors, weights, {"format": "pt"})
+    elif damage == "broken config":
+        (folder / "config.json").write_text("{")
+    elif damage == "encoder":
+        (folder / "config.json").write_text('{"model_type": "t5"}')
+    else:
+        (folder / damage).unlink()
+    assert_refused(run("generate", str(folder), "a"), says.format(folder=folder))
+
+
+def test_other_wrong_models_are_one_line(run: Callable[..., Ran]):
+    assert_refused(run("generate", __file__, "a"), "is a file; give the folder")
+    assert_refused(run("generate", "nobody/nothing", "a"), "model 'nobody/nothing' is no folder here")
+
+
+def test_a_prompt_cache_that_cannot_be_written_is_told_before_reading(run: Callable[..., Ran], tmp_path: Path):
+    nowhere = str(tmp_path / "gone" / "x")
+    # Not even the model is opened.
+    assert_refused(run("cache", "no model", PROMPT, "--prompt-cache", nowhere), "does not exist; make it first")
+    assert_refused(run("cache", "no model", PROMPT, "--prompt-cache", str(tmp_path)), "is a folder")
+
+
+def test_policies_lists_every_policy(run: Callable[..., Ran]):
+    ran = run("policies")
+    entries = json.loads(run("policies", "--json").out)["policies"]
+    assert [entry["name"] for entry in entries] == list(NAMES)
+    for entry, (name, policy) in zip(entries, NAMES.items(), strict=True):
+        assert entry["made"] == repr(policy())
+        first, source = f"{name:10}{policy()!r}\n{'':10}{entry['keeps']}\n", f"{'':10}Source: {entry['source']}\n"
+        assert first + source in ran.out
+        doc = " ".join((policy.__doc__ or "").split())
+        assert doc.startswith(entry["keeps"])
+        assert f"Source: {entry['source']} Differs:" in doc
+        assert entry["source"]
+
+
+def test_chat_goes_on_in_one_cache(
+    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], model: PreTrainedModel
+):
+    cache = windlass.KVCache(model, 24)
+    first = in_library(PROMPT, cache).text
+    second = in_library("\nThen he", cache).text
+    state = cache.describe()
+    fresh = in_library("Then he", windlass.KVCache(model, 24)).text
+    lines = [PROMPT, "", "Then he", "/describe", "/what", "/reset", "Then he", "/quit", "unread"]
+    options = ("--budget", "24", "--dtype", "float32", "--max-tokens", "12")
+    ran = run("chat", MODEL, *options, stdin="\n".join(lines).encode())
+    assert (ran.code, ran.out) == (0, f"{first}\n{second}\n{state}\n{fresh}\n")
+    assert ran.err.count("held") == 3
+    assert "/what is no command; /reset" in ran.err
+
+
+def test_chat_at_a_bad_line_keeps_what_was_said(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
+    ran = run("chat", MODEL, "--dtype", "float32", "--max-tokens", "12", stdin=PROMPT.encode() + b"\n\xff\n")
+    assert (ran.code, ran.out) == (2, in_library().text + "\n")
+    assert ran.err.endswith("windlass: error: a line on stdin is not UTF-8 text; convert it first\n")
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content | trim }}<|eos|>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_turns_add_up_to_the_template(is_stopped: bool):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = TEMPLATE
+    turns, held, messages = Turns(tokenizer), tokenizer.bos_token, []
+    for line, reply in (("Hello?", "Yes, here."), ("And now?", "Still\nhere."), ("Bye", "")):
+        held += turns.missing(line)
+        messages.append({"role": "user", "content": line})
+        assert held == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # A reply that stops by itself has its last token in the cache already.
+        held += reply + (tokenizer.eos_token if is_stopped else "")
+        turns.replied(tokenizer.eos_token if is_stopped else "")
+        messages.append({"role": "assistant", "content": reply})
+
+
+def test_a_template_that_drops_replies_is_refused():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    turns = Turns(tokenizer)
+    turns.missing("a")
+    with pytest.raises(windlass.UsageError, match="leaves earlier replies out"):
+        turns.missing("b")
+
+
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_an_interrupt_keeps_what_was_produced(
+    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], monkeypatch: pytest.MonkeyPatch, when: str
+):
+    count = []
+    step = windlass.KVCache.begin
+
+    def begin(cache: windlass.KVCache, *arguments: object) -> None:
+        count.append(1)
+        if len(count) == {"prefill": 3, "decode": 11}[when]:
+            raise KeyboardInterrupt
+        step(cache, *arguments)
+
+    monkeypatch.setattr(windlass.KVCache, "begin", begin)
+    ran = run(*generate(PROMPT, "--chunk", "4"))
+    monkeypatch.undo()
+    whole = in_library().text
+    assert ran.code == 130
+    assert ran.err.startswith("interrupted; prefill ")
+    if when == "prefill":
+        assert ran.out == ""
+        assert ran.err.startswith("interrupted; prefill 8 of ")
+    else:
+        assert len(ran.out) > 5
+        assert whole.startswith(ran.out.removesuffix("\n"))
+
+
+def test_an_interrupted_cache_is_not_written(run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "old.safetensors"
+    file.write_bytes(b"old")
+    monkeypatch.setattr(Bar, "__call__", Mock(side_effect=KeyboardInterrupt))
+    ran = run("cache", MODEL, PROMPT, "--prompt-cache", str(file))
+    assert (ran.code, ran.out, file.read_bytes()) == (130, "", b"old")
+    assert f"{file} was not written" in ran.err
+
+
+# What only a process of its own can show.
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(windlass.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
+
+
+def test_a_pipe_gets_plain_text_and_a_terminal_the_bar(in_library: Callable[..., windlass.Result]):
+    ours, theirs = pty.openpty()
+    command = [*START, *generate(PROMPT, "--threads", "1", "--chunk", "4")]
+    with subprocess.Popen(command, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs):
+        pass
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 65536):
+            shown += piece
+    except OSError:  # how Linux tells that the other end of a terminal is closed
+        pass
+    os.close(ours)
+    assert "reading" in shown.decode()
+    assert "\x1b[" in shown.decode()
+    plain = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, capture_output=True, check=True)
+    assert plain.stdout.decode() == in_library().text + "\n"
+    assert LAST_LINE.fullmatch(plain.stderr.decode().strip()), "more than the last line, or colours"
+
+
+def test_ctrl_c_ends_cleanly():
+    command = [*START, "generate", MODEL, PROMPT, "--max-tokens", "100000", "--budget", "64", "--threads", "1"]
+    with subprocess.Popen(
+        command,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A test runner in the background passes on that it ignores interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(first) == 20
+    assert out.endswith(b"\n")
+    last = err.decode().strip()
+    assert LAST_LINE.fullmatch(last)
+    assert last.startswith("interrupted; ")
+
+
+def test_a_full_disk_or_a_closed_pipe_is_no_traceback():
+    command = [*START, *generate(PROMPT, "--threads", "1")]
+    with Path("/dev/full").open("wb") as full:
+        ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE)
+    assert (ran.returncode, ran.stderr) == (2, b"windlass: error: the output: No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (1, b"")
+
+
+def assert_refused(ran: Ran, says: str) -> None:
+    """Exit code 2, nothing on stdout, and one line that contains `says`."""
+    assert (ran.code, ran.out) == (2, "")
+    assert says in ran.err
+    assert ran.err.startswith("windlass: error: ")
+    assert ran.err.count("\n") == 1

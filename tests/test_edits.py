@@ -1,0 +1,299 @@
+"""Sequence edits: integers change, bytes do not, and what is read afterwards is exact."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from test_cache import POLICIES, Models, read
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import windlass
+from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError
+from windlass.policies import Policy
+
+Text = Callable[..., Tensor]
+
+
+def held(cache: KVCache, layer: int = 0, row: int = 0) -> list[list[int]]:
+    """Positions of what each head of a layer holds."""
+    return [sorted(p for p in head if p >= 0) for head in cache.layers[layer].positions[row].tolist()]
+
+
+def assert_same(ours: KVCache, truth: KVCache) -> None:
+    """Same tokens held, with the same keys, values and policy state, wherever the slots are."""
+    assert ours.next_positions == truth.next_positions
+    assert ours.tokens == truth.tokens
+    assert ours.columns_seen == truth.columns_seen
+    for mine, theirs in zip(ours.layers, truth.layers, strict=True):
+        orders = []
+        for layer in (mine, theirs):
+            positions = layer.positions.where(layer.positions >= 0, 2**30)
+            orders.append(positions.argsort(dim=-1, stable=True)[..., : int((layer.positions >= 0).sum(-1).max())])
+        assert mine.positions.gather(-1, orders[0]).equal(theirs.positions.gather(-1, orders[1]))
+        for name, tensor in mine.tensors().items():
+            picked = []
+            for source, order in ((tensor, orders[0]), (theirs.tensors()[name], orders[1])):
+                index = order.expand(-1, source.shape[1], -1)
+                picked.append(
+                    source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3]))
+                    if source.ndim == 4
+                    else source.gather(2, index)
+                )
+            torch.testing.assert_close(picked[0], picked[1], atol=1e-6, rtol=1e-6, msg=f"{name} of layer {mine.index}")
+
+
+@pytest.mark.parametrize("taken", [1, 4, 7])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_rollback_after_eviction_equals_never_having_written(
+    attached_model: Models, text: Text, policy: Policy, taken: int
+) -> None:
+    """Draft tokens in one step, of which the last `taken` are refused."""
+    model, ids = attached_model("llama"), text(70, rows=2)
+    caches = [KVCache(model, budget=16, policy=policy, window=3, batch=2) for _ in range(2)]
+    for cache in caches:
+        for piece in ids[:, :50].split([30, 1, 1, 18], 1):
+            read(model, cache, piece, piece.shape[1])
+    read(model, caches[0], ids[:, 50:57], 7)
+    caches[0].rollback(taken)
+    if taken < 7:
+        read(model, caches[1], ids[:, 50 : 57 - taken], 7)
+    assert_same(*caches)
+    after = ids[:, 57 - taken :]
+    torch.testing.assert_close(read(model, caches[0], after, 1), read(model, caches[1], after, 1), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_part_of_a_long_step_can_be_taken_back(attached_model: Models, text: Text, policy: Policy) -> None:
+    """As assisted decoding does, whose first step is the whole prompt and the first draft."""
+    model, ids = attached_model("llama"), text(60)
+    caches = [KVCache(model, budget=14, policy=policy, window=2) for _ in range(2)]
+    read(model, caches[0], ids[:, :48], 48)
+    caches[0].rollback(2)
+    caches[0].rollback(5)
+    read(model, caches[1], ids[:, :41], 41)
+    assert_same(*caches)
+
+
+@pytest.mark.parametrize("policy", [p for p in POLICIES if not p.state], ids=repr)
+def test_single_token_steps_can_be_taken_back(attached_model: Models, text: Text, policy: Policy) -> None:
+    model, ids = attached_model("llama"), text(60)
+    caches = [KVCache(model, budget=14, policy=policy, window=2) for _ in range(2)]
+    for cache in caches:
+        read(model, cache, ids[:, :40], 20)
+        read(model, cache, ids[:, 40:43], 1)
+    read(model, caches[0], ids[:, 43:56], 1)
+    caches[0].rollback(13)
+    assert_same(*caches)
+
+
+def test_rollback_of_a_sliding_window_model(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("qwen2"), text(60)
+    caches = [KVCache(model) for _ in range(2)]
+    for cache in caches:
+        read(model, cache, ids[:, :40], 40)
+        read(model, cache, ids[:, 40:42], 1)
+    read(model, caches[0], ids[:, 42:50], 1)
+    caches[0].rollback(8)
+    assert_same(*caches)
+
+
+def test_rows_take_back_what_each_must(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(45, rows=2)
+    cache = KVCache(model, budget=14, policy=H2O(), window=2, batch=2)
+    read(model, cache, ids[:, :38], 38)
+    read(model, cache, ids[:, 38:], 7)
+    cache.rollback([6, 2])
+    for row, kept in enumerate((1, 5)):
+        alone = KVCache(model, budget=14, policy=H2O(), window=2)
+        read(model, alone, ids[row : row + 1, :38], 38)
+        read(model, alone, ids[row : row + 1, 38 : 38 + kept], 7)
+        assert held(cache, row=row) == held(alone)
+        assert cache.next_positions[row] == 38 + kept
+
+
+def test_rollback_too_far_is_refused_and_changes_nothing(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(45)
+    for policy, allowed in ((H2O(), 1), (Recent(), 17)):
+        cache = KVCache(model, budget=14, policy=policy, window=2)
+        read(model, cache, ids[:, :20], 20)
+        read(model, cache, ids[:, 20:], 1)
+        before = held(cache)
+        with pytest.raises(UsageError, match=f"rollback of {allowed + 1} tokens reaches past what layer 0"):
+            cache.rollback(allowed + 1)
+        assert held(cache) == before
+        assert cache.next_positions == [45]
+        cache.rollback(allowed)
+        assert cache.next_positions == [45 - allowed]
+    with pytest.raises(UsageError, match="rollback of 99 tokens, but row 0 stands at position"):
+        cache.rollback(99)
+    with pytest.raises(UsageError, match="one number of at least 0"):
+        cache.rollback(-1)
+
+
+@pytest.mark.parametrize("policy", [Recent(), KeyDiff()], ids=repr)
+def test_ten_thousand_shifts_leave_every_byte(attached_model: Models, text: Text, policy: Policy) -> None:
+    model, ids = attached_model("llama"), text(50)
+    cache, twin = (KVCache(model, budget=20, policy=policy) for _ in range(2))
+    for one in (cache, twin):
+        read(model, one, ids[:, :40], 40)
+    before = [{name: tensor.clone() for name, tensor in layer.tensors().items()} for layer in cache.layers]
+    generator = torch.Generator().manual_seed(3)
+    for by in torch.randint(1, 1000, (5000,), generator=generator).tolist():
+        cache.shift(0, 2000, by)
+        cache.shift(by, 2000, -by)
+    for layer, tensors in zip(cache.layers, before, strict=True):
+        for name in ("keys", "values"):
+            assert layer.tensors()[name].equal(tensors[name])
+    torch.testing.assert_close(read(model, cache, ids[:, 40:], 10), read(model, twin, ids[:, 40:], 10), atol=0, rtol=0)
+
+
+def test_a_shifted_text_reads_as_if_it_had_been_written_there(
+    plain_model: Models, attached_model: Models, text: Text
+) -> None:
+    model, ids = attached_model("llama"), text(33)
+    cache = KVCache(model)
+    read(model, cache, ids[:, :25], 7)
+    cache.shift(0, 25, 130)
+    assert cache.next_positions == [155]
+    with torch.no_grad():
+        truth = plain_model("llama")(ids, position_ids=torch.arange(130, 163)[None]).logits[:, 25:]
+    torch.testing.assert_close(read(model, cache, ids[:, 25:], 8), truth, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def one_layer(plain_model: Models) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model of one layer, plain and attached: its keys depend on the tokens alone, so any edit is exact."""
+    config = plain_model("llama").config.__class__(**{**plain_model("llama").config.to_dict(), "num_hidden_layers": 1})
+    torch.manual_seed(5)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    attached = AutoModelForCausalLM.from_config(config).eval()
+    attached.load_state_dict(plain.state_dict())
+    return plain, windlass.attach(attached)
+
+
+def logits_at(model: PreTrainedModel, ids: list[int], positions: list[int]) -> Tensor:
+    """The last token's logits when transformers reads `ids` at `positions`."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), position_ids=torch.tensor([positions])).logits[0, -1]
+
+
+def test_drop_and_shift_make_the_text_that_is_left(
+    one_layer: tuple[PreTrainedModel, PreTrainedModel], text: Text
+) -> None:
+    plain, attached = one_layer
+    ids = text(31)[0].tolist()
+    cache = KVCache(attached)
+    read(attached, cache, torch.tensor([ids[:30]]), 30)
+    cache.drop(8, 19)
+    hole = read(attached, cache, torch.tensor([ids[30:]]), 1)[0, 0]
+    torch.testing.assert_close(
+        hole, logits_at(plain, ids[:8] + ids[19:], [*range(8), *range(19, 31)]), atol=1e-5, rtol=0
+    )
+    cache.rollback(1)
+    cache.shift(19, 30, -11)
+    closed = read(attached, cache, torch.tensor([ids[30:]]), 1)[0, 0]
+    torch.testing.assert_close(closed, logits_at(plain, ids[:8] + ids[19:], [*range(20)]), atol=1e-5, rtol=0)
+    assert held(cache) == [list(range(20))]
+
+
+def test_divide_and_keep(one_layer: tuple[PreTrainedModel, PreTrainedModel], text: Text) -> None:
+    plain, attached = one_layer
+    ids = text(25)[0].tolist()
+    cache = KVCache(attached)
+    read(attached, cache, torch.tensor([ids[:24]]), 24)
+    cache.divide(0, 24, 3)
+    assert cache.next_positions == [8]
+    mean = read(attached, cache, torch.tensor([ids[24:]]), 1)[0, 0]
+    torch.testing.assert_close(mean, logits_at(plain, ids, [i // 3 for i in range(24)] + [8]), atol=1e-5, rtol=0)
+    cache.keep(2, 5)
+    assert held(cache) == [[2, 2, 2, 3, 3, 3, 4, 4, 4]]
+    assert cache.next_positions == [5]
+
+
+def test_copy_makes_a_row_a_twin_that_then_goes_its_own_way(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(40, rows=2)
+    cache = KVCache(model, budget=12, policy=SnapKV(observed_queries=3), window=2, batch=2)
+    read(model, cache, ids[:, :30], 30)
+    cache.copy(0, 1)
+    alone = KVCache(model, budget=12, policy=SnapKV(observed_queries=3), window=2)
+    read(model, alone, ids[:1, :30], 30)
+    for row in range(2):
+        assert held(cache, row=row) == held(alone)
+    ours = read(model, cache, torch.cat((ids[:1, 30:], ids[1:, 30:])), 1)
+    torch.testing.assert_close(ours[:1], read(model, alone, ids[:1, 30:], 1), atol=1e-5, rtol=0)
+    assert cache.tokens is not None
+    assert cache.tokens[1] == ids[0, :30].tolist() + ids[1, 30:].tolist()
+
+
+def test_splice_joins_two_texts_at_new_positions(
+    one_layer: tuple[PreTrainedModel, PreTrainedModel], text: Text
+) -> None:
+    """Three chunks read apart, joined in another order, read as one text."""
+    plain, attached = one_layer
+    a, b, c, last = text(9)[0].tolist(), text(14, seed=1)[0].tolist(), text(5, seed=2)[0].tolist(), [7]
+    parts = []
+    for ids in (a, b, c):
+        part = KVCache(attached)
+        read(attached, part, torch.tensor([ids]), 4)
+        parts.append(part)
+    whole = parts[2]
+    whole.splice(parts[0])
+    whole.splice(parts[1])
+    assert whole.next_positions == [28]
+    assert held(whole) == [list(range(28))]
+    ours = read(attached, whole, torch.tensor([last]), 1)[0, 0]
+    torch.testing.assert_close(ours, logits_at(plain, c + a + b + last, [*range(29)]), atol=1e-5, rtol=0)
+    assert whole.tokens == [c + a + b + last]
+
+
+def test_a_splice_beyond_the_budget_is_evicted_at_the_next_step(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama")
+    cache, other = KVCache(model, budget=20, policy=KeyDiff(), batch=2), KVCache(model, budget=24, policy=KeyDiff())
+    read(model, cache, text(40, rows=2), 40)
+    read(model, other, text(60, seed=4), 60)
+    cache.splice(other, row=1)
+    assert cache.next_positions == [40, 100]
+    assert [len(head) for head in held(cache, row=1)] == [44] * 3
+    assert [len(head) for head in held(cache, row=0)] == [20] * 3
+    read(model, cache, text(1, rows=2), 1)
+    assert [len(head) for head in held(cache, row=1)] == [20] * 3
+
+
+def test_rows_can_be_selected_and_repeated(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(30, rows=3)
+    cache = KVCache(model, budget=12, policy=H2O(), window=2, batch=3)
+    read(model, cache, ids[:, :25], 25)
+    cache.select_rows(torch.tensor([2, 0, 2]))
+    rows = [KVCache(model, budget=12, policy=H2O(), window=2) for _ in range(2)]
+    for one, row in zip(rows, (2, 0), strict=True):
+        read(model, one, ids[row : row + 1, :25], 25)
+    ours = read(model, cache, ids[[2, 0, 2], 25:], 1)
+    for row, one in ((0, rows[0]), (1, rows[1])):
+        torch.testing.assert_close(
+            ours[row : row + 1], read(model, one, ids[[2, 0]][row : row + 1, 25:], 1), atol=1e-5, rtol=0
+        )
+    torch.testing.assert_close(ours[0], ours[2], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda c: c.shift(0, 10, -1), "would move position 0 before 0"),
+        (lambda c: c.shift(5, 10, 3), "onto positions 8 to 12, where others stand"),
+        (lambda c: c.shift(5, 10, 30), "to 39, past the text's end at 20"),
+        (lambda c: c.drop(5, 3), r"range \[5, 3\) must satisfy"),
+        (lambda c: c.divide(0, 5, 0), "divide by 0: must be at least 1"),
+        (lambda c: c.drop(0, 3, row=1), "row 1 is not one of the cache's 1 rows"),
+        (lambda c: c.copy(0, 4), "target 4 is not one of"),
+    ],
+)
+def test_edits_that_make_no_text_are_refused(
+    attached_model: Models, text: Text, edit: Callable[[KVCache], None], words: str
+) -> None:
+    model = attached_model("llama")
+    cache = KVCache(model)
+    read(model, cache, text(20), 20)
+    with pytest.raises(UsageError, match=words):
+        edit(cache)
+    assert held(cache) == [list(range(20))]
