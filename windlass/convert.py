@@ -35,7 +35,8 @@ def fill_from_rotated(cache: KVCache, source: Cache) -> None:
                 "model's rotation is constant: each key was turned by the table of its moment; feed the text anew"
             )
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
-        layer.append(_turned(keys, positions, layer.rotary, seen, is_out=False), values, positions[None, None], window)
+        keys = _turned(keys, positions, layer.rotary, seen, is_out=False)
+        layer.append(keys, values, positions.expand(keys.shape[0], 1, -1), window)
     cache.stand_after(seen)
 
 
