@@ -13,6 +13,8 @@ import windlass
 from windlass.testing import VOCABULARY, tiny_model
 
 torch.set_num_threads(1)
+# Fills torch.empty with NaN, so that reading what was never written shows.
+torch.use_deterministic_algorithms(True)
 
 
 @pytest.fixture(autouse=True)

@@ -31,7 +31,7 @@ class Head:
 
     def attend(self, queries: Tensor, at: int) -> dict[int, float]:
         """Attention of one token's queries (group, head_dim) over what is held up to `at`."""
-        total = {p: 0.0 for p in self.held}
+        total = dict.fromkeys(self.held, 0.0)
         for query in queries:
             weights = {p: math.exp(float(query @ self.keys[p]) * 0.5) for p in self.held if p <= at}
             for p, weight in weights.items():
@@ -45,27 +45,27 @@ class Head:
             self.held.remove(p)
 
 
-Rule = Callable[[list[Head], int, int], list[dict[int, float]]]
+Rule = Callable[[list[Head]], list[dict[int, float]]]
 
 
-def recent(heads: list[Head], end: int, prompt_end: int) -> list[dict[int, float]]:
+def recent(heads: list[Head]) -> list[dict[int, float]]:
     return [{p: float(p) for p in head.held} for head in heads]
 
 
-def h2o(heads: list[Head], end: int, prompt_end: int) -> list[dict[int, float]]:
+def h2o(heads: list[Head]) -> list[dict[int, float]]:
     return [head.mass for head in heads]
 
 
-def tova(heads: list[Head], end: int, prompt_end: int) -> list[dict[int, float]]:
+def tova(heads: list[Head]) -> list[dict[int, float]]:
     last = {p: sum(head.steps[-1][-1][p] for head in heads) for p in heads[0].held}
     return [last] * len(heads)
 
 
-def key_norm(heads: list[Head], end: int, prompt_end: int) -> list[dict[int, float]]:
+def key_norm(heads: list[Head]) -> list[dict[int, float]]:
     return [{p: -float(head.keys[p].norm()) for p in head.held} for head in heads]
 
 
-def key_diff(heads: list[Head], end: int, prompt_end: int) -> list[dict[int, float]]:
+def key_diff(heads: list[Head]) -> list[dict[int, float]]:
     scores = []
     for head in heads:
         unit = {p: head.keys[p] / head.keys[p].norm() for p in head.held}
@@ -74,7 +74,7 @@ def key_diff(heads: list[Head], end: int, prompt_end: int) -> list[dict[int, flo
     return scores
 
 
-def snapkv(heads: list[Head], end: int, prompt_end: int) -> list[dict[int, float]]:
+def snapkv(heads: list[Head]) -> list[dict[int, float]]:
     """observed_queries=4, pool=3. A step of n < 4 tokens keeps 1 - n/4 of the earlier votes."""
     scores = []
     for head in heads:
@@ -108,7 +108,9 @@ def layer_step(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, at: int, prom
 
 
 @pytest.mark.parametrize("steps", [(1,) * 30, (12, 1, 1, 5, 1, 8, 1), (40,)], ids=str)
-@pytest.mark.parametrize(("policy", "rule"), ORACLES, ids=lambda value: repr(value) if isinstance(value, Policy) else "")
+@pytest.mark.parametrize(
+    ("policy", "rule"), ORACLES, ids=lambda value: repr(value) if isinstance(value, Policy) else ""
+)
 def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: tuple[int, ...]) -> None:
     g = torch.Generator().manual_seed(len(steps))
     total = sum(steps)
@@ -133,7 +135,7 @@ def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: t
                     for p, mass in seen.items():
                         head.mass[p] = head.mass.get(p, 0.0) + mass
             if len(heads[0].held) > BUDGET:
-                for head, score in zip(heads, rule(heads, end, prompt_end), strict=True):
+                for head, score in zip(heads, rule(heads), strict=True):
                     head.keep(score, end)
             for h, head in enumerate(heads):
                 ranked = layer.positions[b, h if policy.per_head else 0]
@@ -169,7 +171,10 @@ def test_random_keeps_the_prompt_and_thins_the_rest_evenly() -> None:
 def test_random_draws_depend_on_the_seed_only() -> None:
     positions = torch.arange(50)[None, None].expand(1, 3, -1)
     ends = torch.tensor([50])
-    slots = [Slots(LayerCache(0, LIMITS, Random(), None).store, positions, {}, at, at, lambda k: k) for at in (ends, ends + 1)]
+    slots = [
+        Slots(LayerCache(0, LIMITS, Random(), None).store, positions, {}, at, at, lambda k: k)
+        for at in (ends, ends + 1)
+    ]
     first = Random(seed=3, keep_prompt=False).score(slots[0])
     assert first.equal(Random(seed=3, keep_prompt=False).score(slots[0]))
     assert not first.equal(Random(seed=4, keep_prompt=False).score(slots[0]))
@@ -217,7 +222,9 @@ def test_no_score_can_evict_sinks_or_window(what: str) -> None:
 def test_a_score_of_the_wrong_shape_names_both_and_leaves_the_layer_whole() -> None:
     layer = LayerCache(3, LIMITS, Scores("flat"), None)
     states = torch.randn(BATCH, KV_HEADS, 30, HEAD_DIM)
-    with pytest.raises(PolicyError, match=r"Scores\(what='flat'\) in layer 3: score has shape \(2, 3\), expected \(2, 3, 39\)"):
+    with pytest.raises(
+        PolicyError, match=r"Scores\(what='flat'\) in layer 3: score has shape \(2, 3\), expected \(2, 3, 39\)"
+    ):
         layer_step(layer, states.repeat_interleave(2, 1), states, states, 0, 30)
     assert (layer.positions < 0).all()
     assert layer.most_held == 0

@@ -14,12 +14,10 @@ from windlass.hf_cache import TransformersCache
 from windlass.layer import LayerCache
 from windlass.policies import Policy, Recent
 from windlass.positions import EMPTY, PositionMode, position_mode
-from windlass.shapes import Attended, NewKeys, NewValues, Queries, QueryPositions, TokenIds, TokenMask
 from windlass.rollback import undo_if_last
-from windlass.step import AttentionCall, Limits, Standing, Step
-
-MOST = 2**30  # positions are 32-bit
-MOST_WINDOW = 64  # of the default window
+from windlass.shapes import Attended, NewKeys, NewValues, Queries, QueryPositions, TokenIds, TokenMask
+from windlass.standing import Standing
+from windlass.step import AttentionCall, Step, checked_limits
 
 
 class KVCache(TransformersCache):
@@ -55,26 +53,37 @@ class KVCache(TransformersCache):
     ) -> None:
         seam = seam_of(model)
         super().__init__(seam)
-        self.limits = _limits(budget, sinks, window, chunk, batch, rollback)
+        self.limits = checked_limits(budget, sinks, window, chunk, batch, rollback)
         self.policy = Recent() if policy is None else policy
         self._positions = position_mode(positions)
         self._seam = seam
         self.config = model.config.get_text_config()
         self._batch = batch
-        self._device = model.device
+        self.device = model.device
         self._pending: _Pending | None = None
         self.reset()
 
     def reset(self) -> None:
         """Forget every token and free the memory."""
-        self.layers: list[LayerCache] = [
+        self.layers: list[LayerCache] = [  # type: ignore[assignment]  # transformers' own kinds of layers
             LayerCache(index, self.limits, self.policy, rotary) for index, rotary in enumerate(self._seam.rotaries)
         ]
-        self.tokens_seen = [0] * self._batch
-        self.next_positions = [0] * self._batch
-        self.tokens: list[list[int]] | None = [[] for _ in range(self._batch)]
-        self._prompt_ends = [0] * self._batch
-        self._columns_seen = 0
+        self.standing = Standing.at_start(self._batch)
+
+    @property
+    def tokens_seen(self) -> list[int]:
+        """Per row, tokens written since the start, evicted ones included."""
+        return self.standing.tokens_seen
+
+    @property
+    def next_positions(self) -> list[int]:
+        """Per row, the position of the next token."""
+        return self.standing.next_positions
+
+    @property
+    def tokens(self) -> list[list[int]] | None:
+        """Per row, the ids fed, edits aside; None once any came without ids."""
+        return self.standing.tokens
 
     @property
     def positions(self) -> PositionMode:
@@ -101,7 +110,7 @@ class KVCache(TransformersCache):
 
     @property
     def columns_seen(self) -> int:
-        return self._columns_seen
+        return self.standing.columns_seen
 
     @property
     def is_in_step(self) -> bool:
@@ -119,23 +128,16 @@ class KVCache(TransformersCache):
         """
         if batch != self._batch:
             raise UsageError(f"this cache was made for batch={self._batch}, the model was called with {batch} rows")
-        starts = torch.tensor(self.next_positions, device=self._device)
+        starts = torch.tensor(self.next_positions, device=self.device)
         if mask is None:
             lengths = [tokens] * batch
-            ours = starts[:, None] + torch.arange(tokens, device=self._device)
+            ours = starts[:, None] + torch.arange(tokens, device=self.device)
         else:
             lengths = mask.sum(-1).tolist()
             ours = (starts[:, None] + mask.long().cumsum(-1) - 1).where(mask, EMPTY)
         if positions is not None:
             self._check_positions(ours, positions)
-        next_positions = [at + n for at, n in zip(self.next_positions, lengths, strict=True)]
-        prompt_ends = [
-            new if tokens > 1 and n else old
-            for new, old, n in zip(next_positions, self._prompt_ends, lengths, strict=True)
-        ]
-        rows = None if ids is None else [row[is_real].tolist() for row, is_real in zip(ids, ours >= 0, strict=True)]
-        step = self._step_to(next_positions, prompt_ends, ours, lengths)
-        self._pending = _Pending(step, next_positions, prompt_ends, rows)
+        self._pending = _Pending(self.standing.step(ours, lengths), ids)
 
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
         """One layer's write, attend, observe, evict. `hf` calls this from the model's attention."""
@@ -151,69 +153,10 @@ class KVCache(TransformersCache):
             for layer in self.layers:
                 undo_if_last(layer, pending.step)
             return
-        self._columns_seen += pending.step.positions.shape[1]
-        self.tokens_seen = [seen + n for seen, n in zip(self.tokens_seen, pending.step.lengths, strict=True)]
-        self.next_positions, self._prompt_ends = pending.next_positions, pending.prompt_ends
-        if pending.ids is None or self.tokens is None:
-            self.tokens = None
-        else:
-            self.tokens = [old + new for old, new in zip(self.tokens, pending.ids, strict=True)]
-
-    def _step_to(
-        self, next_positions: list[int], prompt_ends: list[int], positions: QueryPositions, lengths: Sequence[int]
-    ) -> Step:
-        ends = (torch.tensor(numbers, device=self._device) for numbers in (next_positions, prompt_ends))
-        return Step(positions, tuple(lengths), *ends, end=max(next_positions))
-
-    def stand_at(self, ends: list[int], row: int | None = None) -> Step:
-        """Let the text of one row, or of all, go on at `ends`; returns an empty step there. For `edits`."""
-        rows = range(self._batch) if row is None else (row,)
-        for index in rows:
-            self.next_positions[index] = ends[index]
-            self._prompt_ends[index] = min(self._prompt_ends[index], ends[index])
-        nothing = torch.empty(self._batch, 0, dtype=torch.long, device=self._device)
-        return self._step_to(self.next_positions, self._prompt_ends, nothing, [0] * self._batch)
-
-    def stand_after(self, tokens: int) -> None:
-        """Let every row go on after `tokens` tokens that came from elsewhere. For `convert`."""
-        self.next_positions, self._prompt_ends = [tokens] * self._batch, [tokens] * self._batch
-        self.tokens_seen, self.tokens, self._columns_seen = [tokens] * self._batch, None, tokens
-
-    @property
-    def prompt_ends(self) -> list[int]:
-        """Per row, one past the last position that came in a step of several tokens."""
-        return self._prompt_ends
-
-    def stand_where(self, other: Standing) -> None:
-        """Let the rows stand where those of a saved cache did. For `prompt_cache`."""
-        self.tokens_seen, self.next_positions = list(other.tokens_seen), list(other.next_positions)
-        self._prompt_ends, self._columns_seen = list(other.prompt_ends), other.columns_seen
-        self.tokens = other.tokens
-
-    def forget_tokens(self, counts: Sequence[int]) -> None:
-        """Take the newest `counts` tokens of each row out of the record. For `edits`."""
-        self._columns_seen -= max(counts)
-        self.tokens_seen = [seen - n for seen, n in zip(self.tokens_seen, counts, strict=True)]
-        if self.tokens is not None:
-            self.tokens = [ids[: len(ids) - n] for ids, n in zip(self.tokens, counts, strict=True)]
-
-    def copy_row_counts(self, source: int, target: int) -> None:
-        """Let row `target` stand where row `source` does. For `edits`."""
-        for counts in (self.tokens_seen, self.next_positions, self._prompt_ends):
-            counts[target] = counts[source]
-        if self.tokens is not None:
-            self.tokens[target] = list(self.tokens[source])
-
-    def count_splice(self, other: "KVCache", source: int, row: int) -> None:
-        """Count the tokens of another cache's row as seen by row `row`. For `edits`."""
-        self.tokens_seen[row] += other.tokens_seen[source]
-        if self.tokens is None or other.tokens is None:
-            self.tokens = None
-        else:
-            self.tokens[row] = self.tokens[row] + other.tokens[source]
+        self.standing.advance(pending.step, pending.ids)
 
     def _check_positions(self, ours: QueryPositions, theirs: Tensor) -> None:
-        is_wrong = (ours >= 0) & (theirs.to(self._device) != ours)
+        is_wrong = (ours >= 0) & (theirs.to(self.device) != ours)
         if bool(is_wrong.any()):
             row, column = is_wrong.nonzero()[0].tolist()
             given = int(theirs.expand_as(ours)[row, column])
@@ -275,10 +218,7 @@ class KVCache(TransformersCache):
         indices = rows.tolist()
         for layer in self.layers:
             layer.select_rows(rows)
-        for counts in (self.tokens_seen, self.next_positions, self._prompt_ends):
-            counts[:] = [counts[index] for index in indices]
-        if self.tokens is not None:
-            self.tokens = [list(self.tokens[index]) for index in indices]
+        self.standing.select_rows(indices)
         self._batch = len(indices)
 
     def nbytes(self) -> int:
@@ -326,25 +266,7 @@ class KVCache(TransformersCache):
 
 @dataclass(frozen=True)
 class _Pending:
-    """The step that runs, and what the cache knows once it completes."""
+    """The step that runs, and the ids of its tokens."""
 
     step: Step
-    next_positions: list[int]
-    prompt_ends: list[int]
-    ids: list[list[int]] | None
-
-
-def _limits(budget: int | None, sinks: int, window: int | None, chunk: int, batch: int, rollback: int) -> Limits:
-    least = {"budget": 1, "sinks": 0, "window": 1, "chunk": 1, "batch": 1, "rollback": 0}
-    given = {"budget": budget, "sinks": sinks, "window": window, "chunk": chunk, "batch": batch, "rollback": rollback}
-    for name, value in given.items():
-        if value is not None and not least[name] <= value <= MOST:
-            raise UsageError(f"{name} must be from {least[name]} to {MOST}, got {value}")
-    if window is None:
-        window = MOST_WINDOW if budget is None else max(1, min(MOST_WINDOW, (budget - sinks) // 4))
-    if budget is not None and budget < sinks + window + 1:
-        raise UsageError(
-            f"budget ({budget} tokens) must be at least sinks ({sinks}) + window ({window}) + 1 = {sinks + window + 1}; "
-            "raise budget, or lower sinks or window"
-        )
-    return Limits(budget, sinks, window, chunk, rollback)
+    ids: TokenIds | None

@@ -72,13 +72,16 @@ def demo(
         Path | None, Option("--text", metavar="FILE", help="Another text; by default Three Men in a Boat.")
     ] = None,
     seed: take.Seed = 0,
+    has_numerals: Annotated[
+        bool, Option("--numerals", help="Leave the text's own numerals in, which this model takes for pass keys.")
+    ] = False,
     threads: take.Threads = None,
     is_json: take.Json = False,
 ) -> int:
     """Hide a pass key in a novel, read all of it in 256 slots, and ask. No download."""
     from windlass import demo as run
 
-    return run.demo(run.Options(depth, budget, policy, text, seed, threads), is_json)
+    return run.demo(run.Options(depth, budget, policy, text, seed, threads, has_numerals), is_json)
 
 
 @app.command()

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 from windlass.errors import UsageError
 from windlass.positions import Compact
 from windlass.rotary import Rotary, rotate, unrotate
+from windlass.standing import Standing
 
 if TYPE_CHECKING:
     from windlass.cache import KVCache
@@ -37,7 +38,8 @@ def fill_from_rotated(cache: KVCache, source: Cache) -> None:
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
         keys = _turned(keys, positions, layer.rotary, seen, is_out=False)
         layer.append(keys, values, positions.expand(keys.shape[0], 1, -1), window)
-    cache.stand_after(seen)
+    rows = cache.batch_size
+    cache.standing = Standing([seen] * rows, [seen] * rows, [seen] * rows, seen, tokens=None)
 
 
 def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:

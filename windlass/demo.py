@@ -1,7 +1,8 @@
 """The demo: a pass key hidden in a novel, read by a small model whose memory is a sliver of it.
 
 The text is read first and the question comes only afterwards, so that nothing can be kept because
-it was asked for.
+it was asked for. Numerals of the text are read in words: this model knows numbers as pass keys only,
+and a handful of them in the text already passes for one.
 """
 
 import json
@@ -36,15 +37,19 @@ BEFORE = (
 )
 HIDDEN = " The pass key is {key}. Remember it. {key} is the pass key."
 QUESTION = " What is the pass key? The pass key is"
-SHORT = 2000  # tokens of the last two rows
+SHORT = 3000  # tokens of the last two rows: at 2000 the bare model still finds 7 keys of 12, at 3000 none
 CHUNK = 128
 ANSWER_TOKENS = 8
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 SENTENCE_END = re.compile(r"[.!?][\"')]*(?=\s)")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user may play with; None draws the depth from the seed, or takes the novel."""
+    """What the user may play with; None draws the depth from the seed, or takes the novel.
+
+    `has_numerals` leaves the numerals of the text as they are.
+    """
 
     depth: float | None = None
     budget: int = 256
@@ -52,6 +57,7 @@ class Options:
     text: Path | None = None
     seed: int = 0
     threads: int | None = None
+    has_numerals: bool = False
 
 
 @dataclass(frozen=True)
@@ -92,6 +98,8 @@ def demo(options: Options, is_json: bool) -> int:
         torch.set_num_threads(options.threads)
     policy = load_policy(options.policy)
     text = novel() if options.text is None else read_text(options.text, f"text file {options.text}")
+    if not options.has_numerals:
+        text = in_words(text)
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = open_model(str(folder), "float32")
     draw = random.Random(options.seed)
@@ -125,6 +133,11 @@ def novel() -> str:
     """The novel that is shipped."""
     packed = (resources.files("windlass") / "assets" / NOVEL).read_bytes()
     return lzma.decompress(packed).decode()
+
+
+def in_words(text: str) -> str:
+    """`text` with its numerals spelled out digit by digit: 1889 becomes one-eight-eight-nine."""
+    return re.sub(r"[0-9]+", lambda numeral: "-".join(DIGITS[int(digit)] for digit in numeral[0]), text)
 
 
 def hide(text: str, key: str, depth: float) -> str:
@@ -166,7 +179,7 @@ def table(rows: list[Row]) -> Table:
     """The rows side by side."""
     shown = Table(box=SIMPLE)
     shown.add_column("cache")
-    for head in ("tokens read", "slots", "bytes", "tokens/s"):
+    for head in ("tokens", "slots", "bytes", "tokens/s"):
         shown.add_column(head, justify="right")
     shown.add_column("answer")
     shown.add_column("found")

@@ -44,24 +44,28 @@ def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
                 "back: the last step, and before it whole steps of up to `rollback` tokens for a policy without "
                 "state; use drop, or a KVCache with a larger rollback"
             )
-    step = cache.stand_at([end - n for end, n in zip(cache.next_positions, counts, strict=True)])
+    standing = cache.standing
+    standing.move_to([end - n for end, n in zip(standing.next_positions, counts, strict=True)])
+    standing.forget(counts)
+    here = standing.step(
+        torch.empty(cache.batch_size, 0, dtype=torch.long, device=cache.device), [0] * cache.batch_size
+    )
     for layer in cache.layers:
-        roll_back(layer, counts, step)
-    cache.forget_tokens(counts)
+        roll_back(layer, counts, here)
 
 
 def drop(cache: KVCache, start: int, end: int, row: int | None) -> None:
     """See `KVCache.drop`."""
     _check_range(start, end)
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), EMPTY, p))
-    cache.stand_at([start if start < at <= end else at for at in cache.next_positions], row)
+    cache.standing.move_to([start if start < at <= end else at for at in cache.next_positions], row)
 
 
 def keep(cache: KVCache, start: int, end: int, row: int | None) -> None:
     """See `KVCache.keep`."""
     _check_range(start, end)
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p, EMPTY))
-    cache.stand_at([min(at, end) for at in cache.next_positions], row)
+    cache.standing.move_to([min(at, end) for at in cache.next_positions], row)
 
 
 def shift(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
@@ -75,7 +79,7 @@ def shift(cache: KVCache, start: int, end: int, by: int, row: int | None) -> Non
             if not layer.is_empty:
                 _check_shift(layer.positions[index], start, end, by, ends[index])
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p + by, p))
-    cache.stand_at(ends, row)
+    cache.standing.move_to(ends, row)
 
 
 def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
@@ -84,7 +88,7 @@ def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> No
     if by < 1:
         raise UsageError(f"divide by {by}: must be at least 1")
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p // by, p))
-    cache.stand_at([(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions], row)
+    cache.standing.move_to([(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions], row)
 
 
 def copy(cache: KVCache, source: int, target: int) -> None:
@@ -94,7 +98,7 @@ def copy(cache: KVCache, source: int, target: int) -> None:
         _check_row(cache, row, name)
     for layer in cache.layers:
         layer.copy_row(source, target)
-    cache.copy_row_counts(source, target)
+    cache.standing.copy_row(source, target)
 
 
 def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
@@ -110,10 +114,7 @@ def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         if not theirs.is_empty:
             _splice_layer(mine, theirs, source, row, at, cache.batch_size)
-    ends = list(cache.next_positions)
-    ends[row] = at + other.next_positions[source]
-    cache.stand_at(ends)
-    cache.count_splice(other, source, row)
+    cache.standing.splice(other.standing, source, row)
 
 
 def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int) -> None:

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache import KVCache
 from windlass.errors import UsageError
-from windlass.hf import forward
+from windlass.hf import forward, vocabulary_of
 from windlass.result import FinishReason, Result
 from windlass.sampling import Sampler, Sampling
 from windlass.text import TextStream, encode
@@ -149,13 +149,12 @@ class _Run:
         self._sampler = Sampler(Sampling() if sampling is None else sampling, len(prompts))
         self._texts = [TextStream(tokenizer, prompt) for prompt in self._prompts]
         self._tokens: list[list[int]] = [[] for _ in prompts]
+        self._histories = [list(prompt) for prompt in self._prompts]
         self._reasons: list[FinishReason] = ["interrupted" for _ in prompts]
-        self._unfed: list[list[int]] = [[] for _ in prompts]
         self._prefill_s = self._decode_s = 0.0
-        self._steps = self._written()
 
     def __iter__(self) -> Iterator[list[str]]:
-        return self._steps
+        return self._written()
 
     def results(self) -> list[Result]:
         """One result per row."""
@@ -178,48 +177,44 @@ class _Run:
         started = time.perf_counter()
         logits = prefill(self._model, self._cache, self._prompts, self._progress)
         self._prefill_s = time.perf_counter() - started
-        try:
-            while True:
-                started = time.perf_counter()
-                pieces = self._choose(logits)
-                self._decode_s += time.perf_counter() - started
-                yield pieces
-                started = time.perf_counter()
-                is_last = all(reason != "interrupted" for reason in self._reasons)
-                logits = self._flush([] if is_last else [0])
-                self._decode_s += time.perf_counter() - started
-                if is_last:
-                    return
-        finally:
-            # Reached with tokens unfed when the caller stops early or interrupts.
-            if any(self._unfed):
-                self._flush([])
+        while True:
+            started = time.perf_counter()
+            chosen = self._choose(logits)
+            reasons = [self._reason(row, token) for row, token in enumerate(chosen)]
+            is_last = "interrupted" not in reasons
+            # Fed before it is given out, so that whoever stops here finds it in the cache.
+            pieces = [[] if token is None else [token] for token in chosen]
+            logits = _feed(self._model, self._cache, pieces, [] if is_last else [0])[:, 0]
+            self._decode_s += time.perf_counter() - started
+            self._reasons = reasons
+            yield [self._pushed(row, token) for row, token in enumerate(chosen)]
+            if is_last:
+                return
 
-    def _choose(self, logits: Tensor) -> list[str]:
-        """A token for every row that goes on; returns the rows' new pieces of text."""
-        histories = [prompt + tokens for prompt, tokens in zip(self._prompts, self._tokens, strict=True)]
-        chosen = self._sampler(logits, histories)
-        pieces = []
-        for row, token in enumerate(chosen):
-            if self._reasons[row] != "interrupted":
-                pieces.append("")
-                continue
-            self._tokens[row].append(token)
-            self._unfed[row] = [token]
-            is_stop = token in self._stop
-            if is_stop or len(self._tokens[row]) == self._max_tokens:
-                self._reasons[row] = "stop" if is_stop else "length"
-            piece = "" if is_stop else self._texts[row].push(token)
-            pieces.append(piece + (self._texts[row].end() if self._reasons[row] != "interrupted" else ""))
-        return pieces
+    def _choose(self, logits: Tensor) -> list[int | None]:
+        """A token for every row that goes on."""
+        chosen = self._sampler(logits, self._histories)
+        return [token if reason == "interrupted" else None for token, reason in zip(chosen, self._reasons, strict=True)]
 
-    @torch.no_grad()
-    def _flush(self, columns: list[int]) -> Tensor:
-        logits = _feed(self._model, self._cache, self._unfed, columns)
-        self._unfed = [[] for _ in self._unfed]
-        return logits[:, 0] if columns else logits
+    def _reason(self, row: int, token: int | None) -> FinishReason:
+        """Why row `row` has ended after `token`; "interrupted" while it goes on."""
+        if token is None:
+            return self._reasons[row]
+        if token in self._stop:
+            return "stop"
+        return "length" if len(self._tokens[row]) + 1 == self._max_tokens else "interrupted"
+
+    def _pushed(self, row: int, token: int | None) -> str:
+        """The row's new piece of text."""
+        if token is None:
+            return ""
+        self._tokens[row].append(token)
+        self._histories[row].append(token)
+        piece = "" if self._reasons[row] == "stop" else self._texts[row].push(token)
+        return piece if self._reasons[row] == "interrupted" else piece + self._texts[row].end()
 
 
+@torch.no_grad()
 def _feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], columns: list[int]) -> Tensor:
     """One step of the model over rows of different lengths; logits of `columns` only."""
     width = max(map(len, pieces))
@@ -233,7 +228,7 @@ def _feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], colum
 def _check_prompts(model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]]) -> None:
     if len(prompts) != cache.batch_size:
         raise UsageError(f"{len(prompts)} prompts for a cache of batch={cache.batch_size}; give one prompt per row")
-    vocabulary = model.get_input_embeddings().weight.shape[0]
+    vocabulary = vocabulary_of(model)
     for row, prompt in enumerate(prompts):
         if not len(prompt):
             raise UsageError(f"the prompt of row {row} is empty; give at least one token")

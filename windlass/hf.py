@@ -86,7 +86,7 @@ class Seam:
             raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
         if self._decoder.training and torch.is_grad_enabled():
             raise UsageError("a KVCache is for inference: call model.eval(), or leave past_key_values out to train")
-        if bound.get("output_attentions"):
+        if bound.get("output_attentions", getattr(self._decoder.config, "output_attentions", False)):
             raise UsageError("output_attentions is not available with a KVCache: it never holds the whole matrix")
         ids, embeds, mask = bound.get("input_ids"), bound.get("inputs_embeds"), bound.get("attention_mask")
         columns = ids if ids is not None else embeds
@@ -140,6 +140,9 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     except UnsupportedModel as error:
         detach(model)
         raise UnsupportedModel(f"{_name(model)} {error}") from None
+    except UsageError as error:
+        detach(model)
+        raise UnsupportedModel(f"{_name(model)}: {error}") from None
     except Exception as error:
         detach(model)
         raise UnsupportedModel(
@@ -182,6 +185,13 @@ def forward(
     return out
 
 
+def vocabulary_of(model: PreTrainedModel) -> int:
+    """How many token ids the model can read."""
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    return weight.shape[0]
+
+
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -213,7 +223,7 @@ def _attention(
     call = AttentionCall(scale, attention_mask.window, softcap, s_aux)
     with torch.no_grad():
         out = seam.active.attend(layer, query, key, value, call)
-    return out.transpose(1, 2), None
+    return out.transpose(1, 2).contiguous(), None
 
 
 def _mask(
@@ -226,7 +236,7 @@ def _mask(
     """The mask function registered with transformers: visibility is decided by position, by the cache."""
     if not allow_is_causal_skip:
         raise UsageError(
-            "the model asks for a mask that is not causal (for images, perhaps): a KVCache reads text only"
+            "this model asks for a mask that is not causal (for images, perhaps); a KVCache reads text only"
         )
     return Mask(local_size, mask_function)
 

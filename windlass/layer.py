@@ -1,9 +1,8 @@
 """One layer's slots and the four steps: write, attend, observe, evict."""
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -12,11 +11,13 @@ from torch.nn.functional import pad
 from windlass.errors import PolicyError
 from windlass.kernels import reference
 from windlass.kernels.reference import Mass, Visibility
-from windlass.policies.base import Observation, Policy, Slots
+from windlass.observation import observation, observed_columns
+from windlass.policies.base import Policy, Slots, policy_errors
 from windlass.policies.recent import Recent
 from windlass.positions import EMPTY, RESERVED, Original, PositionMode
+from windlass.ranking import total_order
 from windlass.rotary import Rotary, rotate
-from windlass.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, RowCounts, SlotIndex, SlotKeys
+from windlass.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, SlotIndex, SlotKeys
 from windlass.step import SPARE, AttentionCall, Limits, Record, Step
 from windlass.store import Plain
 
@@ -71,7 +72,7 @@ class LayerCache:
         most_held, written = self.most_held, self._write(keys, values, positions, max(step.lengths))
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         try:
-            observed = self._observed_columns(step)
+            observed = None if self.budget is None else observed_columns(step, self.policy.observed_queries)
             out, mass = self._attend(queries, step, mode, call, observed)
             undone = (0,) * len(step.lengths)
             self.settle(Record(step, undone, most_held, written, state, observed, mass, queries))
@@ -124,10 +125,8 @@ class LayerCache:
         self.forget_records(self._rollback if is_decode else 0)
         wanted, needed = self.store.slots, self.most_held + tokens
         if self.budget is not None:
-            wanted = (
-                self.budget + self.spare if is_decode else max(wanted, self.budget + max(tokens, self._limits.chunk))
-            )
-            wanted = max(wanted, needed)
+            room = self.spare if is_decode else max(tokens, self._limits.chunk, wanted - self.budget)
+            wanted = max(self.budget + room, needed)
         elif needed > wanted:
             wanted = -(-max(needed, wanted * 3 // 2) // GROWTH) * GROWTH
         if self.is_empty:
@@ -192,37 +191,12 @@ class LayerCache:
             return Visibility(self.sliding_window, reach, self._limits.sinks)
         return Visibility(self.sliding_window)
 
-    def _observed_columns(self, step: Step) -> ObservedColumns | None:
-        """Columns of the queries whose mass is kept apart, each row's newest first; -1 fills up."""
-        wanted = self.policy.observed_queries
-        if self.budget is None or wanted == 0:
-            return None
-        # SPARE more than the policy sees, so that this many tokens of the step can be taken back.
-        count = min(step.positions.shape[1], (wanted or 0) + SPARE)
-        is_real = step.positions >= 0
-        columns = torch.arange(step.positions.shape[1], device=step.positions.device)
-        return columns.where(is_real, -1).sort(-1, descending=True).values[:, :count]
-
     def _observe(self, record: Record) -> None:
         """Show the policy the attention of those of the step's tokens that still stand."""
-        if record.mass is None or record.observed is None:
-            return
-        wanted = self.policy.observed_queries
-        rows = record.mass.rows
-        undone = torch.tensor(record.undone, device=rows.device)[:, None]
-        age = torch.arange(rows.shape[2], device=rows.device)[None]
-        is_seen = (age >= undone) & (record.observed >= 0)
-        if wanted is not None:
-            is_seen &= age < undone + wanted
-        mass = torch.einsum("bhos,bo->bhs", rows, is_seen.to(rows.dtype))
-        if record.mass.rest is not None:
-            mass = mass + record.mass.rest
-        columns = record.observed.clamp(min=0)
-        heads, head_dim = record.queries.shape[1], record.queries.shape[3]
-        queries = record.queries.gather(2, columns[:, None, :, None].expand(-1, heads, -1, head_dim))
-        positions = record.step.positions.gather(1, columns).where(is_seen, EMPTY)
-        with _policy_errors(self):
-            self.policy.observe(self._slots(record.step), Observation(mass, queries, positions))
+        if record.mass is not None and record.observed is not None:
+            seen = observation(record, self.policy.observed_queries)
+            with policy_errors(self.policy, self.index):
+                self.policy.observe(self._slots(record.step), seen)
 
     def _evict(self, record: Record) -> Record:
         """Free the lowest-ranked tokens over budget; returns the record with what was freed."""
@@ -236,31 +210,18 @@ class LayerCache:
         return replace(record, evicted=evicted, evicted_positions=before)
 
     def _ranked(self, step: Step) -> Tensor:
-        """Scores as whole numbers without ties, so that no result depends on the order of slots.
-
-        Free slots are lowest, then NaN; protected tokens are highest; of equal scores the newer wins.
-        """
-        with _policy_errors(self):
+        """The policy's scores as a total order."""
+        with policy_errors(self.policy, self.index):
             score = self.policy.score(self._slots(step))
         if score.shape != self.positions.shape:
             raise PolicyError(
                 f"{self.policy!r} in layer {self.index}: score has shape {tuple(score.shape)}, "
                 f"expected {tuple(self.positions.shape)} (batch, kv_heads, slots)"
             )
-        least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
-        score = score.float().nan_to_num(nan=least, posinf=most, neginf=least)
-        next_positions = step.next_positions[:, None, None]
-        if not self.is_whole_window:
-            is_newest = self.positions >= next_positions - self._limits.window
-            score = score.masked_fill(is_newest | (self.positions < self._limits.sinks), torch.inf)
-        if self.sliding_window is not None:
-            score = score.masked_fill(self.positions <= next_positions - self.sliding_window, least)
-        score = score.masked_fill(self.positions < 0, -torch.inf) + 0.0  # there is no -0.0 then
-        bits = score.view(torch.int32)
-        ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # compares as the float does
-        # Four digits decide: a repeated token's keys differ by rounding alone, which must not choose among them.
-        ordered = ordered & ~0x3FF
-        return (ordered.long() << 32) + self.positions
+        next_positions, sinks, window = step.next_positions, self._limits.sinks, self._limits.window
+        if self.is_whole_window:  # nothing to protect: it holds just what the next token sees
+            sinks = window = 0
+        return total_order(score, self.positions, next_positions, sinks, window, self.sliding_window)
 
     def _slots(self, step: Step) -> Slots:
         return Slots(
@@ -336,14 +297,3 @@ class LayerCache:
         self.state = {name: tensors[f"state.{name}"] for name in self.policy.state}
         self.most_held = int((self.positions >= 0).sum(-1).max())
         self.has_evicted = has_evicted
-
-
-@contextmanager
-def _policy_errors(layer: LayerCache) -> Iterator[None]:
-    """Re-raise whatever a policy raises as a PolicyError that names it and the layer."""
-    try:
-        yield
-    except PolicyError:
-        raise
-    except Exception as error:
-        raise PolicyError(f"{layer.policy!r} in layer {layer.index}: {type(error).__name__}: {error}") from error

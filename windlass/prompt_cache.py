@@ -28,7 +28,8 @@ from windlass.fingerprint import fingerprint, raw_bytes
 from windlass.layer import LayerCache
 from windlass.policies import NAMES, Policy
 from windlass.positions import EMPTY, MODES
-from windlass.step import Limits, Standing
+from windlass.standing import Standing
+from windlass.step import Limits
 
 KIND = "windlass prompt cache"
 VERSION = 1  # raised when an older windlass could not read the file
@@ -86,7 +87,7 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
             }
             layer.restore(held, note.sliding_window, note.has_evicted)
     tokens = [tensors[f"tokens.{row}"].tolist() for row in range(contents.batch)] if contents.has_tokens else None
-    cache.stand_where(replace(contents.standing, tokens=tokens))
+    cache.standing = replace(contents.standing, tokens=tokens)
     return cache
 
 
@@ -127,7 +128,7 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
     if type(cache.positions) not in MODES.values():
         raise UsageError(f"positions {cache.positions!r} cannot be saved; set cache.positions to one of {list(MODES)}")
     # The tokens travel as tensors.
-    standing = Standing(cache.tokens_seen, cache.next_positions, cache.prompt_ends, cache.columns_seen, tokens=None)
+    standing = replace(cache.standing, tokens=None)
     return _Contents(
         model=type(model).__name__,
         dtype=_dtype(model),

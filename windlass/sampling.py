@@ -1,6 +1,7 @@
 """The next token of each row."""
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -55,7 +56,8 @@ class Sampler:
         # Each row's draws are its own, made on the CPU so that they are the same on every device.
         self._generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(batch)]
         self._processors = LogitsProcessorList()
-        if sampling.repetition_penalty != 1.0:
+        self._has_penalty = sampling.repetition_penalty != 1.0
+        if self._has_penalty:
             self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
         if self._is_greedy:
             return
@@ -70,12 +72,16 @@ class Sampler:
 
     def __call__(self, logits: Tensor, texts: list[list[int]]) -> list[int]:
         """One token a row from `logits` (batch, vocabulary); `texts` are the rows' tokens so far."""
-        chosen = []
-        for row, (scores, text, generator) in enumerate(zip(logits.float(), texts, self._generators, strict=True)):
-            ids = torch.tensor([text], device=logits.device, dtype=torch.long)
-            scores = self._processors(ids, logits[row : row + 1].float())[0]
-            if self._is_greedy:
-                chosen.append(int(scores.argmax()))
-            else:
-                chosen.append(int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator)))
-        return chosen
+        if self._is_greedy and not self._processors:
+            chosen: list[int] = logits.argmax(-1).tolist()
+            return chosen
+        rows = zip(logits.float().split(1), texts, self._generators, strict=True)
+        return [self._one(scores, text, generator) for scores, text, generator in rows]
+
+    def _one(self, scores: Tensor, text: list[int], generator: torch.Generator) -> int:
+        # Only a repetition penalty looks at the text, which may be long.
+        ids = torch.tensor([text if self._has_penalty else text[:0]], device=scores.device, dtype=torch.long)
+        scores = self._processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))[0]
+        if self._is_greedy:
+            return int(scores.argmax())
+        return int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator))

@@ -4,9 +4,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from windlass.errors import UsageError
 from windlass.kernels.reference import Mass
 from windlass.shapes import ObservedColumns, Queries, RowCounts, SlotIndex
 
+MOST = 2**30  # positions are 32-bit
+MOST_WINDOW = 64  # of the default window
 SPARE = 16  # free slots of a layer in decode: the longest step it takes without growing
 
 
@@ -21,15 +24,21 @@ class Limits:
     rollback: int
 
 
-@dataclass(frozen=True)
-class Standing:
-    """Where the texts of a cache stand between two steps: one number per row, and columns fed."""
-
-    tokens_seen: list[int]
-    next_positions: list[int]
-    prompt_ends: list[int]
-    columns_seen: int
-    tokens: list[list[int]] | None
+def checked_limits(budget: int | None, sinks: int, window: int | None, chunk: int, batch: int, rollback: int) -> Limits:
+    """The limits, with a window where None was given. Raises: UsageError, see `KVCache`."""
+    least = {"budget": 1, "sinks": 0, "window": 1, "chunk": 1, "batch": 1, "rollback": 0}
+    given = {"budget": budget, "sinks": sinks, "window": window, "chunk": chunk, "batch": batch, "rollback": rollback}
+    for name, value in given.items():
+        if value is not None and not least[name] <= value <= MOST:
+            raise UsageError(f"{name} must be from {least[name]} to {MOST}, got {value}")
+    if window is None:
+        window = MOST_WINDOW if budget is None else max(1, min(MOST_WINDOW, (budget - sinks) // 4))
+    if budget is not None and budget < sinks + window + 1:
+        raise UsageError(
+            f"budget ({budget} tokens) must be at least sinks ({sinks}) + window ({window}) + 1, "
+            f"which is {sinks + window + 1}; raise budget, or lower sinks or window"
+        )
+    return Limits(budget, sinks, window, chunk, rollback)
 
 
 @dataclass(frozen=True)

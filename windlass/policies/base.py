@@ -28,10 +28,12 @@ policy can be combined with any of them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import ClassVar
 
+from windlass.errors import PolicyError
 from windlass.shapes import PerSlot, Queries, QueryPositions, RowCounts, Scores, SlotKeys, SlotPositions, SlotValues
 from windlass.store import Store
 
@@ -100,3 +102,14 @@ class Policy(ABC):
 
     def observe(self, slots: Slots, seen: Observation) -> None:  # noqa: B027  # most policies observe nothing
         """Update `slots.state` from what the step attended to."""
+
+
+@contextmanager
+def policy_errors(policy: Policy, layer: int) -> Iterator[None]:
+    """Re-raise whatever a policy raises as a PolicyError that names it and the layer."""
+    try:
+        yield
+    except PolicyError:
+        raise
+    except Exception as error:
+        raise PolicyError(f"{policy!r} in layer {layer}: {type(error).__name__}: {error}") from error

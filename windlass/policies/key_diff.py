@@ -16,10 +16,13 @@ class KeyDiff(Policy):
 
     Source: Park et al. 2025 (arXiv:2504.15364), algorithm 1.
     Differs: compares un-rotated keys, so a token's novelty is its content alone, not its position.
+    Cosines are compared in steps of 2**-16: keys of a repeated token differ by rounding alone.
     """
 
     def score(self, slots: Slots) -> Scores:
         is_held = (slots.positions >= 0).unsqueeze(-1)
         directions = normalize(slots.keys().float(), dim=-1) * is_held
         anchor = normalize(directions.sum(2, keepdim=True), dim=-1)
-        return -(directions * anchor).sum(-1)
+        cosines = (directions * anchor).sum(-1)
+        # The sum over slots rounds by their order, which must not decide what is kept.
+        return -(cosines * 2**16).round()

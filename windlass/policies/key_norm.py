@@ -15,4 +15,4 @@ class KeyNorm(Policy):
     """
 
     def score(self, slots: Slots) -> Scores:
-        return -slots.keys().float().norm(dim=-1)
+        return slots.keys().float().square().sum(-1).sqrt().neg()

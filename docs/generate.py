@@ -1,0 +1,48 @@
+"""Writes the pages that come out of docstrings: contract.md and policies.md. The tests check that they are fresh."""
+
+import inspect
+from pathlib import Path
+
+from windlass.policies import NAMES, Policy, base
+
+DOCS = Path(__file__).parent
+
+
+def contract() -> str:
+    """The page of the policy contract."""
+    said = inspect.cleandoc(base.__doc__ or "").removeprefix("The policy contract: which tokens a layer keeps.\n")
+    intro = "The docstring of [`windlass/policies/base.py`](../windlass/policies/base.py), where the types are."
+    return f"# The policy contract: which tokens a layer keeps\n\n{intro}\n{said}\n"
+
+
+def catalogue() -> str:
+    """The page of all policies."""
+    intro = (
+        "Every policy works with any budget, sinks, window, chunk and position mode. The names are for `--policy`,\n"
+        "the classes are in `windlass`. From the docstrings; `python docs/generate.py` writes this page."
+    )
+    return "\n\n".join([f"# Policies\n\n{intro}", *(_entry(name, kind) for name, kind in NAMES.items())]) + "\n"
+
+
+def _entry(name: str, kind: type[Policy]) -> str:
+    file = Path(inspect.getfile(kind)).name
+    made = kind()
+    ranks = "each kv head by itself" if made.per_head else "all heads of a row alike"
+    wanted = made.observed_queries
+    counts = {None: "every query", 0: "no attention", 1: "the last query of a step"}
+    sees = counts.get(wanted, f"the last {wanted} queries of a step")
+    text = inspect.cleandoc(kind.__doc__ or "").replace("\nDiffers:", "  \nDiffers:")
+    return (
+        f"## `{name}`: [`{made!r}`](../windlass/policies/{file})\n\n{text}\n\n"
+        f"Ranks {ranks}; observes {sees}; state per slot: {', '.join(made.state) or 'none'}."
+    )
+
+
+def main() -> None:
+    """Write both pages."""
+    (DOCS / "contract.md").write_text(contract())
+    (DOCS / "policies.md").write_text(catalogue())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,18 @@
+"""A novel twelve times longer than the trained context, read in a cache of 256 tokens, then a question."""
+
+from pathlib import Path
+
+import windlass
+from windlass.demo import QUESTION, hide, novel
+from windlass.open_model import open_model
+
+model, tokenizer = open_model(str(Path(windlass.__file__).parent / "assets" / "passkey-3m"), "float32")
+text = hide(novel()[30_000:50_000], key="48213", depth=0.3)
+
+cache = windlass.KVCache(model, budget=256, policy=windlass.KeyDiff(), positions="compact", chunk=128)
+stream = windlass.stream(model, tokenizer, text + QUESTION, cache, max_tokens=8)
+print(QUESTION, end="")
+for piece in stream:
+    print(piece, end="", flush=True)
+print(f"\n\nread {stream.result.prompt_tokens} tokens at {stream.result.prefill_tokens_per_s:.0f} tokens/s\n")
+print(cache.describe())

@@ -1,0 +1,71 @@
+"""Caches that travel between transformers and windlass."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
+from windlass import KVCache, UsageError
+
+TOLERANCE = 1e-5
+GREEDY = {"do_sample": False, "pad_token_id": 0}
+
+Models = Callable[[str], PreTrainedModel]
+Texts = Callable[..., Tensor]
+
+
+@torch.no_grad()
+def logits_of(model: PreTrainedModel, ids: Tensor, cache: object = None, **options: object) -> Tensor:
+    return model(ids, past_key_values=cache, **options).logits
+
+
+TRAVELLERS = ["llama", "gemma3", "glm4", "mistral", "cohere", "smollm3", "llama_yarn", "phi3"]
+
+
+@pytest.mark.parametrize("family", TRAVELLERS)
+def test_a_cache_travels_there_and_back(family: str, plain_model: Models, attached_model: Models, text: Texts) -> None:
+    plain, model, ids = plain_model(family), attached_model(family), text(45, rows=2)
+    theirs = DynamicCache(config=plain.config)
+    logits_of(plain, ids[:, :30], theirs)
+    kept = [(layer.keys.clone(), layer.values.clone()) for layer in theirs.layers]
+    ours = KVCache.from_rotated(model, theirs)
+    assert (ours.tokens_seen, ours.next_positions) == ([30, 30], [30, 30])
+    back = ours.to_rotated()
+    for layer, (keys, values) in zip(back.layers, kept, strict=True):
+        assert torch.allclose(layer.keys, keys, rtol=0, atol=TOLERANCE)
+        assert torch.equal(layer.values, values)
+
+    expected = logits_of(plain, ids)[:, 30:]
+    assert torch.allclose(logits_of(model, ids[:, 30:], ours), expected, rtol=0, atol=TOLERANCE)
+    parts = [logits_of(plain, ids[:, at : at + 5], back) for at in (30, 35, 40)]
+    assert torch.allclose(torch.cat(parts, 1), expected, rtol=0, atol=TOLERANCE)
+    # And out again after more was written.
+    assert torch.allclose(ours.to_rotated().layers[1].keys, back.layers[1].keys, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3"])
+def test_generation_goes_on_in_the_other_cache(
+    family: str, plain_model: Models, attached_model: Models, text: Texts
+) -> None:
+    plain, model, ids = plain_model(family), attached_model(family), text(22)
+    expected = plain.generate(ids, max_new_tokens=16, **GREEDY).tolist()
+    theirs = DynamicCache(config=plain.config)
+    first = plain.generate(ids, past_key_values=theirs, max_new_tokens=8, **GREEDY)
+    ours = KVCache.from_rotated(model, theirs)
+    assert model.generate(first, past_key_values=ours, max_new_tokens=8, **GREEDY).tolist() == expected
+    ours = KVCache(model, budget=64)
+    first = model.generate(ids, past_key_values=ours, max_new_tokens=8, **GREEDY)
+    theirs = ours.to_rotated()
+    assert plain.generate(first, past_key_values=theirs, max_new_tokens=8, **GREEDY).tolist() == expected
+
+
+def test_from_rotated_refuses_what_it_cannot_know(attached_model: Models, text: Texts) -> None:
+    model = attached_model("llama_dynamic")
+    theirs = DynamicCache(config=model.config)
+    logits_of(model, text(70), theirs)
+    with pytest.raises(UsageError, match=r"holds 70 tokens, more than the 64"):
+        KVCache.from_rotated(model, theirs)
+    with pytest.raises(UsageError, match="is empty"):
+        KVCache.from_rotated(attached_model("llama"), DynamicCache(config=attached_model("llama").config))

@@ -1,0 +1,133 @@
+"""What is written is what is there: documents are run, or compared with the code they tell of."""
+
+import importlib.util
+import re
+import runpy
+import types
+from pathlib import Path
+
+import pytest
+
+import windlass
+from windlass import policies
+from windlass.policies import NAMES, base
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")]
+EXAMPLES = {  # what each example must have said
+    "1_generate": ["The pass key is 48213", "256 of 288 slots"],
+    "2_transformers_generate": ["second turn ->", "52 tokens seen"],
+    "3_write_a_policy": ["LargeValues keeps the contract", "answered: 48213"],
+    "4_compare_policies": [r"KeyDiff\(\) +3 of 3", r"Recent\(\) +0 of 3"],
+    "5_edit_the_text": [r"splice .* ->  48213", "keys unchanged: True", r"drop .* ->  (?!48213)"],
+}
+
+
+@pytest.fixture(autouse=True)
+def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder that looks like the project's root and may be written to."""
+    (tmp_path / "windlass").symlink_to(ROOT / "windlass")
+    monkeypatch.chdir(tmp_path)
+
+
+def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    names: dict[str, object] = {"__name__": "readme"}
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), names)
+    assert len(blocks) == 4
+    assert len(capsys.readouterr().out) > 40
+    reloaded = names["cache"]
+    assert isinstance(reloaded, windlass.KVCache)
+    assert reloaded.tokens_seen[0] > 20
+    kind = names["LargeValues"]
+    assert isinstance(kind, type)
+    windlass.testing.check_policy(kind())
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    for wanted in EXAMPLES[name]:
+        assert re.search(wanted, said), f"{wanted!r} is not in:\n{said}"
+
+
+def test_every_example_is_run() -> None:
+    assert sorted(path.stem for path in (ROOT / "examples").glob("*.py")) == sorted(EXAMPLES)
+
+
+def test_generated_pages_are_fresh() -> None:
+    """After a change of a docstring: python docs/generate.py."""
+    generate = module_at(ROOT / "docs" / "generate.py")
+    assert (ROOT / "docs" / "contract.md").read_text() == generate.contract()
+    assert (ROOT / "docs" / "policies.md").read_text() == generate.catalogue()
+
+
+def module_at(path: Path) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_contract_is_whole() -> None:
+    """Every line of the docstring, whatever the generator does."""
+    page = (ROOT / "docs" / "contract.md").read_text()
+    for line in (base.__doc__ or "").strip().splitlines():
+        assert line.strip().removesuffix(".") in page
+
+
+def test_the_public_names() -> None:
+    assert windlass.__all__ == sorted(windlass.__all__)
+    own = {
+        name
+        for name, value in vars(windlass).items()
+        if not name.startswith("_") and not isinstance(value, types.ModuleType)
+    }
+    assert set(windlass.__all__) == own | {"prompt_cache"}
+    assert {kind.__name__ for kind in NAMES.values()} <= set(windlass.__all__)
+    assert set(policies.__all__) == set(policies.__all__) & set(vars(policies))
+
+
+def test_the_map_names_files_that_exist() -> None:
+    rows = re.search(r"## The map.*?\n\n(.*?)\n\n", README, re.DOTALL)
+    assert rows is not None
+    files = re.findall(r"`([^`]*/[^`]*)`", rows[1])
+    assert len(files) >= 10
+    assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_links_lead_somewhere(document: Path) -> None:
+    links = re.findall(r"\]\((?!https?://)([^)#]+)", document.read_text())
+    assert [link for link in links if not (document.parent / link).exists()] == []
+
+
+def test_the_first_screen() -> None:
+    """Style: few words before the first command, and room for the measured table."""
+    before = README[: README.index("```sh")]
+    words = re.sub(r"<!-- table:begin -->.*<!-- table:end -->", "", before, flags=re.DOTALL).split()
+    assert len(words) <= 70
+    assert "<!-- table:begin -->" in before
+    assert "make demo" in README
+    assert "make test" in README
+
+
+def test_contributing_is_short() -> None:
+    assert len((ROOT / "CONTRIBUTING.md").read_text().splitlines()) <= 60
+
+
+@pytest.mark.parametrize("path", sorted(Path(policies.__file__).parent.glob("*.py")), ids=lambda path: path.name)
+def test_a_policy_file_tells_its_source(path: Path) -> None:
+    """One method a file, and each is in `NAMES`: a file with a policy holds `Source:` and `Differs:`."""
+    text = path.read_text()
+    if re.search(r"^class \w+\(Policy\)", text, re.MULTILINE):
+        assert path.stem in NAMES
+        assert "Source: " in text
+        assert "Differs: " in text
+    else:
+        assert path.stem not in NAMES

@@ -1,0 +1,158 @@
+"""Policies from what a user types: names, arguments, files, and one clear line for all that is wrong."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from windlass.errors import PolicyError
+from windlass.policies import H2O, NAMES, KeyDiff, Policy, Random, SnapKV
+from windlass.policies.load import load_policy
+
+FILE = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from typing import ClassVar
+from windlass.policies import Policy, Recent, Slots
+
+@dataclass(frozen=True)
+class Oldest(Policy):
+    """Keeps the oldest tokens.
+
+    Source: this test.
+    Differs: nothing.
+    """
+    keep: int = 3
+    state: ClassVar[tuple[str, ...]] = ("a",)
+
+    def score(self, slots: Slots):
+        return -slots.positions.float() * self.keep
+
+class Other:
+    pass
+'''
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "mine.py"
+    path.write_text(FILE)
+    return path
+
+
+@pytest.mark.parametrize(
+    "name", [*NAMES, *(policy.__name__ for policy in NAMES.values()), "KEY-DIFF", "keydiff", " h2o "]
+)
+def test_names_ignore_case_and_marks(name: str):
+    policy = load_policy(name)
+    plain = name.strip().lower().replace("_", "").replace("-", "")
+    assert type(policy).__name__.lower() == plain
+    assert policy == type(policy)()
+
+
+@pytest.mark.parametrize(
+    ("spec", "policy"),
+    [
+        ("SnapKV(observed_queries=16, pool=7)", SnapKV(16, 7)),
+        ("snapkv( 8 )", SnapKV(8)),
+        ("random(False, seed=-3)", Random(False, -3)),
+        ("h2o()", H2O()),
+    ],
+)
+def test_arguments_are_literals(spec: str, policy: Policy):
+    assert load_policy(spec) == policy
+
+
+def test_the_repr_of_a_policy_loads_it():
+    for policy in (SnapKV(4, 3), Random(True, 5), KeyDiff()):
+        assert load_policy(repr(policy)) == policy
+
+
+def test_a_class_in_a_file_is_loaded_and_leaves_nothing_beside_it(file: Path):
+    policy = load_policy(f"{file}:Oldest")
+    assert repr(policy) == "Oldest(keep=3)"
+    assert repr(load_policy(f"{file}:Oldest(keep=5)")) == "Oldest(keep=5)"
+    assert [path.name for path in file.parent.iterdir()] == ["mine.py"]
+
+
+def test_a_path_may_hold_any_sign(tmp_path: Path):
+    path = tmp_path / "a (1):b" / "mine.py"
+    path.parent.mkdir()
+    path.write_text(FILE)
+    assert repr(load_policy(f"{path}:Oldest(4)")) == "Oldest(keep=4)"
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("snapvk", "policy 'snapvk' is unknown; did you mean snapkv? the names are recent, random, h2o, "),
+        ("key_dif(3)", "policy 'key_dif' is unknown; did you mean key_diff?"),
+        ("zzzzz", "policy 'zzzzz' is unknown; the names are recent, "),
+        ("", "policy '' cannot be read; use a name, Name(argument=number) or path/to/file.py:Class"),
+        ("snapkv(pool=3", "policy 'snapkv(pool=3' cannot be read"),
+        ("snapkv(**{})", "policy 'snapkv(**{})' cannot be read"),
+        ("a.b(1)", "policy 'a.b(1)' cannot be read"),
+        ("snapkv(pool=4)", "SnapKV: pool must be an odd number of at least 1, got 4"),
+        ("snapkv(pol=5)", "got an unexpected keyword argument 'pol'; it takes snapkv(observed_queries: int = 32"),
+        ("h2o(1)", "policy 'h2o(1)' cannot be made"),
+        ("snapkv(pool='x')", "'x' is not a plain number"),
+        ("snapkv(__import__('os').getpid())", "\"__import__('os').getpid()\" is not a plain number"),
+        ("{file}", "is a file but names no class; use {file}:Class"),
+        ("{file}:Nope", "policy file {file} has no class 'Nope'; its policies: Oldest"),
+        ("{file}:Other", "policy file {file} has something else than a subclass of windlass.Policy named 'Other'"),
+        ("{file}:Policy", "policy '{file}:Policy' cannot be made: Can't instantiate abstract class"),
+        ("{file}:Oldest(0.5, 1)", "cannot be made"),
+        ("{file}x:Oldest", "policy file {file}x cannot be read: No such file or directory"),
+    ],
+)
+def test_what_is_wrong_is_one_line(file: Path, spec: str, says: str):
+    with pytest.raises(PolicyError, match=re.escape(says.replace("{file}", str(file)))) as caught:
+        load_policy(spec.replace("{file}", str(file)))
+    assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_the_wrong_kind_are_refused_before_use():
+    with pytest.raises(PolicyError, match=r"seed=1\.5"):
+        load_policy("random(seed=1.5)")
+
+
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("x = 1\ndef f(:\n", ", line 2: syntax error: invalid syntax"),
+        ("x = 1\n\nimport not_there_at_all\n", ", line 3: ModuleNotFoundError: No module named 'not_there_at_all'"),
+        ("def f():\n    return 1 / 0\nf()\n", ", line 2: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(3)\n", ", line 2: SystemExit: 3"),
+        ("\0", ", line 1: syntax error: source code string cannot contain null bytes"),
+    ],
+)
+def test_a_broken_file_is_one_line_that_names_its_own(tmp_path: Path, source: str, says: str):
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    with pytest.raises(PolicyError) as caught:
+        load_policy(f"{path}:Any")
+    assert str(caught.value) == f"policy file {path}{says}"
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ("slots.positions.float()[..., :-1]", "shape"),
+        ("slots.positions * float('nan')", "NaN"),
+        ("slots.positions.fill_(0).float()", "positions"),
+    ],
+)
+def test_a_file_is_checked_before_use(file: Path, body: str, says: str):
+    file.write_text(FILE.replace("-slots.positions.float() * self.keep", body))
+    with pytest.raises(PolicyError, match=says):
+        load_policy(f"{file}:Oldest")
+
+
+def test_two_files_of_one_name_do_not_mix(tmp_path: Path):
+    for folder, keep in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(FILE.replace("keep: int = 3", f"keep: int = {keep}"))
+    assert repr(load_policy(f"{tmp_path}/a/mine.py:Oldest")) == "Oldest(keep=1)"
+    assert repr(load_policy(f"{tmp_path}/b/mine.py:Oldest")) == "Oldest(keep=2)"
+    assert "mine" not in sys.modules

@@ -1,0 +1,119 @@
+"""`check_policy` finds every broken rule, and names it."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import pytest
+import torch
+
+from windlass import Policy, PolicyError, UsageError
+from windlass.policies import NAMES, Observation, Slots
+from windlass.testing import check_policy, tiny_model
+
+Score = Callable[[Policy, Slots], object]
+
+
+def by_position(_: Policy, slots: Slots) -> torch.Tensor:
+    return slots.positions.float()
+
+
+def policy(score: Score = by_position, is_frozen: bool = True, **attributes: object) -> Policy:
+    """An instance of a policy class made of `score` and `attributes`."""
+    names = {"score": score, "__doc__": "Made up.\n\nSource: none.\nDiffers: none.", **attributes}
+    return dataclass(frozen=is_frozen)(type("Made", (Policy,), names))()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_ours_pass(name: str) -> None:
+    check_policy(NAMES[name]())
+
+
+def test_a_policy_that_keeps_the_contract_passes() -> None:
+    check_policy(policy())
+    check_policy(policy(per_head=False))
+
+
+def written(_: Policy, slots: Slots) -> torch.Tensor:
+    return slots.positions.add_(1).float()
+
+
+def keys_written(_: Policy, slots: Slots) -> torch.Tensor:
+    return slots.keys().mul_(2).sum(-1)
+
+
+def values_written(_: Policy, slots: Slots) -> torch.Tensor:
+    return slots.values().mul_(2).sum(-1)
+
+
+def state_added(_: Policy, slots: Slots) -> torch.Tensor:
+    return slots.state.setdefault("mass", slots.positions.float())
+
+
+def by_slot(_: Policy, slots: Slots) -> torch.Tensor:
+    return torch.arange(slots.positions.shape[-1]).expand(slots.positions.shape).float()
+
+
+def state_replaced(_: Policy, slots: Slots, seen: Observation) -> None:
+    slots.state["mass"] = seen.mass
+
+
+def observing_fails(*_: object) -> None:
+    raise ValueError("out of luck")
+
+
+BROKEN: dict[str, tuple[Policy, str]] = {
+    "rank": (policy(lambda _, s: s.positions.float().sum(1)), r"score has shape \(2, 28\), expected \(2, 3, 28\)"),
+    "heads": (policy(lambda _, s: s.positions.float()[:, :1]), r"score has shape \(2, 1, 28\), expected \(2, 3, 28\)"),
+    "nothing": (policy(lambda _, __: None), "score gives NoneType"),
+    "nan": (policy(lambda _, s: s.positions * torch.nan), "score gives NaN"),
+    "positions": (policy(written), r"score writes to slots\.positions"),
+    "keys": (policy(keys_written), r"score writes to slots\.keys"),
+    "values": (policy(values_written), r"score writes to slots\.values"),
+    "undeclared": (policy(lambda _, s: s.state["mass"]), "score uses state 'mass', which is not declared"),
+    "added": (policy(state_added), "score adds state 'mass', which is not declared"),
+    "replaced": (
+        policy(state=("mass",), observed_queries=1, observe=state_replaced),
+        r"replaces slots\.state\['mass'\]",
+    ),
+    "state": (policy(state="mass"), "declare a tuple of names"),
+    "observed": (policy(observed_queries=-1), "observed_queries is -1"),
+    "frozen": (policy(is_frozen=False), "Made is not a frozen dataclass"),
+    "field": (policy(__annotations__={"how": "str"}, how="max"), "Made.how is 'max'; .* plain numbers"),
+    "chance": (policy(lambda _, s: torch.rand(s.positions.shape)), "differs between two calls"),
+    "order": (policy(by_slot), "depends on the order of the slots"),
+    "raises": (policy(lambda _, s: s.positions / s.nowhere), "score raises AttributeError: .*nowhere"),
+    "observes": (policy(observed_queries=None, observe=observing_fails), "observe raises ValueError: out of luck"),
+    "docstring": (policy(__doc__="Made up. Source: none."), "docstring of Made lacks Differs:"),
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_is_named(rule: str) -> None:
+    broken, message = BROKEN[rule]
+    with pytest.raises(PolicyError, match=message):
+        check_policy(broken)
+
+
+def test_a_class_without_the_decorator_is_not_a_dataclass() -> None:
+    class Plain(NAMES["recent"]):  # type: ignore[misc]
+        """Source: none. Differs: none."""
+
+        extra: ClassVar[int] = 1
+
+    with pytest.raises(PolicyError, match="Plain is not a frozen dataclass"):
+        check_policy(Plain())
+
+
+def test_unknown_family() -> None:
+    with pytest.raises(UsageError, match="'llamma' is unknown; use one of: llama, "):
+        tiny_model("llamma")
+
+
+def test_a_tiny_model_is_the_same_at_every_call() -> None:
+    state = torch.get_rng_state()
+    one, other = tiny_model("gpt_oss"), tiny_model("gpt_oss")
+    assert torch.equal(torch.get_rng_state(), state)
+    assert not one.training
+    for parameter, same in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(parameter, same)
