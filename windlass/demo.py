@@ -112,6 +112,8 @@ def demo(options: Options, is_json: bool) -> int:
     if not is_json:
         source = "Three Men in a Boat" if options.text is None else options.text
         note(f"The pass key {key} is hidden at {depth:.0%} of {source}; the model was trained on texts of 512 tokens.")
+        if not options.has_numerals:
+            note("Other numerals are read in words, because this model takes any number for a key; see --numerals.")
     rows = []
     code = 0
     try:
@@ -177,12 +179,12 @@ def read_and_ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, set
 
 def table(rows: list[Row]) -> Table:
     """The rows side by side."""
-    shown = Table(box=SIMPLE)
-    shown.add_column("cache")
+    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    shown.add_column("cache", min_width=18, overflow="fold")
     for head in ("tokens", "slots", "bytes", "tokens/s"):
         shown.add_column(head, justify="right")
-    shown.add_column("answer")
-    shown.add_column("found")
+    shown.add_column("answer", max_width=13, overflow="fold")
+    shown.add_column("found", no_wrap=True)
     for row in rows:
         numbers = f"{row.tokens_read:,}", f"{row.slots:,}", in_units(row.bytes_held), f"{row.tokens_per_s:,.0f}"
         found = "[green]yes[/]" if row.is_found else "[red]no[/]"
