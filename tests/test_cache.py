@@ -226,7 +226,7 @@ def test_an_interrupted_step_leaves_the_cache_as_it_was(
     for one in (cache, twin):
         read(model, one, ids[:, :20], 20)
 
-    def interrupt(*args: object) -> None:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
