@@ -3,7 +3,6 @@
 import importlib.util
 import re
 import runpy
-import types
 from pathlib import Path
 
 import pytest
@@ -83,12 +82,13 @@ def test_the_contract_is_whole() -> None:
 
 def test_the_public_names() -> None:
     assert windlass.__all__ == sorted(windlass.__all__)
-    own = {
-        name
-        for name, value in vars(windlass).items()
-        if not name.startswith("_") and not isinstance(value, types.ModuleType)
-    }
-    assert set(windlass.__all__) == own | {"prompt_cache"}
+    for name in windlass.__all__:
+        home = getattr(getattr(windlass, name), "__module__", f"windlass.{name}")
+        assert home.startswith("windlass."), name
+    with pytest.raises(AttributeError, match="has no attribute 'KVCash'"):
+        _ = windlass.KVCash
+    hints = re.findall(r"^    from [\w.]+ import (\w+) as \1$", Path(windlass.__file__).read_text(), re.MULTILINE)
+    assert sorted(hints) == windlass.__all__, "what type checkers see"
     assert {kind.__name__ for kind in NAMES.values()} <= set(windlass.__all__)
     assert set(policies.__all__) == set(policies.__all__) & set(vars(policies))
 

@@ -1,43 +1,67 @@
-"""Windlass: a fixed-size KV cache for any Hugging Face decoder."""
+"""Windlass: a fixed-size KV cache for any Hugging Face decoder.
 
-from windlass import prompt_cache
-from windlass.cache import KVCache
-from windlass.engine import Stream, generate, prefill, stream
-from windlass.errors import PolicyError, PromptCacheError, UnsupportedModel, UsageError, WindlassError
-from windlass.hf import attach, detach
-from windlass.policies import H2O, TOVA, KeyDiff, KeyNorm, Policy, Random, Recent, SnapKV
-from windlass.positions import Clamp, Compact, Original, SelfExtend
-from windlass.result import Result
-from windlass.sampling import Sampling
+Names are imported when they are first used: torch and transformers take seconds, and the command
+line's help should not.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from windlass import policies as policies
+    from windlass import prompt_cache as prompt_cache
+    from windlass import testing as testing
+    from windlass.cache import KVCache as KVCache
+    from windlass.engine import Stream as Stream
+    from windlass.engine import generate as generate
+    from windlass.engine import prefill as prefill
+    from windlass.engine import stream as stream
+    from windlass.errors import PolicyError as PolicyError
+    from windlass.errors import PromptCacheError as PromptCacheError
+    from windlass.errors import UnsupportedModel as UnsupportedModel
+    from windlass.errors import UsageError as UsageError
+    from windlass.errors import WindlassError as WindlassError
+    from windlass.hf import attach as attach
+    from windlass.hf import detach as detach
+    from windlass.policies import H2O as H2O
+    from windlass.policies import TOVA as TOVA
+    from windlass.policies import KeyDiff as KeyDiff
+    from windlass.policies import KeyNorm as KeyNorm
+    from windlass.policies import Policy as Policy
+    from windlass.policies import Random as Random
+    from windlass.policies import Recent as Recent
+    from windlass.policies import SnapKV as SnapKV
+    from windlass.positions import Clamp as Clamp
+    from windlass.positions import Compact as Compact
+    from windlass.positions import Original as Original
+    from windlass.positions import SelfExtend as SelfExtend
+    from windlass.result import Result as Result
+    from windlass.sampling import Sampling as Sampling
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "Clamp",
-    "Compact",
-    "H2O",
-    "KVCache",
-    "KeyDiff",
-    "KeyNorm",
-    "Original",
-    "Policy",
-    "PolicyError",
-    "PromptCacheError",
-    "Random",
-    "Recent",
-    "Result",
-    "Sampling",
-    "SelfExtend",
-    "SnapKV",
-    "Stream",
-    "TOVA",
-    "UnsupportedModel",
-    "UsageError",
-    "WindlassError",
-    "attach",
-    "detach",
-    "generate",
-    "prefill",
-    "prompt_cache",
-    "stream",
-]
+_MODULES = ("policies", "prompt_cache", "testing")
+_HOMES = {
+    "cache": ("KVCache",),
+    "engine": ("Stream", "generate", "prefill", "stream"),
+    "errors": ("PolicyError", "PromptCacheError", "UnsupportedModel", "UsageError", "WindlassError"),
+    "hf": ("attach", "detach"),
+    "policies": ("H2O", "KeyDiff", "KeyNorm", "Policy", "Random", "Recent", "SnapKV", "TOVA"),
+    "positions": ("Clamp", "Compact", "Original", "SelfExtend"),
+    "result": ("Result",),
+    "sampling": ("Sampling",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = sorted([*_HOME_OF, *_MODULES])
+
+
+def __getattr__(name: str) -> object:
+    """The public name, out of the module that defines it."""
+    if name in _MODULES:
+        return import_module(f"windlass.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'windlass' has no attribute {name!r}")
+    value: object = getattr(import_module(f"windlass.{_HOME_OF[name]}"), name)
+    globals()[name] = value
+    return value
