@@ -3,6 +3,7 @@
 import importlib.util
 import re
 import runpy
+import types
 from pathlib import Path
 
 import pytest
