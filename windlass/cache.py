@@ -214,7 +214,6 @@ class KVCache(TransformersCache):
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
-        self.end(is_complete=False)
         indices = rows.tolist()
         for layer in self.layers:
             layer.select_rows(rows)

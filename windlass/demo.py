@@ -150,11 +150,11 @@ def hide(text: str, key: str, depth: float) -> str:
     return whole[:at] + HIDDEN.format(key=key) + whole[at:]
 
 
-def beginning(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
-    """As much of `text` as makes `SHORT` tokens with all that is put around it."""
+def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int = SHORT) -> str:
+    """As much of `text` as makes `tokens` tokens with all that is put around it."""
     around = len(encode(tokenizer, hide("", "00000", 0.0), is_start=True))
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
-    wanted = SHORT - around
+    wanted = tokens - around
     return text[: offsets[wanted][0]] if len(offsets) > wanted else text
 
 

@@ -2,8 +2,7 @@
 
 All of them change integers. `drop`, `keep`, `shift` and `divide` touch positions only; `copy` and
 `splice` move keys and values to other rows or caches, byte for byte. Ranges are half-open. After
-an edit other than `rollback`, the steps before it can no longer be rolled back. Each edit first
-takes back a step that was interrupted.
+an edit other than `rollback`, the steps before it can no longer be rolled back.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ if TYPE_CHECKING:
 
 def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
     """See `KVCache.rollback`."""
-    cache.end(is_complete=False)
     counts = [tokens] * cache.batch_size if isinstance(tokens, int) else list(tokens)
     if len(counts) != cache.batch_size or min(counts) < 0:
         raise UsageError(
@@ -93,7 +91,6 @@ def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> No
 
 def copy(cache: KVCache, source: int, target: int) -> None:
     """See `KVCache.copy`."""
-    cache.end(is_complete=False)
     for name, row in (("source", source), ("target", target)):
         _check_row(cache, row, name)
     for layer in cache.layers:
@@ -103,7 +100,6 @@ def copy(cache: KVCache, source: int, target: int) -> None:
 
 def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
     """See `KVCache.splice`."""
-    cache.end(is_complete=False)
     _check_row(cache, row, "row")
     _check_row(other, source, "source")
     if len(other.layers) != len(cache.layers):
@@ -169,7 +165,6 @@ def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:
 def _apply(cache: KVCache, row: int | None, change: Callable[[Tensor], Tensor]) -> None:
     if row is not None:
         _check_row(cache, row, "row")
-    cache.end(is_complete=False)
     for layer in cache.layers:
         layer.edit(change, row)
 

@@ -69,9 +69,10 @@ class LayerCache:
             self._fit_to(call.sliding_window)
         self._make_room(keys, values)
         positions = step.positions[:, None].expand(-1, self.positions.shape[1], -1)
-        most_held, written = self.most_held, self._write(keys, values, positions, max(step.lengths))
+        most_held, written = self.most_held, self._free_slots(keys.shape[2])
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         try:
+            self._write(written, keys, values, positions, max(step.lengths))
             observed = None if self.budget is None else observed_columns(step, self.policy.observed_queries)
             out, mass = self._attend(queries, step, mode, call, observed)
             undone = (0,) * len(step.lengths)
@@ -115,7 +116,7 @@ class LayerCache:
             self._fit_to(sliding_window)
         self._make_room(keys, values)
         positions = positions.expand(-1, self.positions.shape[1], -1)
-        self._write(keys, values, positions, int((positions >= 0).sum(-1).max()))
+        self._write(self._free_slots(keys.shape[2]), keys, values, positions, int((positions >= 0).sum(-1).max()))
         self.forget_records(0)
 
     def _make_room(self, keys: NewKeys, values: NewValues) -> None:
@@ -146,20 +147,20 @@ class LayerCache:
         self.positions = pad(self.positions.gather(-1, order), (0, slots - kept), value=EMPTY)
         self.state = {name: pad(tensor.gather(-1, order), (0, slots - kept)) for name, tensor in self.state.items()}
 
-    def _write(self, keys: NewKeys, values: NewValues, positions: Tensor, most: int) -> SlotIndex:
-        """Put the tokens into free slots; a padding token's slot stays free. Returns the slots."""
-        tokens = keys.shape[2]
+    def _free_slots(self, tokens: int) -> SlotIndex:
+        """The first free slots of each row and head."""
         is_free = (self.positions == EMPTY).to(torch.uint8)
         if tokens == 1:
-            written = is_free.argmax(-1, keepdim=True)
-        else:
-            written = is_free.argsort(dim=-1, descending=True, stable=True)[..., :tokens]
-        self.store.write(written, keys, values)
-        self.positions.scatter_(-1, written, positions.to(torch.int32))
+            return is_free.argmax(-1, keepdim=True)
+        return is_free.argsort(dim=-1, descending=True, stable=True)[..., :tokens]
+
+    def _write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, most: int) -> None:
+        """Put the tokens into these slots; a padding token's slot stays free."""
+        self.store.write(slots, keys, values)
+        self.positions.scatter_(-1, slots, positions.to(torch.int32))
         for state in self.state.values():
-            state.scatter_(-1, written, 0.0)
+            state.scatter_(-1, slots, 0.0)
         self.most_held += most
-        return written
 
     def _attend(
         self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None

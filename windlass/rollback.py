@@ -58,6 +58,8 @@ def _redo(layer: LayerCache, record: Record, kept: Sequence[int], step: Step) ->
     positions = positions.where(positions < step.next_positions[:, None], EMPTY)
     undone = tuple(done + was - n for done, was, n in zip(record.undone, record.step.lengths, kept, strict=True))
     layer.positions.scatter_(-1, record.written, positions[:, None].expand_as(record.written).to(torch.int32))
+    for state in layer.state.values():
+        state.scatter_(-1, record.written, 0.0)
     layer.most_held += max(kept)
     step = replace(step, positions=positions, lengths=tuple(kept))
     layer.settle(replace(record, step=step, undone=undone, evicted=None, evicted_positions=None))
