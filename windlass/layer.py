@@ -50,11 +50,6 @@ class LayerCache:
         """Whether nothing was ever written."""
         return self.store.slots == 0
 
-    @property
-    def spare(self) -> int:
-        """Slots beyond the budget that a layer keeps in decode."""
-        return SPARE + self._rollback
-
     def step(
         self,
         queries: Queries,
@@ -75,8 +70,8 @@ class LayerCache:
             self._write(written, keys, values, positions, max(step.lengths))
             observed = None if self.budget is None else observed_columns(step, self.policy.observed_queries)
             out, mass = self._attend(queries, step, mode, call, observed)
-            undone = (0,) * len(step.lengths)
-            self.settle(Record(step, undone, most_held, written, state, observed, mass, queries))
+            undone, shown = (0,) * len(step.lengths), None if mass is None else queries
+            self.settle(Record(step, undone, most_held, written, state, observed, mass, shown))
         except BaseException:  # an interrupt, too, must leave the cache as it was
             self.unwrite(written, state, most_held)
             raise
@@ -101,6 +96,7 @@ class LayerCache:
 
     @property
     def is_whole_window(self) -> bool:
+        """Whether the layer's budget is its sliding window."""
         return self.sliding_window is not None and self.budget == self.sliding_window
 
     @property
@@ -126,7 +122,7 @@ class LayerCache:
         self.forget_records(self._rollback if is_decode else 0)
         wanted, needed = self.store.slots, self.most_held + tokens
         if self.budget is not None:
-            room = self.spare if is_decode else max(tokens, self._limits.chunk, wanted - self.budget)
+            room = SPARE + self._rollback if is_decode else max(tokens, self._limits.chunk, wanted - self.budget)
             wanted = max(self.budget + room, needed)
         elif needed > wanted:
             wanted = -(-max(needed, wanted * 3 // 2) // GROWTH) * GROWTH
@@ -194,7 +190,7 @@ class LayerCache:
 
     def _observe(self, record: Record) -> None:
         """Show the policy the attention of those of the step's tokens that still stand."""
-        if record.mass is not None and record.observed is not None:
+        if record.mass is not None:
             seen = observation(record, self.policy.observed_queries)
             with policy_errors(self.policy, self.index):
                 self.policy.observe(self._slots(record.step), seen)

@@ -24,6 +24,7 @@ def observation(record: Record, wanted: int | None) -> Observation:
     """The last `wanted` queries (None: all) of those of the step's tokens that still stand."""
     assert record.mass is not None, "a step that nobody observed"
     assert record.observed is not None, "mass of unknown queries"
+    assert record.queries is not None, "a step whose queries were not kept"
     rows = record.mass.rows
     undone = torch.tensor(record.undone, device=rows.device)[:, None]
     age = torch.arange(rows.shape[2], device=rows.device)[None]

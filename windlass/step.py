@@ -70,7 +70,7 @@ class Record:
     state: dict[str, Tensor]
     observed: ObservedColumns | None
     mass: Mass | None
-    queries: Queries
+    queries: Queries | None  # kept only if a policy is shown them
     evicted: Tensor | None = None  # (batch, ranked, evicted) slots
     evicted_positions: Tensor | None = None
 
