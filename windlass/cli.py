@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What a user can mend is one line on stderr and exit code 2, without a traceback.
     """
+    # On a busy machine, threads that spin while they wait make every token wait for them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name="windlass", standalone_mode=False)
         sys.stdout.flush()
