@@ -1,0 +1,76 @@
+"""What is left of a model past its trained window, under each position mode.
+
+    python benchmarks/position_modes.py tests/models/babyllama-361 --windows 4
+    python benchmarks/position_modes.py tests/models/stories260K --windows 14 --budget 256
+
+Mean negative log-likelihood per token of the shipped novel (or of `--text FILE`), one column per
+trained window. The row "fresh" is transformers itself with half a trained window before each token.
+"""
+
+import lzma
+from importlib import resources
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import windlass
+
+
+@torch.no_grad()
+def nats(model: PreTrainedModel, ids: Tensor, cache: windlass.KVCache | None, chunk: int) -> Tensor:
+    """Negative log-likelihood of every token of `ids` (1, tokens) but the first."""
+    losses = []
+    for start in range(0, ids.shape[1] - 1, chunk):
+        piece = ids[:, start : min(start + chunk, ids.shape[1] - 1)]
+        logits = model(piece, past_key_values=cache, use_cache=cache is not None).logits[0]
+        losses.append(cross_entropy(logits, ids[0, start + 1 : start + 1 + piece.shape[1]], reduction="none"))
+    return torch.cat(losses)
+
+
+def main(
+    model_name: Annotated[str, typer.Argument(metavar="MODEL")],
+    windows: int = 4,
+    budget: Annotated[int | None, typer.Option(help="of the bounded rows; by default half a window")] = None,
+    text: Path | None = None,
+    skip: Annotated[int, typer.Option(help="characters of the text to leave out")] = 5000,
+    chunk: int = 64,
+    threads: int = 1,
+) -> None:
+    """Print the table."""
+    torch.set_num_threads(threads)
+    model = windlass.attach(AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval())
+    tokenizer = AutoTokenizer.from_pretrained(model_name, model_max_length=10**9)
+    novel = resources.files("windlass") / "assets" / "three_men_in_a_boat.txt.xz"
+    whole = lzma.decompress(novel.read_bytes()).decode() if text is None else text.read_text()
+    trained = model.config.max_position_embeddings
+    ids = torch.tensor([tokenizer(whole[skip : skip + 12 * windows * trained])["input_ids"][: windows * trained + 1]])
+    half, slots = trained // 2, budget or trained // 2
+    fresh = [
+        nats(model, ids[:, max(0, at - half) : at + half + 1], None, trained)[-half:]
+        for at in range(0, windows * trained, half)
+    ]
+    rows = {"fresh": torch.cat(fresh)}
+    for mode, limit in (
+        ("original", None),
+        ("self_extend(8, 64)", None),
+        (f"clamp({half})", None),
+        ("original", slots),
+        ("compact", slots),
+        (f"clamp({half})", slots),
+    ):
+        cache = windlass.KVCache(model, limit, positions=mode, chunk=chunk)
+        rows[f"{mode}, {'full cache' if limit is None else f'budget {limit}'}"] = nats(model, ids, cache, chunk)
+    print(f"| nats per token, windows of {trained} | " + " | ".join(f"{n + 1}" for n in range(windows)) + " |")
+    print("|---|" + "---:|" * windows)
+    for label, losses in rows.items():
+        means = losses[: windows * trained].reshape(windows, trained).mean(-1).tolist()
+        print(f"| {label} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+
+
+if __name__ == "__main__":
+    typer.run(main)
