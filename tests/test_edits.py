@@ -1,5 +1,6 @@
 """Sequence edits: integers change, bytes do not, and what is read afterwards is exact."""
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -297,3 +298,26 @@ def test_edits_that_make_no_text_are_refused(
     with pytest.raises(UsageError, match=words):
         edit(cache)
     assert held(cache) == [list(range(20))]
+
+
+def test_a_deep_copy_is_a_cache_of_its_own(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(50)
+    cache = KVCache(model, budget=14, policy=H2O(), window=2)
+    read(model, cache, ids[:, :40], 20)
+    twin = copy.deepcopy(cache)
+    ours = read(model, twin, ids[:, 40:], 1)
+    assert cache.next_positions == [40]
+    assert ours.equal(read(model, cache, ids[:, 40:], 1))
+
+
+def test_a_second_thread_is_refused_while_a_pass_runs(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(8)
+    inner, outer = KVCache(model), KVCache(model)
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: read(model, inner, ids, 8))
+    try:
+        with pytest.raises(UsageError, match="runs in another thread"):
+            read(model, outer, ids, 8)
+    finally:
+        handle.remove()
+    assert (inner.next_positions, outer.next_positions) == ([0], [0])
+    assert read(model, outer, ids, 8).isfinite().all()

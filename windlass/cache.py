@@ -1,5 +1,6 @@
 """The cache of a whole model: its layers, and where each row's text stands."""
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -69,6 +70,15 @@ class KVCache(TransformersCache):
             LayerCache(index, self.limits, self.policy, rotary) for index, rotary in enumerate(self._seam.rotaries)
         ]
         self.standing = Standing.at_start(self._batch)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "KVCache":
+        """A cache of its own for the same model, which is not copied."""
+        for shared in (self._seam, self.config, *self._seam.rotaries):
+            memo[id(shared)] = shared
+        twin = KVCache.__new__(KVCache)
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        return twin
 
     @property
     def tokens_seen(self) -> list[int]:

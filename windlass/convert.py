@@ -39,7 +39,9 @@ def fill_from_rotated(cache: KVCache, source: Cache) -> None:
         keys = _turned(keys, positions, layer.rotary, seen, is_out=False)
         layer.append(keys, values, positions.expand(keys.shape[0], 1, -1), window)
     rows = cache.batch_size
-    cache.standing = Standing([seen] * rows, [seen] * rows, [seen] * rows, seen, tokens=None)
+    cache.standing = Standing(
+        [seen] * rows, [seen] * rows, [[[0, seen]] for _ in range(rows)], seen, None, [seen] * rows
+    )
 
 
 def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
@@ -63,16 +65,18 @@ def to_rotated(cache: KVCache) -> DynamicCache:
     """See `KVCache.to_rotated`."""
     result = DynamicCache(config=cache.config)
     is_compact = isinstance(cache.positions, Compact)
-    end = max(cache.next_positions)
+    most = max((int((layer.positions >= 0).sum(-1).max()) for layer in cache.layers if not layer.is_empty), default=0)
+    end = most if is_compact else max(cache.next_positions)
     for layer in cache.layers:
         if layer.is_empty:
             raise UsageError("to_rotated: this cache is empty")
-        tokens = layer.most_held
+        held = (layer.positions >= 0).sum(-1)
+        tokens = int(held.max())
         text_order = layer.positions.where(layer.positions >= 0, 2**31 - 1).argsort(dim=-1, stable=True)[..., :tokens]
         positions = layer.positions.gather(-1, text_order)
         first = 0 if layer.sliding_window is None else end - tokens
         expected = torch.arange(first, first + tokens, device=positions.device)
-        if is_compact:
+        if is_compact and first + tokens == end and bool((held == tokens).all()):
             positions = expected.expand_as(positions)
         elif not bool((positions == expected).all()) or first + tokens != end:
             raise UsageError(

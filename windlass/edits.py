@@ -33,6 +33,9 @@ def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
     for row, (count, end) in enumerate(zip(counts, cache.next_positions, strict=True)):
         if count > end:
             raise UsageError(f"rollback of {count} tokens, but row {row} stands at position {end}")
+        since = cache.standing.since_edit[row]
+        if count > since:
+            raise UsageError(f"rollback of {count} tokens, but row {row} was edited {since} tokens ago; use drop")
     if not any(counts):
         return
     for layer in cache.layers:
@@ -72,6 +75,8 @@ def shift(cache: KVCache, start: int, end: int, by: int, row: int | None) -> Non
     if row is not None:
         _check_row(cache, row, "row")
     ends = [at + by if start < at <= end else at for at in cache.next_positions]
+    if min(ends) < 0:
+        raise UsageError(f"shift by {by} would move the end of the text to {min(ends)}, before 0")
     for layer in cache.layers:
         for index in range(cache.batch_size) if row is None else [row]:
             if not layer.is_empty:
@@ -102,6 +107,8 @@ def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
     """See `KVCache.splice`."""
     _check_row(cache, row, "row")
     _check_row(other, source, "source")
+    if other.seam is not cache.seam:
+        raise UsageError("splice: the other cache was made for another model")
     if len(other.layers) != len(cache.layers):
         raise UsageError(f"splice: the other cache has {len(other.layers)} layers, this one {len(cache.layers)}")
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
@@ -139,7 +146,8 @@ def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, a
         )
         for states in (theirs.store.keys(), theirs.store.values())
     )
-    positions = theirs.positions[source : source + 1].gather(-1, order) + at
+    positions = theirs.positions[source : source + 1].gather(-1, order)
+    positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
     is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
     mine.append(
         keys.expand(batch, -1, -1, -1),
@@ -150,12 +158,20 @@ def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, a
 
 
 def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:
-    if mine.is_empty or theirs.is_empty:
+    if theirs.is_empty:
+        return
+    if mine.is_empty:
+        mine.fit_to(theirs.sliding_window)
+        _check_ranks(mine, theirs, theirs.store.keys().shape[1] if mine.policy.per_head else 1)
         return
     shapes = [(s.keys().shape[1], s.keys().shape[3], s.keys().dtype) for s in (mine.store, theirs.store)]
     if shapes[0] != shapes[1]:
         raise UsageError(f"splice: layer {mine.index} holds (kv_heads, head_dim, dtype) {shapes[0]}, not {shapes[1]}")
-    if mine.positions.shape[1] < theirs.positions.shape[1]:
+    _check_ranks(mine, theirs, mine.positions.shape[1])
+
+
+def _check_ranks(mine: LayerCache, theirs: LayerCache, ranked: int) -> None:
+    if ranked < theirs.positions.shape[1]:
         raise UsageError(
             f"splice: the other cache's policy {theirs.policy!r} kept other tokens in each head, {mine.policy!r} "
             "holds the same in all; make this cache with a policy that ranks per head"
@@ -167,6 +183,7 @@ def _apply(cache: KVCache, row: int | None, change: Callable[[Tensor], Tensor]) 
         _check_row(cache, row, "row")
     for layer in cache.layers:
         layer.edit(change, row)
+    cache.standing.edited(row)
 
 
 def _check_row(cache: KVCache, row: int, name: str) -> None:

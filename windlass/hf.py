@@ -84,6 +84,8 @@ class Seam:
         """Let the cache give the new columns their positions, or refuse the pass."""
         if cache.seam is not self:
             raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
+        if self.active is not None:
+            raise UsageError("a pass with a KVCache runs in another thread; give each thread a model of its own")
         if self._decoder.training and torch.is_grad_enabled():
             raise UsageError("a KVCache is for inference: call model.eval(), or leave past_key_values out to train")
         if bound.get("output_attentions", getattr(self._decoder.config, "output_attentions", False)):
@@ -120,7 +122,8 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Let `model` work with a `KVCache`; returns the same model.
 
     Without our cache the model does exactly what it did before, in training too. Attaching twice
-    changes nothing. Two passes of one token find out how each layer rotates its keys.
+    changes nothing. Two passes of one token find out how each layer rotates its keys. While a pass
+    with our cache runs, no other thread may use the model: with a cache it is refused.
 
     Raises: UnsupportedModel, naming the model and the reason; the model is then as it was.
     """

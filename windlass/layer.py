@@ -60,8 +60,8 @@ class LayerCache:
         call: AttentionCall,
     ) -> Attended:
         """Write, attend, observe, evict; returns what the queries read."""
-        if self.is_empty:
-            self._fit_to(call.sliding_window)
+        if self.is_empty or call.sliding_window != self.sliding_window:  # an import may not have known it
+            self.fit_to(call.sliding_window)
         self._make_room(keys, values)
         positions = step.positions[:, None].expand(-1, self.positions.shape[1], -1)
         most_held, written = self.most_held, self._free_slots(keys.shape[2])
@@ -89,10 +89,11 @@ class LayerCache:
             self.state[name].copy_(tensor)
         self.most_held = most_held
 
-    def _fit_to(self, sliding_window: int | None) -> None:
+    def fit_to(self, sliding_window: int | None) -> None:
+        """Hold just the sliding window, where that fits in the budget."""
         self.sliding_window = sliding_window
         if sliding_window is not None and (self.budget is None or sliding_window <= self.budget):
-            self.policy, self.budget = Recent(), sliding_window
+            self.policy, self.budget, self.state = Recent(), sliding_window, {}
 
     @property
     def is_whole_window(self) -> bool:
@@ -109,7 +110,7 @@ class LayerCache:
         What exceeds the budget is evicted at the next step.
         """
         if self.is_empty:
-            self._fit_to(sliding_window)
+            self.fit_to(sliding_window)
         self._make_room(keys, values)
         positions = positions.expand(-1, self.positions.shape[1], -1)
         self._write(self._free_slots(keys.shape[2]), keys, values, positions, int((positions >= 0).sum(-1).max()))
@@ -164,7 +165,7 @@ class LayerCache:
         tables = reading = None
         if self.rotary is not None:
             reading = mode.read(self.positions, step.positions)
-            bound = mode.bound(step.end, self.store.slots, queries.shape[2])
+            bound = mode.bound(step.end, self.most_held, queries.shape[2])
             tables = self.rotary.tables(bound, queries.device)
         return reference.attend(
             queries,
@@ -202,9 +203,9 @@ class LayerCache:
         evicted = self._ranked(record.step).topk(self.store.slots - self.budget, largest=False).indices
         before = self.positions.gather(-1, evicted)
         self.positions.scatter_(-1, evicted, before.where(before < 0, RESERVED))
-        self.most_held = self.budget
+        freed, self.most_held = self.most_held - self.budget, self.budget
         self.has_evicted = True
-        return replace(record, evicted=evicted, evicted_positions=before)
+        return replace(record, evicted=evicted, evicted_positions=before, freed=freed)
 
     def _ranked(self, step: Step) -> Tensor:
         """The policy's scores as a total order."""
@@ -244,10 +245,10 @@ class LayerCache:
 
     def forget_records(self, tokens: int) -> None:
         """Keep only the newest records that hold `tokens` or fewer; free what the others reserved."""
-        held = sum(max(record.step.lengths) for record in self.records)
+        held = sum(record.size for record in self.records)
         while self.records and held > tokens:
             record = self.records.popleft()
-            held -= max(record.step.lengths)
+            held -= record.size
             if record.evicted is not None and record.evicted_positions is not None:
                 now = self.positions.gather(-1, record.evicted)
                 self.positions.scatter_(-1, record.evicted, now.masked_fill(record.evicted_positions >= 0, EMPTY))
@@ -288,7 +289,7 @@ class LayerCache:
 
     def restore(self, tensors: dict[str, Tensor], sliding_window: int | None, has_evicted: bool) -> None:
         """Take back what `tensors` gave, in a layer that is empty."""
-        self._fit_to(sliding_window)
+        self.fit_to(sliding_window)
         self.store.restore(tensors)
         self.positions = tensors["positions"]
         self.state = {name: tensors[f"state.{name}"] for name in self.policy.state}

@@ -47,10 +47,11 @@ class PositionMode(ABC):
         """The rotary positions of one step. `slots` already holds the tokens of `queries`."""
 
     @abstractmethod
-    def bound(self, end: int, slots: int, tokens: int) -> int:
+    def bound(self, end: int, held: int, tokens: int) -> int:
         """A length no rotary position of the step reaches.
 
-        `end` is one past the newest position of any row, `slots` and `tokens` the sizes of the step.
+        `end` is one past the newest position of any row, `held` the most tokens that a row holds, and
+        `tokens` the columns of the step.
         """
 
 
@@ -61,7 +62,7 @@ class Original(PositionMode):
     def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
         return Reading(Branch(_per_rank(queries, slots), slots.clamp(min=0)))
 
-    def bound(self, end: int, slots: int, tokens: int) -> int:
+    def bound(self, end: int, held: int, tokens: int) -> int:
         return end
 
     def __str__(self) -> str:
@@ -81,15 +82,15 @@ class Compact(PositionMode):
         held = slots >= 0
         order = torch.where(held, slots, torch.iinfo(slots.dtype).max).argsort(dim=-1, stable=True)
         ranks = torch.arange(slots.shape[-1], device=slots.device).expand_as(order)
-        keys = torch.empty_like(order).scatter_(-1, order, ranks)
+        keys = torch.empty_like(order).scatter_(-1, order, ranks).where(held, 0)
         # The queries are the newest tokens of their row, so their ranks end at the number held.
         real = queries >= 0
         newer = real.flip(-1).cumsum(-1).flip(-1)
         ranked = held.sum(-1, keepdim=True) - newer[:, None, :]
         return Reading(Branch(ranked.clamp(min=0), keys))
 
-    def bound(self, end: int, slots: int, tokens: int) -> int:
-        return slots
+    def bound(self, end: int, held: int, tokens: int) -> int:
+        return held
 
     def __str__(self) -> str:
         return "compact"
@@ -120,7 +121,7 @@ class SelfExtend(PositionMode):
             return Reading(Branch(far_q, torch.where(distance < self.window, far_q - distance, far_k).clamp(min=0)))
         return Reading(_rebased(q, k, self.window), Branch(far_q, far_k), self.window)
 
-    def bound(self, end: int, slots: int, tokens: int) -> int:
+    def bound(self, end: int, held: int, tokens: int) -> int:
         return max(end // self.group + self.window, self.window + tokens) + 1
 
     def __str__(self) -> str:
@@ -146,7 +147,7 @@ class Clamp(PositionMode):
             return Reading(Branch(far_q, (far_q - (q - k)).clamp(0, self.limit)))
         return Reading(_rebased(q, k, self.limit), Branch(far_q, torch.zeros_like(k)), self.limit)
 
-    def bound(self, end: int, slots: int, tokens: int) -> int:
+    def bound(self, end: int, held: int, tokens: int) -> int:
         return self.limit + tokens + 1
 
     def __str__(self) -> str:

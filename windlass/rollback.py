@@ -42,7 +42,9 @@ def roll_back(layer: LayerCache, counts: Sequence[int], step: Step) -> None:
 def undo(layer: LayerCache, record: Record) -> None:
     """Take a whole step back, the layer's last."""
     if record.evicted is not None and record.evicted_positions is not None:
-        layer.positions.scatter_(-1, record.evicted, record.evicted_positions)
+        # Only tokens come back: a slot that was reserved for an older step may be free by now.
+        now, before = layer.positions.gather(-1, record.evicted), record.evicted_positions
+        layer.positions.scatter_(-1, record.evicted, before.where(before >= 0, now))
     layer.unwrite(record.written, record.state, record.most_held)
 
 
@@ -62,7 +64,7 @@ def _redo(layer: LayerCache, record: Record, kept: Sequence[int], step: Step) ->
         state.scatter_(-1, record.written, 0.0)
     layer.most_held += max(kept)
     step = replace(step, positions=positions, lengths=tuple(kept))
-    layer.settle(replace(record, step=step, undone=undone, evicted=None, evicted_positions=None))
+    layer.settle(replace(record, step=step, undone=undone, evicted=None, evicted_positions=None, freed=0))
 
 
 def _split(record: Record, counts: Sequence[int]) -> tuple[list[int], list[int]]:

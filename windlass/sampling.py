@@ -41,6 +41,7 @@ class Sampling:
             "top_k": (self.top_k >= 0, "at least 0 (0: off)"),
             "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1 (1: off)"),
             "min_p": (0.0 <= self.min_p <= 1.0, "from 0 to 1 (0: off)"),
+            "seed": (0 <= self.seed < 2**62, "from 0 to 2**62 - 1"),
             "repetition_penalty": (0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100 (1: off)"),
         }
         for name, (is_right, wanted) in ranges.items():

@@ -14,25 +14,32 @@ from windlass.step import Step
 class Standing:
     """One number per row, and how many columns were fed.
 
-    `prompt_ends` is one past the last position that came in a step of several tokens. `tokens` are
-    the ids fed, edits aside; None once any came without ids.
+    `since_edit` counts the tokens after the last edit, which are all that can be taken back.
+    `prompts` are the ranges [start, end] of positions that came in steps of several tokens. `tokens`
+    are the ids fed, edits aside; None once any came without ids.
     """
 
     tokens_seen: list[int]
     next_positions: list[int]
-    prompt_ends: list[int]
+    prompts: list[list[list[int]]]
     columns_seen: int
     tokens: list[list[int]] | None
+    since_edit: list[int]
 
     @classmethod
     def at_start(cls, batch: int) -> "Standing":
         """Nothing read yet."""
-        return cls([0] * batch, [0] * batch, [0] * batch, 0, [[] for _ in range(batch)])
+        return cls([0] * batch, [0] * batch, [[] for _ in range(batch)], 0, [[] for _ in range(batch)], [0] * batch)
+
+    @property
+    def prompt_ends(self) -> list[int]:
+        """Per row, one past the last position that came in a step of several tokens."""
+        return [spans[-1][1] if spans else 0 for spans in self.prompts]
 
     def step(self, positions: QueryPositions, lengths: Sequence[int]) -> Step:
         """A step of `lengths` tokens per row from here."""
         ends = [at + n for at, n in zip(self.next_positions, lengths, strict=True)]
-        prompt_ends = list(self.prompt_ends)
+        prompt_ends = self.prompt_ends
         if positions.shape[1] > 1:
             prompt_ends = [new if n else old for new, old, n in zip(ends, prompt_ends, lengths, strict=True)]
         device = positions.device
@@ -44,9 +51,12 @@ class Standing:
         self.columns_seen += step.positions.shape[1]
         for row, n in enumerate(step.lengths):
             self.tokens_seen[row] += n
+            self.since_edit[row] += n
             self.next_positions[row] += n
             if step.positions.shape[1] > 1 and n:
-                self.prompt_ends[row] = self.next_positions[row]
+                spans, end = self.prompts[row], self.next_positions[row]
+                start = spans.pop()[0] if spans and spans[-1][1] == end - n else end - n
+                spans.append([start, end])
         if ids is None or self.tokens is None:
             self.tokens = None
             return
@@ -57,26 +67,35 @@ class Standing:
         """Let the text of one row, or of all, go on at `ends`."""
         for index in range(len(ends)) if row is None else (row,):
             self.next_positions[index] = ends[index]
-            self.prompt_ends[index] = min(self.prompt_ends[index], ends[index])
+            end = ends[index]
+            self.prompts[index] = [[start, min(stop, end)] for start, stop in self.prompts[index] if start < end]
+
+    def edited(self, row: int | None = None) -> None:
+        """One row, or all, was edited: what came before can't be taken back."""
+        for index in range(len(self.since_edit)) if row is None else (row,):
+            self.since_edit[index] = 0
 
     def forget(self, counts: Sequence[int]) -> None:
         """Take the newest `counts` tokens of each row out of the record."""
         self.columns_seen -= max(counts)
         self.tokens_seen = [seen - n for seen, n in zip(self.tokens_seen, counts, strict=True)]
+        self.since_edit = [seen - n for seen, n in zip(self.since_edit, counts, strict=True)]
         if self.tokens is not None:
             self.tokens = [ids[: len(ids) - n] for ids, n in zip(self.tokens, counts, strict=True)]
 
     def copy_row(self, source: int, target: int) -> None:
         """Let row `target` stand where row `source` does."""
-        for counts in (self.tokens_seen, self.next_positions, self.prompt_ends):
+        for counts in (self.tokens_seen, self.next_positions, self.since_edit):
             counts[target] = counts[source]
+        self.prompts[target] = [list(span) for span in self.prompts[source]]
         if self.tokens is not None:
             self.tokens[target] = list(self.tokens[source])
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Keep the rows at `rows`, which may repeat."""
-        for counts in (self.tokens_seen, self.next_positions, self.prompt_ends):
+        for counts in (self.tokens_seen, self.next_positions, self.since_edit):
             counts[:] = [counts[row] for row in rows]
+        self.prompts = [[list(span) for span in self.prompts[row]] for row in rows]
         if self.tokens is not None:
             self.tokens = [list(self.tokens[row]) for row in rows]
 
@@ -84,6 +103,8 @@ class Standing:
         """Append row `source` of another cache to row `row`."""
         self.move_to([at + other.next_positions[source] for at in self.next_positions], row)
         self.tokens_seen[row] += other.tokens_seen[source]
+        self.columns_seen += other.columns_seen
+        self.edited(row)
         if self.tokens is None or other.tokens is None:
             self.tokens = None
         else:

@@ -73,6 +73,12 @@ class Record:
     queries: Queries | None  # kept only if a policy is shown them
     evicted: Tensor | None = None  # (batch, ranked, evicted) slots
     evicted_positions: Tensor | None = None
+    freed: int = 0  # most tokens of a row that were evicted
+
+    @property
+    def size(self) -> int:
+        """Tokens written or slots reserved, whichever is more: what the record takes of the spare slots."""
+        return max(self.freed, *self.step.lengths)
 
 
 @dataclass(frozen=True)
