@@ -2,28 +2,20 @@
 
 import io
 import json
-import os
-import pty
 import re
-import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
-from windlass import session
 from windlass.chat import Turns
 from windlass.cli import main
 from windlass.open_model import open_model
 from windlass.policies import NAMES
-from windlass.terminal import Bar
 
 MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
 PROMPT = "He was sitting in the boat, and the river was quiet. She said"
@@ -169,105 +161,6 @@ def test_what_contradicts_a_prompt_cache_is_refused(
     assert_refused(ran, says.format(file=file))
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
-    [
-        (("--budget", "8", "--window", "4"), "budget (8 tokens) must be at least sinks (4) + window (4) + 1"),
-        (("--budget", "-3"), "budget must be from 1 to 1073741824, got -3"),
-        (("--budget", "1e9"), "'--budget' / '--max-kv-size'"),
-        (("--budget", "1073741824"), "not enough memory"),
-        (("--chunk", "0"), "chunk must be from 1"),
-        (("--sinks", "-1"), "sinks must be from 0"),
-        (("--max-tokens", "0"), "max_tokens must be at least 1, got 0"),
-        (("--temperature", "nan"), "temperature must be from 0 to 100, got nan"),
-        (("--top-p", "0"), "top_p must be above 0"),
-        (("--seed", "-1"), "'--seed'"),
-        (("--threads", "0"), "'--threads'"),
-        (("--dtype", "int8"), "dtype 'int8' is unknown; use one of: auto, float32"),
-        (("--positions", "compcat"), "positions='compcat' is not a position mode"),
-        (("--policy", "snapvk"), "did you mean snapkv?"),
-        (("--prompt-cache", "no.safetensors"), "prompt cache no.safetensors is not there"),
-        (("--frob",), "No such option: --frob"),
-    ],
-)
-def test_wrong_options_are_one_line(run: Callable[..., Ran], options: tuple[str, ...], says: str):
-    assert_refused(run("generate", MODEL, PROMPT, *options), says)
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        (None, "prompt file {file} cannot be read: No such file"),
-        (b"", "prompt file {file} is empty"),
-        (b"\n", "prompt file {file} is empty"),
-        (b"caf\xe9 noir", "prompt file {file} is not UTF-8 text: byte 0xe9 at offset 3"),
-        (b"ELF\x00\x01\x02", "prompt file {file} is binary: it has a zero byte at offset 3"),
-    ],
-)
-def test_wrong_prompt_files_are_one_line(run: Callable[..., Ran], tmp_path: Path, data: bytes | None, says: str):
-    file = tmp_path / "prompt.txt"
-    if data is not None:
-        file.write_bytes(data)
-    assert_refused(run(*generate("-f", str(file))), says.format(file=file))
-
-
-def test_wrong_prompts_are_one_line(run: Callable[..., Ran], tmp_path: Path):
-    assert_refused(run(*generate("")), "the prompt is empty")
-    assert_refused(run(*generate("-"), stdin=b"\xff"), "the prompt on stdin is not UTF-8")
-    assert_refused(run(*generate("a \udcff b")), "the prompt is not UTF-8 text: byte 0xff at offset 2")
-    assert_refused(run(*generate("a", "-f", "b")), "both a prompt and --file")
-    assert_refused(run(*generate(str(tmp_path), "-f", str(tmp_path))), "both a prompt and --file")
-    assert_refused(run(*generate("-f", str(tmp_path))), "Is a directory")
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        ("folder", "model folder {folder} does not exist"),
-        ("config.json", "model folder {folder} has no config.json"),
-        ("model.safetensors", "model folder {folder} has no weights"),
-        ("tokenizer.json", "model {folder}: no tokenizer that can be loaded"),
-        ("cut", "model {folder}: its weights are damaged"),
-        ("lacking", "model {folder}: its weights lack 1 tensors, the first is model.norm.weight"),
-        ("broken config", "model {folder}: no tokenizer that can be loaded"),
-        ("encoder", "model {folder} cannot be loaded"),
-    ],
-)
-def test_broken_model_folders_are_one_line(run: Callable[..., Ran], tmp_path: Path, damage: str, says: str):
-    folder = tmp_path / "model"
-    shutil.copytree(MODEL, folder)
-    weights = folder / "model.safetensors"
-    if damage == "folder":
-        shutil.rmtree(folder)
-    elif damage == "cut":
-        weights.write_bytes(weights.read_bytes()[:50_000])
-    elif damage == "lacking":
-        from safetensors.torch import load_file, save_file
-
-        tensors = load_file(weights)
-        del tensors["model.norm.weight"]
-        save_file(tensors, weights, {"format": "pt"})
-    elif damage == "broken config":
-        (folder / "config.json").write_text("{")
-    elif damage == "encoder":
-        (folder / "config.json").write_text('{"model_type": "t5"}')
-    else:
-        (folder / damage).unlink()
-    assert_refused(run("generate", str(folder), "a"), says.format(folder=folder))
-
-
-def test_other_wrong_models_are_one_line(run: Callable[..., Ran]):
-    assert_refused(run("generate", __file__, "a"), "is a file; give the folder")
-    assert_refused(run("generate", "nobody/nothing", "a"), "model 'nobody/nothing' is no folder here")
-
-
-def test_a_prompt_cache_that_cannot_be_written_is_told_before_reading(run: Callable[..., Ran], tmp_path: Path):
-    nowhere = str(tmp_path / "gone" / "x")
-    # Not even the model is opened.
-    assert_refused(run("cache", "no model", PROMPT, "--prompt-cache", nowhere), "does not exist; make it first")
-    assert_refused(run("cache", "no model", PROMPT, "--prompt-cache", str(tmp_path)), "is a folder")
-
-
 def test_policies_lists_every_policy(run: Callable[..., Ran]):
     ran = run("policies")
     entries = json.loads(run("policies", "--json").out)["policies"]
@@ -332,114 +225,6 @@ def test_a_template_that_drops_replies_is_refused():
     turns.missing("a")
     with pytest.raises(windlass.UsageError, match="leaves earlier replies out"):
         turns.missing("b")
-
-
-@pytest.mark.parametrize("when", ["prefill", "decode"])
-def test_an_interrupt_keeps_what_was_produced(
-    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], monkeypatch: pytest.MonkeyPatch, when: str
-):
-    count = []
-    step = windlass.KVCache.begin
-
-    def begin(cache: windlass.KVCache, *arguments: object) -> None:
-        count.append(1)
-        if len(count) == {"prefill": 3, "decode": 11}[when]:
-            raise KeyboardInterrupt
-        step(cache, *arguments)
-
-    monkeypatch.setattr(windlass.KVCache, "begin", begin)
-    ran = run(*generate(PROMPT, "--chunk", "4"))
-    monkeypatch.undo()
-    whole = in_library().text
-    assert ran.code == 130
-    assert ran.err.startswith("interrupted; prefill ")
-    if when == "prefill":
-        assert ran.out == ""
-        assert ran.err.startswith("interrupted; prefill 8 of ")
-    else:
-        assert len(ran.out) > 5
-        assert whole.startswith(ran.out.removesuffix("\n"))
-
-
-def test_an_interrupt_while_text_is_shown_loses_no_token(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
-):
-    cache = windlass.KVCache(model)
-    stream = windlass.stream(model, tokenizer, PROMPT, cache)
-    monkeypatch.setattr(session, "say", Mock(side_effect=[None, None, KeyboardInterrupt, None]))
-    assert session.write(stream, is_shown=True) == 130
-    result = stream.result
-    assert len(result.tokens) == 3
-    assert cache.tokens_seen == [result.prompt_tokens + 3]
-
-
-def test_an_interrupted_cache_is_not_written(run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    file = tmp_path / "old.safetensors"
-    file.write_bytes(b"old")
-    monkeypatch.setattr(Bar, "__call__", Mock(side_effect=KeyboardInterrupt))
-    ran = run("cache", MODEL, PROMPT, "--prompt-cache", str(file))
-    assert (ran.code, ran.out, file.read_bytes()) == (130, "", b"old")
-    assert f"{file} was not written" in ran.err
-
-
-# What only a process of its own can show.
-
-
-def environment() -> dict[str, str]:
-    root = str(Path(windlass.__file__).parents[1])
-    return {**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
-
-
-def test_a_pipe_gets_plain_text_and_a_terminal_the_bar(in_library: Callable[..., windlass.Result]):
-    ours, theirs = pty.openpty()
-    command = [*START, *generate(PROMPT, "--threads", "1", "--chunk", "4")]
-    ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs)
-    os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 65536):
-            shown += piece
-    except OSError:  # how Linux tells that the other end of a terminal is closed
-        pass
-    os.close(ours)
-    assert "reading" in shown.decode()
-    assert "\x1b[" in shown.decode()
-    assert ran.stdout.decode() == in_library().text + "\n"
-
-
-def test_ctrl_c_ends_cleanly():
-    command = [*START, "generate", MODEL, PROMPT, "--max-tokens", "100000", "--budget", "64", "--threads", "1"]
-    with subprocess.Popen(
-        command,
-        env=environment(),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        # A test runner in the background passes on that it ignores interrupts.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    ) as process:
-        assert process.stdout is not None
-        first = process.stdout.read(20)
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert len(first) == 20
-    assert out.endswith(b"\n")
-    last = err.decode().strip()
-    assert LAST_LINE.fullmatch(last), "more than the last line, or colours"
-    assert last.startswith("interrupted; ")
-
-
-def test_a_full_disk_or_a_closed_pipe_is_no_traceback():
-    command = [*START, *generate(PROMPT, "--threads", "1")]
-    with Path("/dev/full").open("wb") as full:
-        ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE)
-    assert (ran.returncode, ran.stderr) == (2, b"windlass: error: the output: No space left on device\n")
-    reader, writer = os.pipe()
-    os.close(reader)
-    ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE)
-    os.close(writer)
-    assert (ran.returncode, ran.stderr) == (1, b"")
 
 
 def assert_refused(ran: Ran, says: str) -> None:
