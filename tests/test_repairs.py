@@ -1,5 +1,7 @@
 """What once went wrong, or could have without a test seeing it: one small case each."""
 
+from dataclasses import dataclass
+
 import pytest
 import torch
 from test_cache import Models, masked, read
@@ -259,3 +261,24 @@ def test_a_copied_row_stands_where_its_source_does(attached_model: Models, text:
 def test_a_repetition_penalty_remembers_all_of_a_row() -> None:
     sampler = Sampler(Sampling(repetition_penalty=2.0), 1)
     assert sampler(torch.tensor([[3.0, 2.9, 2.0]]), [[0, 1]]) == [2]
+
+
+@dataclass(frozen=True)
+class RotatedNorms(Policy):
+    """Ranks by one channel of the rotated keys. Source: none. Differs: all."""
+
+    def score(self, slots: Slots) -> torch.Tensor:
+        return slots.rotated_keys()[..., 0]
+
+
+def test_a_policy_that_asks_gets_the_keys_as_transformers_rotates_them(
+    plain_model: Models, attached_model: Models, text: Text
+) -> None:
+    ids = text(40)
+    with torch.no_grad():
+        keys = plain_model("llama")(ids).past_key_values.layers[0].keys[0, :, :, 0]
+    cache = KVCache(attached_model("llama"), budget=12, policy=RotatedNorms(), sinks=2, window=3)
+    read(attached_model("llama"), cache, ids, 40)
+    for head, channel in zip(held(cache), keys, strict=True):
+        free = sorted(range(2, 37), key=lambda p: float(channel[p]), reverse=True)
+        assert head == sorted([0, 1, 37, 38, 39, *free[:7]])

@@ -14,7 +14,7 @@ from windlass.kernels.reference import Mass, Visibility
 from windlass.observation import observation, observed_columns
 from windlass.policies.base import Policy, Slots, policy_errors
 from windlass.policies.recent import Recent
-from windlass.positions import EMPTY, RESERVED, Original, PositionMode
+from windlass.positions import EMPTY, RESERVED, PositionMode
 from windlass.ranking import total_order
 from windlass.rotary import Rotary, rotate
 from windlass.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, SlotIndex, SlotKeys
@@ -234,7 +234,7 @@ class LayerCache:
     def _rotated(self, keys: SlotKeys, end: int) -> SlotKeys:
         if self.rotary is None:
             return keys
-        positions = Original().read(self.positions, self.positions[:, 0, :1]).near.keys
+        positions = self.positions.clamp(min=0)
         cos, sin = self.rotary.tables(end, keys.device)
         return rotate(keys.float(), cos[positions], sin[positions])
 
