@@ -11,7 +11,7 @@ import windlass
 from windlass import KVCache, UsageError
 from windlass.layer import LayerCache
 from windlass.policies import NAMES, Policy
-from windlass.positions import EMPTY
+from windlass.reading import EMPTY
 
 Models = Callable[[str], PreTrainedModel]
 MODES = ("original", "compact", "self_extend(3, 5)", "clamp(9)")

@@ -99,9 +99,11 @@ def test_json_is_one_object_with_the_result(
 ):
     options = ("--max-kv-size", "12", "--sinks", "2", "--window", "3", "--chunk", "5")
     policy = windlass.SnapKV(observed_queries=4, pool=3)
-    ran = run(*generate(PROMPT, *options, "--policy", repr(policy), "--positions", "clamp(7)", "--json"))
+    ran = run(
+        *generate(PROMPT, *options, "--policy", repr(policy), "--positions", "clamp(7)", "--store", "int8", "--json")
+    )
     found = json.loads(ran.out)
-    cache = windlass.KVCache(model, 12, policy, sinks=2, window=3, chunk=5, positions="clamp(7)")
+    cache = windlass.KVCache(model, 12, policy, sinks=2, window=3, chunk=5, positions="clamp(7)", store="int8")
     wanted = asdict(in_library(cache=cache))
     for name in ("prefill_tokens_per_s", "decode_tokens_per_s"):
         assert found[name] > 0
@@ -114,6 +116,7 @@ def test_json_is_one_object_with_the_result(
         "chunk": 5,
         "policy": repr(policy),
         "positions": "clamp(7)",
+        "store": "int8",
     }
 
 

@@ -8,9 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from windlass.held import Held
 from windlass.kernels import reference
 from windlass.kernels.reference import Visibility, attend
-from windlass.positions import Branch, Reading
+from windlass.reading import Branch, Reading
 from windlass.rotary import rotate, unrotate
 
 BATCH, KV_HEADS, GROUP, TOKENS, SLOTS, HEAD_DIM, VALUE_DIM, PAIRS = 2, 3, 5, 4, 11, 8, 6, 3
@@ -32,6 +33,11 @@ def make(seed: int, tokens: int = TOKENS) -> dict[str, Tensor]:
         "slot_positions": slots,
         "query_positions": queries,
     }
+
+
+def held(step: dict[str, Tensor]) -> dict[str, Tensor | Held]:
+    """The step as a kernel takes it."""
+    return {name: Held(t, 8 * t.itemsize) if name in ("keys", "values") else t for name, t in step.items()}
 
 
 def tables(length: int = 40) -> tuple[Tensor, Tensor]:
@@ -120,7 +126,9 @@ def test_attend_equals_loops(
     for block in (None, 1):  # all queries at once, and one block a query
         if block is not None:
             monkeypatch.setattr(reference, "SCORE_BYTES", block)
-        out, seen = attend(**step, reading=where, tables=tables(), observed=observed, is_rest_wanted=True, **options)
+        out, seen = attend(
+            **held(step), reading=where, tables=tables(), observed=observed, is_rest_wanted=True, **options
+        )
         torch.testing.assert_close(out, truth, atol=1e-12, rtol=0)
         assert seen is not None
         assert seen.rest is not None
@@ -135,7 +143,7 @@ def test_a_query_that_sees_nothing_gives_zeros_not_nan() -> None:
     step = make(3)
     step["values"][0, 0, 4] = torch.inf  # a free slot may hold anything finite; even so it is not read
     step["values"][0, 0, 4] = 1e30
-    out, _ = attend(**step, reading=None, tables=None, scale=1.0, visibility=Visibility())
+    out, _ = attend(**held(step), reading=None, tables=None, scale=1.0, visibility=Visibility())
     assert out[1, :, -1].eq(0).all()
     assert out.isfinite().all()
     assert out.abs().max() < 10
@@ -152,8 +160,8 @@ def test_low_precision_stays_near_float64(dtype: torch.dtype, tolerance: float, 
         "query_positions": torch.arange(slots - 1, slots + 2).expand(2, -1),
     }
     call = {"reading": None, "tables": None, "scale": 0.35, "visibility": Visibility(), **positions}
-    ours, _ = attend(**low, **call)
-    truth, _ = attend(**{name: tensor.double() for name, tensor in low.items()}, **call)
+    ours, _ = attend(**held(low), **call)
+    truth, _ = attend(**held({name: tensor.double() for name, tensor in low.items()}), **call)
     assert ours.dtype == dtype
     assert (ours.double() - truth).norm() / truth.norm() <= tolerance
 

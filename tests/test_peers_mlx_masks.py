@@ -9,8 +9,10 @@ import torch
 
 from windlass import Recent
 from windlass.layer import LayerCache
-from windlass.positions import EMPTY, Original
+from windlass.positions import Original
+from windlass.reading import EMPTY
 from windlass.step import AttentionCall, Limits, Step
+from windlass.store import Plain
 
 LONGEST = 48  # tokens of a watched row
 
@@ -20,7 +22,7 @@ class Watched:
 
     def __init__(self, budget: int | None, sinks: int = 0, sliding_window: int | None = None, rows: int = 1) -> None:
         limits = Limits(budget, sinks, window=1, chunk=1, rollback=0)
-        self.layer = LayerCache(0, limits, Recent(), rotary=None)
+        self.layer = LayerCache(0, limits, Recent(), None, Plain())
         self._call = AttentionCall(1.0, sliding_window)
         self.ends = [0] * rows
 

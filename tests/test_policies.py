@@ -13,6 +13,7 @@ from windlass.layer import LayerCache
 from windlass.policies import NAMES, Policy, Slots
 from windlass.positions import Original
 from windlass.step import AttentionCall, Limits, Step
+from windlass.store import Plain
 from windlass.testing import check_policy
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM = 2, 3, 2, 4
@@ -116,7 +117,7 @@ def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: t
     total = sum(steps)
     q = torch.randn(BATCH, KV_HEADS * GROUP, total, HEAD_DIM, generator=g) * 2
     k = torch.randn(BATCH, KV_HEADS, total, HEAD_DIM, generator=g)
-    layer = LayerCache(0, LIMITS, policy, None)
+    layer = LayerCache(0, LIMITS, policy, None, Plain())
     rows = [[Head() for _ in range(KV_HEADS)] for _ in range(BATCH)]
     at = prompt_end = 0
     for tokens in steps:
@@ -146,7 +147,7 @@ def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: t
 def test_random_keeps_the_prompt_and_thins_the_rest_evenly() -> None:
     """Of 4,000 generated tokens each head keeps its own few; over many heads, any age is as likely
     as under a fresh draw at every step: the chance to survive falls geometrically with age."""
-    layer = LayerCache(0, Limits(40, 2, 1, 8, 0), Random(), None)
+    layer = LayerCache(0, Limits(40, 2, 1, 8, 0), Random(), None, Plain())
     heads = 64
     empty = torch.zeros(1, heads, 1, 1)
     at, prompt = 0, 20
@@ -172,7 +173,7 @@ def test_random_draws_depend_on_the_seed_only() -> None:
     positions = torch.arange(50)[None, None].expand(1, 3, -1)
     ends = torch.tensor([50])
     slots = [
-        Slots(LayerCache(0, LIMITS, Random(), None).store, positions, {}, at, at, lambda k: k)
+        Slots(LayerCache(0, LIMITS, Random(), None, Plain()).store, positions, {}, at, at, lambda k: k)
         for at in (ends, ends + 1)
     ]
     first = Random(seed=3, keep_prompt=False).score(slots[0])
@@ -211,7 +212,7 @@ class Scores(Policy):
 
 @pytest.mark.parametrize("what", ["nan", "infinite"])
 def test_no_score_can_evict_sinks_or_window(what: str) -> None:
-    layer = LayerCache(0, LIMITS, Scores(what), None)
+    layer = LayerCache(0, LIMITS, Scores(what), None, Plain())
     states = torch.randn(BATCH, KV_HEADS, 30, HEAD_DIM)
     layer_step(layer, states.repeat_interleave(2, 1), states, states, 0, 30)
     held = layer.positions.sort(-1).values[..., -BUDGET:]
@@ -220,7 +221,7 @@ def test_no_score_can_evict_sinks_or_window(what: str) -> None:
 
 
 def test_a_score_of_the_wrong_shape_names_both_and_leaves_the_layer_whole() -> None:
-    layer = LayerCache(3, LIMITS, Scores("flat"), None)
+    layer = LayerCache(3, LIMITS, Scores("flat"), None, Plain())
     states = torch.randn(BATCH, KV_HEADS, 30, HEAD_DIM)
     with pytest.raises(
         PolicyError, match=r"Scores\(what='flat'\) in layer 3: score has shape \(2, 3\), expected \(2, 3, 39\)"

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.errors import UsageError
-from windlass.positions import Clamp, Compact, Original, PositionMode, Reading, SelfExtend, position_mode
+from windlass.positions import Clamp, Compact, Original, PositionMode, SelfExtend, position_mode
+from windlass.reading import Reading
 
 HELD = torch.tensor([[[0, 1, 2, -1, 40, 17, -2, 99, 100, 101]]], dtype=torch.int32)
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 import windlass
 from windlass import KVCache, Policy, PromptCacheError, UsageError, prompt_cache
 from windlass.policies import NAMES, Random, Slots
-from windlass.positions import EMPTY
+from windlass.reading import EMPTY
 from windlass.shapes import Scores
 from windlass.testing import VOCABULARY
 

@@ -14,6 +14,7 @@ from windlass import H2O, KeyDiff, KVCache, Random, Recent, Sampling, UsageError
 from windlass.layer import LayerCache
 from windlass.policies import Policy, Slots
 from windlass.sampling import Sampler
+from windlass.store import Plain
 
 
 def test_slots_reserved_for_a_forgotten_step_stay_free(attached_model: Models, text: Text) -> None:
@@ -189,7 +190,7 @@ def test_taking_steps_back_costs_no_slots(attached_model: Models, text: Text) ->
     model, cache = attached_model("llama"), KVCache(attached_model("llama"))
     read(model, cache, text(30), 30)
     size = cache.nbytes()
-    limited = LayerCache(0, LIMITS, Broken(), None)
+    limited = LayerCache(0, LIMITS, Broken(), None, Plain())
     states = torch.randn(BATCH, KV_HEADS, 8, HEAD_DIM)
     layer_step(limited, states.repeat_interleave(2, 1), states, states, 0, 8)
     for _ in range(10):
@@ -216,7 +217,7 @@ class Half(Policy):
 
 
 def test_nan_ranks_lowest() -> None:
-    layer = LayerCache(0, LIMITS, Half(), None)
+    layer = LayerCache(0, LIMITS, Half(), None, Plain())
     states = torch.randn(BATCH, KV_HEADS, 30, HEAD_DIM)
     layer_step(layer, states.repeat_interleave(2, 1), states, states, 0, 30)
     odd = [p for p in range(SINKS, 30 - WINDOW) if p % 2][-(BUDGET - SINKS - WINDOW) :]

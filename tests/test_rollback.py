@@ -29,7 +29,7 @@ def assert_same(ours: KVCache, truth: KVCache) -> None:
                     if source.ndim == 4
                     else source.gather(2, index)
                 )
-            torch.testing.assert_close(picked[0], picked[1], atol=1e-6, rtol=1e-6, msg=f"{name} of layer {mine.index}")
+            torch.testing.assert_close(picked[0], picked[1], atol=1e-5, rtol=1e-5, msg=f"{name} of layer {mine.index}")
 
 
 @pytest.mark.parametrize("taken", [1, 4, 7])

@@ -8,17 +8,20 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from windlass import convert, describe, edits
+from windlass import calibrate, convert, describe, edits
 from windlass.errors import UsageError
 from windlass.hf import seam_of
 from windlass.hf_cache import TransformersCache
 from windlass.layer import LayerCache
+from windlass.low_bit import store_of
 from windlass.policies import Policy, Recent
-from windlass.positions import EMPTY, PositionMode, position_mode
+from windlass.positions import PositionMode, position_mode
+from windlass.reading import EMPTY
 from windlass.rollback import undo_if_last
 from windlass.shapes import Attended, NewKeys, NewValues, Queries, QueryPositions, TokenIds, TokenMask
 from windlass.standing import Standing
 from windlass.step import AttentionCall, Step, checked_limits
+from windlass.store import Store
 
 
 class KVCache(TransformersCache):
@@ -36,6 +39,8 @@ class KVCache(TransformersCache):
     `batch`: rows.
     `rollback`: tokens, fed in steps of their own, that can be taken back beside the last step. A
     policy that keeps state can take back the last step only.
+    `store`: how keys and values are held: "plain", as the model made them; "int8" in 0.52 of the
+    bytes of bfloat16; "int4" in 0.27. The first low-bit cache of a model runs it for 16 short steps.
 
     Raises: UsageError for limits that cannot be honoured, or a model that is not attached.
     """
@@ -51,23 +56,29 @@ class KVCache(TransformersCache):
         positions: str | PositionMode = "original",
         batch: int = 1,
         rollback: int = 16,
+        store: str | Store = "plain",
     ) -> None:
         seam = seam_of(model)
         super().__init__(seam)
         self.limits = checked_limits(budget, sinks, window, chunk, batch, rollback)
         self.policy = Recent() if policy is None else policy
+        self.store = store_of(store)
         self._positions = position_mode(positions)
         self._seam = seam
         self.config = model.config.get_text_config()
         self._batch = batch
         self.device = model.device
         self._pending: _Pending | None = None
+        if self.store.needs_centres and seam.centres is None:
+            seam.centres = calibrate.key_centres(model, KVCache(model, batch=calibrate.ROWS))
         self.reset()
 
     def reset(self) -> None:
         """Forget every token and free the memory."""
+        centres = self._seam.centres or [None] * len(self._seam.rotaries)
         self.layers: list[LayerCache] = [  # type: ignore[assignment]  # transformers' own kinds of layers
-            LayerCache(index, self.limits, self.policy, rotary) for index, rotary in enumerate(self._seam.rotaries)
+            LayerCache(index, self.limits, self.policy, rotary, self.store.fresh(centre))
+            for index, (rotary, centre) in enumerate(zip(self._seam.rotaries, centres, strict=True))
         ]
         self.standing = Standing.at_start(self._batch)
 
@@ -215,7 +226,8 @@ class KVCache(TransformersCache):
     def splice(self, other: "KVCache", source: int = 0, row: int = 0) -> None:
         """Append the kept tokens of row `source` of another cache to row `row`, as text that goes on here.
 
-        Their keys are copied, never changed; distances among them stay. They have not seen the text
+        Their keys are copied, never changed (converted once, into another kind of store); distances
+        among them stay. They have not seen the text
         before them, as after any join of caches. What exceeds the budget is evicted at the next step.
 
         Raises: UsageError when the caches differ in model or layout.
@@ -249,6 +261,7 @@ class KVCache(TransformersCache):
         window: int | None = None,
         chunk: int = 512,
         positions: str | PositionMode = "original",
+        store: str | Store = "plain",
     ) -> "KVCache":
         """A cache with the tokens of a transformers `DynamicCache`, their keys un-rotated.
 
@@ -258,7 +271,8 @@ class KVCache(TransformersCache):
         Raises: UsageError for a cache of another kind, or one filled under positions that changed
         with the length of the text (dynamic NTK past its window).
         """
-        cache = cls(model, budget, policy, sinks, window, chunk, positions, convert.rows_of(past_key_values))
+        batch = convert.rows_of(past_key_values)
+        cache = cls(model, budget, policy, sinks, window, chunk, positions, batch, store=store)
         convert.fill_from_rotated(cache, past_key_values)
         return cache
 

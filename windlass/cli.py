@@ -97,6 +97,7 @@ def generate(
     policy: take.PolicySpec = None,
     positions: take.Positions = None,
     chunk: take.Chunk = None,
+    store: take.StoreSpec = None,
     prompt_cache: take.PromptCache = None,
     max_tokens: take.MaxTokens = 256,
     temperature: take.Temperature = 0.0,
@@ -115,7 +116,7 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     given = terminal.read_prompt(prompt, file)
-    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store)
     return session.generate(session.open_session(model, options, dtype, threads), given, max_tokens, sampling, is_json)
 
 
@@ -128,6 +129,7 @@ def chat(
     policy: take.PolicySpec = None,
     positions: take.Positions = None,
     chunk: take.Chunk = None,
+    store: take.StoreSpec = None,
     prompt_cache: take.PromptCache = None,
     max_tokens: take.MaxTokens = 256,
     temperature: take.Temperature = 0.0,
@@ -145,7 +147,7 @@ def chat(
     from windlass.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store)
     return run.chat(session.open_session(model, options, dtype, threads), max_tokens, sampling)
 
 
@@ -161,6 +163,7 @@ def cache(
     policy: take.PolicySpec = None,
     positions: take.Positions = None,
     chunk: take.Chunk = None,
+    store: take.StoreSpec = None,
     dtype: take.Dtype = "auto",
     threads: take.Threads = None,
     is_json: take.Json = False,
@@ -170,8 +173,41 @@ def cache(
 
     session.check_writable(prompt_cache)
     given = terminal.read_prompt(prompt, file)
-    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, None, store)
     return session.save_cache(session.open_session(model, options, dtype, threads), given, prompt_cache, is_json)
+
+
+@app.command()
+def bench(
+    model: take.BenchModel = None,
+    shape: take.Shape = None,
+    layers: take.Layers = None,
+    prompt_tokens: take.PromptTokens = "512",
+    decode_tokens: take.DecodeTokens = "128",
+    depth: take.Depths = "0",
+    budget: take.Budgets = "all",
+    policy: take.PolicySpecs = "recent",
+    positions: take.PositionModes = "original",
+    store: take.StoreSpecs = "plain",
+    storage: take.Storages = "unrotated",
+    threads: take.ThreadCounts = None,
+    chunk: take.Chunk = None,
+    repetitions: take.Repetitions = 5,
+    dtype: take.Dtype = "auto",
+    output: take.Output = None,
+    is_json: take.JsonLines = False,
+) -> int:
+    """Measure tokens per second, as llama-bench does; lists (a,b) make every combination, in turn in one run.
+
+    Tokens, keys and values are random, for speed does not depend on them; there is no sampler.
+    """
+    from windlass import bench as run
+    from windlass.bench_grid import Lists
+
+    lists = Lists(prompt_tokens, decode_tokens, depth, budget, policy, positions, store, storage, threads)
+    return run.bench(
+        run.Options(model, shape, layers, lists, 512 if chunk is None else chunk, repetitions, dtype, output), is_json
+    )
 
 
 @app.command()

@@ -39,6 +39,10 @@ Positions = Annotated[
         "by default original.",
     ),
 ]
+StoreSpec = Annotated[
+    str | None,
+    Option("--store", metavar="NAME", help="How the cache is held: plain, int8 or int4; by default plain."),
+]
 Chunk = Annotated[int | None, Option("--chunk", help="Most tokens taken in one step of the prompt; by default 512.")]
 PromptCache = Annotated[
     Path | None,
@@ -60,6 +64,39 @@ Dtype = Annotated[str, Option("--dtype", help="auto (as the weights are), float3
 Threads = Annotated[int | None, Option("--threads", min=1, max=1024, help="CPU threads; by default one per core.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 
+BenchModel = Annotated[
+    str | None, Argument(metavar="[MODEL]", help="A model's folder, or its name on the hub.", show_default=False)
+]
+Shape = Annotated[
+    str | None,
+    Option("--shape", metavar="NAME", help="Instead of a model: random weights like 1b, 8b, 7b-mha or tiny."),
+]
+Layers = Annotated[int | None, Option("--layers", min=1, max=1024, help="Layers of the shape; by default its own.")]
+PromptTokens = Annotated[str, Option("--prompt-tokens", "-p", metavar="LIST", help="Tokens to read; 0: none.")]
+DecodeTokens = Annotated[str, Option("--decode-tokens", "-n", metavar="LIST", help="Tokens to write; 0: none.")]
+Depths = Annotated[
+    str,
+    Option("--depth", "-d", metavar="LIST", help="Tokens that came before; random keys and values stand for them."),
+]
+Budgets = Annotated[str, Option("--budget", "--max-kv-size", metavar="LIST", help="Most tokens that a layer keeps.")]
+PolicySpecs = Annotated[str, Option("--policy", metavar="LIST", help="Which tokens to keep, as in `generate`.")]
+PositionModes = Annotated[str, Option("--positions", metavar="LIST", help="Where they are read, as in `generate`.")]
+StoreSpecs = Annotated[str, Option("--store", metavar="LIST", help="How they are held: plain, int8, int4.")]
+Storages = Annotated[
+    str,
+    Option(
+        "--storage",
+        metavar="LIST",
+        help="unrotated, or rotated: the same kernels on keys that are stored as the model turned them.",
+    ),
+]
+ThreadCounts = Annotated[str | None, Option("--threads", metavar="LIST", help="CPU threads; by default one per core.")]
+Repetitions = Annotated[int, Option("--repetitions", "-r", min=1, max=10_000, help="Runs of each row that count.")]
+Output = Annotated[
+    Path | None, Option("--output", "-o", metavar="FILE", help="Add a line of JSON per row to this file.")
+]
+JsonLines = Annotated[bool, Option("--json", help="Print a line of JSON per row instead of the table.")]
+
 
 @dataclass(frozen=True)
 class CacheOptions:
@@ -72,3 +109,4 @@ class CacheOptions:
     positions: str | None = None
     chunk: int | None = None
     prompt_cache: Path | None = None
+    store: str | None = None

@@ -1,7 +1,8 @@
 """Sequence edits: what happens to a text after it was read.
 
 All of them change integers. `drop`, `keep`, `shift` and `divide` touch positions only; `copy` and
-`splice` move keys and values to other rows or caches, byte for byte. Ranges are half-open. After
+`splice` move keys and values to other rows or caches, byte for byte (but into another kind of
+store, where they are converted once). Ranges are half-open. After
 an edit other than `rollback`, the steps before it can no longer be rolled back.
 """
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from windlass.errors import UsageError
-from windlass.positions import EMPTY
+from windlass.reading import EMPTY
 from windlass.rollback import can_roll_back, roll_back
 
 if TYPE_CHECKING:
@@ -140,21 +141,14 @@ def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, a
     held = theirs.positions[source : source + 1] >= 0
     tokens = int(held.sum(-1).max())
     order = held.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :tokens]
-    keys, values = (
-        states[source : source + 1].gather(
-            2, order.expand(-1, states.shape[1], -1)[..., None].expand(-1, -1, -1, states.shape[-1])
-        )
-        for states in (theirs.store.keys(), theirs.store.values())
-    )
+    parts = {name: part.expand(batch, -1, -1, -1) for name, part in theirs.store.take(source, order).items()}
     positions = theirs.positions[source : source + 1].gather(-1, order)
     positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
     is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
-    mine.append(
-        keys.expand(batch, -1, -1, -1),
-        values.expand(batch, -1, -1, -1),
-        positions.where(is_row, EMPTY),
-        theirs.sliding_window,
-    )
+    keys, values = theirs.store.decode_keys(parts), theirs.store.decode_values(parts)
+    slots = mine.append(keys, values, positions.where(is_row, EMPTY), theirs.sliding_window)
+    if mine.store.reads_like(theirs.store):  # else they were converted, once
+        mine.store.put(slots, parts)
 
 
 def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:
@@ -162,11 +156,11 @@ def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:
         return
     if mine.is_empty:
         mine.fit_to(theirs.sliding_window)
-        _check_ranks(mine, theirs, theirs.store.keys().shape[1] if mine.policy.per_head else 1)
+        _check_ranks(mine, theirs, theirs.store.layout[0] if mine.policy.per_head else 1)
         return
-    shapes = [(s.keys().shape[1], s.keys().shape[3], s.keys().dtype) for s in (mine.store, theirs.store)]
-    if shapes[0] != shapes[1]:
-        raise UsageError(f"splice: layer {mine.index} holds (kv_heads, head_dim, dtype) {shapes[0]}, not {shapes[1]}")
+    ours, other = mine.store.layout, theirs.store.layout
+    if ours != other:
+        raise UsageError(f"splice: layer {mine.index} holds (kv_heads, head_dim, dtype) {ours}, not {other}")
     _check_ranks(mine, theirs, mine.positions.shape[1])
 
 

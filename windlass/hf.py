@@ -39,6 +39,7 @@ class Seam:
         ]
         decoder.forward = self.forward
         self.rotaries: list[Rotary | None] = []  # per layer; None where a layer does not rotate
+        self.centres: list[Tensor | None] | None = None  # see `calibrate`; measured when first asked for
         self.active: TransformersCache | None = None
         self.probe: Probe | None = None
 
@@ -109,10 +110,10 @@ class Seam:
                 config._attn_implementation_internal = name
 
     def _turned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Forward hook of the rotary modules: no rotation while a pass with our cache runs."""
+        """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs."""
         if self.probe is not None:
             return self.probe.turned(module, args, kwargs, output)
-        if self.active is None:
+        if self.active is None or self.active.is_rotated:
             return output
         cos, sin = output
         return torch.ones_like(cos), torch.zeros_like(sin)

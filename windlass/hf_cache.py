@@ -2,6 +2,7 @@
 
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ class TransformersCache(Cache):
     `get_seq_length` counts every column fed, padding and evicted tokens included, which is what
     `generate` slices its inputs by.
     """
+
+    is_rotated: ClassVar[bool] = False
+    """Whether keys are stored as the model's own rotary module turned them."""
 
     def __init__(self, seam: object) -> None:
         super().__init__(layers=[])

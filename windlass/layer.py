@@ -8,18 +8,18 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from windlass import kernels
 from windlass.errors import PolicyError
-from windlass.kernels import reference
 from windlass.kernels.reference import Mass, Visibility
 from windlass.observation import observation, observed_columns
 from windlass.policies.base import Policy, Slots, policy_errors
 from windlass.policies.recent import Recent
-from windlass.positions import EMPTY, RESERVED, PositionMode
-from windlass.ranking import total_order
+from windlass.positions import PositionMode
+from windlass.reading import EMPTY, RESERVED
 from windlass.rotary import Rotary, rotate
 from windlass.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, SlotIndex, SlotKeys
 from windlass.step import SPARE, AttentionCall, Limits, Record, Step
-from windlass.store import Plain
+from windlass.store import Store
 
 GROWTH = 64  # slots of an unbounded layer grow by half, and to a multiple of this
 
@@ -31,12 +31,12 @@ class LayerCache:
     of it is visible to the next token and nothing else is.
     """
 
-    def __init__(self, index: int, limits: Limits, policy: Policy, rotary: Rotary | None) -> None:
+    def __init__(self, index: int, limits: Limits, policy: Policy, rotary: Rotary | None, store: Store) -> None:
         self.index = index
         self.rotary = rotary
         self.policy = policy
         self.budget = limits.budget
-        self.store = Plain()
+        self.store = store
         self.positions: Tensor = torch.empty(0, dtype=torch.int32)
         self.state: dict[str, Tensor] = {}
         self.most_held = 0  # an upper bound over rows, known without asking the device
@@ -64,7 +64,7 @@ class LayerCache:
             self.fit_to(call.sliding_window)
         self._make_room(keys, values)
         positions = step.positions[:, None].expand(-1, self.positions.shape[1], -1)
-        most_held, written = self.most_held, self._free_slots(keys.shape[2])
+        most_held, written = self.most_held, kernels.first_free(self.positions, keys.shape[2])
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         try:
             self._write(written, keys, values, positions, max(step.lengths))
@@ -104,17 +104,19 @@ class LayerCache:
     def _rollback(self) -> int:
         return 0 if self.policy.state else self._limits.rollback
 
-    def append(self, keys: NewKeys, values: NewValues, positions: Tensor, sliding_window: int | None) -> None:
+    def append(self, keys: NewKeys, values: NewValues, positions: Tensor, sliding_window: int | None) -> SlotIndex:
         """Write tokens that attend to nothing: (batch, ranked, tokens) `positions`, EMPTY for none.
 
-        What exceeds the budget is evicted at the next step.
+        Returns the slots they got. What exceeds the budget is evicted at the next step.
         """
         if self.is_empty:
             self.fit_to(sliding_window)
         self._make_room(keys, values)
         positions = positions.expand(-1, self.positions.shape[1], -1)
-        self._write(self._free_slots(keys.shape[2]), keys, values, positions, int((positions >= 0).sum(-1).max()))
+        written = kernels.first_free(self.positions, keys.shape[2])
+        self._write(written, keys, values, positions, int((positions >= 0).sum(-1).max()))
         self.forget_records(0)
+        return written
 
     def _make_room(self, keys: NewKeys, values: NewValues) -> None:
         """Slots for the new tokens: allocate, grow, or pack once decode begins."""
@@ -144,13 +146,6 @@ class LayerCache:
         self.positions = pad(self.positions.gather(-1, order), (0, slots - kept), value=EMPTY)
         self.state = {name: pad(tensor.gather(-1, order), (0, slots - kept)) for name, tensor in self.state.items()}
 
-    def _free_slots(self, tokens: int) -> SlotIndex:
-        """The first free slots of each row and head."""
-        is_free = (self.positions == EMPTY).to(torch.uint8)
-        if tokens == 1:
-            return is_free.argmax(-1, keepdim=True)
-        return is_free.argsort(dim=-1, descending=True, stable=True)[..., :tokens]
-
     def _write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, most: int) -> None:
         """Put the tokens into these slots; a padding token's slot stays free."""
         self.store.write(slots, keys, values)
@@ -162,15 +157,15 @@ class LayerCache:
     def _attend(
         self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None
     ) -> tuple[Attended, Mass | None]:
-        tables = reading = None
+        tables, reading, tokens = None, None, queries.shape[2]
         if self.rotary is not None:
             reading = mode.read(self.positions, step.positions)
-            bound = mode.bound(step.end, self.most_held, queries.shape[2])
+            bound = mode.bound(step.end, self.most_held, tokens)
             tables = self.rotary.tables(bound, queries.device)
-        return reference.attend(
+        return kernels.attend(
             queries,
-            self.store.keys(),
-            self.store.values(),
+            self.store.held_keys(),
+            self.store.held_values(),
             self.positions,
             step.positions,
             reading=reading,
@@ -180,7 +175,7 @@ class LayerCache:
             softcap=call.softcap,
             sink_logits=call.sink_logits,
             observed=observed,
-            is_rest_wanted=observed is not None and self.policy.observed_queries is None,
+            is_rest_wanted=self.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens,
         )
 
     def _visibility(self) -> Visibility:
@@ -200,15 +195,15 @@ class LayerCache:
         """Free the lowest-ranked tokens over budget; returns the record with what was freed."""
         if self.budget is None or self.most_held <= self.budget:
             return record
-        evicted = self._ranked(record.step).topk(self.store.slots - self.budget, largest=False).indices
+        evicted = self._lowest(record.step, self.store.slots - self.budget)
         before = self.positions.gather(-1, evicted)
         self.positions.scatter_(-1, evicted, before.where(before < 0, RESERVED))
         freed, self.most_held = self.most_held - self.budget, self.budget
         self.has_evicted = True
         return replace(record, evicted=evicted, evicted_positions=before, freed=freed)
 
-    def _ranked(self, step: Step) -> Tensor:
-        """The policy's scores as a total order."""
+    def _lowest(self, step: Step, count: int) -> SlotIndex:
+        """The slots that the policy ranks lowest."""
         with policy_errors(self.policy, self.index):
             score = self.policy.score(self._slots(step))
         if score.shape != self.positions.shape:
@@ -219,7 +214,8 @@ class LayerCache:
         next_positions, sinks, window = step.next_positions, self._limits.sinks, self._limits.window
         if self.is_whole_window:  # nothing to protect: it holds just what the next token sees
             sinks = window = 0
-        return total_order(score, self.positions, next_positions, sinks, window, self.sliding_window)
+        limits = sinks, window, self.sliding_window
+        return kernels.lowest(score, self.positions, next_positions, *limits, count)
 
     def _slots(self, step: Step) -> Slots:
         return Slots(

@@ -3,7 +3,7 @@
 import torch
 
 from windlass.policies.base import Observation
-from windlass.positions import EMPTY
+from windlass.reading import EMPTY
 from windlass.shapes import ObservedColumns
 from windlass.step import SPARE, Record, Step
 
@@ -26,6 +26,8 @@ def observation(record: Record, wanted: int | None) -> Observation:
     assert record.observed is not None, "mass of unknown queries"
     assert record.queries is not None, "a step whose queries were not kept"
     rows = record.mass.rows
+    if record.step.positions.shape[1] == 1 and not any(record.undone):  # at decode, with less to do
+        return Observation(rows[:, :, 0], record.queries, record.step.positions)
     undone = torch.tensor(record.undone, device=rows.device)[:, None]
     age = torch.arange(rows.shape[2], device=rows.device)[None]
     is_seen = (age >= undone) & (record.observed >= 0)

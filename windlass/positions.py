@@ -11,32 +11,10 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from windlass import kernels
 from windlass.errors import UsageError
+from windlass.reading import Branch, Reading
 from windlass.shapes import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
-
-EMPTY = -1  # position of a slot that holds no token, and of a padding token
-RESERVED = -2  # position of a slot whose token was evicted but can still be rolled back
-
-
-@dataclass(frozen=True)
-class Branch:
-    """Rotary positions of one set of logits; all are at least 0 and below `PositionMode.bound`."""
-
-    queries: RotaryQueries
-    keys: RotaryKeys
-
-
-@dataclass(frozen=True)
-class Reading:
-    """Where each key is read by each query.
-
-    Keys at distance `near_window` and beyond take their logit from `far`; `far` is None when one
-    branch serves every distance.
-    """
-
-    near: Branch
-    far: Branch | None = None
-    near_window: int = 0
 
 
 class PositionMode(ABC):
@@ -80,7 +58,7 @@ class Compact(PositionMode):
 
     def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
         held = slots >= 0
-        order = torch.where(held, slots, torch.iinfo(slots.dtype).max).argsort(dim=-1, stable=True)
+        order = kernels.text_order(slots)
         ranks = torch.arange(slots.shape[-1], device=slots.device).expand_as(order)
         keys = torch.empty_like(order).scatter_(-1, order, ranks).where(held, 0)
         # The queries are the newest tokens of their row, so their ranks end at the number held.

@@ -25,14 +25,18 @@ from transformers import PreTrainedModel
 from windlass.cache import KVCache
 from windlass.errors import PromptCacheError, UsageError
 from windlass.fingerprint import fingerprint, raw_bytes
+from windlass.hf import seam_of
 from windlass.layer import LayerCache
+from windlass.low_bit import CENTRES, STORES
 from windlass.policies import NAMES, Policy
-from windlass.positions import EMPTY, MODES
+from windlass.positions import MODES
+from windlass.reading import EMPTY
 from windlass.standing import Standing
 from windlass.step import Limits
 
 KIND = "windlass prompt cache"
-VERSION = 1  # raised when an older windlass could not read the file
+PLAIN_VERSION = 1  # of a file with a plain store, which the first windlass reads too
+VERSION = 2  # raised when an older windlass could not read the file
 
 
 def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
@@ -49,9 +53,13 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     for row, ids in enumerate(cache.tokens or []):
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    contents = json.dumps(asdict(_contents(cache, model)))
+    document, version = asdict(_contents(cache, model)), VERSION
+    if cache.store.name == "plain":
+        version = PLAIN_VERSION
+        del document["store"]
+    contents = json.dumps(document)
     checksum = _checksum(contents, tensors)
-    _write(Path(path), tensors, {"kind": KIND, "version": str(VERSION), "checksum": checksum, "contents": contents})
+    _write(Path(path), tensors, {"kind": KIND, "version": str(version), "checksum": checksum, "contents": contents})
 
 
 def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None) -> KVCache:
@@ -66,6 +74,11 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
     contents, tensors = _read(path)
     _check_model(path, contents, model)
     limits = contents.limits
+    seam = seam_of(model)
+    centres = [tensors.get(f"layers.{layer}.{CENTRES}") for layer in range(len(contents.layers))]
+    if seam.centres is None and any(centre is not None for centre in centres):
+        # The same model measured them: no need to do it again, and caches that share them move codes.
+        seam.centres = centres
     cache = KVCache(
         model,
         budget=limits.budget,
@@ -76,6 +89,7 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
         positions=contents.positions,
         batch=contents.batch,
         rollback=limits.rollback,
+        store=contents.store,
     )
     for layer, note in zip(cache.layers, contents.layers, strict=True):
         if note is not None:
@@ -122,11 +136,14 @@ class _Contents:
     standing: Standing
     has_tokens: bool
     layers: list[_LayerNote | None]
+    store: str = "plain"
 
 
 def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
     if type(cache.positions) not in MODES.values():
         raise UsageError(f"positions {cache.positions!r} cannot be saved; set cache.positions to one of {list(MODES)}")
+    if type(cache.store) not in map(type, STORES.values()):
+        raise UsageError(f"store {cache.store!r} cannot be saved; use a KVCache with one of: {', '.join(STORES)}")
     # The tokens travel as tensors.
     standing = replace(cache.standing, tokens=None)
     return _Contents(
@@ -142,6 +159,7 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
         layers=[
             None if layer.is_empty else _LayerNote(layer.sliding_window, layer.has_evicted) for layer in cache.layers
         ],
+        store=cache.store.name,
     )
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 import torch
 
 from windlass.layer import LayerCache
-from windlass.positions import EMPTY
+from windlass.reading import EMPTY
 from windlass.step import SPARE, Record, Step
 
 

@@ -5,6 +5,7 @@ YaRN, llama3, longrope. `attention_scaling` is part of the table and so applied 
 """
 
 import copy
+from collections import OrderedDict
 from dataclasses import dataclass
 
 import torch
@@ -74,7 +75,7 @@ class Rotary:
 
     def __init__(self, module: nn.Module, layer_type: str | None, layout: Layout, pairs: int) -> None:
         # A private copy: some schemes keep the length they last saw inside the module.
-        self._module = copy.deepcopy(module)
+        self._module = _copied(module)
         self.layer_type = layer_type
         self._rope_type, self.trained_length = _scheme(module, layer_type)
         self._tables: tuple[RotaryTable, RotaryTable] | None = None
@@ -121,6 +122,12 @@ class Rotary:
             module(probe, positions[:, :1], *of_layers)
         cos, sin = module(probe, positions, *of_layers)
         return self.layout.columns(cos[0]).float().contiguous(), self.layout.columns(sin[0]).float().contiguous()
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy without hooks: those of an attached model know the model, which would be copied too."""
+    hooks = (name for name in vars(module) if "_hooks" in name)
+    return copy.deepcopy(module, {id(vars(module)[name]): OrderedDict() for name in hooks})
 
 
 def _scheme(module: nn.Module, layer_type: str | None) -> tuple[str, int]:

@@ -14,6 +14,7 @@ from windlass.cli_options import CacheOptions
 from windlass.describe import in_units
 from windlass.engine import Stream
 from windlass.errors import UsageError
+from windlass.low_bit import store_of
 from windlass.open_model import open_model
 from windlass.policies.load import load_policy
 from windlass.positions import position_mode
@@ -40,6 +41,7 @@ def open_session(name: str, options: CacheOptions, dtype: str, threads: int | No
     """
     policy = None if options.policy is None else load_policy(options.policy)
     mode = None if options.positions is None else position_mode(options.positions)
+    store = store_of(options.store or "plain")
     path = options.prompt_cache
     if path is not None and not path.is_file():
         raise UsageError(f"prompt cache {path} is not there; make it with `windlass cache`")
@@ -49,13 +51,15 @@ def open_session(name: str, options: CacheOptions, dtype: str, threads: int | No
     limits = {"budget": options.budget, "sinks": options.sinks, "window": options.window, "chunk": options.chunk}
     given = {name: value for name, value in limits.items() if value is not None}
     if path is None:
-        cache = KVCache(model, policy=policy, positions=mode or "original", **given)
+        cache = KVCache(model, policy=policy, positions=mode or "original", store=store, **given)
         return Session(model, tokenizer, cache)
     cache = prompt_cache.load(path, model, policy)
     held = asdict(cache.limits)
     for name, value in given.items():
         if held[name] != value:
             raise UsageError(f"--{name} {value} contradicts {path}, made with {name} {held[name]}; leave it out")
+    if options.store is not None and store.name != cache.store.name:
+        raise UsageError(f"--store {store.name} contradicts {path}, made with store {cache.store.name}; leave it out")
     if mode is not None:
         cache.positions = mode
     return Session(model, tokenizer, cache)
@@ -128,4 +132,5 @@ def labels(cache: KVCache) -> dict[str, object]:
         "chunk": cache.chunk,
         "policy": repr(cache.policy),
         "positions": str(cache.positions),
+        "store": cache.store.name,
     }

@@ -20,6 +20,8 @@ ObservedColumns = Int[Tensor, "batch observed"]
 
 SlotKeys = Float[Tensor, "batch kv_heads slots head_dim"]
 SlotValues = Float[Tensor, "batch kv_heads slots value_dim"]
+KeyCentres = Float[Tensor, "kv_heads head_dim"]
+Scales = Float[Tensor, "batch kv_heads slots 1"]
 SlotPositions = Int[Tensor, "batch ranked slots"]
 SlotIndex = Int[Tensor, "batch ranked chosen"]
 PerSlot = Float[Tensor, "batch kv_heads slots"]

@@ -1,108 +1,178 @@
 """How the bytes of a layer's keys and values are held."""
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
+import torch
 from torch import Tensor
 
-from windlass.shapes import NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
+from windlass import kernels
+from windlass.held import Held
+from windlass.shapes import KeyCentres, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
+
+Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, width of its own)
 
 
 class Store(ABC):
-    """Keys (un-rotated) and values of one layer, addressed by slot."""
+    """Keys (un-rotated) and values of one layer, addressed by slot.
 
-    @abstractmethod
-    def allocate(self, keys: NewKeys, values: NewValues, slots: int) -> None:
-        """Make room for `slots` slots shaped and typed like one step's keys and values."""
+    A token is one row of every part, and nothing else knows of it. So whatever moves tokens moves
+    bytes, and only `encode` and the two `decode` look into them.
+    """
+
+    part_names: ClassVar[tuple[str, ...]]
+    """Of the tensors that `encode` makes."""
+
+    constant_names: ClassVar[tuple[str, ...]] = ()
+    """Of the tensors that `begin` makes: the same for all tokens."""
+
+    needs_centres: ClassVar[bool] = False
+    """Whether the mean key of a layer is of use, see `calibrate`."""
+
+    def __init__(self) -> None:
+        self._parts: Parts = {}
+        self._constants: Parts = {}
 
     @property
     @abstractmethod
+    def name(self) -> str:
+        """What a user calls it."""
+
+    @abstractmethod
+    def fresh(self, centres: KeyCentres | None) -> "Store":
+        """An empty store of the same kind, for a layer whose mean keys are `centres` (None: unknown)."""
+
+    @abstractmethod
+    def encode(self, keys: NewKeys, values: NewValues) -> Parts:
+        """The parts that stand for these tokens."""
+
+    @abstractmethod
+    def decode_keys(self, parts: Parts) -> SlotKeys:
+        """The keys that such parts stand for, in the dtype attention reads."""
+
+    @abstractmethod
+    def decode_values(self, parts: Parts) -> SlotValues:
+        """The values, likewise."""
+
+    @abstractmethod
+    def held_keys(self) -> Held:
+        """The keys as they lie in memory."""
+
+    @abstractmethod
+    def held_values(self) -> Held:
+        """The values as they lie in memory."""
+
+    @abstractmethod
+    def reads_like(self, other: "Store") -> bool:
+        """Whether the parts of `other` stand for the same tokens here."""
+
+    def begin(self, keys: NewKeys) -> Parts:
+        """The constants, once the first keys show their layout."""
+        return {}
+
+    def allocate(self, keys: NewKeys, values: NewValues, slots: int) -> None:
+        """Make room for `slots` slots shaped and typed like one step's keys and values."""
+        self._constants = self.begin(keys)
+        sample = self.encode(keys[:, :, :1], values[:, :, :1])
+        self._parts = {name: part.new_zeros(*part.shape[:2], slots, part.shape[3]) for name, part in sample.items()}
+
+    @property
     def slots(self) -> int:
         """Places per (row, kv head); 0 before `allocate`."""
+        return self._parts[self.part_names[0]].shape[2] if self._parts else 0
 
-    @abstractmethod
+    @property
+    def layout(self) -> tuple[int, int, torch.dtype]:
+        """(kv_heads, head_dim, dtype) of the keys that are held."""
+        keys = self.decode_keys({name: part[:1, :, :0] for name, part in self._held().items()})
+        return keys.shape[1], keys.shape[3], keys.dtype
+
     def write(self, index: SlotIndex, keys: NewKeys, values: NewValues) -> None:
         """Overwrite the slots at `index` with new tokens; leaves every other slot's bytes alone."""
+        self.put(index, self.encode(keys, values))
 
-    @abstractmethod
+    def put(self, index: SlotIndex, parts: Parts) -> None:
+        """Overwrite the slots at `index` with tokens of a store that this one `reads_like`."""
+        for name, held in self._held().items():
+            kernels.write(held, index, parts[name])
+
+    def take(self, row: int, index: SlotIndex) -> Parts:
+        """A copy of the tokens at `index` (1, ranked, tokens) of one row."""
+        return {name: _gathered(part[row : row + 1], index) for name, part in self._held().items()}
+
     def keys(self) -> SlotKeys:
         """All keys, in the dtype attention reads; free slots hold anything finite."""
+        return self.decode_keys(self._held())
 
-    @abstractmethod
     def values(self) -> SlotValues:
         """All values, likewise."""
+        return self.decode_values(self._held())
 
-    @abstractmethod
     def rearrange(self, order: SlotIndex, slots: int) -> None:
         """Keep the slots at `order`, in that order, then free slots up to `slots`."""
+        kept = order.shape[-1]
+        for name, part in self._held().items():
+            fresh = part.new_zeros(*part.shape[:2], slots, part.shape[3])
+            fresh[:, :, :kept] = _gathered(part, order)
+            self._parts[name] = fresh
 
-    @abstractmethod
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
+        self._parts = {name: part.index_select(0, rows) for name, part in self._held().items()}
 
-    @abstractmethod
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`, byte for byte."""
+        for part in self._held().values():
+            part[target] = part[source]
 
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
+    def tensors(self) -> Parts:
         """Every tensor allocated, by name: what is counted, and what is saved."""
+        return {**self._parts, **self._constants} if self._parts else {}
 
-    @abstractmethod
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Take back what `tensors` gave."""
+    def restore(self, tensors: Parts) -> None:
+        """Take back what `tensors` gave; other names are passed over."""
+        self._parts = {name: tensors[name] for name in self.part_names}
+        self._constants = {name: tensors[name] for name in self.constant_names}
+
+    def _held(self) -> Parts:
+        assert self._parts, "tokens of a store that was never allocated"
+        return self._parts
 
 
 class Plain(Store):
     """Keys and values as the model made them."""
 
-    def __init__(self) -> None:
-        self._keys: Tensor | None = None
-        self._values: Tensor | None = None
+    part_names = ("keys", "values")
 
-    def allocate(self, keys: NewKeys, values: NewValues, slots: int) -> None:
-        batch, kv_heads, _, head_dim = keys.shape
-        self._keys = keys.new_zeros(batch, kv_heads, slots, head_dim)
-        self._values = values.new_zeros(batch, kv_heads, slots, values.shape[-1])
+    def __repr__(self) -> str:
+        return "Plain()"
 
     @property
-    def slots(self) -> int:
-        return 0 if self._keys is None else self._keys.shape[2]
+    def name(self) -> str:
+        return "plain"
 
-    def write(self, index: SlotIndex, keys: NewKeys, values: NewValues) -> None:
-        kept_keys, kept_values = self.keys(), self.values()
-        places = index.expand(-1, keys.shape[1], -1)[..., None]
-        kept_keys.scatter_(2, places.expand(-1, -1, -1, keys.shape[-1]), keys.to(kept_keys.dtype))
-        kept_values.scatter_(2, places.expand(-1, -1, -1, values.shape[-1]), values.to(kept_values.dtype))
+    def fresh(self, centres: KeyCentres | None) -> "Plain":
+        return Plain()
 
-    def keys(self) -> SlotKeys:
-        assert self._keys is not None, "keys of a store that was never allocated"
-        return self._keys
+    def encode(self, keys: NewKeys, values: NewValues) -> Parts:
+        return {"keys": keys, "values": values}
 
-    def values(self) -> SlotValues:
-        assert self._values is not None, "values of a store that was never allocated"
-        return self._values
+    def decode_keys(self, parts: Parts) -> SlotKeys:
+        return parts["keys"]
 
-    def rearrange(self, order: SlotIndex, slots: int) -> None:
-        self._keys = _rearranged(self.keys(), order, slots)
-        self._values = _rearranged(self.values(), order, slots)
+    def decode_values(self, parts: Parts) -> SlotValues:
+        return parts["values"]
 
-    def select_rows(self, rows: Tensor) -> None:
-        self._keys, self._values = self.keys().index_select(0, rows), self.values().index_select(0, rows)
+    def held_keys(self) -> Held:
+        return Held(self.keys(), 8 * self.keys().itemsize)
 
-    def copy_row(self, source: int, target: int) -> None:
-        self.keys()[target] = self.keys()[source]
-        self.values()[target] = self.values()[source]
+    def held_values(self) -> Held:
+        return Held(self.values(), 8 * self.values().itemsize)
 
-    def tensors(self) -> dict[str, Tensor]:
-        return {} if self._keys is None else {"keys": self.keys(), "values": self.values()}
-
-    def restore(self, tensors: dict[str, Tensor]) -> None:
-        self._keys, self._values = tensors["keys"], tensors["values"]
+    def reads_like(self, other: Store) -> bool:
+        return isinstance(other, Plain)
 
 
-def _rearranged(states: Tensor, order: SlotIndex, slots: int) -> Tensor:
-    batch, kv_heads, _, width = states.shape
-    fresh = states.new_zeros(batch, kv_heads, slots, width)
-    places = order.expand(-1, kv_heads, -1)[..., None].expand(-1, -1, -1, width)
-    fresh[:, :, : order.shape[-1]] = states.gather(2, places)
-    return fresh
+def _gathered(part: Tensor, index: SlotIndex) -> Tensor:
+    places = index.expand(-1, part.shape[1], -1)[..., None].expand(-1, -1, -1, part.shape[3])
+    return part.gather(2, places)

@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from windlass.errors import PolicyError, UsageError
 from windlass.layer import LayerCache
 from windlass.policies import Observation, Policy, Slots
-from windlass.positions import EMPTY, Original
+from windlass.positions import Original
+from windlass.reading import EMPTY
 from windlass.shapes import PerSlot, Scores
 from windlass.step import AttentionCall, Limits, Step
 from windlass.store import Plain
@@ -134,7 +135,7 @@ def check_policy(policy: Policy) -> None:
     """
     _check_declaration(policy)
     checked = _Checked(policy)
-    layer = LayerCache(0, LIMITS, checked, rotary=None)
+    layer = LayerCache(0, LIMITS, checked, None, Plain())
     draw = torch.Generator().manual_seed(0)
     at, prompt_ends = [0, 0], [0, 0]
     for lengths in STEPS:

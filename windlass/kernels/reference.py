@@ -5,7 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from windlass.positions import Branch, Reading
+from windlass.held import Held
+from windlass.ranking import total_order
+from windlass.reading import EMPTY, Branch, Reading
 from windlass.rotary import rotate
 from windlass.shapes import (
     Attended,
@@ -14,9 +16,10 @@ from windlass.shapes import (
     Queries,
     QueryPositions,
     RotaryTable,
-    SlotKeys,
+    RowCounts,
+    Scores,
+    SlotIndex,
     SlotPositions,
-    SlotValues,
 )
 
 SCORE_BYTES = 64 * 2**20  # most bytes of attention scores alive at once
@@ -49,8 +52,8 @@ class Mass:
 
 def attend(
     queries: Queries,
-    keys: SlotKeys,
-    values: SlotValues,
+    keys: Held,
+    values: Held,
     slot_positions: SlotPositions,
     query_positions: QueryPositions,
     *,
@@ -60,6 +63,7 @@ def attend(
     visibility: Visibility,
     softcap: float | None = None,
     sink_logits: Tensor | None = None,
+    log_counts: Scores | None = None,
     observed: ObservedColumns | None = None,
     is_rest_wanted: bool = False,
 ) -> tuple[Attended, Mass | None]:
@@ -69,20 +73,21 @@ def attend(
     `tables` is None. Accumulates in float32, or float64 if the queries are. Free slots are never
     seen; a query that sees nothing (padding) gives zeros. Changes nothing.
 
-    `sink_logits` (one per head) join each softmax and take their share away. `observed` names the
+    `sink_logits` (one per head) join each softmax and take their share away. `log_counts` are added
+    to the logits of their slots: a slot that stands for n tokens counts n times. `observed` names the
     query columns whose mass is returned row by row (-1: none, a row of zeros).
 
     Source: grouped queries, Ainslie et al. 2023 (arXiv:2305.13245).
     """
     batch, heads, tokens, _ = queries.shape
-    kv_heads, slots = keys.shape[1], keys.shape[2]
     exact = torch.promote_types(queries.dtype, torch.float32)
+    all_keys, all_values = keys.floats().to(exact), values.floats().to(exact)
+    kv_heads, slots = all_keys.shape[1], all_keys.shape[2]
     grouped = queries.to(exact).unflatten(1, (kv_heads, heads // kv_heads))
-    keys, values = keys.to(exact), values.to(exact)
 
-    near = _Logits(grouped, keys, None if reading is None else reading.near, tables)
+    near = _Logits(grouped, all_keys, None if reading is None else reading.near, tables)
     is_split = reading is not None and reading.far is not None and tables is not None
-    far = _Logits(grouped, keys, reading.far, tables) if is_split and reading is not None else None
+    far = _Logits(grouped, all_keys, reading.far, tables) if is_split and reading is not None else None
 
     outputs, masses = [], _MassSum(observed, query_positions.shape, is_rest_wanted)
     block = max(1, SCORE_BYTES // (batch * heads * slots * exact.itemsize))
@@ -95,9 +100,11 @@ def attend(
         scores = scores * scale
         if softcap is not None:
             scores = softcap * torch.tanh(scores / softcap)
-        seen = _visible(distance, slot_positions, visibility)[:, :, None]
+        if log_counts is not None:
+            scores = scores + log_counts[:, :, None, None]
+        seen = visible(distance, slot_positions, visibility)[:, :, None]
         probabilities = _softmax(scores.masked_fill(~seen, -torch.inf), sink_logits)
-        outputs.append(probabilities @ values[:, :, None])
+        outputs.append(probabilities @ all_values[:, :, None])
         masses.add(probabilities.sum(2), start)
     return torch.cat(outputs, 3).flatten(1, 2).to(queries.dtype), masses.total()
 
@@ -150,7 +157,7 @@ class _MassSum:
         return Mass(torch.stack(self._rows).sum(0).float(), rest)
 
 
-def _visible(distance: Tensor, slots: SlotPositions, visibility: Visibility) -> Tensor:
+def visible(distance: Tensor, slots: SlotPositions, visibility: Visibility) -> Tensor:
     """Whether each query sees each slot: (batch, ranked, tokens, slots)."""
     seen = (distance >= 0) & (slots >= 0)[:, :, None, :]
     if visibility.reach is not None:
@@ -170,3 +177,33 @@ def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
     top = torch.maximum(top, sinks)
     weights = torch.exp(scores - top)
     return weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - top))
+
+
+def first_free(positions: SlotPositions, count: int) -> SlotIndex:
+    """The first `count` slots of each row and head that hold nothing, then any; changes nothing."""
+    return (positions == EMPTY).to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :count]
+
+
+def text_order(positions: SlotPositions) -> SlotIndex:
+    """The slots of each row and head in the order of their positions, free ones last."""
+    return torch.where(positions >= 0, positions, torch.iinfo(positions.dtype).max).argsort(dim=-1, stable=True)
+
+
+def lowest(
+    score: Scores,
+    positions: SlotPositions,
+    next_positions: RowCounts,
+    sinks: int,
+    window: int,
+    sliding_window: int | None,
+    count: int,
+) -> SlotIndex:
+    """The `count` slots of each row and head that rank lowest, see `ranking.total_order`."""
+    order = total_order(score, positions, next_positions, sinks, window, sliding_window)
+    return order.topk(count, largest=False).indices
+
+
+def write(held: Tensor, index: SlotIndex, new: Tensor) -> None:
+    """Overwrite the slots of `held` (batch, kv_heads, slots, width) at `index` with `new`."""
+    places = index.expand(-1, new.shape[1], -1)[..., None].expand(-1, -1, -1, new.shape[3])
+    held.scatter_(2, places, new.to(held.dtype))

@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 from torch.nn.functional import max_pool1d
 
+from windlass import kernels
 from windlass.errors import PolicyError
 from windlass.policies.base import Observation, Policy, Slots
 from windlass.shapes import Scores
@@ -34,12 +35,12 @@ class SnapKV(Policy):
 
     def observe(self, slots: Slots, seen: Observation) -> None:
         share = (seen.positions >= 0).sum(-1)[:, None, None] / self.observed_queries
-        slots.state["votes"].mul_(1 - share).add_(seen.mass / self.observed_queries)
+        slots.state["votes"].mul_(1 - share).add_(seen.mass, alpha=1 / self.observed_queries)
 
     def score(self, slots: Slots) -> Scores:
         votes = slots.state["votes"]
         is_held = slots.positions >= 0
-        text_order = torch.where(is_held, slots.positions, torch.iinfo(slots.positions.dtype).max).argsort(-1)
+        text_order = kernels.text_order(slots.positions)
         in_order = votes.masked_fill(~is_held, 0.0).gather(-1, text_order)
         pooled = max_pool1d(in_order, self.pool, stride=1, padding=self.pool // 2)
         return torch.empty_like(votes).scatter_(-1, text_order, pooled)

@@ -1,0 +1,295 @@
+"""What keys and values lose as small whole numbers, scheme by scheme, and how the shipped ones were chosen.
+
+    python benchmarks/low_bit.py --stories tinystories-valid-part.txt > table.md
+
+Kullback-Leibler divergence (nats per token) of the next token from that of a float cache: 8 windows
+of the trained length, streamed in chunks, every token read back through the scheme. "bias" is the
+pass-key model with a bias on two slow channel pairs of its keys, ten times as wide as the keys: its
+text hardly changes, its keys look like those of Qwen. Pass keys: 128 of them in 500 tokens of novel.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from importlib import resources
+from pathlib import Path
+from random import Random
+from typing import Annotated
+
+import torch
+import typer
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import windlass
+from windlass import demo
+from windlass.hf import seam_of, vocabulary_of
+from windlass.low_bit import LowBit
+from windlass.open_model import open_model
+from windlass.shapes import NewKeys, NewValues
+from windlass.store import Parts, Plain, Store
+
+WINDOWS, CHUNK, PROMPT, SAMPLES, SLOTS = 8, 64, 500, 128, 64
+STATIC = {
+    "": "",
+    "channel": "keys: scale per channel of the first step",
+    "pair": "keys: scale per pair of the first step",
+    "first step": "keys: centre of the first step",
+    "random": "keys: centre of 128 random tokens",
+    "own": "keys: centre of own text",
+}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """How one row of numbers becomes codes. `fit`: symmetric (largest magnitude), extreme (signed,
+    all codes used), offset (least and most, with an offset), searched (extreme, best of 9 scales)."""
+
+    bits: int
+    fit: str
+    group: int | None = None
+    is_turned: bool = False  # Hadamard
+    static: str = ""  # of keys: scales per channel or pair, or a centre: of the first step, random or own text
+    newest: int = 0
+    sinks: int = 0
+
+    def bytes_per_token(self, width: int) -> float:
+        scales = 2 * (width // min(self.group or width, width)) * (2 if self.fit == "offset" else 1)
+        return width * self.bits / 8 + scales
+
+    def __str__(self) -> str:
+        notes = (
+            self.fit,
+            f"groups of {self.group}" if self.group else "",
+            "Hadamard" if self.is_turned else "",
+            STATIC[self.static],
+            f"first {self.sinks} exact" if self.sinks else "",
+            f"newest {self.newest} exact" if self.newest else "",
+        )
+        return f"int{self.bits} " + ", ".join(filter(None, notes))
+
+
+def coded(numbers: Tensor, scheme: Scheme) -> Tensor:
+    """`numbers` through codes and back."""
+    width, top = numbers.shape[-1], 2 ** (scheme.bits - 1)
+    group = min(scheme.group or width, width)
+    turn = hadamard(width)
+    rows = (numbers @ turn if scheme.is_turned else numbers).unflatten(-1, (width // group, group))
+    low, high = rows.aminmax(dim=-1, keepdim=True)
+    extreme = torch.where(-low > high, low, high)
+    if scheme.fit == "symmetric":
+        out = _nearest(rows, extreme.abs() / (top - 1), 1 - top, top - 1)
+    elif scheme.fit == "extreme":
+        out = _nearest(rows, extreme / -top, -top, top - 1)
+    elif scheme.fit == "offset":
+        low = low.half().float()
+        out = _nearest(rows - low, (high - low) / (2 * top - 1), 0, 2 * top - 1) + low
+    else:
+        tries = torch.stack([_nearest(rows, extreme / -(top * n / 10), -top, top - 1) for n in range(8, 17)])
+        best = (tries - rows).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
+        out = tries.take_along_dim(best, 0)[0]
+    out = out.flatten(-2)
+    return out @ turn.T if scheme.is_turned else out
+
+
+def _nearest(rows: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
+    scales = scales.half().float()
+    scales = scales.where(scales != 0, 1.0)
+    return (rows / scales).round().clamp(low, high) * scales
+
+
+def hadamard(width: int) -> Tensor:
+    """Sylvester's, orthonormal."""
+    turn = torch.ones(1, 1)
+    while len(turn) < width:
+        turn = torch.cat((torch.cat((turn, turn), 1), torch.cat((turn, -turn), 1)))
+    return turn / math.sqrt(width)
+
+
+class Simulated(Plain):
+    """Floats that went through codes at write; without eviction, so that slots are in text order."""
+
+    part_names = ("keys", "values", "exact_keys", "exact_values")
+
+    def __init__(self, keys: Scheme | None, values: Scheme | None, given: Tensor | None = None) -> None:
+        super().__init__()
+        self._schemes = keys, values
+        self._scales: Tensor | float = 1.0
+        self._centres: Tensor | float = 0.0 if given is None else given[:, None]
+        self._written = 0
+
+    def fresh(self, centres: Tensor | None) -> "Simulated":
+        is_wanted = self._schemes[0] is not None and self._schemes[0].static in ("random", "own")
+        return Simulated(*self._schemes, given=centres if is_wanted else None)
+
+    def begin(self, keys: NewKeys) -> Parts:
+        static = "" if self._schemes[0] is None else self._schemes[0].static
+        if static == "first step":
+            self._centres = keys.mean(2, keepdim=True)
+        elif static in ("channel", "pair"):
+            self._scales = keys.abs().amax(2, keepdim=True)
+            if static == "pair":
+                halves = torch.maximum(*self._scales.chunk(2, -1))
+                self._scales = torch.cat((halves, halves), -1)
+        return {}
+
+    def encode(self, keys: NewKeys, values: NewValues) -> Parts:
+        parts = {"keys": keys, "values": values, "exact_keys": keys, "exact_values": values}
+        if self._schemes[0] is not None:
+            parts["keys"] = (
+                coded((keys - self._centres) / self._scales, self._schemes[0]) * self._scales + self._centres
+            )
+        if self._schemes[1] is not None:
+            parts["values"] = coded(values, self._schemes[1])
+        return parts
+
+    def write(self, index: Tensor, keys: NewKeys, values: NewValues) -> None:
+        super().write(index, keys, values)
+        self._written = int(index.max()) + 1
+
+    def decode_keys(self, parts: Parts) -> Tensor:
+        return self._mixed(parts["keys"], parts["exact_keys"], self._schemes[0])
+
+    def decode_values(self, parts: Parts) -> Tensor:
+        return self._mixed(parts["values"], parts["exact_values"], self._schemes[1])
+
+    def _mixed(self, states: Tensor, exact: Tensor, scheme: Scheme | None) -> Tensor:
+        if scheme is None or not scheme.newest + scheme.sinks:
+            return states
+        slots = torch.arange(states.shape[2])
+        is_exact = (slots < scheme.sinks) | (slots >= self._written - scheme.newest)
+        return exact.where(is_exact[None, None, :, None], states)
+
+
+def new_cache(model: PreTrainedModel, store: str | Store, rows: int, budget: int | None = None) -> windlass.KVCache:
+    policy = windlass.KeyDiff() if budget else None
+    return windlass.KVCache(model, budget, policy, batch=rows, chunk=128, store=store)
+
+
+@torch.no_grad()
+def log_probabilities(model: PreTrainedModel, ids: Tensor, store: str | Store, chunk: int) -> Tensor:
+    cache = new_cache(model, store, len(ids))
+    logits = [model(piece, past_key_values=cache).logits for piece in ids.split(chunk, 1)]
+    return torch.cat(logits, 1).double().log_softmax(-1)
+
+
+class Bench:
+    """One model and its text."""
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, text: str) -> None:
+        self.model, self.tokenizer = model, tokenizer
+        trained = model.config.max_position_embeddings
+        ids = tokenizer(text[20_000 : 20_000 + WINDOWS * trained * 6], add_special_tokens=False)["input_ids"]
+        pieces = [ids[n * (trained - 1) : (n + 1) * (trained - 1)] for n in range(WINDOWS)]
+        self.ids = torch.tensor([[model.config.bos_token_id, *piece] for piece in pieces])
+        self._truth: dict[int, Tensor] = {}
+
+    @torch.no_grad()
+    def centre(self, how: str) -> None:
+        """Give the model's new low-bit caches the centres of `how`."""
+        seam = seam_of(self.model)
+        seam.centres = None
+        new_cache(self.model, LowBit(8), 1)  # measures them
+        if how == "random":
+            cache = new_cache(self.model, "plain", 1)
+            ids = torch.randint(vocabulary_of(self.model), (1, 128), generator=torch.Generator().manual_seed(0))
+            self.model(ids, past_key_values=cache)
+            seam.centres = [layer.store.keys()[:, :, :128].mean((0, 2)) for layer in cache.layers]
+
+    def nats(self, store: str | Store, chunk: int = CHUNK) -> float:
+        """Divergence from the float cache."""
+        if chunk not in self._truth:
+            self._truth[chunk] = log_probabilities(self.model, self.ids, "plain", chunk)
+        truth, ours = self._truth[chunk], log_probabilities(self.model, self.ids, store, chunk)
+        return float((truth.exp() * (truth - ours)).sum(-1).mean())
+
+    @torch.no_grad()
+    def pass_keys(self, store: str | Store, budget: int | None) -> int:
+        """Keys told right, of `SAMPLES`; the question comes after the text was read."""
+        draw, novel, found = Random(5), demo.in_words(demo.novel()), 0
+        encode = self.tokenizer.encode
+        question = encode(demo.QUESTION, add_special_tokens=False)
+        texts, answers = [], []
+        for n in range(SAMPLES):
+            key = "".join(draw.choice("0123456789") for _ in range(5))
+            hidden = encode(demo.HIDDEN.format(key=key), add_special_tokens=False)
+            start = encode(demo.BEFORE, add_special_tokens=False)
+            answer = encode(f" {key}.", add_special_tokens=False)
+            room = PROMPT - len(start) - len(hidden) - len(question) - len(answer) - 1
+            at = draw.randrange(len(novel) - 8 * room)
+            filler = encode(novel[at : at + 8 * room], add_special_tokens=False)[:room]
+            cut = int(room * (n + 0.5) / SAMPLES)
+            texts.append([self.model.config.bos_token_id, *start, *filler[:cut], *hidden, *filler[cut:]])
+            answers.append(answer)
+        for first in range(0, SAMPLES, 32):
+            cache = new_cache(self.model, store, 32, budget)
+            windlass.prefill(self.model, cache, texts[first : first + 32])
+            told = torch.tensor(answers[first : first + 32])
+            asked = torch.cat((torch.tensor([question] * 32), told[:, :-1]), 1)
+            logits = self.model(asked, past_key_values=cache).logits[:, -told.shape[1] :]
+            found += int((logits.argmax(-1) == told).all(1).sum())
+        return found
+
+
+def biased(bench: Bench, text: str) -> Bench:
+    """The same model with a wide bias on the two slowest channel pairs of each key."""
+    model, tokenizer = open_model(str(bench.model.name_or_path), "float32")
+    config = model.config
+    cache = new_cache(model, "plain", WINDOWS)
+    with torch.no_grad():
+        model(bench.ids, past_key_values=cache)
+        wide = 10 * float(torch.stack([layer.store.keys().std() for layer in cache.layers]).mean())
+        bias = torch.zeros(config.num_key_value_heads, 2, config.head_dim // 2)
+        bias[:, 0, -2:], bias[:, 1, -2:] = wide, -0.7 * wide
+        for block in model.model.layers:
+            block.self_attn.k_proj.bias = torch.nn.Parameter(bias.flatten())
+    return Bench(model, tokenizer, text)
+
+
+def main(
+    stories: Annotated[Path, typer.Option(help="text for babyllama-361")],
+    baby: Path = Path("tests/models/babyllama-361"),
+    threads: int = 1,
+) -> None:
+    """Print the table."""
+    torch.set_num_threads(threads)
+    with resources.as_file(resources.files("windlass") / "assets" / demo.MODEL) as folder:
+        large = Bench(*open_model(str(folder), "float32"), demo.novel())
+    small = Bench(*open_model(str(baby), "float32"), stories.read_text())
+    benches = large, small, biased(large, demo.novel())
+    print("| bits, scale, and more | of bf16 | width 16 | keys | values | both | width 16: keys | values | both "
+          "| bias | pass keys | in 64 slots |")  # fmt: skip
+    print("|---|" + "---:|" * 11)
+    schemes = [Scheme(8, fit) for fit in ("symmetric", "extreme", "offset")]
+    schemes += [Scheme(4, fit) for fit in ("symmetric", "extreme", "offset", "searched")]
+    schemes += [Scheme(4, fit, group=32) for fit in ("extreme", "offset")]
+    schemes += [Scheme(4, fit, is_turned=True) for fit in ("extreme", "offset")]
+    schemes += [Scheme(4, "extreme", static=static) for static in ("channel", "pair", "first step", "random", "own")]
+    schemes += [Scheme(4, "offset", static="own"), Scheme(4, "extreme", static="own", sinks=4)]
+    schemes += [Scheme(4, "extreme", static="own", newest=32)]
+    for scheme in schemes:
+        for bench in benches:
+            bench.centre(scheme.static)
+        values = replace(scheme, static="")
+        stores = Simulated(scheme, None), Simulated(None, values), Simulated(scheme, values)
+        print(row(str(scheme), scheme, benches, stores), flush=True)
+    for bits in (8, 4):
+        for bench in benches:
+            bench.centre("own")
+        scheme = Scheme(bits, "extreme", static="own")
+        stores = Simulated(scheme, None), Simulated(None, scheme), LowBit(bits)
+        print(row(f'**`store="int{bits}"`**', scheme, benches, stores), flush=True)
+
+
+def row(label: str, scheme: Scheme, benches: tuple[Bench, Bench, Bench], stores: tuple[Store, Store, Store]) -> str:
+    """One line of the table; `stores` hold keys, values and both by the scheme."""
+    large, small, bias = benches
+    chunk = 4 if scheme.newest else CHUNK
+    cells = [f"{scheme.bytes_per_token(width) / (2 * width):.3f}" for width in (64, 16)]
+    cells += [f"{bench.nats(store, chunk):.1e}" for bench in (large, small) for store in stores]
+    cells += [f"{bias.nats(stores[2], chunk):.1e}", str(large.pass_keys(stores[2], None))]
+    cells += ["" if scheme.newest or scheme.sinks else str(large.pass_keys(stores[2], SLOTS))]
+    return f"| {label} | " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,197 @@
+"""Decode and prefill of Windlass and of public peers, in one run that alternates between them.
+
+    python benchmarks/peers/run.py                                # the shape 1b, all peers
+    python benchmarks/peers/run.py --shape 7b-mha --layers 4 --depths 0 4096 --peers windlass llama-cpp
+    python benchmarks/peers/run.py --shape tiny --depths 0 64 --rounds 2 --out /dev/null
+
+Every peer is a process that keeps its model; only one works at a time, the others sleep. A test at
+a depth is run once by each to warm up, then by each in turn, round after round, in an order that
+moves on by one. Prints llama-bench's table (mean and standard deviation) and appends every sample
+to `--out` as a JSON line; `tables.py` makes the documentation's tables of it.
+
+Before anything is timed, all peers read the same tokens, and their logits have to agree. Peers of other
+packages live in `.venv-peers`, which `make bench-peers` fills; those that are not there are left out.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from shape import PEERS, Shape, shape_of
+from weights import write_weights
+from worker import About, Answer
+
+HERE = Path(__file__).parent
+# Python's own and the environment's, the worker's file, its kind.
+WORKERS = {
+    "windlass": (Path(sys.executable), "torch_worker.py", "windlass"),
+    "transformers-dynamic": (Path(sys.executable), "torch_worker.py", "dynamic"),
+    "transformers-static": (Path(sys.executable), "torch_worker.py", "static"),
+    "llama-cpp": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker.py", "f16-flash"),
+    "llama-cpp-plain": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker.py", "f16-plain"),
+    "mlx": (PEERS / "mlx" / "bin" / "python", "mlx_worker.py", ""),
+}
+# A library's threads spin for some milliseconds before they sleep.
+PAUSE_S = 0.05
+CHECKED_TOKENS = 48
+LEAST_AGREEMENT = 0.995
+
+
+class Worker:
+    """A process that runs one peer."""
+
+    def __init__(self, name: str, shape: Shape, threads: int) -> None:
+        python, file, kind = WORKERS[name]
+        command = [python, HERE / file, shape.name, f"--layers={shape.layers}", f"--threads={threads}"]
+        if kind:
+            command.append(f"--kind={kind}")
+        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        self.process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+        )
+        self.name = name
+        self.about = About(**json.loads(self._line()))
+
+    def ask(self, test: str, tokens: int, depth: int) -> Answer:
+        """Have the test run once."""
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps({"test": test, "tokens": tokens, "depth": depth}) + "\n")
+        self.process.stdin.flush()
+        return Answer(**json.loads(self._line()))
+
+    def takes(self, test: str, tokens: int) -> bool:
+        """Whether it reads prompts as long as this."""
+        return test != "pp" or self.about.most_prompt is None or tokens <= self.about.most_prompt
+
+    def stop(self) -> None:
+        """End the process."""
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        self.process.wait()
+
+    def _line(self) -> str:
+        assert self.process.stdout is not None
+        line = self.process.stdout.readline()
+        if not line:
+            raise RuntimeError(f"the worker of {WORKERS[self.name][1]} ended with status {self.process.wait()}")
+        return line
+
+
+def machine(threads: int, shape: Shape) -> dict:
+    """The first line of a run: where, when and what."""
+    cpu = Path("/proc/cpuinfo")
+    names = [line for line in cpu.read_text().splitlines() if line.startswith("model name")] if cpu.exists() else []
+    return {
+        "kind": "run",
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "cpu": names[0].partition(":")[2].strip() if names else platform.processor(),
+        "cores": os.cpu_count(),
+        "system": f"{platform.system()} {platform.machine()}",
+        "python": platform.python_version(),
+        "threads": threads,
+        "shape": shape.name,
+        "layers": shape.layers,
+        "params": shape.params,
+        "weight_bytes": shape.nbytes,
+    }
+
+
+def prepare(shape: Shape, names: list[str]) -> None:
+    """Write the weights that these peers load."""
+    write_weights(shape)
+    for python in {WORKERS[name][0] for name in names if WORKERS[name][1] == "llama_worker.py"}:
+        subprocess.run([python, HERE / "gguf_weights.py", shape.name, f"--layers={shape.layers}"], check=True)
+
+
+def check(workers: list[Worker]) -> None:
+    """Have all peers read one text. Raises: RuntimeError when the logits of one point elsewhere than the first's."""
+    read = [worker.ask("logits", CHECKED_TOKENS, 0).logits or [] for worker in workers]
+    for worker, logits in zip(workers, read, strict=True):
+        agreement = statistics.correlation(read[0], logits)
+        print(f"logits of {worker.name} and {workers[0].name} correlate: {agreement:.5f}", file=sys.stderr)
+        if agreement < LEAST_AGREEMENT:
+            raise RuntimeError(f"{worker.name} and {workers[0].name} compute different logits from the same weights")
+
+
+def measure(
+    workers: list[Worker], test: str, tokens: int, depth: int, rounds: int, out: Path
+) -> dict[str, list[float]]:
+    """Tokens per second of each worker, one per round; each sample is also appended to `out`."""
+    taking = [worker for worker in workers if worker.takes(test, tokens)]
+    rates: dict[str, list[float]] = {worker.name: [] for worker in taking}
+    for worker in taking:
+        worker.ask(test, tokens, depth)
+    for turn in range(rounds):
+        at = turn % max(len(taking), 1)
+        for worker in taking[at:] + taking[:at]:
+            time.sleep(PAUSE_S)
+            answer = worker.ask(test, tokens, depth)
+            rates[worker.name].append(tokens / answer.seconds)
+            sample = {"kind": "sample", "peer": worker.about.peer, "test": test, "tokens": tokens, "depth": depth}
+            timed = {"seconds": answer.seconds, "cpu_s": answer.cpu_s, "idle_cpu_s": answer.idle_cpu_s}
+            write(out, {**sample, "round": turn, **timed})
+    return rates
+
+
+def write(out: Path, line: dict) -> None:
+    """Append one line."""
+    with out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def row(cells: list[str]) -> str:
+    """One line of a Markdown table."""
+    return "| " + " | ".join(cells) + " |"
+
+
+def main() -> None:
+    """Measure, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1b")
+    parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
+    parser.add_argument("--depths", type=int, nargs="+", default=[0, 4096, 16384])
+    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 16], help="lengths; long ones not for mlx")
+    parser.add_argument("--tokens", type=int, nargs="*", default=[16], help="how many to decode")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--peers", nargs="+", default=list(WORKERS), choices=list(WORKERS))
+    parser.add_argument("--out", type=Path, default=PEERS / "samples.jsonl")
+    options = parser.parse_args()
+    shape = shape_of(options.shape, options.layers)
+    names = [name for name in options.peers if WORKERS[name][0].exists()]
+    for name in set(options.peers) - set(names):
+        print(f"{name} is left out: there is no {WORKERS[name][0]}", file=sys.stderr)
+    prepare(shape, names)
+    workers = [Worker(name, shape, options.threads) for name in names]
+    check(workers)
+    write(options.out, {**machine(options.threads, shape), "rounds": options.rounds})
+    for worker in workers:
+        about = worker.about
+        said = {"version": about.version, "settings": about.settings, "threads": about.threads}
+        write(options.out, {"kind": "peer", "peer": about.peer, **said})
+    print(row(["model", "size", "params", "backend", "threads", "test", "t/s"]))
+    print("|---|--:|--:|---|--:|--:|--:|")
+    sizes = [f"llama {shape.name} BF16", f"{shape.nbytes / 2**30:.2f} GiB", f"{shape.params / 1e9:.2f} B"]
+    for depth in options.depths:
+        tests = [("pp", tokens) for tokens in options.prompts] + [("tg", tokens) for tokens in options.tokens]
+        for test, tokens in tests:
+            rates = measure(workers, test, tokens, depth, options.rounds, options.out)
+            label = f"{test}{tokens}" + (f" @ d{depth}" if depth else "")
+            for worker in workers:
+                if worker.name in rates:
+                    each = rates[worker.name]
+                    rate = f"{statistics.mean(each):.2f} ± {statistics.pstdev(each):.2f}"
+                    print(row([*sizes, worker.about.peer, str(worker.about.threads), label, rate]), flush=True)
+    for worker in workers:
+        worker.stop()
+
+
+if __name__ == "__main__":
+    main()

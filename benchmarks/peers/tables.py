@@ -1,0 +1,118 @@
+"""The documentation's tables, out of the samples that `run.py` wrote.
+
+    python benchmarks/peers/tables.py .venv-peers/samples.jsonl
+
+One section per shape, from its last run: medians, each with Windlass' ratio to it. Rows and columns are
+those that were measured; none is left out for its result. A pure function of the lines.
+"""
+
+import argparse
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+OURS = "windlass"
+ABSENT = "-"
+
+
+@dataclass
+class Run:
+    """One run: its first line, its peers in order, and the rates of each test by peer."""
+
+    about: dict
+    peers: dict[str, dict] = field(default_factory=dict)
+    rates: dict[tuple[str, int, int], dict[str, list[float]]] = field(default_factory=dict)
+
+
+def tables(lines: Iterable[str]) -> str:
+    """Markdown of all shapes, in the order in which they were first measured.
+
+    Raises: ValueError when a sample comes before a run, or a peer before its description.
+    """
+    return "\n\n".join(_section(run) for run in _runs(lines) if run.rates) + "\n"
+
+
+def _runs(lines: Iterable[str]) -> list[Run]:
+    """The last run of each shape."""
+    runs: dict[tuple[str, int], Run] = {}
+    current: Run | None = None
+    for line in lines:
+        entry: dict = json.loads(line)
+        if entry["kind"] == "run":
+            current = runs[entry["shape"], entry["layers"]] = Run(entry)
+        elif current is None:
+            raise ValueError(f"the line {line[:80]!r} comes before the run it belongs to")
+        elif entry["kind"] == "peer":
+            current.peers[entry["peer"]] = entry
+        elif entry["peer"] not in current.peers:
+            raise ValueError(f"a sample of {entry['peer']!r} comes before the peer's description")
+        else:
+            test = current.rates.setdefault((entry["test"], entry["tokens"], entry["depth"]), {})
+            test.setdefault(entry["peer"], []).append(entry["tokens"] / entry["seconds"])
+    return list(runs.values())
+
+
+def _section(run: Run) -> str:
+    about = run.about
+    others = [peer for peer in run.peers if peer != OURS]
+    title = f"### `{about['shape']}`: {about['layers']} layers, {about['params'] / 1e9:.2f}B parameters, bfloat16"
+    header = ["test", OURS, *(cell for peer in others for cell in (peer, "ratio"))]
+    rows = [header, ["---", *("--:" for _ in header[1:])]]
+    for test in sorted(run.rates, key=lambda test: (test[0], test[1], test[2])):
+        rows.append([_label(*test), *_cells(run.rates[test], others)])
+    table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
+    return f"{title}\n\n{table}\n\n{_conditions(run)}"
+
+
+def _label(test: str, tokens: int, depth: int) -> str:
+    """The test as llama-bench names it."""
+    return f"{test}{tokens}" + (f" @ d{depth}" if depth else "")
+
+
+def _cells(rates: dict[str, list[float]], others: list[str]) -> list[str]:
+    """A row's medians, each peer's with Windlass' median over it."""
+    ours = median(rates[OURS]) if OURS in rates else None
+    cells = [ABSENT if ours is None else f"{ours:.2f}"]
+    for peer in others:
+        if peer not in rates:
+            cells += [ABSENT] * 2
+            continue
+        theirs = median(rates[peer])
+        cells += [f"{theirs:.2f}", ABSENT if ours is None else f"{ours / theirs:.2f}"]
+    return cells
+
+
+def _conditions(run: Run) -> str:
+    """What a reader needs to judge the numbers."""
+    about = run.about
+    spread = max((max(each) - min(each)) / median(each) for test in run.rates.values() for each in test.values())
+    said = [
+        f"- {peer} {entry['version']}: {entry['settings']}, {entry['threads']} "
+        f"thread{'' if entry['threads'] == 1 else 's'}"
+        for peer, entry in run.peers.items()
+    ]
+    return "\n".join(
+        [
+            f"Tokens per second, median of {about['rounds']} rounds that alternate between the peers; ratio: "
+            f"{OURS} over the peer, above 1 where {OURS} is faster. `pp` reads a prompt, `tg` decodes, `@ d` behind so "
+            f"many tokens. {about['cpu']}, {about['cores']} cores, {about['system']}, Python {about['python']}, "
+            f"{about['date']}. The samples of one cell lie at most {spread:.0%} of their median apart.",
+            "",
+            *said,
+        ]
+    )
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("samples", type=Path, nargs="+")
+    options = parser.parse_args()
+    lines = [line for path in options.samples for line in path.read_text().splitlines()]
+    print(tables(lines), end="")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The worker of transformers (`--kind dynamic` or `static`) and of Windlass (`--kind windlass`), on the same model."""
+
+import torch
+import transformers
+from shape import Shape
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
+from worker import CHUNK, About, Peer, options, serve
+
+import windlass
+
+
+class TorchPeer(Peer):
+    """What the three have in common: the model, and how it is called."""
+
+    def __init__(self, model: PreTrainedModel, about: About) -> None:
+        self.model = model
+        self.about = about
+        self.cache: transformers.Cache
+        self.depth = 0
+        self.last = torch.empty(0)
+
+    def feed(self, ids: list[int]) -> None:
+        self.last = self.model(torch.tensor([ids]), past_key_values=self.cache, logits_to_keep=1).logits
+
+    def logits(self) -> list[float]:
+        return self.last.float().flatten().tolist()
+
+
+class Dynamic(TorchPeer):
+    """Keys and values that are concatenated at every step."""
+
+    def hold(self, ids: list[int]) -> None:
+        self.depth = len(ids)
+        self.cache = DynamicCache(config=self.model.config)
+        self.read(ids)
+
+    def restore(self, room: int) -> None:
+        if self.depth == 0:
+            self.cache = DynamicCache(config=self.model.config)
+        else:
+            self.cache.crop(self.depth - self.cache.get_seq_length())
+
+
+class Static(TorchPeer):
+    """Keys and values in tensors that are just long enough for the test."""
+
+    def hold(self, ids: list[int]) -> None:
+        self.depth = len(ids)
+        self.cache = self.source = DynamicCache(config=self.model.config)
+        self.read(ids)
+        self.room = -1
+
+    def restore(self, room: int) -> None:
+        if room != self.room:
+            self.cache, self.room = self._copied(room), room
+        for layer in self.cache.layers:
+            layer.cumulative_length.fill_(self.depth)
+
+    def _copied(self, room: int) -> StaticCache:
+        """The held text, and room behind it."""
+        config = self.model.config
+        cache = StaticCache(config=config, max_cache_len=self.depth + room)
+        cache.early_initialization(1, config.num_key_value_heads, config.head_dim, self.model.dtype, self.model.device)
+        if self.depth:
+            for layer, source in zip(cache.layers, self.source.layers, strict=True):
+                layer.keys[:, :, : self.depth] = source.keys
+                layer.values[:, :, : self.depth] = source.values
+        return cache
+
+
+class Windlass(TorchPeer):
+    """A `windlass.KVCache` that keeps every token."""
+
+    cache: windlass.KVCache
+
+    def hold(self, ids: list[int]) -> None:
+        self.depth = len(ids)
+        self.cache = windlass.KVCache(self.model, chunk=CHUNK)
+        self.read(ids)
+
+    def restore(self, room: int) -> None:
+        self.cache.rollback(self.cache.tokens_seen[0] - self.depth)
+
+
+def loaded(shape: Shape) -> PreTrainedModel:
+    """The model, its weights in memory of its own."""
+    model = LlamaForCausalLM.from_pretrained(shape.folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    return model
+
+
+def main() -> None:
+    """Serve the kind that is asked for."""
+    shape, asked = options()
+    torch.set_num_threads(asked.threads)
+    model = loaded(shape)
+    base = f"{transformers.__version__}, torch {torch.__version__}"
+    match asked.kind:
+        case "dynamic":
+            about = About("transformers DynamicCache", base, "sdpa, bf16 cache", asked.threads)
+            peer: Peer = Dynamic(model, about)
+        case "static":
+            about = About("transformers StaticCache", base, "sdpa, bf16 cache, not compiled", asked.threads)
+            peer = Static(model, about)
+        case "windlass":
+            version = f"{windlass.__version__}, transformers {base}"
+            peer = Windlass(windlass.attach(model), About("windlass", version, "no budget, bf16 cache", asked.threads))
+        case kind:
+            raise ValueError(f"--kind is {kind!r}, expected dynamic, static or windlass")
+    with torch.inference_mode():
+        serve(peer, shape.vocabulary)
+
+
+if __name__ == "__main__":
+    main()

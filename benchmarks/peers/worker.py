@@ -1,0 +1,111 @@
+"""The loop of a worker: one peer with one model, commands on stdin, answers on stdout, both JSON lines.
+
+A command is `{"test": "tg", "tokens": 16, "depth": 4096}`: `pp` reads a prompt of `tokens`, `tg` feeds
+them one by one, `logits` reads them and answers with the logits after the last. All of it happens
+behind `depth` tokens, which are read when the depth changes and never timed. Standard library only.
+"""
+
+import argparse
+import json
+import random
+import sys
+import time
+from abc import ABC, abstractmethod
+from dataclasses import asdict, dataclass
+
+from shape import Shape, shape_of
+
+# What llama.cpp computes at once by default; every peer reads its prompts in steps of as many.
+CHUNK = 512
+
+
+@dataclass(frozen=True)
+class About:
+    """What a worker says of itself before the first command.
+
+    `most_prompt`: longest prompt that it reads in reasonable time; None for any.
+    """
+
+    peer: str
+    version: str
+    settings: str
+    threads: int
+    most_prompt: int | None = None
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a worker says after a command.
+
+    `cpu_s`: processor time of the run. `idle_cpu_s`: that since the answer before, which is what the
+    worker used while another was measured.
+    """
+
+    seconds: float
+    cpu_s: float
+    idle_cpu_s: float
+    logits: list[float] | None = None
+
+
+class Peer(ABC):
+    """A model and the state of one text."""
+
+    about: About
+
+    @abstractmethod
+    def hold(self, ids: list[int]) -> None:
+        """Forget everything, then hold the state after `ids`."""
+
+    @abstractmethod
+    def restore(self, room: int) -> None:
+        """Go back to the state that is held, with room for so many tokens more."""
+
+    @abstractmethod
+    def feed(self, ids: list[int]) -> None:
+        """Read `ids` in one step; the logits after the last are computed when this returns."""
+
+    @abstractmethod
+    def logits(self) -> list[float]:
+        """The logits after the last token that was fed."""
+
+    def read(self, ids: list[int], size: int = CHUNK) -> None:
+        """Feed `ids` in steps of `size`."""
+        for at in range(0, len(ids), size):
+            self.feed(ids[at : at + size])
+
+
+def options() -> tuple[Shape, argparse.Namespace]:
+    """The shape, and what else the command line of a worker says."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("shape")
+    parser.add_argument("--layers", type=int)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--kind", default="", help="what a worker with several kinds is to be")
+    read = parser.parse_args()
+    return shape_of(read.shape, read.layers), read
+
+
+def serve(peer: Peer, vocabulary: int) -> None:
+    """Answer commands until stdin ends."""
+    print(json.dumps(asdict(peer.about)), flush=True)
+    held, slept_at = -1, time.process_time()
+    for line in sys.stdin:
+        idle_cpu_s = time.process_time() - slept_at
+        command: dict = json.loads(line)
+        tokens, depth, test = command["tokens"], command["depth"], command["test"]
+        if depth != held:
+            peer.hold(random_ids(depth, vocabulary, seed=1))
+            held = depth
+        ids = random_ids(tokens, vocabulary, seed=2)
+        peer.restore(tokens)
+        cpu, start = time.process_time(), time.perf_counter()
+        peer.read(ids, size=1 if test == "tg" else CHUNK)
+        seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
+        logits = peer.logits() if test == "logits" else None
+        print(json.dumps(asdict(Answer(seconds, cpu_s, idle_cpu_s, logits))), flush=True)
+        slept_at = time.process_time()
+
+
+def random_ids(tokens: int, vocabulary: int, seed: int) -> list[int]:
+    """The same ids for every peer."""
+    return random.Random(seed).choices(range(vocabulary), k=tokens)

@@ -1,0 +1,35 @@
+#!/usr/bin/env bash
+# The compiled kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer; the first finding ends the run.
+#     benchmarks/sanitize.sh [PYTHON] [pytest arguments]
+# Builds in a temporary folder, next to a copy of the package, so that the installed module is not the one that runs.
+set -eu
+cd "$(dirname "$0")/.."
+python=${1:-.venv/bin/python}
+[ $# -gt 0 ] && shift
+work=$(mktemp -d)
+trap 'rm -rf "$work"' EXIT
+
+cp -r windlass tests pyproject.toml "$work"
+find "$work/windlass" -name '_native*.so' -delete
+# A module as it will run, but checked: the same optimisation, since the sanitizers see what the compiler made of a loop.
+CXX=${CXX:-g++} cmake -S . -B "$work/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -DPython_EXECUTABLE="$("$python" -c 'import sys; print(sys.executable)')" \
+    -DCMAKE_CXX_FLAGS="-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer" >"$work/build.log" 2>&1 &&
+    cmake --build "$work/build" -j 2 >>"$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
+cp "$work"/build/_native*.so "$work/windlass/kernels/cpu/"
+
+cd "$work"
+run() {
+    # Python and PyTorch leave memory to the end of the process, and PyTorch hands exceptions across its own allocations.
+    env LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" PYTHONPATH="$work" \
+        ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 OMP_WAIT_POLICY=passive "$python" "$@"
+}
+run - "$work" <<'EOF'
+import sys
+
+from windlass.kernels import cpu
+
+assert cpu._native.__file__.startswith(sys.argv[1]), f"not the checked module: {cpu._native.__file__}"
+assert "__asan_init" in open("/proc/self/maps").read() or "libasan" in open("/proc/self/maps").read()
+print("checked:", cpu._native.__file__, *cpu.instruction_sets())
+EOF
+run -m pytest -p no:cacheprovider -q -s tests/test_kernels_cpu.py tests/test_kernels_cpu_slots.py "$@"

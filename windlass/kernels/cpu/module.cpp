@@ -1,0 +1,179 @@
+// The kernels as Python sees them. Tensors come as addresses: `__init__.py`, the only caller, has
+// checked their shapes, types and strides, and reading an address is much cheaper than an exchange
+// of array objects, of which a decode step would need hundreds.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/tuple.h>
+
+#include <memory>
+#include <string>
+#include <tuple>
+
+#include "call.hpp"
+#include "slots.hpp"
+
+namespace nb = nanobind;
+using namespace windlass;
+
+namespace windlass {
+namespace plain {
+void attend(const Attend &call, float *scratch, int threads);
+void turn(const Turn &call, int threads);
+}
+#ifdef WINDLASS_X86
+namespace avx2 {
+void attend(const Attend &call, float *scratch, int threads);
+void turn(const Turn &call, int threads);
+}
+namespace avx512 {
+void attend(const Attend &call, float *scratch, int threads);
+void turn(const Turn &call, int threads);
+}
+namespace avx512_bf16 {
+void attend(const Attend &call, float *scratch, int threads);
+void turn(const Turn &call, int threads);
+}
+#endif
+}  // namespace windlass
+
+namespace {
+
+using Address = std::uintptr_t;
+template <class T> T *at(Address address) { return reinterpret_cast<T *>(address); }
+
+bool has_avx512() {
+#ifdef WINDLASS_X86
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+    return false;
+#endif
+}
+bool has_bf16() {
+#ifdef WINDLASS_X86
+    return has_avx512() && __builtin_cpu_supports("avx512bf16");
+#else
+    return false;
+#endif
+}
+bool has_avx2() {
+#ifdef WINDLASS_X86
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+    return false;
+#endif
+}
+
+// The instruction sets that this CPU runs, best first.
+std::string instruction_sets() {
+    std::string sets;
+    if (has_bf16()) sets += "avx512_bf16 ";
+    if (has_avx512()) sets += "avx512 ";
+    if (has_avx2()) sets += "avx2 ";
+    return sets + "plain";
+}
+
+// Kept between calls: a fresh allocation of this size is paid for in page faults.
+float *scratch_of(std::size_t floats) {
+    thread_local std::unique_ptr<float[]> scratch;
+    thread_local std::size_t size = 0;
+    if (size < floats) {
+        scratch.reset(new float[floats]);
+        size = floats;
+    }
+    return scratch.get();
+}
+
+using HeldArguments = std::tuple<Address, Address, Address, int, std::size_t, Address, Address, int, int>;
+
+Held held(const HeldArguments &from) {
+    const auto &[codes, scales, centres, channels, row_bytes, exact, places, exact_places, exact_number] = from;
+    return {at<const std::uint8_t>(codes), at<const std::uint16_t>(scales), at<const float>(centres), channels, row_bytes,
+            at<const std::uint8_t>(exact), at<const std::int32_t>(places), exact_places, Format(exact_number)};
+}
+
+void turn(std::tuple<int, int, int, int, int> sizes, int format, int number, HeldArguments from,
+          Address positions, std::tuple<Address, Address, int> tables, Address out, const std::string &instruction_set,
+          int threads) {
+    const auto [batch, kv_heads, ranked, slots, used] = sizes;
+    const auto [cos, sin, pairs] = tables;
+    const Turn call{batch, kv_heads, ranked, slots, used, Format(format), Format(number), held(from),
+                    at<const std::int32_t>(positions), at<const float>(cos), at<const float>(sin), pairs, at<std::uint8_t>(out)};
+    nb::gil_scoped_release released;
+#ifdef WINDLASS_X86
+    if (instruction_set == "avx512_bf16") return avx512_bf16::turn(call, threads);
+    if (instruction_set == "avx512") return avx512::turn(call, threads);
+    if (instruction_set == "avx2") return avx2::turn(call, threads);
+#endif
+    plain::turn(call, threads);
+}
+
+void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int number, Address queries,
+            std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, HeldArguments keys, HeldArguments values,
+            Address slot_positions,
+            Address query_positions, std::tuple<Address, Address, Address, Address, int> reading,
+            std::tuple<Address, Address, int> tables, float scale, float softcap, std::tuple<int, int, int> visibility,
+            Address sink_logits, Address log_counts, std::tuple<Address, int, Address, Address> mass, Address out,
+            const std::string &instruction_set, int threads) {
+    Attend call{};
+    std::tie(call.batch, call.heads, call.kv_heads, call.ranked, call.tokens, call.slots) = sizes;
+    call.format = Format(format), call.number = Format(number);
+    call.queries = at<const std::uint8_t>(queries);
+    std::tie(call.query_strides[0], call.query_strides[1], call.query_strides[2]) = strides;
+    call.keys = held(keys), call.values = held(values);
+    call.slot_positions = at<const std::int32_t>(slot_positions);
+    call.query_positions = at<const std::int64_t>(query_positions);
+    call.near = Branch{at<const std::int64_t>(std::get<0>(reading)), at<const std::int32_t>(std::get<1>(reading))};
+    call.far = Branch{at<const std::int64_t>(std::get<2>(reading)), at<const std::int32_t>(std::get<3>(reading))};
+    call.near_window = std::get<4>(reading);
+    call.cos = at<const float>(std::get<0>(tables)), call.sin = at<const float>(std::get<1>(tables));
+    call.pairs = std::get<2>(tables);
+    call.scale = scale, call.softcap = softcap;
+    std::tie(call.sliding_window, call.reach, call.sinks) = visibility;
+    call.sink_logits = at<const float>(sink_logits), call.log_counts = at<const float>(log_counts);
+    call.observed = at<const std::int64_t>(std::get<0>(mass)), call.observations = std::get<1>(mass);
+    call.mass_rows = at<float>(std::get<2>(mass)), call.mass_rest = at<float>(std::get<3>(mass));
+    call.out = at<std::uint8_t>(out);
+    float *scratch = scratch_of(Scratch(call, threads).total());
+    nb::gil_scoped_release released;
+#ifdef WINDLASS_X86
+    if (instruction_set == "avx512_bf16") return avx512_bf16::attend(call, scratch, threads);
+    if (instruction_set == "avx512") return avx512::attend(call, scratch, threads);
+    if (instruction_set == "avx2") return avx2::attend(call, scratch, threads);
+#endif
+    plain::attend(call, scratch, threads);
+}
+
+}  // namespace
+
+NB_MODULE(_native, module) {
+    using namespace nb::literals;
+    module.def("instruction_sets", &instruction_sets);
+    module.def("attend", &attend, "sizes"_a, "format"_a, "number"_a, "queries"_a, "strides"_a, "keys"_a, "values"_a,
+               "slot_positions"_a, "query_positions"_a, "reading"_a, "tables"_a, "scale"_a, "softcap"_a,
+               "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a, "instruction_set"_a, "threads"_a);
+    module.def("turn", &turn, "sizes"_a, "format"_a, "number"_a, "held"_a, "positions"_a, "tables"_a, "out"_a,
+               "instruction_set"_a, "threads"_a);
+    module.def("first_free", [](Address positions, std::int64_t rows, std::int64_t slots, std::int64_t count, Address out) {
+        first_free(at<const std::int32_t>(positions), rows, slots, count, at<std::int64_t>(out));
+    });
+    module.def("text_order", [](Address positions, std::int64_t rows, std::int64_t slots, Address out, int threads) {
+        text_order(at<const std::int32_t>(positions), rows, slots, at<std::int64_t>(out), threads);
+    });
+    module.def("lowest", [](std::tuple<std::int64_t, std::int64_t, std::int64_t> sizes, Address scores, Address positions,
+                            Address next_positions, std::tuple<std::int64_t, std::int64_t, std::int64_t> limits,
+                            std::int64_t count, Address out, int threads) {
+        lowest({std::get<0>(sizes), std::get<1>(sizes), std::get<2>(sizes), at<const float>(scores),
+                at<const std::int32_t>(positions), at<const std::int64_t>(next_positions), std::get<0>(limits),
+                std::get<1>(limits), std::get<2>(limits)},
+               count, at<std::int64_t>(out), threads);
+    });
+    module.def("write", [](std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t> sizes,
+                           std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, Address index, Address source,
+                           Address target) {
+        const auto [batch, kv_heads, ranked, tokens, slots, bytes] = sizes;
+        write({batch, kv_heads, ranked, tokens, slots, bytes, {std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)},
+               at<const std::int64_t>(index)},
+              at<const std::uint8_t>(source), at<std::uint8_t>(target));
+    });
+}

@@ -1,0 +1,235 @@
+// Vectors of the widest kind that the compiler may use here, and loads that widen to float32.
+// Included inside the namespace of one instruction set, so that no two sets share a function.
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+#elif defined(__AVX2__)
+constexpr int LANES = 8;
+#else
+constexpr int LANES = 4;
+#endif
+
+typedef float Floats __attribute__((vector_size(LANES * 4)));
+typedef std::int32_t Ints __attribute__((vector_size(LANES * 4)));
+typedef std::uint32_t Words __attribute__((vector_size(LANES * 4)));
+typedef std::uint16_t Halves __attribute__((vector_size(LANES * 2)));
+typedef std::int8_t Bytes __attribute__((vector_size(LANES)));
+
+template <class V> inline V load(const void *from) {
+    V v;
+    __builtin_memcpy(&v, from, sizeof v);
+    return v;
+}
+inline void store(float *to, Floats v) { __builtin_memcpy(to, &v, sizeof v); }
+inline Floats all(float x) { return x - Floats{}; }
+inline Floats bits_of(Words w) { return (Floats)w; }
+
+// Narrow numbers, one to a lane. Compilers split the generic conversion in two.
+#if defined(__AVX512F__)
+inline Words wide_halves(const void *from) { return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)); }
+inline Ints wide_bytes(const void *from) { return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+#elif defined(__AVX2__)
+inline Words wide_halves(const void *from) { return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)); }
+inline Ints wide_bytes(const void *from) { return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
+#else
+inline Words wide_halves(const void *from) { return __builtin_convertvector(load<Halves>(from), Words); }
+inline Ints wide_bytes(const void *from) { return __builtin_convertvector(load<Bytes>(from), Ints); }
+#endif
+
+// float16 to float32 without instructions for it: the exponent is rebased by a product.
+inline float from_half(std::uint16_t h) {
+    std::uint32_t sign = std::uint32_t(h & 0x8000u) << 16, rest = std::uint32_t(h & 0x7fffu) << 13;
+    float magnitude;
+    __builtin_memcpy(&magnitude, &rest, 4);
+    magnitude *= 0x1p112f;
+    std::uint32_t word;
+    __builtin_memcpy(&word, &magnitude, 4);
+    word |= sign;
+    __builtin_memcpy(&magnitude, &word, 4);
+    return magnitude;
+}
+inline std::uint16_t to_half(float x) {
+#if defined(__F16C__)
+    return std::uint16_t(_cvtss_sh(x, 0));
+#else
+    std::uint32_t word;
+    __builtin_memcpy(&word, &x, 4);
+    std::uint32_t sign = (word >> 16) & 0x8000u, rest = word & 0x7fffffffu;
+    if (rest >= 0x47800000u) return std::uint16_t(sign | (rest > 0x7f800000u ? 0x7e00u : 0x7c00u));
+    if (rest < 0x38800000u) {  // subnormal: let float addition round
+        float magnitude;
+        __builtin_memcpy(&magnitude, &rest, 4);
+        magnitude += 0.5f;
+        __builtin_memcpy(&rest, &magnitude, 4);
+        return std::uint16_t(sign | (rest - 0x3f000000u));
+    }
+    rest += 0xc8000fffu + ((rest >> 13) & 1u);
+    return std::uint16_t(sign | (rest >> 13));
+#endif
+}
+inline float from_brain(std::uint16_t b) {
+    std::uint32_t word = std::uint32_t(b) << 16;
+    float x;
+    __builtin_memcpy(&x, &word, 4);
+    return x;
+}
+inline std::uint16_t to_brain(float x) {
+    std::uint32_t word;
+    __builtin_memcpy(&word, &x, 4);
+    if ((word & 0x7fffffffu) > 0x7f800000u) return 0x7fc0u;
+    return std::uint16_t((word + 0x7fffu + ((word >> 16) & 1u)) >> 16);
+}
+
+// One slot's numbers: `lanes(row, i)` are those from channel i on, `one(row, i)` is channel i.
+template <Format> struct Row;
+template <> struct Row<Format::float32> {
+    static Floats lanes(const std::uint8_t *row, int i, int) { return load<Floats>(row + 4 * i); }
+    static float one(const std::uint8_t *row, int i, int) {
+        float x;
+        __builtin_memcpy(&x, row + 4 * i, 4);
+        return x;
+    }
+};
+template <> struct Row<Format::bfloat16> {
+    static Floats lanes(const std::uint8_t *row, int i, int) {
+        return bits_of(wide_halves(row + 2 * i) << 16);
+    }
+    static float one(const std::uint8_t *row, int i, int) {
+        std::uint16_t b;
+        __builtin_memcpy(&b, row + 2 * i, 2);
+        return from_brain(b);
+    }
+};
+template <> struct Row<Format::float16> {
+    static Floats lanes(const std::uint8_t *row, int i, int) {
+#if defined(__AVX512F__)
+        return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(row + 2 * i)));
+#elif defined(__F16C__)
+        return (Floats)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(row + 2 * i)));
+#else
+        Words h = wide_halves(row + 2 * i);
+        Floats magnitude = bits_of((h & 0x7fffu) << 13) * 0x1p112f;
+        return bits_of((Words)magnitude | ((h & 0x8000u) << 16));
+#endif
+    }
+    static float one(const std::uint8_t *row, int i, int) {
+        std::uint16_t h;
+        __builtin_memcpy(&h, row + 2 * i, 2);
+        return from_half(h);
+    }
+};
+template <> struct Row<Format::int8> {
+    static Floats lanes(const std::uint8_t *row, int i, int) {
+        return __builtin_convertvector(wide_bytes(row + i), Floats);
+    }
+    static float one(const std::uint8_t *row, int i, int) { return float(std::int8_t(row[i])); }
+};
+// Byte j holds channel j in its low nibble and channel j + channels / 2 in its high one.
+template <> struct Row<Format::int4> {
+    static Floats lanes(const std::uint8_t *row, int i, int channels) {
+        int half = channels / 2;
+        if (i < half && i + LANES > half) {  // astride both halves
+            Floats v{};
+            for (int j = 0; j < LANES; ++j) v[j] = one(row, i + j, channels);
+            return v;
+        }
+        Ints codes = wide_bytes(row + (i < half ? i : i - half));
+        return __builtin_convertvector((i < half ? codes & 15 : (codes >> 4) & 15) - 8, Floats);
+    }
+    static float one(const std::uint8_t *row, int i, int channels) {
+        int half = channels / 2;
+        return float((i < half ? row[i] & 15 : row[i - half] >> 4) - 8);
+    }
+};
+
+inline float number(Format format, const std::uint8_t *row, std::int64_t i) {
+    switch (format) {
+        case Format::bfloat16: return Row<Format::bfloat16>::one(row + 2 * i, 0, 0);
+        case Format::float16: return Row<Format::float16>::one(row + 2 * i, 0, 0);
+        default: return Row<Format::float32>::one(row + 4 * i, 0, 0);
+    }
+}
+inline void put(Format format, std::uint8_t *row, std::int64_t i, float x) {
+    std::uint16_t narrow;
+    switch (format) {
+        case Format::bfloat16: narrow = to_brain(x), __builtin_memcpy(row + 2 * i, &narrow, 2); break;
+        case Format::float16: narrow = to_half(x), __builtin_memcpy(row + 2 * i, &narrow, 2); break;
+        default: __builtin_memcpy(row + 4 * i, &x, 4);
+    }
+}
+
+inline float top_of(Floats v) {
+    float top = v[0];
+    for (int i = 1; i < LANES; ++i) top = v[i] > top ? v[i] : top;
+    return top;
+}
+inline float sum_of(Floats v) {
+    float sum = v[0];
+    for (int i = 1; i < LANES; ++i) sum += v[i];
+    return sum;
+}
+inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+
+// e to the x for x <= 0, within 2 units of the last place; 0 below -87.
+inline Floats exponential(Floats x) {
+    const Floats low = all(-87.0f);
+    Floats y = x > low ? x : low;
+    Ints n = __builtin_convertvector(y * 1.44269504f - 0.5f, Ints);  // rounds to nearest, as y <= 0
+    Floats f = __builtin_convertvector(n, Floats);
+    Floats r = y - f * 0.693359375f - f * -2.12194440e-4f;
+    Floats p = all(1.9875691500e-4f);
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    Floats result = p * (Floats)((n + 127) << 23);
+    return x > low ? result : all(0.0f);
+}
+
+// Of each 2 * STEP lanes, the first half from `a` and the second from `b`: their part number TAKE.
+template <int STEP, int TAKE, std::size_t... I> inline Floats halves(Floats a, Floats b, std::index_sequence<I...>) {
+    return __builtin_shufflevector(a, b, int((I / STEP % 2 ? LANES : 0) + I / (2 * STEP) * (2 * STEP) + TAKE * STEP + I % STEP)...);
+}
+template <int STEP> inline void fold(Floats *v) {
+    for (int i = 0; i < STEP; ++i)
+        v[i] = halves<STEP, 0>(v[i], v[i + STEP], std::make_index_sequence<LANES>{}) +
+               halves<STEP, 1>(v[i], v[i + STEP], std::make_index_sequence<LANES>{});
+}
+// Lane i of the result is the sum of the lanes of v[i]; overwrites v.
+inline Floats sums(Floats (&v)[LANES]) {
+    if constexpr (LANES == 16) fold<8>(v);
+    if constexpr (LANES >= 8) fold<4>(v);
+    fold<2>(v);
+    fold<1>(v);
+    return v[0];
+}
+
+#if defined(__AVX512BF16__)
+constexpr bool HAS_DOTS = true;  // products of bfloat16 pairs
+// 32 bfloat16: those of `a`, then those of `b`.
+inline void store_narrow(void *to, Floats a, Floats b) {
+    __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
+    __builtin_memcpy(to, &both, 64);
+}
+inline Floats dot(Floats sum, __m512bh a, __m512bh b) { return (Floats)_mm512_dpbf16_ps((__m512)sum, a, b); }
+inline __m512bh load_narrow(const void *from) { return (__m512bh)_mm512_loadu_si512(from); }
+// The numbers of two rows, side by side, in the order in which AVX-512 interleaves them...
+inline void interleave(const std::uint8_t *a, const std::uint8_t *b, __m512bh &low, __m512bh &high) {
+    const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
+    low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
+}
+// ...and sums between that order and the channels' own.
+inline void load_interleaved(const float *from, Floats &low, Floats &high) {
+    const Floats a = load<Floats>(from), b = load<Floats>(from + 16);
+    low = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    high = __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+}
+inline void store_interleaved(float *to, Floats low, Floats high) {
+    store(to, __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
+    store(to + 16, __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+}
+#else
+constexpr bool HAS_DOTS = false;
+#endif

@@ -1,0 +1,117 @@
+// Book-keeping of slots: which are free, which go, and putting new tokens into them.
+#pragma once
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace windlass {
+
+constexpr std::int64_t PARALLEL = 8192;   // slots below which threads cost more than they save
+
+// For each of `rows` rows of `positions`: its first `count` EMPTY slots, then whatever comes first.
+inline void first_free(const std::int32_t *positions, std::int64_t rows, std::int64_t slots, std::int64_t count,
+                       std::int64_t *out) {
+    constexpr std::int32_t EMPTY = -1;
+    for (std::int64_t row = 0; row < rows; ++row, positions += slots, out += count) {
+        std::int64_t found = 0;
+        for (std::int64_t slot = 0; slot < slots && found < count; ++slot)
+            if (positions[slot] == EMPTY) out[found++] = slot;
+        for (std::int64_t slot = 0; slot < slots && found < count; ++slot)
+            if (positions[slot] != EMPTY) out[found++] = slot;
+    }
+}
+
+struct Order {
+    std::int64_t batch, ranked, slots;
+    const float *scores;                 // (batch, ranked, slots)
+    const std::int32_t *positions;       // (batch, ranked, slots)
+    const std::int64_t *next_positions;  // (batch)
+    std::int64_t sinks, window, sliding_window;  // sliding_window 0: none
+};
+
+// What `ranking.total_order` gives for one slot.
+inline std::int64_t rank_of(const Order &order, float score, std::int64_t position, std::int64_t end) {
+    constexpr float least = std::numeric_limits<float>::lowest(), most = std::numeric_limits<float>::max();
+    constexpr float infinity = std::numeric_limits<float>::infinity();
+    score = std::isnan(score) ? least : std::clamp(score, least, most);
+    if (position >= end - order.window || position < order.sinks) score = infinity;
+    if (order.sliding_window && position <= end - order.sliding_window) score = least;
+    if (position < 0) score = -infinity;
+    score += 0.0f;  // there is no -0.0 then
+    std::int32_t bits;
+    std::memcpy(&bits, &score, 4);
+    bits ^= (bits >> 31) & 0x7fffffff;  // compares as the float does
+    return std::int64_t(bits) * (std::int64_t(1) << 32) + position;
+}
+
+// For each row and head, the `count` slots that rank lowest, in any order.
+inline void lowest(const Order &order, std::int64_t count, std::int64_t *out, int threads) {
+    const std::int64_t rows = order.batch * order.ranked;
+#pragma omp parallel for num_threads(threads) if (rows * order.slots >= PARALLEL)
+    for (std::int64_t row = 0; row < rows; ++row) {
+        const std::int64_t end = order.next_positions[row / order.ranked];
+        std::vector<std::pair<std::int64_t, std::int64_t>> ranks(order.slots);
+        for (std::int64_t slot = 0; slot < order.slots; ++slot) {
+            const std::int64_t at = row * order.slots + slot;
+            ranks[slot] = {rank_of(order, order.scores[at], order.positions[at], end), slot};
+        }
+        // A heap of the lowest is faster than a selection as long as few are wanted.
+        if (count * 8 <= order.slots)
+            std::partial_sort(ranks.begin(), ranks.begin() + count, ranks.end());
+        else
+            std::nth_element(ranks.begin(), ranks.begin() + count - 1, ranks.end());
+        for (std::int64_t i = 0; i < count; ++i) out[row * count + i] = ranks[i].second;
+    }
+}
+
+// For each of `rows` rows, its slots in the order of their positions, free ones last: a radix sort,
+// since a sort by comparison would take longer than attention.
+inline void text_order(const std::int32_t *positions, std::int64_t rows, std::int64_t slots, std::int64_t *out, int threads) {
+    constexpr int BITS = 11, DIGITS = 3, SIZE = 1 << BITS;
+#pragma omp parallel for num_threads(threads) if (rows * slots >= PARALLEL)
+    for (std::int64_t row = 0; row < rows; ++row) {
+        struct Entry {
+            std::uint32_t key, slot;
+        };
+        std::vector<Entry> entries(slots), sorted(slots);
+        std::vector<std::uint32_t> counts(DIGITS * SIZE);
+        const std::int32_t *first = positions + row * slots;
+        const std::uint32_t beyond = std::uint32_t(std::max(*std::max_element(first, first + slots), 0)) + 1;
+        for (std::int64_t slot = 0; slot < slots; ++slot) {
+            const std::uint32_t key = first[slot] < 0 ? beyond : std::uint32_t(first[slot]);
+            entries[slot] = {key, std::uint32_t(slot)};
+            for (int digit = 0; digit < DIGITS; ++digit) ++counts[digit * SIZE + (key >> (digit * BITS)) % SIZE];
+        }
+        for (int digit = 0; digit < DIGITS; ++digit) {
+            std::uint32_t *starts = counts.data() + digit * SIZE, start = 0;
+            if (starts[(entries[0].key >> (digit * BITS)) % SIZE] == slots) continue;  // all alike
+            for (int i = 0; i < SIZE; ++i) start += std::exchange(starts[i], start);
+            for (const Entry entry : entries) sorted[starts[(entry.key >> (digit * BITS)) % SIZE]++] = entry;
+            std::swap(entries, sorted);
+        }
+        for (std::int64_t i = 0; i < slots; ++i) out[row * slots + i] = entries[i].slot;
+    }
+}
+
+struct Write {
+    std::int64_t batch, kv_heads, ranked, tokens, slots, bytes;  // bytes of one token and head
+    std::int64_t strides[3];                                     // of the source, in bytes: batch, kv_heads, tokens
+    const std::int64_t *index;                                   // (batch, ranked, tokens)
+};
+
+// Copies each new token's bytes into its slot; no other slot is touched.
+inline void write(const Write &call, const std::uint8_t *source, std::uint8_t *target) {
+    for (std::int64_t row = 0; row < call.batch; ++row)
+        for (std::int64_t head = 0; head < call.kv_heads; ++head) {
+            const std::int64_t *index = call.index + (row * call.ranked + (call.ranked == 1 ? 0 : head)) * call.tokens;
+            for (std::int64_t token = 0; token < call.tokens; ++token)
+                std::memcpy(target + ((row * call.kv_heads + head) * call.slots + index[token]) * call.bytes,
+                            source + row * call.strides[0] + head * call.strides[1] + token * call.strides[2], call.bytes);
+        }
+}
+
+}  // namespace windlass
