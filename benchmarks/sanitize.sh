@@ -19,7 +19,7 @@ cp "$work"/build/_native*.so "$work/windlass/kernels/cpu/"
 
 cd "$work"
 run() {
-    # Python and PyTorch leave memory to the end of the process, and PyTorch hands exceptions across its own allocations.
+    # Python and PyTorch leave memory to the end of the process: leaks are not looked for.
     env LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" PYTHONPATH="$work" \
         ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 OMP_WAIT_POLICY=passive "$python" "$@"
 }

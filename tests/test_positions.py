@@ -105,3 +105,12 @@ def test_specs(spec: str, mode: PositionMode) -> None:
 def test_wrong_specs_are_refused(spec: str) -> None:
     with pytest.raises(UsageError):
         position_mode(spec)
+
+
+def test_padding_after_the_text_stays_within_the_table() -> None:
+    """A padding query behind all real tokens would be ranked one past them."""
+    slots = torch.arange(5, dtype=torch.int32).reshape(1, 1, 5)
+    queries = torch.tensor([[3, 4, -1, -1]])
+    near = Compact().read(slots, queries).near
+    assert near.queries.tolist() == [[[3, 4, 4, 4]]]
+    assert int(near.queries.max()) < Compact().bound(5, 5, 4)

@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import windlass
+import windlass.prompt_cache
 from windlass.engine import prefill
 from windlass.rotated import RotatedStorage
 
@@ -106,3 +108,14 @@ def test_refuses_positions_that_the_model_would_count_otherwise(attached_model: 
     cache.rollback([1, 0])
     with pytest.raises(windlass.UsageError, match="all rows must go on at 2"):
         prefill(model, cache, [[1], [3]])
+
+
+def test_rotated_keys_are_not_taken_for_keys_before_rotation(attached_model: Model, text: Text, tmp_path: Path) -> None:
+    model = attached_model("llama")
+    rotated, plain = RotatedStorage(model), windlass.KVCache(model)
+    fed(model, rotated, text(9), 9)
+    with pytest.raises(windlass.UsageError, match="before rotation"):
+        windlass.prompt_cache.save(rotated, tmp_path / "cache", model)
+    assert not (tmp_path / "cache").exists()
+    with pytest.raises(windlass.UsageError, match="the other does not"):
+        plain.splice(rotated)

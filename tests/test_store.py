@@ -11,12 +11,13 @@ from transformers import PreTrainedModel
 
 import windlass
 from windlass import KeyDiff, KVCache, UsageError, kernels
-from windlass.low_bit import CENTRES, LowBit, store_of
+from windlass.low_bit import CENTRES, Int4, Int8, LowBit, store_of
 from windlass.policies import Policy
 from windlass.shapes import KeyCentres, NewKeys, NewValues
 from windlass.store import Parts, Plain
 
 STORES = ("int8", "int4")
+BITS = {8: Int8, 4: Int4}
 
 
 class Rounded(Plain):
@@ -64,11 +65,11 @@ def packed_codes(store: LowBit, numbers: list[float]) -> tuple[Tensor, Tensor]:
 
 
 def test_codes_worked_by_hand() -> None:
-    codes, scale = packed_codes(LowBit(4), [4.0, -1.0, 0.3, 3.5])
+    codes, scale = packed_codes(Int4(), [4.0, -1.0, 0.3, 3.5])
     assert scale.tolist() == [-0.5]  # the extreme, 4, is the lowest code, -8
     # codes -8, 2, -1 (of -0.6) and -7; plus 8: 0, 10, 7 and 1; channel 0 shares its byte with channel 2
     assert codes.tolist() == [0 | 7 << 4, 10 | 1 << 4]
-    codes, scale = packed_codes(LowBit(8), [-64.0, 63.9, 0.26, 1.0, 5.0])
+    codes, scale = packed_codes(Int8(), [-64.0, 63.9, 0.26, 1.0, 5.0])
     assert scale.tolist() == [0.5]
     assert codes.tolist() == [-128, 127, 1, 2, 10]
 
@@ -77,9 +78,9 @@ def test_codes_worked_by_hand() -> None:
 def test_no_number_is_off_by_more_than_half_a_step(bits: int) -> None:
     keys, values = torch.randn(2, 3, 7, 10) * 4, torch.randn(2, 3, 7, 6) / 50
     keys[0, 0, 0], values[1, 1, 3] = 0.0, 0.0
-    store = LowBit(bits, torch.randn(3, 10))
+    store = BITS[bits](centres=torch.randn(3, 10))
     store.allocate(keys, values, 9)
-    store.write(torch.arange(7).expand(2, 1, 7), keys, values)
+    store.write(torch.arange(7).expand(2, 1, 7), keys, values, torch.arange(7).expand(2, 1, 7))
     centres = store.tensors()[CENTRES][:, None]
     for ours, truth, scales in (
         (store.keys() - centres, keys - centres, store.tensors()["key_scales"]),
@@ -98,9 +99,9 @@ def test_a_slot_is_overwritten_without_touching_its_neighbours(store: str) -> No
     keys, values = torch.randn(2, 3, 5, 8), torch.randn(2, 3, 5, 6)
     one = store_of(store).fresh(None)
     one.allocate(keys, values, 5)
-    one.write(torch.arange(5).expand(2, 1, 5), keys, values)
+    one.write(torch.arange(5).expand(2, 1, 5), keys, values, torch.arange(5).expand(2, 1, 5))
     before = {name: tensor.clone() for name, tensor in one.tensors().items() if name != CENTRES}
-    one.write(torch.tensor([[[3]], [[1]]]), keys[:, :, :1] + 9, values[:, :, :1] + 9)
+    one.write(torch.tensor([[[3]], [[1]]]), keys[:, :, :1] + 9, values[:, :, :1] + 9, torch.tensor([[[3]], [[1]]]))
     for name, was in before.items():
         changed = (one.tensors()[name] != was).any(-1)
         expected = torch.zeros(2, 3, 5, dtype=torch.bool)
@@ -114,7 +115,7 @@ def test_rows_and_slots_are_moved_whole(store: str) -> None:
     keys, values = torch.randn(3, 2, 5, 8), torch.randn(3, 2, 5, 6)
     one = store_of(store).fresh(torch.randn(2, 8))
     one.allocate(keys, values, 5)
-    one.write(torch.arange(5).expand(3, 1, 5), keys, values)
+    one.write(torch.arange(5).expand(3, 1, 5), keys, values, torch.arange(5).expand(3, 1, 5))
     rows, order = torch.tensor([2, 0, 2, 1]), torch.tensor([4, 1, 3]).expand(4, 1, 3)
     before = one.keys(), one.values()
     one.select_rows(rows)
@@ -130,14 +131,14 @@ def test_rows_and_slots_are_moved_whole(store: str) -> None:
 def test_odd_widths() -> None:
     keys, values = torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 5)
     with pytest.raises(UsageError, match=r"two channels into a byte, but this model's values have 5; use store int8"):
-        LowBit(4).allocate(keys, values, 3)
-    store = LowBit(8)
+        Int4().allocate(keys, values, 3)
+    store = Int8()
     store.allocate(keys, values, 3)
-    store.write(torch.arange(3)[None, None], keys, values)
+    store.write(torch.arange(3)[None, None], keys, values, torch.arange(3)[None, None])
     torch.testing.assert_close(store.values(), values, atol=0.02, rtol=0)
 
 
-@pytest.mark.parametrize("spec", ["int2", "int4(sinks=4)", "", "INT8"])
+@pytest.mark.parametrize("spec", ["int2", "int4(sinks=4", "", "INT8"])
 def test_a_store_that_is_not_there(attached_model: Models, spec: str) -> None:
     with pytest.raises(UsageError, match="is not a store; use one of: plain, int8, int4"):
         KVCache(attached_model("llama"), store=spec)
@@ -251,9 +252,9 @@ def test_splice_of_codes_around_other_centres_converts(attached_model: Models, t
 def test_bytes_and_dtypes(dtype: torch.dtype) -> None:
     keys, values = torch.randn(1, 2, 50, 64).to(dtype), torch.randn(1, 2, 50, 64).to(dtype)
     for bits, share in ((8, 66 / 128), (4, 34 / 128)):
-        store = LowBit(bits, torch.randn(2, 64))
+        store = BITS[bits](centres=torch.randn(2, 64))
         store.allocate(keys, values, 50)
-        store.write(torch.arange(50)[None, None], keys, values)
+        store.write(torch.arange(50)[None, None], keys, values, torch.arange(50)[None, None])
         sizes = {name: tensor.nbytes for name, tensor in store.tensors().items() if name != CENTRES}
         assert sum(sizes.values()) == share * 2 * 2 * 50 * 64 * 2
         assert store.keys().dtype == store.values().dtype == dtype

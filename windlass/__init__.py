@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from windlass.errors import WindlassError as WindlassError
     from windlass.hf import attach as attach
     from windlass.hf import detach as detach
+    from windlass.low_bit import Int4 as Int4
+    from windlass.low_bit import Int8 as Int8
     from windlass.policies import H2O as H2O
     from windlass.policies import TOVA as TOVA
     from windlass.policies import KeyDiff as KeyDiff
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
     from windlass.positions import SelfExtend as SelfExtend
     from windlass.result import Result as Result
     from windlass.sampling import Sampling as Sampling
+    from windlass.store import Plain as Plain
 
 __version__ = "0.1.0"
 
@@ -46,10 +49,12 @@ _HOMES = {
     "engine": ("Stream", "generate", "prefill", "stream"),
     "errors": ("PolicyError", "PromptCacheError", "UnsupportedModel", "UsageError", "WindlassError"),
     "hf": ("attach", "detach"),
+    "low_bit": ("Int4", "Int8"),
     "policies": ("H2O", "KeyDiff", "KeyNorm", "Policy", "Random", "Recent", "SnapKV", "TOVA"),
     "positions": ("Clamp", "Compact", "Original", "SelfExtend"),
     "result": ("Result",),
     "sampling": ("Sampling",),
+    "store": ("Plain",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -34,7 +34,7 @@ class LayerShape:
             budget = min(self.sliding_window, budget or self.sliding_window)
         if budget is not None:
             slots = budget + chunk
-        share = {"int8": 0.52, "int4": 0.27}.get(row.settings.store.name, 1.0)
+        share = {"int8": 0.52, "int4": 0.27}.get(row.settings.store.name.partition("(")[0], 1.0)
         return int(slots * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize * share)
 
 

@@ -20,7 +20,7 @@ from windlass.reading import EMPTY
 from windlass.rollback import undo_if_last
 from windlass.shapes import Attended, NewKeys, NewValues, Queries, QueryPositions, TokenIds, TokenMask
 from windlass.standing import Standing
-from windlass.step import AttentionCall, Step, checked_limits
+from windlass.step import AttentionCall, Step, checked_limits, outlasting
 from windlass.store import Store
 
 
@@ -39,8 +39,8 @@ class KVCache(TransformersCache):
     `batch`: rows.
     `rollback`: tokens, fed in steps of their own, that can be taken back beside the last step. A
     policy that keeps state can take back the last step only.
-    `store`: how keys and values are held: "plain", as the model made them; "int8" in 0.52 of the
-    bytes of bfloat16; "int4" in 0.27. The first low-bit cache of a model runs it for 16 short steps.
+    `store`: "plain" holds keys and values as they are, "int8" in 0.52 of the bytes of bfloat16, "int4" in 0.27;
+    "int4(sinks=4, newest=32)" keeps these tokens exact, too. A model's first low-bit cache runs it for 16 steps.
 
     Raises: UsageError for limits that cannot be honoured, or a model that is not attached.
     """
@@ -137,6 +137,7 @@ class KVCache(TransformersCache):
     def is_in_step(self) -> bool:
         return self._pending is not None
 
+    @outlasting
     def begin(
         self, batch: int, tokens: int, mask: TokenMask | None, positions: Tensor | None, ids: TokenIds | None
     ) -> None:
@@ -160,11 +161,13 @@ class KVCache(TransformersCache):
             self._check_positions(ours, positions)
         self._pending = _Pending(self.standing.step(ours, lengths), ids)
 
+    @outlasting
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
         """One layer's write, attend, observe, evict. `hf` calls this from the model's attention."""
         assert self._pending is not None, "attend outside of a step"
         return self.layers[layer].step(queries, keys, values, self._pending.step, self._positions, call)
 
+    @outlasting
     def end(self, is_complete: bool) -> None:
         """Make the step's tokens part of the text, or take them back if the pass did not complete."""
         pending, self._pending = self._pending, None
@@ -226,14 +229,14 @@ class KVCache(TransformersCache):
     def splice(self, other: "KVCache", source: int = 0, row: int = 0) -> None:
         """Append the kept tokens of row `source` of another cache to row `row`, as text that goes on here.
 
-        Their keys are copied, never changed (converted once, into another kind of store); distances
-        among them stay. They have not seen the text
-        before them, as after any join of caches. What exceeds the budget is evicted at the next step.
+        Keys are copied (converted once, into another kind of store); distances among them stay. They have
+        not seen the text before them, as after any join. What exceeds the budget goes at the next step.
 
         Raises: UsageError when the caches differ in model or layout.
         """
         edits.splice(self, other, source, row)
 
+    @outlasting
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
         indices = rows.tolist()
@@ -251,6 +254,7 @@ class KVCache(TransformersCache):
         return describe.describe(self)
 
     @classmethod
+    @outlasting
     def from_rotated(
         cls,
         model: PreTrainedModel,

@@ -41,7 +41,12 @@ Positions = Annotated[
 ]
 StoreSpec = Annotated[
     str | None,
-    Option("--store", metavar="NAME", help="How the cache is held: plain, int8 or int4; by default plain."),
+    Option(
+        "--store",
+        metavar="NAME",
+        help="How the cache is held: plain, int8, int4, or int4(sinks=4, newest=32), whose first and newest tokens "
+        "are exact; by default plain.",
+    ),
 ]
 Chunk = Annotated[int | None, Option("--chunk", help="Most tokens taken in one step of the prompt; by default 512.")]
 PromptCache = Annotated[

@@ -2,8 +2,9 @@
 
 All of them change integers. `drop`, `keep`, `shift` and `divide` touch positions only; `copy` and
 `splice` move keys and values to other rows or caches, byte for byte (but into another kind of
-store, where they are converted once). Ranges are half-open. After
-an edit other than `rollback`, the steps before it can no longer be rolled back.
+store, where they are converted once). What is spliced counts as newly written: a store with exact
+tokens copies these as the other cache reads them. Ranges are half-open. After an edit other than
+`rollback`, the steps before it can no longer be rolled back.
 """
 
 from __future__ import annotations
@@ -14,15 +15,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from windlass import kernels
 from windlass.errors import UsageError
 from windlass.reading import EMPTY
-from windlass.rollback import can_roll_back, roll_back
+from windlass.rollback import can_roll_back, holds_copies, roll_back
+from windlass.step import outlasting
 
 if TYPE_CHECKING:
     from windlass.cache import KVCache
     from windlass.layer import LayerCache
 
 
+@outlasting
 def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
     """See `KVCache.rollback`."""
     counts = [tokens] * cache.batch_size if isinstance(tokens, int) else list(tokens)
@@ -46,6 +50,12 @@ def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
                 "back: the last step, and before it whole steps of up to `rollback` tokens for a policy without "
                 "state; use drop, or a KVCache with a larger rollback"
             )
+        if not holds_copies(layer, counts):
+            raise UsageError(
+                f"rollback of {max(counts)} tokens reaches past what store {cache.store.name} still holds exactly in "
+                f"layer {layer.index}: the last step, or `rollback` + 16 tokens; use drop, after which the tokens that "
+                "are left are read as codes, or a KVCache with a larger rollback"
+            )
     standing = cache.standing
     standing.move_to([end - n for end, n in zip(standing.next_positions, counts, strict=True)])
     standing.forget(counts)
@@ -56,6 +66,7 @@ def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
         roll_back(layer, counts, here)
 
 
+@outlasting
 def drop(cache: KVCache, start: int, end: int, row: int | None) -> None:
     """See `KVCache.drop`."""
     _check_range(start, end)
@@ -63,6 +74,7 @@ def drop(cache: KVCache, start: int, end: int, row: int | None) -> None:
     cache.standing.move_to([start if start < at <= end else at for at in cache.next_positions], row)
 
 
+@outlasting
 def keep(cache: KVCache, start: int, end: int, row: int | None) -> None:
     """See `KVCache.keep`."""
     _check_range(start, end)
@@ -70,6 +82,7 @@ def keep(cache: KVCache, start: int, end: int, row: int | None) -> None:
     cache.standing.move_to([min(at, end) for at in cache.next_positions], row)
 
 
+@outlasting
 def shift(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
     """See `KVCache.shift`."""
     _check_range(start, end)
@@ -86,6 +99,7 @@ def shift(cache: KVCache, start: int, end: int, by: int, row: int | None) -> Non
     cache.standing.move_to(ends, row)
 
 
+@outlasting
 def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
     """See `KVCache.divide`."""
     _check_range(start, end)
@@ -95,6 +109,7 @@ def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> No
     cache.standing.move_to([(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions], row)
 
 
+@outlasting
 def copy(cache: KVCache, source: int, target: int) -> None:
     """See `KVCache.copy`."""
     for name, row in (("source", source), ("target", target)):
@@ -104,12 +119,15 @@ def copy(cache: KVCache, source: int, target: int) -> None:
     cache.standing.copy_row(source, target)
 
 
+@outlasting
 def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
     """See `KVCache.splice`."""
     _check_row(cache, row, "row")
     _check_row(other, source, "source")
     if other.seam is not cache.seam:
         raise UsageError("splice: the other cache was made for another model")
+    if other.is_rotated != cache.is_rotated:
+        raise UsageError("splice: one of the caches holds rotated keys, the other does not")
     if len(other.layers) != len(cache.layers):
         raise UsageError(f"splice: the other cache has {len(other.layers)} layers, this one {len(cache.layers)}")
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
@@ -138,14 +156,14 @@ def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int
 
 
 def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, at: int, batch: int) -> None:
-    held = theirs.positions[source : source + 1] >= 0
-    tokens = int(held.sum(-1).max())
-    order = held.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :tokens]
+    held = theirs.positions[source : source + 1]
+    # In the order of the text: the store counts them as they come.
+    order = kernels.text_order(held)[..., : int((held >= 0).sum(-1).max())]
     parts = {name: part.expand(batch, -1, -1, -1) for name, part in theirs.store.take(source, order).items()}
-    positions = theirs.positions[source : source + 1].gather(-1, order)
+    positions = held.gather(-1, order)
     positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
     is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
-    keys, values = theirs.store.decode_keys(parts), theirs.store.decode_values(parts)
+    keys, values = (states.expand(batch, -1, -1, -1) for states in theirs.store.read(source, order))
     slots = mine.append(keys, values, positions.where(is_row, EMPTY), theirs.sliding_window)
     if mine.store.reads_like(theirs.store):  # else they were converted, once
         mine.store.put(slots, parts)

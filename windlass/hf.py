@@ -225,8 +225,7 @@ def _attention(
         query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(scale, attention_mask.window, softcap, s_aux)
-    with torch.no_grad():
-        out = seam.active.attend(layer, query, key, value, call)
+    out = seam.active.attend(layer, query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -66,14 +66,16 @@ class LayerCache:
         positions = step.positions[:, None].expand(-1, self.positions.shape[1], -1)
         most_held, written = self.most_held, kernels.first_free(self.positions, keys.shape[2])
         state = {name: tensor.clone() for name, tensor in self.state.items()}
+        copies = self.store.exact.copies
         try:
             self._write(written, keys, values, positions, max(step.lengths))
             observed = None if self.budget is None else observed_columns(step, self.policy.observed_queries)
             out, mass = self._attend(queries, step, mode, call, observed)
             undone, shown = (0,) * len(step.lengths), None if mass is None else queries
-            self.settle(Record(step, undone, most_held, written, state, observed, mass, shown))
+            self.settle(Record(step, undone, most_held, written, state, copies, observed, mass, shown))
         except BaseException:  # an interrupt, too, must leave the cache as it was
             self.unwrite(written, state, most_held)
+            self.store.exact.copies = copies
             raise
         return out
 
@@ -130,7 +132,7 @@ class LayerCache:
         elif needed > wanted:
             wanted = -(-max(needed, wanted * 3 // 2) // GROWTH) * GROWTH
         if self.is_empty:
-            self.store.allocate(keys, values, wanted)
+            self.store.allocate(keys, values, wanted, SPARE + self._limits.rollback)
             ranked = keys.shape[1] if self.policy.per_head else 1
             self.positions = torch.full((keys.shape[0], ranked, wanted), EMPTY, dtype=torch.int32, device=keys.device)
             self.state = {name: torch.zeros_like(self.positions, dtype=torch.float32) for name in self.policy.state}
@@ -148,7 +150,7 @@ class LayerCache:
 
     def _write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, most: int) -> None:
         """Put the tokens into these slots; a padding token's slot stays free."""
-        self.store.write(slots, keys, values)
+        self.store.write(slots, keys, values, positions)
         self.positions.scatter_(-1, slots, positions.to(torch.int32))
         for state in self.state.values():
             state.scatter_(-1, slots, 0.0)

@@ -1,11 +1,17 @@
-"""A store of small whole numbers, one scale per token and head, and the stores by name."""
+"""Stores of small whole numbers, one scale per token and head, and all stores by name."""
+
+import re
+from abc import abstractmethod
+from typing import ClassVar, final
 
 import torch
 from torch import Tensor
 
 from windlass.errors import UsageError
+from windlass.exact import Exact
 from windlass.held import Held
 from windlass.shapes import KeyCentres, NewKeys, NewValues, SlotKeys, SlotValues
+from windlass.spec import whole_numbers
 from windlass.store import Parts, Plain, Store
 
 CENTRES = "key_centres"
@@ -19,8 +25,8 @@ class LowBit(Store):
     are held before rotation, so their mean is one vector per head wherever they stand: codes count
     from there, and need to span a third, or less in a model whose keys have a bias.
 
-    With 4 bits, byte j holds channel j in its low half and channel j + width / 2 in its high half,
-    each plus 8.
+    The first `sinks` tokens written to a row, and the `newest`, are held as the model made them too,
+    and read so; see `Exact`. What `drop` frees was written all the same.
 
     Source: scales from the signed extreme, q4_0 of llama.cpp; keys coded before rotation, Hooper et
     al. 2024 (arXiv:2401.18079). Differs: a constant centre in place of a scale per channel.
@@ -30,22 +36,30 @@ class LowBit(Store):
     constant_names = (CENTRES,)
     needs_centres = True
 
-    def __init__(self, bits: int, centres: KeyCentres | None = None) -> None:
-        if bits not in (4, 8):
-            raise UsageError(f"a store of {bits} bits is not there; use 8 or 4")
-        super().__init__()
-        self._bits = bits
+    bits: ClassVar[int]
+
+    def __init__(self, sinks: int = 0, newest: int = 0, centres: KeyCentres | None = None) -> None:
+        super().__init__(Exact(sinks, newest))
         self._given = centres
 
+    @abstractmethod
+    def pack(self, codes: Tensor, what: str) -> Tensor:
+        """Codes, whole numbers in floats, as bytes; `what` they are codes of."""
+
     def __repr__(self) -> str:
-        return f"LowBit({self._bits})"
+        return f"{type(self).__name__}({self._numbers})"
 
     @property
     def name(self) -> str:
-        return f"int{self._bits}"
+        return f"int{self.bits}" + (f"({self._numbers})" if self._numbers else "")
+
+    @property
+    def _numbers(self) -> str:
+        numbers = {"sinks": self.exact.sinks, "newest": self.exact.newest}
+        return ", ".join(f"{name}={number}" for name, number in numbers.items() if number)
 
     def fresh(self, centres: KeyCentres | None) -> "LowBit":
-        return LowBit(self._bits, centres)
+        return type(self)(self.exact.sinks, self.exact.newest, centres)
 
     def begin(self, keys: NewKeys) -> Parts:
         if self._given is None:
@@ -63,55 +77,85 @@ class LowBit(Store):
         }
 
     def decode_keys(self, parts: Parts) -> SlotKeys:
-        held = Held(parts["key_codes"], self._bits, parts["key_scales"], self._centres())
+        held = Held(parts["key_codes"], self.bits, parts["key_scales"], self._centres())
         return held.floats().to(self._constants[CENTRES].dtype)
 
     def decode_values(self, parts: Parts) -> SlotValues:
-        held = Held(parts["value_codes"], self._bits, parts["value_scales"])
+        held = Held(parts["value_codes"], self.bits, parts["value_scales"])
         return held.floats().to(self._constants[CENTRES].dtype)
 
     def held_keys(self) -> Held:
-        return Held(self._parts["key_codes"], self._bits, self._parts["key_scales"], self._centres())
+        codes, scales, places = self._parts["key_codes"], self._parts["key_scales"], self.exact.places(self.slots)
+        return Held(codes, self.bits, scales, self._centres(), self.exact.keys, places)
 
     def held_values(self) -> Held:
-        return Held(self._parts["value_codes"], self._bits, self._parts["value_scales"])
+        codes, scales, places = self._parts["value_codes"], self._parts["value_scales"], self.exact.places(self.slots)
+        return Held(codes, self.bits, scales, None, self.exact.values, places)
 
     def reads_like(self, other: Store) -> bool:
-        if not isinstance(other, LowBit) or other._bits != self._bits:
-            return False
-        return self._constants[CENTRES].equal(other._constants[CENTRES])
+        return type(other) is type(self) and self._constants[CENTRES].equal(other._constants[CENTRES])
 
     def _centres(self) -> KeyCentres:
         return self._constants[CENTRES].float()
 
     def _coded(self, numbers: Tensor, what: str) -> tuple[Tensor, Tensor]:
         """Codes and float16 scales of float32 `numbers`."""
-        width, lowest = numbers.shape[-1], -(2 ** (self._bits - 1))
-        if self._bits == 4 and width % 2:
-            raise UsageError(
-                f"store int4 packs two channels into a byte, but this model's {what} have {width}; use store int8"
-            )
+        lowest = -(2 ** (self.bits - 1))
         low, high = numbers.aminmax(dim=-1, keepdim=True)
         most = torch.finfo(torch.float16).max
         scales = (torch.where(-low > high, low, high) / lowest).clamp(-most, most).to(torch.float16)
         divisors = scales.float()
         codes = (numbers / divisors.where(divisors != 0, 1.0)).round().clamp(lowest, -lowest - 1)
-        if self._bits == 8:
-            return codes.to(torch.int8), scales
-        first, second = (codes - lowest).to(torch.uint8).split(width // 2, -1)
-        return first | second << 4, scales
+        return self.pack(codes, what), scales
 
 
-STORES: dict[str, Store] = {store.name: store for store in (Plain(), LowBit(8), LowBit(4))}
+@final
+class Int8(LowBit):
+    """Codes of 8 bits: 0.52 of the bytes of bfloat16."""
+
+    bits = 8
+
+    def pack(self, codes: Tensor, what: str) -> Tensor:
+        return codes.to(torch.int8)
+
+
+@final
+class Int4(LowBit):
+    """Codes of 4 bits: 0.27 of the bytes of bfloat16.
+
+    Byte j holds channel j in its low half and channel j + width / 2 in its high half, each plus 8.
+    """
+
+    bits = 4
+
+    def pack(self, codes: Tensor, what: str) -> Tensor:
+        width = codes.shape[-1]
+        if width % 2:
+            raise UsageError(
+                f"store int4 packs two channels into a byte, but this model's {what} have {width}; use store int8"
+            )
+        first, second = (codes + 8).to(torch.uint8).split(width // 2, -1)
+        packed: Tensor = first | second << 4
+        return packed
+
+
+LOW_BIT: dict[str, type[LowBit]] = {"int8": Int8, "int4": Int4}
+STORES: dict[str, type[Store]] = {"plain": Plain, **LOW_BIT}
 
 
 def store_of(spec: str | Store) -> Store:
-    """The store that `spec` names: `"plain"`, `"int8"` or `"int4"`; or a store itself.
+    """The store that `spec` names: `"plain"`, `"int8"`, `"int4(sinks=4, newest=32)"`; or a store itself.
 
-    Raises: UsageError for an unknown name.
+    Raises: UsageError for an unknown name or wrong numbers.
     """
     if isinstance(spec, Store):
         return spec
-    if spec.strip() not in STORES:
-        raise UsageError(f"store={spec!r} is not a store; use one of: {', '.join(STORES)}")
-    return STORES[spec.strip()]
+    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", spec)
+    if match is None or match[1] not in STORES:
+        forms = "int8 and int4 also as int4(sinks=4, newest=32)"
+        raise UsageError(f"store={spec!r} is not a store; use one of: {', '.join(STORES)}; {forms}")
+    names = ("sinks", "newest") if match[1] in LOW_BIT else ()
+    numbers = whole_numbers(f"store={spec!r}", match[1], names, match[2] or "")
+    if match[1] not in LOW_BIT:
+        return Plain()
+    return LOW_BIT[match[1]](numbers.get("sinks", 0), numbers.get("newest", 0))

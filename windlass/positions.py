@@ -63,7 +63,7 @@ class Compact(PositionMode):
         keys = torch.empty_like(order).scatter_(-1, order, ranks).where(held, 0)
         # The queries are the newest tokens of their row, so their ranks end at the number held.
         real = queries >= 0
-        newer = real.flip(-1).cumsum(-1).flip(-1)
+        newer = real.flip(-1).cumsum(-1).flip(-1).clamp(min=1)  # padding at the end reads nothing, within the bound
         ranked = held.sum(-1, keepdim=True) - newer[:, None, :]
         return Reading(Branch(ranked.clamp(min=0), keys))
 

@@ -32,7 +32,7 @@ from windlass.policies import NAMES, Policy
 from windlass.positions import MODES
 from windlass.reading import EMPTY
 from windlass.standing import Standing
-from windlass.step import Limits
+from windlass.step import Limits, outlasting
 
 KIND = "windlass prompt cache"
 PLAIN_VERSION = 1  # of a file with a plain store, which the first windlass reads too
@@ -49,6 +49,8 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
         raise UsageError(
             f"this cache was made for another model than this {type(model).__name__}; give the one it uses"
         )
+    if cache.is_rotated:
+        raise UsageError("a cache of rotated keys can't be saved: files hold keys as they are before rotation")
     tensors = {f"layers.{layer.index}.{name}": t for layer in cache.layers for name, t in _packed(layer).items()}
     for row, ids in enumerate(cache.tokens or []):
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
@@ -62,6 +64,7 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     _write(Path(path), tensors, {"kind": KIND, "version": str(version), "checksum": checksum, "contents": contents})
 
 
+@outlasting
 def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None) -> KVCache:
     """The cache that `save` wrote: going on with it is as if the text had never been interrupted.
 
@@ -142,7 +145,7 @@ class _Contents:
 def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
     if type(cache.positions) not in MODES.values():
         raise UsageError(f"positions {cache.positions!r} cannot be saved; set cache.positions to one of {list(MODES)}")
-    if type(cache.store) not in map(type, STORES.values()):
+    if type(cache.store) not in STORES.values():
         raise UsageError(f"store {cache.store!r} cannot be saved; use a KVCache with one of: {', '.join(STORES)}")
     # The tokens travel as tensors.
     standing = replace(cache.standing, tokens=None)

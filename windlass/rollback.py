@@ -23,11 +23,20 @@ def can_roll_back(layer: LayerCache, counts: Sequence[int]) -> bool:
     return not any(counts)
 
 
+def holds_copies(layer: LayerCache, counts: Sequence[int]) -> bool:
+    """Whether all that the store is to hold exactly without the newest `counts` tokens it still does."""
+    return _is_last_step(layer, counts) or layer.store.exact.can_unwrite(counts)
+
+
 def roll_back(layer: LayerCache, counts: Sequence[int], step: Step) -> None:
     """Take the newest `counts` tokens of each row back; `step` tells where the rows then stand.
 
     Evictions that these tokens caused are undone, those of the tokens before them are not.
     """
+    if _is_last_step(layer, counts):
+        layer.store.exact.copies = layer.records[-1].copies
+    else:
+        layer.store.exact.unwrite(counts)
     if layer.is_lossless:
         layer.edit(lambda positions: torch.where(positions >= step.next_positions[:, None, None], EMPTY, positions))
         return
@@ -40,7 +49,7 @@ def roll_back(layer: LayerCache, counts: Sequence[int], step: Step) -> None:
 
 
 def undo(layer: LayerCache, record: Record) -> None:
-    """Take a whole step back, the layer's last."""
+    """Take a whole step back, the layer's last, but for what the store holds exactly."""
     if record.evicted is not None and record.evicted_positions is not None:
         # Only tokens come back: a slot that was reserved for an older step may be free by now.
         now, before = layer.positions.gather(-1, record.evicted), record.evicted_positions
@@ -51,6 +60,7 @@ def undo(layer: LayerCache, record: Record) -> None:
 def undo_if_last(layer: LayerCache, step: Step) -> None:
     """Take `step` back where the layer has done it: for a forward pass that failed halfway."""
     if layer.records and layer.records[-1].step is step:
+        layer.store.exact.copies = layer.records[-1].copies
         undo(layer, layer.records.pop())
 
 
@@ -65,6 +75,10 @@ def _redo(layer: LayerCache, record: Record, kept: Sequence[int], step: Step) ->
     layer.most_held += max(kept)
     step = replace(step, positions=positions, lengths=tuple(kept))
     layer.settle(replace(record, step=step, undone=undone, evicted=None, evicted_positions=None, freed=0))
+
+
+def _is_last_step(layer: LayerCache, counts: Sequence[int]) -> bool:
+    return bool(layer.records) and layer.records[-1].step.lengths == tuple(counts)
 
 
 def _split(record: Record, counts: Sequence[int]) -> tuple[list[int], list[int]]:

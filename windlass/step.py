@@ -1,16 +1,27 @@
 """What travels through a step: the limits, the step itself, the model's call, and the way back."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ParamSpec, TypeVar
 
+import torch
 from torch import Tensor
 
 from windlass.errors import UsageError
 from windlass.kernels.reference import Mass
 from windlass.shapes import ObservedColumns, Queries, RowCounts, SlotIndex
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
 MOST = 2**30  # positions are 32-bit
 MOST_WINDOW = 64  # of the default window
 SPARE = 16  # free slots of a layer in decode: the longest step it takes without growing
+
+
+def outlasting(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """Let what `function` keeps be changed later, though it is called under `torch.inference_mode`."""
+    return torch.inference_mode(False)(torch.no_grad()(function))
 
 
 @dataclass(frozen=True)
@@ -68,6 +79,7 @@ class Record:
     most_held: int
     written: SlotIndex
     state: dict[str, Tensor]
+    copies: dict[str, Tensor]  # of the store, see `Exact`
     observed: ObservedColumns | None
     mass: Mass | None
     queries: Queries | None  # kept only if a policy is shown them

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
+from windlass.exact import Exact
 from windlass.held import Held
 from windlass.shapes import KeyCentres, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
 
@@ -16,8 +17,8 @@ Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, wi
 class Store(ABC):
     """Keys (un-rotated) and values of one layer, addressed by slot.
 
-    A token is one row of every part, and nothing else knows of it. So whatever moves tokens moves
-    bytes, and only `encode` and the two `decode` look into them.
+    A token is one row of every part, and what `exact` may hold of it beside. So whatever moves tokens
+    moves bytes, and only `encode` and the two `decode` look into them.
     """
 
     part_names: ClassVar[tuple[str, ...]]
@@ -29,7 +30,8 @@ class Store(ABC):
     needs_centres: ClassVar[bool] = False
     """Whether the mean key of a layer is of use, see `calibrate`."""
 
-    def __init__(self) -> None:
+    def __init__(self, exact: Exact | None = None) -> None:
+        self.exact = exact or Exact()
         self._parts: Parts = {}
         self._constants: Parts = {}
 
@@ -70,8 +72,12 @@ class Store(ABC):
         """The constants, once the first keys show their layout."""
         return {}
 
-    def allocate(self, keys: NewKeys, values: NewValues, slots: int) -> None:
-        """Make room for `slots` slots shaped and typed like one step's keys and values."""
+    def allocate(self, keys: NewKeys, values: NewValues, slots: int, spare: int = 0) -> None:
+        """Make room for `slots` slots shaped and typed like one step's keys and values.
+
+        `spare` tokens can be taken back, and what then is to be exact is.
+        """
+        self.exact.allocate(keys, values, spare)
         self._constants = self.begin(keys)
         sample = self.encode(keys[:, :, :1], values[:, :, :1])
         self._parts = {name: part.new_zeros(*part.shape[:2], slots, part.shape[3]) for name, part in sample.items()}
@@ -87,30 +93,40 @@ class Store(ABC):
         keys = self.decode_keys({name: part[:1, :, :0] for name, part in self._held().items()})
         return keys.shape[1], keys.shape[3], keys.dtype
 
-    def write(self, index: SlotIndex, keys: NewKeys, values: NewValues) -> None:
-        """Overwrite the slots at `index` with new tokens; leaves every other slot's bytes alone."""
+    def write(self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex) -> None:
+        """Overwrite the slots at `index` with new tokens; leaves every other slot's bytes alone.
+
+        `positions` are EMPTY for padding, which is written, but is not one of the newest tokens.
+        """
         self.put(index, self.encode(keys, values))
+        self.exact.write(index, keys, values, positions)
 
     def put(self, index: SlotIndex, parts: Parts) -> None:
-        """Overwrite the slots at `index` with tokens of a store that this one `reads_like`."""
+        """Overwrite the parts at `index` with those of a store that this one `reads_like`."""
         for name, held in self._held().items():
             kernels.write(held, index, parts[name])
 
     def take(self, row: int, index: SlotIndex) -> Parts:
-        """A copy of the tokens at `index` (1, ranked, tokens) of one row."""
+        """A copy of the parts at `index` (1, ranked, tokens) of one row."""
         return {name: _gathered(part[row : row + 1], index) for name, part in self._held().items()}
+
+    def read(self, row: int, index: SlotIndex) -> tuple[NewKeys, NewValues]:
+        """The keys and values at `index` (1, ranked, tokens) of one row."""
+        keys, values = (_gathered(states[row : row + 1], index) for states in (self.keys(), self.values()))
+        return keys, values
 
     def keys(self) -> SlotKeys:
         """All keys, in the dtype attention reads; free slots hold anything finite."""
-        return self.decode_keys(self._held())
+        return self.exact.over(self.decode_keys(self._held()), self.exact.keys)
 
     def values(self) -> SlotValues:
         """All values, likewise."""
-        return self.decode_values(self._held())
+        return self.exact.over(self.decode_values(self._held()), self.exact.values)
 
     def rearrange(self, order: SlotIndex, slots: int) -> None:
         """Keep the slots at `order`, in that order, then free slots up to `slots`."""
         kept = order.shape[-1]
+        self.exact.rearrange(order, self.slots)
         for name, part in self._held().items():
             fresh = part.new_zeros(*part.shape[:2], slots, part.shape[3])
             fresh[:, :, :kept] = _gathered(part, order)
@@ -118,19 +134,22 @@ class Store(ABC):
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
+        self.exact.select_rows(rows)
         self._parts = {name: part.index_select(0, rows) for name, part in self._held().items()}
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`, byte for byte."""
+        self.exact.copy_row(source, target)
         for part in self._held().values():
             part[target] = part[source]
 
     def tensors(self) -> Parts:
         """Every tensor allocated, by name: what is counted, and what is saved."""
-        return {**self._parts, **self._constants} if self._parts else {}
+        return {**self._parts, **self._constants, **self.exact.copies} if self._parts else {}
 
     def restore(self, tensors: Parts) -> None:
         """Take back what `tensors` gave; other names are passed over."""
+        self.exact.restore(tensors)
         self._parts = {name: tensors[name] for name in self.part_names}
         self._constants = {name: tensors[name] for name in self.constant_names}
 

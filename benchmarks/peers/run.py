@@ -157,7 +157,10 @@ def main() -> None:
     parser.add_argument("--shape", default="1b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 4096, 16384])
-    parser.add_argument("--prompts", type=int, nargs="*", default=[512, 16], help="lengths; long ones not for mlx")
+    parser.add_argument(
+        "--prompts", type=int, nargs="*", default=[16, 512, 4096], help="lengths; long ones not for mlx"
+    )
+    parser.add_argument("--prompts-at-depth", action="store_true", help="read prompts at every depth, not at 0 only")
     parser.add_argument("--tokens", type=int, nargs="*", default=[16], help="how many to decode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -180,7 +183,8 @@ def main() -> None:
     print("|---|--:|--:|---|--:|--:|--:|")
     sizes = [f"llama {shape.name} BF16", f"{shape.nbytes / 2**30:.2f} GiB", f"{shape.params / 1e9:.2f} B"]
     for depth in options.depths:
-        tests = [("pp", tokens) for tokens in options.prompts] + [("tg", tokens) for tokens in options.tokens]
+        prompts = options.prompts if depth == 0 or options.prompts_at_depth else []
+        tests = [("pp", tokens) for tokens in prompts] + [("tg", tokens) for tokens in options.tokens]
         for test, tokens in tests:
             rates = measure(workers, test, tokens, depth, options.rounds, options.out)
             label = f"{test}{tokens}" + (f" @ d{depth}" if depth else "")

@@ -108,7 +108,7 @@ def _is_compiled(device: str) -> bool:
     if cpu.instruction_set() == "none":
         warnings.warn(
             "windlass was installed without its compiled kernels (no C++ compiler was found), so attention runs in "
-            "plain PyTorch, which is slower; install a compiler, then windlass again",
+            f"plain PyTorch, which is slower; install a compiler, then windlass again ({cpu.WHY_MISSING})",
             stacklevel=3,
         )
         return False

@@ -42,12 +42,12 @@ def attend(
     assert softcap is None, "a softcap, which PyTorch's kernel does not know"
     slots, used = slot_positions.shape[2], _used(slot_positions >= 0)
     where = slot_positions[..., :used]
-    if where.shape[1] > 1 and bool((where == where[:, :1]).all()):
+    if log_counts is None and where.shape[1] > 1 and bool((where == where[:, :1]).all()):
         where = where[:, :1]  # nothing was evicted yet: one mask serves all heads
     near_branch = None if reading is None or tables is None else reading.near
     far_branch = None if reading is None or tables is None else reading.far
     near_window = reading.near_window if reading is not None and far_branch is not None else None
-    counts = None if log_counts is None else log_counts[:, : where.shape[1], :used]
+    counts = None if log_counts is None else log_counts[..., :used]
     sight = _Sight(where, query_positions, visibility, near_window, counts)
     branches = [_turned(queries, keys, near_branch, tables, used)]
     if far_branch is not None:

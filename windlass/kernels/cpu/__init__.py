@@ -7,6 +7,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from windlass.errors import UsageError
 from windlass.held import Held
 from windlass.kernels.reference import Mass, Visibility
 from windlass.reading import Branch, Reading
@@ -23,10 +24,12 @@ from windlass.shapes import (
     SlotPositions,
 )
 
+WHY_MISSING = ""
 try:
     import windlass.kernels.cpu._native as _native
-except ImportError:  # installed without a compiler
+except ImportError as error:  # installed without a compiler, or built for another system
     _native = None  # type: ignore[assignment]
+    WHY_MISSING = str(error)
 
 MOST_TOKENS: Final = 16  # queries per row
 MOST_CHANNELS: Final = 1024
@@ -37,7 +40,7 @@ CODES: Final = {8: 3, 4: 4}
 
 def chosen() -> str | None:
     """What WINDLASS_CPU asks for: avx512_bf16, avx512, avx2, plain, or none for plain PyTorch."""
-    return os.environ.get("WINDLASS_CPU")
+    return os.environ.get("WINDLASS_CPU") or None
 
 
 def instruction_sets() -> tuple[str, ...]:
@@ -47,11 +50,18 @@ def instruction_sets() -> tuple[str, ...]:
 
 @cache
 def instruction_set() -> str:
-    """The one in use; "none" where plain PyTorch does the work."""
+    """The one in use; "none" where plain PyTorch does the work.
+
+    Raises: UsageError when WINDLASS_CPU asks for one that this CPU does not run.
+    """
     if _native is None:
         return "none"
-    wanted = chosen()
-    return wanted if wanted in (*instruction_sets(), "none") else instruction_sets()[0]
+    wanted, known = chosen(), (*instruction_sets(), "none")
+    if wanted is not None and wanted not in known:
+        raise UsageError(
+            f"WINDLASS_CPU={wanted!r} is not an instruction set of this CPU; use one of: {', '.join(known)}"
+        )
+    return wanted or known[0]
 
 
 def can_read(queries: Queries, keys: Held, values: Held) -> bool:

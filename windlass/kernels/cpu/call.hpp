@@ -35,23 +35,23 @@ struct Attend {
     Format format;  // of keys and values
     Format number;  // of queries and the result
     Held keys, values;
-    const std::uint8_t *queries;                 // innermost dimension contiguous
-    std::int64_t query_strides[3];               // of batch, heads, tokens; in numbers
-    std::uint8_t *out;                           // (batch, tokens, heads, value channels)
-    const std::int32_t *slot_positions;          // (batch, ranked, slots)
-    const std::int64_t *query_positions;         // (batch, tokens)
-    Branch near, far;                            // `far` beyond `near_window`; its `keys` null: near everywhere
+    const std::uint8_t *queries;          // innermost dimension contiguous
+    std::int64_t query_strides[3];        // of batch, heads, tokens; in numbers
+    std::uint8_t *out;                    // (batch, tokens, heads, value channels)
+    const std::int32_t *slot_positions;   // (batch, ranked, slots)
+    const std::int64_t *query_positions;  // (batch, tokens)
+    Branch near, far;                     // `far` beyond `near_window`; its `keys` null: near everywhere
     int near_window;
-    const float *cos, *sin;                      // (length, pairs)
+    const float *cos, *sin;  // (length, pairs)
     int pairs;
-    float scale, softcap;                        // softcap 0: none
-    int sliding_window, reach, sinks;            // window and reach: INT32_MAX for none
-    const float *sink_logits;                    // (heads); may be null
-    const float *log_counts;                     // (batch, ranked, slots); may be null
-    const std::int64_t *observed;                // (batch, observations) columns or -1
+    float scale, softcap;              // softcap 0: none
+    int sliding_window, reach, sinks;  // window and reach: INT32_MAX for none
+    const float *sink_logits;          // (heads); may be null
+    const float *log_counts;           // (batch, ranked, slots); may be null
+    const std::int64_t *observed;      // (batch, observations) columns or -1
     int observations;
-    float *mass_rows;                            // (batch, kv_heads, observations, slots); may be null
-    float *mass_rest;                            // (batch, kv_heads, slots); may be null
+    float *mass_rows;  // (batch, kv_heads, observations, slots); may be null
+    float *mass_rest;  // (batch, kv_heads, slots); may be null
 
     int group() const { return heads / kv_heads; }
     bool has_far() const { return far.keys != nullptr; }
@@ -61,17 +61,18 @@ struct Attend {
 // Keys turned to rotary positions, or values as they are, of the first `used` slots.
 struct Turn {
     int batch, kv_heads, ranked, slots, used;
-    Format format, number;          // of what is held and of the result
+    Format format, number;  // of what is held and of the result
     Held held;
     const std::int32_t *positions;  // (batch, ranked, slots); null: no rotation
     const float *cos, *sin;         // (length, pairs)
     int pairs;
-    std::uint8_t *out;              // (batch, kv_heads, used, channels)
+    std::uint8_t *out;  // (batch, kv_heads, used, channels)
 };
 
-inline constexpr int BLOCK = 64;        // slots whose logits are alive at once
+inline constexpr int BLOCK = 32;        // slots whose logits are alive at once
 inline constexpr int MOST_TOKENS = 16;  // queries per row
-inline constexpr int MOST_LANES = 16;   // of any instruction set
+inline constexpr int MOST_CHANNELS = 1024;
+inline constexpr int MOST_LANES = 16;  // of any instruction set
 
 // Slots that one piece of work covers: by the number of slots alone, so that the number of threads
 // never changes a result.
@@ -81,7 +82,9 @@ inline int piece(int slots) {
     return BLOCK * (wanted < 1 ? 1 : wanted > 16 ? 16 : wanted);
 }
 inline int pieces(int slots) { return (slots + piece(slots) - 1) / piece(slots); }
-inline std::size_t padded(int count) { return (count + MOST_LANES - 1) / MOST_LANES * std::size_t(MOST_LANES); }
+inline std::size_t padded(int count) {
+    return (count + MOST_LANES - 1) / MOST_LANES * std::size_t(MOST_LANES);
+}
 
 // Floats of scratch that a call needs, by part.
 struct Scratch {

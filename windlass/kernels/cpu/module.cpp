@@ -19,27 +19,30 @@ namespace windlass {
 namespace plain {
 void attend(const Attend &call, float *scratch, int threads);
 void turn(const Turn &call, int threads);
-}
+}  // namespace plain
 #ifdef WINDLASS_X86
 namespace avx2 {
 void attend(const Attend &call, float *scratch, int threads);
 void turn(const Turn &call, int threads);
-}
+}  // namespace avx2
 namespace avx512 {
 void attend(const Attend &call, float *scratch, int threads);
 void turn(const Turn &call, int threads);
-}
+}  // namespace avx512
 namespace avx512_bf16 {
 void attend(const Attend &call, float *scratch, int threads);
 void turn(const Turn &call, int threads);
-}
+}  // namespace avx512_bf16
 #endif
 }  // namespace windlass
 
 namespace {
 
 using Address = std::uintptr_t;
-template <class T> T *at(Address address) { return reinterpret_cast<T *>(address); }
+template <class T>
+T *at(Address address) {
+    return reinterpret_cast<T *>(address);
+}
 
 bool has_avx512() {
 #ifdef WINDLASS_X86
@@ -87,18 +90,37 @@ float *scratch_of(std::size_t floats) {
 using HeldArguments = std::tuple<Address, Address, Address, int, std::size_t, Address, Address, int, int>;
 
 Held held(const HeldArguments &from) {
-    const auto &[codes, scales, centres, channels, row_bytes, exact, places, exact_places, exact_number] = from;
-    return {at<const std::uint8_t>(codes), at<const std::uint16_t>(scales), at<const float>(centres), channels, row_bytes,
-            at<const std::uint8_t>(exact), at<const std::int32_t>(places), exact_places, Format(exact_number)};
+    const auto &[codes, scales, centres, channels, row_bytes, exact, places, exact_places, exact_number] =
+        from;
+    return {at<const std::uint8_t>(codes),
+            at<const std::uint16_t>(scales),
+            at<const float>(centres),
+            channels,
+            row_bytes,
+            at<const std::uint8_t>(exact),
+            at<const std::int32_t>(places),
+            exact_places,
+            Format(exact_number)};
 }
 
 void turn(std::tuple<int, int, int, int, int> sizes, int format, int number, HeldArguments from,
-          Address positions, std::tuple<Address, Address, int> tables, Address out, const std::string &instruction_set,
-          int threads) {
+          Address positions, std::tuple<Address, Address, int> tables, Address out,
+          const std::string &instruction_set, int threads) {
     const auto [batch, kv_heads, ranked, slots, used] = sizes;
     const auto [cos, sin, pairs] = tables;
-    const Turn call{batch, kv_heads, ranked, slots, used, Format(format), Format(number), held(from),
-                    at<const std::int32_t>(positions), at<const float>(cos), at<const float>(sin), pairs, at<std::uint8_t>(out)};
+    const Turn call{batch,
+                    kv_heads,
+                    ranked,
+                    slots,
+                    used,
+                    Format(format),
+                    Format(number),
+                    held(from),
+                    at<const std::int32_t>(positions),
+                    at<const float>(cos),
+                    at<const float>(sin),
+                    pairs,
+                    at<std::uint8_t>(out)};
     nb::gil_scoped_release released;
 #ifdef WINDLASS_X86
     if (instruction_set == "avx512_bf16") return avx512_bf16::turn(call, threads);
@@ -109,12 +131,13 @@ void turn(std::tuple<int, int, int, int, int> sizes, int format, int number, Hel
 }
 
 void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int number, Address queries,
-            std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, HeldArguments keys, HeldArguments values,
-            Address slot_positions,
-            Address query_positions, std::tuple<Address, Address, Address, Address, int> reading,
-            std::tuple<Address, Address, int> tables, float scale, float softcap, std::tuple<int, int, int> visibility,
-            Address sink_logits, Address log_counts, std::tuple<Address, int, Address, Address> mass, Address out,
-            const std::string &instruction_set, int threads) {
+            std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, HeldArguments keys,
+            HeldArguments values, Address slot_positions, Address query_positions,
+            std::tuple<Address, Address, Address, Address, int> reading,
+            std::tuple<Address, Address, int> tables, float scale, float softcap,
+            std::tuple<int, int, int> visibility, Address sink_logits, Address log_counts,
+            std::tuple<Address, int, Address, Address> mass, Address out, const std::string &instruction_set,
+            int threads) {
     Attend call{};
     std::tie(call.batch, call.heads, call.kv_heads, call.ranked, call.tokens, call.slots) = sizes;
     call.format = Format(format), call.number = Format(number);
@@ -123,8 +146,10 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int numb
     call.keys = held(keys), call.values = held(values);
     call.slot_positions = at<const std::int32_t>(slot_positions);
     call.query_positions = at<const std::int64_t>(query_positions);
-    call.near = Branch{at<const std::int64_t>(std::get<0>(reading)), at<const std::int32_t>(std::get<1>(reading))};
-    call.far = Branch{at<const std::int64_t>(std::get<2>(reading)), at<const std::int32_t>(std::get<3>(reading))};
+    call.near =
+        Branch{at<const std::int64_t>(std::get<0>(reading)), at<const std::int32_t>(std::get<1>(reading))};
+    call.far =
+        Branch{at<const std::int64_t>(std::get<2>(reading)), at<const std::int32_t>(std::get<3>(reading))};
     call.near_window = std::get<4>(reading);
     call.cos = at<const float>(std::get<0>(tables)), call.sin = at<const float>(std::get<1>(tables));
     call.pairs = std::get<2>(tables);
@@ -149,31 +174,44 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int numb
 NB_MODULE(_native, module) {
     using namespace nb::literals;
     module.def("instruction_sets", &instruction_sets);
-    module.def("attend", &attend, "sizes"_a, "format"_a, "number"_a, "queries"_a, "strides"_a, "keys"_a, "values"_a,
-               "slot_positions"_a, "query_positions"_a, "reading"_a, "tables"_a, "scale"_a, "softcap"_a,
-               "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a, "instruction_set"_a, "threads"_a);
+    module.def("attend", &attend, "sizes"_a, "format"_a, "number"_a, "queries"_a, "strides"_a, "keys"_a,
+               "values"_a, "slot_positions"_a, "query_positions"_a, "reading"_a, "tables"_a, "scale"_a,
+               "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
+               "instruction_set"_a, "threads"_a);
     module.def("turn", &turn, "sizes"_a, "format"_a, "number"_a, "held"_a, "positions"_a, "tables"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
-    module.def("first_free", [](Address positions, std::int64_t rows, std::int64_t slots, std::int64_t count, Address out) {
-        first_free(at<const std::int32_t>(positions), rows, slots, count, at<std::int64_t>(out));
-    });
-    module.def("text_order", [](Address positions, std::int64_t rows, std::int64_t slots, Address out, int threads) {
-        text_order(at<const std::int32_t>(positions), rows, slots, at<std::int64_t>(out), threads);
-    });
-    module.def("lowest", [](std::tuple<std::int64_t, std::int64_t, std::int64_t> sizes, Address scores, Address positions,
-                            Address next_positions, std::tuple<std::int64_t, std::int64_t, std::int64_t> limits,
-                            std::int64_t count, Address out, int threads) {
+    module.def("first_free",
+               [](Address positions, std::int64_t rows, std::int64_t slots, std::int64_t count, Address out) {
+                   first_free(at<const std::int32_t>(positions), rows, slots, count, at<std::int64_t>(out));
+               });
+    module.def("text_order",
+               [](Address positions, std::int64_t rows, std::int64_t slots, Address out, int threads) {
+                   text_order(at<const std::int32_t>(positions), rows, slots, at<std::int64_t>(out), threads);
+               });
+    module.def("lowest", [](std::tuple<std::int64_t, std::int64_t, std::int64_t> sizes, Address scores,
+                            Address positions, Address next_positions,
+                            std::tuple<std::int64_t, std::int64_t, std::int64_t> limits, std::int64_t count,
+                            Address out, int threads) {
         lowest({std::get<0>(sizes), std::get<1>(sizes), std::get<2>(sizes), at<const float>(scores),
-                at<const std::int32_t>(positions), at<const std::int64_t>(next_positions), std::get<0>(limits),
-                std::get<1>(limits), std::get<2>(limits)},
+                at<const std::int32_t>(positions), at<const std::int64_t>(next_positions),
+                std::get<0>(limits), std::get<1>(limits), std::get<2>(limits)},
                count, at<std::int64_t>(out), threads);
     });
-    module.def("write", [](std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t> sizes,
-                           std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, Address index, Address source,
-                           Address target) {
-        const auto [batch, kv_heads, ranked, tokens, slots, bytes] = sizes;
-        write({batch, kv_heads, ranked, tokens, slots, bytes, {std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)},
-               at<const std::int64_t>(index)},
-              at<const std::uint8_t>(source), at<std::uint8_t>(target));
-    });
+    module.def(
+        "write",
+        [](std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t, std::int64_t>
+               sizes,
+           std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, Address index, Address source,
+           Address target) {
+            const auto [batch, kv_heads, ranked, tokens, slots, bytes] = sizes;
+            write({batch,
+                   kv_heads,
+                   ranked,
+                   tokens,
+                   slots,
+                   bytes,
+                   {std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)},
+                   at<const std::int64_t>(index)},
+                  at<const std::uint8_t>(source), at<std::uint8_t>(target));
+        });
 }

@@ -15,7 +15,8 @@ typedef std::uint32_t Words __attribute__((vector_size(LANES * 4)));
 typedef std::uint16_t Halves __attribute__((vector_size(LANES * 2)));
 typedef std::int8_t Bytes __attribute__((vector_size(LANES)));
 
-template <class V> inline V load(const void *from) {
+template <class V>
+inline V load(const void *from) {
     V v;
     __builtin_memcpy(&v, from, sizeof v);
     return v;
@@ -26,11 +27,19 @@ inline Floats bits_of(Words w) { return (Floats)w; }
 
 // Narrow numbers, one to a lane. Compilers split the generic conversion in two.
 #if defined(__AVX512F__)
-inline Words wide_halves(const void *from) { return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from)); }
-inline Ints wide_bytes(const void *from) { return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from)); }
+inline Words wide_halves(const void *from) {
+    return (Words)_mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)from));
+}
+inline Ints wide_bytes(const void *from) {
+    return (Ints)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)from));
+}
 #elif defined(__AVX2__)
-inline Words wide_halves(const void *from) { return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from)); }
-inline Ints wide_bytes(const void *from) { return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from)); }
+inline Words wide_halves(const void *from) {
+    return (Words)_mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)from));
+}
+inline Ints wide_bytes(const void *from) {
+    return (Ints)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)from));
+}
 #else
 inline Words wide_halves(const void *from) { return __builtin_convertvector(load<Halves>(from), Words); }
 inline Ints wide_bytes(const void *from) { return __builtin_convertvector(load<Bytes>(from), Ints); }
@@ -81,8 +90,10 @@ inline std::uint16_t to_brain(float x) {
 }
 
 // One slot's numbers: `lanes(row, i)` are those from channel i on, `one(row, i)` is channel i.
-template <Format> struct Row;
-template <> struct Row<Format::float32> {
+template <Format>
+struct Row;
+template <>
+struct Row<Format::float32> {
     static Floats lanes(const std::uint8_t *row, int i, int) { return load<Floats>(row + 4 * i); }
     static float one(const std::uint8_t *row, int i, int) {
         float x;
@@ -90,7 +101,8 @@ template <> struct Row<Format::float32> {
         return x;
     }
 };
-template <> struct Row<Format::bfloat16> {
+template <>
+struct Row<Format::bfloat16> {
     static Floats lanes(const std::uint8_t *row, int i, int) {
         return bits_of(wide_halves(row + 2 * i) << 16);
     }
@@ -100,7 +112,8 @@ template <> struct Row<Format::bfloat16> {
         return from_brain(b);
     }
 };
-template <> struct Row<Format::float16> {
+template <>
+struct Row<Format::float16> {
     static Floats lanes(const std::uint8_t *row, int i, int) {
 #if defined(__AVX512F__)
         return (Floats)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(row + 2 * i)));
@@ -118,14 +131,16 @@ template <> struct Row<Format::float16> {
         return from_half(h);
     }
 };
-template <> struct Row<Format::int8> {
+template <>
+struct Row<Format::int8> {
     static Floats lanes(const std::uint8_t *row, int i, int) {
         return __builtin_convertvector(wide_bytes(row + i), Floats);
     }
     static float one(const std::uint8_t *row, int i, int) { return float(std::int8_t(row[i])); }
 };
 // Byte j holds channel j in its low nibble and channel j + channels / 2 in its high one.
-template <> struct Row<Format::int4> {
+template <>
+struct Row<Format::int4> {
     static Floats lanes(const std::uint8_t *row, int i, int channels) {
         int half = channels / 2;
         if (i < half && i + LANES > half) {  // astride both halves
@@ -144,17 +159,25 @@ template <> struct Row<Format::int4> {
 
 inline float number(Format format, const std::uint8_t *row, std::int64_t i) {
     switch (format) {
-        case Format::bfloat16: return Row<Format::bfloat16>::one(row + 2 * i, 0, 0);
-        case Format::float16: return Row<Format::float16>::one(row + 2 * i, 0, 0);
-        default: return Row<Format::float32>::one(row + 4 * i, 0, 0);
+        case Format::bfloat16:
+            return Row<Format::bfloat16>::one(row + 2 * i, 0, 0);
+        case Format::float16:
+            return Row<Format::float16>::one(row + 2 * i, 0, 0);
+        default:
+            return Row<Format::float32>::one(row + 4 * i, 0, 0);
     }
 }
 inline void put(Format format, std::uint8_t *row, std::int64_t i, float x) {
     std::uint16_t narrow;
     switch (format) {
-        case Format::bfloat16: narrow = to_brain(x), __builtin_memcpy(row + 2 * i, &narrow, 2); break;
-        case Format::float16: narrow = to_half(x), __builtin_memcpy(row + 2 * i, &narrow, 2); break;
-        default: __builtin_memcpy(row + 4 * i, &x, 4);
+        case Format::bfloat16:
+            narrow = to_brain(x), __builtin_memcpy(row + 2 * i, &narrow, 2);
+            break;
+        case Format::float16:
+            narrow = to_half(x), __builtin_memcpy(row + 2 * i, &narrow, 2);
+            break;
+        default:
+            __builtin_memcpy(row + 4 * i, &x, 4);
     }
 }
 
@@ -189,10 +212,13 @@ inline Floats exponential(Floats x) {
 }
 
 // Of each 2 * STEP lanes, the first half from `a` and the second from `b`: their part number TAKE.
-template <int STEP, int TAKE, std::size_t... I> inline Floats halves(Floats a, Floats b, std::index_sequence<I...>) {
-    return __builtin_shufflevector(a, b, int((I / STEP % 2 ? LANES : 0) + I / (2 * STEP) * (2 * STEP) + TAKE * STEP + I % STEP)...);
+template <int STEP, int TAKE, std::size_t... I>
+inline Floats halves(Floats a, Floats b, std::index_sequence<I...>) {
+    return __builtin_shufflevector(
+        a, b, int((I / STEP % 2 ? LANES : 0) + I / (2 * STEP) * (2 * STEP) + TAKE * STEP + I % STEP)...);
 }
-template <int STEP> inline void fold(Floats *v) {
+template <int STEP>
+inline void fold(Floats *v) {
     for (int i = 0; i < STEP; ++i)
         v[i] = halves<STEP, 0>(v[i], v[i + STEP], std::make_index_sequence<LANES>{}) +
                halves<STEP, 1>(v[i], v[i + STEP], std::make_index_sequence<LANES>{});
@@ -207,14 +233,12 @@ inline Floats sums(Floats (&v)[LANES]) {
 }
 
 #if defined(__AVX512BF16__)
-constexpr bool HAS_DOTS = true;  // products of bfloat16 pairs
 // 32 bfloat16: those of `a`, then those of `b`.
 inline void store_narrow(void *to, Floats a, Floats b) {
     __m512bh both = _mm512_cvtne2ps_pbh((__m512)b, (__m512)a);
     __builtin_memcpy(to, &both, 64);
 }
 inline Floats dot(Floats sum, __m512bh a, __m512bh b) { return (Floats)_mm512_dpbf16_ps((__m512)sum, a, b); }
-inline __m512bh load_narrow(const void *from) { return (__m512bh)_mm512_loadu_si512(from); }
 // The numbers of two rows, side by side, in the order in which AVX-512 interleaves them...
 inline void interleave(const std::uint8_t *a, const std::uint8_t *b, __m512bh &low, __m512bh &high) {
     const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
@@ -228,8 +252,7 @@ inline void load_interleaved(const float *from, Floats &low, Floats &high) {
 }
 inline void store_interleaved(float *to, Floats low, Floats high) {
     store(to, __builtin_shufflevector(low, high, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23));
-    store(to + 16, __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
+    store(to + 16,
+          __builtin_shufflevector(low, high, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31));
 }
-#else
-constexpr bool HAS_DOTS = false;
 #endif

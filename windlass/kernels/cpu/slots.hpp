@@ -10,11 +10,11 @@
 
 namespace windlass {
 
-constexpr std::int64_t PARALLEL = 8192;   // slots below which threads cost more than they save
+constexpr std::int64_t PARALLEL = 8192;  // slots below which threads cost more than they save
 
 // For each of `rows` rows of `positions`: its first `count` EMPTY slots, then whatever comes first.
-inline void first_free(const std::int32_t *positions, std::int64_t rows, std::int64_t slots, std::int64_t count,
-                       std::int64_t *out) {
+inline void first_free(const std::int32_t *positions, std::int64_t rows, std::int64_t slots,
+                       std::int64_t count, std::int64_t *out) {
     constexpr std::int32_t EMPTY = -1;
     for (std::int64_t row = 0; row < rows; ++row, positions += slots, out += count) {
         std::int64_t found = 0;
@@ -27,9 +27,9 @@ inline void first_free(const std::int32_t *positions, std::int64_t rows, std::in
 
 struct Order {
     std::int64_t batch, ranked, slots;
-    const float *scores;                 // (batch, ranked, slots)
-    const std::int32_t *positions;       // (batch, ranked, slots)
-    const std::int64_t *next_positions;  // (batch)
+    const float *scores;                         // (batch, ranked, slots)
+    const std::int32_t *positions;               // (batch, ranked, slots)
+    const std::int64_t *next_positions;          // (batch)
     std::int64_t sinks, window, sliding_window;  // sliding_window 0: none
 };
 
@@ -70,7 +70,8 @@ inline void lowest(const Order &order, std::int64_t count, std::int64_t *out, in
 
 // For each of `rows` rows, its slots in the order of their positions, free ones last: a radix sort,
 // since a sort by comparison would take longer than attention.
-inline void text_order(const std::int32_t *positions, std::int64_t rows, std::int64_t slots, std::int64_t *out, int threads) {
+inline void text_order(const std::int32_t *positions, std::int64_t rows, std::int64_t slots,
+                       std::int64_t *out, int threads) {
     constexpr int BITS = 11, DIGITS = 3, SIZE = 1 << BITS;
 #pragma omp parallel for num_threads(threads) if (rows * slots >= PARALLEL)
     for (std::int64_t row = 0; row < rows; ++row) {
@@ -84,7 +85,8 @@ inline void text_order(const std::int32_t *positions, std::int64_t rows, std::in
         for (std::int64_t slot = 0; slot < slots; ++slot) {
             const std::uint32_t key = first[slot] < 0 ? beyond : std::uint32_t(first[slot]);
             entries[slot] = {key, std::uint32_t(slot)};
-            for (int digit = 0; digit < DIGITS; ++digit) ++counts[digit * SIZE + (key >> (digit * BITS)) % SIZE];
+            for (int digit = 0; digit < DIGITS; ++digit)
+                ++counts[digit * SIZE + (key >> (digit * BITS)) % SIZE];
         }
         for (int digit = 0; digit < DIGITS; ++digit) {
             std::uint32_t *starts = counts.data() + digit * SIZE, start = 0;
@@ -99,18 +101,20 @@ inline void text_order(const std::int32_t *positions, std::int64_t rows, std::in
 
 struct Write {
     std::int64_t batch, kv_heads, ranked, tokens, slots, bytes;  // bytes of one token and head
-    std::int64_t strides[3];                                     // of the source, in bytes: batch, kv_heads, tokens
-    const std::int64_t *index;                                   // (batch, ranked, tokens)
+    std::int64_t strides[3];    // of the source, in bytes: batch, kv_heads, tokens
+    const std::int64_t *index;  // (batch, ranked, tokens)
 };
 
 // Copies each new token's bytes into its slot; no other slot is touched.
 inline void write(const Write &call, const std::uint8_t *source, std::uint8_t *target) {
     for (std::int64_t row = 0; row < call.batch; ++row)
         for (std::int64_t head = 0; head < call.kv_heads; ++head) {
-            const std::int64_t *index = call.index + (row * call.ranked + (call.ranked == 1 ? 0 : head)) * call.tokens;
+            const std::int64_t *index =
+                call.index + (row * call.ranked + (call.ranked == 1 ? 0 : head)) * call.tokens;
             for (std::int64_t token = 0; token < call.tokens; ++token)
                 std::memcpy(target + ((row * call.kv_heads + head) * call.slots + index[token]) * call.bytes,
-                            source + row * call.strides[0] + head * call.strides[1] + token * call.strides[2], call.bytes);
+                            source + row * call.strides[0] + head * call.strides[1] + token * call.strides[2],
+                            call.bytes);
         }
 }
 

@@ -1,0 +1,159 @@
+"""The page `docs/benchmarks.md`, out of the samples in `benchmarks/results`.
+
+    python benchmarks/page.py > docs/benchmarks.md
+
+Every number on it comes from there. Each section names the command that measures it again.
+"""
+
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from peers.tables import tables as peer_tables
+
+RESULTS = Path(__file__).parent / "results"
+INTRODUCTION = """# Benchmarks
+
+Made by `python benchmarks/page.py` out of `benchmarks/results/*.jsonl`; losing rows are left in. Ratios compare
+things that were measured in turn within one run, on random weights and texts (`windlass bench --shape`). The machine
+is a virtual one with two cores and noisy neighbours: believe ratios before rates.
+"""
+
+Line = dict[str, Any]
+
+
+def main() -> None:
+    """Print the page."""
+    sections = [INTRODUCTION]
+    for name, section in SECTIONS.items():
+        path = RESULTS / f"{name}.jsonl"
+        if path.exists():
+            sections.append(section([json.loads(line) for line in path.read_text().splitlines()]))
+    print("\n".join(sections), end="")
+
+
+def attention(lines: Sequence[Line]) -> str:
+    """Kernels alone."""
+    rows = []
+    for line in lines:
+        seconds = line["seconds"]
+        ours, read = seconds["unrotated"], seconds["read"]
+        rates = [f"{line['bytes'] / seconds[name] / 1e9:.1f}" for name in ("unrotated", "rotated", "read")]
+        ratios = [seconds["sdpa_repeat"] / ours, seconds["sdpa_gqa"] / ours, seconds["rotated"] / ours, read / ours]
+        rows.append([line["shape"], f"{line['depth']:,}", *rates, *(f"{ratio:.2f}" for ratio in ratios)])
+    heads = ["shape", "depth", "un-rotated GB/s", "rotated GB/s", "plain read GB/s"]
+    heads += ["PyTorch (repeat) / ours", "PyTorch (gqa) / ours", "rotated / un-rotated time", "of plain read"]
+    text = (
+        "One query, one layer, bfloat16. A ratio above 1 means that ours is faster; `rotated / un-rotated time` is "
+        "what turning keys at read leaves of the speed of the same kernel over keys that were stored turned."
+    )
+    return _section("Decode attention alone", "benchmarks/attention.py", text, heads, rows, lines[-1])
+
+
+def share(lines: Sequence[Line]) -> str:
+    """What a decode step spends beside attention and weights."""
+    rows = [
+        [
+            line["shape"],
+            f"{line['depth']:,}",
+            line["policy"],
+            *(f"{1e3 * line['seconds'][name]:.1f}" for name in ("token", "weights", "attention")),
+            f"{line['cache_share']:.1%}",
+            f"{line['other_share']:.1%}",
+        ]
+        for line in lines
+    ]
+    heads = ["shape", "depth", "policy", "token ms", "weights ms", "attention ms", "cache", "transformers' own"]
+    text = (
+        "Of a decode step: `cache` is all that a layer's step does beside its kernel (write, observe, evict, prepare "
+        "the call), `transformers' own` is norms, residuals, activations and the identity rotation."
+    )
+    return _section("The share of everything else", "benchmarks/step_share.py", text, heads, rows, lines[-1])
+
+
+def prefill(lines: Sequence[Line]) -> str:
+    """In chunks against at once."""
+    base = {(line["shape"], line["tokens"], line["way"]): line for line in lines}
+    rows = []
+    for line in lines:
+        whole = base[line["shape"], line["tokens"], "transformers"]
+        rows.append(
+            [
+                line["shape"],
+                f"{line['tokens']:,}",
+                line["way"],
+                str(line["chunk"]),
+                f"{line['tokens'] / line['seconds']:.0f}",
+                f"{line['bytes'] / 2**20:,.0f}",
+                f"{whole['seconds'] / line['seconds']:.2f}",
+                f"{line['bytes'] / whole['bytes']:.2f}",
+            ]
+        )
+    heads = ["shape", "tokens", "way", "chunk", "tokens/s", "peak MiB above weights", "speed", "memory"]
+    text = (
+        "A prompt read in chunks, at once, and at once by plain transformers, each in a process of its own; the last "
+        "two columns are against transformers. The cache itself is part of the peak."
+    )
+    return _section("Prompts in chunks", "benchmarks/prefill.py", text, heads, rows, lines[-1])
+
+
+def grid(title: str, command: str, axis: str, text: str) -> Callable[[Sequence[Line]], str]:
+    """A section of rows of `windlass bench` that differ in `axis`, against its first value."""
+
+    def section(lines: Sequence[Line]) -> str:
+        bases: dict[tuple[str, str], Line] = {}
+        rows = []
+        for line in lines:
+            base = bases.setdefault((line["model"], line["test"]), line)
+            rate = f"{line['tokens_per_s']:.2f} ± {line['half_interquartile_range_per_s']:.2f}"
+            bandwidth = "-" if line["gb_per_s"] is None else f"{line['gb_per_s']:.1f}"
+            ratio = line["tokens_per_s"] / base["tokens_per_s"]
+            rows.append([line["model"], line["test"], line[axis], rate, bandwidth, f"{ratio:.3f}"])
+        heads = ["model", "test", axis, "tokens/s", "GB/s", "ratio"]
+        last = lines[-1]
+        about = {**last, **last["versions"]}
+        return _section(title, command, text, heads, rows, about)
+
+    return section
+
+
+def peers(lines: Sequence[Line]) -> str:
+    """Windlass and other libraries."""
+    body = peer_tables(json.dumps(line) for line in lines)
+    return f"## Against other libraries\n\n`make bench-peers`. Same weights, bfloat16, same threads.\n\n{body}"
+
+
+def _section(title: str, command: str, text: str, heads: list[str], rows: list[list[str]], about: Line) -> str:
+    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
+    where = (
+        f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}, "
+    )
+    return f"## {title}\n\n{text}\n\n{table}\n\n`{command}`. {where}{about['date'][:10]}.\n"
+
+
+BENCH = "windlass bench --shape"
+SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
+    "attention": attention,
+    "storage": grid(
+        "What un-rotated storage costs",
+        f"{BENCH} 1b -p 0 -n 16 -d ... --storage rotated,unrotated",
+        "storage",
+        "The same kernel and the same model, keys stored turned (`rotated`, as everywhere else) and not.",
+    ),
+    "policies": grid(
+        "Policies",
+        f"{BENCH} 1b -p 0 --budget 1024 --policy recent,h2o,tova,snapkv",
+        "policy",
+        "Decode at budget 1,024.",
+    ),
+    "stores": grid(
+        "Low-bit stores", f"{BENCH} 1b -p 0 -d 16384 --store plain,int8,int4", "store", "Decode at depth 16,384."
+    ),
+    "share": share,
+    "prefill": prefill,
+    "peers": peers,
+}
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,75 @@
+"""A prompt read in chunks against the same prompt read at once: seconds, and the most memory above the weights.
+
+    python benchmarks/prefill.py --shape 1b --tokens 4096 >> benchmarks/results/prefill.jsonl
+
+Each way runs in a process of its own, since a process's peak memory never falls; the ways alternate.
+At once is plain transformers with a DynamicCache, and Windlass with a chunk as long as the prompt.
+Prints one JSON line per way.
+"""
+
+import argparse
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import time
+
+import torch
+from machine import machine
+from transformers import DynamicCache
+
+import windlass
+from windlass.bench_shapes import random_model, shape_of
+from windlass.engine import prefill
+
+WAYS = ("chunked", "at once", "transformers")
+
+
+def run(way: str, shape: str, tokens: int, chunk: int) -> dict[str, float]:
+    """Read one prompt in this process: seconds, and the bytes by which its peak rose."""
+    model = random_model(shape_of(shape, None)[0], torch.bfloat16)
+    prompt = torch.randint(0, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
+    model(input_ids=prompt[:, :16], logits_to_keep=1)  # what PyTorch allocates once
+    windlass.attach(model)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    if way == "transformers":
+        model(input_ids=prompt, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
+    else:
+        cache = windlass.KVCache(model, chunk=chunk if way == "chunked" else tokens)
+        prefill(model, cache, prompt.tolist())
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, "bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="1b")
+    parser.add_argument("--tokens", type=int, default=4096)
+    parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--way", choices=WAYS, help="Only this way, once, in this process.")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    if options.way:
+        with torch.inference_mode():
+            print(json.dumps(run(options.way, options.shape, options.tokens, options.chunk)))
+        return
+    samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for _ in range(options.rounds):
+        for way in WAYS:
+            command = [sys.executable, *sys.argv, "--way", way]
+            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            samples[way].append(json.loads(output.splitlines()[-1]))
+    for way, each in samples.items():
+        line = {"kind": "prefill", **machine(options.threads), "shape": options.shape, "tokens": options.tokens}
+        line |= {"way": way, "chunk": options.chunk if way == "chunked" else options.tokens}
+        line |= {name: statistics.median(sample[name] for sample in each) for name in ("seconds", "bytes")}
+        print(json.dumps(line), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+// Products of queries and keys, and sums of weighted values.
+// Included inside the namespace of one instruction set, after simd.hpp.
+
+// Products of QUERIES queries with LANES keys; the result of query q stands at out + q * BLOCK.
+template <int QUERIES>
+void multiply(const float *queries, const float *keys, int width, float *out) {
+    constexpr int KEYS = LANES / QUERIES;
+    for (int first = 0; first < LANES; first += KEYS) {
+        Floats products[LANES] = {};
+        for (int i = 0; i < width; i += LANES) {
+            Floats key[KEYS];
+            for (int k = 0; k < KEYS; ++k) key[k] = load<Floats>(keys + (first + k) * width + i);
+            for (int q = 0; q < QUERIES; ++q) {
+                Floats query = load<Floats>(queries + q * width + i);
+                for (int k = 0; k < KEYS; ++k) products[q * KEYS + k] += query * key[k];
+            }
+        }
+        Floats summed = sums(products);
+        for (int q = 0; q < QUERIES; ++q)
+            __builtin_memcpy(out + q * BLOCK + first, (float *)&summed + q * KEYS, KEYS * 4);
+    }
+}
+void multiply_all(const float *queries, int count, const float *keys, int width, float *out) {
+    int q = 0;
+    for (; q + 4 <= count; q += 4) multiply<4>(queries + q * width, keys, width, out + q * BLOCK);
+    for (; q + 2 <= count; q += 2) multiply<2>(queries + q * width, keys, width, out + q * BLOCK);
+    for (; q < count; ++q) multiply<1>(queries + q * width, keys, width, out + q * BLOCK);
+}
+
+// Adds to each query's sum the values of a block, weighted.
+template <Format F, int QUERIES, int VECTORS>
+void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int channels,
+                int count, const bool *is_seen, int first, float *sum, std::size_t sum_stride) {
+    Floats sums_of[QUERIES][VECTORS];
+    for (int q = 0; q < QUERIES; ++q)
+        for (int v = 0; v < VECTORS; ++v)
+            sums_of[q][v] = load<Floats>(sum + q * sum_stride + first + v * LANES);
+    for (int start = 0; start < count; start += LANES) {
+        if (!is_seen[start / LANES]) continue;
+        const int end = start + LANES < count ? start + LANES : count;
+        for (int j = start; j < end; ++j) {
+            Floats value[VECTORS];
+            for (int v = 0; v < VECTORS; ++v)
+                value[v] = Row<F>::lanes(values + j * row_bytes, first + v * LANES, channels);
+            for (int q = 0; q < QUERIES; ++q)
+                for (int v = 0; v < VECTORS; ++v) sums_of[q][v] += weights[q * BLOCK + j] * value[v];
+        }
+    }
+    for (int q = 0; q < QUERIES; ++q)
+        for (int v = 0; v < VECTORS; ++v) store(sum + q * sum_stride + first + v * LANES, sums_of[q][v]);
+}
+template <Format F, int QUERIES>
+void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int channels,
+                int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
+    constexpr int MOST = LANES == 16 ? 4 : 2;  // what the registers hold
+    int i = 0;
+    for (; i + MOST * LANES <= channels; i += MOST * LANES)
+        add_values<F, QUERIES, MOST>(weights, values, row_bytes, channels, count, is_seen, i, sum,
+                                     sum_stride);
+    for (; i + LANES <= channels; i += LANES)
+        add_values<F, QUERIES, 1>(weights, values, row_bytes, channels, count, is_seen, i, sum, sum_stride);
+    for (; i < channels; ++i)
+        for (int q = 0; q < QUERIES; ++q) {
+            float total = 0;
+            for (int j = 0; j < count; ++j)
+                if (is_seen[j / LANES])
+                    total += weights[q * BLOCK + j] * Row<F>::one(values + j * row_bytes, i, channels);
+            sum[q * sum_stride + i] += total;
+        }
+}
+template <Format F>
+void add_all_values(const float *weights, int queries, const std::uint8_t *values, std::size_t row_bytes,
+                    int channels, int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
+    int q = 0;
+    for (; q + 4 <= queries; q += 4)
+        add_values<F, 4>(weights + q * BLOCK, values, row_bytes, channels, count, is_seen,
+                         sum + q * sum_stride, sum_stride);
+    for (; q + 2 <= queries; q += 2)
+        add_values<F, 2>(weights + q * BLOCK, values, row_bytes, channels, count, is_seen,
+                         sum + q * sum_stride, sum_stride);
+    for (; q < queries; ++q)
+        add_values<F, 1>(weights + q * BLOCK, values, row_bytes, channels, count, is_seen,
+                         sum + q * sum_stride, sum_stride);
+}
+
+#if defined(__AVX512BF16__)
+// As `add_values`, two slots at a time; weights are bfloat16 pairs.
+template <int QUERIES, int VECTORS>
+void add_narrow(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int count,
+                const bool *is_seen, int first, float *sum, std::size_t sum_stride) {
+    Floats low[QUERIES][VECTORS], high[QUERIES][VECTORS];
+    for (int q = 0; q < QUERIES; ++q)
+        for (int v = 0; v < VECTORS; ++v)
+            load_interleaved(sum + q * sum_stride + first + v * 32, low[q][v], high[q][v]);
+    for (int j = 0; j < count; j += 2) {
+        if (!is_seen[j / LANES]) continue;
+        const std::uint8_t *row = values + j * row_bytes + 2 * first,
+                           *next = j + 1 < count ? row + row_bytes : row;
+        __m512bh a[VECTORS], b[VECTORS];
+        for (int v = 0; v < VECTORS; ++v) interleave(row + v * 64, next + v * 64, a[v], b[v]);
+        for (int q = 0; q < QUERIES; ++q) {
+            const __m512bh weight = (__m512bh)all(weights[q * BLOCK / 2 + j / 2]);
+            for (int v = 0; v < VECTORS; ++v) {
+                low[q][v] = dot(low[q][v], weight, a[v]);
+                high[q][v] = dot(high[q][v], weight, b[v]);
+            }
+        }
+    }
+    for (int q = 0; q < QUERIES; ++q)
+        for (int v = 0; v < VECTORS; ++v)
+            store_interleaved(sum + q * sum_stride + first + v * 32, low[q][v], high[q][v]);
+}
+template <int QUERIES>
+void add_narrow(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int channels,
+                int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
+    int i = 0;
+    for (; i + 64 <= channels; i += 64)
+        add_narrow<QUERIES, 2>(weights, values, row_bytes, count, is_seen, i, sum, sum_stride);
+    for (; i < channels; i += 32)
+        add_narrow<QUERIES, 1>(weights, values, row_bytes, count, is_seen, i, sum, sum_stride);
+}
+void add_all_narrow(float *weights, int queries, const std::uint8_t *values, std::size_t row_bytes,
+                    int channels, int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
+    for (int at = 0; at < queries * BLOCK; at += 32)  // in place: pairs take half the room
+        store_narrow(weights + at / 2, load<Floats>(weights + at), load<Floats>(weights + at + 16));
+    int q = 0;
+    for (; q + 4 <= queries; q += 4)
+        add_narrow<4>(weights + q * BLOCK / 2, values, row_bytes, channels, count, is_seen,
+                      sum + q * sum_stride, sum_stride);
+    for (; q + 2 <= queries; q += 2)
+        add_narrow<2>(weights + q * BLOCK / 2, values, row_bytes, channels, count, is_seen,
+                      sum + q * sum_stride, sum_stride);
+    for (; q < queries; ++q)
+        add_narrow<1>(weights + q * BLOCK / 2, values, row_bytes, channels, count, is_seen,
+                      sum + q * sum_stride, sum_stride);
+}
+#endif

@@ -1,0 +1,110 @@
+// One slot's key or value as float32, turned to its rotary position.
+// Included inside the namespace of one instruction set, after simd.hpp.
+
+// The numbers of one slot, from channel i on.
+template <Format F>
+struct Slot {
+    const std::uint8_t *row;
+    int channels;
+    float scale;
+    const float *centres;
+
+    Floats lanes(int i) const {
+        Floats v = Row<F>::lanes(row, i, channels);
+        if constexpr (F == Format::int8 || F == Format::int4)
+            v = centres ? v * scale + load<Floats>(centres + i) : v * scale;
+        return v;
+    }
+    float one(int i) const {
+        float x = Row<F>::one(row, i, channels);
+        if constexpr (F == Format::int8 || F == Format::int4)
+            x = centres ? x * scale + centres[i] : x * scale;
+        return x;
+    }
+};
+
+template <Format F>
+inline Slot<F> slot_of(const Held &held, std::size_t place, int head) {
+    return {held.codes + place * held.row_bytes, held.channels,
+            held.scales ? from_half(held.scales[place]) : 1.0f,
+            held.centres ? held.centres + std::size_t(head) * held.channels : nullptr};
+}
+
+template <Format F>
+inline Slot<F> exact_of(const Held &held, std::size_t index, int place) {
+    const std::size_t bytes = held.channels * (F == Format::float32 ? 4 : 2);
+    return {held.exact + (index * held.exact_places + place) * bytes, held.channels, 1.0f, nullptr};
+}
+
+// Calls `use` with the slot at `place`, of the row and head number `index`: its exact copy if it has one.
+template <Format F, class Use>
+inline void with_slot(const Held &held, std::size_t index, std::size_t place, int head, Use use) {
+    const int exact = held.place(place);
+    if (exact < 0) return use(slot_of<F>(held, place, head));
+    switch (held.exact_number) {
+        case Format::bfloat16:
+            return use(exact_of<Format::bfloat16>(held, index, exact));
+        case Format::float16:
+            return use(exact_of<Format::float16>(held, index, exact));
+        default:
+            return use(exact_of<Format::float32>(held, index, exact));
+    }
+}
+
+// One slot's numbers as float32, each pair (i, i + pairs) turned by its angle.
+template <class S>
+inline void turn(const S &slot, int pairs, const float *cos, const float *sin, float *out) {
+    int i = 0;
+    for (; i + LANES <= pairs; i += LANES) {
+        Floats a = slot.lanes(i), b = slot.lanes(i + pairs);
+        Floats c = load<Floats>(cos + i), s = load<Floats>(sin + i);
+        store(out + i, a * c - b * s);
+        store(out + i + pairs, b * c + a * s);
+    }
+    for (; i < pairs; ++i) {
+        float a = slot.one(i), b = slot.one(i + pairs);
+        out[i] = a * cos[i] - b * sin[i];
+        out[i + pairs] = b * cos[i] + a * sin[i];
+    }
+    for (i = 2 * pairs; i + LANES <= slot.channels; i += LANES) store(out + i, slot.lanes(i));
+    for (; i < slot.channels; ++i) out[i] = slot.one(i);
+}
+
+// Asks for a row that will be read soon: the heads of a block are too short for the CPU to see it coming.
+inline void fetch(const std::uint8_t *row, std::size_t bytes) {
+    for (std::size_t i = 0; i < bytes; i += 64)
+        __builtin_prefetch(row + i, 0, 2);  // as far as the second cache
+}
+
+template <Format F>
+void turn_slots(const Turn &call, int threads) {
+    const std::int64_t heads = std::int64_t(call.batch) * call.kv_heads, items = heads * pieces(call.used);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (std::int64_t item = 0; item < items; ++item) {
+        const int row = int(item / pieces(call.used) / call.kv_heads),
+                  head = int(item / pieces(call.used) % call.kv_heads);
+        const int start = int(item % pieces(call.used)) * piece(call.used);
+        const int end = start + piece(call.used) < call.used ? start + piece(call.used) : call.used;
+        const std::size_t index = std::size_t(row) * call.kv_heads + head;
+        const std::int32_t *positions =
+            call.positions ? call.positions +
+                                 (std::size_t(row) * call.ranked + (call.ranked == 1 ? 0 : head)) * call.slots
+                           : nullptr;
+        float turned[MOST_CHANNELS];
+        for (int j = start; j < end; ++j) {
+            const std::int64_t angle = positions ? std::int64_t(positions[j]) * call.pairs : 0;
+            with_slot<F>(call.held, index, index * call.slots + j, head, [&](auto slot) {
+                turn(slot, positions ? call.pairs : 0, call.cos + angle, call.sin + angle, turned);
+            });
+            const int channels = call.held.channels;
+            std::uint8_t *out =
+                call.out + (index * call.used + j) * channels * (call.number == Format::float32 ? 4 : 2);
+            if (call.number == Format::bfloat16) {
+                std::uint16_t narrow[MOST_CHANNELS];
+                for (int i = 0; i < channels; ++i) narrow[i] = to_brain(turned[i]);
+                __builtin_memcpy(out, narrow, channels * 2);
+            } else
+                for (int i = 0; i < channels; ++i) put(call.number, out, i, turned[i]);
+        }
+    }
+}
