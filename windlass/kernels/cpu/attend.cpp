@@ -189,25 +189,42 @@ class Kernel {
 
     void turn_keys(const Branch &branch, int row, int head, int at, std::size_t place, int count,
                    std::ptrdiff_t ahead, float *out) {
+        const int pairs = branch.keys ? call.pairs : 0;
+        if (!call.keys.exact && 2 * pairs == call.keys.channels && pairs == 2 * LANES)
+            turn_keys<2>(branch, row, head, at, place, count, ahead, out);
+        else if (!call.keys.exact && 2 * pairs == call.keys.channels && pairs == 4 * LANES)
+            turn_keys<4>(branch, row, head, at, place, count, ahead, out);
+        else
+            turn_keys<0>(branch, row, head, at, place, count, ahead, out);
+        if (count < LANES || call.keys.channels < int(sizes.key_width))
+            for (int j = 0; j < LANES; ++j)
+                for (std::size_t i = j < count ? call.keys.channels : 0; i < sizes.key_width; ++i)
+                    out[j * sizes.key_width + i] = 0;
+    }
+
+    // VECTORS: as many vectors of pairs as fill the channels of keys that have no exact copies; 0: not so.
+    template <int VECTORS>
+    void turn_keys(const Branch &branch, int row, int head, int at, std::size_t place, int count,
+                   std::ptrdiff_t ahead, float *out) {
         const std::int32_t *positions =
             branch.keys ? branch.keys + (std::int64_t(row) * call.ranked + rank_of(head)) * call.slots + at
                         : nullptr;
+        const Held held = call.keys, values = call.values;  // copies, which a store to `out` cannot change
+        const float *table_cos = call.cos, *table_sin = call.sin;
         const int pairs = positions ? call.pairs : 0;
+        const std::size_t width = sizes.key_width;
         for (int j = 0; j < count; ++j) {
-            fetch(call.keys.codes + (place + ahead + j) * call.keys.row_bytes, call.keys.row_bytes);
-            fetch(call.values.codes + (place + ahead + j) * call.values.row_bytes, call.values.row_bytes);
+            fetch(held.codes + (place + ahead + j) * held.row_bytes, held.row_bytes);
+            fetch(values.codes + (place + ahead + j) * values.row_bytes, values.row_bytes);
             const std::int64_t angle = positions ? std::int64_t(positions[j]) * pairs : 0;
-            const float *cos = call.cos + angle, *sin = call.sin + angle;
-            float *to = out + j * sizes.key_width;
-            if (!call.keys.exact)
-                turn(slot_of<F>(call.keys, place + j, head), pairs, cos, sin, to);
+            const float *cos = table_cos + angle, *sin = table_sin + angle;
+            float *to = out + j * width;
+            if constexpr (VECTORS > 0)
+                turn_vectors<VECTORS>(slot_of<F>(held, place + j, head), cos, sin, to);
             else
-                with_slot<F>(call.keys, std::size_t(row) * call.kv_heads + head, place + j, head,
+                with_slot<F>(held, std::size_t(row) * call.kv_heads + head, place + j, head,
                              [&](auto key) { turn(key, pairs, cos, sin, to); });
         }
-        for (int j = 0; j < LANES; ++j)
-            for (std::size_t i = j < count ? call.keys.channels : 0; i < sizes.key_width; ++i)
-                out[j * sizes.key_width + i] = 0;
     }
 
     // Products of all queries that share a kv head with LANES turned keys.

@@ -6,6 +6,7 @@
 #include <nanobind/stl/tuple.h>
 
 #include <memory>
+#include <new>
 #include <string>
 #include <tuple>
 
@@ -76,12 +77,17 @@ std::string instruction_sets() {
     return sets + "plain";
 }
 
-// Kept between calls: a fresh allocation of this size is paid for in page faults.
+// Kept between calls: a fresh allocation of this size is paid for in page faults. A vector that lies
+// across two cache lines costs two accesses.
+constexpr std::align_val_t LINE{64};
+struct Release {
+    void operator()(float *floats) const { ::operator delete[](floats, LINE); }
+};
 float *scratch_of(std::size_t floats) {
-    thread_local std::unique_ptr<float[]> scratch;
+    thread_local std::unique_ptr<float[], Release> scratch;
     thread_local std::size_t size = 0;
     if (size < floats) {
-        scratch.reset(new float[floats]);
+        scratch.reset(static_cast<float *>(::operator new[](floats * sizeof(float), LINE)));
         size = floats;
     }
     return scratch.get();

@@ -27,10 +27,30 @@ void multiply_all(const float *queries, int count, const float *keys, int width,
     for (; q < count; ++q) multiply<1>(queries + q * width, keys, width, out + q * BLOCK);
 }
 
+// Vectors of channels from `first` on, all in one half of a row of int4.
+template <Format F>
+struct Run {
+    const int first, channels;
+    Run(int first, int channels) : first(first), channels(channels) {}
+    Floats lanes(const std::uint8_t *row, int v) const {
+        return Row<F>::lanes(row, first + v * LANES, channels);
+    }
+};
+template <>
+struct Run<Format::int4> {
+    const int at, shift;
+    Run(int first, int channels)
+        : at(first < channels / 2 ? first : first - channels / 2), shift(first < channels / 2 ? 0 : 4) {}
+    Floats lanes(const std::uint8_t *row, int v) const {
+        return Row<Format::int4>::levels(wide_bytes(row + at + v * LANES) >> shift);
+    }
+};
+
 // Adds to each query's sum the values of a block, weighted.
 template <Format F, int QUERIES, int VECTORS>
 void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int channels,
                 int count, const bool *is_seen, int first, float *sum, std::size_t sum_stride) {
+    const Run<F> run(first, channels);
     Floats sums_of[QUERIES][VECTORS];
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v)
@@ -40,8 +60,7 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
         const int end = start + LANES < count ? start + LANES : count;
         for (int j = start; j < end; ++j) {
             Floats value[VECTORS];
-            for (int v = 0; v < VECTORS; ++v)
-                value[v] = Row<F>::lanes(values + j * row_bytes, first + v * LANES, channels);
+            for (int v = 0; v < VECTORS; ++v) value[v] = run.lanes(values + j * row_bytes, v);
             for (int q = 0; q < QUERIES; ++q)
                 for (int v = 0; v < VECTORS; ++v) sums_of[q][v] += weights[q * BLOCK + j] * value[v];
         }
@@ -54,19 +73,22 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
                 int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
     constexpr int MOST = LANES == 16 ? 4 : 2;  // what the registers hold
     int i = 0;
-    for (; i + MOST * LANES <= channels; i += MOST * LANES)
-        add_values<F, QUERIES, MOST>(weights, values, row_bytes, channels, count, is_seen, i, sum,
-                                     sum_stride);
-    for (; i + LANES <= channels; i += LANES)
-        add_values<F, QUERIES, 1>(weights, values, row_bytes, channels, count, is_seen, i, sum, sum_stride);
-    for (; i < channels; ++i)
-        for (int q = 0; q < QUERIES; ++q) {
-            float total = 0;
-            for (int j = 0; j < count; ++j)
-                if (is_seen[j / LANES])
-                    total += weights[q * BLOCK + j] * Row<F>::one(values + j * row_bytes, i, channels);
-            sum[q * sum_stride + i] += total;
-        }
+    // The two halves of a row of int4 lie in one another; no vector is astride both.
+    for (const int edge : {F == Format::int4 ? channels / 2 : channels, channels}) {
+        for (; i + MOST * LANES <= edge; i += MOST * LANES)
+            add_values<F, QUERIES, MOST>(weights, values, row_bytes, channels, count, is_seen, i, sum,
+                                         sum_stride);
+        for (; i + LANES <= edge; i += LANES)
+            add_values<F, QUERIES, 1>(weights, values, row_bytes, channels, count, is_seen, i, sum, sum_stride);
+        for (; i < edge; ++i)
+            for (int q = 0; q < QUERIES; ++q) {
+                float total = 0;
+                for (int j = 0; j < count; ++j)
+                    if (is_seen[j / LANES])
+                        total += weights[q * BLOCK + j] * Row<F>::one(values + j * row_bytes, i, channels);
+                sum[q * sum_stride + i] += total;
+            }
+    }
 }
 template <Format F>
 void add_all_values(const float *weights, int queries, const std::uint8_t *values, std::size_t row_bytes,

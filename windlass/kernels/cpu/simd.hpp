@@ -45,8 +45,11 @@ inline Words wide_halves(const void *from) { return __builtin_convertvector(load
 inline Ints wide_bytes(const void *from) { return __builtin_convertvector(load<Bytes>(from), Ints); }
 #endif
 
-// float16 to float32 without instructions for it: the exponent is rebased by a product.
+// float16 to float32. Without instructions for it, the exponent is rebased by a product.
 inline float from_half(std::uint16_t h) {
+#if defined(__F16C__)
+    return _cvtsh_ss(h);
+#else
     std::uint32_t sign = std::uint32_t(h & 0x8000u) << 16, rest = std::uint32_t(h & 0x7fffu) << 13;
     float magnitude;
     __builtin_memcpy(&magnitude, &rest, 4);
@@ -56,6 +59,7 @@ inline float from_half(std::uint16_t h) {
     word |= sign;
     __builtin_memcpy(&magnitude, &word, 4);
     return magnitude;
+#endif
 }
 inline std::uint16_t to_half(float x) {
 #if defined(__F16C__)
@@ -148,8 +152,16 @@ struct Row<Format::int4> {
             for (int j = 0; j < LANES; ++j) v[j] = one(row, i + j, channels);
             return v;
         }
-        Ints codes = wide_bytes(row + (i < half ? i : i - half));
-        return __builtin_convertvector((i < half ? codes & 15 : (codes >> 4) & 15) - 8, Floats);
+        return i < half ? levels(wide_bytes(row + i)) : levels(wide_bytes(row + i - half) >> 4);
+    }
+    // What the lowest four bits of each lane stand for.
+    static Floats levels(Ints codes) {
+#if defined(__AVX512F__)
+        const Floats level = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+        return (Floats)_mm512_permutexvar_ps((__m512i)codes, (__m512)level);
+#else
+        return __builtin_convertvector((codes & 15) - 8, Floats);
+#endif
     }
     static float one(const std::uint8_t *row, int i, int channels) {
         int half = channels / 2;
@@ -181,17 +193,28 @@ inline void put(Format format, std::uint8_t *row, std::int64_t i, float x) {
     }
 }
 
-inline float top_of(Floats v) {
-    float top = v[0];
-    for (int i = 1; i < LANES; ++i) top = v[i] > top ? v[i] : top;
-    return top;
-}
-inline float sum_of(Floats v) {
-    float sum = v[0];
-    for (int i = 1; i < LANES; ++i) sum += v[i];
-    return sum;
-}
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+// The lanes of `v`, moved by STEP.
+template <int STEP, std::size_t... I>
+inline Floats moved(Floats v, std::index_sequence<I...>) {
+    return __builtin_shufflevector(v, v, int((I + STEP) % LANES)...);
+}
+template <int STEP = LANES / 2>
+inline float top_of(Floats v) {
+    v = larger(v, moved<STEP>(v, std::make_index_sequence<LANES>{}));
+    if constexpr (STEP == 1)
+        return v[0];
+    else
+        return top_of<STEP / 2>(v);
+}
+template <int STEP = LANES / 2>
+inline float sum_of(Floats v) {
+    v += moved<STEP>(v, std::make_index_sequence<LANES>{});
+    if constexpr (STEP == 1)
+        return v[0];
+    else
+        return sum_of<STEP / 2>(v);
+}
 
 // e to the x for x <= 0, within 2 units of the last place; 0 below -87.
 inline Floats exponential(Floats x) {

@@ -51,7 +51,21 @@ inline void with_slot(const Held &held, std::size_t index, std::size_t place, in
     }
 }
 
-// One slot's numbers as float32, each pair (i, i + pairs) turned by its angle.
+// One slot's numbers as float32, each pair (i, i + pairs) turned by its angle: so many vectors of pairs.
+template <int VECTORS, class S>
+[[gnu::always_inline]] inline void turn_vectors(S slot, const float *cos, const float *sin, float *out) {
+    constexpr int PAIRS = VECTORS * LANES;
+    slot.channels = 2 * PAIRS;  // now a constant
+    Floats a[VECTORS], b[VECTORS];
+    for (int v = 0; v < VECTORS; ++v) a[v] = slot.lanes(v * LANES), b[v] = slot.lanes(PAIRS + v * LANES);
+    for (int v = 0; v < VECTORS; ++v) {
+        const Floats c = load<Floats>(cos + v * LANES), s = load<Floats>(sin + v * LANES);
+        store(out + v * LANES, a[v] * c - b[v] * s);
+        store(out + PAIRS + v * LANES, b[v] * c + a[v] * s);
+    }
+}
+
+// As above, for any number of pairs and channels.
 template <class S>
 inline void turn(const S &slot, int pairs, const float *cos, const float *sin, float *out) {
     int i = 0;
