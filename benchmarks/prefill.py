@@ -1,19 +1,21 @@
 """A prompt read in chunks against the same prompt read at once: seconds, and the most memory above the weights.
 
     python benchmarks/prefill.py --shape 1b --tokens 4096 >> benchmarks/results/prefill.jsonl
+    python benchmarks/prefill.py --shape 1b --tokens 4096 --trim >> benchmarks/results/prefill.jsonl
 
 Each way runs in a process of its own, since a process's peak memory never falls; the ways alternate.
 At once is plain transformers with a DynamicCache, and Windlass with a chunk as long as the prompt.
-Prints one JSON line per way.
+Prints one JSON line per way. For Linux, where a process can ask for its peak since a moment.
 """
 
 import argparse
 import json
-import resource
+import os
 import statistics
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import torch
 from machine import machine
@@ -32,7 +34,8 @@ def run(way: str, shape: str, tokens: int, chunk: int) -> dict[str, float]:
     prompt = torch.randint(0, model.config.vocab_size, (1, tokens), generator=torch.Generator().manual_seed(0))
     model(input_ids=prompt[:, :16], logits_to_keep=1)  # what PyTorch allocates once
     windlass.attach(model)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak so far, of making the weights, is forgotten
+    before = resident("VmRSS")
     start = time.perf_counter()
     if way == "transformers":
         model(input_ids=prompt, past_key_values=DynamicCache(config=model.config), logits_to_keep=1)
@@ -40,7 +43,13 @@ def run(way: str, shape: str, tokens: int, chunk: int) -> dict[str, float]:
         cache = windlass.KVCache(model, chunk=chunk if way == "chunked" else tokens)
         prefill(model, cache, prompt.tolist())
     seconds = time.perf_counter() - start
-    return {"seconds": seconds, "bytes": 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)}
+    return {"seconds": seconds, "bytes": resident("VmHWM") - before}
+
+
+def resident(what: str) -> int:
+    """Bytes of this process in memory: VmRSS now, VmHWM at most."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(what))
 
 
 def main() -> None:
@@ -51,6 +60,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--trim", action="store_true", help="give freed memory back at once (glibc)")
     parser.add_argument("--way", choices=WAYS, help="Only this way, once, in this process.")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -59,14 +69,15 @@ def main() -> None:
             print(json.dumps(run(options.way, options.shape, options.tokens, options.chunk)))
         return
     samples: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    environment = {**os.environ, "MALLOC_TRIM_THRESHOLD_": "1000000"} if options.trim else None
     for _ in range(options.rounds):
         for way in WAYS:
             command = [sys.executable, *sys.argv, "--way", way]
-            output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            output = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
             samples[way].append(json.loads(output.splitlines()[-1]))
     for way, each in samples.items():
         line = {"kind": "prefill", **machine(options.threads), "shape": options.shape, "tokens": options.tokens}
-        line |= {"way": way, "chunk": options.chunk if way == "chunked" else options.tokens}
+        line |= {"trim": options.trim, "way": way, "chunk": options.chunk if way == "chunked" else options.tokens}
         line |= {name: statistics.median(sample[name] for sample in each) for name in ("seconds", "bytes")}
         print(json.dumps(line), flush=True)
 

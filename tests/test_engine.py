@@ -257,3 +257,12 @@ def test_a_stop_token_ends_a_row_and_is_in_the_cache_but_not_in_the_text(
     assert result.text == tokenizer.decode(free.tokens[: cut - 1], skip_special_tokens=True)
     assert cache.tokens is not None
     assert cache.tokens[0][-1] == stop
+
+
+def test_prefill_makes_room_for_the_whole_prompt_at_once(model: PreTrainedModel) -> None:
+    cache = KVCache(model, chunk=5)
+    allocated: list[int] = []
+    windlass.prefill(model, cache, [[3, 4] * 79], lambda *_: allocated.append(cache.layers[1].store.slots))
+    assert allocated == [192] * 32  # 158 tokens, in groups of 64 slots
+    windlass.prefill(model, cache, [[5] * 40])
+    assert cache.layers[1].store.slots == 256  # 198 tokens; growth by half would make it 320

@@ -18,8 +18,8 @@ from windlass.policies import Policy, Recent
 from windlass.positions import PositionMode, position_mode
 from windlass.reading import EMPTY
 from windlass.rollback import undo_if_last
-from windlass.shapes import Attended, NewKeys, NewValues, Queries, QueryPositions, TokenIds, TokenMask
-from windlass.standing import Standing
+from windlass.shapes import Attended, NewKeys, NewValues, Queries, TokenIds, TokenMask
+from windlass.standing import Standing, check_positions
 from windlass.step import AttentionCall, Step, checked_limits, outlasting
 from windlass.store import Store
 
@@ -91,6 +91,11 @@ class KVCache(TransformersCache):
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
 
+    def reserve(self, tokens: int) -> None:
+        """Let a cache without budget grow once, not step by step, while the next `tokens` are written."""
+        for layer in self.layers:
+            layer.reserved = layer.most_held + tokens
+
     @property
     def tokens_seen(self) -> list[int]:
         """Per row, tokens written since the start, evicted ones included."""
@@ -158,7 +163,7 @@ class KVCache(TransformersCache):
             lengths = mask.sum(-1).tolist()
             ours = (starts[:, None] + mask.long().cumsum(-1) - 1).where(mask, EMPTY)
         if positions is not None:
-            self._check_positions(ours, positions)
+            check_positions(ours, positions.to(self.device))
         self._pending = _Pending(self.standing.step(ours, lengths), ids)
 
     @outlasting
@@ -178,16 +183,6 @@ class KVCache(TransformersCache):
                 undo_if_last(layer, pending.step)
             return
         self.standing.advance(pending.step, pending.ids)
-
-    def _check_positions(self, ours: QueryPositions, theirs: Tensor) -> None:
-        is_wrong = (ours >= 0) & (theirs.to(self.device) != ours)
-        if bool(is_wrong.any()):
-            row, column = is_wrong.nonzero()[0].tolist()
-            given = int(theirs.expand_as(ours)[row, column])
-            raise UsageError(
-                f"position_ids[{row}, {column}] is {given}, but the cache continues row {row} at position "
-                f"{int(ours[row, column])}; leave position_ids out, or use rollback, drop or shift to move the text"
-            )
 
     # The edits: integers change, keys and values never do. See `windlass.edits`.
 

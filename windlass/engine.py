@@ -38,6 +38,7 @@ def prefill(
     """
     _check_prompts(model, cache, prompts)
     longest = max(map(len, prompts))
+    cache.reserve(longest)
     last: dict[int, Tensor] = {}
     for start in range(0, longest, cache.chunk):
         pieces = [list(prompt[start : start + cache.chunk]) for prompt in prompts]

@@ -40,6 +40,7 @@ class LayerCache:
         self.positions: Tensor = torch.empty(0, dtype=torch.int32)
         self.state: dict[str, Tensor] = {}
         self.most_held = 0  # an upper bound over rows, known without asking the device
+        self.reserved = 0  # slots that are known to be needed soon, so that a layer without budget grows once
         self.has_evicted = False
         self._limits = limits
         self.sliding_window: int | None = None
@@ -130,7 +131,8 @@ class LayerCache:
             room = SPARE + self._rollback if is_decode else max(tokens, self._limits.chunk, wanted - self.budget)
             wanted = max(self.budget + room, needed)
         elif needed > wanted:
-            wanted = -(-max(needed, wanted * 3 // 2) // GROWTH) * GROWTH
+            grown = self.reserved if self.reserved >= needed else max(needed, wanted * 3 // 2)
+            wanted = -(-grown // GROWTH) * GROWTH
         if self.is_empty:
             self.store.allocate(keys, values, wanted, SPARE + self._limits.rollback)
             ranked = keys.shape[1] if self.policy.per_head else 1

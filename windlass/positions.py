@@ -15,6 +15,7 @@ from windlass import kernels
 from windlass.errors import UsageError
 from windlass.reading import Branch, Reading
 from windlass.shapes import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
+from windlass.spec import whole_numbers
 
 
 class PositionMode(ABC):
@@ -153,16 +154,7 @@ def position_mode(spec: str | PositionMode) -> PositionMode:
         raise UsageError(f"positions={spec!r} is not a position mode; use one of: {forms}")
     mode = MODES[match[1]]
     names = [each.name for each in fields(mode)]  # type: ignore[arg-type]  # every mode is a dataclass
-    numbers: dict[str, int] = {}
-    for place, word in enumerate(word.strip() for word in (match[2] or "").split(",") if word.strip()):
-        name, _, number = word.rpartition("=")
-        name = name.strip() or (names[place] if place < len(names) else "")
-        if name not in names or name in numbers:
-            raise UsageError(f"positions={spec!r}: {match[1]} takes {' and '.join(names) or 'no numbers'}, each once")
-        if not re.fullmatch(r"\s*-?\d+", number):
-            raise UsageError(f"positions={spec!r}: {name} must be a whole number, got {number.strip()!r}")
-        numbers[name] = int(number)
-    return mode(**numbers)
+    return mode(**whole_numbers(f"positions={spec!r}", match[1], names, match[2] or ""))
 
 
 def _per_rank(queries: QueryPositions, slots: SlotPositions) -> RotaryQueries:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windlass.errors import UsageError
 from windlass.shapes import QueryPositions
 from windlass.step import Step
 
@@ -109,3 +110,18 @@ class Standing:
             self.tokens = None
         else:
             self.tokens[row] = self.tokens[row] + other.tokens[source]
+
+
+def check_positions(ours: QueryPositions, theirs: Tensor) -> None:
+    """Compare the positions that a caller passed with those that follow; padding, negative in `ours`, may differ.
+
+    Raises: UsageError, naming the first that differs.
+    """
+    is_wrong = (ours >= 0) & (theirs != ours)
+    if bool(is_wrong.any()):
+        row, column = is_wrong.nonzero()[0].tolist()
+        given = int(theirs.expand_as(ours)[row, column])
+        raise UsageError(
+            f"position_ids[{row}, {column}] is {given}, but the cache continues row {row} at position "
+            f"{int(ours[row, column])}; leave position_ids out, or use rollback, drop or shift to move the text"
+        )

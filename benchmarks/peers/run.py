@@ -66,9 +66,10 @@ class Worker:
         self.process.stdin.flush()
         return Answer(**json.loads(self._line()))
 
-    def takes(self, test: str, tokens: int) -> bool:
-        """Whether it reads prompts as long as this."""
-        return test != "pp" or self.about.most_prompt is None or tokens <= self.about.most_prompt
+    def takes(self, test: str, tokens: int, depth: int) -> bool:
+        """Whether it reads as much in reasonable time."""
+        read = depth + (tokens if test == "pp" else 0)
+        return self.about.most_prompt is None or read <= self.about.most_prompt
 
     def stop(self) -> None:
         """End the process."""
@@ -124,7 +125,7 @@ def measure(
     workers: list[Worker], test: str, tokens: int, depth: int, rounds: int, out: Path
 ) -> dict[str, list[float]]:
     """Tokens per second of each worker, one per round; each sample is also appended to `out`."""
-    taking = [worker for worker in workers if worker.takes(test, tokens)]
+    taking = [worker for worker in workers if worker.takes(test, tokens, depth)]
     rates: dict[str, list[float]] = {worker.name: [] for worker in taking}
     for worker in taking:
         worker.ask(test, tokens, depth)

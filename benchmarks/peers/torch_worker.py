@@ -7,10 +7,15 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Static
 from worker import CHUNK, About, Peer, options, serve
 
 import windlass
+from windlass.engine import prefill
 
 
 class TorchPeer(Peer):
-    """What the three have in common: the model, and how it is called."""
+    """What the three have in common: the model, and how it is called.
+
+    A prompt is read as `generate` of the library reads it: at once by transformers, which then asks its
+    model for the logits of the last column (`logits_to_keep=1`); in chunks by Windlass.
+    """
 
     def __init__(self, model: PreTrainedModel, about: About) -> None:
         self.model = model
@@ -21,6 +26,10 @@ class TorchPeer(Peer):
 
     def feed(self, ids: list[int]) -> None:
         self.last = self.model(torch.tensor([ids]), past_key_values=self.cache, logits_to_keep=1).logits
+
+    def read(self, ids: list[int], size: int | None = None) -> None:
+        """In steps of `size`; None: as a user of the library would have it read."""
+        super().read(ids, len(ids) if size is None else size)
 
     def logits(self) -> list[float]:
         return self.last.float().flatten().tolist()
@@ -76,10 +85,17 @@ class Windlass(TorchPeer):
     def hold(self, ids: list[int]) -> None:
         self.depth = len(ids)
         self.cache = windlass.KVCache(self.model, chunk=CHUNK)
-        self.read(ids)
+        if ids:
+            self.read(ids)
 
     def restore(self, room: int) -> None:
         self.cache.rollback(self.cache.tokens_seen[0] - self.depth)
+
+    def read(self, ids: list[int], size: int | None = None) -> None:
+        if size is None:
+            self.last = prefill(self.model, self.cache, [ids])
+        else:
+            super().read(ids, size)
 
 
 def loaded(shape: Shape) -> PreTrainedModel:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 
 from shape import Shape, shape_of
 
-# What llama.cpp computes at once by default; every peer reads its prompts in steps of as many.
+# What llama.cpp computes at once by default, and Windlass too.
 CHUNK = 512
 
 
@@ -68,10 +68,10 @@ class Peer(ABC):
     def logits(self) -> list[float]:
         """The logits after the last token that was fed."""
 
-    def read(self, ids: list[int], size: int = CHUNK) -> None:
-        """Feed `ids` in steps of `size`."""
-        for at in range(0, len(ids), size):
-            self.feed(ids[at : at + size])
+    def read(self, ids: list[int], size: int | None = None) -> None:
+        """Feed `ids` in steps of `size`; None: in the library's own way, here CHUNK."""
+        for at in range(0, len(ids), size or CHUNK):
+            self.feed(ids[at : at + (size or CHUNK)])
 
 
 def options() -> tuple[Shape, argparse.Namespace]:
@@ -99,7 +99,7 @@ def serve(peer: Peer, vocabulary: int) -> None:
         ids = random_ids(tokens, vocabulary, seed=2)
         peer.restore(tokens)
         cpu, start = time.process_time(), time.perf_counter()
-        peer.read(ids, size=1 if test == "tg" else CHUNK)
+        peer.read(ids, size=1 if test == "tg" else None)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
         logits = peer.logits() if test == "logits" else None
         print(json.dumps(asdict(Answer(seconds, cpu_s, idle_cpu_s, logits))), flush=True)

@@ -48,7 +48,7 @@ def attend(
     far_branch = None if reading is None or tables is None else reading.far
     near_window = reading.near_window if reading is not None and far_branch is not None else None
     counts = None if log_counts is None else log_counts[..., :used]
-    sight = _Sight(where, query_positions, visibility, near_window, counts)
+    sight = _Sight(where, query_positions.to(torch.int32), visibility, near_window, counts)
     branches = [_turned(queries, keys, near_branch, tables, used)]
     if far_branch is not None:
         branches.append(_turned(queries, keys, far_branch, tables, used))
