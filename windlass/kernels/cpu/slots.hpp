@@ -50,21 +50,32 @@ inline std::int64_t rank_of(const Order &order, float score, std::int64_t positi
 
 // For each row and head, the `count` slots that rank lowest, in any order.
 inline void lowest(const Order &order, std::int64_t count, std::int64_t *out, int threads) {
-    const std::int64_t rows = order.batch * order.ranked;
-#pragma omp parallel for num_threads(threads) if (rows * order.slots >= PARALLEL)
+    const std::int64_t rows = order.batch * order.ranked, slots = order.slots;
+    // Slots come out of order: where scores fall along the text, each would be lower than all before it.
+    const std::int64_t stride = (slots % 7919 ? 7919 : 7907) % slots;  // of primes: every slot comes once
+#pragma omp parallel for num_threads(threads) if (rows * slots >= PARALLEL)
     for (std::int64_t row = 0; row < rows; ++row) {
         const std::int64_t end = order.next_positions[row / order.ranked];
-        std::vector<std::pair<std::int64_t, std::int64_t>> ranks(order.slots);
-        for (std::int64_t slot = 0; slot < order.slots; ++slot) {
-            const std::int64_t at = row * order.slots + slot;
-            ranks[slot] = {rank_of(order, order.scores[at], order.positions[at], end), slot};
+        std::vector<std::int64_t> ranks(slots);
+        for (std::int64_t slot = 0; slot < slots; ++slot)
+            ranks[slot] =
+                rank_of(order, order.scores[row * slots + slot], order.positions[row * slots + slot], end);
+        std::vector<std::pair<std::int64_t, std::int64_t>> found;
+        found.reserve(slots);
+        // A heap of the lowest, the highest of them in front, is faster than a selection while few are wanted.
+        const bool is_heap = count * 8 <= slots;
+        for (std::int64_t i = 0, slot = 0; i < slots; ++i, slot += stride, slot -= slot < slots ? 0 : slots) {
+            if (!is_heap || i < count)
+                found.emplace_back(ranks[slot], slot);
+            else if (ranks[slot] < found.front().first) {
+                std::pop_heap(found.begin(), found.end());
+                found.back() = {ranks[slot], slot};
+            } else
+                continue;
+            if (is_heap) std::push_heap(found.begin(), found.end());
         }
-        // A heap of the lowest is faster than a selection as long as few are wanted.
-        if (count * 8 <= order.slots)
-            std::partial_sort(ranks.begin(), ranks.begin() + count, ranks.end());
-        else
-            std::nth_element(ranks.begin(), ranks.begin() + count - 1, ranks.end());
-        for (std::int64_t i = 0; i < count; ++i) out[row * count + i] = ranks[i].second;
+        if (!is_heap) std::nth_element(found.begin(), found.begin() + count - 1, found.end());
+        for (std::int64_t i = 0; i < count; ++i) out[row * count + i] = found[i].second;
     }
 }
 
