@@ -62,6 +62,7 @@ def test_bytes_and_speeds_worked_by_hand(model: PreTrainedModel):
     expected = {
         ("all", "plain"): 2 * 3 * (8 + 8) * 2 * (101 + 102 + 103 + 104) / 4,
         ("all", "int8"): 2 * 3 * (8 + 8 + 2 * 2) * 102.5,  # a byte a channel, two float16 scales
+        ("all", "int8(sinks=2, newest=5)"): 2 * 3 * ((8 + 8 + 2 * 2) * (102.5 - 7) + (8 + 8) * 2 * 7),
         ("64", "plain"): 2 * 3 * (8 + 8) * 2 * 65,  # the new token is read before one is evicted
         ("102", "plain"): 2 * 3 * (8 + 8) * 2 * (101 + 102 + 103 + 103) / 4,
     }

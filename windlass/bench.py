@@ -125,15 +125,20 @@ class Timer:
             self.cache.rollback(1)
 
     def _bytes_read(self) -> float:
-        """Keys, values and scales that a token of decode reads, as the mean over a run."""
+        """Keys, values and scales that a token of decode reads, as the mean over a run.
+
+        Of a token that is held exactly, too, the exact copy is read, and its codes are not.
+        """
         total = 0.0
         for layer in self.cache.layers:
-            parts = [layer.store.held_keys(), layer.store.held_values()]
-            tensors = [tensor for part in parts for tensor in (part.codes, part.scales) if tensor is not None]
-            per_slot = sum(tensor.nbytes for tensor in tensors) / layer.store.slots
             most = layer.most_held + self.row.task.tokens if layer.budget is None else layer.budget
             held = [min(layer.most_held + done, most) + 1 for done in range(self.row.task.tokens)]
-            total += per_slot * sum(held) / len(held)
+            tokens = sum(held) / len(held)
+            exact = min(tokens, layer.store.exact.sinks + layer.store.exact.newest)
+            for part in (layer.store.held_keys(), layer.store.held_values()):
+                coded = part.codes.nbytes + (0 if part.scales is None else part.scales.nbytes)
+                copies = 0.0 if part.exact is None else exact * part.exact.nbytes / part.exact.shape[2]
+                total += copies + (tokens - (exact if copies else 0)) * coded / layer.store.slots
         return total
 
 

@@ -1,6 +1,6 @@
-// The kernels as Python sees them. Tensors come as addresses: `__init__.py`, the only caller, has
-// checked their shapes, types and strides, and reading an address is much cheaper than an exchange
-// of array objects, of which a decode step would need hundreds.
+// The kernels as Python sees them. Tensors come as addresses: their types and shapes are those of
+// `call.hpp`, which `__init__.py`, the only caller, sees to, and reading an address is much cheaper
+// than an exchange of array objects, of which a decode step would need hundreds.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
