@@ -51,6 +51,7 @@ inline std::int64_t rank_of(const Order &order, float score, std::int64_t positi
 // For each row and head, the `count` slots that rank lowest, in any order.
 inline void lowest(const Order &order, std::int64_t count, std::int64_t *out, int threads) {
     const std::int64_t rows = order.batch * order.ranked, slots = order.slots;
+    if (count == 0) return;
     // Slots come out of order: where scores fall along the text, each would be lower than all before it.
     const std::int64_t stride = (slots % 7919 ? 7919 : 7907) % slots;  // of primes: every slot comes once
 #pragma omp parallel for num_threads(threads) if (rows * slots >= PARALLEL)
