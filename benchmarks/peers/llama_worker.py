@@ -13,7 +13,7 @@ from worker import CHUNK, About, Peer, options, serve
 
 CACHE_TYPES = {"f16": GGMLQuantizationType.F16, "bf16": GGMLQuantizationType.BF16, "f32": GGMLQuantizationType.F32}
 ATTENTION = {"flash": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, "plain": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED}
-ROOM = 1024
+ROOM = 4096
 
 
 @llama_cpp.llama_log_callback
