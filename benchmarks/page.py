@@ -72,17 +72,39 @@ def share(lines: Sequence[Line]) -> str:
     return _section("The share of everything else", "benchmarks/step_share.py", text, heads, rows, lines[-1])
 
 
+def paired(lines: Sequence[Line]) -> str:
+    """Windlass and transformers in one process."""
+    rows = [
+        [
+            line["shape"] + (f" ({line['layers']} layers)" if line["layers"] else ""),
+            f"pp{line['prompt']}" if line["prompt"] else f"tg1 @ d{line['depth']}",
+            str(line["threads"]),
+            *(f"{1e3 * line['seconds'][name]:.1f}" for name in ("windlass", "transformers")),
+            f"{line['ratio']:.3f}",
+            " to ".join(f"{quartile:.3f}" for quartile in line["quartiles"]),
+        ]
+        for line in lines
+    ]
+    heads = ["shape", "test", "threads", "windlass ms", "transformers ms", "ratio", "quartiles of the pairs"]
+    text = (
+        "The same weights in one process, a token or a prompt of each in turn, chunks of 512, transformers with a "
+        "DynamicCache; the ratio is the median over pairs, above 1 where windlass is faster."
+    )
+    return _section("Against transformers in one process", "benchmarks/paired.py", text, heads, rows, lines[-1])
+
+
 def prefill(lines: Sequence[Line]) -> str:
     """In chunks against at once."""
-    base = {(line["shape"], line["tokens"], line["way"]): line for line in lines}
+    base = {(line["shape"], line["tokens"], line["trim"], line["way"]): line for line in lines}
     rows = []
     for line in lines:
-        whole = base[line["shape"], line["tokens"], "transformers"]
+        whole = base[line["shape"], line["tokens"], line["trim"], "transformers"]
         rows.append(
             [
                 line["shape"],
                 f"{line['tokens']:,}",
                 line["way"],
+                "given back" if line["trim"] else "kept",
                 str(line["chunk"]),
                 f"{line['tokens'] / line['seconds']:.0f}",
                 f"{line['bytes'] / 2**20:,.0f}",
@@ -90,10 +112,11 @@ def prefill(lines: Sequence[Line]) -> str:
                 f"{line['bytes'] / whole['bytes']:.2f}",
             ]
         )
-    heads = ["shape", "tokens", "way", "chunk", "tokens/s", "peak MiB above weights", "speed", "memory"]
+    heads = ["shape", "tokens", "way", "freed memory", "chunk", "tokens/s", "peak MiB above weights", "speed", "memory"]
     text = (
         "A prompt read in chunks, at once, and at once by plain transformers, each in a process of its own; the last "
-        "two columns are against transformers. The cache itself is part of the peak."
+        "two columns are against transformers. The cache itself is part of the peak. What a process frees is kept by "
+        "its allocator for later, as is usual, or given back at once (`--trim`)."
     )
     return _section("Prompts in chunks", "benchmarks/prefill.py", text, heads, rows, lines[-1])
 
@@ -151,6 +174,7 @@ SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
         "Low-bit stores", f"{BENCH} 1b -p 0 -d 16384 --store plain,int8,int4", "store", "Decode at depth 16,384."
     ),
     "share": share,
+    "paired": paired,
     "prefill": prefill,
     "peers": peers,
 }

@@ -14,6 +14,7 @@ from windlass.hf import seam_of
 from windlass.hf_cache import TransformersCache
 from windlass.layer import LayerCache
 from windlass.low_bit import store_of
+from windlass.merge import Merge, checked_merge
 from windlass.policies import Policy, Recent
 from windlass.positions import PositionMode, position_mode
 from windlass.reading import EMPTY
@@ -41,6 +42,8 @@ class KVCache(TransformersCache):
     policy that keeps state can take back the last step only.
     `store`: "plain" holds keys and values as they are, "int8" in 0.52 of the bytes of bfloat16, "int4" in 0.27;
     "int4(sinks=4, newest=32)" keeps these tokens exact, too. A model's first low-bit cache runs it for 16 steps.
+    `merge`: what happens to an evicted token's content: None drops it, "mean_count" lets the kept token that is
+    most like it stand for both; see `windlass.merge`.
 
     Raises: UsageError for limits that cannot be honoured, or a model that is not attached.
     """
@@ -57,12 +60,14 @@ class KVCache(TransformersCache):
         batch: int = 1,
         rollback: int = 16,
         store: str | Store = "plain",
+        merge: str | Merge | None = None,
     ) -> None:
         seam = seam_of(model)
         super().__init__(seam)
         self.limits = checked_limits(budget, sinks, window, chunk, batch, rollback)
         self.policy = Recent() if policy is None else policy
         self.store = store_of(store)
+        self.merge = checked_merge(merge, budget, self.store)
         self._positions = position_mode(positions)
         self._seam = seam
         self.config = model.config.get_text_config()
@@ -77,7 +82,7 @@ class KVCache(TransformersCache):
         """Forget every token and free the memory."""
         centres = self._seam.centres or [None] * len(self._seam.rotaries)
         self.layers: list[LayerCache] = [  # type: ignore[assignment]  # transformers' own kinds of layers
-            LayerCache(index, self.limits, self.policy, rotary, self.store.fresh(centre))
+            LayerCache(index, self.limits, self.policy, rotary, self.store.fresh(centre), self.merge)
             for index, (rotary, centre) in enumerate(zip(self._seam.rotaries, centres, strict=True))
         ]
         self.standing = Standing.at_start(self._batch)

@@ -98,6 +98,7 @@ def generate(
     positions: take.Positions = None,
     chunk: take.Chunk = None,
     store: take.StoreSpec = None,
+    merge: take.MergeSpec = None,
     prompt_cache: take.PromptCache = None,
     max_tokens: take.MaxTokens = 256,
     temperature: take.Temperature = 0.0,
@@ -116,7 +117,7 @@ def generate(
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     given = terminal.read_prompt(prompt, file)
-    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store, merge)
     return session.generate(session.open_session(model, options, dtype, threads), given, max_tokens, sampling, is_json)
 
 
@@ -130,6 +131,7 @@ def chat(
     positions: take.Positions = None,
     chunk: take.Chunk = None,
     store: take.StoreSpec = None,
+    merge: take.MergeSpec = None,
     prompt_cache: take.PromptCache = None,
     max_tokens: take.MaxTokens = 256,
     temperature: take.Temperature = 0.0,
@@ -147,7 +149,7 @@ def chat(
     from windlass.sampling import Sampling
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store, merge)
     return run.chat(session.open_session(model, options, dtype, threads), max_tokens, sampling)
 
 
@@ -164,6 +166,7 @@ def cache(
     positions: take.Positions = None,
     chunk: take.Chunk = None,
     store: take.StoreSpec = None,
+    merge: take.MergeSpec = None,
     dtype: take.Dtype = "auto",
     threads: take.Threads = None,
     is_json: take.Json = False,
@@ -173,7 +176,7 @@ def cache(
 
     session.check_writable(prompt_cache)
     given = terminal.read_prompt(prompt, file)
-    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, None, store)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, None, store, merge)
     return session.save_cache(session.open_session(model, options, dtype, threads), given, prompt_cache, is_json)
 
 

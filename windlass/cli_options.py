@@ -48,6 +48,15 @@ StoreSpec = Annotated[
         "are exact; by default plain.",
     ),
 ]
+MergeSpec = Annotated[
+    str | None,
+    Option(
+        "--merge",
+        metavar="RULE",
+        help="What happens to evicted tokens: mean_count, mean, sum, pick or values lets the kept token most like one "
+        "stand for it too, mean_count(next) the one after it; by default they are dropped.",
+    ),
+]
 Chunk = Annotated[int | None, Option("--chunk", help="Most tokens taken in one step of the prompt; by default 512.")]
 PromptCache = Annotated[
     Path | None,
@@ -115,3 +124,4 @@ class CacheOptions:
     chunk: int | None = None
     prompt_cache: Path | None = None
     store: str | None = None
+    merge: str | None = None

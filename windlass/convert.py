@@ -63,6 +63,8 @@ def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
 
 def to_rotated(cache: KVCache) -> DynamicCache:
     """See `KVCache.to_rotated`."""
+    if cache.merge is not None and any(layer.has_evicted for layer in cache.layers):
+        raise UsageError("to_rotated: tokens of this cache were merged, and a DynamicCache does not know their counts")
     result = DynamicCache(config=cache.config)
     is_compact = isinstance(cache.positions, Compact)
     most = max((int((layer.positions >= 0).sum(-1).max()) for layer in cache.layers if not layer.is_empty), default=0)

@@ -34,7 +34,7 @@ def describe(cache: KVCache) -> str:
     lines = [
         f"KVCache: {len(cache.layers)} layers, batch {cache.batch_size}, positions {cache.positions}",
         f"  policy   {cache.policy!r}",
-        f"  store    {cache.store.name}",
+        f"  store    {cache.store.name}" + (f", merge {cache.merge}" if cache.merge is not None else ""),
         f"  budget   {budget} a layer, sinks {limits.sinks}, window {limits.window}, chunk {limits.chunk}",
         f"  seen     {', '.join(map(str, cache.tokens_seen))} tokens",
     ]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.errors import UsageError
+from windlass.merge import MERGED
 from windlass.reading import EMPTY
 from windlass.rollback import can_roll_back, holds_copies, roll_back
 from windlass.step import outlasting
@@ -130,6 +131,10 @@ def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
         raise UsageError("splice: one of the caches holds rotated keys, the other does not")
     if len(other.layers) != len(cache.layers):
         raise UsageError(f"splice: the other cache has {len(other.layers)} layers, this one {len(cache.layers)}")
+    if other.merge is not None and cache.merge != other.merge:
+        raise UsageError(
+            f"splice: the other cache merges tokens by {other.merge}, this one {cache.merge or 'does not'}"
+        )
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         _check_same_layout(mine, theirs)
     at = cache.next_positions[row]
@@ -167,6 +172,10 @@ def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, a
     slots = mine.append(keys, values, positions.where(is_row, EMPTY), theirs.sliding_window)
     if mine.store.reads_like(theirs.store):  # else they were converted, once
         mine.store.put(slots, parts)
+    if mine.merge is not None and theirs.merge is not None:
+        merged = mine.state[MERGED]
+        counts = theirs.state[MERGED][source : source + 1].gather(-1, order).expand_as(slots)
+        merged.scatter_(-1, slots, counts.where(is_row, merged.gather(-1, slots)))
 
 
 def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:

@@ -9,14 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass import kernels
-from windlass.errors import PolicyError
 from windlass.kernels.reference import Mass, Visibility
+from windlass.merge import MERGED, Merge, absorb
 from windlass.observation import observation, observed_columns
-from windlass.policies.base import Policy, Slots, policy_errors
+from windlass.policies.base import Policy, Slots, policy_errors, scores_of
 from windlass.policies.recent import Recent
 from windlass.positions import PositionMode
 from windlass.reading import EMPTY, RESERVED
-from windlass.rotary import Rotary, rotate
+from windlass.rotary import Rotary
 from windlass.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, SlotIndex, SlotKeys
 from windlass.step import SPARE, AttentionCall, Limits, Record, Step
 from windlass.store import Store
@@ -31,12 +31,21 @@ class LayerCache:
     of it is visible to the next token and nothing else is.
     """
 
-    def __init__(self, index: int, limits: Limits, policy: Policy, rotary: Rotary | None, store: Store) -> None:
+    def __init__(
+        self,
+        index: int,
+        limits: Limits,
+        policy: Policy,
+        rotary: Rotary | None,
+        store: Store,
+        merge: Merge | None = None,
+    ) -> None:
         self.index = index
         self.rotary = rotary
         self.policy = policy
         self.budget = limits.budget
         self.store = store
+        self.merge = merge
         self.positions: Tensor = torch.empty(0, dtype=torch.int32)
         self.state: dict[str, Tensor] = {}
         self.most_held = 0  # an upper bound over rows, known without asking the device
@@ -96,7 +105,7 @@ class LayerCache:
         """Hold just the sliding window, where that fits in the budget."""
         self.sliding_window = sliding_window
         if sliding_window is not None and (self.budget is None or sliding_window <= self.budget):
-            self.policy, self.budget, self.state = Recent(), sliding_window, {}
+            self.policy, self.merge, self.budget, self.state = Recent(), None, sliding_window, {}
 
     @property
     def is_whole_window(self) -> bool:
@@ -105,7 +114,12 @@ class LayerCache:
 
     @property
     def _rollback(self) -> int:
-        return 0 if self.policy.state else self._limits.rollback
+        return 0 if self.state_names else self._limits.rollback
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What is kept per slot: the policy's state, and how many tokens merged."""
+        return self.policy.state if self.merge is None else (*self.policy.state, MERGED)
 
     def append(self, keys: NewKeys, values: NewValues, positions: Tensor, sliding_window: int | None) -> SlotIndex:
         """Write tokens that attend to nothing: (batch, ranked, tokens) `positions`, EMPTY for none.
@@ -137,7 +151,7 @@ class LayerCache:
             self.store.allocate(keys, values, wanted, SPARE + self._limits.rollback)
             ranked = keys.shape[1] if self.policy.per_head else 1
             self.positions = torch.full((keys.shape[0], ranked, wanted), EMPTY, dtype=torch.int32, device=keys.device)
-            self.state = {name: torch.zeros_like(self.positions, dtype=torch.float32) for name in self.policy.state}
+            self.state = {name: torch.zeros_like(self.positions, dtype=torch.float32) for name in self.state_names}
         elif wanted != self.store.slots:
             self.resize(wanted)
 
@@ -178,6 +192,7 @@ class LayerCache:
             visibility=self._visibility(),
             softcap=call.softcap,
             sink_logits=call.sink_logits,
+            log_counts=self.state[MERGED].log1p() if self.merge is not None and self.merge.is_counted else None,
             observed=observed,
             is_rest_wanted=self.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens,
         )
@@ -204,39 +219,26 @@ class LayerCache:
         self.positions.scatter_(-1, evicted, before.where(before < 0, RESERVED))
         freed, self.most_held = self.most_held - self.budget, self.budget
         self.has_evicted = True
-        return replace(record, evicted=evicted, evicted_positions=before, freed=freed)
+        record = replace(record, evicted=evicted, evicted_positions=before, freed=freed)
+        if self.merge is None:
+            return record
+        places = self.positions, evicted, before, record.step.next_positions
+        cells, was = absorb(self.merge, self.store, self.state[MERGED], *places, self._limits, self.sliding_window)
+        return replace(record, cells=cells, cells_before=was)
 
     def _lowest(self, step: Step, count: int) -> SlotIndex:
         """The slots that the policy ranks lowest."""
-        with policy_errors(self.policy, self.index):
-            score = self.policy.score(self._slots(step))
-        if score.shape != self.positions.shape:
-            raise PolicyError(
-                f"{self.policy!r} in layer {self.index}: score has shape {tuple(score.shape)}, "
-                f"expected {tuple(self.positions.shape)} (batch, kv_heads, slots)"
-            )
-        next_positions, sinks, window = step.next_positions, self._limits.sinks, self._limits.window
-        if self.is_whole_window:  # nothing to protect: it holds just what the next token sees
-            sinks = window = 0
-        limits = sinks, window, self.sliding_window
-        return kernels.lowest(score, self.positions, next_positions, *limits, count)
+        score = scores_of(self.policy, self.index, self._slots(step))
+        # A whole window has nothing to protect: it holds just what the next token sees.
+        sinks, window = (0, 0) if self.is_whole_window else (self._limits.sinks, self._limits.window)
+        return kernels.lowest(score, self.positions, step.next_positions, sinks, window, self.sliding_window, count)
 
     def _slots(self, step: Step) -> Slots:
-        return Slots(
-            self.store,
-            self.positions.clamp(min=EMPTY),
-            self.state,
-            step.next_positions,
-            step.prompt_ends,
-            lambda keys: self._rotated(keys, step.end),
-        )
+        def turned(keys: SlotKeys) -> SlotKeys:
+            return keys if self.rotary is None else self.rotary.turned(keys, self.positions, step.end)
 
-    def _rotated(self, keys: SlotKeys, end: int) -> SlotKeys:
-        if self.rotary is None:
-            return keys
-        positions = self.positions.clamp(min=0)
-        cos, sin = self.rotary.tables(end, keys.device)
-        return rotate(keys.float(), cos[positions], sin[positions])
+        positions = self.positions.clamp(min=EMPTY)
+        return Slots(self.store, positions, self.state, step.next_positions, step.prompt_ends, turned)
 
     @property
     def is_lossless(self) -> bool:
@@ -292,6 +294,6 @@ class LayerCache:
         self.fit_to(sliding_window)
         self.store.restore(tensors)
         self.positions = tensors["positions"]
-        self.state = {name: tensors[f"state.{name}"] for name in self.policy.state}
+        self.state = {name: tensors[f"state.{name}"] for name in self.state_names}
         self.most_held = int((self.positions >= 0).sum(-1).max())
         self.has_evicted = has_evicted

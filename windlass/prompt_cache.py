@@ -35,8 +35,8 @@ from windlass.standing import Standing
 from windlass.step import Limits, outlasting
 
 KIND = "windlass prompt cache"
-PLAIN_VERSION = 1  # of a file with a plain store, which the first windlass reads too
-VERSION = 2  # raised when an older windlass could not read the file
+# What an older windlass could not read raises the number; the first one reads files of plain stores.
+PLAIN_VERSION, STORE_VERSION, VERSION = 1, 2, 3
 
 
 def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
@@ -56,9 +56,12 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     document, version = asdict(_contents(cache, model)), VERSION
-    if cache.store.name == "plain":
-        version = PLAIN_VERSION
-        del document["store"]
+    if cache.merge is None:
+        version = STORE_VERSION
+        del document["merge"]
+        if cache.store.name == "plain":
+            version = PLAIN_VERSION
+            del document["store"]
     contents = json.dumps(document)
     checksum = _checksum(contents, tensors)
     _write(Path(path), tensors, {"kind": KIND, "version": str(version), "checksum": checksum, "contents": contents})
@@ -93,6 +96,7 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
         batch=contents.batch,
         rollback=limits.rollback,
         store=contents.store,
+        merge=contents.merge,
     )
     for layer, note in zip(cache.layers, contents.layers, strict=True):
         if note is not None:
@@ -140,6 +144,7 @@ class _Contents:
     has_tokens: bool
     layers: list[_LayerNote | None]
     store: str = "plain"
+    merge: str | None = None
 
 
 def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
@@ -163,6 +168,7 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
             None if layer.is_empty else _LayerNote(layer.sliding_window, layer.has_evicted) for layer in cache.layers
         ],
         store=cache.store.name,
+        merge=None if cache.merge is None else str(cache.merge),
     )
 
 

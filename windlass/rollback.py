@@ -54,6 +54,8 @@ def undo(layer: LayerCache, record: Record) -> None:
         # Only tokens come back: a slot that was reserved for an older step may be free by now.
         now, before = layer.positions.gather(-1, record.evicted), record.evicted_positions
         layer.positions.scatter_(-1, record.evicted, before.where(before >= 0, now))
+    if record.cells is not None and record.cells_before is not None:
+        layer.store.put(record.cells, record.cells_before)
     layer.unwrite(record.written, record.state, record.most_held)
 
 
@@ -74,7 +76,8 @@ def _redo(layer: LayerCache, record: Record, kept: Sequence[int], step: Step) ->
         state.scatter_(-1, record.written, 0.0)
     layer.most_held += max(kept)
     step = replace(step, positions=positions, lengths=tuple(kept))
-    layer.settle(replace(record, step=step, undone=undone, evicted=None, evicted_positions=None, freed=0))
+    record = replace(record, step=step, undone=undone, evicted=None, evicted_positions=None, cells=None, freed=0)
+    layer.settle(record)
 
 
 def _is_last_step(layer: LayerCache, counts: Sequence[int]) -> bool:

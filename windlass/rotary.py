@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windlass.shapes import RotaryTable
+from windlass.shapes import RotaryTable, SlotKeys, SlotPositions
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -111,6 +111,12 @@ class Rotary:
             self._tables = self._build(wanted, device)
             self._built_for = wanted
         return self._tables
+
+    def turned(self, keys: SlotKeys, positions: SlotPositions, length: int) -> SlotKeys:
+        """Keys at their positions below `length` in the text; those of free slots as they are."""
+        cos, sin = self.tables(length, keys.device)
+        at = positions.clamp(min=0)
+        return rotate(keys.float(), cos[at], sin[at])
 
     def _build(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
         positions = torch.arange(length, device=device)[None]

@@ -15,6 +15,7 @@ from windlass.describe import in_units
 from windlass.engine import Stream
 from windlass.errors import UsageError
 from windlass.low_bit import store_of
+from windlass.merge import merge_of
 from windlass.open_model import open_model
 from windlass.policies.load import load_policy
 from windlass.positions import position_mode
@@ -51,7 +52,7 @@ def open_session(name: str, options: CacheOptions, dtype: str, threads: int | No
     limits = {"budget": options.budget, "sinks": options.sinks, "window": options.window, "chunk": options.chunk}
     given = {name: value for name, value in limits.items() if value is not None}
     if path is None:
-        cache = KVCache(model, policy=policy, positions=mode or "original", store=store, **given)
+        cache = KVCache(model, policy=policy, positions=mode or "original", store=store, merge=options.merge, **given)
         return Session(model, tokenizer, cache)
     cache = prompt_cache.load(path, model, policy)
     held = asdict(cache.limits)
@@ -60,6 +61,9 @@ def open_session(name: str, options: CacheOptions, dtype: str, threads: int | No
             raise UsageError(f"--{name} {value} contradicts {path}, made with {name} {held[name]}; leave it out")
     if options.store is not None and store.name != cache.store.name:
         raise UsageError(f"--store {store.name} contradicts {path}, made with store {cache.store.name}; leave it out")
+    if options.merge is not None and merge_of(options.merge) != cache.merge:
+        made = "without merging" if cache.merge is None else f"with merge {cache.merge}"
+        raise UsageError(f"--merge {options.merge} contradicts {path}, made {made}; leave it out")
     if mode is not None:
         cache.positions = mode
     return Session(model, tokenizer, cache)

@@ -83,6 +83,8 @@ class Record:
     observed: ObservedColumns | None
     mass: Mass | None
     queries: Queries | None  # kept only if a policy is shown them
+    cells: Tensor | None = None  # (batch, kv_heads, evicted) slots that evicted tokens joined, and what was there
+    cells_before: dict[str, Tensor] | None = None
     evicted: Tensor | None = None  # (batch, ranked, evicted) slots
     evicted_positions: Tensor | None = None
     freed: int = 0  # most tokens of a row that were evicted

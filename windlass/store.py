@@ -110,6 +110,10 @@ class Store(ABC):
         """A copy of the parts at `index` (1, ranked, tokens) of one row."""
         return {name: _gathered(part[row : row + 1], index) for name, part in self._held().items()}
 
+    def take_all(self, index: SlotIndex) -> Parts:
+        """A copy of the parts at `index` of every row."""
+        return {name: _gathered(part, index) for name, part in self._held().items()}
+
     def read(self, row: int, index: SlotIndex) -> tuple[NewKeys, NewValues]:
         """The keys and values at `index` (1, ranked, tokens) of one row."""
         keys, values = (_gathered(states[row : row + 1], index) for states in (self.keys(), self.values()))

@@ -2,7 +2,7 @@
 
     python benchmarks/peers/tables.py .venv-peers/samples.jsonl
 
-One section per shape, from its last run: medians, each with Windlass' ratio to it. Rows and columns are
+One section per run: medians, each with Windlass' ratio to it. Rows and columns are
 those that were measured; none is left out for its result. A pure function of the lines.
 """
 
@@ -27,7 +27,7 @@ class Run:
 
 
 def tables(lines: Iterable[str]) -> str:
-    """Markdown of all shapes, in the order in which they were first measured.
+    """Markdown of all runs, in the order in which they were measured.
 
     Raises: ValueError when a sample comes before a run, or a peer before its description.
     """
@@ -35,13 +35,14 @@ def tables(lines: Iterable[str]) -> str:
 
 
 def _runs(lines: Iterable[str]) -> list[Run]:
-    """The last run of each shape."""
-    runs: dict[tuple[str, int], Run] = {}
+    """Every run, in the order of the lines."""
+    runs: list[Run] = []
     current: Run | None = None
     for line in lines:
         entry: dict = json.loads(line)
         if entry["kind"] == "run":
-            current = runs[entry["shape"], entry["layers"]] = Run(entry)
+            current = Run(entry)
+            runs.append(current)
         elif current is None:
             raise ValueError(f"the line {line[:80]!r} comes before the run it belongs to")
         elif entry["kind"] == "peer":
@@ -51,7 +52,7 @@ def _runs(lines: Iterable[str]) -> list[Run]:
         else:
             test = current.rates.setdefault((entry["test"], entry["tokens"], entry["depth"]), {})
             test.setdefault(entry["peer"], []).append(entry["tokens"] / entry["seconds"])
-    return list(runs.values())
+    return runs
 
 
 def _section(run: Run) -> str:

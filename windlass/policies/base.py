@@ -113,3 +113,15 @@ def policy_errors(policy: Policy, layer: int) -> Iterator[None]:
         raise
     except Exception as error:
         raise PolicyError(f"{policy!r} in layer {layer}: {type(error).__name__}: {error}") from error
+
+
+def scores_of(policy: Policy, layer: int, slots: Slots) -> Scores:
+    """The rank of every slot, as the policy has it. Raises: PolicyError that names it and the layer."""
+    with policy_errors(policy, layer):
+        score = policy.score(slots)
+    if score.shape != slots.positions.shape:
+        raise PolicyError(
+            f"{policy!r} in layer {layer}: score has shape {tuple(score.shape)}, "
+            f"expected {tuple(slots.positions.shape)} (batch, kv_heads, slots)"
+        )
+    return score
