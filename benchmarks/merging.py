@@ -31,6 +31,8 @@ from windlass.shapes import Scores
 from windlass.text import encode
 
 ROWS = 20  # texts that are read together
+WINDOW = 16
+POLICIES = ("key_diff", "random", "recent", "alternate")
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,7 @@ def found(
         some = texts[start : start + ROWS]
         longest = max(len(ids) for _, ids in some)
         cache = KVCache(
-            model, budget, policy, chunk=longest, batch=len(some), merge=merge, positions=positions, window=16
+            model, budget, policy, chunk=longest, batch=len(some), merge=merge, positions=positions, window=WINDOW
         )
         engine.prefill(model, cache, [ids for _, ids in some])
         results = engine.generate(model, tokenizer, [QUESTION] * len(some), cache, ANSWER_TOKENS)
@@ -96,14 +98,14 @@ def interval(hits: int, count: int) -> tuple[float, float]:
 def settings(options: argparse.Namespace) -> Iterator[tuple[Policy, int | None, str | None]]:
     """Policies with budgets and rules; first the full cache."""
     yield Recent(), None, None
-    rules = [None, *(name if target == TARGETS[0] else f"{name}({target})" for target in TARGETS for name in MERGES)]
+    next_only = [f"{name}({TARGETS[1]})" for name in MERGES]
     for ratio in options.ratios:
         budget = options.tokens // ratio
-        for policy in (KeyDiff(), Random(), Recent()):
-            for rule in rules:
-                yield policy, budget, rule
-        for rule in (None, *(f"{name}(next)" for name in MERGES)):
-            yield Alternate(ratio), budget + 16, rule
+        kept = {"key_diff": KeyDiff(), "random": Random(), "recent": Recent(), "alternate": Alternate(ratio)}
+        for name in options.policies:
+            is_group = name == "alternate"  # its sinks and newest tokens are no groups
+            for rule in (None, *([] if is_group else MERGES), *next_only):
+                yield kept[name], budget + (WINDOW if is_group else 0), rule
 
 
 def main() -> None:
@@ -112,6 +114,7 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=480)
     parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4, 8])
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
     parser.add_argument("--positions", default="original")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
