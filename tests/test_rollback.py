@@ -21,6 +21,9 @@ def assert_same(ours: KVCache, truth: KVCache) -> None:
             orders.append(positions.argsort(dim=-1, stable=True)[..., : int((layer.positions >= 0).sum(-1).max())])
         assert mine.positions.gather(-1, orders[0]).equal(theirs.positions.gather(-1, orders[1]))
         for name, tensor in mine.tensors().items():
+            if name.startswith("statistics."):
+                torch.testing.assert_close(tensor, theirs.tensors()[name], atol=1e-5, rtol=1e-5, msg=name)
+                continue
             picked = []
             for source, order in ((tensor, orders[0]), (theirs.tensors()[name], orders[1])):
                 index = order.expand(-1, source.shape[1], -1)
@@ -64,7 +67,7 @@ def test_part_of_a_long_step_can_be_taken_back(attached_model: Models, text: Tex
     assert_same(*caches)
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if not p.state], ids=repr)
+@pytest.mark.parametrize("policy", [p for p in POLICIES if not (p.state or p.statistics)], ids=repr)
 def test_single_token_steps_can_be_taken_back(attached_model: Models, text: Text, policy: Policy) -> None:
     model, ids = attached_model("llama"), text(60)
     caches = [KVCache(model, budget=14, policy=policy, window=2) for _ in range(2)]

@@ -26,13 +26,21 @@ if TYPE_CHECKING:
     from windlass.low_bit import Int4 as Int4
     from windlass.low_bit import Int8 as Int8
     from windlass.policies import H2O as H2O
+    from windlass.policies import RKV as RKV
     from windlass.policies import TOVA as TOVA
+    from windlass.policies import ByValueNorm as ByValueNorm
+    from windlass.policies import ExpectedAttention as ExpectedAttention
+    from windlass.policies import InChunks as InChunks
     from windlass.policies import KeyDiff as KeyDiff
     from windlass.policies import KeyNorm as KeyNorm
+    from windlass.policies import LagKV as LagKV
+    from windlass.policies import Leverage as Leverage
     from windlass.policies import Policy as Policy
     from windlass.policies import Random as Random
     from windlass.policies import Recent as Recent
+    from windlass.policies import Smoothed as Smoothed
     from windlass.policies import SnapKV as SnapKV
+    from windlass.policies import TriAttention as TriAttention
     from windlass.positions import Clamp as Clamp
     from windlass.positions import Compact as Compact
     from windlass.positions import Original as Original
@@ -50,7 +58,10 @@ _HOMES = {
     "errors": ("PolicyError", "PromptCacheError", "UnsupportedModel", "UsageError", "WindlassError"),
     "hf": ("attach", "detach"),
     "low_bit": ("Int4", "Int8"),
-    "policies": ("H2O", "KeyDiff", "KeyNorm", "Policy", "Random", "Recent", "SnapKV", "TOVA"),
+    "policies": (
+        *("ByValueNorm", "ExpectedAttention", "H2O", "InChunks", "KeyDiff", "KeyNorm", "LagKV", "Leverage", "Policy"),
+        *("RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA", "TriAttention"),
+    ),
     "positions": ("Clamp", "Compact", "Original", "SelfExtend"),
     "result": ("Result",),
     "sampling": ("Sampling",),

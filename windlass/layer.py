@@ -16,10 +16,10 @@ from windlass.policies.base import Policy, Slots, policy_errors, scores_of
 from windlass.policies.recent import Recent
 from windlass.positions import PositionMode
 from windlass.reading import EMPTY, RESERVED
-from windlass.rotary import Rotary
-from windlass.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, SlotIndex, SlotKeys
+from windlass.rotary import Rotary, Turns
+from windlass.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, SlotIndex
 from windlass.step import SPARE, AttentionCall, Limits, Record, Step
-from windlass.store import Store
+from windlass.store import Parts, Store
 
 GROWTH = 64  # slots of an unbounded layer grow by half, and to a multiple of this
 
@@ -40,14 +40,14 @@ class LayerCache:
         store: Store,
         merge: Merge | None = None,
     ) -> None:
-        self.index = index
-        self.rotary = rotary
+        self.index, self.rotary = index, rotary
         self.policy = policy
         self.budget = limits.budget
         self.store = store
         self.merge = merge
         self.positions: Tensor = torch.empty(0, dtype=torch.int32)
         self.state: dict[str, Tensor] = {}
+        self.statistics: dict[str, Tensor] = {}  # what the policy keeps beside the slots
         self.most_held = 0  # an upper bound over rows, known without asking the device
         self.reserved = 0  # slots that are known to be needed soon, so that a layer without budget grows once
         self.has_evicted = False
@@ -76,15 +76,15 @@ class LayerCache:
         positions = step.positions[:, None].expand(-1, self.positions.shape[1], -1)
         most_held, written = self.most_held, kernels.first_free(self.positions, keys.shape[2])
         state = {name: tensor.clone() for name, tensor in self.state.items()}
-        copies = self.store.exact.copies
+        statistics, copies = dict(self.statistics), self.store.exact.copies
         try:
             self._write(written, keys, values, positions, max(step.lengths))
             observed = None if self.budget is None else observed_columns(step, self.policy.observed_queries)
             out, mass = self._attend(queries, step, mode, call, observed)
             undone, shown = (0,) * len(step.lengths), None if mass is None else queries
-            self.settle(Record(step, undone, most_held, written, state, copies, observed, mass, shown))
+            self.settle(Record(step, undone, most_held, written, state, statistics, copies, observed, mass, shown))
         except BaseException:  # an interrupt, too, must leave the cache as it was
-            self.unwrite(written, state, most_held)
+            self.unwrite(written, state, statistics, most_held)
             self.store.exact.copies = copies
             raise
         return out
@@ -94,18 +94,19 @@ class LayerCache:
         self._observe(record)
         self.records.append(self._evict(record))
 
-    def unwrite(self, written: SlotIndex, state: dict[str, Tensor], most_held: int) -> None:
-        """Free the slots of a step again, with state and counts from before it."""
+    def unwrite(self, written: SlotIndex, state: Parts, statistics: Parts, most_held: int) -> None:
+        """Free the slots of a step again, with state, statistics and counts from before it."""
         self.positions.scatter_(-1, written, EMPTY)
         for name, tensor in state.items():
             self.state[name].copy_(tensor)
+        self.statistics = dict(statistics)
         self.most_held = most_held
 
     def fit_to(self, sliding_window: int | None) -> None:
         """Hold just the sliding window, where that fits in the budget."""
         self.sliding_window = sliding_window
         if sliding_window is not None and (self.budget is None or sliding_window <= self.budget):
-            self.policy, self.merge, self.budget, self.state = Recent(), None, sliding_window, {}
+            self.policy, self.merge, self.budget, self.state, self.statistics = Recent(), None, sliding_window, {}, {}
 
     @property
     def is_whole_window(self) -> bool:
@@ -114,7 +115,7 @@ class LayerCache:
 
     @property
     def _rollback(self) -> int:
-        return 0 if self.state_names else self._limits.rollback
+        return 0 if self.state_names or self.policy.statistics else self._limits.rollback
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -199,8 +200,7 @@ class LayerCache:
 
     def _visibility(self) -> Visibility:
         if self.policy.is_recency and self.budget is not None and not self.is_whole_window:
-            reach = self.budget - self._limits.sinks + 1
-            return Visibility(self.sliding_window, reach, self._limits.sinks)
+            return Visibility(self.sliding_window, self.budget - self._limits.sinks + 1, self._limits.sinks)
         return Visibility(self.sliding_window)
 
     def _observe(self, record: Record) -> None:
@@ -227,23 +227,20 @@ class LayerCache:
         return replace(record, cells=cells, cells_before=was)
 
     def _lowest(self, step: Step, count: int) -> SlotIndex:
-        """The slots that the policy ranks lowest."""
+        """The slots that the policy ranks lowest; a whole window, just what the next token sees, protects none."""
         score = scores_of(self.policy, self.index, self._slots(step))
-        # A whole window has nothing to protect: it holds just what the next token sees.
         sinks, window = (0, 0) if self.is_whole_window else (self._limits.sinks, self._limits.window)
         return kernels.lowest(score, self.positions, step.next_positions, sinks, window, self.sliding_window, count)
 
     def _slots(self, step: Step) -> Slots:
-        def turned(keys: SlotKeys) -> SlotKeys:
-            return keys if self.rotary is None else self.rotary.turned(keys, self.positions, step.end)
-
-        positions = self.positions.clamp(min=EMPTY)
-        return Slots(self.store, positions, self.state, step.next_positions, step.prompt_ends, turned)
+        positions, ends = self.positions.clamp(min=EMPTY), (step.next_positions, step.prompt_ends)
+        turns = Turns(self.rotary, step.end, positions.device)
+        return Slots(self.store, positions, self.state, *ends, turns.turned, turns.one, self.statistics)
 
     @property
     def is_lossless(self) -> bool:
         """Whether nothing but the tokens' own slots remembers that they were written."""
-        return not self.has_evicted and (self.budget is None or not self.policy.state)
+        return not self.has_evicted and (self.budget is None or not (self.policy.state or self.policy.statistics))
 
     def forget_records(self, tokens: int) -> None:
         """Keep only the newest records that hold `tokens` or fewer; free what the others reserved."""
@@ -272,6 +269,7 @@ class LayerCache:
         self.store.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
         self.state = {name: tensor.index_select(0, rows) for name, tensor in self.state.items()}
+        self.statistics = {name: tensor.index_select(0, rows) for name, tensor in self.statistics.items()}
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
@@ -279,7 +277,7 @@ class LayerCache:
             return
         self.forget_records(0)
         self.store.copy_row(source, target)
-        for tensor in (self.positions, *self.state.values()):
+        for tensor in (self.positions, *self.state.values(), *self.statistics.values()):
             tensor[target] = tensor[source]
 
     def tensors(self) -> dict[str, Tensor]:
@@ -287,13 +285,16 @@ class LayerCache:
         if self.is_empty:
             return {}
         state = {f"state.{name}": tensor for name, tensor in self.state.items()}
-        return {**self.store.tensors(), "positions": self.positions, **state}
+        statistics = {f"statistics.{name}": tensor for name, tensor in self.statistics.items()}
+        return {**self.store.tensors(), "positions": self.positions, **state, **statistics}
 
     def restore(self, tensors: dict[str, Tensor], sliding_window: int | None, has_evicted: bool) -> None:
         """Take back what `tensors` gave, in a layer that is empty."""
         self.fit_to(sliding_window)
         self.store.restore(tensors)
         self.positions = tensors["positions"]
+        kept = {name: f"statistics.{name}" for name in self.policy.statistics}
         self.state = {name: tensors[f"state.{name}"] for name in self.state_names}
+        self.statistics = {name: tensors[at] for name, at in kept.items() if at in tensors}
         self.most_held = int((self.positions >= 0).sum(-1).max())
         self.has_evicted = has_evicted

@@ -192,7 +192,8 @@ def _packed(layer: LayerCache) -> dict[str, Tensor]:
     store = copy.deepcopy(layer.store)
     store.rearrange(order, slots)
     state = {f"state.{name}": tensor.gather(-1, order) for name, tensor in layer.state.items()}
-    return {**store.tensors(), "positions": layer.positions.gather(-1, order).clamp(min=EMPTY), **state}
+    statistics = {f"statistics.{name}": tensor for name, tensor in layer.statistics.items()}
+    return {**store.tensors(), "positions": layer.positions.gather(-1, order).clamp(min=EMPTY), **state, **statistics}
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:

@@ -56,7 +56,7 @@ def undo(layer: LayerCache, record: Record) -> None:
         layer.positions.scatter_(-1, record.evicted, before.where(before >= 0, now))
     if record.cells is not None and record.cells_before is not None:
         layer.store.put(record.cells, record.cells_before)
-    layer.unwrite(record.written, record.state, record.most_held)
+    layer.unwrite(record.written, record.state, record.statistics, record.most_held)
 
 
 def undo_if_last(layer: LayerCache, step: Step) -> None:

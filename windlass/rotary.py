@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windlass.shapes import RotaryTable, SlotKeys, SlotPositions
+from windlass.shapes import RotaryTable
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -112,12 +112,6 @@ class Rotary:
             self._built_for = wanted
         return self._tables
 
-    def turned(self, keys: SlotKeys, positions: SlotPositions, length: int) -> SlotKeys:
-        """Keys at their positions below `length` in the text; those of free slots as they are."""
-        cos, sin = self.tables(length, keys.device)
-        at = positions.clamp(min=0)
-        return rotate(keys.float(), cos[at], sin[at])
-
     def _build(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
         positions = torch.arange(length, device=device)[None]
         probe = torch.empty(1, device=device, dtype=torch.float32)
@@ -128,6 +122,29 @@ class Rotary:
             module(probe, positions[:, :1], *of_layers)
         cos, sin = module(probe, positions, *of_layers)
         return self.layout.columns(cos[0]).float().contiguous(), self.layout.columns(sin[0]).float().contiguous()
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How a layer turns states in a text of `end` tokens; where `rotary` is None, not at all."""
+
+    rotary: Rotary | None
+    end: int
+    device: torch.device
+
+    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Float32 `states` (batch, heads, tokens, head_dim) at `positions` (batch, ranked, tokens) below `end`."""
+        if self.rotary is None:
+            return states
+        cos, sin = self.rotary.tables(self.end, self.device)
+        return rotate(states.float(), cos[positions], sin[positions])
+
+    def one(self) -> tuple[Tensor, Tensor] | None:
+        """Cos and sin, per channel pair, of the turn from one position to the next; None where nothing turns."""
+        if self.rotary is None:
+            return None
+        cos, sin = self.rotary.tables(max(self.end, 2), self.device)
+        return cos[1], sin[1]
 
 
 def _copied(module: nn.Module) -> nn.Module:

@@ -79,6 +79,7 @@ class Record:
     most_held: int
     written: SlotIndex
     state: dict[str, Tensor]
+    statistics: dict[str, Tensor]  # the tensors of before the step: none is ever written to
     copies: dict[str, Tensor]  # of the store, see `Exact`
     observed: ObservedColumns | None
     mass: Mass | None

@@ -162,10 +162,11 @@ def _check_declaration(policy: Policy) -> None:
     if not is_dataclass(policy) or parameters is None or not parameters.frozen:
         raise PolicyError(f"{name} is not a frozen dataclass; put @dataclass(frozen=True) above the class")
     for field, value in ((field.name, getattr(policy, field.name)) for field in fields(policy)):
-        if not isinstance(value, int | float | None):
-            raise PolicyError(f"{name}.{field} is {value!r}; the fields of a policy are plain numbers")
-    if not isinstance(policy.state, tuple) or not all(isinstance(entry, str) for entry in policy.state):
-        raise PolicyError(f'{name}.state is {policy.state!r}; declare a tuple of names, such as ("mass",)')
+        if not isinstance(value, int | float | Policy | None):
+            raise PolicyError(f"{name}.{field} is {value!r}; the fields of a policy are plain numbers, or a policy")
+    for declared, names in (("state", policy.state), ("statistics", policy.statistics)):
+        if not isinstance(names, tuple) or not all(isinstance(entry, str) for entry in names):
+            raise PolicyError(f'{name}.{declared} is {names!r}; declare a tuple of names, such as ("mass",)')
     wanted = policy.observed_queries
     if wanted is not None and (not isinstance(wanted, int) or wanted < 0):
         raise PolicyError(f"{name}.observed_queries is {wanted!r}; declare 0 (none), a positive number, or None (all)")
@@ -180,7 +181,7 @@ class _Checked(Policy):
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         # The declarations are the other's, so that the cache treats it as it would treat that one.
-        for name in ("state", "per_head", "is_recency", "observed_queries"):
+        for name in ("state", "statistics", "per_head", "is_recency", "observed_queries"):
             setattr(self, name, getattr(policy, name))
 
     def __repr__(self) -> str:
@@ -221,7 +222,8 @@ class _Checked(Policy):
         """Nothing but the declared state may change, and that in place; nothing may be raised."""
         before = {"positions": slots.positions.clone()}
         before |= {name: tensor.clone() for name, tensor in slots.store.tensors().items()}
-        state = dict(slots.state)
+        state, statistics = dict(slots.state), dict(slots.statistics)
+        copies = {name: tensor.clone() for name, tensor in statistics.items()}
         try:
             yield
         except KeyError as error:
@@ -239,6 +241,14 @@ class _Checked(Policy):
                 self._fail(f"{method} adds state {name!r}, which is not declared in `state` {self.state}")
             if slots.state[name] is not state[name]:
                 self._fail(f"{method} replaces slots.state[{name!r}]; write into it, in place")
+        for name, tensor in statistics.items():
+            if not torch.equal(tensor, copies[name]):
+                self._fail(f"{method} writes into slots.statistics[{name!r}]; put a new tensor in its place")
+        for name, tensor in slots.statistics.items():
+            if name not in self.statistics:
+                self._fail(f"{method} adds statistics {name!r}, not declared in `statistics` {self.statistics}")
+            if method == "score" and tensor is not statistics.get(name):
+                self._fail(f"score replaces slots.statistics[{name!r}]; only observe may")
 
     def _fail(self, rule: str) -> NoReturn:
         raise PolicyError(f"{self!r}: {rule}")

@@ -1,13 +1,19 @@
 """Which tokens to keep: one method a file, all named in `NAMES`."""
 
 from windlass.policies.base import Observation, Policy, Slots
+from windlass.policies.expected_attention import ExpectedAttention
 from windlass.policies.h2o import H2O
 from windlass.policies.key_diff import KeyDiff
 from windlass.policies.key_norm import KeyNorm
+from windlass.policies.lag_kv import LagKV
+from windlass.policies.leverage import Leverage
+from windlass.policies.r_kv import RKV
 from windlass.policies.random import Random
 from windlass.policies.recent import Recent
 from windlass.policies.snapkv import SnapKV
 from windlass.policies.tova import TOVA
+from windlass.policies.tri_attention import TriAttention
+from windlass.policies.wrappers import ByValueNorm, InChunks, Smoothed
 
 NAMES: dict[str, type[Policy]] = {
     "recent": Recent,
@@ -17,18 +23,31 @@ NAMES: dict[str, type[Policy]] = {
     "snapkv": SnapKV,
     "key_norm": KeyNorm,
     "key_diff": KeyDiff,
+    "lag_kv": LagKV,
+    "leverage": Leverage,
+    "r_kv": RKV,
+    "expected_attention": ExpectedAttention,
+    "tri_attention": TriAttention,
 }
 
 __all__ = [
     "H2O",
     "NAMES",
+    "RKV",
     "TOVA",
+    "ByValueNorm",
+    "ExpectedAttention",
+    "InChunks",
     "KeyDiff",
     "KeyNorm",
+    "LagKV",
+    "Leverage",
     "Observation",
     "Policy",
     "Random",
     "Recent",
     "SnapKV",
     "Slots",
+    "Smoothed",
+    "TriAttention",
 ]

@@ -13,12 +13,17 @@ You may rely on:
 6. `seen.mass` is attention probability summed over the observed queries and over the query heads
    that share a kv head; it is 0 in free slots. A finished row observes nothing.
 
+7. `slots.statistics` is yours: what `observe` put there under the names that you declare in
+   `statistics`, such as a mean over all queries so far. Empty before that. It is rolled back, saved
+   and copied with its row, and its bytes are counted.
+
 You owe:
 1. A score of shape (batch, kv_heads, slots), or (batch, 1, slots) where `per_head` is False. NaN
    ranks lowest, free slots are ignored, and of equal scores the newer token is kept.
-2. No writes but into `slots.state`, in place.
-3. A frozen dataclass of plain numbers: one object serves all layers and texts, and its `repr` is
-   the row label in every result.
+2. No writes but into `slots.state`, in place, and into `slots.statistics`, in `observe`, by putting
+   new tensors (batch, ...) in the place of the old ones.
+3. A frozen dataclass of plain numbers, or of another policy: one object serves all layers and texts,
+   and its `repr` is the row label in every result.
 4. No host synchronisation (`.item()`, `.cpu()`).
 5. A docstring with `Source:` and `Differs:`.
 6. `windlass.testing.check_policy` passes.
@@ -30,8 +35,10 @@ policy can be combined with any of them.
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
+
+from torch import Tensor
 
 from windlass.errors import PolicyError
 from windlass.shapes import PerSlot, Queries, QueryPositions, RowCounts, Scores, SlotKeys, SlotPositions, SlotValues
@@ -40,11 +47,14 @@ from windlass.store import Store
 
 @dataclass(frozen=True)
 class Slots:
-    """One layer as a policy sees it: read-only but for `state`.
+    """One layer as a policy sees it: read-only but for `state` and `statistics`.
 
     `positions` are the tokens' indices in the text, negative in free slots, with one row of heads
     where `per_head` is False. `next_positions` is where each row's text goes on; `prompt_ends` is
-    one past the last token that came in a step of several tokens.
+    one past the last token that came in a step of several tokens. `rotated` turns states (batch, any
+    heads, n, head_dim) to positions (batch, 1 or as many heads, 1 or n) of the text read so far.
+    `one_turn` gives cos and sin, per channel pair, of the turn from one position to the next, scaled
+    as the model scales what it rotates, or None where the layer does not rotate.
     """
 
     store: Store
@@ -52,7 +62,9 @@ class Slots:
     state: dict[str, Scores]
     next_positions: RowCounts
     prompt_ends: RowCounts
-    rotated: Callable[[SlotKeys], SlotKeys]
+    rotated: Callable[[Tensor, Tensor], Tensor]
+    one_turn: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None
+    statistics: dict[str, Tensor] = field(default_factory=dict)
 
     def keys(self) -> SlotKeys:
         """Un-rotated keys."""
@@ -64,7 +76,7 @@ class Slots:
 
     def rotated_keys(self) -> SlotKeys:
         """Keys turned to their own positions in the text; costs one rotation of all slots."""
-        return self.rotated(self.store.keys())
+        return self.rotated(self.store.keys(), self.positions.clamp(min=0))
 
 
 @dataclass(frozen=True)
@@ -86,6 +98,9 @@ class Policy(ABC):
     state: ClassVar[tuple[str, ...]] = ()
     """Names of per-slot tensors kept for you."""
 
+    statistics: ClassVar[tuple[str, ...]] = ()
+    """Names of tensors of a whole layer, (batch, ...), that `observe` puts into `slots.statistics`."""
+
     per_head: ClassVar[bool] = True
     """Whether each kv head ranks its own tokens. False: one ranking for all heads of a row."""
 
@@ -101,7 +116,7 @@ class Policy(ABC):
         """The rank of every slot; called only when a layer is over budget."""
 
     def observe(self, slots: Slots, seen: Observation) -> None:  # noqa: B027  # most policies observe nothing
-        """Update `slots.state` from what the step attended to."""
+        """Update `slots.state` and `slots.statistics` from what the step attended to."""
 
 
 @contextmanager

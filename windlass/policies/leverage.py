@@ -1,0 +1,58 @@
+"""Keys that the others cannot stand for."""
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from windlass.errors import PolicyError
+from windlass.policies.base import Policy, Slots
+from windlass.shapes import Scores
+
+
+@dataclass(frozen=True)
+class Leverage(Policy):
+    """Keeps the tokens whose keys have the highest statistical leverage: outliers in any direction.
+
+    A key's leverage is how much of it ridge regression on all keys held reproduces by that key alone.
+    Heads wider than `sketch` channels are projected to that many by a fixed random matrix. Needs no
+    attention weights; every step that evicts reads all keys, and takes `sketch` multiplications for each
+    of their numbers.
+
+    Source: Compactor, Chari and Van Durme 2025 (arXiv:2507.08143).
+    Differs: works at decode too, over the tokens held, sinks among them. The random matrix is the same
+    in every head and at every step. The paper's other half, attention that is not causal, needs queries
+    of the whole text and is left out.
+    """
+
+    sketch: int = 48
+    ridge: float = 0.01
+
+    def __post_init__(self) -> None:
+        if self.sketch < 1:
+            raise PolicyError(f"Leverage: sketch must be at least 1, got {self.sketch}")
+        if not self.ridge > 0:
+            raise PolicyError(f"Leverage: ridge must be above 0, got {self.ridge}")
+
+    def score(self, slots: Slots) -> Scores:
+        is_held = (slots.positions >= 0).unsqueeze(-1)
+        # In float64: sums over slots round by their order, which must not decide what is kept, and
+        # fewer tokens than channels leave nothing but the ridge in some directions.
+        keys = slots.keys().double()
+        mean = (keys * is_held).sum(2, keepdim=True) / is_held.sum(2, keepdim=True).clamp(min=1)
+        x = (keys - mean) * is_held
+        if x.shape[-1] > self.sketch:
+            x = x @ _gaussian(x.shape[-1], self.sketch, x.device)
+        ridge = self.ridge * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)
+        factor = torch.linalg.cholesky_ex(x.mT @ x + ridge).L
+        whitened: Tensor = torch.linalg.solve_triangular(factor, x.mT, upper=False)
+        return whitened.square().sum(-2).float()
+
+
+@cache
+def _gaussian(channels: int, width: int, device: torch.device) -> Tensor:
+    """A random matrix, always the same, that keeps lengths on average."""
+    draw = torch.randn(channels, width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    matrix: Tensor = draw / width**0.5
+    return matrix.to(device)

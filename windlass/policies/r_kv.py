@@ -1,0 +1,76 @@
+"""Attended to, and not said again."""
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn.functional import max_pool1d, normalize
+
+from windlass import kernels
+from windlass.errors import PolicyError
+from windlass.kernels.reference import SCORE_BYTES
+from windlass.policies.along_text import along_text, to_slots
+from windlass.policies.base import Observation, Policy, Slots
+from windlass.shapes import Scores
+
+
+@dataclass(frozen=True)
+class RKV(Policy):
+    """Keeps what the last queries attended to, less what is near to the other keys held.
+
+    Among near duplicates, keys of a cosine above `threshold`, the newest is charged least and survives.
+    `importance` is the weight of attention, the rest that of redundancy. Every step that evicts compares
+    all keys held with one another.
+
+    Source: R-KV, Cai et al. 2025 (arXiv:2505.24133).
+    Differs: compares un-rotated keys, so a repetition far away counts as one nearby does. Works at any
+    step, with SnapKV's running votes in place of the last `observed_queries`; of query heads that share a
+    kv head the mean counts, not the highest logit. A key without near duplicates spares none.
+    """
+
+    observed_queries: int = 8
+    pool: int = 7
+    importance: float = 0.07
+    threshold: float = 0.5
+
+    state: ClassVar[tuple[str, ...]] = ("votes",)
+
+    def __post_init__(self) -> None:
+        if self.observed_queries < 1:
+            raise PolicyError(f"RKV: observed_queries must be at least 1, got {self.observed_queries}")
+        if self.pool < 1 or self.pool % 2 == 0:
+            raise PolicyError(f"RKV: pool must be an odd number of at least 1, got {self.pool}")
+        if not 0 <= self.importance <= 1:
+            raise PolicyError(f"RKV: importance must be from 0 to 1, got {self.importance}")
+        if not 0 <= self.threshold < 1:
+            raise PolicyError(f"RKV: threshold must be at least 0 and below 1, got {self.threshold}")
+
+    def observe(self, slots: Slots, seen: Observation) -> None:
+        share = (seen.positions >= 0).sum(-1)[:, None, None] / self.observed_queries
+        group = seen.queries.shape[1] // seen.mass.shape[1]
+        slots.state["votes"].mul_(1 - share).add_(seen.mass, alpha=1 / (self.observed_queries * group))
+
+    def score(self, slots: Slots) -> Scores:
+        order = kernels.text_order(slots.positions)
+        is_held = (slots.positions >= 0).gather(-1, order)
+        votes = slots.state["votes"].gather(-1, order) * is_held
+        pooled = max_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
+        keys = normalize(along_text(slots.keys().float(), order), dim=-1) * is_held[..., None]
+        near = self._nearness(keys) / is_held.sum(-1, keepdim=True).clamp(min=1)
+        # Sums over slots round by how many there are, which must not decide what is kept.
+        near = ((near * 2**16).round() / 2**16).masked_fill(~is_held, torch.finfo(torch.float32).min)
+        score = self.importance * pooled - (1 - self.importance) * near.softmax(-1)
+        return to_slots(score, order)
+
+    def _nearness(self, keys: Tensor) -> Tensor:
+        """Per key, in the order of the text, the sum of its cosines with the others, as far as they charge it."""
+        places = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
+        total = torch.zeros(keys.shape[:3], device=keys.device)
+        block = max(1, SCORE_BYTES // (4 * total.numel()))
+        for start in range(0, len(places), block):
+            rows = places[start : start + block, None]
+            cosines = (keys[:, :, start : start + block] @ keys.mT).masked_fill(rows == places, 0.0)
+            newest = torch.where(cosines > self.threshold, places, -1).amax(-1, keepdim=True)
+            total += cosines.masked_fill(places == newest, 0.0).sum(-2)
+        return total
