@@ -11,7 +11,6 @@ found and a 95 % Wilson interval.
 
 import argparse
 import json
-import math
 import random
 import time
 from collections.abc import Iterator
@@ -27,6 +26,7 @@ from windlass.demo import ANSWER_TOKENS, MODEL, QUESTION, hide, in_words, novel
 from windlass.merge import MERGES, TARGETS
 from windlass.open_model import open_model
 from windlass.policies import Random, Slots
+from windlass.report.summaries import wilson
 from windlass.shapes import Scores
 from windlass.text import encode
 
@@ -88,13 +88,6 @@ def found(
     return total
 
 
-def interval(hits: int, count: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share."""
-    z, share = 1.959964, hits / count
-    centre, spread = share + z * z / (2 * count), z * math.sqrt(share * (1 - share) / count + (z / (2 * count)) ** 2)
-    return (centre - spread) / (1 + z * z / count), (centre + spread) / (1 + z * z / count)
-
-
 def settings(options: argparse.Namespace) -> Iterator[tuple[Policy, int | None, str | None]]:
     """Policies with budgets and rules; first the full cache."""
     yield Recent(), None, None
@@ -128,7 +121,12 @@ def main() -> None:
         hits = found(model, tokenizer, texts, policy, budget, rule, options.positions)
         line = {"kind": "merging", **machine(options.threads), "policy": repr(policy), "budget": budget}
         line |= {"merge": rule or "none", "positions": options.positions, "tokens": options.tokens}
-        line |= {"seed": options.seed, "samples": len(texts), "found": hits, "interval": interval(hits, len(texts))}
+        line |= {
+            "seed": options.seed,
+            "samples": len(texts),
+            "found": hits,
+            "interval": wilson(hits / len(texts), len(texts)),
+        }
         print(json.dumps({**line, "seconds": time.perf_counter() - start}), flush=True)
 
 

@@ -170,7 +170,7 @@ def test_policies_lists_every_policy(run: Callable[..., Ran]):
     assert [entry["name"] for entry in entries] == list(NAMES)
     for entry, (name, policy) in zip(entries, NAMES.items(), strict=True):
         assert entry["made"] == repr(policy())
-        first, source = f"{name:10}{policy()!r}\n{'':10}{entry['keeps']}\n", f"{'':10}Source: {entry['source']}\n"
+        first, source = f"{name:20}{policy()!r}\n{'':20}{entry['keeps']}\n", f"{'':20}Source: {entry['source']}\n"
         assert first + source in ran.out
         doc = " ".join((policy.__doc__ or "").split())
         assert doc.startswith(entry["keeps"])

@@ -213,6 +213,49 @@ def bench(
     )
 
 
+@app.command("eval")
+def evaluate(
+    model: take.ModelName,
+    output: take.ResultsOut,
+    tasks: take.EvalTasks = "passkey",
+    policies: take.EvalPolicies = "recent,key_diff",
+    budgets: take.EvalBudgets = "all,4x",
+    lengths: take.EvalLengths = "500",
+    positions: take.PositionModes = "original",
+    store: take.StoreSpecs = "plain",
+    samples: take.Samples = 20,
+    is_aware: take.IsAware = False,
+    seed: take.Seed = 0,
+    dtype: take.Dtype = "auto",
+    threads: take.Threads = None,
+) -> int:
+    """Measure what a model still finds in texts that its cache has compressed; lists (a,b) make every combination.
+
+    A run that was stopped goes on where it was when the command is given again.
+    """
+    from windlass.evals import sweep
+    from windlass.evals.grid import Lists
+
+    lists = Lists(tasks, policies, budgets, lengths, positions, store)
+    return sweep.evaluate(sweep.Options(model, lists, samples, seed, is_aware, output, dtype, threads))
+
+
+@app.command()
+def report(results: take.Results, output: take.Page = Path("report.html")) -> int:
+    """Make one HTML page, and figures as PNG, of results that `windlass eval` wrote."""
+    from windlass import terminal
+    from windlass.report.make import write_report
+
+    written = write_report(results, output)
+    for line in written.notes:
+        terminal.note(f"windlass: note: {line}")
+    counted = f"{written.cases:,} case{'' if written.cases == 1 else 's'}"
+    if written.figures:
+        counted += f", {written.figures} figure{'' if written.figures == 1 else 's'}, also in {written.folder}"
+    terminal.say(f"{written.page}: {counted}\n")
+    return 0
+
+
 @app.command()
 def policies(is_json: take.Json = False) -> int:
     """List the policies: name, defaults, what is kept, and where it comes from."""
@@ -228,6 +271,6 @@ def policies(is_json: take.Json = False) -> int:
     # A pipe gets whole lines, whatever the width of a terminal.
     console = Console(soft_wrap=True, highlight=False)
     for entry in entries:
-        console.print(Text.assemble((f"{entry['name']:10}", "bold"), entry["made"]))
-        console.print(Text(f"{'':10}{entry['keeps']}\n{'':10}Source: {entry['source']}"), style="dim")
+        console.print(Text.assemble((f"{entry['name']:20}", "bold"), entry["made"]))
+        console.print(Text(f"{'':20}{entry['keeps']}\n{'':20}Source: {entry['source']}"), style="dim")
     return 0

@@ -111,6 +111,41 @@ Output = Annotated[
 ]
 JsonLines = Annotated[bool, Option("--json", help="Print a line of JSON per row instead of the table.")]
 
+EvalTasks = Annotated[
+    str,
+    Option(
+        "--tasks",
+        metavar="LIST",
+        help="What is asked: passkey, niah_single, vt, multiturn, perplexity(text.txt), ..., or file.py:Class.",
+    ),
+]
+EvalPolicies = Annotated[str, Option("--policies", metavar="LIST", help="Which tokens to keep, as in `generate`.")]
+EvalBudgets = Annotated[
+    str, Option("--budgets", metavar="LIST", help="Most tokens that a layer keeps: 64, all, or 4x: a quarter of them.")
+]
+EvalLengths = Annotated[
+    str, Option("--lengths", metavar="LIST", help="Tokens of a text with its question and the room for an answer.")
+]
+Samples = Annotated[int, Option("--samples", min=1, max=1_000_000, help="Texts for each combination.")]
+IsAware = Annotated[
+    bool,
+    Option(
+        "--aware/--blind",
+        help="Whether the question is read with the text, or comes when the text has been read and compressed.",
+    ),
+]
+ResultsOut = Annotated[
+    Path,
+    Option("--output", "-o", metavar="FILE", help="A line of JSON per answer; what is there already is not run again."),
+]
+Results = Annotated[
+    list[Path],
+    Argument(metavar="RESULTS...", help="Files that `windlass eval` wrote, of one model.", show_default=False),
+]
+Page = Annotated[
+    Path, Option("--output", "-o", metavar="FILE", help="The page; figures go to a folder beside it, named after it.")
+]
+
 
 @dataclass(frozen=True)
 class CacheOptions:

@@ -1,0 +1,90 @@
+"""Samples of a given length in tokens, out of tasks that count their filler in units of their own."""
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from transformers import PreTrainedTokenizerBase
+
+from windlass.errors import UsageError, WindlassError
+from windlass.evals.task import Sample, Task
+from windlass.text import encode
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A sample and its size.
+
+    `context_tokens` are those of the text alone, `total_tokens` with the longest question and room for its answer.
+    """
+
+    sample: Sample
+    units: int
+    context_tokens: int
+    total_tokens: int
+
+
+def fit(task: Task, label: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, number: int) -> Fitted:
+    """Sample `number` of the task, with as many units as fit: text, question and answer take up to `length` tokens.
+
+    The same arguments give the same sample. `label` names the task, in errors and in what is drawn.
+
+    Raises: UsageError for a length that is too short, or more than there is filler for; or for a task that fails.
+    Source: length and search as in RULER, Hsieh et al. 2024 (arXiv:2404.06654).
+    """
+
+    def made(units: int) -> Fitted:
+        with task_errors(label):
+            sample = task.compose(random.Random(f"{seed} {label} {length} {number}"), length, units)
+        context = len(encode(tokenizer, sample.context, is_start=True))
+        asking = [len(encode(tokenizer, turn.question + turn.prefix, is_start=False)) for turn in sample.turns]
+        return Fitted(sample, units, context, context + max(asking, default=0) + task.answer_tokens)
+
+    fits = made(task.least_units)
+    if fits.total_tokens > length:
+        raise UsageError(
+            f"length {length} is too short for task {label}, which takes {fits.total_tokens} tokens of this model's "
+            "at the least, question and answer included; raise --lengths"
+        )
+    over: Fitted | None = None
+    while over is None or over.units - fits.units > 1:
+        if over is None:
+            units = _more(fits.units, task.most_units)
+            if units == fits.units:
+                return _whole(fits, label, length)
+        else:
+            gap = over.units - fits.units
+            share = (length - fits.total_tokens) / (over.total_tokens - fits.total_tokens)
+            units = fits.units + min(max(int(share * gap), 1), gap - 1)
+        tried = made(units)
+        if tried.total_tokens <= length:
+            fits = tried
+        else:
+            over = tried
+    return fits
+
+
+@contextmanager
+def task_errors(label: str) -> Iterator[None]:
+    """Re-raise whatever a task raises as a UsageError that names it."""
+    try:
+        yield
+    except WindlassError:
+        raise
+    except Exception as error:
+        raise UsageError(f"task {label}: {type(error).__name__}: {error}") from error
+
+
+def _more(units: int, most: int | None) -> int:
+    return 2 * units + 1 if most is None else min(2 * units + 1, most)
+
+
+def _whole(fits: Fitted, label: str, length: int) -> Fitted:
+    """What all there is makes, where that is just enough."""
+    if fits.total_tokens < length:
+        raise UsageError(
+            f"length {length} is more than task {label} can fill: all it has makes {fits.total_tokens} tokens of this "
+            "model's; lower --lengths"
+        )
+    return fits

@@ -1,0 +1,75 @@
+"""The contract of a task: a text made to measure, questions on it, and how an answer is scored.
+
+A task of your own is one file: subclass `Task`, write `compose`, and name it `path/to/file.py:Class`.
+The text is read first; the questions come when the cache has been compressed, or (aware) the first
+of them is part of what is read.
+"""
+
+import random
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One question, and the strings that a right answer holds.
+
+    `prefix` is the start of the answer, which the model goes on from; it is never empty. Both begin
+    with whatever joins them to the text before. `depth` tells where in the text (0 to 1) the answer
+    stands; None when it stands nowhere or in several places.
+    """
+
+    question: str
+    prefix: str
+    expected: tuple[str, ...]
+    depth: float | None = None
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text and the questions on it. Without questions, the text itself is to be predicted."""
+
+    context: str
+    turns: tuple[Turn, ...] = ()
+
+
+class Task(ABC):
+    """Makes samples. One object makes them all, so it remembers nothing."""
+
+    answer_tokens: int
+    """Most tokens of an answer."""
+
+    turns: int = 1
+    """Lines of results per sample: one per question, or the one of a text without questions."""
+
+    least_units: int = 0
+    """The smallest size that makes sense."""
+
+    @property
+    def most_units(self) -> int | None:
+        """The largest size that there is material for; None where that never ends."""
+        return None
+
+    @abstractmethod
+    def compose(self, draw: random.Random, length: int, units: int) -> Sample:
+        """A sample with so many units of filler: lines, sentences or words, whatever the task counts.
+
+        The same `draw` must ask for the same answer at any number of units, and more of them must make
+        a longer text: the number is found that just fits into `length` tokens.
+        """
+
+    def score(self, turn: Turn, output: str) -> float:
+        """0 to 1: the share of the expected strings that the output holds, in whatever case.
+
+        Source: `string_match_all` of RULER, Hsieh et al. 2024 (arXiv:2404.06654).
+        """
+        said = output.lower()
+        return sum(each.lower() in said for each in turn.expected) / len(turn.expected)
+
+    def reading(self, file: Path) -> "Task | None":
+        """This task on the text of a file; None where it reads none.
+
+        Raises: UsageError when the file cannot be read.
+        """
+        return None

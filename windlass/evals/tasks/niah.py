@@ -1,0 +1,134 @@
+"""Needles in a haystack: special magic numbers and the like, told by name, among text or among each other."""
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from windlass.evals import keys
+from windlass.evals.filler import NOISE_LINES, Filler, from_file, hide
+from windlass.evals.task import Sample, Task, Turn
+
+DEPTHS = 40  # places in a text, evenly from its start to its end
+MAKERS: dict[str, Callable[[random.Random], str]] = {"words": keys.pair, "numbers": keys.number, "uuids": keys.uuid4}
+
+
+@dataclass(frozen=True)
+class Wording:
+    """Sentences around `{key}`, `{value}` and `{query}`, for one answer or for several.
+
+    `{many}` is the kind of value (numbers), `{one}` one of it (number).
+    """
+
+    intro_one: str
+    intro_many: str
+    needle: str
+    question_one: str
+    question_many: str
+    prefix_one: str
+    prefix_many: str
+
+
+RULER = Wording(
+    "A special magic {one} is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+    "{one} afterwards.",
+    "Some special magic {many} are hidden within the following text. Make sure to memorize it. I will quiz you about "
+    "the {many} afterwards.",
+    "One of the special magic {many} for {key} is: {value}.",
+    "\nWhat is the special magic {one} for {query} mentioned in the provided text?",
+    "\nWhat are all the special magic {many} for {query} mentioned in the provided text?",
+    " The special magic {one} for {query} mentioned in the provided text is",
+    " The special magic {many} for {query} mentioned in the provided text are",
+)
+ABOVE = replace(  # what the shipped model was trained on
+    RULER,
+    intro_one="",
+    intro_many="",
+    question_one=" What is the special magic {one} for {query} mentioned above?",
+    question_many=" What are all the special magic {many} for {query} mentioned above?",
+    prefix_one=" The special magic {one} for {query} is:",
+    prefix_many=" The special magic {many} for {query} are:",
+)
+
+
+@dataclass(frozen=True)
+class Needle:
+    """What is hidden under one key; `depth` is None for several values."""
+
+    key: str
+    values: tuple[str, ...]
+    depth: float | None
+
+
+@dataclass(frozen=True)
+class Needles(Task):
+    """`keys` of so many `values` each are hidden, and the first `asked` of them asked for in one question.
+
+    Without a `haystack`, needles with other keys are what the text is made of.
+
+    Source: NIAH of RULER, Hsieh et al. 2024 (arXiv:2404.06654).
+    Differs: a novel in place of the essays, from any sentence on; depths are drawn among 40 in every
+    haystack. Words are of our own lists.
+    """
+
+    keys: int = 1
+    values: int = 1
+    asked: int = 1
+    key_kind: str = "words"
+    value_kind: str = "numbers"
+    haystack: Filler | None = NOISE_LINES
+    wording: Wording = RULER
+    answer_tokens: int = 128
+
+    @property
+    def most_units(self) -> int | None:
+        if self.haystack is not None:
+            return self.haystack.most
+        return keys.PAIRS - self.keys if self.key_kind == "words" else None
+
+    def compose(self, draw: random.Random, length: int, units: int) -> Sample:
+        context, needles = self.hidden(draw, units, self.asked * self.values)
+        return Sample(context, (self.ask(needles[: self.asked]),))
+
+    def hidden(self, draw: random.Random, units: int, answers: int) -> tuple[str, list[Needle]]:
+        """The text, and what is in it that may be asked for; its first sentence announces one answer or several."""
+        make = MAKERS[self.value_kind]
+        depths = [place / (DEPTHS - 1) for place in draw.sample(range(DEPTHS), self.keys * self.values)]
+        values = [tuple(make(draw) for _ in range(self.values)) for _ in range(self.keys)]
+        is_among = self.haystack is None
+        names = keys.distinct(draw, MAKERS[self.key_kind], self.keys + (units if is_among else 0))
+        if self.haystack is None:
+            joint = "\n" if self.wording is RULER else " "
+            pieces = [joint + self._told(name, make(draw)) for name in names[self.keys :]]
+        else:
+            joint, pieces = self.haystack.joint, self.haystack.pieces(draw, units)
+        pairs = [(name, value) for name, own in zip(names, values, strict=False) for value in own]
+        text, stood = hide(pieces, [joint + self._told(name, value) for name, value in pairs], depths)
+        intro = self._said(self.wording.intro_one if answers == 1 else self.wording.intro_many)
+        needles = [
+            Needle(name, own, stood[place] if self.values == 1 else None)
+            for place, (name, own) in enumerate(zip(names, values, strict=False))
+        ]
+        return f"{intro}\n{text.lstrip()}" if intro else text.lstrip(), needles
+
+    def ask(self, needles: list[Needle]) -> Turn:
+        """One question for all the values of these."""
+        expected = tuple(value for needle in needles for value in needle.values)
+        *names, last = (needle.key for needle in needles)
+        query = f"{', '.join(names)}, and {last}" if names else last
+        is_one = len(expected) == 1
+        question = self.wording.question_one if is_one else self.wording.question_many
+        prefix = self.wording.prefix_one if is_one else self.wording.prefix_many
+        return Turn(
+            self._said(question, query), self._said(prefix, query), expected, needles[0].depth if is_one else None
+        )
+
+    def reading(self, file: Path) -> Task | None:
+        haystack = from_file(self.haystack, file)
+        return None if haystack is None else replace(self, haystack=haystack)
+
+    def _told(self, key: str, value: str) -> str:
+        return self.wording.needle.format(many=self.value_kind, key=key, value=value)
+
+    def _said(self, words: str, query: str = "") -> str:
+        return words.format(many=self.value_kind, one=self.value_kind.removesuffix("s"), query=query)

@@ -1,0 +1,47 @@
+"""A pass key in a text that says nothing: the test of llama.cpp pull request 5719."""
+
+import random
+import re
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from windlass.demo import BEFORE, HIDDEN
+from windlass.evals import keys
+from windlass.evals.filler import NOISE, Filler, from_file, hide
+from windlass.evals.task import Sample, Task, Turn
+
+MOST_KEY = 50_000
+
+
+@dataclass(frozen=True)
+class PassKey(Task):
+    """One key, 1 to 50000 or three words, anywhere between the sentences.
+
+    Source: Mohtashami and Jaggi 2023 (arXiv:2305.16300); text, key and answer room of llama.cpp's example.
+    Differs: the depth is drawn as a share of the text; the novel as filler, and words as keys.
+    """
+
+    filler: Filler = NOISE
+    is_words: bool = False
+    answer_tokens: int = 16
+
+    @property
+    def most_units(self) -> int | None:
+        return self.filler.most
+
+    def compose(self, draw: random.Random, length: int, units: int) -> Sample:
+        key = keys.triple(draw) if self.is_words else str(draw.randint(1, MOST_KEY))
+        depth = draw.random()
+        text, (stood,) = hide(self.filler.pieces(draw, units), [HIDDEN.format(key=key)], [depth])
+        return Sample(BEFORE + text, (Turn(" What is the pass key?", " The pass key is", (key,), stood),))
+
+    def score(self, turn: Turn, output: str) -> float:
+        """1 where the first number of the output is the key, or the words of the key are in it."""
+        if self.is_words:
+            return super().score(turn, output)
+        first = re.search("[0-9]+", output)
+        return float(first is not None and first[0] == turn.expected[0])
+
+    def reading(self, file: Path) -> Task | None:
+        filler = from_file(self.filler, file)
+        return None if filler is None else replace(self, filler=filler)
