@@ -110,7 +110,9 @@ def test_a_length_that_is_too_short_is_told(name: str, tokenizer: PreTrainedToke
 
 
 def test_lists_make_every_combination():
-    grid = grid_of(Lists("vt,fwe,vt", "recent,key_diff,SnapKV(pool=7)", "all,64,2.5x", "80,90,80", "compact", "int8"))
+    grid = grid_of(
+        Lists("vt,fwe,vt", "recent,key_diff,SnapKV(pool=7)", "all,64,2.5x", "80,90,80", "none", "compact", "int8")
+    )
     assert list(grid.tasks) == ["vt", "fwe"]
     assert grid.lengths == [80, 90]
     assert [(each.labels["policy"][:6], each.labels["asked_budget"]) for each in grid.settings] == [
@@ -126,6 +128,16 @@ def test_lists_make_every_combination():
     assert {(each.labels["positions"], each.labels["store"]) for each in grid.settings} == {("compact", "int8")}
 
 
+def test_rules_of_merging_are_a_list_too_and_a_cache_without_budget_has_none():
+    grid = grid_of(Lists(policies="key_diff", budgets="all,4x", merge="none,mean_count,mean_count(next)"))
+    assert [(each.labels["policy"], each.labels["asked_budget"], each.labels["merge"]) for each in grid.settings] == [
+        ("Recent()", "all", "none"),
+        ("KeyDiff()", "4x", "none"),
+        ("KeyDiff()", "4x", "mean_count"),
+        ("KeyDiff()", "4x", "mean_count(next)"),
+    ]
+
+
 @pytest.mark.parametrize(
     ("lists", "says"),
     [
@@ -134,6 +146,7 @@ def test_lists_make_every_combination():
         (Lists(budgets="x"), "--budgets 'x' is not a part of the text"),
         (Lists(budgets="many"), "--budgets 'many' is not a whole number from 1 to 1073741824"),
         (Lists(lengths="1k"), "--lengths '1k' is not a whole number from 1 to 1073741824"),
+        (Lists(merge="blur"), "merge='blur' is not a rule; use one of: mean_count"),
         (Lists(tasks="passkey,,vt"), "--tasks 'passkey,,vt' has an empty value"),
     ],
 )

@@ -13,7 +13,7 @@ from windlass.evals.summary import summary, wilson
 
 HEADER: dict[str, Any] = {
     "kind": "header",
-    "version": 1,
+    "version": 2,
     "windlass": "0.1.0",
     "torch": "2.9",
     "transformers": "5.10",
@@ -30,6 +30,7 @@ CASE: dict[str, Any] = {
     "policy": "Recent()",
     "budget": 64,
     "asked_budget": "8x",
+    "merge": "none",
     "positions": "compact",
     "store": "plain",
     "is_aware": False,
@@ -100,7 +101,7 @@ def test_a_line_that_is_there_twice_counts_once(path: Path):
 @pytest.mark.parametrize(
     ("field", "value", "says"),
     [
-        ("version", 2, "was made with version 2, and this run has 1; give another file"),
+        ("version", 3, "was made with version 3, and this run has 2; give another file"),
         ("model", "other", "was made with model other, and this run has some/model"),
         ("parameters", 98, "was made with parameters 98, and this run has 97"),
         ("dtype", "bfloat16", "was made with dtype bfloat16, and this run has float32"),
@@ -123,7 +124,7 @@ def test_a_file_of_another_run_stays_as_it_is(path: Path, field: str, value: obj
         (b"a novel without an end", "is not a file of results"),
         (b"a novel\nof two lines\n", "line 1: not a header line of results"),
         (b"\x00\xff\n", "line 1: not a header line of results"),
-        (b'{"kind": "header", "version": 1}\n', "line 1: not a header line of results"),
+        (b'{"kind": "header", "version": 2}\n', "line 1: not a header line of results"),
         (json.dumps(HEADER).encode() + b"\n\n", "line 2: not a case line of results"),
         (json.dumps(HEADER).encode() + b'\n{"kind": "case"}\n', "line 2: not a case line of results"),
     ],

@@ -23,7 +23,7 @@ from windlass.report.summaries import (
 Line = dict[str, Any]
 HEADER: Line = {
     "kind": "header",
-    "version": 1,
+    "version": 2,
     "windlass": "0.1.0",
     "torch": "2.13.0",
     "transformers": "5.10.1",
@@ -44,6 +44,7 @@ def case(**changes: object) -> Line:
         "policy": "KeyDiff()",
         "budget": 250,
         "asked_budget": "2x",
+        "merge": "none",
         "positions": "original",
         "store": "plain",
         "is_aware": False,

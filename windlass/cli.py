@@ -221,6 +221,7 @@ def evaluate(
     policies: take.EvalPolicies = "recent,key_diff",
     budgets: take.EvalBudgets = "all,4x",
     lengths: take.EvalLengths = "500",
+    merge: take.EvalMerges = "none",
     positions: take.PositionModes = "original",
     store: take.StoreSpecs = "plain",
     samples: take.Samples = 20,
@@ -236,7 +237,7 @@ def evaluate(
     from windlass.evals import sweep
     from windlass.evals.grid import Lists
 
-    lists = Lists(tasks, policies, budgets, lengths, positions, store)
+    lists = Lists(tasks, policies, budgets, lengths, merge, positions, store)
     return sweep.evaluate(sweep.Options(model, lists, samples, seed, is_aware, output, dtype, threads))
 
 

@@ -126,6 +126,9 @@ EvalBudgets = Annotated[
 EvalLengths = Annotated[
     str, Option("--lengths", metavar="LIST", help="Tokens of a text with its question and the room for an answer.")
 ]
+EvalMerges = Annotated[
+    str, Option("--merge", metavar="LIST", help="What happens to evicted tokens, as in `generate`; none drops them.")
+]
 Samples = Annotated[int, Option("--samples", min=1, max=1_000_000, help="Texts for each combination.")]
 IsAware = Annotated[
     bool,

@@ -9,6 +9,7 @@ from windlass.errors import UsageError
 from windlass.evals.load import load_task
 from windlass.evals.task import Task
 from windlass.low_bit import store_of
+from windlass.merge import Merge, merge_of
 from windlass.policies import Policy, Recent
 from windlass.policies.load import load_policy
 from windlass.positions import PositionMode, position_mode
@@ -16,6 +17,7 @@ from windlass.step import MOST
 from windlass.store import Store
 
 ALL = "all"
+NONE = "none"
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Lists:
     policies: str = "recent,key_diff"
     budgets: str = "all,4x"
     lengths: str = "500"
+    merge: str = NONE
     positions: str = "original"
     store: str = "plain"
 
@@ -49,6 +52,7 @@ class Settings:
 
     policy: Policy
     budget: Budget
+    merge: Merge | None
     positions: PositionMode
     store: Store
 
@@ -58,6 +62,7 @@ class Settings:
         return {
             "policy": repr(self.policy),
             "asked_budget": self.budget.asked,
+            "merge": NONE if self.merge is None else str(self.merge),
             "positions": str(self.positions),
             "store": self.store.name,
         }
@@ -75,25 +80,30 @@ class Grid:
 def grid_of(lists: Lists) -> Grid:
     """The product of all lists; what was named twice is run once.
 
-    A budget of `all` evicts nothing under any policy, so it is run once, as `Recent`.
+    A budget of `all` evicts nothing under any policy or rule, so it is run once, as `Recent` without one.
 
     Raises: WindlassError for what cannot be honoured.
     """
     axes = (
         _values("--policies", lists.policies, load_policy),
         _values("--budgets", lists.budgets, _budget),
+        _values("--merge", lists.merge, _merge),
         _values("--positions", lists.positions, position_mode),
         _values("--store", lists.store, store_of),
     )
     settings = [
-        Settings(policy if budget.asked != ALL else Recent(), budget, positions, store)
-        for policy, budget, positions, store in itertools.product(*axes)
+        Settings(Recent(), budget, None, *rest) if budget.asked == ALL else Settings(policy, budget, merge, *rest)
+        for policy, budget, merge, *rest in itertools.product(*axes)
     ]
     return Grid(
         dict(_values("--tasks", lists.tasks, load_task)),
         list(dict.fromkeys(_values("--lengths", lists.lengths, _whole("--lengths", 1, MOST)))),
         list({tuple(each.labels.values()): each for each in settings}.values()),
     )
+
+
+def _merge(part: str) -> Merge | None:
+    return None if part == NONE else merge_of(part)
 
 
 def _budget(part: str) -> Budget:

@@ -51,6 +51,7 @@ def cache_of(model: PreTrainedModel, settings: Settings, budget: int | None, has
         positions=settings.positions,
         rollback=0,
         store=settings.store,
+        merge=settings.merge,
     )
 
 

@@ -8,10 +8,10 @@ from typing import Any
 from windlass.errors import UsageError
 from windlass.terminal import note
 
-VERSION = 1
+VERSION = 2
 START = b'{"kind": "'  # of every line
 HEADER = ("version", "model", "parameters", "dtype", "seed")  # that a run must share with the file that it goes on with
-IDENTITY = ("task", "policy", "asked_budget", "positions", "store", "is_aware", "length", "sample", "turn")
+IDENTITY = ("task", "policy", "asked_budget", "merge", "positions", "store", "is_aware", "length", "sample", "turn")
 MEASURED = (
     "budget",
     "depth",

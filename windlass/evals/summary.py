@@ -12,7 +12,7 @@ from windlass.evals.results import Line
 from windlass.report.summaries import wilson
 
 ALWAYS = ("task", "policy", "asked_budget")
-VARIED = ("length", "positions", "store", "is_aware")  # shown where they differ
+VARIED = ("length", "merge", "positions", "store", "is_aware")  # shown where they differ
 
 
 def summary(lines: Sequence[Line]) -> Table:

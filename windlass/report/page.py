@@ -24,8 +24,8 @@ MODES: Final = {
     ),
 }
 COLUMNS: Final = {
-    "policy": "What chose the tokens that stay. Positions and store are named after it where they are not original and "
-    "plain. “Full cache” evicts nothing: what the others are held against.",
+    "policy": "What chose the tokens that stay. How evicted tokens were merged, positions and store are named after it "
+    "where they are not none, original and plain. “Full cache” evicts nothing: what the others are held against.",
     "budget": "As it was asked for: tokens that a layer keeps (64), or the text's tokens divided (4x), or all.",
     "slots": "Tokens that a layer held when the question was answered, on average.",
     "bytes": "Bytes allocated, in percent of those that the keys and values of the whole text take.",

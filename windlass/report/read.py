@@ -11,7 +11,7 @@ from typing import Final, NoReturn, TypeVar
 
 from windlass.errors import UsageError
 
-VERSION: Final = 1
+VERSION: Final = 2
 FULL: Final = "full cache"
 MEND: Final = "the line is damaged, take it out or run the evaluation again"
 Value = TypeVar("Value")
@@ -49,6 +49,7 @@ class Case:
     policy: str
     budget: int | None
     asked_budget: str
+    merge: str
     positions: str
     store: str
     is_aware: bool
@@ -72,7 +73,8 @@ class Case:
         Where nothing is evicted a policy makes no difference, and none is named.
         """
         name = FULL if self.budget is None else self.policy.removesuffix("()")
-        unusual = [self.positions] if self.positions != "original" else []
+        unusual = [self.merge] if self.merge != "none" else []
+        unusual += [self.positions] if self.positions != "original" else []
         unusual += [self.store] if self.store != "plain" else []
         return ", ".join([name, *unusual])
 
@@ -249,6 +251,7 @@ def _case(line: _Line, seed: int) -> Case:
         policy=line.text("policy"),
         budget=line.or_none(line.whole, "budget"),
         asked_budget=line.text("asked_budget"),
+        merge=line.text("merge"),
         positions=line.text("positions"),
         store=line.text("store"),
         is_aware=line.flag("is_aware"),
