@@ -92,8 +92,10 @@ def grid_of(lists: Lists) -> Grid:
         _values("--store", lists.store, store_of),
     )
     settings = [
-        Settings(Recent(), budget, None, *rest) if budget.asked == ALL else Settings(policy, budget, merge, *rest)
-        for policy, budget, merge, *rest in itertools.product(*axes)
+        Settings(Recent(), budget, None, positions, store)
+        if budget.asked == ALL
+        else Settings(policy, budget, merge, positions, store)
+        for policy, budget, merge, positions, store in itertools.product(*axes)
     ]
     return Grid(
         dict(_values("--tasks", lists.tasks, load_task)),
