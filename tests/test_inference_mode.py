@@ -1,5 +1,6 @@
 """A cache that was filled under `torch.inference_mode` goes on without it, and the other way round."""
 
+import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 
@@ -36,3 +37,13 @@ def test_a_cache_may_cross_the_border_of_inference_mode(
         out = read(model, ours, ids[:, 30:], 4)
     ours.rollback(1)
     torch.testing.assert_close(out, read(model, truth, ids[:, 30:], 4), atol=1e-5, rtol=0)
+
+
+def test_a_copy_made_under_inference_mode_goes_on_without_it(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(40)
+    cache = KVCache(model, budget=20, policy=H2O(), window=3)
+    read(model, cache, ids[:, :30], 9)
+    with torch.inference_mode():
+        twin = copy.deepcopy(cache)
+    twin.select_rows(torch.tensor([0]))
+    torch.testing.assert_close(read(model, twin, ids[:, 30:], 4), read(model, cache, ids[:, 30:], 4), atol=1e-5, rtol=0)

@@ -87,6 +87,7 @@ class KVCache(TransformersCache):
         ]
         self.standing = Standing.at_start(self._batch)
 
+    @outlasting
     def __deepcopy__(self, memo: dict[int, object]) -> "KVCache":
         """A cache of its own for the same model, which is not copied."""
         for shared in (self._seam, self.config, *self._seam.rotaries):

@@ -1,0 +1,74 @@
+"""Pass keys in one text of 100,000 tokens, read through a cache of 256 slots: ten depths, ten keys at each.
+
+    python benchmarks/long_text.py >> benchmarks/results/long_text.jsonl
+
+The shipped novel with its numerals in words, passkey-3m, `compact` positions. The text before a depth is read
+once; what follows is read in ten rows, each after another key. Prints one JSON line per policy and depth.
+"""
+
+import argparse
+import copy
+import json
+import os
+import random
+import time
+from importlib import resources
+
+import torch
+from machine import machine
+
+from windlass import KVCache, engine
+from windlass.demo import ANSWER_TOKENS, BEFORE, HIDDEN, MODEL, QUESTION, in_words, novel
+from windlass.open_model import open_model
+from windlass.policies.load import load_policy
+from windlass.text import encode
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=int, default=100_000)
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--depths", type=int, default=10)
+    parser.add_argument("--keys", type=int, default=10)
+    parser.add_argument("--policies", nargs="+", default=["key_diff", "recent"])
+    parser.add_argument("--chunk", type=int, default=128)
+    parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
+        model, tokenizer = open_model(str(folder), "float32")
+    ids = encode(tokenizer, f"{BEFORE} {in_words(novel())}", is_start=True)[: options.tokens]
+    ends = [at + 1 for at, token in enumerate(ids) if tokenizer.decode([token]).endswith(".")]
+    for policy in options.policies:
+        draw = random.Random(0)
+        cache = KVCache(
+            model, options.budget, load_policy(policy), chunk=options.chunk, positions="compact", rollback=0
+        )
+        read = 0
+        for number in range(options.depths):
+            start = time.perf_counter()
+            depth = (number + 0.5) / options.depths
+            place = min(ends, key=lambda end: abs(end - depth * len(ids)))
+            engine.prefill(model, cache, [ids[read:place]])
+            read = place
+            keys = [f"{draw.randrange(10**5):05}" for _ in range(options.keys)]
+            rows = copy.deepcopy(cache)
+            rows.select_rows(torch.zeros(len(keys), dtype=torch.long))
+            told = [encode(tokenizer, HIDDEN.format(key=key), is_start=False) for key in keys]
+            engine.prefill(model, rows, [sentence + ids[place:] for sentence in told])
+            results = engine.generate(model, tokenizer, [QUESTION] * len(keys), rows, ANSWER_TOKENS)
+            answers = [result.text.strip() for result in results]
+            hits = [
+                answer.startswith(key) and not answer[len(key) :][:1].isdigit()
+                for key, answer in zip(keys, answers, strict=True)
+            ]
+            line = {"kind": "long_text", "policy": repr(cache.policy), "budget": options.budget, "tokens": len(ids)}
+            line |= {"positions": str(cache.positions), "chunk": options.chunk, "depth": depth}
+            line |= {"keys": len(keys), "found": sum(hits), "seconds": time.perf_counter() - start}
+            print(json.dumps({**line, **machine(options.threads)}), flush=True)
+
+
+if __name__ == "__main__":
+    with torch.inference_mode():
+        main()
