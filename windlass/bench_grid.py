@@ -1,11 +1,9 @@
 """What a benchmark measures: its rows, out of the lists that a user typed."""
 
 import itertools
-import re
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final, TypeVar
+from typing import Final
 
 import torch
 
@@ -14,13 +12,13 @@ from windlass.low_bit import store_of
 from windlass.policies import Policy
 from windlass.policies.load import load_policy
 from windlass.positions import Original, PositionMode, position_mode
+from windlass.spec import list_of, whole_number
 from windlass.step import MOST, checked_limits
 from windlass.store import Store
 
 STORAGES: Final = ("unrotated", "rotated")
 AXES: Final = ("budget", "policy", "positions", "store", "storage", "threads")
 MOST_THREADS: Final = 1024
-Value = TypeVar("Value")
 
 
 @dataclass(frozen=True)
@@ -115,14 +113,14 @@ def rows_of(lists: Lists, chunk: int) -> list[Row]:
 
     Raises: WindlassError for what cannot be honoured.
     """
-    budgets = _values("--budget", lists.budget, _budget)
-    policies = _values("--policy", lists.policy, load_policy)
-    modes = _values("--positions", lists.positions, position_mode)
-    stores = _values("--store", lists.store, store_of)
-    storages = _values("--storage", lists.storage, _storage)
+    budgets = list_of("--budget", lists.budget, _budget)
+    policies = list_of("--policy", lists.policy, load_policy)
+    modes = list_of("--positions", lists.positions, position_mode)
+    stores = list_of("--store", lists.store, store_of)
+    storages = list_of("--storage", lists.storage, _storage)
     threads = [torch.get_num_threads()]
     if lists.threads is not None:
-        threads = _values("--threads", lists.threads, _whole("--threads", 1, MOST_THREADS))
+        threads = list_of("--threads", lists.threads, whole_number("--threads", 1, MOST_THREADS))
     axes = (budgets, policies, modes, stores, storages, threads)
     places = list(itertools.product(*(range(len(axis)) for axis in axes)))
     settings = [Settings(*values) for values in itertools.product(budgets, policies, modes, stores, storages, threads)]
@@ -142,35 +140,16 @@ def rows_of(lists: Lists, chunk: int) -> list[Row]:
 
 def _tasks(lists: Lists) -> list[Task]:
     kinds = ((True, "-p", lists.prompt_tokens), (False, "-n", lists.decode_tokens))
-    counts = [(kind, _values(option, typed, _whole(option, 0, MOST))) for kind, option, typed in kinds]
-    depths = _values("-d", lists.depth, _whole("-d", 0, MOST))
+    counts = [(kind, list_of(option, typed, whole_number(option, 0, MOST))) for kind, option, typed in kinds]
+    depths = list_of("-d", lists.depth, whole_number("-d", 0, MOST))
     tasks = [Task(kind, tokens, depth) for depth in depths for kind, each in counts for tokens in each if tokens]
     if not tasks:
         raise UsageError("-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens")
     return tasks
 
 
-def _values(option: str, typed: str, make: Callable[[str], Value]) -> list[Value]:
-    """One value for each part of a list; commas inside parentheses belong to a part."""
-    parts = [part.strip() for part in re.split(r",(?![^()]*\))", typed)]
-    if not all(parts):
-        raise UsageError(f"{option} {typed!r} has an empty value; put one comma between two values")
-    return [make(part) for part in parts]
-
-
-def _whole(option: str, least: int, most: int) -> Callable[[str], int]:
-    """Reads whole numbers in a range."""
-
-    def read(part: str) -> int:
-        if not re.fullmatch(r"[0-9]{1,10}", part) or not least <= int(part) <= most:
-            raise UsageError(f"{option} {part!r} is not a whole number from {least} to {most}")
-        return int(part)
-
-    return read
-
-
 def _budget(part: str) -> int | None:
-    return None if part == "all" else _whole("--budget", 1, MOST)(part)
+    return None if part == "all" else whole_number("--budget", 1, MOST)(part)
 
 
 def _storage(part: str) -> str:

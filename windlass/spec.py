@@ -1,9 +1,34 @@
-"""Numbers in what a user typed: `"int4(sinks=4, newest=32)"`."""
+"""Lists and numbers in what a user typed: `"plain,int4(sinks=4, newest=32)"`."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 from windlass.errors import UsageError
+
+Value = TypeVar("Value")
+
+
+def list_of(option: str, typed: str, make: Callable[[str], Value]) -> list[Value]:
+    """What `make` gives for each part of a list; commas inside parentheses belong to a part.
+
+    Raises: UsageError, beginning with `option`, for an empty part; and whatever `make` raises.
+    """
+    parts = [part.strip() for part in re.split(r",(?![^()]*\))", typed)]
+    if not all(parts):
+        raise UsageError(f"{option} {typed!r} has an empty value; put one comma between two values")
+    return [make(part) for part in parts]
+
+
+def whole_number(option: str, least: int, most: int) -> Callable[[str], int]:
+    """A reader of whole numbers in a range. It raises: UsageError, beginning with `option`, for all else."""
+
+    def read(part: str) -> int:
+        if not re.fullmatch(r"[0-9]{1,10}", part) or not least <= int(part) <= most:
+            raise UsageError(f"{option} {part!r} is not a whole number from {least} to {most}")
+        return int(part)
+
+    return read
 
 
 def whole_numbers(setting: str, kind: str, names: Sequence[str], typed: str) -> dict[str, int]:

@@ -52,7 +52,7 @@ def fit(task: Task, label: str, tokenizer: PreTrainedTokenizerBase, length: int,
         if over is None:
             units = _more(fits.units, task.most_units)
             if units == fits.units:
-                return _whole(fits, label, length)
+                return _all_of_it(fits, label, length)
         else:
             gap = over.units - fits.units
             share = (length - fits.total_tokens) / (over.total_tokens - fits.total_tokens)
@@ -80,7 +80,7 @@ def _more(units: int, most: int | None) -> int:
     return 2 * units + 1 if most is None else min(2 * units + 1, most)
 
 
-def _whole(fits: Fitted, label: str, length: int) -> Fitted:
+def _all_of_it(fits: Fitted, label: str, length: int) -> Fitted:
     """What all there is makes, where that is just enough."""
     if fits.total_tokens < length:
         raise UsageError(

@@ -4,7 +4,6 @@ import itertools
 import re
 from dataclasses import dataclass
 
-from windlass.bench_grid import _values, _whole
 from windlass.errors import UsageError
 from windlass.evals.load import load_task
 from windlass.evals.task import Task
@@ -13,6 +12,7 @@ from windlass.merge import Merge, merge_of
 from windlass.policies import Policy, Recent
 from windlass.policies.load import load_policy
 from windlass.positions import PositionMode, position_mode
+from windlass.spec import list_of, whole_number
 from windlass.step import MOST
 from windlass.store import Store
 
@@ -85,11 +85,11 @@ def grid_of(lists: Lists) -> Grid:
     Raises: WindlassError for what cannot be honoured.
     """
     axes = (
-        _values("--policies", lists.policies, load_policy),
-        _values("--budgets", lists.budgets, _budget),
-        _values("--merge", lists.merge, _merge),
-        _values("--positions", lists.positions, position_mode),
-        _values("--store", lists.store, store_of),
+        list_of("--policies", lists.policies, load_policy),
+        list_of("--budgets", lists.budgets, _budget),
+        list_of("--merge", lists.merge, _merge),
+        list_of("--positions", lists.positions, position_mode),
+        list_of("--store", lists.store, store_of),
     )
     settings = [
         Settings(Recent(), budget, None, positions, store)
@@ -98,8 +98,8 @@ def grid_of(lists: Lists) -> Grid:
         for policy, budget, merge, positions, store in itertools.product(*axes)
     ]
     return Grid(
-        dict(_values("--tasks", lists.tasks, load_task)),
-        list(dict.fromkeys(_values("--lengths", lists.lengths, _whole("--lengths", 1, MOST)))),
+        dict(list_of("--tasks", lists.tasks, load_task)),
+        list(dict.fromkeys(list_of("--lengths", lists.lengths, whole_number("--lengths", 1, MOST)))),
         list({tuple(each.labels.values()): each for each in settings}.values()),
     )
 
@@ -115,4 +115,4 @@ def _budget(part: str) -> Budget:
         if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?x", part) or float(part[:-1]) < 1:
             raise UsageError(f"--budgets {part!r} is not a part of the text; write 4x for a quarter of it")
         return Budget(part, divisor=float(part[:-1]))
-    return Budget(part, slots=_whole("--budgets", 1, MOST)(part))
+    return Budget(part, slots=whole_number("--budgets", 1, MOST)(part))
