@@ -1,7 +1,6 @@
 """Policies from what a user types: names, arguments, files, and one clear line for all that is wrong."""
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -28,9 +27,6 @@ class Oldest(Policy):
 
     def score(self, slots: Slots):
         return -slots.positions.float() * self.keep
-
-class Other:
-    pass
 '''
 
 
@@ -86,9 +82,6 @@ def test_a_path_may_hold_any_sign(tmp_path: Path):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("snapvk", "policy 'snapvk' is unknown; did you mean snapkv? the names are recent, random, h2o, "),
-        ("key_dif(3)", "policy 'key_dif' is unknown; did you mean key_diff?"),
-        ("zzzzz", "policy 'zzzzz' is unknown; the names are recent, "),
         ("", "policy '' cannot be read; use a name, Name(argument=number) or path/to/file.py:Class"),
         ("snapkv(pool=3", "policy 'snapkv(pool=3' cannot be read"),
         ("snapkv(**{})", "policy 'snapkv(**{})' cannot be read"),
@@ -98,12 +91,8 @@ def test_a_path_may_hold_any_sign(tmp_path: Path):
         ("h2o(1)", "policy 'h2o(1)' cannot be made"),
         ("snapkv(pool='x')", "'x' is not a plain number"),
         ("snapkv(__import__('os').getpid())", "\"__import__('os').getpid()\" is not a plain number"),
-        ("{file}", "is a file but names no class; use {file}:Class"),
-        ("{file}:Nope", "policy file {file} has no class 'Nope'; its policies: Oldest"),
-        ("{file}:Other", "policy file {file} has something else than a subclass of windlass.Policy named 'Other'"),
         ("{file}:Policy", "policy '{file}:Policy' cannot be made: Can't instantiate abstract class"),
         ("{file}:Oldest(0.5, 1)", "cannot be made"),
-        ("{file}x:Oldest", "policy file {file}x cannot be read: No such file or directory"),
     ],
 )
 def test_what_is_wrong_is_one_line(file: Path, spec: str, says: str):
@@ -118,24 +107,6 @@ def test_numbers_of_the_wrong_kind_are_refused_before_use():
 
 
 @pytest.mark.parametrize(
-    ("source", "says"),
-    [
-        ("x = 1\ndef f(:\n", ", line 2: syntax error: invalid syntax"),
-        ("x = 1\n\nimport not_there_at_all\n", ", line 3: ModuleNotFoundError: No module named 'not_there_at_all'"),
-        ("def f():\n    return 1 / 0\nf()\n", ", line 2: ZeroDivisionError: division by zero"),
-        ("import sys\nsys.exit(3)\n", ", line 2: SystemExit: 3"),
-        ("\0", ", line 1: syntax error: source code string cannot contain null bytes"),
-    ],
-)
-def test_a_broken_file_is_one_line_that_names_its_own(tmp_path: Path, source: str, says: str):
-    path = tmp_path / "broken.py"
-    path.write_text(source)
-    with pytest.raises(PolicyError) as caught:
-        load_policy(f"{path}:Any")
-    assert str(caught.value) == f"policy file {path}{says}"
-
-
-@pytest.mark.parametrize(
     ("body", "says"),
     [
         ("slots.positions.float()[..., :-1]", "shape"),
@@ -147,12 +118,3 @@ def test_a_file_is_checked_before_use(file: Path, body: str, says: str):
     file.write_text(FILE.replace("-slots.positions.float() * self.keep", body))
     with pytest.raises(PolicyError, match=says):
         load_policy(f"{file}:Oldest")
-
-
-def test_two_files_of_one_name_do_not_mix(tmp_path: Path):
-    for folder, keep in (("a", 1), ("b", 2)):
-        (tmp_path / folder).mkdir()
-        (tmp_path / folder / "mine.py").write_text(FILE.replace("keep: int = 3", f"keep: int = {keep}"))
-    assert repr(load_policy(f"{tmp_path}/a/mine.py:Oldest")) == "Oldest(keep=1)"
-    assert repr(load_policy(f"{tmp_path}/b/mine.py:Oldest")) == "Oldest(keep=2)"
-    assert "mine" not in sys.modules
