@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel
 
 from windlass.bench_depth import LayerShape, fill, layer_shapes
@@ -26,7 +24,7 @@ from windlass.errors import UsageError
 from windlass.hf import attach, vocabulary_of
 from windlass.open_model import DTYPES, open_model
 from windlass.rotated import RotatedStorage
-from windlass.terminal import INTERRUPTED, note, say
+from windlass.terminal import INTERRUPTED, note, progress, say
 
 Clock = Callable[[], float]
 
@@ -147,19 +145,8 @@ class Turns:
 
     def __init__(self, timers: Sequence[Timer], repetitions: int) -> None:
         self._timers, self._repetitions = timers, repetitions
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("runs"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            # A thread that draws would take its time from what is measured.
-            auto_refresh=False,
-            disable=not console.is_terminal,
-        )
+        # A thread that draws would take its time from what is measured.
+        self._progress = progress("runs", has_thread=False)
         self._task = self._progress.add_task("", total=len(timers) * (repetitions + 1))
 
     def __enter__(self) -> "Turns":

@@ -15,6 +15,28 @@ from windlass.result import Result
 INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
 
 
+def progress(unit: str, *, has_thread: bool = True, speed_s: float = 30.0) -> Progress:
+    """A bar on stderr that counts `unit` and leaves the screen at its end; none when stderr is no terminal.
+
+    A thread of its own draws it, unless `has_thread` is False. The time left is told from the speed of the
+    newest `speed_s` seconds.
+    """
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=has_thread,
+        speed_estimate_period=speed_s,
+        disable=not console.is_terminal,
+    )
+
+
 class Bar:
     """A progress bar on stderr while a text is read; only counts when stderr is no terminal.
 
@@ -24,19 +46,8 @@ class Bar:
     def __init__(self, label: str) -> None:
         self.done = 0
         self._started = self._latest = time.perf_counter()
-        console = Console(stderr=True)
-        self._progress = Progress(
-            TextColumn(label),
-            BarColumn(),
-            TaskProgressColumn(),
-            MofNCompleteColumn(),
-            TextColumn("tokens"),
-            TimeRemainingColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._task = self._progress.add_task("", total=None)
+        self._progress = progress("tokens")
+        self._task = self._progress.add_task(label, total=None)
 
     def __enter__(self) -> "Bar":
         self._progress.start()

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.bench_depth import LayerShape, layer_shapes
@@ -24,11 +23,11 @@ from windlass.evals.results import VERSION, Identity, Line, Results, identity, o
 from windlass.evals.summary import summary
 from windlass.evals.task import Task
 from windlass.open_model import open_model
-from windlass.terminal import INTERRUPTED, note
+from windlass.terminal import INTERRUPTED, note, progress
 from windlass.text import encode
 
 FULL_TOKENS = 4096  # of texts that a full cache reads too, if a model does not tell how long those of its training were
-SECONDS = 3600.0  # of the newest cases, whose speed tells the time that is left
+SPEED_S = 3600.0  # of the newest cases, whose speed tells the time that is left
 
 
 @dataclass(frozen=True)
@@ -118,26 +117,14 @@ def cases_of(grid: Grid, samples: int, is_aware: bool) -> list[Case]:
 
 def run(runner: "Runner", cases: Sequence[Case], results: Results) -> bool:
     """Add the lines of all cases that are not there; whether it was done before an interrupt."""
-    console = Console(stderr=True)
-    progress = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("cases"),
-        TimeRemainingColumn(),
-        console=console,
-        transient=True,
-        speed_estimate_period=SECONDS,
-        disable=not console.is_terminal,
-    )
     left = [case for case in cases if any(each not in results.lines for each in case.identities)]
     try:
-        with progress:
-            bar = progress.add_task("", total=len(left))
+        with progress("cases", speed_s=SPEED_S) as bars:
+            bar = bars.add_task("", total=len(left))
             for case in left:
-                progress.update(bar, description=f"{case.label} {case.settings.labels['asked_budget']}")
+                bars.update(bar, description=f"{case.label} {case.settings.labels['asked_budget']}")
                 results.add(runner.lines(case))
-                progress.advance(bar)
+                bars.advance(bar)
     except KeyboardInterrupt:
         return False
     return True
