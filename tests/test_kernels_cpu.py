@@ -16,6 +16,7 @@ from windlass.kernels.reference import Mass, Visibility
 from windlass.positions import position_mode
 from windlass.rotary import rotate
 
+# Every test here runs compiled code, of which there is none where no compiler was found at installation.
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
 

@@ -9,6 +9,7 @@ from torch import Tensor
 from windlass.kernels import cpu, reference
 from windlass.ranking import total_order
 
+# Every test here runs compiled code, of which there is none where no compiler was found at installation.
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
 

@@ -54,7 +54,8 @@ class Seam:
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The decoder's forward pass; with our cache, a step of it.
 
-        Not hooks of the module: those are not called when a pass is interrupted.
+        Not hooks of the module: those are not called when a pass is interrupted. The arguments are those
+        of the model at hand, passed on as they come.
         """
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         bound = {**bound.pop("kwargs", {}), **bound}
@@ -110,7 +111,10 @@ class Seam:
                 config._attn_implementation_internal = name
 
     def _turned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs."""
+        """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs.
+
+        `args` and `kwargs` are the module's own, which differ from model to model.
+        """
         if self.probe is not None:
             return self.probe.turned(module, args, kwargs, output)
         if self.active is None or self.active.is_rotated:
@@ -205,7 +209,7 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: object,  # noqa: ARG001  # other functions' options
+    **kwargs: object,  # noqa: ARG001  # models pass options of other attention functions
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers.
 

@@ -68,6 +68,8 @@ class TransformersCache(Cache):
     ) -> tuple[Tensor, Tensor]:
         """Hand the new tokens' keys and values on to windlass' attention, which stores them.
 
+        What else models pass (the layer, tables of their rotation) depends on the model; none of it is needed.
+
         Raises: UsageError when the calling model is not attached.
         """
         if not self.is_in_step:

@@ -60,7 +60,10 @@ class Probe:
         self.keys: dict[int, Tensor] = {}
 
     def turned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Note a call of a rotary module; returns what the model gets from it."""
+        """Note a call of a rotary module; returns what the model gets from it.
+
+        `args` and `kwargs` are the module's own, which differ from model to model.
+        """
         if not (isinstance(output, tuple) and len(output) == 2):
             raise UnsupportedModel("has a rotary module that does not return (cos, sin)")
         layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
@@ -88,6 +91,7 @@ class ProbeCache(DynamicCache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
+        # The rest is options of the model's own, as any transformers cache must take.
         self.updated.add(layer_idx)
         return key_states, value_states
 
