@@ -201,7 +201,7 @@ def test_r_kv_keeps_the_newest_of_near_duplicates() -> None:
 def test_r_kv_compares_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     slots = slots_of(6, ("votes",))
     at_once = RKV().score(slots)
-    monkeypatch.setattr("windlass.policies.r_kv.SCORE_BYTES", 4 * BATCH * KV_HEADS * SLOTS * 5)
+    monkeypatch.setattr("windlass.policies.r_kv.BLOCK_BYTES", 4 * BATCH * KV_HEADS * SLOTS * 5)
     torch.testing.assert_close(RKV().score(slots), at_once, rtol=1e-5, atol=1e-6)
 
 

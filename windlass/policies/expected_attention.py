@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windlass.errors import PolicyError
 from windlass.policies.base import Observation, Policy, Slots
-from windlass.policies.query_means import carried, counted, take_in
+from windlass.policies.query_means import carried, counted, products, take_in
 from windlass.shapes import Scores
 
 
@@ -62,20 +62,22 @@ class ExpectedAttention(Policy):
         slots.statistics["covariance"] = covariance + change
 
     def score(self, slots: Slots) -> Scores:
-        keys = slots.rotated_keys().float()[:, :, None]
-        kv_heads, head_dim = keys.shape[1], keys.shape[-1]
+        keys = slots.rotated_keys().float()
+        head_dim = keys.shape[-1]
         mean = slots.statistics["mean"][:, :, None]
         turn = slots.one_turn()
         if turn is not None:
             mean = carried(slots, mean, *self._mean_turn(*turn))
-        logits = (mean.unflatten(1, (kv_heads, -1)) @ keys.mT)[:, :, :, 0] / head_dim**0.5
+        logits = products(mean, keys) / head_dim**0.5
         if self.has_covariance:
             covariance = slots.statistics["covariance"]
             if turn is not None:
                 for _ in range(2):  # rows, then columns
                     covariance = carried(slots, covariance, *self._mean_turn(*turn)).mT
-            spread = ((keys @ covariance.unflatten(1, (kv_heads, -1))) * keys).sum(-1)
-            logits = logits + spread / (2 * head_dim)
+            # As in `products`, the heads of a kv head side by side.
+            side_by_side = covariance.unflatten(1, (keys.shape[1], -1)).transpose(2, 3).flatten(3)
+            spread = (keys @ side_by_side).unflatten(-1, (-1, head_dim)).mul_(keys.unsqueeze(3)).sum(-1)
+            logits = logits + spread.mT / (2 * head_dim)
         least, takes_part = torch.finfo(torch.float32).min, slots.positions >= self.skipped
         shares = logits.masked_fill(~takes_part[:, :, None], least).log_softmax(-1)
         expected = shares.logsumexp(2) - math.log(shares.shape[2])

@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+import torch
+from torch.linalg import vector_norm
+
 from windlass.policies.base import Policy, Slots
 from windlass.shapes import Scores
 
@@ -16,5 +19,6 @@ class KeyNorm(Policy):
     """
 
     def score(self, slots: Slots) -> Scores:
+        norms: Scores = vector_norm(slots.keys(), dim=-1, dtype=torch.float32)
         # A product over several rows rounds otherwise than over one, which must not decide what is kept.
-        return -(slots.keys().float().square().sum(-1).log2() * 2**15).round()
+        return -(norms.log2() * 2**16).round()

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from windlass.policies.base import Observation, Slots
 from windlass.rotary import rotate
+from windlass.shapes import SlotKeys
 
 
 def counted(seen: Observation, start: int) -> Tensor:
@@ -34,3 +35,12 @@ def carried(slots: Slots, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """
     newest = (slots.next_positions - 1).clamp(min=0)[:, None, None]
     return slots.rotated(rotate(states, cos, sin), newest)
+
+
+def products(states: Tensor, keys: SlotKeys) -> Tensor:
+    """Every head's state (batch, heads, 1, channels) times the keys of its kv head: (batch, kv_heads, group, slots).
+
+    In one product for a kv head: one for each of its heads would copy the keys as often.
+    """
+    found: Tensor = states.squeeze(2).unflatten(1, (keys.shape[1], -1)) @ keys.mT
+    return found

@@ -9,10 +9,11 @@ from torch.nn.functional import max_pool1d, normalize
 
 from windlass import kernels
 from windlass.errors import PolicyError
-from windlass.kernels.reference import SCORE_BYTES
 from windlass.policies.along_text import along_text, to_slots
 from windlass.policies.base import Observation, Policy, Slots
 from windlass.shapes import Scores
+
+BLOCK_BYTES = 4 * 2**20  # of cosines alive at once: few enough for the cache of a CPU
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class RKV(Policy):
         is_held = (slots.positions >= 0).gather(-1, order)
         votes = slots.state["votes"].gather(-1, order) * is_held
         pooled = max_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
-        keys = normalize(along_text(slots.keys().float(), order), dim=-1) * is_held[..., None]
+        keys = normalize(along_text(slots.keys(), order).float(), dim=-1) * is_held[..., None]
         near = self._nearness(keys) / is_held.sum(-1, keepdim=True).clamp(min=1)
         # Sums over slots round by how many there are, which must not decide what is kept.
         near = ((near * 2**16).round() / 2**16).masked_fill(~is_held, torch.finfo(torch.float32).min)
@@ -66,11 +67,13 @@ class RKV(Policy):
     def _nearness(self, keys: Tensor) -> Tensor:
         """Per key, in the order of the text, the sum of its cosines with the others, as far as they charge it."""
         places = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
-        total = torch.zeros(keys.shape[:3], device=keys.device)
-        block = max(1, SCORE_BYTES // (4 * total.numel()))
+        total = (keys.sum(2, keepdim=True) @ keys.mT).squeeze(2) - keys.square().sum(-1)
+        block = max(1, BLOCK_BYTES // (4 * total.numel()))
         for start in range(0, len(places), block):
-            rows = places[start : start + block, None]
-            cosines = (keys[:, :, start : start + block] @ keys.mT).masked_fill(rows == places, 0.0)
+            cosines = keys[:, :, start : start + block] @ keys.mT
+            cosines.diagonal(start, 2, 3).zero_()
             newest = torch.where(cosines > self.threshold, places, -1).amax(-1, keepdim=True)
-            total += cosines.masked_fill(places == newest, 0.0).sum(-2)
+            index = newest.clamp(min=0).long()
+            spared = cosines.gather(-1, index).masked_fill_(newest < 0, 0.0)
+            total.scatter_add_(-1, index.squeeze(-1), -spared.squeeze(-1))
         return total

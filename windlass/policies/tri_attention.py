@@ -8,7 +8,7 @@ from torch import Tensor
 
 from windlass.errors import PolicyError
 from windlass.policies.base import Observation, Policy, Slots
-from windlass.policies.query_means import carried, counted, take_in
+from windlass.policies.query_means import carried, counted, products, take_in
 from windlass.shapes import Scores
 
 
@@ -44,13 +44,13 @@ class TriAttention(Policy):
 
     def score(self, slots: Slots) -> Scores:
         keys, mean = slots.keys().float(), slots.statistics["mean"][:, :, None]
-        kv_heads, turn, angles = keys.shape[1], slots.one_turn(), _angles(slots, keys)
+        turn, angles = slots.one_turn(), _angles(slots, keys)
         # Of both the query and the key, as the model scales what it rotates.
         scale: float | Tensor = 1.0 if turn is None else turn[0].square() + turn[1].square()
         scatter = scale * (slots.statistics["lengths"][:, :, None] - _lengths(mean, angles))
-        logits = (scatter.unflatten(1, (kv_heads, -1)) @ _lengths(keys, angles).mT[:, :, None])[:, :, :, 0]
+        logits = products(scatter, _lengths(keys, angles))
         ahead = mean if turn is None else carried(slots, mean, *self._mean_turn(angles))
-        logits = logits + (ahead.unflatten(1, (kv_heads, -1)) @ slots.rotated_keys().float().mT[:, :, None])[:, :, :, 0]
+        logits = logits + products(ahead, slots.rotated_keys().float())
         return _standardised(logits, (slots.positions >= 0)[:, :, None]).amax(2)
 
     def _mean_turn(self, angles: Tensor) -> tuple[Tensor, Tensor]:
