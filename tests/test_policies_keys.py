@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from windlass import RKV, LagKV, Leverage, PolicyError
 from windlass.policies import Observation, Policy, Slots
@@ -196,6 +197,17 @@ def test_r_kv_keeps_the_newest_of_near_duplicates() -> None:
     keys[[order[i] for i in (3, 9, 17)]] = torch.tensor([9.0, -9.0, 9.0, -9.0, 9.0, -9.0])
     score = RKV(threshold=0.99).score(slots)[row, head, order]
     assert score[17] > score[9] > score[3]
+
+
+def test_r_kv_spares_none_where_no_key_is_near() -> None:
+    slots = slots_of(8, ("votes",))
+    row, head, order = texts(slots)[0]
+    unit = normalize(slots.keys()[row, head, order].double(), dim=-1)
+    cosines = (unit @ unit.T).fill_diagonal_(0.0)
+    assert cosines.max() < 0.999
+    shares = -RKV(importance=0.0, threshold=0.999).score(slots)[row, head, order].double()
+    charged = cosines.sum(0) / len(order)
+    torch.testing.assert_close((shares / shares[0]).log(), charged - charged[0], atol=1e-4, rtol=0)
 
 
 def test_r_kv_compares_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
