@@ -23,7 +23,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import KeyDiff, KVCache, Policy, Recent, engine
 from windlass.demo import ANSWER_TOKENS, MODEL, QUESTION, hide, in_words, novel
-from windlass.merge import MERGES, TARGETS
+from windlass.merge import MERGES
 from windlass.open_model import open_model
 from windlass.policies import Random, Slots
 from windlass.report.summaries import wilson
@@ -91,7 +91,7 @@ def found(
 def settings(options: argparse.Namespace) -> Iterator[tuple[Policy, int | None, str | None]]:
     """Policies with budgets and rules; first the full cache."""
     yield Recent(), None, None
-    next_only = [f"{name}({TARGETS[1]})" for name in MERGES]
+    next_only = [f"{name}(next)" for name in MERGES]
     for ratio in options.ratios:
         budget = options.tokens // ratio
         kept = {"key_diff": KeyDiff(), "random": Random(), "recent": Recent(), "alternate": Alternate(ratio)}

@@ -1,41 +1,79 @@
 """Evicted tokens in cells: every rule against loops in float64, and what a cache does with them."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from windlass import KVCache, UsageError, prompt_cache
+from windlass import KVCache
+from windlass.kernels import reference
+from windlass.kernels.reference import Visibility
 from windlass.layer import LayerCache
-from windlass.low_bit import store_of
-from windlass.merge import MERGES, TARGETS, MeanCount, absorb, merge_of
-from windlass.policies import H2O, TOVA, KeyDiff, Policy, Recent, Slots
+from windlass.merge import FRAMES, MERGES, TARGETS, MeanCount, Room, absorb, merge_of
+from windlass.policies import Policy, Slots
 from windlass.positions import Original
+from windlass.rotary import Rotary, Turns
 from windlass.shapes import Scores
-from windlass.step import AttentionCall, Limits, Step
+from windlass.step import AttentionCall, Limits, Record, Step
 from windlass.store import Plain
 
 Models = Callable[[str], PreTrainedModel]
-Text = Callable[..., Tensor]
-HEADS, SLOTS, KEY_DIM, VALUE_DIM, SINKS, WINDOW, ENDS = 3, 17, 6, 4, 2, 3, (20, 24)
+HEADS, GROUP, SLOTS, KEY_DIM, VALUE_DIM, SINKS, WINDOW, ENDS = 3, 5, 17, 10, 4, 2, 3, (20, 24)
+SCALE, TAU = 0.3, 0.1
+FRAMED = [
+    (name, frame) for name, rule in MERGES.items() for frame in FRAMES if not rule.keeps_keys or frame == FRAMES[0]
+]
 
 
-def by_hand(name: str, target: str, step: dict[str, Tensor], sliding_window: int | None) -> tuple[Tensor, ...]:
-    """Keys, values and merged counts after the step, cell by cell in float64."""
-    keys, values, merged = (step[name].double().clone() for name in ("keys", "values", "merged"))
+def rotary_of(model: PreTrainedModel) -> Rotary:
+    """Of the first layer: 4 channel pairs, so that two of our 10 channels are never turned."""
+    rotary = KVCache(model).layers[0].rotary
+    assert rotary is not None
+    assert rotary.pairs == 4
+    return rotary
+
+
+def turned(key: Tensor, by: int, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """A key at a place of the text, pair by pair, in float64; `by` below 0 turns back, the scale too."""
+    cos, sin = (table[abs(by)].double() for table in tables)
+    out = key.clone()
+    for i in range(4):
+        a, b = float(key[i]), float(key[i + 4])
+        c, s = float(cos[i]), float(sin[i])
+        if by < 0:
+            c, s = c / (c * c + s * s), -s / (c * c + s * s)
+        out[i], out[i + 4] = a * c - b * s, b * c + a * s
+    return out
+
+
+def by_hand(
+    name: str,
+    frame: str,
+    target: str,
+    step: dict[str, Tensor],
+    sliding_window: int | None,
+    tables: tuple[Tensor, Tensor],
+) -> tuple[Tensor, ...]:
+    """Keys, values, merged counts and running cosines after the step, cell by cell in float64."""
+    keys, values, merged = (step[each].double().clone() for each in ("keys", "values", "merged"))
     old_keys, old_values, old_merged = keys.clone(), values.clone(), merged.clone()
-    ranked = merged.shape[1]
+    ranked, taus = merged.shape[1], step["taus"].double().clone()
     for row, rank in product(range(2), range(ranked)):
         heads = range(HEADS) if ranked == 1 else [rank]
         held = {slot: int(at) for slot, at in enumerate(step["positions"][row, rank]) if at >= 0}
         oldest = 0 if sliding_window is None else ENDS[row] - sliding_window + 1
         cells = [s for s, at in held.items() if max(SINKS, oldest) <= at < ENDS[row] - WINDOW]
-        joining: dict[int, list[tuple[int, int]]] = {}
+        chosen: list[tuple[int, int, int, float]] = []
+
+        def like(token: int, cell: int, row: int = row, heads: Iterable[int] = heads) -> float:
+            each = [torch.cosine_similarity(old_keys[row, h, token], old_keys[row, h, cell], dim=0) for h in heads]
+            return float(sum(each)) / len(each)
+
         for token, at in zip(step["evicted"][row, rank].tolist(), step["before"][row, rank].tolist(), strict=True):
             if at < max(oldest, 0) or not cells:
                 continue
@@ -43,27 +81,55 @@ def by_hand(name: str, target: str, step: dict[str, Tensor], sliding_window: int
                 later = [s for s in cells if held[s] > at]
                 cell = min(later, key=lambda s: held[s]) if later else max(cells, key=lambda s: held[s])
             else:
-                likeness = {
-                    s: sum(
-                        float(torch.cosine_similarity(old_keys[row, h, token], old_keys[row, h, s], dim=0))
-                        for h in heads
-                    )
-                    for s in cells
-                }
-                cell = max(cells, key=lambda s: likeness[s])
-            joining.setdefault(cell, []).append((at, token))
+                cell = max(cells, key=lambda s: like(token, s))
+            chosen.append((cell, at, token, like(token, cell)))
+        if name == "d2o" and chosen:
+            now = sum(each[3] for each in chosen) / len(chosen)
+            tau = float(taus[row, rank])
+            tau = now if tau == -2 else (tau + now) / 2
+            taus[row, rank] = tau
+            chosen = [each for each in chosen if each[3] >= tau - 1e-6]
+        joining: dict[int, list[tuple[int, int, float]]] = {}
+        for cell, at, token, likeness in chosen:
+            joining.setdefault(cell, []).append((at, token, likeness))
         for cell, tokens in joining.items():
-            merged[row, rank, cell] += sum(old_merged[row, rank, token] + 1 for _, token in tokens)
-            for head, (new, old) in product(heads, ((keys, old_keys), (values, old_values))):
-                members = [(1 + old_merged[row, rank, s], old[row, head, s]) for s in (cell, *(t for _, t in tokens))]
-                mean = sum(n * x for n, x in members) / sum(n for n, _ in members)
+            merged[row, rank, cell] += sum(old_merged[row, rank, token] + 1 for _, token, _ in tokens)
+            for head in heads:
+                members = [(held[cell], cell, 1.0), *tokens]
+                counts = [float(1 + old_merged[row, rank, s]) for _, s, _ in members]
+                ks = [old_keys[row, head, s] for _, s, _ in members]
+                vs = [old_values[row, head, s] for _, s, _ in members]
+                places = [at for at, _, _ in members]
+                if frame == "rotated":
+                    ks = [
+                        ks[0],
+                        *(
+                            turned(turned(k, at, tables), -held[cell], tables)
+                            for k, at in zip(ks[1:], places[1:], strict=True)
+                        ),
+                    ]
+                    places = [held[cell]] * len(members)
                 if name == "sum":
-                    new[row, head, cell] = sum(x for _, x in members)
+                    key, value = sum(ks), sum(vs)
                 elif name == "pick":
-                    new[row, head, cell] = old[row, head, max(tokens)[1]] if head % 2 else old[row, head, cell]
-                elif name != "values" or new is values:
-                    new[row, head, cell] = mean
-    return keys, values, merged
+                    last = max(range(len(members)), key=lambda i: -1 if i == 0 else members[i][0])
+                    key, value = (ks[last], vs[last]) if head % 2 else (ks[0], vs[0])
+                elif name == "d2o":
+                    weights = [likeness for _, _, likeness in members]
+                    key, value = (sum(w * x for w, x in zip(weights, xs, strict=True)) / len(xs) for xs in (ks, vs))
+                elif name == "keepkv":
+                    query = step["queries"][row, head * GROUP : (head + 1) * GROUP, 2 - row].double().mean(0)
+                    query = turned(query, ENDS[row] - 1, tables)
+                    logits = [SCALE * float(query @ turned(k, at, tables)) for k, at in zip(ks, places, strict=True)]
+                    ws = [n * math.exp(logit) for n, logit in zip(counts, logits, strict=True)]
+                    key, value = (sum(w * x for w, x in zip(ws, xs, strict=True)) / sum(ws) for xs in (ks, vs))
+                    factor = math.log(sum(ws) / sum(counts)) / (SCALE * float(query @ turned(key, held[cell], tables)))
+                    key = key * min(max(factor, 0.5), 2.0)
+                else:
+                    key, value = (sum(n * x for n, x in zip(counts, xs, strict=True)) / sum(counts) for xs in (ks, vs))
+                keys[row, head, cell] = ks[0] if name == "values" else key
+                values[row, head, cell] = value
+    return keys, values, merged, taus
 
 
 def random_step(ranked: int, seed: int) -> dict[str, Tensor]:
@@ -78,36 +144,62 @@ def random_step(ranked: int, seed: int) -> dict[str, Tensor]:
         "keys": torch.randn(2, HEADS, SLOTS, KEY_DIM, generator=g),
         "values": torch.randn(2, HEADS, SLOTS, VALUE_DIM, generator=g),
         "merged": torch.randint(0, 3, (2, ranked, SLOTS), generator=g).float(),
+        "queries": torch.randn(2, HEADS * GROUP, 3, KEY_DIM, generator=g),
         "positions": positions.scatter(-1, evicted, before.where(before < 0, -2)),
         "evicted": evicted,
         "before": before,
+        "taus": torch.full((2, ranked), TAU if seed % 2 else -2.0),
     }
+
+
+def record_of(step: dict[str, Tensor]) -> Record:
+    """Of a step of 3 tokens and of 2."""
+    places = torch.tensor([[ENDS[0] - 3, ENDS[0] - 2, ENDS[0] - 1], [ENDS[1] - 2, ENDS[1] - 1, -1]])
+    now = Step(places, (3, 2), torch.tensor(ENDS), torch.tensor([0, 0]), max(ENDS))
+    gone = {"evicted": step["evicted"], "evicted_positions": step["before"]}
+    return Record(now, (0, 0), 0, torch.zeros(2, 1, 1).long(), {}, {}, {}, None, None, step["queries"], SCALE, **gone)
+
+
+def room_of(step: dict[str, Tensor], rotary: Rotary, sliding_window: int | None = None, **state: Tensor) -> Room:
+    store = Plain()
+    store.allocate(step["keys"], step["values"], SLOTS)
+    store.put(torch.arange(SLOTS).expand(2, 1, -1), {"keys": step["keys"], "values": step["values"]})
+    limits = Limits(budget=SLOTS - 6, sinks=SINKS, window=WINDOW, chunk=5, rollback=0)
+    turns = Turns(rotary, max(ENDS), torch.device("cpu"))
+    return Room(
+        store, step["positions"], {"merged": step["merged"].clone(), **state}, {}, limits, sliding_window, turns
+    )
 
 
 @pytest.mark.parametrize("sliding_window", [None, 15])
 @pytest.mark.parametrize("ranked", [1, HEADS])
 @pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("name", list(MERGES))
-def test_every_rule_equals_loops_over_cells(name: str, target: str, ranked: int, sliding_window: int | None) -> None:
-    limits = Limits(budget=SLOTS - 6, sinks=SINKS, window=WINDOW, chunk=5, rollback=0)
-    for seed in range(4):
+@pytest.mark.parametrize(("name", "frame"), FRAMED)
+def test_every_rule_equals_loops_over_cells(
+    attached_model: Models, name: str, frame: str, target: str, ranked: int, sliding_window: int | None
+) -> None:
+    rotary = rotary_of(attached_model("llama_yarn"))  # whose tables are scaled
+    rule = replace(MERGES[name](target, frame), threshold=-1.0)
+    for seed in range(2):
         step = random_step(ranked, seed)
-        store = Plain()
-        store.allocate(step["keys"], step["values"], SLOTS)
-        every = torch.arange(SLOTS).expand(2, 1, -1)
-        store.put(every, {"keys": step["keys"], "values": step["values"]})
-        merged = step["merged"].clone()
-        cells, before = absorb(
-            MERGES[name](target), store, merged, step["positions"], step["evicted"], step["before"],
-            torch.tensor(ENDS), limits, sliding_window,
-        )  # fmt: skip
-        expected = by_hand(name, target, step, sliding_window)
-        for ours, truth in zip((store.keys(), store.values(), merged), expected, strict=True):
-            torch.testing.assert_close(ours.double(), truth, atol=1e-5, rtol=0)
-        assert not merged.equal(step["merged"])
-        store.put(cells, before)
-        assert store.keys().equal(step["keys"])
-        assert store.values().equal(step["values"])
+        room = room_of(step, rotary, sliding_window)
+        if rule.is_relative and seed % 2:
+            room.statistics["merged_likeness"] = step["taus"].clone()
+        record = absorb(rule, room, record_of(step))
+        *expected, taus = by_hand(
+            name, frame, target, step, sliding_window, rotary.tables(max(ENDS), torch.device("cpu"))
+        )
+        ours = room.store.keys(), room.store.values(), room.state["merged"]
+        for mine, truth in zip(ours, expected, strict=True):
+            torch.testing.assert_close(mine.double(), truth, atol=2e-5, rtol=0)
+        assert not room.state["merged"].equal(step["merged"])
+        if rule.is_relative:
+            torch.testing.assert_close(room.statistics["merged_likeness"].double(), taus, atol=1e-6, rtol=0)
+        assert record.cells is not None
+        assert record.cells_before is not None
+        room.store.put(record.cells, record.cells_before)
+        assert room.store.keys().equal(step["keys"])
+        assert room.store.values().equal(step["values"])
 
 
 @dataclass(frozen=True)
@@ -142,97 +234,90 @@ def test_cells_of_equal_tokens_lose_nothing() -> None:
         assert (attended(worse, budget=30, kinds=9) - whole).abs().max() > 1e-2, worse
 
 
-POLICIES = [Recent(), KeyDiff(), H2O(), TOVA()]
+@pytest.mark.parametrize("frame", FRAMES)
+@pytest.mark.parametrize("count", [1, 6])
+def test_keepkv_changes_nothing_for_the_newest_query(attached_model: Models, frame: str, count: int) -> None:
+    """One query head for each kv head: it reads the cells as it read their tokens, exactly."""
+    rotary, step = rotary_of(attached_model("llama_yarn")), random_step(HEADS, 5)
+    step["queries"] = step["queries"][:, ::GROUP]
+    for name, far in (("queries", 2.0), ("keys", 3.0)):  # logits far from 0, wherever a key stands
+        step[name][..., 8:] = far + 0.2 * step[name][..., 8:]
+    step["evicted"], step["before"] = step["evicted"][..., :count], step["before"][..., :count]
+    room = room_of(step, rotary)
+    was = room.positions.scatter(-1, step["evicted"], step["before"])
+    record = record_of(step)
+
+    def read(positions: Tensor) -> Tensor:
+        tables = rotary.tables(max(ENDS), torch.device("cpu"))
+        own = torch.tensor([[ENDS[0] - 1], [ENDS[1] - 1]])
+        query = torch.stack([step["queries"][row, :, 2 - row] for row in range(2)])[:, :, None]
+        reading = Original().read(positions, own)
+        store, counts = room.store, room.state["merged"].log1p()
+        more = {"reading": reading, "tables": tables, "scale": SCALE, "visibility": Visibility(), "log_counts": counts}
+        return reference.attend(query, store.held_keys(), store.held_values(), positions, own, **more)[0]
+
+    before = read(was)
+    absorb(MERGES["keepkv"]("next", frame, threshold=-1.0), room, record)
+    torch.testing.assert_close(read(room.positions), before, atol=2e-6, rtol=0)
+    room = room_of(step, rotary)
+    absorb(MeanCount("next", frame), room, record)
+    assert (read(room.positions) - before).abs().max() > 1e-3
 
 
-def read(model: PreTrainedModel, cache: KVCache, ids: Tensor, size: int) -> Tensor:
-    return torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split(size, 1)], 1)
+@pytest.mark.parametrize("ranked", [1, HEADS])
+@pytest.mark.parametrize("share", [0.2, 0.5])
+def test_the_rarest_take_nothing_in(attached_model: Models, share: float, ranked: int) -> None:
+    rotary, differs = rotary_of(attached_model("llama")), False
+    for seed in range(2):
+        step = random_step(ranked, seed)
+        rooms = [room_of(step, rotary) for _ in range(2)]
+        absorb(MeanCount(rare=share), rooms[0], record_of(step))
+        # The same, told by hand which are not there to be joined: they stand where no cell may.
+        positions = step["positions"].clone()
+        for row, rank in product(range(2), range(ranked)):
+            heads = range(HEADS) if ranked == 1 else [rank]
+            held = [slot for slot, at in enumerate(step["positions"][row, rank]) if at >= 0]
+            cells = [s for s in held if SINKS <= positions[row, rank, s] < ENDS[row] - WINDOW]
+            cosines = dict.fromkeys(held, 0.0)
+            for head in heads:
+                units = {s: torch.nn.functional.normalize(step["keys"][row, head, s].double(), dim=0) for s in held}
+                mean = torch.nn.functional.normalize(sum(units.values()), dim=0)  # type: ignore[arg-type]
+                cosines = {s: cosines[s] + float(units[s] @ mean) for s in held}
+            for slot in sorted(cells, key=lambda s: cosines[s])[: int(share * len(cells))]:
+                positions[row, rank, slot] = SINKS - 1
+        absorb(MeanCount(), replace(rooms[1], positions=positions), record_of(step))
+        for name in ("keys", "values"):
+            ours, theirs = (room.store.tensors()[name] for room in rooms)
+            torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=0)
+        assert rooms[0].state["merged"].equal(rooms[1].state["merged"])
+        plain = room_of(step, rotary)
+        absorb(MeanCount(), plain, record_of(step))
+        differs |= not plain.store.keys().equal(rooms[0].store.keys())
+    assert differs or share < 0.5
 
 
-@pytest.mark.parametrize("store", ["plain", "int8"])
-@pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_a_step_that_merged_can_be_taken_back(attached_model: Models, text: Text, policy: Policy, store: str) -> None:
-    model, ids = attached_model("llama"), text(60, rows=2)
-    caches = [
-        KVCache(model, budget=18, policy=policy, window=3, batch=2, merge="mean_count", store=store) for _ in range(2)
-    ]
-    for cache in caches:
-        read(model, cache, ids[:, :40], 15)
-    read(model, caches[0], ids[:, 40:47], 7)
-    caches[0].rollback(7)
-    for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
-        held = mine.positions >= 0
-        assert held.equal(theirs.positions >= 0)
-        for name, tensor in mine.state.items():
-            assert tensor[held.expand_as(tensor)].equal(theirs.state[name][held.expand_as(tensor)])
-        for a, b in ((mine.store.keys(), theirs.store.keys()), (mine.store.values(), theirs.store.values())):
-            mask = held.expand(-1, a.shape[1], -1)
-            assert a[mask].equal(b[mask])
-    # Part of a step, too: as if only its first tokens had come.
-    read(model, caches[0], ids[:, 40:47], 7)
-    caches[0].rollback(4)
-    read(model, caches[1], ids[:, 40:43], 3)
-    ours, theirs = (read(model, cache, ids[:, 43:], 1) for cache in caches)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+@pytest.mark.parametrize("target", TARGETS)
+def test_a_token_too_unlike_its_cell_is_let_go(attached_model: Models, target: str) -> None:
+    rotary, step, kept = rotary_of(attached_model("llama")), random_step(HEADS, 2), []
+    for threshold in (-1.0, 0.2, 1.0):
+        room = room_of(step, rotary)
+        absorb(MeanCount(target, threshold=threshold), room, record_of(step))
+        kept.append(float((room.state["merged"] - step["merged"]).sum()))
+    assert kept[0] > kept[1] > kept[2] == 0
+    keys = step["keys"].clone()
+    step["keys"] = keys[:, :, :1].expand_as(keys).clone()  # all alike
+    room = room_of(step, rotary)
+    absorb(MeanCount(target, threshold=1.0), room, record_of(step))
+    assert float((room.state["merged"] - step["merged"]).sum()) == kept[0]
 
 
-@pytest.mark.parametrize("merge", ["mean_count", "mean(next)"])
-def test_a_saved_cache_merges_on(attached_model: Models, text: Text, tmp_path: Path, merge: str) -> None:
-    model, ids = attached_model("llama"), text(90)
-    cache = KVCache(model, budget=20, policy=KeyDiff(), merge=merge)
-    read(model, cache, ids[:, :50], 25)
-    prompt_cache.save(cache, tmp_path / "cells.safetensors", model)
-    again = prompt_cache.load(tmp_path / "cells.safetensors", model)
-    assert str(again.merge) == merge
-    assert float(again.layers[0].state["merged"].max()) > 0
-    torch.testing.assert_close(
-        read(model, again, ids[:, 50:], 1), read(model, cache, ids[:, 50:], 1), atol=1e-5, rtol=0
-    )
-
-
-def test_spliced_cells_keep_their_counts(attached_model: Models, text: Text) -> None:
-    model, ids = attached_model("llama"), text(50)
-    caches = [KVCache(model, budget=20, policy=KeyDiff(), merge="mean_count") for _ in range(2)]
-    read(model, caches[0], ids, 25)
-    caches[1].splice(caches[0])
-    for mine, theirs in zip(caches[1].layers, caches[0].layers, strict=True):
-        ours, truth = ((layer.state["merged"] * (layer.positions >= 0)).sum(-1) for layer in (mine, theirs))
-        assert ours.equal(truth)
-        assert float(ours.sum()) == 30 * ours.numel()
-    with pytest.raises(UsageError, match="splice: the other cache merges tokens by mean_count, this one does not"):
-        KVCache(model, budget=20).splice(caches[0])
-    with pytest.raises(UsageError, match="to_rotated: tokens of this cache were merged"):
-        caches[0].to_rotated()
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"budget": None, "merge": "mean"}, "merge=mean needs a budget"),
-        ({"merge": "average"}, "merge='average' is not a rule; use one of: mean_count, mean, sum, pick, values"),
-        ({"merge": "mean(far)"}, r"merge='mean\(far\)' is not a rule"),
-        ({"merge": "pick(next)", "store": "int4(newest=4)"}, r"merge=pick\(next\) does not go with store int4"),
-    ],
-)
-def test_what_cannot_merge_is_refused(attached_model: Models, options: dict[str, object], message: str) -> None:
-    with pytest.raises(UsageError, match=message):
-        KVCache(attached_model("llama"), **{"budget": 20, **options})  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="target of a merge must be one of: nearest, next"):
-        MeanCount("far")
-
-
-def test_low_bit_cells_are_coded_anew_and_nothing_else(attached_model: Models, text: Text) -> None:
-    model, ids = attached_model("llama"), text(40)
-    cache = KVCache(model, budget=20, policy=KeyDiff(), merge="mean_count", store=store_of("int8"), window=5)
-    read(model, cache, ids[:, :30], 30)
-    read(model, cache, ids[:, 30:31], 1)  # packs the slots
-    layer = cache.layers[0]
-    before = {name: tensor.clone() for name, tensor in layer.tensors().items()}
-    read(model, cache, ids[:, 31:32], 1)
-    cells = layer.records[-1].cells
-    assert cells is not None
-    changed = (layer.tensors()["key_codes"] != before["key_codes"]).any(-1)
-    written = torch.zeros_like(changed).scatter(2, cells, True)
-    written.scatter_(2, layer.records[-1].written.expand(-1, changed.shape[1], -1), True)
-    assert changed.any()
-    assert not (changed & ~written).any()
+def test_equal_keys_join_the_newer_cell(attached_model: Models) -> None:
+    rotary, step = rotary_of(attached_model("llama")), random_step(1, 2)
+    step["keys"] = step["keys"][:, :, :1].expand_as(step["keys"]).clone()
+    room = room_of(step, rotary)
+    absorb(MeanCount(), room, record_of(step))
+    changed = room.state["merged"] != step["merged"]
+    assert changed.sum(-1).tolist() == [[1], [1]]
+    for row in range(2):
+        places = step["positions"][row, 0]
+        assert int(places[changed[row, 0]]) == max(int(p) for p in places if SINKS <= p < ENDS[row] - WINDOW)

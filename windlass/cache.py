@@ -14,9 +14,9 @@ from windlass.hf import seam_of
 from windlass.hf_cache import TransformersCache
 from windlass.layer import LayerCache
 from windlass.low_bit import store_of
-from windlass.merge import Merge, checked_merge
+from windlass.merge import Merge, checked_merge, readable
 from windlass.policies import Policy, Recent
-from windlass.positions import PositionMode, position_mode
+from windlass.positions import PositionMode
 from windlass.reading import EMPTY
 from windlass.rollback import undo_if_last
 from windlass.shapes import Attended, NewKeys, NewValues, Queries, TokenIds, TokenMask
@@ -68,7 +68,7 @@ class KVCache(TransformersCache):
         self.policy = Recent() if policy is None else policy
         self.store = store_of(store)
         self.merge = checked_merge(merge, budget, self.store)
-        self._positions = position_mode(positions)
+        self._positions = readable(self.merge, positions)
         self._seam = seam
         self.config = model.config.get_text_config()
         self._batch = batch
@@ -124,7 +124,7 @@ class KVCache(TransformersCache):
 
     @positions.setter
     def positions(self, mode: str | PositionMode) -> None:
-        self._positions = position_mode(mode)
+        self._positions = readable(self.merge, mode)
 
     @property
     def budget(self) -> int | None:

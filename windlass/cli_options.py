@@ -53,8 +53,8 @@ MergeSpec = Annotated[
     Option(
         "--merge",
         metavar="RULE",
-        help="What happens to evicted tokens: mean_count, mean, sum, pick or values lets the kept token most like one "
-        "stand for it too, mean_count(next) the one after it; by default they are dropped.",
+        help="What happens to evicted tokens: by mean_count, mean, sum, pick, values, keepkv or d2o a kept one stands "
+        "for them too, as in mean_count(next, rotated, rare=0.1); by default they are dropped.",
     ),
 ]
 Chunk = Annotated[int | None, Option("--chunk", help="Most tokens taken in one step of the prompt; by default 512.")]

@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from windlass.errors import UsageError
+from windlass.merge import holds_cells
 from windlass.positions import Compact
 from windlass.rotary import Rotary, rotate, unrotate
 from windlass.standing import Standing
@@ -63,7 +64,7 @@ def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
 
 def to_rotated(cache: KVCache) -> DynamicCache:
     """See `KVCache.to_rotated`."""
-    if cache.merge is not None and any(layer.has_evicted for layer in cache.layers):
+    if any(holds_cells(layer.positions, layer.state) for layer in cache.layers):
         raise UsageError("to_rotated: tokens of this cache were merged, and a DynamicCache does not know their counts")
     result = DynamicCache(config=cache.config)
     is_compact = isinstance(cache.positions, Compact)

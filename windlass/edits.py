@@ -17,7 +17,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.errors import UsageError
-from windlass.merge import MERGED
+from windlass.merge import holds_cells
 from windlass.reading import EMPTY
 from windlass.rollback import can_roll_back, holds_copies, roll_back
 from windlass.step import outlasting
@@ -106,6 +106,11 @@ def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> No
     _check_range(start, end)
     if by < 1:
         raise UsageError(f"divide by {by}: must be at least 1")
+    is_placed = cache.merge is not None and cache.merge.read != "plain"
+    if is_placed and any(holds_cells(layer.positions, layer.state) for layer in cache.layers):
+        raise UsageError(
+            f"divide: the distances inside this cache's cells, merge={cache.merge}, would stay as they are"
+        )
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p // by, p))
     cache.standing.move_to([(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions], row)
 
@@ -173,9 +178,10 @@ def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, a
     if mine.store.reads_like(theirs.store):  # else they were converted, once
         mine.store.put(slots, parts)
     if mine.merge is not None and theirs.merge is not None:
-        merged = mine.state[MERGED]
-        counts = theirs.state[MERGED][source : source + 1].gather(-1, order).expand_as(slots)
-        merged.scatter_(-1, slots, counts.where(is_row, merged.gather(-1, slots)))
+        for name in mine.merge.state:
+            there = theirs.state[name][source : source + 1].gather(-1, order).expand_as(slots)
+            here = mine.state[name]
+            here.scatter_(-1, slots, there.where(is_row, here.gather(-1, slots)))
 
 
 def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:

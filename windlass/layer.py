@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from windlass import kernels
 from windlass.kernels.reference import Mass, Visibility
-from windlass.merge import MERGED, Merge, absorb
+from windlass.merge import Merge, Room, absorb, as_read
 from windlass.observation import observation, observed_columns
 from windlass.policies.base import Policy, Slots, policy_errors, scores_of
 from windlass.policies.recent import Recent
@@ -81,8 +81,9 @@ class LayerCache:
             self._write(written, keys, values, positions, max(step.lengths))
             observed = None if self.budget is None else observed_columns(step, self.policy.observed_queries)
             out, mass = self._attend(queries, step, mode, call, observed)
-            undone, shown = (0,) * len(step.lengths), None if mass is None else queries
-            self.settle(Record(step, undone, most_held, written, state, statistics, copies, observed, mass, shown))
+            is_shown = mass is not None or (self.merge is not None and self.merge.asks_query)
+            seen = (0,) * len(step.lengths), most_held, written, state, statistics, copies, observed, mass
+            self.settle(Record(step, *seen, queries if is_shown else None, call.scale))
         except BaseException:  # an interrupt, too, must leave the cache as it was
             self.unwrite(written, state, statistics, most_held)
             self.store.exact.copies = copies
@@ -119,8 +120,8 @@ class LayerCache:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What is kept per slot: the policy's state, and how many tokens merged."""
-        return self.policy.state if self.merge is None else (*self.policy.state, MERGED)
+        """What is kept per slot: the policy's state, and what merging needs."""
+        return self.policy.state if self.merge is None else (*self.policy.state, *self.merge.state)
 
     def append(self, keys: NewKeys, values: NewValues, positions: Tensor, sliding_window: int | None) -> SlotIndex:
         """Write tokens that attend to nothing: (batch, ranked, tokens) `positions`, EMPTY for none.
@@ -177,15 +178,16 @@ class LayerCache:
         self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None
     ) -> tuple[Attended, Mass | None]:
         tables, reading, tokens = None, None, queries.shape[2]
+        read = as_read(self.merge, self.store, self.positions, self.state)
         if self.rotary is not None:
-            reading = mode.read(self.positions, step.positions)
+            reading = mode.read(read.positions, step.positions)
             bound = mode.bound(step.end, self.most_held, tokens)
             tables = self.rotary.tables(bound, queries.device)
-        return kernels.attend(
+        out, mass = kernels.attend(
             queries,
-            self.store.held_keys(),
-            self.store.held_values(),
-            self.positions,
+            read.keys,
+            read.values,
+            read.positions,
             step.positions,
             reading=reading,
             tables=tables,
@@ -193,13 +195,14 @@ class LayerCache:
             visibility=self._visibility(),
             softcap=call.softcap,
             sink_logits=call.sink_logits,
-            log_counts=self.state[MERGED].log1p() if self.merge is not None and self.merge.is_counted else None,
+            log_counts=read.log_counts,
             observed=observed,
             is_rest_wanted=self.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens,
         )
+        return out, read.folded(mass)
 
     def _visibility(self) -> Visibility:
-        if self.policy.is_recency and self.budget is not None and not self.is_whole_window:
+        if self.policy.is_recency and self.budget is not None and self.merge is None and not self.is_whole_window:
             return Visibility(self.sliding_window, self.budget - self._limits.sinks + 1, self._limits.sinks)
         return Visibility(self.sliding_window)
 
@@ -222,9 +225,9 @@ class LayerCache:
         record = replace(record, evicted=evicted, evicted_positions=before, freed=freed)
         if self.merge is None:
             return record
-        places = self.positions, evicted, before, record.step.next_positions
-        cells, was = absorb(self.merge, self.store, self.state[MERGED], *places, self._limits, self.sliding_window)
-        return replace(record, cells=cells, cells_before=was)
+        turns = Turns(self.rotary, record.step.end, evicted.device)
+        room = Room(self.store, self.positions, self.state, self.statistics, self._limits, self.sliding_window, turns)
+        return absorb(self.merge, room, record)
 
     def _lowest(self, step: Step, count: int) -> SlotIndex:
         """The slots that the policy ranks lowest; a whole window, just what the next token sees, protects none."""
@@ -293,8 +296,8 @@ class LayerCache:
         self.fit_to(sliding_window)
         self.store.restore(tensors)
         self.positions = tensors["positions"]
-        kept = {name: f"statistics.{name}" for name in self.policy.statistics}
         self.state = {name: tensors[f"state.{name}"] for name in self.state_names}
-        self.statistics = {name: tensors[at] for name, at in kept.items() if at in tensors}
+        own = "statistics."
+        self.statistics = {name[len(own) :]: tensor for name, tensor in tensors.items() if name.startswith(own)}
         self.most_held = int((self.positions >= 0).sum(-1).max())
         self.has_evicted = has_evicted

@@ -139,6 +139,13 @@ class Turns:
         cos, sin = self.rotary.tables(self.end, self.device)
         return rotate(states.float(), cos[positions], sin[positions])
 
+    def moved(self, states: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        """Float32 `states` that are read at `end` as the given ones are at `start`, both as in `turned`."""
+        if self.rotary is None:
+            return states
+        cos, sin = self.rotary.tables(self.end, self.device)
+        return unrotate(rotate(states.float(), cos[start], sin[start]), cos[end], sin[end])
+
     def one(self) -> tuple[Tensor, Tensor] | None:
         """Cos and sin, per channel pair, of the turn from one position to the next; None where nothing turns."""
         if self.rotary is None:

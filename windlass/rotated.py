@@ -27,6 +27,8 @@ class RotatedStorage(KVCache):
         _check_mode(self.positions)
         if any(rotary is not None and rotary.layout.is_interleaved for rotary in self._seam.rotaries):
             raise UsageError(f"rotated storage is for models whose channel pairs are halves; {WAY_OUT}")
+        if self.merge is not None and self.merge.read != "plain":
+            raise UsageError(f"merge={self.merge}: rotated storage reads cells where they stand only; {WAY_OUT}")
         super().reset()
         for layer in self.layers:
             layer.rotary = None

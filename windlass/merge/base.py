@@ -1,0 +1,166 @@
+"""The contract of a merge rule: what it is given, and what it gives back."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import ClassVar, Final
+
+import torch
+from torch import Tensor
+
+from windlass.errors import UsageError
+from windlass.merge.reading import MERGED, READS, STATES
+from windlass.merge.targets import TARGETS
+
+FRAMES: Final = ("unrotated", "rotated")
+MOST_RARE: Final = 0.5
+LIKENESS: Final = "merged_likeness"  # statistics, (batch, ranked): the running mean of cosines
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Which tokens join the same cell: `cells` (batch, heads, evicted) names the slot that each goes to.
+
+    Where `is_joined` is not so, a token joins nothing and its cell is its own slot.
+    """
+
+    cells: Tensor
+    is_joined: Tensor
+    slots: int
+
+    def summed(self, states: Tensor) -> Tensor:
+        """For each token, the sum of `states` (batch, heads, evicted, channels) over all that join its cell."""
+        batch, heads, _, channels = states.shape
+        rows = torch.arange(batch * heads, device=states.device).view(batch, heads, 1) * self.slots
+        at = (self.cells + rows).flatten()[:, None].expand(-1, channels)
+        whole = states.new_zeros(batch * heads * self.slots, channels)
+        whole.scatter_add_(0, at, states.where(self.is_joined[..., None], 0.0).reshape(-1, channels))
+        return whole.gather(0, at).view_as(states)
+
+    def total(self, numbers: Tensor) -> Tensor:
+        """As `summed`, of `numbers` (batch, heads, evicted)."""
+        return self.summed(numbers[..., None])[..., 0]
+
+    def largest(self, numbers: Tensor) -> Tensor:
+        """For each token, the largest of `numbers` (batch, heads, evicted) among all that join its cell, or -inf."""
+        whole = numbers.new_full((*numbers.shape[:2], self.slots), -torch.inf)
+        whole.scatter_reduce_(2, self.cells, numbers.masked_fill(~self.is_joined, -torch.inf), "amax")
+        return whole.gather(2, self.cells)
+
+
+@dataclass(frozen=True)
+class Members:
+    """What some slots hold, keys and values side by side; floats are float32.
+
+    `counts` says how many tokens each stands for.
+    """
+
+    states: Tensor  # (batch, kv_heads, n, head_dim + value_dim)
+    counts: Tensor  # (batch, kv_heads, n, 1)
+    positions: Tensor  # (batch, kv_heads, n)
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Tokens on their way into cells: everything is given once per token, in order.
+
+    `cells` is what the cell of each holds, `tokens` the tokens themselves; in the rotated frame their keys
+    are turned, so that they are to be read at the positions of their cells. `likeness` is the cosine of a
+    token's key with its cell's, where the rule has a threshold. `logits` gives, for keys (batch, kv_heads, n,
+    head_dim) at `positions` (batch, kv_heads, n), the logit of the newest query: the mean over the query
+    heads that share a kv head, and 0 in a row without one.
+    """
+
+    cells: Members
+    tokens: Members
+    groups: Groups
+    head_dim: int
+    likeness: Tensor | None  # (batch, kv_heads, n)
+    logits: Callable[[Tensor, Tensor], Tensor]
+
+    def mean(self, cells: Tensor, tokens: Tensor) -> Tensor:
+        """For each token, the mean of its cell's state and of all that join it, weighted by (..., 1) weights."""
+        states = self.cells.states * cells, self.tokens.states * tokens
+        whole = torch.cat((states[0], cells), -1) + self.groups.summed(torch.cat((states[1], tokens), -1))
+        return whole[..., :-1] / whole[..., -1:]
+
+
+@dataclass(frozen=True)
+class Merge(ABC):
+    """How evicted tokens join cells; the settings are told in `windlass.merge`.
+
+    Raises: UsageError for settings that are unknown or do not go together.
+    """
+
+    target: str = "nearest"
+    frame: str = "unrotated"
+    read: str = "plain"
+    rare: float = 0.0
+    threshold: float = -1.0
+
+    name: ClassVar[str]
+    """What a user calls it."""
+
+    is_counted: ClassVar[bool] = False
+    """Whether the logarithm of a cell's count is added to its logits."""
+
+    has_mean_keys: ClassVar[bool] = False
+    """Whether a cell's key is the mean of its tokens' keys, which alone may be damped or read at anchors."""
+
+    keeps_keys: ClassVar[bool] = False
+    """Whether cells keep their keys as they are, so that no frame matters."""
+
+    asks_query: ClassVar[bool] = False
+    """Whether `join` looks at the logits of the newest query."""
+
+    is_relative: ClassVar[bool] = False
+    """Whether tokens less like their cell than those before them, on the whole, are let go."""
+
+    def __post_init__(self) -> None:
+        for name, value, known in (
+            ("target", self.target, tuple(TARGETS)),
+            ("frame", self.frame, FRAMES),
+            ("read", self.read, READS),
+        ):
+            if value not in known:
+                raise UsageError(f"{name} of a merge must be one of: {', '.join(known)}; got {value!r}")
+        if not 0 <= self.rare <= MOST_RARE:
+            raise UsageError(f"rare of a merge must be a share from 0 to {MOST_RARE}, got {self.rare}")
+        if not -1 <= self.threshold <= 1:
+            raise UsageError(f"threshold of a merge must be a cosine from -1 to 1, got {self.threshold}")
+        if self.keeps_keys and self.frame != FRAMES[0]:
+            raise UsageError(f"merge={self}: this rule leaves keys as they are, so it has no frame; leave it out")
+        if self.read != READS[0] and not self.has_mean_keys:
+            raise UsageError(f"merge={self}: only cells of mean keys may be read {self.read}; use mean_count or mean")
+        if self.read != READS[0] and self.frame != FRAMES[0]:
+            raise UsageError(
+                f"merge={self}: rotated keys hold their distances already; leave out {self.frame} or {self.read}"
+            )
+
+    @abstractmethod
+    def join(self, joined: Joined) -> Tensor:
+        """For each token, what its cell holds with all tokens taken in: keys and values side by side.
+
+        Where a token joins nothing, anything finite.
+        """
+
+    @property
+    def state(self) -> tuple[str, ...]:
+        """Names of what is kept per slot."""
+        return (MERGED, *STATES[self.read])
+
+    @property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of what is kept per layer."""
+        return (LIKENESS,) if self.is_relative else ()
+
+    def __str__(self) -> str:
+        changed = (
+            getattr(self, each.name) if each.default != getattr(self, each.name) else None for each in fields(self)
+        )
+        words = [
+            value if isinstance(value, str) else f"{each.name}={repr(value).removesuffix('.0')}"
+            for each, value in zip(fields(self), changed, strict=True)
+            if value is not None
+        ]
+        return self.name + (f"({', '.join(words)})" if words else "")
