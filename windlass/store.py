@@ -108,15 +108,15 @@ class Store(ABC):
 
     def take(self, row: int, index: SlotIndex) -> Parts:
         """A copy of the parts at `index` (1, ranked, tokens) of one row."""
-        return {name: _gathered(part[row : row + 1], index) for name, part in self._held().items()}
+        return {name: kernels.read(part[row : row + 1], index) for name, part in self._held().items()}
 
     def take_all(self, index: SlotIndex) -> Parts:
         """A copy of the parts at `index` of every row."""
-        return {name: _gathered(part, index) for name, part in self._held().items()}
+        return {name: kernels.read(part, index) for name, part in self._held().items()}
 
     def read(self, row: int, index: SlotIndex) -> tuple[NewKeys, NewValues]:
         """The keys and values at `index` (1, ranked, tokens) of one row."""
-        keys, values = (_gathered(states[row : row + 1], index) for states in (self.keys(), self.values()))
+        keys, values = (kernels.read(states[row : row + 1], index) for states in (self.keys(), self.values()))
         return keys, values
 
     def keys(self) -> SlotKeys:
@@ -133,7 +133,7 @@ class Store(ABC):
         self.exact.rearrange(order, self.slots)
         for name, part in self._held().items():
             fresh = part.new_zeros(*part.shape[:2], slots, part.shape[3])
-            fresh[:, :, :kept] = _gathered(part, order)
+            fresh[:, :, :kept] = kernels.read(part, order)
             self._parts[name] = fresh
 
     def select_rows(self, rows: Tensor) -> None:
@@ -194,8 +194,3 @@ class Plain(Store):
 
     def reads_like(self, other: Store) -> bool:
         return isinstance(other, Plain)
-
-
-def _gathered(part: Tensor, index: SlotIndex) -> Tensor:
-    places = index.expand(-1, part.shape[1], -1)[..., None].expand(-1, -1, -1, part.shape[3])
-    return part.gather(2, places)

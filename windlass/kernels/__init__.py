@@ -100,6 +100,11 @@ def write(held: Tensor, index: SlotIndex, new: Tensor) -> None:
     kernel(held, index, new)
 
 
+def read(held: Tensor, index: SlotIndex) -> Tensor:
+    """See `reference.read`."""
+    return reference.read(held, index)
+
+
 @cache
 def _is_compiled(device: str) -> bool:
     """Whether the compiled kernels serve this kind of device; says once what is missing."""

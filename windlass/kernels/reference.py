@@ -207,3 +207,11 @@ def write(held: Tensor, index: SlotIndex, new: Tensor) -> None:
     """Overwrite the slots of `held` (batch, kv_heads, slots, width) at `index` with `new`."""
     places = index.expand(-1, new.shape[1], -1)[..., None].expand(-1, -1, -1, new.shape[3])
     held.scatter_(2, places, new.to(held.dtype))
+
+
+def read(held: Tensor, index: SlotIndex) -> Tensor:
+    """A copy of the slots of `held` (batch, kv_heads, slots, width) at `index`."""
+    batch, kv_heads, slots, width = held.shape
+    starts = torch.arange(0, batch * kv_heads * slots, slots, device=held.device).view(batch, kv_heads, 1)
+    # Whole rows: a gather looks every channel up by itself.
+    return held.flatten(0, 2).index_select(0, (index + starts).flatten()).view(batch, kv_heads, -1, width)

@@ -5,7 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from windlass.merge.base import FRAMES, LIKENESS, Groups, Joined, Members, Merge
+from windlass import kernels
+from windlass.merge.base import FRAMES, LIKENESS, Groups, Joined, Members, Merge, groups_of
 from windlass.merge.newest import newest
 from windlass.merge.reading import MERGED, OFFSET, SPREAD, damped, take_places, undamped
 from windlass.merge.targets import FINENESS, TARGETS, Seekers, likeness_of, without_rare
@@ -52,7 +53,7 @@ def absorb(merge: Merge, room: Room, record: Record) -> Record:
     if merge.is_relative or merge.threshold > -1:
         likeness = likeness_of(keys, evicted, cells)
         is_joined &= _is_alike(merge, room.statistics, likeness, is_joined)
-    groups = Groups(cells.where(is_joined, evicted), is_joined, is_cell.shape[-1])
+    groups = groups_of(cells.where(is_joined, evicted), is_joined, is_cell.shape[-1])
     return _take_in(merge, room, record, seekers, groups, likeness)
 
 
@@ -84,20 +85,20 @@ def _take_in(
     """Write the cells of `groups` with their tokens taken in."""
     keys, values, state = seekers.keys, room.store.values(), room.state
     heads, head_dim = keys.shape[1:4:2]
-    counts = state[MERGED] + 1
+    counts, joins = state[MERGED] + 1, groups.expand(heads)
 
     def members(index: SlotIndex, is_token: bool) -> Members:
         index = index.expand(-1, heads, -1)
         places = seekers.positions.expand(-1, heads, -1).gather(-1, index)
-        own = _gathered(keys, index)
+        own: Tensor = kernels.read(keys, index)
         if is_token and merge.frame != FRAMES[0]:
             own = room.turns.moved(own, places.clamp(min=0), cells.positions.clamp(min=0))
+        states = torch.cat((own, kernels.read(values, index)), -1).float()
         number = counts.expand(-1, heads, -1).gather(-1, index)
-        return Members(torch.cat((own, _gathered(values, index)), -1), number[..., None], places)
+        return Members(states, (number * joins.is_joined if is_token else number)[..., None], places)
 
     cells = members(groups.cells, is_token=False)
     tokens = members(seekers.evicted, is_token=True)
-    joins = Groups(groups.cells.expand(-1, heads, -1), groups.is_joined.expand(-1, heads, -1), groups.slots)
     alike = None if likeness is None else likeness.expand(-1, heads, -1)
     asked = newest(record, heads, room.turns)
     written = merge.join(Joined(cells, tokens, joins, head_dim, alike, asked.logits))
@@ -110,8 +111,3 @@ def _take_in(
     held = room.store.take_all(joins.cells)
     room.store.put(joins.cells, room.store.encode(new_keys.to(room.store.layout[2]), new_values.to(values.dtype)))
     return replace(record, cells=joins.cells, cells_before=held)
-
-
-def _gathered(states: Tensor, index: SlotIndex) -> Tensor:
-    """What float32 `states` (batch, kv_heads, slots, channels) hold at `index` (batch, kv_heads, n)."""
-    return states.gather(2, index[..., None].expand(-1, -1, -1, states.shape[-1])).float()

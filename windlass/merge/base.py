@@ -21,38 +21,53 @@ LIKENESS: Final = "merged_likeness"  # statistics, (batch, ranked): the running 
 class Groups:
     """Which tokens join the same cell: `cells` (batch, heads, evicted) names the slot that each goes to.
 
-    Where `is_joined` is not so, a token joins nothing and its cell is its own slot.
+    Where `is_joined` is not so, a token joins nothing and its cell is its own slot. `leaders` names, for each
+    token, one of those that join its cell, the same for all of them.
     """
 
     cells: Tensor
     is_joined: Tensor
-    slots: int
+    leaders: Tensor
 
-    def summed(self, states: Tensor) -> Tensor:
-        """For each token, the sum of `states` (batch, heads, evicted, channels) over all that join its cell."""
-        batch, heads, _, channels = states.shape
-        rows = torch.arange(batch * heads, device=states.device).view(batch, heads, 1) * self.slots
-        at = (self.cells + rows).flatten()[:, None].expand(-1, channels)
-        whole = states.new_zeros(batch * heads * self.slots, channels)
-        whole.scatter_add_(0, at, states.where(self.is_joined[..., None], 0.0).reshape(-1, channels))
-        return whole.gather(0, at).view_as(states)
+    def expand(self, heads: int) -> "Groups":
+        """The same in all heads, where one row of heads stands for them."""
+        return Groups(*(each.expand(-1, heads, -1) for each in (self.cells, self.is_joined, self.leaders)))
 
-    def total(self, numbers: Tensor) -> Tensor:
-        """As `summed`, of `numbers` (batch, heads, evicted)."""
-        return self.summed(numbers[..., None])[..., 0]
+    def added(self, own: Tensor, states: Tensor) -> Tensor:
+        """For each token, its cell's `own` and the sum of `states` over all that join it, of channels (..., c).
+
+        Changes `own`, both are (batch, heads, evicted, c) and 0 in `states` where a token joins nothing.
+        """
+        batch, heads, tokens, channels = own.shape
+        starts = torch.arange(0, batch * heads * tokens, tokens, device=own.device).view(batch, heads, 1)
+        at = (self.leaders + starts).flatten()
+        whole = own.reshape(-1, channels).index_add_(0, at, states.reshape(-1, channels))
+        return whole.index_select(0, at).view(own.shape)
+
+    def summed(self, numbers: Tensor) -> Tensor:
+        """For each token, the sum of `numbers` (batch, heads, evicted) over all that join its cell."""
+        numbers = numbers * self.is_joined
+        return self.added(torch.zeros_like(numbers)[..., None], numbers[..., None])[..., 0]
 
     def largest(self, numbers: Tensor) -> Tensor:
-        """For each token, the largest of `numbers` (batch, heads, evicted) among all that join its cell, or -inf."""
-        whole = numbers.new_full((*numbers.shape[:2], self.slots), -torch.inf)
-        whole.scatter_reduce_(2, self.cells, numbers.masked_fill(~self.is_joined, -torch.inf), "amax")
-        return whole.gather(2, self.cells)
+        """For each token, the largest of `numbers` (batch, heads, evicted) over all that join its cell, or -inf."""
+        whole = torch.full_like(numbers, -torch.inf)
+        whole.scatter_reduce_(2, self.leaders, numbers.masked_fill(~self.is_joined, -torch.inf), "amax")
+        return whole.gather(2, self.leaders)
+
+
+def groups_of(cells: Tensor, is_joined: Tensor, slots: int) -> Groups:
+    """The groups of tokens that go to `cells` (batch, heads, evicted), of `slots`."""
+    tokens = torch.arange(cells.shape[-1], device=cells.device).expand_as(cells)
+    leaders = torch.zeros(*cells.shape[:2], slots, dtype=tokens.dtype, device=cells.device).scatter_(2, cells, tokens)
+    return Groups(cells, is_joined, leaders.gather(2, cells))
 
 
 @dataclass(frozen=True)
 class Members:
     """What some slots hold, keys and values side by side; floats are float32.
 
-    `counts` says how many tokens each stands for.
+    `counts` says how many tokens each stands for: 0 for one that joins nothing.
     """
 
     states: Tensor  # (batch, kv_heads, n, head_dim + value_dim)
@@ -80,9 +95,8 @@ class Joined:
 
     def mean(self, cells: Tensor, tokens: Tensor) -> Tensor:
         """For each token, the mean of its cell's state and of all that join it, weighted by (..., 1) weights."""
-        states = self.cells.states * cells, self.tokens.states * tokens
-        whole = torch.cat((states[0], cells), -1) + self.groups.summed(torch.cat((states[1], tokens), -1))
-        return whole[..., :-1] / whole[..., -1:]
+        whole = self.groups.added(self.cells.states * cells, self.tokens.states * tokens)
+        return whole.div_(self.groups.added(cells.clone(), tokens))
 
 
 @dataclass(frozen=True)

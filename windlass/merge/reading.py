@@ -124,11 +124,11 @@ def take_places(
         n, m = there(counts)
         own, coming = there(state[OFFSET])
         coming = coming + places
-        total = n + groups.total(m)
-        mean = (n * own + groups.total(m * coming)) / total
+        total = n + groups.summed(m)
+        mean = (n * own + groups.summed(m * coming)) / total
         own_spread, spread = there(state[SPREAD])
         squares = m * (spread + (coming - mean).square())
-        variance = (n * (own_spread + (own - mean).square()) + groups.total(squares)) / total
+        variance = (n * (own_spread + (own - mean).square()) + groups.summed(squares)) / total
         state[OFFSET].scatter_(-1, cells, mean)
         state[SPREAD].scatter_(-1, cells, variance)
     if BEFORE in state:

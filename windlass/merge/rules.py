@@ -54,7 +54,8 @@ class Sum(Merge):
     name = "sum"
 
     def join(self, joined: Joined) -> Tensor:
-        return joined.cells.states + joined.groups.summed(joined.tokens.states)
+        is_joined = joined.groups.is_joined[..., None]
+        return joined.groups.added(joined.cells.states.clone(), joined.tokens.states * is_joined)
 
 
 @final
@@ -68,13 +69,14 @@ class Pick(Merge):
     name = "pick"
 
     def join(self, joined: Joined) -> Tensor:
+        cells, groups = joined.cells.states, joined.groups
         places = joined.tokens.positions.double()  # exact for any position
         # Tokens of one position count as one, of which the mean is taken.
-        newest = (places == joined.groups.largest(places))[..., None].to(joined.tokens.states.dtype)
-        number = joined.groups.summed(newest)
-        is_odd = (torch.arange(number.shape[1], device=number.device) % 2 == 1)[None, :, None, None]
-        picked = joined.groups.summed(joined.tokens.states * newest) / number
-        return torch.where(is_odd & (number > 0), picked, joined.cells.states)
+        is_newest = ((places == groups.largest(places)) & groups.is_joined).to(cells.dtype)
+        number = groups.summed(is_newest)[..., None]
+        picked = groups.added(torch.zeros_like(cells), joined.tokens.states * is_newest[..., None]) / number
+        is_odd = (torch.arange(cells.shape[1], device=cells.device) % 2 == 1)[None, :, None, None]
+        return torch.where(is_odd & (number > 0), picked, cells)
 
 
 @final
@@ -119,14 +121,14 @@ class KeepKV(Merge):
     asks_query = True
 
     def join(self, joined: Joined) -> Tensor:
-        cells, tokens, head_dim = joined.cells, joined.tokens, joined.head_dim
+        cells, tokens, groups, head_dim = joined.cells, joined.tokens, joined.groups, joined.head_dim
         own = joined.logits(cells.states[..., :head_dim], cells.positions)
         places = tokens.positions if self.frame == FRAMES[0] else cells.positions
-        coming = joined.logits(tokens.states[..., :head_dim], places)
-        peak = torch.maximum(own, joined.groups.largest(coming))  # so that nothing overflows
+        coming = joined.logits(tokens.states[..., :head_dim], places).masked_fill(~groups.is_joined, -torch.inf)
+        peak = torch.maximum(own, groups.largest(coming))  # so that nothing overflows
         weights = cells.counts * (own - peak).exp()[..., None], tokens.counts * (coming - peak).exp()[..., None]
         mean = joined.mean(*weights)
-        total, votes = (a + joined.groups.summed(b) for a, b in (weights, (cells.counts, tokens.counts)))
+        total, votes = (groups.added(a.clone(), b) for a, b in (weights, (cells.counts, tokens.counts)))
         wanted = (total / votes).log()[..., 0] + peak
         got = joined.logits(mean[..., :head_dim], cells.positions)
         factor = (wanted / got).clamp(1 / MOST_RESCALED, MOST_RESCALED)
@@ -152,9 +154,9 @@ class D2O(Merge):
 
     def join(self, joined: Joined) -> Tensor:
         assert joined.likeness is not None, "a relative rule without likeness"
-        likeness = joined.likeness[..., None]
-        number = 1 + joined.groups.summed(torch.ones_like(likeness))
-        return (joined.cells.states + joined.groups.summed(joined.tokens.states * likeness)) / number
+        groups, weights = joined.groups, (joined.likeness * joined.groups.is_joined)[..., None]
+        number = 1 + groups.summed(torch.ones_like(joined.likeness))
+        return groups.added(joined.cells.states.clone(), joined.tokens.states * weights) / number[..., None]
 
 
 MERGES: dict[str, type[Merge]] = {rule.name: rule for rule in (MeanCount, Mean, Sum, Pick, Values, KeepKV, D2O)}
