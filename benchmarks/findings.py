@@ -35,7 +35,7 @@ def scored(line: Line) -> str:
 
 
 def pivot(lines: Sequence[Line], rows: Sequence[str], column: str, columns: Sequence[object] | None = None) -> str:
-    """Scores by the fields `rows` down and `column` across, in the order of the lines; a field of one value is left out."""
+    """Scores by the fields `rows` down and `column` across, in the order of the lines; of one value none is shown."""
     columns = list(dict.fromkeys(line[column] for line in lines)) if columns is None else columns
     told = [name for name in rows if len({line[name] for line in lines}) > 1]
     cells: dict[tuple[object, ...], dict[object, str]] = {}
