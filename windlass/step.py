@@ -84,7 +84,7 @@ class Record:
     observed: ObservedColumns | None
     mass: Mass | None
     queries: Queries | None  # kept only if a policy is shown them, or a merge asks
-    scale: float  # of their logits
+    scale: float = 1.0  # of their logits
     cells: Tensor | None = None  # (batch, kv_heads, evicted) slots that evicted tokens joined, and what was there
     cells_before: dict[str, Tensor] | None = None
     evicted: Tensor | None = None  # (batch, ranked, evicted) slots
