@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from windlass.policies import ByValueNorm as ByValueNorm
     from windlass.policies import ExpectedAttention as ExpectedAttention
     from windlass.policies import InChunks as InChunks
+    from windlass.policies import InGroups as InGroups
     from windlass.policies import KeyDiff as KeyDiff
     from windlass.policies import KeyNorm as KeyNorm
     from windlass.policies import LagKV as LagKV
@@ -59,8 +60,8 @@ _HOMES = {
     "hf": ("attach", "detach"),
     "low_bit": ("Int4", "Int8"),
     "policies": (
-        *("ByValueNorm", "ExpectedAttention", "H2O", "InChunks", "KeyDiff", "KeyNorm", "LagKV", "Leverage", "Policy"),
-        *("RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA", "TriAttention"),
+        *("ByValueNorm", "ExpectedAttention", "H2O", "InChunks", "InGroups", "KeyDiff", "KeyNorm", "LagKV", "Leverage"),
+        *("Policy", "RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA", "TriAttention"),
     ),
     "positions": ("Clamp", "Compact", "Original", "SelfExtend"),
     "result": ("Result",),

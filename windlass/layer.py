@@ -238,7 +238,8 @@ class LayerCache:
     def _slots(self, step: Step) -> Slots:
         positions, ends = self.positions.clamp(min=EMPTY), (step.next_positions, step.prompt_ends)
         turns = Turns(self.rotary, step.end, positions.device)
-        return Slots(self.store, positions, self.state, *ends, turns.turned, turns.one, self.statistics)
+        held, limits = (self.store, positions, self.state), (self._limits.sinks, self._limits.window)
+        return Slots(*held, *ends, turns.turned, turns.one, self.statistics, *limits)
 
     @property
     def is_lossless(self) -> bool:

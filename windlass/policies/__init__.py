@@ -3,6 +3,7 @@
 from windlass.policies.base import Observation, Policy, Slots
 from windlass.policies.expected_attention import ExpectedAttention
 from windlass.policies.h2o import H2O
+from windlass.policies.in_groups import InGroups
 from windlass.policies.key_diff import KeyDiff
 from windlass.policies.key_norm import KeyNorm
 from windlass.policies.lag_kv import LagKV
@@ -38,6 +39,7 @@ __all__ = [
     "ByValueNorm",
     "ExpectedAttention",
     "InChunks",
+    "InGroups",
     "KeyDiff",
     "KeyNorm",
     "LagKV",

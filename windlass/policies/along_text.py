@@ -17,3 +17,11 @@ def along_text(states: Tensor, order: SlotIndex) -> Tensor:
 def to_slots(scores: Scores, order: SlotIndex) -> Scores:
     """Scores that stand in the order of the text, put where the slots are."""
     return torch.empty_like(scores).scatter_(-1, order, scores)
+
+
+def ranks(*keys: Tensor) -> Scores:
+    """Of every place its rank by the first of `keys`, among equals by the second, and so on; then by the place."""
+    order = torch.arange(keys[0].shape[-1], device=keys[0].device).expand_as(keys[0])
+    for key in reversed(keys):
+        order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, stable=True))
+    return order.argsort(dim=-1).float()

@@ -54,7 +54,8 @@ class Slots:
     one past the last token that came in a step of several tokens. `rotated` turns states (batch, any
     heads, n, head_dim) to positions (batch, 1 or as many heads, 1 or n) of the text read so far.
     `one_turn` gives cos and sin, per channel pair, of the turn from one position to the next, scaled
-    as the model scales what it rotates, or None where the layer does not rotate.
+    as the model scales what it rotates, or None where the layer does not rotate. `sinks` and `window` say
+    which tokens are not evicted in any case.
     """
 
     store: Store
@@ -65,6 +66,8 @@ class Slots:
     rotated: Callable[[Tensor, Tensor], Tensor]
     one_turn: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None
     statistics: dict[str, Tensor] = field(default_factory=dict)
+    sinks: int = 0
+    window: int = 0
 
     def keys(self) -> SlotKeys:
         """Un-rotated keys."""
