@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from windlass.policies import KeyNorm as KeyNorm
     from windlass.policies import LagKV as LagKV
     from windlass.policies import Leverage as Leverage
+    from windlass.policies import Pairs as Pairs
     from windlass.policies import Policy as Policy
     from windlass.policies import Random as Random
     from windlass.policies import Recent as Recent
@@ -61,7 +62,7 @@ _HOMES = {
     "low_bit": ("Int4", "Int8"),
     "policies": (
         *("ByValueNorm", "ExpectedAttention", "H2O", "InChunks", "InGroups", "KeyDiff", "KeyNorm", "LagKV", "Leverage"),
-        *("Policy", "RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA", "TriAttention"),
+        *("Pairs", "Policy", "RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA", "TriAttention"),
     ),
     "positions": ("Clamp", "Compact", "Original", "SelfExtend"),
     "result": ("Result",),

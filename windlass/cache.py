@@ -2,7 +2,6 @@
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,6 +15,7 @@ from windlass.layer import LayerCache
 from windlass.low_bit import store_of
 from windlass.merge import Merge, checked_merge, readable
 from windlass.policies import Policy, Recent
+from windlass.policies.base import TOKEN
 from windlass.positions import PositionMode
 from windlass.reading import EMPTY
 from windlass.rollback import undo_if_last
@@ -66,6 +66,7 @@ class KVCache(TransformersCache):
         super().__init__(seam)
         self.limits = checked_limits(budget, sinks, window, chunk, batch, rollback)
         self.policy = Recent() if policy is None else policy
+        self.policy.check(model)
         self.store = store_of(store)
         self.merge = checked_merge(merge, budget, self.store)
         self._positions = readable(self.merge, positions)
@@ -73,7 +74,7 @@ class KVCache(TransformersCache):
         self.config = model.config.get_text_config()
         self._batch = batch
         self.device = model.device
-        self._pending: _Pending | None = None
+        self._pending: Step | None = None
         if self.store.needs_centres and seam.centres is None:
             seam.centres = calibrate.key_centres(model, KVCache(model, batch=calibrate.ROWS))
         self.reset()
@@ -155,12 +156,15 @@ class KVCache(TransformersCache):
         """Give the next `tokens` columns their positions. `hf` calls this before each forward pass.
 
         `mask` tells the real tokens of these columns from padding. `positions` are the caller's,
-        only compared. `ids` are remembered for the prompt cache.
+        only compared. `ids` are remembered for the prompt cache and for policies that ask for them.
 
-        Raises: UsageError when the batch is another or positions do not follow; nothing is changed.
+        Raises: UsageError when the batch is another, positions do not follow, or ids that the policy asks
+        for are missing; nothing is changed.
         """
         if batch != self._batch:
             raise UsageError(f"this cache was made for batch={self._batch}, the model was called with {batch} rows")
+        if ids is None and TOKEN in self.policy.state:
+            raise UsageError(f"{self.policy!r} ranks by token ids; call the model with input_ids, not inputs_embeds")
         starts = torch.tensor(self.next_positions, device=self.device)
         if mask is None:
             lengths = [tokens] * batch
@@ -170,13 +174,13 @@ class KVCache(TransformersCache):
             ours = (starts[:, None] + mask.long().cumsum(-1) - 1).where(mask, EMPTY)
         if positions is not None:
             check_positions(ours, positions.to(self.device))
-        self._pending = _Pending(self.standing.step(ours, lengths), ids)
+        self._pending = self.standing.step(ours, lengths, ids)
 
     @outlasting
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
         """One layer's write, attend, observe, evict. `hf` calls this from the model's attention."""
         assert self._pending is not None, "attend outside of a step"
-        return self.layers[layer].step(queries, keys, values, self._pending.step, self._positions, call)
+        return self.layers[layer].step(queries, keys, values, self._pending, self._positions, call)
 
     @outlasting
     def end(self, is_complete: bool) -> None:
@@ -186,9 +190,9 @@ class KVCache(TransformersCache):
             return
         if not is_complete:
             for layer in self.layers:
-                undo_if_last(layer, pending.step)
+                undo_if_last(layer, pending)
             return
-        self.standing.advance(pending.step, pending.ids)
+        self.standing.advance(pending)
 
     # The edits: integers change, keys and values never do. See `windlass.edits`.
 
@@ -290,11 +294,3 @@ class KVCache(TransformersCache):
         Raises: UsageError when rows or heads do not hold positions 0, 1, 2, ... up to one length.
         """
         return convert.to_rotated(self)
-
-
-@dataclass(frozen=True)
-class _Pending:
-    """The step that runs, and the ids of its tokens."""
-
-    step: Step
-    ids: TokenIds | None

@@ -174,7 +174,7 @@ def cache(
     """Read a prompt once, into a file that `generate` and `chat` go on from."""
     from windlass import session, terminal
 
-    session.check_writable(prompt_cache)
+    session.check_writable(prompt_cache, "prompt cache")
     given = terminal.read_prompt(prompt, file)
     options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, None, store, merge)
     return session.save_cache(session.open_session(model, options, dtype, threads), given, prompt_cache, is_json)
@@ -255,6 +255,22 @@ def report(results: take.Results, output: take.Page = Path("report.html")) -> in
         counted += f", {written.figures} figure{'' if written.figures == 1 else 's'}, also in {written.folder}"
     terminal.say(f"{written.page}: {counted}\n")
     return 0
+
+
+@app.command()
+def calibrate(
+    model: take.ModelName,
+    text: take.CalibrationText,
+    output: take.PairsOut,
+    tokens: take.CalibrationTokens = 20_000,
+    seed: take.Seed = 0,
+    dtype: take.Dtype = "auto",
+    threads: take.Threads = None,
+) -> int:
+    """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`."""
+    from windlass import pair_costs
+
+    return pair_costs.calibrate(pair_costs.Options(model, text, output, tokens, seed, dtype, threads))
 
 
 @app.command()

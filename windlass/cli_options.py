@@ -141,6 +141,13 @@ ResultsOut = Annotated[
     Path,
     Option("--output", "-o", metavar="FILE", help="A line of JSON per answer; what is there already is not run again."),
 ]
+CalibrationText = Annotated[
+    Path, Argument(metavar="TEXT", help="A UTF-8 text like those that will be read.", show_default=False)
+]
+PairsOut = Annotated[Path, Option("--output", "-o", metavar="FILE", help="The table to write, as JSON.")]
+CalibrationTokens = Annotated[
+    int, Option("--tokens", min=1, max=1_000_000_000, help="Tokens of the text to measure, each with the next one.")
+]
 Results = Annotated[
     list[Path],
     Argument(metavar="RESULTS...", help="Files that `windlass eval` wrote, of one model.", show_default=False),

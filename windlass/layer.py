@@ -12,7 +12,7 @@ from windlass import kernels
 from windlass.kernels.reference import Mass, Visibility
 from windlass.merge import Merge, Room, absorb, as_read
 from windlass.observation import observation, observed_columns
-from windlass.policies.base import Policy, Slots, policy_errors, scores_of
+from windlass.policies.base import Policy, Slots, policy_errors, scores_of, start_state
 from windlass.policies.recent import Recent
 from windlass.positions import PositionMode
 from windlass.reading import EMPTY, RESERVED
@@ -78,7 +78,8 @@ class LayerCache:
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         statistics, copies = dict(self.statistics), self.store.exact.copies
         try:
-            self._write(written, keys, values, positions, max(step.lengths))
+            self._write(written, keys, values, positions, step.ids)
+            self.most_held += max(step.lengths)
             observed = None if self.budget is None else observed_columns(step, self.policy.observed_queries)
             out, mass = self._attend(queries, step, mode, call, observed)
             is_shown = mass is not None or (self.merge is not None and self.merge.asks_query)
@@ -133,7 +134,8 @@ class LayerCache:
         self._make_room(keys, values)
         positions = positions.expand(-1, self.positions.shape[1], -1)
         written = kernels.first_free(self.positions, keys.shape[2])
-        self._write(written, keys, values, positions, int((positions >= 0).sum(-1).max()))
+        self._write(written, keys, values, positions, None)
+        self.most_held += int((positions >= 0).sum(-1).max())
         self.forget_records(0)
         return written
 
@@ -166,13 +168,11 @@ class LayerCache:
         self.positions = pad(self.positions.gather(-1, order), (0, slots - kept), value=EMPTY)
         self.state = {name: pad(tensor.gather(-1, order), (0, slots - kept)) for name, tensor in self.state.items()}
 
-    def _write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, most: int) -> None:
+    def _write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, ids: Tensor | None) -> None:
         """Put the tokens into these slots; a padding token's slot stays free."""
         self.store.write(slots, keys, values, positions)
         self.positions.scatter_(-1, slots, positions.to(torch.int32))
-        for state in self.state.values():
-            state.scatter_(-1, slots, 0.0)
-        self.most_held += most
+        start_state(self.state, slots, ids)
 
     def _attend(
         self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None
@@ -236,10 +236,9 @@ class LayerCache:
         return kernels.lowest(score, self.positions, step.next_positions, sinks, window, self.sliding_window, count)
 
     def _slots(self, step: Step) -> Slots:
-        positions, ends = self.positions.clamp(min=EMPTY), (step.next_positions, step.prompt_ends)
-        turns = Turns(self.rotary, step.end, positions.device)
-        held, limits = (self.store, positions, self.state), (self._limits.sinks, self._limits.window)
-        return Slots(*held, *ends, turns.turned, turns.one, self.statistics, *limits)
+        held, ends = (self.store, self.positions.clamp(min=EMPTY)), (step.next_positions, step.prompt_ends)
+        turns, limits = Turns(self.rotary, step.end, self.positions.device), (self._limits.sinks, self._limits.window)
+        return Slots(*held, self.state, *ends, turns.turned, turns.one, self.statistics, *limits)
 
     @property
     def is_lossless(self) -> bool:

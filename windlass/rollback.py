@@ -6,6 +6,7 @@ from dataclasses import replace
 import torch
 
 from windlass.layer import LayerCache
+from windlass.policies.base import start_state
 from windlass.reading import EMPTY
 from windlass.step import SPARE, Record, Step
 
@@ -72,8 +73,7 @@ def _redo(layer: LayerCache, record: Record, kept: Sequence[int], step: Step) ->
     positions = positions.where(positions < step.next_positions[:, None], EMPTY)
     undone = tuple(done + was - n for done, was, n in zip(record.undone, record.step.lengths, kept, strict=True))
     layer.positions.scatter_(-1, record.written, positions[:, None].expand_as(record.written).to(torch.int32))
-    for state in layer.state.values():
-        state.scatter_(-1, record.written, 0.0)
+    start_state(layer.state, record.written, record.step.ids)
     layer.most_held += max(kept)
     step = replace(step, positions=positions, lengths=tuple(kept))
     record = replace(record, step=step, undone=undone, evicted=None, evicted_positions=None, cells=None, freed=0)

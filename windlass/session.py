@@ -115,15 +115,15 @@ def save_cache(session: Session, prompt: str, path: Path, is_json: bool) -> int:
     return 0
 
 
-def check_writable(path: Path) -> None:
-    """Raises: UsageError when `path` cannot be written: better now than after a long text was read."""
+def check_writable(path: Path, what: str) -> None:
+    """Raises: UsageError that calls `path` `what`, when it cannot be written: better now than after a long text."""
     folder = path.expanduser().resolve().parent
     if path.is_dir():
-        raise UsageError(f"prompt cache {path} is a folder; give the name of a file")
+        raise UsageError(f"{what} {path} is a folder; give the name of a file")
     if not folder.is_dir():
-        raise UsageError(f"prompt cache {path}: the folder {folder} does not exist; make it first")
+        raise UsageError(f"{what} {path}: the folder {folder} does not exist; make it first")
     if not os.access(folder, os.W_OK):
-        raise UsageError(f"prompt cache {path}: the folder {folder} is not writable; save elsewhere")
+        raise UsageError(f"{what} {path}: the folder {folder} is not writable; save elsewhere")
 
 
 def labels(cache: KVCache) -> dict[str, object]:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from windlass.errors import UsageError
-from windlass.shapes import QueryPositions
+from windlass.shapes import QueryPositions, TokenIds
 from windlass.step import Step
 
 
@@ -37,7 +37,7 @@ class Standing:
         """Per row, one past the last position that came in a step of several tokens."""
         return [spans[-1][1] if spans else 0 for spans in self.prompts]
 
-    def step(self, positions: QueryPositions, lengths: Sequence[int]) -> Step:
+    def step(self, positions: QueryPositions, lengths: Sequence[int], ids: TokenIds | None = None) -> Step:
         """A step of `lengths` tokens per row from here."""
         ends = [at + n for at, n in zip(self.next_positions, lengths, strict=True)]
         prompt_ends = self.prompt_ends
@@ -45,10 +45,10 @@ class Standing:
             prompt_ends = [new if n else old for new, old, n in zip(ends, prompt_ends, lengths, strict=True)]
         device = positions.device
         next_positions, prompts = torch.tensor(ends, device=device), torch.tensor(prompt_ends, device=device)
-        return Step(positions, tuple(lengths), next_positions, prompts, max(ends))
+        return Step(positions, tuple(lengths), next_positions, prompts, max(ends), ids)
 
-    def advance(self, step: Step, ids: Tensor | None) -> None:
-        """The step has completed; `ids` are its (batch, tokens) ids, if it had any."""
+    def advance(self, step: Step) -> None:
+        """The step has completed."""
         self.columns_seen += step.positions.shape[1]
         for row, n in enumerate(step.lengths):
             self.tokens_seen[row] += n
@@ -58,10 +58,10 @@ class Standing:
                 spans, end = self.prompts[row], self.next_positions[row]
                 start = spans.pop()[0] if spans and spans[-1][1] == end - n else end - n
                 spans.append([start, end])
-        if ids is None or self.tokens is None:
+        if step.ids is None or self.tokens is None:
             self.tokens = None
             return
-        for text, row_ids, is_real in zip(self.tokens, ids.tolist(), (step.positions >= 0).tolist(), strict=True):
+        for text, row_ids, is_real in zip(self.tokens, step.ids.tolist(), (step.positions >= 0).tolist(), strict=True):
             text += [token for token, is_token in zip(row_ids, is_real, strict=True) if is_token]
 
     def move_to(self, ends: Sequence[int], row: int | None = None) -> None:

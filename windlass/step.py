@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windlass.errors import UsageError
 from windlass.kernels.reference import Mass
-from windlass.shapes import ObservedColumns, Queries, RowCounts, SlotIndex
+from windlass.shapes import ObservedColumns, Queries, RowCounts, SlotIndex, TokenIds
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -56,8 +56,8 @@ def checked_limits(budget: int | None, sinks: int, window: int | None, chunk: in
 class Step:
     """One forward pass, as every layer sees it.
 
-    `positions` are those of the step's tokens, EMPTY where padding. `lengths` counts the real ones
-    per row, `next_positions` and `end` tell where the rows go on after the step.
+    `positions` are those of the step's tokens, EMPTY where padding, and `ids` their ids, if known. `lengths`
+    counts the real ones per row, `next_positions` and `end` tell where the rows go on after the step.
     """
 
     positions: Tensor  # (batch, tokens) int32
@@ -65,6 +65,7 @@ class Step:
     next_positions: RowCounts
     prompt_ends: RowCounts
     end: int
+    ids: TokenIds | None = None
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from types import MappingProxyType
 from typing import NoReturn
 
@@ -144,7 +145,8 @@ def check_policy(policy: Policy) -> None:
         positions = torch.stack([(columns + a).where(columns < n, EMPTY) for a, n in zip(at, lengths, strict=True)])
         at = [a + n for a, n in zip(at, lengths, strict=True)]
         prompt_ends = [a if tokens > 1 and n else end for a, n, end in zip(at, lengths, prompt_ends, strict=True)]
-        step = Step(positions, lengths, torch.tensor(at), torch.tensor(prompt_ends), max(at))
+        ids = torch.randint(VOCABULARY, positions.shape, generator=draw)
+        step = Step(positions, lengths, torch.tensor(at), torch.tensor(prompt_ends), max(at), ids)
         queries, keys, values = (
             torch.randn(2, heads, tokens, width, generator=draw)
             for heads, width in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
@@ -162,8 +164,11 @@ def _check_declaration(policy: Policy) -> None:
     if not is_dataclass(policy) or parameters is None or not parameters.frozen:
         raise PolicyError(f"{name} is not a frozen dataclass; put @dataclass(frozen=True) above the class")
     for field, value in ((field.name, getattr(policy, field.name)) for field in fields(policy)):
-        if not isinstance(value, int | float | Policy | None):
-            raise PolicyError(f"{name}.{field} is {value!r}; the fields of a policy are plain numbers, or a policy")
+        is_file = isinstance(value, str) and Path(value).expanduser().is_file()
+        if not (is_file or isinstance(value, int | float | Policy | None)):
+            raise PolicyError(
+                f"{name}.{field} is {value!r}; the fields of a policy are plain numbers, a policy, or a file's name"
+            )
     for declared, names in (("state", policy.state), ("statistics", policy.statistics)):
         if not isinstance(names, tuple) or not all(isinstance(entry, str) for entry in names):
             raise PolicyError(f'{name}.{declared} is {names!r}; declare a tuple of names, such as ("mass",)')

@@ -8,6 +8,7 @@ from windlass.policies.key_diff import KeyDiff
 from windlass.policies.key_norm import KeyNorm
 from windlass.policies.lag_kv import LagKV
 from windlass.policies.leverage import Leverage
+from windlass.policies.pairs import Pairs
 from windlass.policies.r_kv import RKV
 from windlass.policies.random import Random
 from windlass.policies.recent import Recent
@@ -45,6 +46,7 @@ __all__ = [
     "LagKV",
     "Leverage",
     "Observation",
+    "Pairs",
     "Policy",
     "Random",
     "Recent",

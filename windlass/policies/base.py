@@ -6,13 +6,13 @@ layer and step the order is always write, attend, observe, evict.
 You may rely on:
 1. `slots` belong to one layer. A token keeps its slot until it is evicted, except between a
    prompt and the tokens generated after it, when the cache packs its slots once.
-2. A token's state is 0 when it is written, and moves with it.
+2. A token's state is 0 when it is written, and moves with it. State that you name "token" is the
+   token's id; then a text that comes without ids is refused.
 3. Slot order is not text order: sort by `slots.positions` before pooling along the text.
 4. The first `sinks` positions and the last `window` tokens are never evicted, whatever you return.
 5. Every kv head of a row holds the same number of tokens, perhaps different ones.
 6. `seen.mass` is attention probability summed over the observed queries and over the query heads
    that share a kv head; it is 0 in free slots. A finished row observes nothing.
-
 7. `slots.statistics` is yours: what `observe` put there under the names that you declare in
    `statistics`, such as a mean over all queries so far. Empty before that. It is rolled back, saved
    and copied with its row, and its bytes are counted.
@@ -22,8 +22,8 @@ You owe:
    ranks lowest, free slots are ignored, and of equal scores the newer token is kept.
 2. No writes but into `slots.state`, in place, and into `slots.statistics`, in `observe`, by putting
    new tensors (batch, ...) in the place of the old ones.
-3. A frozen dataclass of plain numbers, or of another policy: one object serves all layers and texts,
-   and its `repr` is the row label in every result.
+3. A frozen dataclass of plain numbers, or of another policy, or of a file's name: one object serves all
+   layers and texts, and its `repr` is the row label in every result.
 4. No host synchronisation (`.item()`, `.cpu()`).
 5. A docstring with `Source:` and `Differs:`.
 6. `windlass.testing.check_policy` passes.
@@ -36,13 +36,27 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import ClassVar, Final
 
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from windlass.errors import PolicyError
-from windlass.shapes import PerSlot, Queries, QueryPositions, RowCounts, Scores, SlotKeys, SlotPositions, SlotValues
+from windlass.shapes import (
+    PerSlot,
+    Queries,
+    QueryPositions,
+    RowCounts,
+    Scores,
+    SlotIndex,
+    SlotKeys,
+    SlotPositions,
+    SlotValues,
+    TokenIds,
+)
 from windlass.store import Store
+
+TOKEN: Final = "token"  # state: the token's id, which float32 holds exactly up to 2**24
 
 
 @dataclass(frozen=True)
@@ -114,12 +128,23 @@ class Policy(ABC):
     observed_queries: int | None = 0
     """How many of a step's last queries are observed; 0: none (fast), None: all."""
 
+    def check(self, model: PreTrainedModel) -> None:  # noqa: B027  # most policies serve any model
+        """Called when a cache is made. Raises: PolicyError where the policy cannot serve this model."""
+
     @abstractmethod
     def score(self, slots: Slots) -> Scores:
         """The rank of every slot; called only when a layer is over budget."""
 
     def observe(self, slots: Slots, seen: Observation) -> None:  # noqa: B027  # most policies observe nothing
         """Update `slots.state` and `slots.statistics` from what the step attended to."""
+
+
+def start_state(state: dict[str, Scores], slots: SlotIndex, ids: TokenIds | None) -> None:
+    """Set what is kept for tokens that are written to `slots`; `ids` (batch, tokens) are theirs, if known."""
+    for tensor in state.values():
+        tensor.scatter_(-1, slots, 0.0)
+    if TOKEN in state and ids is not None:
+        state[TOKEN].scatter_(-1, slots, ids[:, None].expand_as(slots).float())
 
 
 @contextmanager

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 from windlass.errors import PolicyError
-from windlass.policies import NAMES, Policy
+from windlass.policies import NAMES, Pairs, Policy
 from windlass.user_file import Kind
 
 Number = bool | int | float | None
@@ -15,13 +15,20 @@ POLICIES = Kind("policy", "policies", Policy, "windlass.Policy", PolicyError)
 
 
 def load_policy(spec: str) -> Policy:
-    """The policy that `spec` names: `"snapkv"`, `"SnapKV(pool=7)"` or `"path/to/file.py:Class"`.
+    """The policy that `spec` names: `"snapkv"`, `"SnapKV(pool=7)"`, `"Pairs(pairs.json)"` or `"path/to/file.py:Class"`.
 
-    Names ignore case, `_` and `-`. Arguments are plain numbers. Code of a file is run, once, and
-    what comes from outside (a file, or arguments) goes through `windlass.testing.check_policy`.
+    Names ignore case, `_` and `-`. Arguments are plain numbers; `Pairs` takes a file. Code of a file is
+    run, once, and what comes from outside (a file, or arguments) goes through `windlass.testing.check_policy`.
 
     Raises: PolicyError for what cannot be found, made, or breaks the contract.
     """
+    table = re.fullmatch(
+        r"\s*pairs\s*(?:\(\s*(?:table\s*=\s*)?(['\"]?)(.*?)\1\s*\))?\s*", spec, re.IGNORECASE | re.DOTALL
+    )
+    if table is not None and not table[2]:
+        raise PolicyError(f"policy {spec!r} needs a table: Pairs(FILE), with a file of `windlass calibrate`")
+    if table is not None:
+        return Pairs(table[2])
     path, text = POLICIES.split(spec)
     call = _call_of(spec, text)
     make: type[Policy]

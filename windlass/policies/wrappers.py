@@ -7,6 +7,7 @@ from abc import ABC
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
 from windlass import kernels
 from windlass.errors import PolicyError
@@ -25,6 +26,9 @@ class Wrapper(Policy, ABC):
         for name in ("state", "statistics", "per_head", "observed_queries"):
             # Declared per class elsewhere; here it depends on what is wrapped.
             object.__setattr__(self, name, getattr(self.policy, name))
+
+    def check(self, model: PreTrainedModel) -> None:
+        self.policy.check(model)
 
     def observe(self, slots: Slots, seen: Observation) -> None:
         self.policy.observe(slots, seen)
