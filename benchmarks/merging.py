@@ -1,15 +1,22 @@
 """A pass key read through merged cells: what merging evicted tokens gains or loses against dropping them.
 
     python benchmarks/merging.py --samples 200 >> benchmarks/results/merging.jsonl
+    python benchmarks/merging.py --policies groups --ratios 2 4 --rules none "mean_count(next)"
+    python benchmarks/merging.py --policies groups --tokens 2000 --ratios 2 4 --positions "self_extend(4, 64)" \\
+        --window 64 --chunk 128 --rules "mean_count(next)"
+    python benchmarks/merging.py --policies pairs --table pairs.json --ratios 2 --rules none "mean_count(next)"
 
 A stretch of the shipped novel with a pass key anywhere in it, inside the trained window of passkey-3m, is
 read in one step; then the cache is over budget, and what a policy ranks lowest joins cells by each rule, or
-is dropped (`none`). The question comes afterwards. `Alternate` is the experiment of llama.cpp PR 5719: every
-second token joins its neighbour. Prints one JSON line per policy, budget and rule, with how many keys were
-found and a 95 % Wilson interval.
+is dropped (`none`). The question comes afterwards. `alternate` is the experiment of llama.cpp PR 5719: every
+second token joins its neighbour. `groups` lets other policies choose which groups of neighbours shrink, of
+twice as many tokens as the text has to shrink; `pairs` reads a table of `windlass calibrate`, made of another
+novel and in float32. Prints one JSON line per policy, budget and rule, with how many keys were found and a
+95 % Wilson interval.
 """
 
 import argparse
+import itertools
 import json
 import random
 import time
@@ -21,7 +28,7 @@ import torch
 from machine import machine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass import KeyDiff, KVCache, Policy, Recent, engine
+from windlass import InGroups, KeyDiff, KeyNorm, KVCache, Leverage, Pairs, Policy, Recent, engine
 from windlass.demo import ANSWER_TOKENS, MODEL, QUESTION, hide, in_words, novel
 from windlass.merge import MERGES
 from windlass.open_model import open_model
@@ -33,6 +40,7 @@ from windlass.text import encode
 ROWS = 20  # texts that are read together
 WINDOW = 16
 POLICIES = ("key_diff", "random", "recent", "alternate")
+CHOOSING = (KeyDiff(), Leverage(), KeyNorm(), Random(), Recent())  # of groups
 
 
 @dataclass(frozen=True)
@@ -71,6 +79,8 @@ def found(
     budget: int | None,
     merge: str | None,
     positions: str,
+    window: int = WINDOW,
+    chunk: int | None = None,
 ) -> int:
     """How many keys the model tells."""
     total = 0
@@ -78,7 +88,14 @@ def found(
         some = texts[start : start + ROWS]
         longest = max(len(ids) for _, ids in some)
         cache = KVCache(
-            model, budget, policy, chunk=longest, batch=len(some), merge=merge, positions=positions, window=WINDOW
+            model,
+            budget,
+            policy,
+            chunk=chunk or longest,
+            batch=len(some),
+            merge=merge,
+            positions=positions,
+            window=window,
         )
         engine.prefill(model, cache, [ids for _, ids in some])
         results = engine.generate(model, tokenizer, [QUESTION] * len(some), cache, ANSWER_TOKENS)
@@ -94,11 +111,20 @@ def settings(options: argparse.Namespace) -> Iterator[tuple[Policy, int | None, 
     next_only = [f"{name}(next)" for name in MERGES]
     for ratio in options.ratios:
         budget = options.tokens // ratio
-        kept = {"key_diff": KeyDiff(), "random": Random(), "recent": Recent(), "alternate": Alternate(ratio)}
+        kept: dict[str, list[Policy]] = {
+            "key_diff": [KeyDiff()],
+            "random": [Random()],
+            "recent": [Recent()],
+            "alternate": [Alternate(ratio)],
+            "groups": [InGroups(policy, 2 * ratio) for policy in CHOOSING],
+            "pairs": [Pairs(options.table)] if options.table is not None else [],
+        }
         for name in options.policies:
             is_group = name == "alternate"  # its sinks and newest tokens are no groups
-            for rule in (None, *([] if is_group else MERGES), *next_only):
-                yield kept[name], budget + (WINDOW if is_group else 0), rule
+            rules = [None, *([] if name in ("alternate", "groups", "pairs") else MERGES), *next_only]
+            for policy, rule in itertools.product(kept[name], rules):
+                if options.rules is None or (rule or "none") in options.rules:
+                    yield policy, budget + (options.window if is_group else 0), rule
 
 
 def main() -> None:
@@ -107,20 +133,27 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--tokens", type=int, default=480)
     parser.add_argument("--ratios", type=int, nargs="+", default=[2, 4, 8])
-    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=POLICIES)
+    parser.add_argument("--policies", nargs="+", default=POLICIES, choices=[*POLICIES, "groups", "pairs"])
+    parser.add_argument("--rules", nargs="+", help="of merging, none among them; by default all")
+    parser.add_argument("--table", help="for pairs: a file of `windlass calibrate`")
+    parser.add_argument("--window", type=int, default=WINDOW)
+    parser.add_argument("--chunk", type=int, help="tokens read at once; by default all")
     parser.add_argument("--positions", default="original")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
+    if "pairs" in options.policies and options.table is None:
+        parser.error("pairs needs a --table")
     torch.set_num_threads(options.threads)
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = open_model(str(folder), "float32")
     texts = samples(tokenizer, options.samples, options.tokens, options.seed)
     for policy, budget, rule in settings(options):
         start = time.perf_counter()
-        hits = found(model, tokenizer, texts, policy, budget, rule, options.positions)
+        hits = found(model, tokenizer, texts, policy, budget, rule, options.positions, options.window, options.chunk)
         line = {"kind": "merging", **machine(options.threads), "policy": repr(policy), "budget": budget}
         line |= {"merge": rule or "none", "positions": options.positions, "tokens": options.tokens}
+        line |= {"window": options.window, "chunk": options.chunk}
         line |= {
             "seed": options.seed,
             "samples": len(texts),
