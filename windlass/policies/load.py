@@ -13,6 +13,8 @@ Number = bool | int | float | None
 FORMS = "use a name, Name(argument=number) or path/to/file.py:Class"
 POLICIES = Kind("policy", "policies", Policy, "windlass.Policy", PolicyError)
 
+PAIRS = re.compile(r"\s*pairs\s*(\(\s*(table\s*=\s*)?(?P<mark>['\"]?)(?P<file>.*?)(?P=mark)\s*\))?\s*", re.I | re.S)
+
 
 def load_policy(spec: str) -> Policy:
     """The policy that `spec` names: `"snapkv"`, `"SnapKV(pool=7)"`, `"Pairs(pairs.json)"` or `"path/to/file.py:Class"`.
@@ -22,13 +24,11 @@ def load_policy(spec: str) -> Policy:
 
     Raises: PolicyError for what cannot be found, made, or breaks the contract.
     """
-    table = re.fullmatch(
-        r"\s*pairs\s*(?:\(\s*(?:table\s*=\s*)?(['\"]?)(.*?)\1\s*\))?\s*", spec, re.IGNORECASE | re.DOTALL
-    )
-    if table is not None and not table[2]:
+    with_file = PAIRS.fullmatch(spec)
+    if with_file is not None and not with_file["file"]:
         raise PolicyError(f"policy {spec!r} needs a table: Pairs(FILE), with a file of `windlass calibrate`")
-    if table is not None:
-        return Pairs(table[2])
+    if with_file is not None:
+        return Pairs(with_file["file"])
     path, text = POLICIES.split(spec)
     call = _call_of(spec, text)
     make: type[Policy]
