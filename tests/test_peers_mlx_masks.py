@@ -7,7 +7,7 @@ itself. The other behaviours, and those that are shown elsewhere, are in `test_p
 import pytest
 import torch
 
-from windlass import Recent
+from windlass import Recent, rows
 from windlass.layer import LayerCache
 from windlass.positions import Original
 from windlass.reading import EMPTY
@@ -108,7 +108,7 @@ def test_masks_of_ragged_rows_in_a_ring() -> None:
     assert watched.append(2, 6, 3) == [newest(0, 2, 5), newest(0, 6, 5), newest(0, 3, 5)]
     assert [watched.held(row) for row in range(3)] == [[0, 1], [2, 3, 4, 5], [0, 1, 2]]
     assert watched.append(1, 1, 1) == [[[0, 1, 2]], [[2, 3, 4, 5, 6]], [[0, 1, 2, 3]]]
-    watched.layer.select_rows(torch.tensor([2, 1]))
+    rows.select_rows(watched.layer, torch.tensor([2, 1]))
     watched.ends = [4, 7]
     assert watched.append(3, 1) == [[[0, 1, 2, 3, 4], [1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[3, 4, 5, 6, 7]]]
     assert [watched.held(row) for row in range(2)] == [[3, 4, 5, 6], [4, 5, 6, 7]]

@@ -11,7 +11,7 @@ from test_policies_queries import HEADS, observe, turned_slots
 from test_testing import policy as made
 from torch import Tensor
 
-from windlass import H2O, ExpectedAttention, KVCache, PolicyError, TriAttention, prompt_cache
+from windlass import H2O, ExpectedAttention, KVCache, PolicyError, TriAttention, prompt_cache, rows
 from windlass.layer import LayerCache
 from windlass.policies import Observation, Policy, Slots
 from windlass.positions import Original
@@ -84,9 +84,9 @@ def test_statistics_go_with_their_row() -> None:
     layer, _ = layer_with(ExpectedAttention(), (8, 8, 1), torch.Generator().manual_seed(4))
     before = {name: tensor.clone() for name, tensor in layer.statistics.items()}
     assert not before["mean"][0].allclose(before["mean"][1])
-    layer.select_rows(torch.tensor([1, 0, 1]))
+    rows.select_rows(layer, torch.tensor([1, 0, 1]))
     assert all(layer.statistics[name].equal(tensor[[1, 0, 1]]) for name, tensor in before.items())
-    layer.copy_row(1, 2)
+    rows.copy_row(layer, 1, 2)
     assert all(layer.statistics[name].equal(tensor[[1, 0, 0]]) for name, tensor in before.items())
     assert layer.statistics.keys() == {name.removeprefix("statistics.") for name in layer.tensors() if "." in name}
 

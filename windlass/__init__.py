@@ -29,15 +29,18 @@ if TYPE_CHECKING:
     from windlass.policies import RKV as RKV
     from windlass.policies import TOVA as TOVA
     from windlass.policies import ByValueNorm as ByValueNorm
+    from windlass.policies import Composite as Composite
     from windlass.policies import ExpectedAttention as ExpectedAttention
     from windlass.policies import InChunks as InChunks
     from windlass.policies import InGroups as InGroups
     from windlass.policies import KeyDiff as KeyDiff
     from windlass.policies import KeyNorm as KeyNorm
+    from windlass.policies import KVzip as KVzip
     from windlass.policies import LagKV as LagKV
     from windlass.policies import Leverage as Leverage
     from windlass.policies import Pairs as Pairs
     from windlass.policies import Policy as Policy
+    from windlass.policies import Pyramid as Pyramid
     from windlass.policies import Random as Random
     from windlass.policies import Recent as Recent
     from windlass.policies import Smoothed as Smoothed
@@ -62,7 +65,8 @@ _HOMES = {
     "low_bit": ("Int4", "Int8"),
     "policies": (
         *("ByValueNorm", "ExpectedAttention", "H2O", "InChunks", "InGroups", "KeyDiff", "KeyNorm", "LagKV", "Leverage"),
-        *("Pairs", "Policy", "RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA", "TriAttention"),
+        *("Composite", "KVzip", "Pairs", "Policy", "Pyramid", "RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA"),
+        "TriAttention",
     ),
     "positions": ("Clamp", "Compact", "Original", "SelfExtend"),
     "result": ("Result",),

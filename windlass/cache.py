@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from windlass import calibrate, convert, describe, edits
+from windlass.compress import compress, layer_limits
 from windlass.errors import UsageError
 from windlass.hf import seam_of
 from windlass.hf_cache import TransformersCache
@@ -17,8 +18,9 @@ from windlass.merge import Merge, checked_merge, readable
 from windlass.policies import Policy, Recent
 from windlass.policies.base import TOKEN
 from windlass.positions import PositionMode
-from windlass.reading import EMPTY
+from windlass.reread import reread
 from windlass.rollback import undo_if_last
+from windlass.rows import select_rows
 from windlass.shapes import Attended, NewKeys, NewValues, Queries, TokenIds, TokenMask
 from windlass.standing import Standing, check_positions
 from windlass.step import AttentionCall, Step, checked_limits, outlasting
@@ -64,7 +66,7 @@ class KVCache(TransformersCache):
     ) -> None:
         seam = seam_of(model)
         super().__init__(seam)
-        self.limits = checked_limits(budget, sinks, window, chunk, batch, rollback)
+        self.limits, self.given_window = checked_limits(budget, sinks, window, chunk, batch, rollback), window
         self.policy = Recent() if policy is None else policy
         self.policy.check(model)
         self.store = store_of(store)
@@ -82,11 +84,13 @@ class KVCache(TransformersCache):
     def reset(self) -> None:
         """Forget every token and free the memory."""
         centres = self._seam.centres or [None] * len(self._seam.rotaries)
+        each = zip(layer_limits(self.policy, self.limits, len(centres)), self._seam.rotaries, centres, strict=True)
         self.layers: list[LayerCache] = [  # type: ignore[assignment]  # transformers' own kinds of layers
-            LayerCache(index, self.limits, self.policy, rotary, self.store.fresh(centre), self.merge)
-            for index, (rotary, centre) in enumerate(zip(self._seam.rotaries, centres, strict=True))
+            LayerCache(index, limits, self.policy, rotary, self.store.fresh(centre), self.merge)
+            for index, (limits, rotary, centre) in enumerate(each)
         ]
         self.standing = Standing.at_start(self._batch)
+        self.is_rereading = False  # whether what is fed was read before, see `engine.prefill`
 
     @outlasting
     def __deepcopy__(self, memo: dict[int, object]) -> "KVCache":
@@ -165,22 +169,17 @@ class KVCache(TransformersCache):
             raise UsageError(f"this cache was made for batch={self._batch}, the model was called with {batch} rows")
         if ids is None and TOKEN in self.policy.state:
             raise UsageError(f"{self.policy!r} ranks by token ids; call the model with input_ids, not inputs_embeds")
-        starts = torch.tensor(self.next_positions, device=self.device)
-        if mask is None:
-            lengths = [tokens] * batch
-            ours = starts[:, None] + torch.arange(tokens, device=self.device)
-        else:
-            lengths = mask.sum(-1).tolist()
-            ours = (starts[:, None] + mask.long().cumsum(-1) - 1).where(mask, EMPTY)
+        ours, lengths = self.standing.columns(tokens, mask, self.device)
         if positions is not None:
             check_positions(ours, positions.to(self.device))
-        self._pending = self.standing.step(ours, lengths, ids)
+        self._pending = self.standing.step(ours, lengths, ids, self.is_rereading)
 
     @outlasting
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
         """One layer's write, attend, observe, evict. `hf` calls this from the model's attention."""
         assert self._pending is not None, "attend outside of a step"
-        return self.layers[layer].step(queries, keys, values, self._pending, self._positions, call)
+        step, its = self._pending, self.layers[layer]
+        return (reread if step.is_reread else LayerCache.step)(its, queries, keys, values, step, self._positions, call)
 
     @outlasting
     def end(self, is_complete: bool) -> None:
@@ -191,8 +190,19 @@ class KVCache(TransformersCache):
         if not is_complete:
             for layer in self.layers:
                 undo_if_last(layer, pending)
-            return
-        self.standing.advance(pending)
+        elif not pending.is_reread:
+            self.standing.advance(pending)
+
+    def compress(self, budget: int, window: int | None = None) -> None:
+        """Keep `budget` tokens a layer from now on: what each layer's policy ranks lowest goes, its memory too.
+
+        A cache may so hold a whole text first, and be cut once. `window` is as in `KVCache`; None takes what the
+        cache was made with. A sliding-window layer that held its whole window, but for less than `budget`, keeps the
+        newest of it, if its policy keeps state: it has none of these. What came before can't be taken back.
+
+        Raises: UsageError for limits that cannot be honoured, or a budget above the present one; nothing is changed.
+        """
+        compress(self, budget, window)
 
     # The edits: integers change, keys and values never do. See `windlass.edits`.
 
@@ -246,7 +256,7 @@ class KVCache(TransformersCache):
         """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
         indices = rows.tolist()
         for layer in self.layers:
-            layer.select_rows(rows)
+            select_rows(layer, rows)
         self.standing.select_rows(indices)
         self._batch = len(indices)
 

@@ -30,12 +30,15 @@ def in_units(count: int) -> str:
 def describe(cache: KVCache) -> str:
     """See `KVCache.describe`."""
     limits = cache.limits
-    budget = "unbounded" if limits.budget is None else f"{limits.budget} tokens"
+    budget = "unbounded" if limits.budget is None else f"{limits.budget} tokens a layer"
+    budgets = {layer.limits.budget for layer in cache.layers if layer.limits.budget is not None}
+    if len(budgets) > 1:
+        budget += f" on average, from {min(budgets)} to {max(budgets)}"
     lines = [
         f"KVCache: {len(cache.layers)} layers, batch {cache.batch_size}, positions {cache.positions}",
         f"  policy   {cache.policy!r}",
         f"  store    {cache.store.name}" + (f", merge {cache.merge}" if cache.merge is not None else ""),
-        f"  budget   {budget} a layer, sinks {limits.sinks}, window {limits.window}, chunk {limits.chunk}",
+        f"  budget   {budget}, sinks {limits.sinks}, window {limits.window}, chunk {limits.chunk}",
         f"  seen     {', '.join(map(str, cache.tokens_seen))} tokens",
     ]
     groups: dict[str, list[int]] = {}

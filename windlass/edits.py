@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from windlass import kernels
+from windlass import kernels, rows
 from windlass.errors import UsageError
 from windlass.merge import holds_cells
 from windlass.policies.base import TOKEN
@@ -122,7 +122,7 @@ def copy(cache: KVCache, source: int, target: int) -> None:
     for name, row in (("source", source), ("target", target)):
         _check_row(cache, row, name)
     for layer in cache.layers:
-        layer.copy_row(source, target)
+        rows.copy_row(layer, source, target)
     cache.standing.copy_row(source, target)
 
 

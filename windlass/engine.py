@@ -12,8 +12,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache import KVCache
+from windlass.compress import held_whole
 from windlass.errors import UsageError
 from windlass.hf import forward, vocabulary_of
+from windlass.reread import rereading
 from windlass.result import FinishReason, Result
 from windlass.sampling import Sampler, Sampling
 from windlass.text import TextStream, encode
@@ -33,12 +35,44 @@ def prefill(
     The logits are those of each row's last token, and no others are computed. Prompts may differ in
     length. `progress` is called with (tokens done, tokens of the longest prompt) after each chunk.
 
+    A policy that `is_one_shot` has prompts to an empty cache held whole, read a second time if it wants
+    to `repeat` them, and then cut to the budget; after an interrupt, too.
+
     Raises: UsageError for an empty prompt, ids outside the vocabulary, or another number of rows;
     nothing is then written.
     """
     _check_prompts(model, cache, prompts)
+    policy = cache.policy
+    if cache.budget is None or not policy.is_one_shot or any(cache.tokens_seen):
+        return _read(model, cache, prompts, progress)
+    with held_whole(cache):
+        if not policy.repeat:
+            return _read(model, cache, prompts, progress)
+        read, again = _halves(progress)
+        logits = _read(model, cache, prompts, read)
+        longest = max(map(len, prompts))
+        for start in range(0, longest, policy.repeat):
+            with rereading(cache):
+                _feed(model, cache, [list(prompt[start : start + policy.repeat]) for prompt in prompts], [])
+            again(min(start + policy.repeat, longest), longest)
+    return logits
+
+
+def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
+    """Progress of a first and of a second reading, each half of the way."""
+
+    def at(before: int) -> Progress:
+        return lambda done, total: None if progress is None else progress((before * total + done) // 2, total)
+
+    return at(0), at(1)
+
+
+def _read(
+    model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]], progress: Progress | None
+) -> Tensor:
+    """Feed the prompts in chunks; the logits of each row's last token."""
     longest = max(map(len, prompts))
-    cache.reserve(longest)
+    cache.reserve(longest + cache.policy.repeat)
     last: dict[int, Tensor] = {}
     for start in range(0, longest, cache.chunk):
         pieces = [list(prompt[start : start + cache.chunk]) for prompt in prompts]

@@ -40,18 +40,16 @@ class LayerCache:
         store: Store,
         merge: Merge | None = None,
     ) -> None:
-        self.index, self.rotary = index, rotary
-        self.policy = policy
-        self.budget = limits.budget
-        self.store = store
-        self.merge = merge
+        self.index, self.rotary, self.store, self.limits = index, rotary, store, limits
+        self.own = policy, merge  # what it goes by, unless it holds just its sliding window
+        self.policy, self.merge, self.budget = policy, merge, limits.budget
+        self.is_whole = False  # whether a first text is held whole, whatever the budget
         self.positions: Tensor = torch.empty(0, dtype=torch.int32)
         self.state: dict[str, Tensor] = {}
         self.statistics: dict[str, Tensor] = {}  # what the policy keeps beside the slots
         self.most_held = 0  # an upper bound over rows, known without asking the device
         self.reserved = 0  # slots that are known to be needed soon, so that a layer without budget grows once
         self.has_evicted = False
-        self._limits = limits
         self.sliding_window: int | None = None
         self.records: deque[Record] = deque()
 
@@ -72,16 +70,16 @@ class LayerCache:
         """Write, attend, observe, evict; returns what the queries read."""
         if self.is_empty or call.sliding_window != self.sliding_window:  # an import may not have known it
             self.fit_to(call.sliding_window)
-        self._make_room(keys, values)
+        self.make_room(keys, values)
         positions = step.positions[:, None].expand(-1, self.positions.shape[1], -1)
         most_held, written = self.most_held, kernels.first_free(self.positions, keys.shape[2])
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         statistics, copies = dict(self.statistics), self.store.exact.copies
         try:
-            self._write(written, keys, values, positions, step.ids)
+            self.write(written, keys, values, positions, step.ids)
             self.most_held += max(step.lengths)
-            observed = None if self.budget is None else observed_columns(step, self.policy.observed_queries)
-            out, mass = self._attend(queries, step, mode, call, observed)
+            observed = observed_columns(step, self.policy.observed_queries)
+            out, mass = self.attend(queries, step, mode, call, observed)
             is_shown = mass is not None or (self.merge is not None and self.merge.asks_query)
             seen = (0,) * len(step.lengths), most_held, written, state, statistics, copies, observed, mass
             self.settle(Record(step, *seen, queries if is_shown else None, call.scale))
@@ -115,9 +113,26 @@ class LayerCache:
         """Whether the layer's budget is its sliding window."""
         return self.sliding_window is not None and self.budget == self.sliding_window
 
+    def limit_to(self, budget: int | None) -> None:
+        """Let another budget hold; what is over it goes at the next step."""
+        self.limits = replace(self.limits, budget=budget)
+        self.budget = budget
+
+    def leave_window(self) -> None:
+        """Go by the cache's own policy, which has observed nothing yet, where just the sliding window was held."""
+        self.policy, self.merge = self.own
+        if self.policy.per_head:
+            self.positions = self.positions.expand(-1, self.store.layout[0], -1).clone()
+        self.state = {name: torch.zeros_like(self.positions, dtype=torch.float32) for name in self.state_names}
+
+    @property
+    def spare(self) -> int:
+        """Slots beyond the budget at rest: for the next tokens, and for those that may be taken back."""
+        return SPARE + self._rollback
+
     @property
     def _rollback(self) -> int:
-        return 0 if self.state_names or self.policy.statistics else self._limits.rollback
+        return 0 if self.state_names or self.policy.statistics else self.limits.rollback
 
     @property
     def state_names(self) -> tuple[str, ...]:
@@ -131,28 +146,28 @@ class LayerCache:
         """
         if self.is_empty:
             self.fit_to(sliding_window)
-        self._make_room(keys, values)
+        self.make_room(keys, values)
         positions = positions.expand(-1, self.positions.shape[1], -1)
         written = kernels.first_free(self.positions, keys.shape[2])
-        self._write(written, keys, values, positions, None)
+        self.write(written, keys, values, positions, None)
         self.most_held += int((positions >= 0).sum(-1).max())
         self.forget_records(0)
         return written
 
-    def _make_room(self, keys: NewKeys, values: NewValues) -> None:
+    def make_room(self, keys: NewKeys, values: NewValues) -> None:
         """Slots for the new tokens: allocate, grow, or pack once decode begins."""
         tokens = keys.shape[2]
         is_decode = tokens <= SPARE
         self.forget_records(self._rollback if is_decode else 0)
         wanted, needed = self.store.slots, self.most_held + tokens
-        if self.budget is not None:
-            room = SPARE + self._rollback if is_decode else max(tokens, self._limits.chunk, wanted - self.budget)
+        if self.budget is not None and not self.is_whole:
+            room = self.spare if is_decode else max(tokens, self.limits.chunk, wanted - self.budget)
             wanted = max(self.budget + room, needed)
         elif needed > wanted:
             grown = self.reserved if self.reserved >= needed else max(needed, wanted * 3 // 2)
             wanted = -(-grown // GROWTH) * GROWTH
         if self.is_empty:
-            self.store.allocate(keys, values, wanted, SPARE + self._limits.rollback)
+            self.store.allocate(keys, values, wanted, SPARE + self.limits.rollback)
             ranked = keys.shape[1] if self.policy.per_head else 1
             self.positions = torch.full((keys.shape[0], ranked, wanted), EMPTY, dtype=torch.int32, device=keys.device)
             self.state = {name: torch.zeros_like(self.positions, dtype=torch.float32) for name in self.state_names}
@@ -168,13 +183,13 @@ class LayerCache:
         self.positions = pad(self.positions.gather(-1, order), (0, slots - kept), value=EMPTY)
         self.state = {name: pad(tensor.gather(-1, order), (0, slots - kept)) for name, tensor in self.state.items()}
 
-    def _write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, ids: Tensor | None) -> None:
+    def write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, ids: Tensor | None) -> None:
         """Put the tokens into these slots; a padding token's slot stays free."""
         self.store.write(slots, keys, values, positions)
         self.positions.scatter_(-1, slots, positions.to(torch.int32))
         start_state(self.state, slots, ids)
 
-    def _attend(
+    def attend(
         self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None
     ) -> tuple[Attended, Mass | None]:
         tables, reading, tokens = None, None, queries.shape[2]
@@ -203,7 +218,7 @@ class LayerCache:
 
     def _visibility(self) -> Visibility:
         if self.policy.is_recency and self.budget is not None and self.merge is None and not self.is_whole_window:
-            return Visibility(self.sliding_window, self.budget - self._limits.sinks + 1, self._limits.sinks)
+            return Visibility(self.sliding_window, self.budget - self.limits.sinks + 1, self.limits.sinks)
         return Visibility(self.sliding_window)
 
     def _observe(self, record: Record) -> None:
@@ -211,11 +226,11 @@ class LayerCache:
         if record.mass is not None:
             seen = observation(record, self.policy.observed_queries)
             with policy_errors(self.policy, self.index):
-                self.policy.observe(self._slots(record.step), seen)
+                self.policy.observe(self.slots_at(record.step), seen)
 
     def _evict(self, record: Record) -> Record:
         """Free the lowest-ranked tokens over budget; returns the record with what was freed."""
-        if self.budget is None or self.most_held <= self.budget:
+        if self.budget is None or self.is_whole or self.most_held <= self.budget:
             return record
         evicted = self._lowest(record.step, self.store.slots - self.budget)
         before = self.positions.gather(-1, evicted)
@@ -226,24 +241,25 @@ class LayerCache:
         if self.merge is None:
             return record
         turns = Turns(self.rotary, record.step.end, evicted.device)
-        room = Room(self.store, self.positions, self.state, self.statistics, self._limits, self.sliding_window, turns)
+        room = Room(self.store, self.positions, self.state, self.statistics, self.limits, self.sliding_window, turns)
         return absorb(self.merge, room, record)
 
     def _lowest(self, step: Step, count: int) -> SlotIndex:
         """The slots that the policy ranks lowest; a whole window, just what the next token sees, protects none."""
-        score = scores_of(self.policy, self.index, self._slots(step))
-        sinks, window = (0, 0) if self.is_whole_window else (self._limits.sinks, self._limits.window)
+        score = scores_of(self.policy, self.index, self.slots_at(step))
+        sinks, window = (0, 0) if self.is_whole_window else (self.limits.sinks, self.limits.window)
         return kernels.lowest(score, self.positions, step.next_positions, sinks, window, self.sliding_window, count)
 
-    def _slots(self, step: Step) -> Slots:
+    def slots_at(self, step: Step) -> Slots:
+        """The layer as a policy sees it after `step`."""
         held, ends = (self.store, self.positions.clamp(min=EMPTY)), (step.next_positions, step.prompt_ends)
-        turns, limits = Turns(self.rotary, step.end, self.positions.device), (self._limits.sinks, self._limits.window)
+        turns, limits = Turns(self.rotary, step.end, self.positions.device), (self.limits.sinks, self.limits.window)
         return Slots(*held, self.state, *ends, turns.turned, turns.one, self.statistics, *limits)
 
     @property
     def is_lossless(self) -> bool:
         """Whether nothing but the tokens' own slots remembers that they were written."""
-        return not self.has_evicted and (self.budget is None or not (self.policy.state or self.policy.statistics))
+        return not self.has_evicted and not (self.policy.state or self.policy.statistics)
 
     def forget_records(self, tokens: int) -> None:
         """Keep only the newest records that hold `tokens` or fewer; free what the others reserved."""
@@ -263,25 +279,6 @@ class LayerCache:
         rows = slice(None) if row is None else slice(row, row + 1)
         self.positions[rows] = change(self.positions[rows]).to(torch.int32)
         self.most_held = int((self.positions >= 0).sum(-1).max())
-
-    def select_rows(self, rows: Tensor) -> None:
-        """Keep the batch rows at `rows`, which may repeat."""
-        if self.is_empty:
-            return
-        self.forget_records(0)
-        self.store.select_rows(rows)
-        self.positions = self.positions.index_select(0, rows)
-        self.state = {name: tensor.index_select(0, rows) for name, tensor in self.state.items()}
-        self.statistics = {name: tensor.index_select(0, rows) for name, tensor in self.statistics.items()}
-
-    def copy_row(self, source: int, target: int) -> None:
-        """Overwrite row `target` with row `source`."""
-        if self.is_empty:
-            return
-        self.forget_records(0)
-        self.store.copy_row(source, target)
-        for tensor in (self.positions, *self.state.values(), *self.statistics.values()):
-            tensor[target] = tensor[source]
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything allocated, by name."""

@@ -11,7 +11,7 @@ import hashlib
 import json
 import os
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -23,12 +23,14 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.cache import KVCache
+from windlass.compress import budgets_apart
 from windlass.errors import PromptCacheError, UsageError
 from windlass.fingerprint import fingerprint, raw_bytes
 from windlass.hf import seam_of
 from windlass.layer import LayerCache
 from windlass.low_bit import CENTRES, STORES
-from windlass.policies import NAMES, Policy
+from windlass.policies import Policy
+from windlass.policy_note import PolicyNote, note_of, policy_of
 from windlass.positions import MODES
 from windlass.reading import EMPTY
 from windlass.standing import Standing
@@ -36,7 +38,7 @@ from windlass.step import Limits, outlasting
 
 KIND = "windlass prompt cache"
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
-PLAIN_VERSION, STORE_VERSION, VERSION = 1, 2, 3
+PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, VERSION = 1, 2, 3, 4
 
 
 def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
@@ -55,13 +57,7 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     for row, ids in enumerate(cache.tokens or []):
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    document, version = asdict(_contents(cache, model)), VERSION
-    if cache.merge is None:
-        version = STORE_VERSION
-        del document["merge"]
-        if cache.store.name == "plain":
-            version = PLAIN_VERSION
-            del document["store"]
+    document, version = _document(_contents(cache, model))
     contents = json.dumps(document)
     checksum = _checksum(contents, tensors)
     _write(Path(path), tensors, {"kind": KIND, "version": str(version), "checksum": checksum, "contents": contents})
@@ -88,7 +84,7 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
     cache = KVCache(
         model,
         budget=limits.budget,
-        policy=_policy(path, contents.policy, policy),
+        policy=policy_of(path, contents.policy, policy),
         sinks=limits.sinks,
         window=limits.window,
         chunk=limits.chunk,
@@ -106,6 +102,8 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
                 for name, tensor in tensors.items()
                 if name.startswith(start)
             }
+            if note.budget is not None:
+                layer.limit_to(note.budget)
             layer.restore(held, note.sliding_window, note.has_evicted)
     tokens = [tensors[f"tokens.{row}"].tolist() for row in range(contents.batch)] if contents.has_tokens else None
     cache.standing = replace(contents.standing, tokens=tokens)
@@ -113,20 +111,12 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
 
 
 @dataclass(frozen=True)
-class _PolicyNote:
-    """A policy by its name in `NAMES` (None: it came from elsewhere) and its fields."""
-
-    name: str | None
-    fields: dict[str, float | int | bool | None]
-    label: str
-
-
-@dataclass(frozen=True)
 class _LayerNote:
-    """What a layer knows beside its tensors."""
+    """What a layer knows beside its tensors; `budget` only where it is not what the policy gives it at the start."""
 
     sliding_window: int | None
     has_evicted: bool
+    budget: int | None = None
 
 
 @dataclass(frozen=True)
@@ -139,7 +129,7 @@ class _Contents:
     batch: int
     positions: str
     limits: Limits
-    policy: _PolicyNote
+    policy: PolicyNote
     standing: Standing
     has_tokens: bool
     layers: list[_LayerNote | None]
@@ -161,21 +151,39 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
         batch=cache.batch_size,
         positions=str(cache.positions),
         limits=cache.limits,
-        policy=_policy_note(cache.policy),
+        policy=note_of(cache.policy),
         standing=standing,
         has_tokens=cache.tokens is not None,
         layers=[
-            None if layer.is_empty else _LayerNote(layer.sliding_window, layer.has_evicted) for layer in cache.layers
+            None if layer.is_empty else _LayerNote(layer.sliding_window, layer.has_evicted, budget)
+            for layer, budget in zip(cache.layers, budgets_apart(cache), strict=True)
         ],
         store=cache.store.name,
         merge=None if cache.merge is None else str(cache.merge),
     )
 
 
+def _document(contents: _Contents) -> tuple[dict[str, Any], int]:
+    """What goes into the file, and the oldest format version that can say it."""
+    document = asdict(contents)
+    if any(note is not None and note.budget is not None for note in contents.layers):
+        return document, VERSION
+    for note in document["layers"]:
+        if note is not None:
+            del note["budget"]
+    if contents.merge is not None:
+        return document, MERGE_VERSION
+    del document["merge"]
+    if contents.store != "plain":
+        return document, STORE_VERSION
+    del document["store"]
+    return document, PLAIN_VERSION
+
+
 def _parsed(text: str) -> _Contents:
     document: dict[str, Any] = json.loads(text)
     document["limits"] = Limits(**document["limits"])
-    document["policy"] = _PolicyNote(**document["policy"])
+    document["policy"] = PolicyNote(**document["policy"])
     document["standing"] = Standing(**document["standing"])
     document["layers"] = [None if note is None else _LayerNote(**note) for note in document["layers"]]
     return _Contents(**document)
@@ -261,30 +269,6 @@ def _check_model(path: Path, contents: _Contents, model: PreTrainedModel) -> Non
         raise PromptCacheError(f"{path} was made in {contents.dtype}, this model is in {_dtype(model)}; {way_out}")
     if contents.fingerprint != fingerprint(model):
         raise PromptCacheError(f"{path} was made by another {ours}: config or weights differ; {way_out}")
-
-
-def _policy_note(policy: Policy) -> _PolicyNote:
-    name = next((name for name, kind in NAMES.items() if type(policy) is kind), None)
-    numbers = {} if name is None else {field.name: getattr(policy, field.name) for field in fields(policy)}  # type: ignore[arg-type]  # our own policies are dataclasses
-    return _PolicyNote(name, numbers, repr(policy))
-
-
-def _policy(path: Path, note: _PolicyNote, given: Policy | None) -> Policy:
-    """The policy of a file: rebuilt from its name and fields, or the one `given`, if it is the same."""
-    if given is not None:
-        if _policy_note(given) != note:
-            raise PromptCacheError(
-                f"{path} was made with the policy {note.label}, not with {given!r}; give that one, or leave it out"
-            )
-        return given
-    if note.name is None:
-        raise PromptCacheError(
-            f"{path} was made with the policy {note.label}, which is not one of windlass' own; "
-            "give it: load(path, model, policy=...)"
-        )
-    if note.name not in NAMES:
-        raise PromptCacheError(f"{path} was made with the policy {note.name}, which this windlass lacks; upgrade it")
-    return NAMES[note.name](**note.fields)
 
 
 def _checksum(contents: str, tensors: dict[str, Tensor]) -> str:

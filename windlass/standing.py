@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from windlass.errors import UsageError
-from windlass.shapes import QueryPositions, TokenIds
+from windlass.reading import EMPTY
+from windlass.shapes import QueryPositions, TokenIds, TokenMask
 from windlass.step import Step
 
 
@@ -37,7 +38,20 @@ class Standing:
         """Per row, one past the last position that came in a step of several tokens."""
         return [spans[-1][1] if spans else 0 for spans in self.prompts]
 
-    def step(self, positions: QueryPositions, lengths: Sequence[int], ids: TokenIds | None = None) -> Step:
+    def columns(self, tokens: int, mask: TokenMask | None, device: torch.device) -> tuple[QueryPositions, list[int]]:
+        """Positions of the next columns, EMPTY where `mask` has padding, and how many tokens each row gets."""
+        starts = torch.tensor(self.next_positions, device=device)[:, None]
+        if mask is None:
+            return starts + torch.arange(tokens, device=device), [tokens] * len(starts)
+        return (starts + mask.long().cumsum(-1) - 1).where(mask, EMPTY), mask.sum(-1).tolist()
+
+    def step(
+        self,
+        positions: QueryPositions,
+        lengths: Sequence[int],
+        ids: TokenIds | None = None,
+        is_reread: bool = False,
+    ) -> Step:
         """A step of `lengths` tokens per row from here."""
         ends = [at + n for at, n in zip(self.next_positions, lengths, strict=True)]
         prompt_ends = self.prompt_ends
@@ -45,7 +59,7 @@ class Standing:
             prompt_ends = [new if n else old for new, old, n in zip(ends, prompt_ends, lengths, strict=True)]
         device = positions.device
         next_positions, prompts = torch.tensor(ends, device=device), torch.tensor(prompt_ends, device=device)
-        return Step(positions, tuple(lengths), next_positions, prompts, max(ends), ids)
+        return Step(positions, tuple(lengths), next_positions, prompts, max(ends), ids, is_reread)
 
     def advance(self, step: Step) -> None:
         """The step has completed."""

@@ -57,7 +57,8 @@ class Step:
     """One forward pass, as every layer sees it.
 
     `positions` are those of the step's tokens, EMPTY where padding, and `ids` their ids, if known. `lengths`
-    counts the real ones per row, `next_positions` and `end` tell where the rows go on after the step.
+    counts the real ones per row, `next_positions` and `end` tell where the rows go on after the step. A step
+    that `is_reread` shows a text to the policy for a second time and leaves nothing behind.
     """
 
     positions: Tensor  # (batch, tokens) int32
@@ -66,6 +67,7 @@ class Step:
     prompt_ends: RowCounts
     end: int
     ids: TokenIds | None = None
+    is_reread: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from windlass.layer import LayerCache
 from windlass.policies import Observation, Policy, Slots
 from windlass.positions import Original
 from windlass.reading import EMPTY
+from windlass.reread import reread
 from windlass.shapes import PerSlot, Scores
 from windlass.step import AttentionCall, Limits, Step
 from windlass.store import Plain
@@ -152,6 +153,10 @@ def check_policy(policy: Policy) -> None:
             for heads, width in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
         )
         layer.step(queries, keys, values, step, Original(), AttentionCall(scale=HEAD_DIM**-0.5))
+        if policy.repeat:
+            later = positions.where(positions < 0, positions + tokens)
+            again = replace(step, positions=later, end=step.end + tokens, is_reread=True)
+            reread(layer, queries, keys, values, again, Original(), AttentionCall(scale=HEAD_DIM**-0.5))
 
 
 def _check_declaration(policy: Policy) -> None:
@@ -186,7 +191,7 @@ class _Checked(Policy):
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         # The declarations are the other's, so that the cache treats it as it would treat that one.
-        for name in ("state", "statistics", "per_head", "is_recency", "observed_queries"):
+        for name in ("state", "statistics", "per_head", "is_recency", "observed_queries", "repeat"):
             setattr(self, name, getattr(policy, name))
 
     def __repr__(self) -> str:

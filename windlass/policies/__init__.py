@@ -1,11 +1,13 @@
 """Which tokens to keep: one method a file, all named in `NAMES`."""
 
+from windlass.policies.allotments import Composite, Pyramid
 from windlass.policies.base import Observation, Policy, Slots
 from windlass.policies.expected_attention import ExpectedAttention
 from windlass.policies.h2o import H2O
 from windlass.policies.in_groups import InGroups
 from windlass.policies.key_diff import KeyDiff
 from windlass.policies.key_norm import KeyNorm
+from windlass.policies.kvzip import KVzip
 from windlass.policies.lag_kv import LagKV
 from windlass.policies.leverage import Leverage
 from windlass.policies.pairs import Pairs
@@ -30,6 +32,7 @@ NAMES: dict[str, type[Policy]] = {
     "r_kv": RKV,
     "expected_attention": ExpectedAttention,
     "tri_attention": TriAttention,
+    "kvzip": KVzip,
 }
 
 __all__ = [
@@ -38,16 +41,19 @@ __all__ = [
     "RKV",
     "TOVA",
     "ByValueNorm",
+    "Composite",
     "ExpectedAttention",
     "InChunks",
     "InGroups",
     "KeyDiff",
+    "KVzip",
     "KeyNorm",
     "LagKV",
     "Leverage",
     "Observation",
     "Pairs",
     "Policy",
+    "Pyramid",
     "Random",
     "Recent",
     "SnapKV",

@@ -125,6 +125,16 @@ class Policy(ABC):
     """Whether sinks plus the newest tokens are kept, always. Then attention is masked to just
     those, so that no result depends on the size of a chunk."""
 
+    is_one_shot: ClassVar[bool] = False
+    """Whether `engine.prefill` holds a first text whole, and cuts it to the budget once it was read."""
+
+    shares_budget: ClassVar[bool] = False
+    """Whether such a cut ranks the tokens of all layers together, so that each gets a budget of its own."""
+
+    repeat: int = 0
+    """How many tokens of a first text `engine.prefill` reads a second time at once, after the whole of it; 0: none.
+    They are observed, and forgotten again. Only if `is_one_shot`."""
+
     observed_queries: int | None = 0
     """How many of a step's last queries are observed; 0: none (fast), None: all."""
 
@@ -134,6 +144,10 @@ class Policy(ABC):
     @abstractmethod
     def score(self, slots: Slots) -> Scores:
         """The rank of every slot; called only when a layer is over budget."""
+
+    def budgets(self, budget: int, layers: int, least: int) -> list[int]:
+        """What each layer keeps, from the bottom up: `budget` on average, and no layer below `least`."""
+        return [budget] * layers
 
     def observe(self, slots: Slots, seen: Observation) -> None:  # noqa: B027  # most policies observe nothing
         """Update `slots.state` and `slots.statistics` from what the step attended to."""

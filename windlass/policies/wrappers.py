@@ -23,12 +23,15 @@ class Wrapper(Policy, ABC):
     policy: Policy
 
     def __post_init__(self) -> None:
-        for name in ("state", "statistics", "per_head", "observed_queries"):
+        for name in ("state", "statistics", "per_head", "observed_queries", "is_one_shot", "shares_budget", "repeat"):
             # Declared per class elsewhere; here it depends on what is wrapped.
             object.__setattr__(self, name, getattr(self.policy, name))
 
     def check(self, model: PreTrainedModel) -> None:
         self.policy.check(model)
+
+    def budgets(self, budget: int, layers: int, least: int) -> list[int]:
+        return self.policy.budgets(budget, layers, least)
 
     def observe(self, slots: Slots, seen: Observation) -> None:
         self.policy.observe(slots, seen)
