@@ -20,7 +20,7 @@ class Pyramid(Wrapper):
     the bottom.
     """
 
-    beta: float = 20
+    beta: int | float = 20
 
     def __post_init__(self) -> None:
         super().__post_init__()
