@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from windlass.policies import RKV as RKV
     from windlass.policies import TOVA as TOVA
     from windlass.policies import ByValueNorm as ByValueNorm
+    from windlass.policies import Compactor as Compactor
     from windlass.policies import Composite as Composite
     from windlass.policies import ExpectedAttention as ExpectedAttention
     from windlass.policies import InChunks as InChunks
@@ -66,7 +67,7 @@ _HOMES = {
     "policies": (
         *("ByValueNorm", "ExpectedAttention", "H2O", "InChunks", "InGroups", "KeyDiff", "KeyNorm", "LagKV", "Leverage"),
         *("Composite", "KVzip", "Pairs", "Policy", "Pyramid", "RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA"),
-        "TriAttention",
+        *("TriAttention", "Compactor"),
     ),
     "positions": ("Clamp", "Compact", "Original", "SelfExtend"),
     "result": ("Result",),

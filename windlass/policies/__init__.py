@@ -2,6 +2,7 @@
 
 from windlass.policies.allotments import Composite, Pyramid
 from windlass.policies.base import Observation, Policy, Slots
+from windlass.policies.compactor import Compactor
 from windlass.policies.expected_attention import ExpectedAttention
 from windlass.policies.h2o import H2O
 from windlass.policies.in_groups import InGroups
@@ -29,6 +30,7 @@ NAMES: dict[str, type[Policy]] = {
     "key_diff": KeyDiff,
     "lag_kv": LagKV,
     "leverage": Leverage,
+    "compactor": Compactor,
     "r_kv": RKV,
     "expected_attention": ExpectedAttention,
     "tri_attention": TriAttention,
@@ -41,6 +43,7 @@ __all__ = [
     "RKV",
     "TOVA",
     "ByValueNorm",
+    "Compactor",
     "Composite",
     "ExpectedAttention",
     "InChunks",
