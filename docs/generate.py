@@ -4,6 +4,7 @@ import inspect
 from pathlib import Path
 
 from windlass.policies import NAMES, Policy, base
+from windlass.policies.catalogue import made_by_default
 
 DOCS = Path(__file__).parent
 
@@ -21,21 +22,23 @@ def catalogue() -> str:
         "Every policy works with any budget, sinks, window, chunk and position mode. The names are for `--policy`,\n"
         "the classes are in `windlass`. From the docstrings; `python docs/generate.py` writes this page."
     )
-    return "\n\n".join([f"# Policies\n\n{intro}", *(_entry(name, kind) for name, kind in NAMES.items())]) + "\n"
+    return "\n\n".join([f"# Policies\n\n{intro}", *(_entry(*each) for each in made_by_default().items())]) + "\n"
 
 
-def _entry(name: str, kind: type[Policy]) -> str:
+def _entry(name: str, made: Policy) -> str:
+    kind = type(made)
     file = Path(inspect.getfile(kind)).name
-    made = kind()
     ranks = "each kv head by itself" if made.per_head else "all heads of a row alike"
     wanted = made.observed_queries
     counts = {None: "every query", 0: "no attention", 1: "the last query of a step"}
     sees = counts.get(wanted, f"the last {wanted} queries of a step")
     text = inspect.cleandoc(kind.__doc__ or "").replace("\nDiffers:", "  \nDiffers:")
-    return (
-        f"## `{name}`: [`{made!r}`](../windlass/policies/{file})\n\n{text}\n\n"
-        f"Ranks {ranks}; observes {sees}; state per slot: {', '.join(made.state) or 'none'}."
-    )
+    entry = f"## `{name}`: [`{made!r}`](../windlass/policies/{file})\n\n{text}"
+    if name not in NAMES:
+        return f"{entry}\n\nGoes around any other: `{name}(snapkv)`, `{name}(snapkv(pool=7))`."
+    if made.repeat:
+        sees = f"the text a second time, {made.repeat} tokens at once"
+    return f"{entry}\n\nRanks {ranks}; observes {sees}; state per slot: {', '.join(made.state) or 'none'}."
 
 
 def main() -> None:

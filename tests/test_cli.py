@@ -15,7 +15,7 @@ import windlass
 from windlass.chat import Turns
 from windlass.cli import main
 from windlass.open_model import open_model
-from windlass.policies import NAMES
+from windlass.policies import NAMES, WRAPPERS, KeyDiff
 
 MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
 PROMPT = "He was sitting in the boat, and the river was quiet. She said"
@@ -167,10 +167,12 @@ def test_what_contradicts_a_prompt_cache_is_refused(
 def test_policies_lists_every_policy(run: Callable[..., Ran]):
     ran = run("policies")
     entries = json.loads(run("policies", "--json").out)["policies"]
-    assert [entry["name"] for entry in entries] == list(NAMES)
-    for entry, (name, policy) in zip(entries, NAMES.items(), strict=True):
-        assert entry["made"] == repr(policy())
-        first, source = f"{name:20}{policy()!r}\n{'':20}{entry['keeps']}\n", f"{'':20}Source: {entry['source']}\n"
+    all_policies = [*NAMES.items(), *((name, lambda kind=kind: kind(KeyDiff())) for name, kind in WRAPPERS.items())]
+    assert [entry["name"] for entry in entries] == [name for name, _ in all_policies]
+    for entry, (name, make) in zip(entries, all_policies, strict=True):
+        policy = make()
+        assert entry["made"] == repr(policy)
+        first, source = f"{name:20}{policy!r}\n{'':20}{entry['keeps']}\n", f"{'':20}Source: {entry['source']}\n"
         assert first + source in ran.out
         doc = " ".join((policy.__doc__ or "").split())
         assert doc.startswith(entry["keeps"])

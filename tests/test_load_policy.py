@@ -6,7 +6,19 @@ from pathlib import Path
 import pytest
 
 from windlass.errors import PolicyError
-from windlass.policies import H2O, NAMES, KeyDiff, Policy, Random, SnapKV
+from windlass.policies import (
+    H2O,
+    NAMES,
+    ByValueNorm,
+    Composite,
+    InChunks,
+    KeyDiff,
+    Policy,
+    Pyramid,
+    Random,
+    Smoothed,
+    SnapKV,
+)
 from windlass.policies.load import load_policy
 
 FILE = '''
@@ -54,6 +66,9 @@ def test_names_ignore_case_and_marks(name: str):
         ("snapkv( 8 )", SnapKV(8)),
         ("random(False, seed=-3)", Random(False, -3)),
         ("h2o()", H2O()),
+        ("pyramid(snapkv)", Pyramid(SnapKV())),
+        ("Pyramid(SnapKV(pool=7), beta=2.5)", Pyramid(SnapKV(pool=7), 2.5)),
+        ("inchunks(size=4, policy=smoothed(ByValueNorm(h2o())))", InChunks(Smoothed(ByValueNorm(H2O())), 4)),
     ],
 )
 def test_arguments_are_literals(spec: str, policy: Policy):
@@ -61,7 +76,7 @@ def test_arguments_are_literals(spec: str, policy: Policy):
 
 
 def test_the_repr_of_a_policy_loads_it():
-    for policy in (SnapKV(4, 3), Random(True, 5), KeyDiff()):
+    for policy in (SnapKV(4, 3), Random(True, 5), KeyDiff(), Composite(Smoothed(SnapKV(4, 3), 0.5))):
         assert load_policy(repr(policy)) == policy
 
 
@@ -82,13 +97,18 @@ def test_a_path_may_hold_any_sign(tmp_path: Path):
 @pytest.mark.parametrize(
     ("spec", "says"),
     [
-        ("", "policy '' cannot be read; use a name, Name(argument=number) or path/to/file.py:Class"),
+        ("", "policy '' cannot be read; use a name, Name(argument=number), Wrapper(name) or path/to/file.py:Class"),
         ("snapkv(pool=3", "policy 'snapkv(pool=3' cannot be read"),
         ("snapkv(**{})", "policy 'snapkv(**{})' cannot be read"),
         ("a.b(1)", "policy 'a.b(1)' cannot be read"),
         ("snapkv(pool=4)", "SnapKV: pool must be an odd number of at least 1, got 4"),
         ("snapkv(pol=5)", "got an unexpected keyword argument 'pol'; it takes snapkv(observed_queries: int = 32"),
         ("h2o(1)", "policy 'h2o(1)' cannot be made"),
+        ("pyramid", "argument: 'policy'; it takes pyramid("),
+        ("pyramid(snapvk)", "policy 'snapvk' is unknown; did you mean snapkv?"),
+        ("pyramid(snapkv(pool=4))", "SnapKV: pool must be an odd number of at least 1, got 4"),
+        ("pyramid(snapkv(**{}))", "policy 'pyramid(snapkv(**{}))' cannot be read"),
+        ("smoothed(smoothed(h2o))", "is smoothed already; wrap the policy inside"),
         ("snapkv(pool='x')", "'x' is not a plain number"),
         ("snapkv(__import__('os').getpid())", "\"__import__('os').getpid()\" is not a plain number"),
         ("{file}:Policy", "policy '{file}:Policy' cannot be made: Can't instantiate abstract class"),

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
@@ -72,10 +71,8 @@ class KVCache(TransformersCache):
         self.store = store_of(store)
         self.merge = checked_merge(merge, budget, self.store)
         self._positions = readable(self.merge, positions)
-        self._seam = seam
+        self._seam, self._batch, self.device = seam, batch, model.device
         self.config = model.config.get_text_config()
-        self._batch = batch
-        self.device = model.device
         self._pending: Step | None = None
         if self.store.needs_centres and seam.centres is None:
             seam.centres = calibrate.key_centres(model, KVCache(model, batch=calibrate.ROWS))
@@ -194,13 +191,11 @@ class KVCache(TransformersCache):
             self.standing.advance(pending)
 
     def compress(self, budget: int, window: int | None = None) -> None:
-        """Keep `budget` tokens a layer from now on: what each layer's policy ranks lowest goes, its memory too.
+        """Keep `budget` tokens a layer from now on; the others go at once, their memory too, and can't be taken back.
 
-        A cache may so hold a whole text first, and be cut once. `window` is as in `KVCache`; None takes what the
-        cache was made with. A sliding-window layer that held its whole window, but for less than `budget`, keeps the
-        newest of it, if its policy keeps state: it has none of these. What came before can't be taken back.
-
-        Raises: UsageError for limits that cannot be honoured, or a budget above the present one; nothing is changed.
+        `window`: None takes what the cache was made with. A sliding window that no longer fits keeps its newest
+        tokens, if the policy keeps state: it had none there. Raises: UsageError for limits that cannot be honoured,
+        or a budget above the present one; nothing is changed.
         """
         compress(self, budget, window)
 

@@ -14,7 +14,14 @@ def list_of(option: str, typed: str, make: Callable[[str], Value]) -> list[Value
 
     Raises: UsageError, beginning with `option`, for an empty part; and whatever `make` raises.
     """
-    parts = [part.strip() for part in re.split(r",(?![^()]*\))", typed)]
+    parts, depth = [""], 0
+    for sign in typed:
+        depth += (sign == "(") - (sign == ")")
+        if sign == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += sign
+    parts = [part.strip() for part in parts]
     if not all(parts):
         raise UsageError(f"{option} {typed!r} has an empty value; put one comma between two values")
     return [make(part) for part in parts]

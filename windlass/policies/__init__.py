@@ -1,4 +1,4 @@
-"""Which tokens to keep: one method a file, all named in `NAMES`."""
+"""Which tokens to keep: one method a file, all named in `NAMES`; and what goes around one, in `WRAPPERS`."""
 
 from windlass.policies.allotments import Composite, Pyramid
 from windlass.policies.base import Observation, Policy, Slots
@@ -18,7 +18,7 @@ from windlass.policies.recent import Recent
 from windlass.policies.snapkv import SnapKV
 from windlass.policies.tova import TOVA
 from windlass.policies.tri_attention import TriAttention
-from windlass.policies.wrappers import ByValueNorm, InChunks, Smoothed
+from windlass.policies.wrappers import ByValueNorm, InChunks, Smoothed, Wrapper
 
 NAMES: dict[str, type[Policy]] = {
     "recent": Recent,
@@ -37,11 +37,21 @@ NAMES: dict[str, type[Policy]] = {
     "kvzip": KVzip,
 }
 
+WRAPPERS: dict[str, type[Wrapper]] = {
+    "by_value_norm": ByValueNorm,
+    "smoothed": Smoothed,
+    "in_chunks": InChunks,
+    "in_groups": InGroups,
+    "pyramid": Pyramid,
+    "composite": Composite,
+}
+
 __all__ = [
     "H2O",
     "NAMES",
     "RKV",
     "TOVA",
+    "WRAPPERS",
     "ByValueNorm",
     "Compactor",
     "Composite",
@@ -63,4 +73,5 @@ __all__ = [
     "Slots",
     "Smoothed",
     "TriAttention",
+    "Wrapper",
 ]

@@ -12,7 +12,8 @@ You may rely on:
 4. The first `sinks` positions and the last `window` tokens are never evicted, whatever you return.
 5. Every kv head of a row holds the same number of tokens, perhaps different ones.
 6. `seen.mass` is attention probability summed over the observed queries and over the query heads
-   that share a kv head; it is 0 in free slots. A finished row observes nothing.
+   that share a kv head; it is 0 in free slots. A finished row observes nothing. In a second reading
+   (`repeat`) it is the largest that one query head of one query gave.
 7. `slots.statistics` is yours: what `observe` put there under the names that you declare in
    `statistics`, such as a mean over all queries so far. Empty before that. It is rolled back, saved
    and copied with its row, and its bytes are counted.

@@ -2,19 +2,25 @@
 
 import inspect
 
-from windlass.policies import NAMES
+from windlass.policies import NAMES, WRAPPERS, KeyDiff, Policy
+
+
+def made_by_default() -> dict[str, Policy]:
+    """One of each policy by its name; what goes around another one, around `KeyDiff`."""
+    around = {name: kind(KeyDiff()) for name, kind in WRAPPERS.items()}
+    return {name: kind() for name, kind in NAMES.items()} | around
 
 
 def catalogue() -> list[dict[str, str]]:
     """Per policy: `name`, how it is `made` by default, what it `keeps`, and its `source`."""
     entries = []
-    for name, policy in NAMES.items():
+    for name, policy in made_by_default().items():
         paragraphs = inspect.cleandoc(policy.__doc__ or "").split("\n\n")
         notes = " ".join(paragraphs[-1].split())
         entries.append(
             {
                 "name": name,
-                "made": repr(policy()),
+                "made": repr(policy),
                 "keeps": " ".join(paragraphs[0].split()),
                 "source": notes.partition("Source: ")[2].partition(" Differs:")[0],
             }

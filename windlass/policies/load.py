@@ -6,21 +6,23 @@ import re
 from dataclasses import dataclass
 
 from windlass.errors import PolicyError
-from windlass.policies import NAMES, Pairs, Policy
+from windlass.policies import NAMES, WRAPPERS, Pairs, Policy
 from windlass.user_file import Kind
 
-Number = bool | int | float | None
-FORMS = "use a name, Name(argument=number) or path/to/file.py:Class"
+Value = bool | int | float | Policy | None
+KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS}
+FORMS = "use a name, Name(argument=number), Wrapper(name) or path/to/file.py:Class"
 POLICIES = Kind("policy", "policies", Policy, "windlass.Policy", PolicyError)
 
 PAIRS = re.compile(r"\s*pairs\s*(\(\s*(table\s*=\s*)?(?P<mark>['\"]?)(?P<file>.*?)(?P=mark)\s*\))?\s*", re.I | re.S)
 
 
 def load_policy(spec: str) -> Policy:
-    """The policy that `spec` names: `"snapkv"`, `"SnapKV(pool=7)"`, `"Pairs(pairs.json)"` or `"path/to/file.py:Class"`.
+    """The policy that `spec` names: `"snapkv"`, `"pyramid(SnapKV(pool=7))"`, `"Pairs(pairs.json)"`, `"file.py:Class"`.
 
-    Names ignore case, `_` and `-`. Arguments are plain numbers; `Pairs` takes a file. Code of a file is
-    run, once, and what comes from outside (a file, or arguments) goes through `windlass.testing.check_policy`.
+    Names ignore case, `_` and `-`. Arguments are plain numbers, or one of our policies; `Pairs` takes a
+    file. Code of a file is run, once, and what comes from outside (a file, or arguments) goes through
+    `windlass.testing.check_policy`.
 
     Raises: PolicyError for what cannot be found, made, or breaks the contract.
     """
@@ -31,9 +33,7 @@ def load_policy(spec: str) -> Policy:
         return Pairs(with_file["file"])
     path, text = POLICIES.split(spec)
     call = _call_of(spec, text)
-    make: type[Policy]
-    make = NAMES[POLICIES.name_of(call.name, NAMES)] if path is None else POLICIES.class_in(path, call.name)
-    policy = _made(make, spec, call)
+    policy = _named(spec, call) if path is None else _made(POLICIES.class_in(path, call.name), spec, call)
     if path is not None or call.has_arguments:
         # Imported here because `windlass.testing` imports the policies itself.
         from windlass.testing import check_policy
@@ -45,8 +45,8 @@ def load_policy(spec: str) -> Policy:
 @dataclass(frozen=True)
 class _Call:
     name: str
-    arguments: list[Number]
-    options: dict[str, Number]
+    arguments: list[Value]
+    options: dict[str, Value]
 
     @property
     def has_arguments(self) -> bool:
@@ -63,15 +63,24 @@ def _call_of(spec: str, text: str) -> _Call:
         raise wrong from None
     if not isinstance(tree, ast.Call) or not isinstance(tree.func, ast.Name):
         raise wrong
-    options: dict[str, Number] = {}
+    return _call_at(spec, tree.func.id, tree)
+
+
+def _call_at(spec: str, name: str, tree: ast.Call) -> _Call:
+    options: dict[str, Value] = {}
     for keyword in tree.keywords:
         if keyword.arg is None:
-            raise wrong
-        options[keyword.arg] = _number(spec, keyword.value)
-    return _Call(tree.func.id, [_number(spec, node) for node in tree.args], options)
+            raise PolicyError(f"policy {spec!r} cannot be read; {FORMS}")
+        options[keyword.arg] = _value(spec, keyword.value)
+    return _Call(name, [_value(spec, node) for node in tree.args], options)
 
 
-def _number(spec: str, node: ast.expr) -> Number:
+def _value(spec: str, node: ast.expr) -> Value:
+    """A number, or a policy inside another one."""
+    if isinstance(node, ast.Name):
+        return _named(spec, _Call(node.id, [], {}))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+        return _named(spec, _call_at(spec, node.func.id, node))
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, RecursionError):
@@ -79,6 +88,10 @@ def _number(spec: str, node: ast.expr) -> Number:
     if value is None or isinstance(value, bool | int | float):
         return value
     raise PolicyError(f"policy {spec!r}: {value!r} is not a plain number; a policy takes numbers, True, False or None")
+
+
+def _named(spec: str, call: _Call) -> Policy:
+    return _made(KNOWN[POLICIES.name_of(call.name, KNOWN)], spec, call)
 
 
 def _made(make: type[Policy], spec: str, call: _Call) -> Policy:

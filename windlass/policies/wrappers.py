@@ -1,7 +1,4 @@
-"""Policies that change how another policy ranks; it keeps its state and observes what it observed.
-
-They are made in Python only, `Smoothed(SnapKV())`: the command line takes policies of plain numbers.
-"""
+"""Policies that change how another policy ranks; it keeps its state and observes what it observed."""
 
 from abc import ABC
 from dataclasses import dataclass
@@ -23,6 +20,8 @@ class Wrapper(Policy, ABC):
     policy: Policy
 
     def __post_init__(self) -> None:
+        if not isinstance(self.policy, Policy):
+            raise PolicyError(f"{type(self).__name__}: policy must be another policy, got {self.policy!r}")
         for name in ("state", "statistics", "per_head", "observed_queries", "is_one_shot", "shares_budget", "repeat"):
             # Declared per class elsewhere; here it depends on what is wrapped.
             object.__setattr__(self, name, getattr(self.policy, name))
