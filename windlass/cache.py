@@ -193,9 +193,8 @@ class KVCache(TransformersCache):
     def compress(self, budget: int, window: int | None = None) -> None:
         """Keep `budget` tokens a layer from now on; the others go at once, their memory too, and can't be taken back.
 
-        `window`: None takes what the cache was made with. A sliding window that no longer fits keeps its newest
-        tokens, if the policy keeps state: it had none there. Raises: UsageError for limits that cannot be honoured,
-        or a budget above the present one; nothing is changed.
+        `window`: None takes what the cache was made with. A sliding window that no longer fits keeps its newest, if
+        the policy keeps state. Raises: UsageError for what cannot be honoured, or a higher budget; nothing is changed.
         """
         compress(self, budget, window)
 
