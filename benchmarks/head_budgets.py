@@ -26,12 +26,10 @@ from windlass.compress import shared_budgets
 from windlass.demo import MODEL
 from windlass.evals.fit import fit
 from windlass.evals.load import load_task
-from windlass.hf import forward
 from windlass.open_model import open_model
 from windlass.policies.base import scores_of
 from windlass.policies.load import load_policy
 from windlass.report.summaries import wilson
-from windlass.reread import rereading
 from windlass.step import Limits, checked_limits
 from windlass.text import encode
 
@@ -42,10 +40,6 @@ FLOOR = 0.2  # of the mean budget, which each head of a layer is sure of
 def scores(model: PreTrainedModel, cache: KVCache, ids: list[int]) -> list[Tensor]:
     """Read a text into an empty cache without budget; per layer the rank (heads, tokens) of each of its tokens."""
     engine.prefill(model, cache, [ids])
-    repeat = cache.policy.repeat
-    for start in range(0, len(ids) if repeat else 0, repeat or 1):
-        with rereading(cache), torch.no_grad():
-            forward(model, torch.tensor([ids[start : start + repeat]]), None, cache, [])
     here = cache.standing.step(torch.empty(1, 0, dtype=torch.long), [0])
     ranks = []
     for layer in cache.layers:

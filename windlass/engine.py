@@ -6,6 +6,7 @@ every token that was given out, so that the next call goes on from there.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from torch import Tensor
@@ -36,16 +37,16 @@ def prefill(
     length. `progress` is called with (tokens done, tokens of the longest prompt) after each chunk.
 
     A policy that `is_one_shot` has prompts to an empty cache held whole, read a second time if it wants
-    to `repeat` them, and then cut to the budget; after an interrupt, too.
+    to `repeat` them, and then cut to the budget, if there is one; after an interrupt, too.
 
     Raises: UsageError for an empty prompt, ids outside the vocabulary, or another number of rows;
     nothing is then written.
     """
     _check_prompts(model, cache, prompts)
     policy = cache.policy
-    if cache.budget is None or not policy.is_one_shot or any(cache.tokens_seen):
+    if not policy.is_one_shot or any(cache.tokens_seen):
         return _read(model, cache, prompts, progress)
-    with held_whole(cache):
+    with nullcontext() if cache.budget is None else held_whole(cache):
         if not policy.repeat:
             return _read(model, cache, prompts, progress)
         read, again = _halves(progress)
