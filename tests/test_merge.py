@@ -311,13 +311,15 @@ def test_a_token_too_unlike_its_cell_is_let_go(attached_model: Models, target: s
     assert float((room.state["merged"] - step["merged"]).sum()) == kept[0]
 
 
-def test_equal_keys_join_the_newer_cell(attached_model: Models) -> None:
-    rotary, step = rotary_of(attached_model("llama")), random_step(1, 2)
+def test_of_equal_keys_the_newer_cell_takes_a_token(attached_model: Models) -> None:
+    rotary, step, chosen = rotary_of(attached_model("llama")), random_step(1, 2), []
     step["keys"] = step["keys"][:, :, :1].expand_as(step["keys"]).clone()
+    for row in range(2):
+        places = step["positions"][row, 0].tolist()
+        cells = sorted((at, slot) for slot, at in enumerate(places) if SINKS <= at < ENDS[row] - WINDOW)
+        step["keys"][row, :, cells[-1][1]] *= -1  # the newest of all is unlike them
+        chosen.append(cells[-2][1])
     room = room_of(step, rotary)
     absorb(MeanCount(), room, record_of(step))
     changed = room.state["merged"] != step["merged"]
-    assert changed.sum(-1).tolist() == [[1], [1]]
-    for row in range(2):
-        places = step["positions"][row, 0]
-        assert int(places[changed[row, 0]]) == max(int(p) for p in places if SINKS <= p < ENDS[row] - WINDOW)
+    assert changed.nonzero().tolist() == [[row, 0, slot] for row, slot in enumerate(chosen)]
