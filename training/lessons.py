@@ -1,0 +1,207 @@
+"""What there is to learn: novels, copies, and the tasks of `windlass eval`, with many questions on every text.
+
+A lesson makes text in pieces, each with the weight that its tokens have in the loss: most for answers, which
+can be known, none for what could only be guessed, such as the numbers that are hidden.
+"""
+
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from training.books import Books
+from windlass.demo import BEFORE, HIDDEN
+from windlass.evals import Sample, Task, Turn, keys
+from windlass.evals.filler import NOISE, NOISE_LINES, Filler, hide
+from windlass.evals.tasks import vt
+from windlass.evals.tasks.multiturn import Multiturn
+from windlass.evals.tasks.niah import ABOVE, RULER, Needles, Wording
+from windlass.evals.tasks.words import CommonWords, FrequentWords
+
+ANSWER, COPY, PROSE, QUESTION, HAYSTACK, GUESS = 4.0, 1.5, 1.0, 0.3, 0.3, 0.0
+SOLVED = re.compile(r"(?<=are:) [^\n]+(?=\n)")  # the answer of an example within a text
+MOST_QUESTIONS = 8
+QUESTION_TOKENS = 65  # of a needle, and the question for it with its answer
+MOST_AGAIN, AGAIN_TOKENS = 20, 48
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Text, the weight of each of its tokens, and whether it answers a question."""
+
+    text: str
+    weight: float
+    is_answer: bool = False
+
+
+class Lesson(ABC):
+    """Makes texts of any length."""
+
+    @abstractmethod
+    def pieces(self, draw: random.Random, length: int, units: int) -> list[Piece]:
+        """A text with so many units of filler, that is to take about `length` tokens.
+
+        More units make a longer text; the same `draw` asks the same at any number of units.
+        """
+
+
+@dataclass(frozen=True)
+class Reading(Lesson):
+    """A stretch of a novel."""
+
+    books: Books
+
+    def pieces(self, draw: random.Random, length: int, units: int) -> list[Piece]:
+        return [Piece("".join(self.books.pieces(draw, units)).lstrip(), PROSE)]
+
+
+@dataclass(frozen=True)
+class Copying(Lesson):
+    """Words that come again after others: spans of a novel, or of random letters and digits."""
+
+    books: Books
+
+    def pieces(self, draw: random.Random, length: int, units: int) -> list[Piece]:
+        made = []
+        for _ in range(units + 1):
+            words = draw.randint(3, 40)
+            if draw.random() < 0.5:
+                span = "".join(self.books.pieces(draw, words))
+            else:
+                span = " " + " ".join(keys.letters(draw, 4) + keys.number(draw) for _ in range(words // 4 + 1))
+            between = "".join(self.books.pieces(draw, draw.randint(0, 60)))
+            made += [Piece(span, HAYSTACK), Piece(between, HAYSTACK), Piece(span, COPY)]
+        return made
+
+
+def listed(context: str, expected: tuple[str, ...]) -> str:
+    """The answers in the order in which they stand in the text."""
+    return f" {', '.join(sorted(expected, key=context.index))}."
+
+
+def in_a_row(_: str, expected: tuple[str, ...]) -> str:
+    """As in the solved example of variable tracking."""
+    return f" {' '.join(expected)}\n"
+
+
+def numbered(_: str, expected: tuple[str, ...]) -> str:
+    """As in the solved example of common words."""
+    return " " + " ".join(f"{number}. {word}" for number, word in enumerate(expected, 1)) + "\n"
+
+
+@dataclass(frozen=True)
+class Exam(Lesson):
+    """All the questions of a task on one text, one after the other, each with its answer.
+
+    `task` draws a task for a text of so many tokens, `weight` is that of the text, `answer` writes what is
+    expected of a question on the text, `start` is how the text that is wanted begins: what comes before its
+    last occurrence is left out.
+    """
+
+    task: Callable[[random.Random, int], Task]
+    weight: float = GUESS
+    answer: Callable[[str, tuple[str, ...]], str] = listed
+    start: str = ""
+
+    def pieces(self, draw: random.Random, length: int, units: int) -> list[Piece]:
+        task = self.task(draw, length)
+        sample = task.compose(draw, length, task.least_units + units)
+        context = sample.context[sample.context.rindex(self.start) if self.start else 0 :]
+        made, done = [], 0
+        for solved in SOLVED.finditer(context):
+            made += [Piece(context[done : solved.start()], self.weight), Piece(solved[0], ANSWER, True)]
+            done = solved.end()
+        made.append(Piece(context[done:], self.weight))
+        for turn in sample.turns:
+            made.append(Piece(turn.question + turn.prefix, QUESTION))
+            made.append(Piece(self.answer(sample.context, turn.expected), ANSWER, True))
+        return made
+
+
+@dataclass(frozen=True)
+class AnyKey(Task):
+    """The pass key of `windlass eval`, of 1 to 7 digits or of words; one text in five does not announce it."""
+
+    filler: Filler
+    is_words: bool = False
+    answer_tokens = 16
+
+    def compose(self, draw: random.Random, length: int, units: int) -> Sample:
+        digits = draw.choice((1, 2, 3, 4, 5, 5, 5, 5, 6, 7))
+        key = keys.triple(draw) if self.is_words else "".join(draw.choices("0123456789", k=digits))
+        text, (stood,) = hide(self.filler.pieces(draw, units), [HIDDEN.format(key=key)], [draw.random()])
+        before = BEFORE if draw.random() < 0.8 else ""
+        return Sample(before + text, (Turn(" What is the pass key?", " The pass key is", (key,), stood),))
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Draws needles of one kind in one of the haystacks: as many as there is room to ask for, mostly."""
+
+    haystacks: Sequence[Filler | None]
+    wording: Wording
+    key_kind: str = "words"
+    value_kind: str = "numbers"
+
+    def __call__(self, draw: random.Random, length: int) -> Task:
+        most = max(1, min(MOST_QUESTIONS, length // QUESTION_TOKENS))
+        count = max(draw.randint(1, most), draw.randint(1, most))
+        haystack = draw.choice(self.haystacks)
+        return Multiturn(Needles(count, 1, 1, self.key_kind, self.value_kind, haystack, self.wording))
+
+
+@dataclass(frozen=True)
+class Again(Task):
+    """Needles among each other, then the same sentences in another order: the densest way to ask for them."""
+
+    needles: Needles
+    answer_tokens = 16
+
+    def compose(self, draw: random.Random, length: int, units: int) -> Sample:
+        context, found = self.needles.hidden(draw, units, self.needles.keys)
+        joint = "\n" if self.needles.wording is RULER else " "
+        start = self.needles.wording.needle.partition(" {value}")[0]
+        many = self.needles.value_kind
+        draw.shuffle(found)
+        turns = (Turn("", joint + start.format(many=many, key=each.key), each.values, each.depth) for each in found)
+        return Sample(context, tuple(turns))
+
+
+def lessons(books: Books) -> dict[str, Lesson]:
+    """All of them, by the names that `--mix` knows."""
+
+    def several(draw: random.Random, _: int) -> Task:
+        count, wording = draw.randint(2, 4), draw.choice((ABOVE, RULER))
+        if draw.random() < 0.5:
+            return Needles(values=count, haystack=books, wording=wording)
+        return Needles(keys=count, asked=count, haystack=books, wording=wording)
+
+    def again(draw: random.Random, length: int) -> Task:
+        most = max(2, min(MOST_AGAIN, length // AGAIN_TOKENS))
+        count, kind = max(draw.randint(2, most), draw.randint(2, most)), draw.choice(("numbers",) * 4 + ("words",))
+        return Again(Needles(count, value_kind=kind, haystack=None, wording=draw.choice((ABOVE, ABOVE, RULER))))
+
+    def chain_after_example(_: random.Random, length: int) -> Task:
+        return vt.Variables(hops=max(1, min(4, (length - 260) // 75)))  # what there is room for
+
+    return {
+        "novel": Reading(books),
+        "copy": Copying(books),
+        "passkey": Exam(lambda *_: AnyKey(books), HAYSTACK),
+        "passkey_noise": Exam(lambda *_: AnyKey(NOISE)),
+        "words": Exam(lambda draw, _: AnyKey(draw.choice((NOISE, books)), is_words=True)),
+        "magic": Exam(Hidden([books], ABOVE), HAYSTACK),
+        "magic_noise": Exam(Hidden([NOISE], ABOVE)),
+        "among": Exam(Hidden([None], ABOVE)),
+        "ruler": Exam(Hidden([books, NOISE_LINES], RULER)),
+        "ruler_among": Exam(Hidden([None], RULER)),
+        "word_values": Exam(Hidden([None, books], ABOVE, value_kind="words")),
+        "again": Exam(again),
+        "uuids": Exam(Hidden([None, books], RULER, "uuids", "uuids")),
+        "several": Exam(several, HAYSTACK),
+        "vt": Exam(lambda draw, _: vt.Variables(hops=draw.randint(1, 4)), answer=in_a_row, start=vt.BEFORE),
+        "vt_example": Exam(chain_after_example, answer=in_a_row),
+        "cwe": Exam(lambda *_: CommonWords(), answer=numbered),
+        "fwe": Exam(lambda *_: FrequentWords(), answer=in_a_row),
+    }

@@ -1,0 +1,97 @@
+"""What is typed on the command line of the training, and what it says about every step."""
+
+import argparse
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from windlass.errors import UsageError
+
+MIX = (
+    "novel=8,copy=3,passkey=6,passkey_noise=4,words=5,magic=11,magic_noise=4,among=22,ruler=6,ruler_among=5,"
+    "word_values=2,uuids=2,several=3,vt=13,vt_example=4,cwe=1,fwe=2"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What was typed; of `start` and `config` one is None."""
+
+    books: Path
+    folder: Path
+    start: Path | None
+    config: Path | None
+    positions: int | None
+    contexts: str
+    batch_tokens: int
+    warm_up: int
+    decay: int
+    muon_rate: float
+    adam_rate: float
+    mix: str
+    seed: int
+    minutes: float
+    save_minutes: float
+    check_steps: int
+    device: str
+    attention: str
+    workers: int
+
+
+def options_of(arguments: list[str] | None, description: str) -> Options:
+    """Of these arguments, by default those of the process; ends it where they are wrong or help is asked for."""
+    parser = argparse.ArgumentParser(
+        "python -m training", description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    parser.add_argument("books", type=Path, help="novels, as text or packed by xz")
+    parser.add_argument("folder", type=Path, help="where the model goes, and checkpoints on the way")
+    start = parser.add_mutually_exclusive_group(required=True)
+    start.add_argument("--from", dest="start", type=Path, metavar="FOLDER", help="go on from these weights")
+    start.add_argument("--config", type=Path, help="begin with random weights: a config.json, or its folder")
+    parser.add_argument("--positions", type=int, help="longest context the model is said to be for; else as it was")
+    parser.add_argument("--contexts", required=True, help="tokens:steps,... in this order, as 128:2000,256:1000")
+    parser.add_argument("--batch-tokens", type=int, default=12288, help="of a step")
+    parser.add_argument("--warm-up", type=int, default=100, help="first steps, with less than the full rate")
+    parser.add_argument("--decay", type=int, default=500, help="last steps, with less and less of it")
+    parser.add_argument("--muon-rate", type=float, default=0.02, help="of matrices")
+    parser.add_argument("--adam-rate", type=float, default=4e-3, help="of everything else")
+    parser.add_argument("--mix", default=MIX, help="lessons, and how often each is drawn")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
+    parser.add_argument("--save-minutes", type=float, default=5.0, help="between checkpoints")
+    parser.add_argument("--check-steps", type=int, default=250, help="between checks of every lesson")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    parser.add_argument("--attention", default="sdpa", help="of transformers; eager is the fastest on some CPUs")
+    parser.add_argument("--workers", type=int, default=0, help="processes that make texts")
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+def contexts_of(text: str, batch_tokens: int) -> list[int]:
+    """The context of every step: `"128:2,256:1"` is 128, 128, 256.
+
+    Raises: UsageError for what is no such list, or more than a batch holds.
+    """
+    way_out = "write tokens:steps, as 128:2000,256:1000"
+    if not re.fullmatch(r"[1-9]\d{0,6}:[1-9]\d{0,6}(,[1-9]\d{0,6}:[1-9]\d{0,6})*", text):
+        raise UsageError(f"--contexts {text!r} is not a list of contexts; {way_out}")
+    parts = [(int(context), int(steps)) for context, _, steps in (part.partition(":") for part in text.split(","))]
+    longest = max(context for context, _ in parts)
+    if longest > batch_tokens:
+        raise UsageError(f"--contexts {longest} is more than a batch of {batch_tokens}; raise --batch-tokens")
+    return [context for context, steps in parts for _ in range(steps)]
+
+
+def mix_of(text: str, names: list[str]) -> dict[str, float]:
+    """How often each lesson is drawn: `"novel=3,vt=1"`.
+
+    Raises: UsageError for what is no such list, or names no lesson.
+    """
+    mix = {}
+    for part in text.split(","):
+        found = re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)", part)
+        if found is None or found[1] not in names or not float(found[2]):
+            raise UsageError(
+                f"--mix {part!r} is not a lesson and its share, as {names[0]}=3; the lessons are {', '.join(names)}"
+            )
+        mix[found[1]] = float(found[2])
+    return mix
