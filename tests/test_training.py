@@ -92,6 +92,14 @@ def test_a_new_model_opens_and_its_tokenizer_keeps_digits_apart(started: Path):
     assert model(prompt).logits.shape == (1, prompt.shape[1], TINY["vocab_size"])
 
 
+def test_random_weights_depend_on_the_seed_alone(books: Path, started: Path, tmp_path: Path):
+    torch.manual_seed(11)
+    config = started.parent / "config.json"
+    assert run(books, tmp_path, "--config", config, "--contexts", "96:1", "--batch-tokens", "96") == 0
+    one, two = weights(started), weights(tmp_path)
+    assert all(torch.equal(one[name], two[name]) for name in one)
+
+
 def test_the_same_seed_gives_the_same_weights_and_another_gives_others(books: Path, started: Path, tmp_path: Path):
     for name, seed in (("one", "4"), ("same", "4"), ("other", "5")):
         assert run(books, tmp_path / name, "--from", started, *STEPS, "--seed", seed) == 0
@@ -160,8 +168,7 @@ def test_answers_are_what_weighs_most(name: str, length: int, rows: Rows):
         assert row.tokens[0] == rows.tokenizer.bos_token_id
         inside = {place for first, end in row.answers for place in range(first, end)}
         heavy = {place for place, weight in enumerate(row.weights) if weight == ANSWER}
-        assert inside <= heavy
-        assert not heavy - inside or max(heavy) == length - 1  # the last answer may be cut
+        assert inside == heavy
         assert row.weights[0] == 0
     is_asked = name not in ("novel", "copy") and (name not in ("uuids", "cwe", "fwe", "vt_example") or length > 1000)
     assert any(row.answers for row in made) or not is_asked
@@ -181,6 +188,29 @@ def test_the_answer_is_the_value_that_the_text_tells_of_the_key(name: str, rows:
             assert row.weights[start - 1] == QUESTION
             asked += 1
     assert asked >= 16
+
+
+def test_several_answers_are_listed_in_the_order_of_the_text(rows: Rows):
+    lengths = []
+    for number in range(12):
+        row = rows.row(f"{number}", 600, "several")
+        ((start, end),) = row.answers
+        values = [value for _, value in NEEDLE.findall(rows.tokenizer.decode(row.tokens[:start]))]
+        assert rows.tokenizer.decode(row.tokens[start:end]) == f" {', '.join(values)}."
+        lengths.append(len(values))
+    assert {2, 3, 4} == set(lengths)
+
+
+def test_pairs_come_again_in_another_order(rows: Rows):
+    kinds = set()
+    for number in range(40):
+        told, *again = rows.lessons["pairs"].pieces(random.Random(number), 999, 11)
+        pairs = [(key.text, value.text) for key, value in zip(again[::2], again[1::2], strict=True)]
+        assert len(pairs) == len({key for key, _ in pairs}) == 13
+        assert sorted(map("".join, pairs)) == sorted(re.findall(r".*?\d+\.", told.text))
+        assert {piece.is_answer for piece in again[1::2]} == {True}
+        kinds.add((len(pairs[0][1]), "-" in pairs[0][0], pairs[0][0][-1]))
+    assert len(kinds) > 10
 
 
 def test_a_pass_key_is_asked_with_its_weights(rows: Rows):
@@ -237,6 +267,14 @@ def test_lessons_are_drawn_as_often_as_the_mix_says(rows: Rows):
     assert set(mix_of(MIX, list(rows.lessons))) <= set(rows.lessons)
 
 
+def test_a_lesson_that_is_too_long_is_left_out(rows: Rows):
+    mixed = Rows(rows.tokenizer, rows.lessons, {"cwe": 5, "passkey_noise": 1}, 2)
+    made = [mixed.row(f"{number}", 200) for number in range(40)]
+    assert {row.lesson for row in made} == {"cwe", "passkey_noise"}
+    for row in made:
+        assert row.answers or row.weights[1:] == [PROSE] * 199
+
+
 def test_the_books_are_read_from_a_sentence_on_and_round():
     text = "\nOne two. Three four! Five six?\n"
     words = text.split()
@@ -287,6 +325,9 @@ def test_contexts_are_lists_of_steps():
         (["--mix", "vt=0"], "--mix 'vt=0'"),
         (["--device", "nowhere"], "--device nowhere is not there"),
         (["--from", "absent"], "model absent cannot be opened"),
+        (["--attention", "none"], "model "),
+        (["--check-steps", "0"], "--check-steps 0 is too small; the least is 1"),
+        (["--minutes", "nan"], "--minutes nan is too small; the least is 0"),
     ],
 )
 def test_what_cannot_be_is_one_clear_line(
@@ -297,6 +338,23 @@ def test_what_cannot_be_is_one_clear_line(
     assert error.startswith(f"training: {said}")
     assert error.count("\n") == 1
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(None, "cannot be opened: "), (json.dumps(TINY | {"vocab_size": 258}), "vocab_size 258 is too small; the least")],
+)
+def test_a_config_that_cannot_be_used_is_one_clear_line(
+    content: str | None, said: str, books: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    assert run(books, tmp_path / "new", "--config", path, "--contexts", "96:1") == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"training: config {path}")
+    assert said in error
+    assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from training.options import Options, contexts_of, mix_of, options_of
 from training.rows import Batches, Rows
 from training.start import from_config, from_folder
 from windlass.errors import UsageError
+from windlass.terminal import INTERRUPTED
 
 LOGGED = 10  # steps
 MEMORY = 0.95  # of the mean loss that is shown
@@ -40,6 +41,9 @@ def main(arguments: list[str] | None = None) -> int:
     except UsageError as error:
         print(f"training: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("training: interrupted; the same command goes on from the last checkpoint", file=sys.stderr)
+        return INTERRUPTED
     return 0
 
 

@@ -24,6 +24,8 @@ SOLVED = re.compile(r"(?<=are:) [^\n]+(?=\n)")  # the answer of an example withi
 MOST_QUESTIONS = 8
 QUESTION_TOKENS = 65  # of a needle, and the question for it with its answer
 MOST_AGAIN, AGAIN_TOKENS = 20, 48
+MOST_PAIRS = 60
+PAIRED = (" {key}", " {key}:", " {key} is:", " for {key} is:", " magic numbers for {key} is:")
 
 
 @dataclass(frozen=True)
@@ -73,6 +75,30 @@ class Copying(Lesson):
             between = "".join(self.books.pieces(draw, draw.randint(0, 60)))
             made += [Piece(span, HAYSTACK), Piece(between, HAYSTACK), Piece(span, COPY)]
         return made
+
+
+@dataclass(frozen=True)
+class Pairing(Lesson):
+    """Names and numbers, then the same pairs in another order: a number is to be found by its name alone.
+
+    From a name and a digit to the sentences of the needles; in these alone, a small model goes on copying
+    any of the numbers for long.
+    """
+
+    def pieces(self, draw: random.Random, length: int, units: int) -> list[Piece]:
+        words = draw.choice(PAIRED)
+        digits = draw.choice((1, 1, 2, 3, 7))
+        make = keys.pair if draw.random() < 0.5 else _noun
+        names = keys.distinct(draw, make, min(2 + units, MOST_PAIRS))
+        pairs = [(words.format(key=name), f" {keys.number(draw)[-digits:]}.") for name in names]
+        made = [Piece("".join(key + number for key, number in pairs), GUESS)]
+        for key, number in draw.sample(pairs, len(pairs)):
+            made += [Piece(key, GUESS), Piece(number, ANSWER, True)]
+        return made
+
+
+def _noun(draw: random.Random) -> str:
+    return draw.choice(keys.NOUNS)
 
 
 def listed(context: str, expected: tuple[str, ...]) -> str:
@@ -198,6 +224,7 @@ def lessons(books: Books) -> dict[str, Lesson]:
         "ruler_among": Exam(Hidden([None], RULER)),
         "word_values": Exam(Hidden([None, books], ABOVE, value_kind="words")),
         "again": Exam(again),
+        "pairs": Pairing(),
         "uuids": Exam(Hidden([None, books], RULER, "uuids", "uuids")),
         "several": Exam(several, HAYSTACK),
         "vt": Exam(lambda draw, _: vt.Variables(hops=draw.randint(1, 4)), answer=in_a_row, start=vt.BEFORE),

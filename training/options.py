@@ -8,9 +8,22 @@ from pathlib import Path
 from windlass.errors import UsageError
 
 MIX = (
-    "novel=8,copy=3,passkey=6,passkey_noise=4,words=5,magic=11,magic_noise=4,among=22,ruler=6,ruler_among=5,"
-    "word_values=2,uuids=2,several=3,vt=13,vt_example=4,cwe=1,fwe=2"
+    "among=14,magic=12,ruler_among=12,ruler=10,vt=14,vt_example=6,again=5,pairs=4,words=6,word_values=3,passkey=3,"
+    "passkey_noise=2,magic_noise=3,several=2,novel=5,uuids=2,fwe=2,cwe=1"
 )
+
+LEAST = {
+    "positions": 1,
+    "batch_tokens": 1,
+    "warm_up": 0,
+    "decay": 0,
+    "muon_rate": 0,
+    "adam_rate": 0,
+    "minutes": 0,
+    "save_minutes": 0,
+    "check_steps": 1,
+    "workers": 0,
+}
 
 
 @dataclass(frozen=True)
@@ -39,7 +52,10 @@ class Options:
 
 
 def options_of(arguments: list[str] | None, description: str) -> Options:
-    """Of these arguments, by default those of the process; ends it where they are wrong or help is asked for."""
+    """Of these arguments, by default those of the process; ends it where they are unknown or help is asked for.
+
+    Raises: UsageError for numbers that are too small.
+    """
     parser = argparse.ArgumentParser(
         "python -m training", description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -63,7 +79,11 @@ def options_of(arguments: list[str] | None, description: str) -> Options:
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--attention", default="sdpa", help="of transformers; eager is the fastest on some CPUs")
     parser.add_argument("--workers", type=int, default=0, help="processes that make texts")
-    return Options(**vars(parser.parse_args(arguments)))
+    typed = vars(parser.parse_args(arguments))
+    for name, least in LEAST.items():
+        if typed[name] is not None and not typed[name] >= least:
+            raise UsageError(f"--{name.replace('_', '-')} {typed[name]} is too small; the least is {least}")
+    return Options(**typed)
 
 
 def contexts_of(text: str, batch_tokens: int) -> list[int]:

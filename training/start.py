@@ -20,6 +20,7 @@ from training.lessons import lessons
 from windlass.errors import UsageError
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
+LEAST_SIZE = 256 + 3  # every byte, and the tokens above
 READ = 40_000_000  # characters of the books that a tokenizer is made of
 PART = 100_000
 TEXTS = 100  # of every lesson, beside the books
@@ -43,17 +44,21 @@ def from_folder(folder: Path, attention: str) -> tuple[PreTrainedModel, PreTrain
 def from_config(path: Path, attention: str, books: Books) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A model with random weights, and a tokenizer with as many tokens as it embeds.
 
-    Raises: UsageError for a config that transformers does not open.
+    Raises: UsageError for a config that transformers does not open, or with too small a vocabulary.
     """
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
+        config.dtype = torch.float32
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
     except (OSError, ValueError) as error:
         raise UsageError(f"config {path} cannot be opened: {_gist(error)}") from error
+    if config.vocab_size < LEAST_SIZE:
+        raise UsageError(f"config {path}: vocab_size {config.vocab_size} is too small; the least is {LEAST_SIZE}")
     tokenizer = bpe(books, config.vocab_size)
-    config.bos_token_id, config.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
-    config.pad_token_id = tokenizer.pad_token_id
-    config.dtype = torch.float32
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention), tokenizer
+    for special in (model.config, model.generation_config):
+        special.bos_token_id, special.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
+        special.pad_token_id = tokenizer.pad_token_id
+    return model, tokenizer
 
 
 def bpe(books: Books, size: int) -> PreTrainedTokenizerBase:
