@@ -209,6 +209,8 @@ def test_a_full_cache_is_read_beside_while_the_model_knows_such_lengths(run: Cal
         (("--budgets", "5"), "--budgets 5: budget (5 tokens) must be at least sinks (4) + window (1) + 1, which is 6"),
         (("--budgets", "99x"), "--budgets 99x of the 1"),
         (("--lengths", "20"), "length 20 is too short for task passkey, which takes "),
+        # The first nine texts would do.
+        (("--tasks", "cwe", "--lengths", "1000", "--samples", "20"), "too short for task cwe, which takes 1009 tokens"),
         (("--tasks", "passkey_novel", "--lengths", "9999999"), "length 9999999 is more than task passkey_novel can"),
         (("--tasks", "perplexity", "--aware"), "task perplexity asks nothing, so it cannot be run --aware"),
         (("--samples", "0"), "'--samples'"),

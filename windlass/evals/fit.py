@@ -30,23 +30,10 @@ def fit(task: Task, label: str, tokenizer: PreTrainedTokenizerBase, length: int,
 
     The same arguments give the same sample. `label` names the task, in errors and in what is drawn.
 
-    Raises: UsageError for a length that is too short, or more than there is filler for; or for a task that fails.
+    Raises: UsageError as `shortest` does, and for a length that there is not enough filler for.
     Source: length and search as in RULER, Hsieh et al. 2024 (arXiv:2404.06654).
     """
-
-    def made(units: int) -> Fitted:
-        with task_errors(label):
-            sample = task.compose(random.Random(f"{seed} {label} {length} {number}"), length, units)
-        context = len(encode(tokenizer, sample.context, is_start=True))
-        asking = [len(encode(tokenizer, turn.question + turn.prefix, is_start=False)) for turn in sample.turns]
-        return Fitted(sample, units, context, context + max(asking, default=0) + task.answer_tokens)
-
-    fits = made(task.least_units)
-    if fits.total_tokens > length:
-        raise UsageError(
-            f"length {length} is too short for task {label}, which takes {fits.total_tokens} tokens of this model's "
-            "at the least, question and answer included; raise --lengths"
-        )
+    fits = shortest(task, label, tokenizer, length, seed, number)
     over: Fitted | None = None
     while over is None or over.units - fits.units > 1:
         if over is None:
@@ -57,12 +44,36 @@ def fit(task: Task, label: str, tokenizer: PreTrainedTokenizerBase, length: int,
             gap = over.units - fits.units
             share = (length - fits.total_tokens) / (over.total_tokens - fits.total_tokens)
             units = fits.units + min(max(int(share * gap), 1), gap - 1)
-        tried = made(units)
+        tried = _made(task, label, tokenizer, length, seed, number, units)
         if tried.total_tokens <= length:
             fits = tried
         else:
             over = tried
     return fits
+
+
+def shortest(task: Task, label: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, number: int) -> Fitted:
+    """The same sample with as few units as the task allows.
+
+    Raises: UsageError when even that is longer than `length`; or for a task that fails.
+    """
+    made = _made(task, label, tokenizer, length, seed, number, task.least_units)
+    if made.total_tokens > length:
+        raise UsageError(
+            f"length {length} is too short for task {label}, which takes {made.total_tokens} tokens of this model's "
+            f"at the least in text {number}, question and answer included; raise --lengths"
+        )
+    return made
+
+
+def _made(
+    task: Task, label: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, number: int, units: int
+) -> Fitted:
+    with task_errors(label):
+        sample = task.compose(random.Random(f"{seed} {label} {length} {number}"), length, units)
+    context = len(encode(tokenizer, sample.context, is_start=True))
+    asking = [len(encode(tokenizer, turn.question + turn.prefix, is_start=False)) for turn in sample.turns]
+    return Fitted(sample, units, context, context + max(asking, default=0) + task.answer_tokens)
 
 
 @contextmanager

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass.bench_depth import LayerShape, layer_shapes
 from windlass.cache import KVCache
 from windlass.errors import UsageError
-from windlass.evals.fit import Fitted, fit
+from windlass.evals.fit import Fitted, fit, shortest
 from windlass.evals.grid import Grid, Lists, Settings, grid_of
 from windlass.evals.measure import Outcome, answered, cache_of, predicted
 from windlass.evals.results import VERSION, Identity, Line, Results, identity, open_results
@@ -90,7 +90,7 @@ def evaluate(options: Options) -> int:
     grid = grid_of(options.lists)
     model, tokenizer = open_model(options.model, options.dtype)
     runner = Runner(model, tokenizer, options.seed)
-    runner.check(grid, options.is_aware)
+    runner.check(grid, options.samples, options.is_aware)
     results = open_results(options.output, _header(options, model))
     cases = cases_of(grid, options.samples, options.is_aware)
     is_whole = run(runner, cases, results)
@@ -138,13 +138,15 @@ class Runner:
         self._shapes = layer_shapes(model)
         self._latest: tuple[tuple[str, int, int], Fitted] | None = None
 
-    def check(self, grid: Grid, is_aware: bool) -> None:
-        """Make the first text of every task and length, and check every budget on it.
+    def check(self, grid: Grid, samples: int, is_aware: bool) -> None:
+        """Check every length on all texts, and every budget on the first of each task and length.
 
         Raises: UsageError for what cannot be honoured.
         """
         for label, task in grid.tasks.items():
             for length in grid.lengths:
+                for sample in range(samples):
+                    shortest(task, label, self._tokenizer, length, self._seed, sample)
                 fitted = self._fitted(label, task, length, 0)
                 if is_aware and not fitted.sample.turns:
                     raise UsageError(f"task {label} asks nothing, so it cannot be run --aware of a question")
