@@ -11,10 +11,15 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.report.summaries import wilson
+
 HERE = Path(__file__).parent
 WORDS = HERE / "findings.md"
 Line = dict[str, Any]
-SETTINGS = ("model", "task", "length", "policy", "budget", "merge", "positions", "store", "storage", "is_aware")
+MAIN_BUDGETS = ("all", "2x", "4x", "8x")
+RANDOM = "Random(keep_prompt=True, seed=0)"
+CHOOSING = ("KeyDiff()", "Leverage(sketch=48, ridge=0.01)", "KeyNorm()", RANDOM, "Recent()")
+GROUPS = [f"InGroups(policy={policy}, group={group})" for group in (4, 8) for policy in CHOOSING]
 
 
 def main() -> None:
@@ -87,7 +92,150 @@ def _shown(value: object) -> str:
     return text.replace("keep_prompt=True, seed=0", "")
 
 
-TABLES: dict[str, Callable[[], str]] = {}
+def counted(**wanted: object) -> Callable[[], str]:
+    """Pass keys found by `benchmarks/merging.py`, rules across, in per cent."""
+
+    def make() -> str:
+        lines = [
+            {**line, "score": line["found"] / line["samples"], "slots": line["budget"]}
+            for line in chosen("merging", **wanted)
+        ]
+        return pivot(lines, ("policy", "tokens", "slots"), "merge")
+
+    return make
+
+
+def scores(rows: Sequence[str], column: str, **wanted: object) -> Callable[[], str]:
+    """A pivot of `benchmarks/worth.py`."""
+    return lambda: pivot(chosen("worth", **wanted), rows, column)
+
+
+def extended() -> str:
+    """Pass keys in texts longer than the trained window."""
+    lines = chosen("worth", model="passkey-3m", task="passkey_novel", length=(2000, 4000, 8000, 16000))
+    rows = [
+        [
+            f"{line['length']:,}",
+            line["positions"],
+            "full cache" if line["budget"] == "all" else f"{_shown(line['policy'])}, {line['budget']}",
+            f"{line['slots']:,}",
+            str(line["samples"]),
+            scored(line),
+        ]
+        for line in sorted(lines, key=lambda line: line["length"])
+    ]
+    return table(["tokens", "positions", "cache", "slots", "texts", "found"], rows, 3)
+
+
+def long_text() -> str:
+    """Keys found at each depth of a text of 100,000 tokens."""
+    found: dict[str, list[Line]] = {}
+    for line in lines_of("long_text"):
+        found.setdefault(_shown(line["policy"]), []).append(line)
+    rows = []
+    for policy, lines in found.items():
+        cells = [f"{line['found']} of {line['keys']}" for line in lines]
+        hits, keys = (sum(line[name] for line in lines) for name in ("found", "keys"))
+        low, high = wilson(hits / keys, keys)
+        rows.append([policy, *cells, f"{hits} of {keys} [{100 * low:.0f}, {100 * high:.0f}]"])
+    depths = [f"{line['depth']:.0%}" for line in lines_of("long_text")[: len(rows[0]) - 2]]
+    return table(["policy", *depths, "all"], rows)
+
+
+def stream() -> str:
+    """Nats per token along a stream, and beside windows that were read afresh."""
+    rows = [
+        [
+            line["positions"],
+            f"{line['tokens']:,}",
+            *(f"{tenth:.2f}" for tenth in line["nll_by_tenth"]),
+            f"{line['nll']:.4f}",
+            f"{line['nll_afresh']:.4f}",
+            f"{line['difference'] / line['nll_afresh']:+.2%} ± {line['error'] / line['nll_afresh']:.2%}",
+        ]
+        for line in lines_of("stream")
+    ]
+    tenths = [f"{n}/10" for n in range(1, 11)]
+    return table(["positions", "tokens", *tenths, "at the places", "afresh", "difference"], rows)
+
+
+def heads() -> str:
+    """Budgets that differ between heads: scores, and bytes packed and in one tensor a layer."""
+    rows = [
+        [
+            _shown(line["policy"]),
+            f"{line['divisor']}x",
+            line["shape"],
+            scored({**line, "interval": (line["low"], line["high"])}),
+            f"{line['bytes_ragged'] / 1000:,.0f}",
+            f"{line['bytes_rectangular'] / 1000:,.0f}",
+        ]
+        for line in lines_of("head_budgets")
+    ]
+    return table(["policy", "budget", "shape", "found", "kB packed", "kB in a tensor a layer"], rows, 3)
+
+
+def merging_time() -> str:
+    """What merging adds to reading a prompt."""
+    rows = [
+        [
+            line["shape"],
+            f"{line['prompt']:,}",
+            line["merge"],
+            f"{line['ratio']:.3f}",
+            " to ".join(f"{quartile:.3f}" for quartile in line["quartiles"]),
+        ]
+        for line in lines_of("merging_time")
+    ]
+    return table(["shape", "tokens", "rule", "time with merging / without", "quartiles of the pairs"], rows, 3)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "needles": of_full(
+        "worth", model="passkey-3m", task="magic_single", merge="none", storage="unrotated", budget=MAIN_BUDGETS
+    ),
+    "among": of_full("worth", model="needles-3m", task="magic_multikey_2"),
+    "multiturn": of_full("worth", model="needles-3m", task="magic_multiturn"),
+    "chains": of_full("worth", model="needles-3m", task="vt"),
+    "rotated": scores(
+        ("storage",),
+        "budget",
+        task="passkey_novel",
+        policy="KeyDiff()",
+        budget=("8x", "10x", "16x"),
+        merge="none",
+        length=500,
+        chunk=128,
+        seed=0,
+    ),
+    "merged": scores(
+        ("task", "merge"),
+        "budget",
+        model="passkey-3m",
+        policy="KeyDiff()",
+        length=500,
+        task=("passkey", "passkey_novel"),
+        budget=("2x", "4x", "8x"),
+        storage="unrotated",
+    ),
+    "chance": scores(
+        ("task", "merge"),
+        "budget",
+        model="passkey-3m",
+        policy=RANDOM,
+        budget="4x",
+        length=500,
+        task=("passkey", "passkey_novel"),
+    ),
+    "pr5719": counted(policy=("Alternate(group=2)",)),
+    "groups": counted(policy=GROUPS, positions="original"),
+    "grouped_extend": counted(positions="self_extend(4, 64)"),
+    "extended": extended,
+    "long_text": long_text,
+    "stream": stream,
+    "heads": heads,
+    "time": merging_time,
+}
 
 if __name__ == "__main__":
     main()
