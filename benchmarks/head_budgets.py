@@ -14,7 +14,7 @@ tightly as can be (`bytes_ragged`) and in one tensor a layer, as wide as its lar
 import argparse
 import json
 from collections import defaultdict
-from importlib import resources
+from pathlib import Path
 
 import torch
 from machine import machine
@@ -100,6 +100,7 @@ def sizes(model: PreTrainedModel, masks: list[Tensor]) -> dict[str, float]:
 def main() -> None:
     """Read the arguments, print a line for each setting."""
     parser = argparse.ArgumentParser()
+    parser.add_argument("--model", type=Path, default=Path("windlass/assets") / MODEL)
     parser.add_argument("--samples", type=int, default=200)
     parser.add_argument("--task", default="magic_single")
     parser.add_argument("--policies", default="key_diff snapkv kvzip(64)")
@@ -108,8 +109,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with resources.as_file(resources.files("windlass").joinpath("assets", MODEL)) as folder:
-        model, tokenizer = open_model(str(folder), "float32")
+    model, tokenizer = open_model(str(options.model), "float32")
     divisors = [int(each) for each in options.divisors.split()]
     for name in options.policies.split():
         policy = load_policy(name)
@@ -128,6 +128,7 @@ def main() -> None:
             }
             line = {
                 "benchmark": "head_budgets",
+                "model": options.model.name,
                 "task": options.task,
                 "tokens": options.tokens,
                 "policy": repr(policy),
