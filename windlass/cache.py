@@ -34,8 +34,7 @@ class KVCache(TransformersCache):
 
     `budget`: most tokens a layer keeps at rest, per row; None keeps them all and grows on demand.
     `sinks`: first positions of the text that are never evicted.
-    `window`: newest tokens that are never evicted; None takes a quarter of what the sinks leave, at
-    most 64.
+    `window`: newest tokens that are never evicted; None takes a quarter of what the sinks leave, at most 64.
     `chunk`: most tokens that the engine feeds per step of a prompt; room for these is allocated.
     `positions`: where kept tokens are read, see `windlass.positions`; may be reassigned at any time.
     `batch`: rows.
