@@ -43,13 +43,12 @@ class LayerCache:
         self.index, self.rotary, self.store, self.limits = index, rotary, store, limits
         self.own = policy, merge  # what it goes by, unless it holds just its sliding window
         self.policy, self.merge, self.budget = policy, merge, limits.budget
-        self.is_whole = False  # whether a first text is held whole, whatever the budget
         self.positions: Tensor = torch.empty(0, dtype=torch.int32)
         self.state: dict[str, Tensor] = {}
         self.statistics: dict[str, Tensor] = {}  # what the policy keeps beside the slots
         self.most_held = 0  # an upper bound over rows, known without asking the device
         self.reserved = 0  # slots that are known to be needed soon, so that a layer without budget grows once
-        self.has_evicted = False
+        self.has_evicted = self.is_whole = False  # whole: a first text is held, whatever the budget
         self.sliding_window: int | None = None
         self.records: deque[Record] = deque()
 
