@@ -36,12 +36,13 @@ def lines_of(name: str) -> list[Line]:
 def scored(line: Line) -> str:
     """A mean score in per cent with its 95 % interval."""
     low, high = line["interval"]
-    return f"{100 * line['score']:.1f} [{100 * low:.0f}, {100 * high:.0f}]"
+    return f"{100 * line['score']:.1f} [{abs(100 * low):.0f}, {100 * high:.0f}]"  # no -0
 
 
-def pivot(lines: Sequence[Line], rows: Sequence[str], column: str, columns: Sequence[object] | None = None) -> str:
+def pivot(lines: Sequence[Line], rows: Sequence[str], column: str) -> str:
     """Scores by the fields `rows` down and `column` across, in the order of the lines; of one value none is shown."""
-    columns = list(dict.fromkeys(line[column] for line in lines)) if columns is None else columns
+    columns = sorted({line[column] for line in lines}, key=_order) if column == "budget" else None
+    columns = columns or list(dict.fromkeys(line[column] for line in lines))
     told = [name for name in rows if len({line[name] for line in lines}) > 1]
     cells: dict[tuple[object, ...], dict[object, str]] = {}
     for line in lines:
@@ -85,6 +86,10 @@ def chosen(name: str, **wanted: object) -> list[Line]:
             for field, value in wanted.items()
         )
     ]
+
+
+def _order(budget: str) -> float:
+    return float(budget.removesuffix("x")) if budget.endswith("x") else 0.0
 
 
 def _shown(value: object) -> str:
@@ -138,7 +143,7 @@ def long_text() -> str:
         hits, keys = (sum(line[name] for line in lines) for name in ("found", "keys"))
         low, high = wilson(hits / keys, keys)
         rows.append([policy, *cells, f"{hits} of {keys} [{100 * low:.0f}, {100 * high:.0f}]"])
-    depths = [f"{line['depth']:.0%}" for line in lines_of("long_text")[: len(rows[0]) - 2]]
+    depths = list(dict.fromkeys(f"{line['depth']:.0%}" for line in lines_of("long_text")))
     return table(["policy", *depths, "all"], rows)
 
 
@@ -163,6 +168,8 @@ def heads() -> str:
     """Budgets that differ between heads: scores, and bytes packed and in one tensor a layer."""
     rows = [
         [
+            line["model"],
+            line["task"],
             _shown(line["policy"]),
             f"{line['divisor']}x",
             line["shape"],
@@ -172,7 +179,8 @@ def heads() -> str:
         ]
         for line in lines_of("head_budgets")
     ]
-    return table(["policy", "budget", "shape", "found", "kB packed", "kB in a tensor a layer"], rows, 3)
+    heads = ["model", "task", "policy", "budget", "shape", "found", "kB packed", "kB in a tensor a layer"]
+    return table(heads, rows, 5)
 
 
 def merging_time() -> str:

@@ -124,10 +124,10 @@ def test_contributing_is_short() -> None:
 
 @pytest.mark.parametrize("path", sorted(Path(policies.__file__).parent.glob("*.py")), ids=lambda path: path.name)
 def test_a_policy_file_tells_its_source(path: Path) -> None:
-    """One method a file, and each is in `NAMES`: a file with a policy holds `Source:` and `Differs:`."""
+    """One method a file, and each is in `NAMES` if it can be made from nothing; it holds `Source:` and `Differs:`."""
     text = path.read_text()
     if re.search(r"^class \w+\(Policy\)", text, re.MULTILINE):
-        assert path.stem in NAMES
+        assert path.stem in NAMES or path.stem == "pairs"  # which needs a table
         assert "Source: " in text
         assert "Differs: " in text
     else:
