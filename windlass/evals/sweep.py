@@ -27,6 +27,7 @@ from windlass.terminal import INTERRUPTED, note, progress
 from windlass.text import encode
 
 FULL_TOKENS = 4096  # of texts that a full cache reads too, if a model does not tell how long those of its training were
+PIPE_WIDTH = 240
 SPEED_S = 3600.0  # of the newest cases, whose speed tells the time that is left
 
 
@@ -97,7 +98,8 @@ def evaluate(options: Options) -> int:
     wanted = {each for case in cases for each in case.identities}
     lines = [line for key, line in results.lines.items() if key in wanted]
     if lines:
-        Console().print(summary(lines))
+        # A pipe gets whole lines, whatever the width of a terminal.
+        Console(width=None if Console().is_terminal else PIPE_WIDTH).print(summary(lines))
     if not is_whole:
         missing = sum(any(each not in results.lines for each in case.identities) for case in cases)
         note(f"interrupted; {len(cases) - missing} of {len(cases)} cases are done; the same command goes on from here")
