@@ -92,5 +92,4 @@ def test_a_group_is_at_least_two() -> None:
     with pytest.raises(PolicyError, match="InGroups: group must be from 2 to 65536, got 1"):
         InGroups(KeyDiff(), 1)
     assert repr(InGroups(KeyDiff())) == "InGroups(policy=KeyDiff(), group=4)"
-    with pytest.raises(PolicyError, match=r"'KeyDiff\(\)' is not a plain number"):
-        load_policy("InGroups(KeyDiff())")
+    assert load_policy("in_groups(key_diff, group=3)") == InGroups(KeyDiff(), 3)
