@@ -237,7 +237,6 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "pr5719": counted(policy=("Alternate(group=2)",)),
     "groups": counted(policy=GROUPS, positions="original"),
-    "grouped_extend": counted(positions="self_extend(4, 64)"),
     "extended": extended,
     "long_text": long_text,
     "stream": stream,
