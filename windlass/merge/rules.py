@@ -1,5 +1,6 @@
 """The rules, by name."""
 
+from abc import ABC
 from dataclasses import dataclass
 from typing import Final, final
 
@@ -12,9 +13,19 @@ LEAST_LOGIT: Final = 1e-6  # below it a logit is none, and a key is not rescaled
 MOST_RESCALED: Final = 2.0
 
 
+@dataclass(frozen=True)
+class Averaged(Merge, ABC):
+    """Means over all tokens of a cell."""
+
+    has_mean_keys = True
+
+    def join(self, joined: Joined) -> Tensor:
+        return joined.mean(joined.cells.counts, joined.tokens.counts)
+
+
 @final
 @dataclass(frozen=True)
-class MeanCount(Merge):
+class MeanCount(Averaged):
     """The mean of keys and of values over all tokens of the cell; its logit gets the logarithm of their count.
 
     Exact where a cell's keys are alike: n equal keys weigh n times as much as one.
@@ -22,25 +33,17 @@ class MeanCount(Merge):
 
     name = "mean_count"
     is_counted = True
-    has_mean_keys = True
-
-    def join(self, joined: Joined) -> Tensor:
-        return joined.mean(joined.cells.counts, joined.tokens.counts)
 
 
 @final
 @dataclass(frozen=True)
-class Mean(Merge):
+class Mean(Averaged):
     """The mean of keys and of values over all tokens of the cell, which then weighs as much as one token.
 
     Source: a control; "average" of llama.cpp PR 5719.
     """
 
     name = "mean"
-    has_mean_keys = True
-
-    def join(self, joined: Joined) -> Tensor:
-        return joined.mean(joined.cells.counts, joined.tokens.counts)
 
 
 @final
