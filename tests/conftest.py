@@ -7,6 +7,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, when a kernel is defined
+
 from transformers import PreTrainedModel
 
 import windlass
@@ -15,6 +19,11 @@ from windlass.testing import VOCABULARY, tiny_model
 torch.set_num_threads(1)
 # Fills torch.empty with NaN, so that reading what was never written shows.
 torch.use_deterministic_algorithms(True)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
 
 
 @pytest.fixture(autouse=True)
