@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import windlass
 from windlass import H2O, KeyDiff, KVCache, Sampling, UsageError
 from windlass.policies import Policy
-from windlass.sampling import Sampler
+from windlass.sampling import DRAWS, Sampler
 from windlass.text import TextStream
 
 MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
@@ -194,19 +194,36 @@ def test_sampling_numbers_out_of_range_are_refused(options: dict[str, float]) ->
         Sampling(**options)
 
 
+def drawn_from(sampler: Sampler, logits: Tensor) -> list[int]:
+    sampler.prepare()
+    return sampler.choose(logits)[:, 0].tolist()
+
+
 def test_the_sampler_draws_from_the_distribution_it_is_given() -> None:
     probabilities = torch.tensor([[0.5, 0.3, 0.15, 0.05, 0.0]])
-    sampler = Sampler(Sampling(temperature=2.0, top_k=3, seed=1), 1)
-    drawn = torch.tensor([sampler(probabilities.log(), [[0]])[0] for _ in range(4000)])
+    sampler = Sampler(Sampling(temperature=2.0, top_k=3, seed=1), [[0]], torch.device("cpu"))
+    drawn = torch.tensor([drawn_from(sampler, probabilities.log())[0] for _ in range(4000)])
     heated = probabilities[0, :3].sqrt() / probabilities[0, :3].sqrt().sum()
     torch.testing.assert_close(drawn.bincount(minlength=5)[:3] / 4000, heated, atol=0.03, rtol=0)
     assert drawn.max() == 2
 
 
+def test_each_row_takes_the_first_token_whose_share_reaches_beyond_its_own_draw() -> None:
+    shares = torch.tensor([0.0, 0.2, 0.0, 0.5, 0.3])
+    sampler = Sampler(Sampling(temperature=1.0, seed=8), [[], []], torch.device("cpu"))
+    drawn = [drawn_from(sampler, shares.log().repeat(2, 1)) for _ in range(2 * DRAWS + 3)]
+    for row in range(2):
+        draws = torch.rand(3 * DRAWS, generator=torch.Generator().manual_seed(8 + row), dtype=torch.float64).tolist()
+        expected = [1 if draw < 0.2 else 3 if draw < 0.7 else 4 for draw in draws]
+        assert [tokens[row] for tokens in drawn] == expected[: len(drawn)]
+
+
 def test_a_repetition_penalty_counts_the_rows_own_text() -> None:
-    sampler = Sampler(Sampling(repetition_penalty=2.0), 2)
+    sampler = Sampler(Sampling(repetition_penalty=2.0), [[0], [2]], torch.device("cpu"))
     logits = torch.tensor([[3.0, 2.0, 1.0], [3.0, 2.0, 1.0]])
-    assert sampler(logits, [[0], [2]]) == [1, 0]
+    assert drawn_from(sampler, logits) == [1, 0]
+    negative = torch.tensor([[-1.0, -1.5, -1.9], [-1.0, -1.5, -1.9]])
+    assert drawn_from(sampler, negative) == [2, 1], "what was chosen counts, too, and a negative score gets worse"
 
 
 def test_text_never_breaks_a_character(tokenizer: PreTrainedTokenizerBase) -> None:

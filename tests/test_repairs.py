@@ -260,8 +260,8 @@ def test_a_copied_row_stands_where_its_source_does(attached_model: Models, text:
 
 
 def test_a_repetition_penalty_remembers_all_of_a_row() -> None:
-    sampler = Sampler(Sampling(repetition_penalty=2.0), 1)
-    assert sampler(torch.tensor([[3.0, 2.9, 2.0]]), [[0, 1]]) == [2]
+    sampler = Sampler(Sampling(repetition_penalty=2.0), [[0, 1]], torch.device("cpu"))
+    assert sampler.choose(torch.tensor([[3.0, 2.9, 2.0]])).tolist() == [[2]]
 
 
 @dataclass(frozen=True)

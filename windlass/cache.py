@@ -19,7 +19,6 @@ from windlass.policies.base import TOKEN
 from windlass.positions import PositionMode
 from windlass.reread import reread
 from windlass.rollback import undo_if_last
-from windlass.rows import select_rows
 from windlass.shapes import Attended, NewKeys, NewValues, Queries, TokenIds, TokenMask
 from windlass.standing import Standing, check_positions
 from windlass.step import AttentionCall, Step, checked_limits, outlasting
@@ -73,6 +72,7 @@ class KVCache(TransformersCache):
         self._seam, self._batch, self.device = seam, batch, model.device
         self.config = model.config.get_text_config()
         self._pending: Step | None = None
+        self.script: Step | None = None  # what the next pass is, where it was decided elsewhere, tokens counted too
         if self.store.needs_centres and seam.centres is None:
             seam.centres = calibrate.key_centres(model, KVCache(model, batch=calibrate.ROWS))
         self.reset()
@@ -165,6 +165,9 @@ class KVCache(TransformersCache):
             raise UsageError(f"this cache was made for batch={self._batch}, the model was called with {batch} rows")
         if ids is None and TOKEN in self.policy.state:
             raise UsageError(f"{self.policy!r} ranks by token ids; call the model with input_ids, not inputs_embeds")
+        if self.script is not None:
+            self._pending = self.script
+            return
         ours, lengths = self.standing.columns(tokens, mask, self.device)
         if positions is not None:
             check_positions(ours, positions.to(self.device))
@@ -186,7 +189,7 @@ class KVCache(TransformersCache):
         if not is_complete:
             for layer in self.layers:
                 undo_if_last(layer, pending)
-        elif not pending.is_reread:
+        elif not pending.is_reread and pending is not self.script:
             self.standing.advance(pending)
 
     def compress(self, budget: int, window: int | None = None) -> None:
@@ -244,14 +247,9 @@ class KVCache(TransformersCache):
         """
         edits.splice(self, other, source, row)
 
-    @outlasting
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
-        indices = rows.tolist()
-        for layer in self.layers:
-            select_rows(layer, rows)
-        self.standing.select_rows(indices)
-        self._batch = len(indices)
+        self._batch = edits.select_rows(self, rows)
 
     def nbytes(self) -> int:
         """Bytes allocated for slots, positions and policy state."""

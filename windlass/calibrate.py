@@ -13,7 +13,6 @@ import torch
 from transformers import PreTrainedModel
 
 from windlass.hf import forward, vocabulary_of
-from windlass.sampling import Sampler, Sampling
 from windlass.shapes import KeyCentres
 
 if TYPE_CHECKING:
@@ -32,11 +31,13 @@ def key_centres(model: PreTrainedModel, cache: KVCache) -> list[KeyCentres | Non
     """
     if not model.can_generate():
         return [None] * len(cache.layers)
-    sampler = Sampler(Sampling(temperature=1.0), ROWS)
+    generators = [torch.Generator().manual_seed(row) for row in range(ROWS)]
     ids = torch.full((ROWS, 1), _first_token(model), device=cache.device)
     for _ in range(TOKENS):
         logits = forward(model, ids, None, cache, [0])[:, 0]
-        ids = torch.tensor(sampler(logits, [[] for _ in range(ROWS)]), device=cache.device)[:, None]
+        shares = logits.float().softmax(-1).cpu()
+        drawn = [torch.multinomial(row, 1, generator=own) for row, own in zip(shares, generators, strict=True)]
+        ids = torch.stack(drawn).to(cache.device)
     centres: list[KeyCentres | None] = []
     for layer in cache.layers:
         if layer.is_empty:

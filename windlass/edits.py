@@ -208,6 +208,15 @@ def _check_ranks(mine: LayerCache, theirs: LayerCache, ranked: int) -> None:
         )
 
 
+@outlasting
+def select_rows(cache: KVCache, indices: Tensor) -> int:
+    """See `KVCache.select_rows`; returns how many rows there are then."""
+    for layer in cache.layers:
+        rows.select_rows(layer, indices)
+    cache.standing.select_rows(indices.tolist())
+    return len(indices)
+
+
 def _apply(cache: KVCache, row: int | None, change: Callable[[Tensor], Tensor]) -> None:
     if row is not None:
         _check_row(cache, row, "row")

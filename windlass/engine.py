@@ -14,7 +14,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache import KVCache
 from windlass.compress import held_whole
+from windlass.decoding import Decoding
 from windlass.errors import UsageError
+from windlass.graph import graph_for
 from windlass.hf import forward, vocabulary_of
 from windlass.reread import rereading
 from windlass.result import FinishReason, Result
@@ -182,10 +184,9 @@ class _Run:
             encode(tokenizer, prompt, at == 0) for prompt, at in zip(prompts, _padded(seen, prompts), strict=True)
         ]
         _check_prompts(model, cache, self._prompts)
-        self._sampler = Sampler(Sampling() if sampling is None else sampling, len(prompts))
+        self._sampling = Sampling() if sampling is None else sampling
         self._texts = [TextStream(tokenizer, prompt) for prompt in self._prompts]
         self._tokens: list[list[int]] = [[] for _ in prompts]
-        self._histories = [list(prompt) for prompt in self._prompts]
         self._reasons: list[FinishReason] = ["interrupted" for _ in prompts]
         self._prefill_s = self._decode_s = 0.0
 
@@ -213,24 +214,22 @@ class _Run:
         started = time.perf_counter()
         logits = prefill(self._model, self._cache, self._prompts, self._progress)
         self._prefill_s = time.perf_counter() - started
+        sampler = Sampler(self._sampling, self._prompts, logits.device)
+        decoding = Decoding(self._model, self._cache, sampler, logits, graph_for(logits.device))
         while True:
             started = time.perf_counter()
-            chosen = self._choose(logits)
+            tokens = decoding.chosen()
+            pairs = zip(tokens, self._reasons, strict=True)
+            chosen = [token if reason == "interrupted" else None for token, reason in pairs]
             reasons = [self._reason(row, token) for row, token in enumerate(chosen)]
             is_last = "interrupted" not in reasons
             # Fed before it is given out, so that whoever stops here finds it in the cache.
-            pieces = [[] if token is None else [token] for token in chosen]
-            logits = _feed(self._model, self._cache, pieces, [] if is_last else [0])[:, 0]
+            decoding.go_on([reason == "interrupted" for reason in reasons], is_last)
             self._decode_s += time.perf_counter() - started
             self._reasons = reasons
             yield [self._pushed(row, token) for row, token in enumerate(chosen)]
             if is_last:
                 return
-
-    def _choose(self, logits: Tensor) -> list[int | None]:
-        """A token for every row that goes on."""
-        chosen = self._sampler(logits, self._histories)
-        return [token if reason == "interrupted" else None for token, reason in zip(chosen, self._reasons, strict=True)]
 
     def _reason(self, row: int, token: int | None) -> FinishReason:
         """Why row `row` has ended after `token`; "interrupted" while it goes on."""
@@ -245,7 +244,6 @@ class _Run:
         if token is None:
             return ""
         self._tokens[row].append(token)
-        self._histories[row].append(token)
         piece = "" if self._reasons[row] == "stop" else self._texts[row].push(token)
         return piece if self._reasons[row] == "interrupted" else piece + self._texts[row].end()
 

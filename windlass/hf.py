@@ -177,19 +177,26 @@ def seam_of(model: PreTrainedModel) -> Seam:
 
 
 def forward(
-    model: PreTrainedModel, ids: Tensor, mask: Tensor | None, cache: TransformersCache, columns: list[int]
+    model: PreTrainedModel,
+    ids: Tensor,
+    mask: Tensor | None,
+    cache: TransformersCache,
+    columns: list[int],
+    positions: Tensor | None = None,
 ) -> Tensor:
     """One pass; returns (batch, len(columns), vocabulary) logits of these columns and computes no others.
 
-    Without columns the vocabulary is left out altogether, and hidden states come back.
+    Without columns hidden states come back. `positions` are for a model that rotates keys itself.
     """
+    given = {"input_ids": ids, "attention_mask": mask}
+    if positions is not None and cache.is_rotated:
+        given["position_ids"] = positions
     out: Tensor
-    if columns:
-        wanted = torch.tensor(columns, device=ids.device)
-        out = model(input_ids=ids, attention_mask=mask, past_key_values=cache, logits_to_keep=wanted).logits
+    if columns:  # for the last one, which decode asks for, nothing is sent to a device
+        wanted = 1 if columns == [ids.shape[1] - 1] else torch.tensor(columns, device=ids.device)
+        out = model(**given, past_key_values=cache, logits_to_keep=wanted).logits
     else:
-        decoder = model.get_decoder()
-        out = decoder(input_ids=ids, attention_mask=mask, past_key_values=cache).last_hidden_state
+        out = model.get_decoder()(**given, past_key_values=cache).last_hidden_state
     return out
 
 

@@ -195,7 +195,7 @@ class LayerCache:
         read = as_read(self.merge, self.store, self.positions, self.state)
         if self.rotary is not None:
             reading = mode.read(read.positions, step.positions)
-            bound = mode.bound(step.end, self.most_held, tokens)
+            bound = mode.bound(step.end, min(self.most_held + step.ahead, self.store.slots), tokens)
             tables = self.rotary.tables(bound, queries.device)
         out, mass = kernels.attend(
             queries,

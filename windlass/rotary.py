@@ -92,6 +92,12 @@ class Rotary:
         """Whether a text of `length` tokens is read by other tables than a shorter one."""
         return self.is_length_dependent and length > self.trained_length
 
+    def agrees(self, length: int, longer: int) -> bool:
+        """Whether a text of `length` tokens is read by the first rows of the tables for a `longer` one."""
+        if not self.outgrows(longer):
+            return True
+        return "longrope" in self._rope_type and self.outgrows(length)
+
     @torch.no_grad()
     def tables(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
         """Float32 cos and sin for positions below `length`, or more; one column per channel pair.

@@ -56,7 +56,7 @@ class RotatedStorage(KVCache):
 
         Raises: UsageError where they are not: padding, or rows rolled back to different lengths.
         """
-        if mask is not None and not bool(mask.all()):
+        if (mask is not None and not bool(mask.all())) or (self.script and not all(self.script.lengths)):
             raise UsageError(f"rotated storage takes no padding; {WAY_OUT}")
         if any(at != self.columns_seen for at in self.next_positions):
             raise UsageError(f"with rotated storage all rows must go on at {self.columns_seen}; {WAY_OUT}")

@@ -1,20 +1,23 @@
 """The next token of each row."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
+from typing import Final, cast
 
 import torch
 from torch import Tensor
 from transformers import (
     LogitsProcessorList,
     MinPLogitsWarper,
-    RepetitionPenaltyLogitsProcessor,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
 )
 
 from windlass.errors import UsageError
+from windlass.step import outlasting
+
+DRAWS: Final = 256  # made at a time
 
 
 @dataclass(frozen=True)
@@ -50,39 +53,69 @@ class Sampling:
 
 
 class Sampler:
-    """Chooses tokens by a `Sampling`, through transformers' own logits processors."""
+    """Chooses tokens by a `Sampling`, with transformers' own logits processors.
 
-    def __init__(self, sampling: Sampling, batch: int) -> None:
+    `texts` are the rows' tokens so far, which a repetition penalty counts. Row r of a batch draws from a
+    generator of its own on the CPU, so that its draws are the same in any batch and on every device. All that
+    `choose` reads lies in the same memory at every step and nothing waits for the device, so it may be captured
+    in a graph; `prepare` comes before each step, captured or not.
+    """
+
+    @outlasting
+    def __init__(self, sampling: Sampling, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         self._is_greedy = sampling.temperature == 0.0
-        # Each row's draws are its own, made on the CPU so that they are the same on every device.
-        self._generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(batch)]
-        self._processors = LogitsProcessorList()
-        self._has_penalty = sampling.repetition_penalty != 1.0
-        if self._has_penalty:
-            self._processors.append(RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
+        self._penalty, self._texts = sampling.repetition_penalty, texts
+        self._generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(texts))]
+        self._draws = torch.zeros(len(texts), DRAWS, dtype=torch.float64, device=device)
+        self._column = torch.full((1,), -1, device=device)  # of the latest draws
+        self._drawn = DRAWS  # the same, as the host counts it
+        self._seen: Tensor | None = None  # (batch, vocabulary): whether a row has the token
+        self._warpers = LogitsProcessorList()
         if self._is_greedy:
             return
         if sampling.temperature != 1.0:
-            self._processors.append(TemperatureLogitsWarper(sampling.temperature))
+            self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
         if sampling.top_k:
-            self._processors.append(TopKLogitsWarper(sampling.top_k))
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
         if sampling.top_p < 1.0:
-            self._processors.append(TopPLogitsWarper(sampling.top_p))
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
         if sampling.min_p:
-            self._processors.append(MinPLogitsWarper(sampling.min_p))
+            self._warpers.append(MinPLogitsWarper(sampling.min_p))
 
-    def __call__(self, logits: Tensor, texts: list[list[int]]) -> list[int]:
-        """One token a row from `logits` (batch, vocabulary); `texts` are the rows' tokens so far."""
-        if self._is_greedy and not self._processors:
-            chosen: list[int] = logits.argmax(-1).tolist()
-            return chosen
-        rows = zip(logits.float().split(1), texts, self._generators, strict=True)
-        return [self._one(scores, text, generator) for scores, text, generator in rows]
+    @outlasting
+    def prepare(self) -> None:
+        """Make draws for the next step, where there are none left."""
+        self._drawn += 1
+        if not self._is_greedy and self._drawn >= DRAWS:
+            rows = [torch.rand(DRAWS, generator=generator, dtype=torch.float64) for generator in self._generators]
+            self._draws.copy_(torch.stack(rows))
+            self._column.fill_(-1)
+            self._drawn = 0
 
-    def _one(self, scores: Tensor, text: list[int], generator: torch.Generator) -> int:
-        # Only a repetition penalty looks at the text, which may be long.
-        ids = torch.tensor([text if self._has_penalty else text[:0]], device=scores.device, dtype=torch.long)
-        scores = self._processors(cast(torch.LongTensor, ids), cast(torch.FloatTensor, scores))[0]
+    @outlasting
+    def choose(self, logits: Tensor) -> Tensor:
+        """One token a row, (batch, 1), from `logits` (batch, vocabulary); the first call must not be captured."""
+        if self._penalty != 1.0:
+            logits = self._penalised(logits.float())
         if self._is_greedy:
-            return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1).cpu(), 1, generator=generator))
+            chosen = logits.argmax(-1, keepdim=True)
+        else:
+            # No processor here looks at the text.
+            scores = self._warpers(cast(torch.LongTensor, None), cast(torch.FloatTensor, logits.float()))
+            upto = scores.softmax(-1).double().cumsum(-1)
+            self._column += 1
+            # The first token whose share reaches beyond the draw: never one without a share.
+            drawn = self._draws.index_select(1, self._column) * upto[:, -1:]
+            chosen = torch.searchsorted(upto, drawn, right=True).clamp(max=upto.shape[-1] - 1)
+        if self._seen is not None:
+            self._seen.scatter_(1, chosen, True)
+        return chosen
+
+    def _penalised(self, scores: Tensor) -> Tensor:
+        """Source: Keskar et al. 2019 (arXiv:1909.05858), section 4.1. Differs: negative scores are multiplied."""
+        if self._seen is None:
+            self._seen = torch.zeros_like(scores, dtype=torch.bool)
+            for row, text in enumerate(self._texts):
+                self._seen[row, torch.tensor(list(text), device=scores.device, dtype=torch.long)] = True
+        weakened = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
+        return torch.where(self._seen, weakened, scores)

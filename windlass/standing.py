@@ -63,20 +63,30 @@ class Standing:
 
     def advance(self, step: Step) -> None:
         """The step has completed."""
-        self.columns_seen += step.positions.shape[1]
-        for row, n in enumerate(step.lengths):
+        self.count(step.lengths, step.positions.shape[1])
+        if step.ids is None:
+            self.tokens = None
+        elif self.tokens is not None:
+            rows = zip(step.ids.tolist(), (step.positions >= 0).tolist(), strict=True)
+            self.remember([[token for token, is_token in zip(*row, strict=True) if is_token] for row in rows])
+
+    def count(self, lengths: Sequence[int], columns: int) -> None:
+        """As many tokens per row have come, in `columns` at once; their ids are told to `remember`."""
+        self.columns_seen += columns
+        for row, n in enumerate(lengths):
             self.tokens_seen[row] += n
             self.since_edit[row] += n
             self.next_positions[row] += n
-            if step.positions.shape[1] > 1 and n:
+            if columns > 1 and n:
                 spans, end = self.prompts[row], self.next_positions[row]
                 start = spans.pop()[0] if spans and spans[-1][1] == end - n else end - n
                 spans.append([start, end])
-        if step.ids is None or self.tokens is None:
-            self.tokens = None
-            return
-        for text, row_ids, is_real in zip(self.tokens, step.ids.tolist(), (step.positions >= 0).tolist(), strict=True):
-            text += [token for token, is_token in zip(row_ids, is_real, strict=True) if is_token]
+
+    def remember(self, ids: Sequence[Sequence[int]]) -> None:
+        """Each row was fed these."""
+        if self.tokens is not None:
+            for text, row in zip(self.tokens, ids, strict=True):
+                text += row
 
     def move_to(self, ends: Sequence[int], row: int | None = None) -> None:
         """Let the text of one row, or of all, go on at `ends`."""

@@ -58,7 +58,8 @@ class Step:
 
     `positions` are those of the step's tokens, EMPTY where padding, and `ids` their ids, if known. `lengths`
     counts the real ones per row, `next_positions` and `end` tell where the rows go on after the step. A step
-    that `is_reread` shows a text to the policy for a second time and leaves nothing behind.
+    that `is_reread` shows a text to the policy for a second time and leaves nothing behind. `ahead` is how many
+    more tokens may come before anyone looks at these numbers again: `end` counts them.
     """
 
     positions: Tensor  # (batch, tokens) int32
@@ -68,6 +69,7 @@ class Step:
     end: int
     ids: TokenIds | None = None
     is_reread: bool = False
+    ahead: int = 0
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ its tokens, each time with a third of its weight.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -66,7 +67,7 @@ def as_read(merge: Merge | None, store: Store, positions: SlotPositions, state: 
     middle = torch.where(is_cell, (first + last) // 2, positions)
     places = torch.cat((middle, *(at.where(is_cell, EMPTY) for at in (first, last))), -1)
     weights = torch.zeros_like(state[MERGED]) if log_counts is None else log_counts
-    weights = weights.masked_fill(~is_cell, 0.0) - is_cell.float() * torch.tensor(float(ANCHORS)).log()
+    weights = weights.masked_fill(~is_cell, 0.0) - is_cell.float() * math.log(ANCHORS)
     return AsRead(_copied(keys), _copied(values), places, weights.repeat(1, 1, ANCHORS), ANCHORS)
 
 
