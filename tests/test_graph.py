@@ -12,12 +12,12 @@ import windlass
 from tests.tape import Tape
 from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Sampling, SnapKV, UsageError, engine, kernels
 from windlass.decoding import Decoding
-from windlass.graph import Graph
+from windlass.graph import CudaGraph, Graph
 from windlass.policies.base import Slots
 from windlass.policies.catalogue import made_by_default
 from windlass.sampling import Sampler
 from windlass.shapes import Scores
-from windlass.testing import TRAINED_LENGTH
+from windlass.testing import TRAINED_LENGTH, tiny_model
 
 Models = Callable[[str], PreTrainedModel]
 Text = Callable[..., torch.Tensor]
@@ -78,11 +78,19 @@ def check(
     model: PreTrainedModel, text: Text, recordings: int, sampling: Sampling = SAMPLED, **options: object
 ) -> KVCache:
     """The same text and the same cache with a graph and without, also once the last step was taken back."""
-    tape, (ours, logits), (theirs, others) = Tape(), begun(model, text, options), begun(model, text, options)
-    written = write(model, ours, logits, tape, sampling)
-    assert written == write(model, theirs, others, None, sampling)
+    tape = Tape()
+    ours = check_with(tape, model, text, sampling, options)
     assert tape.captured == recordings
     assert tape.replayed >= ENDS[0] - 3 * recordings
+    return ours
+
+
+def check_with(
+    graph: Graph, model: PreTrainedModel, text: Text, sampling: Sampling, options: dict[str, object]
+) -> KVCache:
+    (ours, logits), (theirs, others) = begun(model, text, options), begun(model, text, options)
+    written = write(model, ours, logits, graph, sampling)
+    assert written == write(model, theirs, others, None, sampling)
     same(ours, theirs)
     for cache in (ours, theirs):
         cache.rollback(1 if cache.batch_size == 1 else [1, 0, 0])
@@ -139,13 +147,13 @@ def test_edits_between_two_steps_are_seen(attached_model: Models, text: Text) ->
 
     def edits(cache: KVCache) -> Callable[[int], None]:
         def between(step: int) -> None:
-            if step == 5:
+            if step == 4:
                 cache.drop(6, 9)
-            if step == 9:
+            if step == 11:
                 cache.positions = "compact"
-            if step == 12:
+            if step == 14:
                 cache.compress(14)
-            if step == 16:
+            if step == 17:
                 cache.rollback(1)
 
         return between
@@ -236,3 +244,20 @@ def test_the_engine_writes_from_a_graph_where_there_is_one(monkeypatch: pytest.M
     assert tape.replayed > 10
     assert [[r.tokens for r in turn] for turn in texts[0]] == [[r.tokens for r in turn] for turn in texts[1]]
     same(*caches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"policy": policy} for policy in made_by_default().values()),
+        *({"policy": KeyDiff(), "store": store} for store in ("int8", "int4(sinks=3, newest=6)")),
+        *({"policy": H2O(), "positions": mode} for mode in ("compact", "self_extend(4, 9)", "clamp(11)")),
+        *({"policy": SnapKV(), "merge": merge} for merge in ("mean_count", "keepkv", "d2o")),
+        {"policy": TOVA(), "batch": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("error")
+def test_a_device_writes_from_its_graph_what_it_writes_without(options: dict[str, object], text: Text) -> None:
+    check_with(CudaGraph(), windlass.attach(tiny_model("llama").cuda()), text, SAMPLED, options)

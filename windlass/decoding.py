@@ -22,9 +22,9 @@ LEAST: Final = 1024  # positions for which a step is recorded, and then twice as
 
 @dataclass(frozen=True, eq=False)
 class Phase:
-    """What holds for all steps that one graph serves: where slots lie and are read, and which layers evict."""
+    """What holds for all steps that one graph serves: the cache's memory, which layers evict, where slots are read."""
 
-    slots: list[Tensor]
+    tensors: list[Tensor]
     is_evicting: list[bool]
     mode: PositionMode
 
@@ -35,7 +35,7 @@ class Phase:
         is_evicting = [
             layer.budget is not None and not layer.is_whole and layer.most_held >= layer.budget for layer in layers
         ]
-        return cls([layer.positions for layer in layers], is_evicting, cache.positions)
+        return cls([tensor for layer in layers for tensor in layer.tensors().values()], is_evicting, cache.positions)
 
     def is_like(self, other: "Phase | None") -> bool:
         """Whether the same graph serves both."""
@@ -43,7 +43,8 @@ class Phase:
             other is not None
             and self.is_evicting == other.is_evicting
             and self.mode is other.mode
-            and all(ours is theirs for ours, theirs in zip(self.slots, other.slots, strict=True))
+            and len(self.tensors) == len(other.tensors)
+            and all(ours is theirs for ours, theirs in zip(self.tensors, other.tensors, strict=True))
         )
 
 
@@ -162,7 +163,7 @@ class Decoding:
             if grows or not phase.is_like(self._tried):
                 self._step(lengths, is_last=False)
                 # The step may have moved the slots, as the first after a prompt does.
-                self._tried = replace(phase, slots=Phase.of(cache).slots)
+                self._tried = replace(phase, tensors=Phase.of(cache).tensors)
                 return True
             if not self._is_recorded(lengths):
                 return False

@@ -43,7 +43,6 @@ class CudaGraph(Graph):
 
     def __init__(self) -> None:
         self._graph: torch.cuda.CUDAGraph | None = None
-        self._hosts: list[Tensor] = []
 
     def capture(self, work: Callable[[], None]) -> None:
         self._graph = None
@@ -57,9 +56,7 @@ class CudaGraph(Graph):
         self._graph.replay()
 
     def copied(self, ids: Tensor) -> Callable[[], list[int]]:
-        # Two places by turns: the next copy begins before this one was looked at.
-        self._hosts = [*self._hosts[-1:], torch.empty_like(ids, device="cpu", pin_memory=True)]
-        host, event = self._hosts[-1], torch.cuda.Event()
+        host, event = torch.empty_like(ids, device="cpu", pin_memory=True), torch.cuda.Event()
         host.copy_(ids, non_blocking=True)
         event.record()
 
