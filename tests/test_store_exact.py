@@ -24,6 +24,7 @@ from windlass import (
     UsageError,
     kernels,
 )
+from windlass.kernels.reference import Pairs
 from windlass.low_bit import LowBit, store_of
 from windlass.policies import Policy
 from windlass.shapes import KeyCentres, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
@@ -59,19 +60,19 @@ class Told(Plain):
         coded = {"coded_keys": self._like.decode_keys(codes), "coded_values": self._like.decode_values(codes)}
         return {"keys": keys, "values": values, **coded, "numbers": torch.zeros(*keys.shape[:3], 1, dtype=torch.long)}
 
-    def write(self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex) -> None:
+    def write(
+        self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Pairs = ()
+    ) -> None:
         parts = self.encode(keys, values)
         for row, columns in enumerate((positions >= 0).any(1).tolist()):
             for column, is_token in enumerate(columns):
                 if is_token:
                     parts["numbers"][row, :, column] = self.written[row]
                     self.written[row] += 1
-        for name, held in self._held().items():
-            kernels.write(held, index, parts[name])
+        kernels.write_all(index, [*((held, parts[name]) for name, held in self._held().items()), *beside])
 
-    def put(self, index: SlotIndex, parts: Parts) -> None:
-        for name in ("coded_keys", "coded_values"):
-            kernels.write(self._held()[name], index, parts[name])
+    def put(self, index: SlotIndex, parts: Parts, beside: Pairs = ()) -> None:
+        kernels.write_all(index, [(self._held()[name], parts[name]) for name in ("coded_keys", "coded_values")])
 
     def unwrite(self, counts: list[int]) -> None:
         self.written = [number - count for number, count in zip(self.written, counts, strict=True)]

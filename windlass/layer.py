@@ -9,13 +9,13 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass import kernels
-from windlass.kernels.reference import Mass, Visibility
+from windlass.kernels.reference import Mass, Pairs, Visibility
 from windlass.merge import Merge, Room, absorb, as_read
 from windlass.observation import observation, observed_columns
-from windlass.policies.base import Policy, Slots, policy_errors, scores_of, start_state
+from windlass.policies.base import Policy, Slots, at_start, policy_errors, scores_of
 from windlass.policies.recent import Recent
 from windlass.positions import PositionMode
-from windlass.reading import EMPTY, RESERVED
+from windlass.reading import EMPTY
 from windlass.rotary import Rotary, Turns
 from windlass.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, SlotIndex
 from windlass.step import SPARE, AttentionCall, Limits, Record, Step
@@ -184,9 +184,11 @@ class LayerCache:
 
     def write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, ids: Tensor | None) -> None:
         """Put the tokens into these slots; a padding token's slot stays free."""
-        self.store.write(slots, keys, values, positions)
-        self.positions.scatter_(-1, slots, positions.to(torch.int32))
-        start_state(self.state, slots, ids)
+        self.store.write(slots, keys, values, positions, self.beside(positions, ids))
+
+    def beside(self, positions: Tensor, ids: Tensor | None) -> Pairs:
+        """What is written beside keys and values for tokens at `positions`."""
+        return [(self.positions[..., None], positions[..., None]), *at_start(self.state, ids)]
 
     def attend(
         self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None
@@ -231,9 +233,7 @@ class LayerCache:
         """Free the lowest-ranked tokens over budget; returns the record with what was freed."""
         if self.budget is None or self.is_whole or self.most_held <= self.budget:
             return record
-        evicted = self._lowest(record.step, self.store.slots - self.budget)
-        before = self.positions.gather(-1, evicted)
-        self.positions.scatter_(-1, evicted, before.where(before < 0, RESERVED))
+        evicted, before = self._give_up(record.step, self.store.slots - self.budget)
         freed, self.most_held = self.most_held - self.budget, self.budget
         self.has_evicted = True
         record = replace(record, evicted=evicted, evicted_positions=before, freed=freed)
@@ -243,11 +243,11 @@ class LayerCache:
         room = Room(self.store, self.positions, self.state, self.statistics, self.limits, self.sliding_window, turns)
         return absorb(self.merge, room, record)
 
-    def _lowest(self, step: Step, count: int) -> SlotIndex:
-        """The slots that the policy ranks lowest; a whole window, just what the next token sees, protects none."""
+    def _give_up(self, step: Step, count: int) -> tuple[SlotIndex, SlotIndex]:
+        """Reserve the slots that the policy ranks lowest; a whole window, what the next token sees, protects none."""
         score = scores_of(self.policy, self.index, self.slots_at(step))
         sinks, window = (0, 0) if self.is_whole_window else (self.limits.sinks, self.limits.window)
-        return kernels.lowest(score, self.positions, step.next_positions, sinks, window, self.sliding_window, count)
+        return kernels.evict(score, self.positions, step.next_positions, sinks, window, self.sliding_window, count)
 
     def slots_at(self, step: Step) -> Slots:
         """The layer as a policy sees it after `step`."""

@@ -1,12 +1,9 @@
 """Stores of small whole numbers, one scale per token and head, and all stores by name."""
 
 import re
-from abc import abstractmethod
 from typing import ClassVar, final
 
-import torch
-from torch import Tensor
-
+from windlass import kernels
 from windlass.errors import UsageError
 from windlass.exact import Exact
 from windlass.held import Held
@@ -42,10 +39,6 @@ class LowBit(Store):
         super().__init__(Exact(sinks, newest))
         self._given = centres
 
-    @abstractmethod
-    def pack(self, codes: Tensor, what: str) -> Tensor:
-        """Codes, whole numbers in floats, as bytes; `what` they are codes of."""
-
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._numbers})"
 
@@ -67,8 +60,13 @@ class LowBit(Store):
         return {CENTRES: self._given.to(keys)}
 
     def encode(self, keys: NewKeys, values: NewValues) -> Parts:
-        key_codes, key_scales = self._coded(keys.float() - self._centres()[:, None], "keys")
-        value_codes, value_scales = self._coded(values.float(), "values")
+        for what, width in (("keys", keys.shape[3]), ("values", values.shape[3])):
+            if width * self.bits % 8:
+                raise UsageError(
+                    f"store int4 packs two channels into a byte, but this model's {what} have {width}; use store int8"
+                )
+        key_codes, key_scales = kernels.encode(keys, self._constants[CENTRES], self.bits)
+        value_codes, value_scales = kernels.encode(values, None, self.bits)
         return {
             "key_codes": key_codes,
             "key_scales": key_scales,
@@ -98,16 +96,6 @@ class LowBit(Store):
     def _centres(self) -> KeyCentres:
         return self._constants[CENTRES].float()
 
-    def _coded(self, numbers: Tensor, what: str) -> tuple[Tensor, Tensor]:
-        """Codes and float16 scales of float32 `numbers`."""
-        lowest = -(2 ** (self.bits - 1))
-        low, high = numbers.aminmax(dim=-1, keepdim=True)
-        most = torch.finfo(torch.float16).max
-        scales = (torch.where(-low > high, low, high) / lowest).clamp(-most, most).to(torch.float16)
-        divisors = scales.float()
-        codes = (numbers / divisors.where(divisors != 0, 1.0)).round().clamp(lowest, -lowest - 1)
-        return self.pack(codes, what), scales
-
 
 @final
 class Int8(LowBit):
@@ -115,28 +103,12 @@ class Int8(LowBit):
 
     bits = 8
 
-    def pack(self, codes: Tensor, what: str) -> Tensor:
-        return codes.to(torch.int8)
-
 
 @final
 class Int4(LowBit):
-    """Codes of 4 bits: 0.27 of the bytes of bfloat16.
-
-    Byte j holds channel j in its low half and channel j + width / 2 in its high half, each plus 8.
-    """
+    """Codes of 4 bits: 0.27 of the bytes of bfloat16."""
 
     bits = 4
-
-    def pack(self, codes: Tensor, what: str) -> Tensor:
-        width = codes.shape[-1]
-        if width % 2:
-            raise UsageError(
-                f"store int4 packs two channels into a byte, but this model's {what} have {width}; use store int8"
-            )
-        first, second = (codes + 8).to(torch.uint8).split(width // 2, -1)
-        packed: Tensor = first | second << 4
-        return packed
 
 
 LOW_BIT: dict[str, type[LowBit]] = {"int8": Int8, "int4": Int4}

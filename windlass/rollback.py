@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import torch
 
+from windlass import kernels
 from windlass.layer import LayerCache
-from windlass.policies.base import start_state
 from windlass.reading import EMPTY
 from windlass.step import SPARE, Record, Step
 
@@ -72,8 +72,8 @@ def _redo(layer: LayerCache, record: Record, kept: Sequence[int], step: Step) ->
     positions = record.step.positions
     positions = positions.where(positions < step.next_positions[:, None], EMPTY)
     undone = tuple(done + was - n for done, was, n in zip(record.undone, record.step.lengths, kept, strict=True))
-    layer.positions.scatter_(-1, record.written, positions[:, None].expand_as(record.written).to(torch.int32))
-    start_state(layer.state, record.written, record.step.ids)
+    beside = layer.beside(positions[:, None].expand_as(record.written), record.step.ids)
+    kernels.write_all(record.written, beside)
     layer.most_held += max(kept)
     step = replace(step, positions=positions, lengths=tuple(kept))
     record = replace(record, step=step, undone=undone, evicted=None, evicted_positions=None, cells=None, freed=0)

@@ -9,6 +9,7 @@ from torch import Tensor
 from windlass import kernels
 from windlass.exact import Exact
 from windlass.held import Held
+from windlass.kernels.reference import Pairs
 from windlass.shapes import KeyCentres, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
 
 Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, width of its own)
@@ -93,18 +94,20 @@ class Store(ABC):
         keys = self.decode_keys({name: part[:1, :, :0] for name, part in self._held().items()})
         return keys.shape[1], keys.shape[3], keys.dtype
 
-    def write(self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex) -> None:
+    def write(
+        self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Pairs = ()
+    ) -> None:
         """Overwrite the slots at `index` with new tokens; leaves every other slot's bytes alone.
 
-        `positions` are EMPTY for padding, which is written, but is not one of the newest tokens.
+        `positions` are EMPTY for padding, which is written, but is not one of the newest tokens. What a layer
+        keeps `beside` is written with them, see `kernels.write_all`.
         """
-        self.put(index, self.encode(keys, values))
+        self.put(index, self.encode(keys, values), beside)
         self.exact.write(index, keys, values, positions)
 
-    def put(self, index: SlotIndex, parts: Parts) -> None:
+    def put(self, index: SlotIndex, parts: Parts, beside: Pairs = ()) -> None:
         """Overwrite the parts at `index` with those of a store that this one `reads_like`."""
-        for name, held in self._held().items():
-            kernels.write(held, index, parts[name])
+        kernels.write_all(index, [*((held, parts[name]) for name, held in self._held().items()), *beside])
 
     def take(self, row: int, index: SlotIndex) -> Parts:
         """A copy of the parts at `index` (1, ranked, tokens) of one row."""

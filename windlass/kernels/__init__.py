@@ -6,12 +6,15 @@ PyTorch. What runs where is decided by the arguments alone.
 
 import warnings
 from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
 
 from torch import Tensor
 
 from windlass.held import Held
 from windlass.kernels import blocks, cpu, reference
-from windlass.kernels.reference import Mass, Visibility
+from windlass.kernels.reference import Mass, Pairs, Visibility
 from windlass.reading import Reading
 from windlass.shapes import (
     Attended,
@@ -70,17 +73,17 @@ def attend(
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:
     """See `reference.first_free`."""
-    kernel = cpu.first_free if _is_compiled(positions.device.type) else reference.first_free
-    return kernel(positions, count)
+    free: SlotIndex = _slots_of(positions).first_free(positions, count)
+    return free
 
 
 def text_order(positions: SlotPositions) -> SlotIndex:
     """See `reference.text_order`."""
-    kernel = cpu.text_order if _is_compiled(positions.device.type) else reference.text_order
-    return kernel(positions)
+    order: SlotIndex = _slots_of(positions).text_order(positions)
+    return order
 
 
-def lowest(
+def evict(
     score: Scores,
     positions: SlotPositions,
     next_positions: RowCounts,
@@ -88,16 +91,23 @@ def lowest(
     window: int,
     sliding_window: int | None,
     count: int,
-) -> SlotIndex:
-    """See `reference.lowest`."""
-    kernel = cpu.lowest if _is_compiled(positions.device.type) else reference.lowest
-    return kernel(score, positions, next_positions, sinks, window, sliding_window, count)
+) -> tuple[SlotIndex, SlotIndex]:
+    """See `reference.evict`."""
+    kernel = _slots_of(positions).evict
+    index, before = kernel(score, positions, next_positions, sinks, window, sliding_window, count)
+    return index, before
 
 
-def write(held: Tensor, index: SlotIndex, new: Tensor) -> None:
-    """See `reference.write`."""
-    kernel = cpu.write if _is_compiled(held.device.type) else reference.write
-    kernel(held, index, new)
+def write_all(index: SlotIndex, pairs: Pairs) -> None:
+    """See `reference.write_all`."""
+    _slots_of(index).write_all(index, pairs)
+
+
+def encode(states: Tensor, centres: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+    """See `reference.encode`."""
+    backend = (_triton("codes") or reference) if states.device.type == "cuda" else reference
+    codes, scales = backend.encode(states, centres, bits)
+    return codes, scales
 
 
 def read(held: Tensor, index: SlotIndex) -> Tensor:
@@ -122,3 +132,17 @@ def _is_compiled(device: str) -> bool:
             "this CPU has neither AVX2 nor AVX-512: attention runs in plain C++, which is slower", stacklevel=3
         )
     return True
+
+
+def _slots_of(tensor: Tensor) -> ModuleType:
+    """Where the book-keeping of slots is done for tensors beside this one."""
+    device = tensor.device.type
+    if device == "cuda":
+        return _triton("slots") or reference
+    return cpu if _is_compiled(device) else reference
+
+
+@cache
+def _triton(name: str) -> ModuleType | None:
+    """A module of kernels in Triton; None where Triton is not installed. Without a GPU it is never imported."""
+    return None if find_spec("triton") is None else import_module(f"windlass.kernels.triton.{name}")

@@ -1,5 +1,6 @@
 """Attention over slots in plain PyTorch: the truth that every other backend must match."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,7 +8,7 @@ from torch import Tensor
 
 from windlass.held import Held
 from windlass.ranking import total_order
-from windlass.reading import EMPTY, Branch, Reading
+from windlass.reading import EMPTY, RESERVED, Branch, Reading
 from windlass.rotary import rotate
 from windlass.shapes import (
     Attended,
@@ -22,6 +23,7 @@ from windlass.shapes import (
     SlotPositions,
 )
 
+Pairs = Sequence[tuple[Tensor, Tensor | float]]  # (batch, heads, slots, width) and (batch, heads, tokens, width)
 SCORE_BYTES = 64 * 2**20  # most bytes of attention scores alive at once
 
 
@@ -203,10 +205,65 @@ def lowest(
     return order.topk(count, largest=False).indices
 
 
-def write(held: Tensor, index: SlotIndex, new: Tensor) -> None:
-    """Overwrite the slots of `held` (batch, kv_heads, slots, width) at `index` with `new`."""
-    places = index.expand(-1, new.shape[1], -1)[..., None].expand(-1, -1, -1, new.shape[3])
-    held.scatter_(2, places, new.to(held.dtype))
+def evict(
+    score: Scores,
+    positions: SlotPositions,
+    next_positions: RowCounts,
+    sinks: int,
+    window: int,
+    sliding_window: int | None,
+    count: int,
+) -> tuple[SlotIndex, SlotIndex]:
+    """Mark the `count` slots that rank lowest as RESERVED, but for free ones, which stay as they are.
+
+    Returns which they are, in any order, and the positions that stood there. Changes `positions`.
+    """
+    index = lowest(score, positions, next_positions, sinks, window, sliding_window, count)
+    return index, reserve(positions, index)
+
+
+def reserve(positions: SlotPositions, index: SlotIndex) -> SlotIndex:
+    """Mark the slots at `index` as RESERVED, but for free ones; returns the positions that stood there."""
+    before = positions.gather(-1, index)
+    positions.scatter_(-1, index, before.where(before < 0, RESERVED))
+    return before
+
+
+def write(held: Tensor, index: SlotIndex, new: Tensor | float) -> None:
+    """Overwrite the slots of `held` (batch, kv_heads, slots, width) at `index` with `new`, or with one number."""
+    places = index.expand(-1, held.shape[1], -1)[..., None].expand(-1, -1, -1, held.shape[3])
+    held.scatter_(2, places, new.to(held.dtype) if isinstance(new, Tensor) else new)
+
+
+def write_all(index: SlotIndex, pairs: Pairs) -> None:
+    """Overwrite the slots at `index` of each of `pairs`: what holds them, and what comes, see `write`.
+
+    Where `index` has one row of heads, it holds for all heads of a part.
+    """
+    for held, new in pairs:
+        write(held, index, new)
+
+
+def encode(states: Tensor, centres: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+    """Codes of 8 or 4 bits for `states` (batch, kv_heads, tokens, width), and their float16 scales (..., 1).
+
+    Code times scale is what is left of a number beside the centre (kv_heads, width) of its channel. The
+    largest gets the lowest code. Codes of 4 bits, plus 8, lie two in a byte: channel j in its low half and
+    channel j + width / 2 in its high half.
+    """
+    numbers = states.float()
+    if centres is not None:
+        numbers = numbers - centres.float()[:, None]
+    least = -(2 ** (bits - 1))
+    low, high = numbers.aminmax(dim=-1, keepdim=True)
+    most = torch.finfo(torch.float16).max
+    scales = (torch.where(-low > high, low, high) / least).clamp(-most, most).to(torch.float16)
+    divisors = scales.float()
+    codes = (numbers / divisors.where(divisors != 0, 1.0)).round().clamp(least, -least - 1)
+    if bits == 8:
+        return codes.to(torch.int8), scales
+    first, second = (codes + 8).to(torch.uint8).chunk(2, -1)
+    return first | second << 4, scales
 
 
 def read(held: Tensor, index: SlotIndex) -> Tensor:

@@ -49,7 +49,6 @@ from windlass.shapes import (
     QueryPositions,
     RowCounts,
     Scores,
-    SlotIndex,
     SlotKeys,
     SlotPositions,
     SlotValues,
@@ -154,12 +153,13 @@ class Policy(ABC):
         """Update `slots.state` and `slots.statistics` from what the step attended to."""
 
 
-def start_state(state: dict[str, Scores], slots: SlotIndex, ids: TokenIds | None) -> None:
-    """Set what is kept for tokens that are written to `slots`; `ids` (batch, tokens) are theirs, if known."""
-    for tensor in state.values():
-        tensor.scatter_(-1, slots, 0.0)
-    if TOKEN in state and ids is not None:
-        state[TOKEN].scatter_(-1, slots, ids[:, None].expand_as(slots).float())
+def at_start(state: dict[str, Scores], ids: TokenIds | None) -> list[tuple[Tensor, Tensor | float]]:
+    """What is kept per slot, and what it is for new tokens, for `kernels.write_all`; `ids` are theirs, if known."""
+
+    def start(name: str) -> Tensor | float:
+        return 0.0 if name != TOKEN or ids is None else ids[:, None, :, None].expand(-1, state[name].shape[1], -1, -1)
+
+    return [(tensor[..., None], start(name)) for name, tensor in state.items()]
 
 
 @contextmanager

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from windlass.errors import UsageError
 from windlass.held import Held
-from windlass.kernels.reference import Mass, Visibility
+from windlass.kernels import reference
+from windlass.kernels.reference import Mass, Pairs, Visibility, reserve
 from windlass.reading import Branch, Reading
 from windlass.shapes import (
     Attended,
@@ -195,6 +196,29 @@ def lowest(
     addresses = score.data_ptr(), positions.data_ptr(), ends.data_ptr()
     _native.lowest(tuple(positions.shape), *addresses, limits, count, out.data_ptr(), torch.get_num_threads())
     return out
+
+
+def evict(
+    score: Scores,
+    positions: SlotPositions,
+    next_positions: RowCounts,
+    sinks: int,
+    window: int,
+    sliding_window: int | None,
+    count: int,
+) -> tuple[SlotIndex, SlotIndex]:
+    """The `count` lowest slots, marked RESERVED, and the positions that stood there."""
+    index = lowest(score, positions, next_positions, sinks, window, sliding_window, count)
+    return index, reserve(positions, index)
+
+
+def write_all(index: SlotIndex, pairs: Pairs) -> None:
+    """Overwrite the slots at `index` of each of `pairs`."""
+    for held, new in pairs:
+        if isinstance(new, Tensor):
+            write(held, index, new)
+        else:
+            reference.write(held, index, new)
 
 
 def write(held: Tensor, index: SlotIndex, new: Tensor) -> None:

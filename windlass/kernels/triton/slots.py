@@ -1,0 +1,263 @@
+"""Book-keeping of slots on a GPU, each function one launch: which are free, which go, and writing to them.
+
+Nothing here waits for the device, copies from the host or has a shape that depends on data, so that a
+step can be captured in a graph.
+"""
+
+from typing import Final, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels import reference
+from windlass.kernels.reference import Pairs
+from windlass.reading import RESERVED
+from windlass.shapes import RowCounts, Scores, SlotIndex, SlotPositions
+
+BLOCK: Final = 4096  # slots that a program takes at once
+LARGEST: Final = 8192  # slots whose keys a program holds in registers
+MOST_COUNTED: Final = 8192  # slots whose order is found by counting
+LEAST, MOST = tl.constexpr(torch.finfo(torch.float32).min), tl.constexpr(torch.finfo(torch.float32).max)
+BEYOND = tl.constexpr(2**63 - 1)  # above every key of the total order
+FREE_LAST = tl.constexpr(2**31 - 1)  # above every position
+GONE = tl.constexpr(RESERVED)
+
+
+def first_free(positions: SlotPositions, count: int) -> SlotIndex:
+    """See `reference.first_free`."""
+    batch, ranked, slots = positions.shape
+    out = torch.empty(batch, ranked, count, dtype=torch.int64, device=positions.device)
+    block = min(BLOCK, triton.next_power_of_2(slots))
+    if out.numel():
+        _first_free[(batch * ranked, triton.cdiv(slots, block))](positions, out, slots, count, block, num_warps=8)
+    return out
+
+
+def text_order(positions: SlotPositions) -> SlotIndex:
+    """See `reference.text_order`.
+
+    Every slot counts those before it, which is quadratic, but one launch and all in parallel; PyTorch's sort
+    takes several, in each layer at each token. Only where there are many slots the sort is less work.
+    """
+    batch, ranked, slots = positions.shape
+    if slots > MOST_COUNTED:
+        return reference.text_order(positions)
+    positions = positions.contiguous()
+    out = torch.empty(batch, ranked, slots, dtype=torch.int64, device=positions.device)
+    block = min(64, triton.next_power_of_2(slots))
+    if out.numel():
+        _text_order[(batch * ranked, triton.cdiv(slots, block))](positions, out, slots, block, num_warps=4)
+    return out
+
+
+def evict(
+    score: Scores,
+    positions: SlotPositions,
+    next_positions: RowCounts,
+    sinks: int,
+    window: int,
+    sliding_window: int | None,
+    count: int,
+) -> tuple[SlotIndex, SlotIndex]:
+    """See `reference.evict`; the slots come in ascending order."""
+    batch, ranked, slots = positions.shape
+    index = torch.empty(batch, ranked, count, dtype=torch.int64, device=positions.device)
+    before = torch.empty(batch, ranked, count, dtype=positions.dtype, device=positions.device)
+    block = min(LARGEST, triton.next_power_of_2(slots))
+    if index.numel():
+        _evict[(batch, ranked)](
+            score,
+            score.stride(),
+            positions,
+            next_positions,
+            index,
+            before,
+            slots,
+            sinks,
+            window,
+            sliding_window or 0,
+            count,
+            slots <= block,
+            block,
+            num_warps=max(1, min(16, block // 256)),
+        )
+    return index, before
+
+
+def write_all(index: SlotIndex, pairs: Pairs) -> None:
+    """See `reference.write_all`."""
+    batch, ranked, tokens = index.shape
+    if not index.numel():
+        return
+    helds, news, sizes, strides, widths, is_tensor = [], [], [], [], [], []
+    for held, new in pairs:
+        shape = (batch, held.shape[1], tokens, held.shape[3])
+        if isinstance(new, Tensor):
+            # Triton's interpreter does not round to bfloat16 as PyTorch does.
+            new = (new.to(held.dtype) if new.is_floating_point() else new).expand(shape)
+        helds.append(held)
+        news.append(new)
+        sizes.append((shape[1], held.shape[2], shape[3]))
+        is_tensor.append(isinstance(new, Tensor))
+        strides.append(new.stride() if isinstance(new, Tensor) else (0, 0, 0, 0))
+        widths.append(triton.next_power_of_2(shape[3]))
+    heads = max(size[0] for size in sizes)
+    _write[(tokens, heads, batch)](
+        tuple(helds),
+        tuple(news),
+        tuple(sizes),
+        tuple(strides),
+        index,
+        (index.stride(0), 0 if ranked == 1 else index.stride(1), index.stride(2)),
+        tuple(widths),
+        tuple(is_tensor),
+        num_warps=1,
+    )
+
+
+@triton.jit
+@no_type_check
+def _first_free(p_positions, p_out, slots, count, BLOCK: tl.constexpr):
+    """One block of slots of one row and head; all of them are counted, so that none waits for another."""
+    i_row, i_block = tl.program_id(0), tl.program_id(1)
+    o_block = tl.arange(0, BLOCK)
+    p_row = p_positions + i_row.to(tl.int64) * slots
+    start = i_block * BLOCK
+    b_all, b_before = tl.zeros((BLOCK,), tl.int32), tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, slots, BLOCK):
+        o_slots = first + o_block
+        b_free = (tl.load(p_row + o_slots, mask=o_slots < slots, other=0) == -1).to(tl.int32)
+        b_all += b_free
+        b_before += tl.where(first < start, b_free, 0)
+    o_slots = start + o_block
+    b_free = (tl.load(p_row + o_slots, mask=o_slots < slots, other=0) == -1).to(tl.int32)
+    b_earlier = tl.sum(b_before, 0) + tl.cumsum(b_free, 0) - b_free  # free slots before each
+    b_places = tl.where(b_free == 1, b_earlier, tl.sum(b_all, 0) + o_slots - b_earlier)
+    m_out = (o_slots < slots) & (b_places < count)
+    tl.store(p_out + i_row.to(tl.int64) * count + b_places, o_slots.to(tl.int64), mask=m_out)
+
+
+@triton.jit
+@no_type_check
+def _text_order(p_positions, p_out, slots, BLOCK: tl.constexpr):
+    """Puts a block of slots of one row and head where they belong: after as many as come before them."""
+    i_row, i_block = tl.program_id(0), tl.program_id(1)
+    p_row = p_positions + i_row.to(tl.int64) * slots
+    o_own = i_block * BLOCK + tl.arange(0, BLOCK)
+    b_own = tl.load(p_row + o_own, mask=o_own < slots, other=-1)
+    b_own = tl.where(b_own < 0, FREE_LAST, b_own)
+    b_earlier = tl.zeros((BLOCK,), tl.int32)
+    for first in range(0, slots, BLOCK):
+        o_other = first + tl.arange(0, BLOCK)
+        b_other = tl.load(p_row + o_other, mask=o_other < slots, other=-1)
+        b_other = tl.where(b_other < 0, FREE_LAST, b_other)
+        m_before = b_other[None, :] < b_own[:, None]
+        m_before |= (b_other[None, :] == b_own[:, None]) & (o_other[None, :] < o_own[:, None])
+        b_earlier += tl.sum(m_before.to(tl.int32), 1)
+    tl.store(p_out + i_row.to(tl.int64) * slots + b_earlier, o_own.to(tl.int64), mask=o_own < slots)
+
+
+@triton.jit
+@no_type_check
+def _ranked(row, o_slots):
+    """The keys of `ranking.total_order` of some slots, BEYOND where there is none, and their positions."""
+    p_score, stride, p_positions, slots, end, sinks, window, sliding_window = row
+    m_slots = o_slots < slots
+    b_score = tl.load(p_score + o_slots * stride, mask=m_slots, other=0.0).to(tl.float32)
+    b_positions = tl.load(p_positions + o_slots, mask=m_slots, other=0)
+    b_score = tl.where(b_score != b_score, LEAST, tl.minimum(tl.maximum(b_score, LEAST), MOST))
+    b_score = tl.where((b_positions >= end - window) | (b_positions < sinks), float("inf"), b_score)
+    b_score = tl.where((sliding_window > 0) & (b_positions <= end - sliding_window), LEAST, b_score)
+    b_score = tl.where(b_positions < 0, float("-inf"), b_score)
+    b_bits = tl.where(b_score == 0.0, 0.0, b_score).to(tl.int32, bitcast=True)  # there is no -0.0 then
+    b_bits = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)  # compares as the float does
+    return tl.where(m_slots, (b_bits.to(tl.int64) << 32) + b_positions, BEYOND), b_positions
+
+
+@triton.jit
+@no_type_check
+def _evict(
+    p_score,
+    strides,
+    p_positions,
+    p_ends,
+    p_index,
+    p_before,
+    slots,
+    sinks,
+    window,
+    sliding_window,
+    count,
+    IS_WHOLE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row and head, whole in registers or block by block.
+
+    The key that parts the `count` lowest from the others is found by halving the range where it can be;
+    of slots with this very key (free ones, as a rule) the first are taken.
+    """
+    i_batch, i_rank = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    i_row = i_batch * tl.num_programs(1) + i_rank
+    p_score += i_batch * strides[0] + i_rank * strides[1]
+    p_positions += i_row * slots
+    end = tl.load(p_ends + i_batch).to(tl.int64)
+    row = p_score, strides[2], p_positions, slots, end, sinks, window, sliding_window
+    o_block = tl.arange(0, BLOCK)
+    b_keys, b_positions = _ranked(row, o_block)
+
+    low, high = -tl.full((), BEYOND, tl.int64), tl.full((), BEYOND, tl.int64)
+    found = tl.zeros((), tl.int32) + slots  # keys up to `high`; up to `low` they are fewer than `count`
+    while (found != count) & (low + 1 < high):
+        middle = (low >> 1) + (high >> 1) + (low & high & 1)
+        b_below = (b_keys <= middle).to(tl.int32)
+        if not IS_WHOLE:
+            for first in range(BLOCK, slots, BLOCK):
+                b_more, _ = _ranked(row, first + o_block)
+                b_below += (b_more <= middle).to(tl.int32)
+        below = tl.sum(b_below, 0)
+        is_enough = below >= count
+        found = tl.where(is_enough, below, found)
+        low, high = tl.where(is_enough, low, middle), tl.where(is_enough, middle, high)
+
+    b_lower = (b_keys < high).to(tl.int32)
+    if not IS_WHOLE:
+        for first in range(BLOCK, slots, BLOCK):
+            b_more, _ = _ranked(row, first + o_block)
+            b_lower += (b_more < high).to(tl.int32)
+    wanted = count - tl.sum(b_lower, 0)  # of those that have the key `high`
+    equal, taken = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
+    for first in range(0, slots, BLOCK):
+        if not IS_WHOLE:
+            b_keys, b_positions = _ranked(row, first + o_block)
+        b_equal = (b_keys == high).to(tl.int32)
+        m_taken = (b_keys < high) | ((b_equal == 1) & (equal + tl.cumsum(b_equal, 0) <= wanted))
+        b_taken = m_taken.to(tl.int32)
+        b_places = i_row * count + taken + tl.cumsum(b_taken, 0) - 1
+        tl.store(p_index + b_places, (first + o_block).to(tl.int64), mask=m_taken)
+        tl.store(p_before + b_places, b_positions, mask=m_taken)
+        tl.debug_barrier()  # a thread may have read what another one overwrites
+        tl.store(p_positions + first + o_block, GONE, mask=m_taken & (b_positions >= 0))
+        equal += tl.sum(b_equal, 0)
+        taken += tl.sum(b_taken, 0)
+
+
+@triton.jit
+@no_type_check
+def _write(p_helds, p_news, sizes, strides, p_index, index_strides, WIDTHS: tl.constexpr, IS_TENSOR: tl.constexpr):
+    """One token of one row and head, in all parts that have this head."""
+    i_token, i_head, i_batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot = tl.load(p_index + i_batch * index_strides[0] + i_head * index_strides[1] + i_token * index_strides[2])
+    for part in tl.static_range(len(p_helds)):
+        heads, slots, width = sizes[part]
+        o_width = tl.arange(0, WIDTHS[part])
+        m_width = (o_width < width) & (i_head < heads)
+        p_held = p_helds[part] + ((i_batch * heads + i_head) * slots + slot) * width
+        if IS_TENSOR[part]:
+            batch, head, token, channel = strides[part]
+            p_new = p_news[part] + i_batch * batch + i_head * head + i_token * token
+            b_new = tl.load(p_new + o_width * channel, mask=m_width)
+        else:
+            b_new = tl.full((WIDTHS[part],), p_news[part], p_held.dtype.element_ty)
+        tl.store(p_held + o_width, b_new.to(p_held.dtype.element_ty), mask=m_width)
