@@ -24,24 +24,30 @@ PLACE: Final = "place"  # state: 1 + the place of a token and the next in the ta
 
 @dataclass(frozen=True)
 class _Lookup:
-    """A table to search: pairs in the order of their ids, with the place of each when sorted by cost."""
+    """A table to search: pairs in the order of their ids, with the place of each when sorted by cost.
+
+    `at` holds, for each device where it was asked for, ids (first << 32 | second) and places: copying them at
+    every step would hold up the device.
+    """
 
     model: str
     fingerprint: str
-    ids: Tensor  # first << 32 | second
-    places: Tensor
+    at: dict[torch.device, tuple[Tensor, Tensor]]
 
     @classmethod
     def of(cls, table: PairTable) -> "_Lookup":
         """The table, to search."""
         pairs = sorted(table.pairs, key=lambda pair: pair[3])
         ids, order = torch.tensor([(first << 32) + second for first, second, *_ in pairs]).sort()
-        return cls(table.model, table.fingerprint, ids, (order + 1).float())
+        return cls(table.model, table.fingerprint, {ids.device: (ids, (order + 1).float())})
 
     def places_of(self, first: Tensor, second: Tensor) -> Tensor:
         """For each pair of ids 1 + its place; infinite where it is not in the table."""
         wanted = (first << 32) + second
-        ids, places = self.ids.to(wanted.device), self.places.to(wanted.device)
+        if wanted.device not in self.at:
+            ids, places = next(iter(self.at.values()))
+            self.at[wanted.device] = ids.to(wanted.device), places.to(wanted.device)
+        ids, places = self.at[wanted.device]
         found = torch.searchsorted(ids, wanted).clamp(max=len(ids) - 1)
         known: Tensor = places[found]
         return known.where(ids[found] == wanted, torch.inf)
