@@ -107,12 +107,12 @@ def test_many_slots_span_many_blocks(on: torch.device, count: int) -> None:
 def test_one_call_writes_parts_of_every_type_and_width(on: torch.device, ranked: int) -> None:
     kinds = [(3, torch.bfloat16, 8), (3, torch.uint8, 5), (3, torch.float16, 1), (3, torch.float32, 7)]
     helds = [(torch.randn(BATCH, heads, 11, width) * 50).abs().to(on, dtype) for heads, dtype, width in kinds]
-    helds += [torch.full((BATCH, ranked, 11, 1), -1, dtype=torch.int32, device=on)]
-    helds += [torch.randn(BATCH, ranked, 11, 1, device=on) for _ in range(2)]
+    helds += [torch.full((BATCH, ranked, 11), -1, dtype=torch.int32, device=on)]
+    helds += [torch.randn(BATCH, ranked, 11, device=on) for _ in range(2)]
     news = [torch.randn(BATCH, 4, 3, width).transpose(1, 2).mul(50).abs().to(on, dtype) for _, dtype, width in kinds]
     news[3] = torch.randn(BATCH, 3, 4, 1, device=on, dtype=torch.float64).expand(-1, -1, -1, 7)
-    news += [torch.tensor([[5, 6, -1, 7], [9, -1, -1, 10]], device=on)[:, None, :, None].expand(-1, ranked, -1, -1)]
-    news += [torch.tensor([[901, 2, 3, 4], [5, 6, 7, 8]], device=on)[:, None, :, None].expand(-1, ranked, -1, -1), 0.0]
+    news += [torch.tensor([[5, 6, -1, 7], [9, -1, -1, 10]], device=on)[:, None].expand(-1, ranked, -1)]
+    news += [torch.tensor([[901, 2, 3, 4], [5, 6, 7, 8]], device=on)[:, None].expand(-1, ranked, -1), 0.0]
     index = torch.stack([torch.randperm(11)[:4] for _ in range(BATCH * ranked)]).view(BATCH, ranked, 4).to(on)
     for at in (index, index.flip(0), index.mT.contiguous().mT):
         ours, truth = ([held.clone() for held in helds] for _ in range(2))

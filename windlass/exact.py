@@ -78,12 +78,8 @@ class Exact:
         index = index.expand(-1, slots.shape[1], -1)
         # A place whose slot now has another token is nobody's.
         slots.masked_fill_((slots[..., None] == index[:, :, None]).any(-1), -1)
-        news = (
-            (slots[..., None], index[..., None]),
-            (self.copies["exact_keys"], keys),
-            (self.copies["exact_values"], values),
-        )
-        kernels.write_all(places[:, None], news)
+        copies = (self.copies["exact_keys"], keys), (self.copies["exact_values"], values)
+        kernels.write_all(places[:, None], [(slots, index), *copies])
         serials.scatter_(1, places, numbers)
         serials[:, last] = -1
         self.copies = {**self.copies, "exact_written": end}

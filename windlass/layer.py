@@ -188,7 +188,7 @@ class LayerCache:
 
     def beside(self, positions: Tensor, ids: Tensor | None) -> Pairs:
         """What is written beside keys and values for tokens at `positions`."""
-        return [(self.positions[..., None], positions[..., None]), *at_start(self.state, ids)]
+        return [(self.positions, positions), *at_start(self.state, ids)]
 
     def attend(
         self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None

@@ -23,7 +23,8 @@ from windlass.shapes import (
     SlotPositions,
 )
 
-Pairs = Sequence[tuple[Tensor, Tensor | float]]  # (batch, heads, slots, width) and (batch, heads, tokens, width)
+# (batch, heads, slots) or (batch, heads, slots, width), and what comes: tokens in the place of slots, or one number
+Pairs = Sequence[tuple[Tensor, Tensor | float]]
 SCORE_BYTES = 64 * 2**20  # most bytes of attention scores alive at once
 
 
@@ -230,13 +231,15 @@ def reserve(positions: SlotPositions, index: SlotIndex) -> SlotIndex:
 
 
 def write(held: Tensor, index: SlotIndex, new: Tensor | float) -> None:
-    """Overwrite the slots of `held` (batch, kv_heads, slots, width) at `index` with `new`, or with one number."""
-    places = index.expand(-1, held.shape[1], -1)[..., None].expand(-1, -1, -1, held.shape[3])
+    """Overwrite the slots of `held` at `index` with `new`, see `Pairs`."""
+    places = index.expand(-1, held.shape[1], -1)
+    if held.ndim == 4:
+        places = places[..., None].expand(-1, -1, -1, held.shape[3])
     held.scatter_(2, places, new.to(held.dtype) if isinstance(new, Tensor) else new)
 
 
 def write_all(index: SlotIndex, pairs: Pairs) -> None:
-    """Overwrite the slots at `index` of each of `pairs`: what holds them, and what comes, see `write`.
+    """Overwrite the slots at `index` of each of `pairs`: what holds them, and what comes.
 
     Where `index` has one row of heads, it holds for all heads of a part.
     """

@@ -157,9 +157,9 @@ def at_start(state: dict[str, Scores], ids: TokenIds | None) -> list[tuple[Tenso
     """What is kept per slot, and what it is for new tokens, for `kernels.write_all`; `ids` are theirs, if known."""
 
     def start(name: str) -> Tensor | float:
-        return 0.0 if name != TOKEN or ids is None else ids[:, None, :, None].expand(-1, state[name].shape[1], -1, -1)
+        return 0.0 if name != TOKEN or ids is None else ids[:, None].expand(-1, state[name].shape[1], -1)
 
-    return [(tensor[..., None], start(name)) for name, tensor in state.items()]
+    return [(tensor, start(name)) for name, tensor in state.items()]
 
 
 @contextmanager

@@ -215,7 +215,7 @@ def evict(
 def write_all(index: SlotIndex, pairs: Pairs) -> None:
     """Overwrite the slots at `index` of each of `pairs`."""
     for held, new in pairs:
-        if isinstance(new, Tensor):
+        if isinstance(new, Tensor) and held.ndim == 4:
             write(held, index, new)
         else:
             reference.write(held, index, new)

@@ -4,7 +4,7 @@ Nothing here waits for the device, copies from the host or has a shape that depe
 step can be captured in a graph.
 """
 
-from typing import Final, no_type_check
+from typing import Any, Final, no_type_check
 
 import torch
 import triton
@@ -91,30 +91,30 @@ def write_all(index: SlotIndex, pairs: Pairs) -> None:
     batch, ranked, tokens = index.shape
     if not index.numel():
         return
-    helds, news, sizes, strides, widths, is_tensor = [], [], [], [], [], []
-    for held, new in pairs:
-        shape = (batch, held.shape[1], tokens, held.shape[3])
-        if isinstance(new, Tensor):
-            # Triton's interpreter does not round to bfloat16 as PyTorch does.
-            new = (new.to(held.dtype) if new.is_floating_point() else new).expand(shape)
-        helds.append(held)
-        news.append(new)
-        sizes.append((shape[1], held.shape[2], shape[3]))
-        is_tensor.append(isinstance(new, Tensor))
-        strides.append(new.stride() if isinstance(new, Tensor) else (0, 0, 0, 0))
-        widths.append(triton.next_power_of_2(shape[3]))
-    heads = max(size[0] for size in sizes)
-    _write[(tokens, heads, batch)](
-        tuple(helds),
-        tuple(news),
-        tuple(sizes),
-        tuple(strides),
+    helds, news, sizes, strides, widths, is_tensor = zip(*(_part(*pair, tokens) for pair in pairs), strict=True)
+    _write[(tokens, max(heads for heads, _, _ in sizes), batch)](
+        helds,
+        news,
+        sizes,
+        strides,
         index,
         (index.stride(0), 0 if ranked == 1 else index.stride(1), index.stride(2)),
-        tuple(widths),
-        tuple(is_tensor),
+        widths,
+        is_tensor,
         num_warps=1,
     )
+
+
+def _part(held: Tensor, new: Tensor | float, tokens: int) -> tuple[Any, ...]:
+    """One of `write_all`, as `_write` takes it: both, sizes, the strides of what comes, a block of channels."""
+    batch, heads, slots, width = (*held.shape, 1)[:4]
+    strides: tuple[int, ...] = (0, 0, 0, 0)
+    if isinstance(new, Tensor):
+        # Triton's interpreter does not round to bfloat16 as PyTorch does.
+        new = new.to(held.dtype) if new.is_floating_point() else new
+        new = (new if held.ndim == 4 else new.unsqueeze(3)).expand(batch, heads, tokens, width)
+        strides = new.stride()
+    return held, new, (heads, slots, width), strides, triton.next_power_of_2(width), isinstance(new, Tensor)
 
 
 @triton.jit
