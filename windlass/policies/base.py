@@ -155,11 +155,8 @@ class Policy(ABC):
 
 def at_start(state: dict[str, Scores], ids: TokenIds | None) -> list[tuple[Tensor, Tensor | float]]:
     """What is kept per slot, and what it is for new tokens, for `kernels.write_all`; `ids` are theirs, if known."""
-
-    def start(name: str) -> Tensor | float:
-        return 0.0 if name != TOKEN or ids is None else ids[:, None].expand(-1, state[name].shape[1], -1)
-
-    return [(tensor, start(name)) for name, tensor in state.items()]
+    known = {} if ids is None or TOKEN not in state else {TOKEN: ids[:, None].expand(-1, state[TOKEN].shape[1], -1)}
+    return [(tensor, known.get(name, 0.0)) for name, tensor in state.items()]
 
 
 @contextmanager
