@@ -24,7 +24,7 @@ from windlass import (
     UsageError,
     kernels,
 )
-from windlass.kernels.reference import Pairs
+from windlass.kernels.reference import Writes
 from windlass.low_bit import LowBit, store_of
 from windlass.policies import Policy
 from windlass.shapes import KeyCentres, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
@@ -61,7 +61,7 @@ class Told(Plain):
         return {"keys": keys, "values": values, **coded, "numbers": torch.zeros(*keys.shape[:3], 1, dtype=torch.long)}
 
     def write(
-        self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Pairs = ()
+        self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Writes = ()
     ) -> None:
         parts = self.encode(keys, values)
         for row, columns in enumerate((positions >= 0).any(1).tolist()):
@@ -71,7 +71,7 @@ class Told(Plain):
                     self.written[row] += 1
         kernels.write_all(index, [*((held, parts[name]) for name, held in self._held().items()), *beside])
 
-    def put(self, index: SlotIndex, parts: Parts, beside: Pairs = ()) -> None:
+    def put(self, index: SlotIndex, parts: Parts, beside: Writes = ()) -> None:
         kernels.write_all(index, [(self._held()[name], parts[name]) for name in ("coded_keys", "coded_values")])
 
     def unwrite(self, counts: list[int]) -> None:

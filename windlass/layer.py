@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass import kernels
-from windlass.kernels.reference import Mass, Pairs, Visibility
+from windlass.kernels.reference import Mass, Visibility, Writes
 from windlass.merge import Merge, Room, absorb, as_read
 from windlass.observation import observation, observed_columns
 from windlass.policies.base import Policy, Slots, at_start, policy_errors, scores_of
@@ -186,7 +186,7 @@ class LayerCache:
         """Put the tokens into these slots; a padding token's slot stays free."""
         self.store.write(slots, keys, values, positions, self.beside(positions, ids))
 
-    def beside(self, positions: Tensor, ids: Tensor | None) -> Pairs:
+    def beside(self, positions: Tensor, ids: Tensor | None) -> Writes:
         """What is written beside keys and values for tokens at `positions`."""
         return [(self.positions, positions), *at_start(self.state, ids)]
 

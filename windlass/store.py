@@ -9,7 +9,7 @@ from torch import Tensor
 from windlass import kernels
 from windlass.exact import Exact
 from windlass.held import Held
-from windlass.kernels.reference import Pairs
+from windlass.kernels.reference import Writes
 from windlass.shapes import KeyCentres, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
 
 Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, width of its own)
@@ -95,7 +95,7 @@ class Store(ABC):
         return keys.shape[1], keys.shape[3], keys.dtype
 
     def write(
-        self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Pairs = ()
+        self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Writes = ()
     ) -> None:
         """Overwrite the slots at `index` with new tokens; leaves every other slot's bytes alone.
 
@@ -105,7 +105,7 @@ class Store(ABC):
         self.put(index, self.encode(keys, values), beside)
         self.exact.write(index, keys, values, positions)
 
-    def put(self, index: SlotIndex, parts: Parts, beside: Pairs = ()) -> None:
+    def put(self, index: SlotIndex, parts: Parts, beside: Writes = ()) -> None:
         """Overwrite the parts at `index` with those of a store that this one `reads_like`."""
         kernels.write_all(index, [*((held, parts[name]) for name, held in self._held().items()), *beside])
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from windlass.held import Held
 from windlass.kernels import blocks, cpu, reference
-from windlass.kernels.reference import Mass, Pairs, Visibility
+from windlass.kernels.reference import Mass, Visibility, Writes
 from windlass.reading import Reading
 from windlass.shapes import (
     Attended,
@@ -98,9 +98,9 @@ def evict(
     return index, before
 
 
-def write_all(index: SlotIndex, pairs: Pairs) -> None:
+def write_all(index: SlotIndex, writes: Writes) -> None:
     """See `reference.write_all`."""
-    _slots_of(index).write_all(index, pairs)
+    _slots_of(index).write_all(index, writes)
 
 
 def encode(states: Tensor, centres: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,7 @@ from windlass.shapes import (
 )
 
 # (batch, heads, slots) or (batch, heads, slots, width), and what comes: tokens in the place of slots, or one number
-Pairs = Sequence[tuple[Tensor, Tensor | float]]
+Writes = Sequence[tuple[Tensor, Tensor | float]]
 SCORE_BYTES = 64 * 2**20  # most bytes of attention scores alive at once
 
 
@@ -231,19 +231,19 @@ def reserve(positions: SlotPositions, index: SlotIndex) -> SlotIndex:
 
 
 def write(held: Tensor, index: SlotIndex, new: Tensor | float) -> None:
-    """Overwrite the slots of `held` at `index` with `new`, see `Pairs`."""
+    """Overwrite the slots of `held` at `index` with `new`, see `Writes`."""
     places = index.expand(-1, held.shape[1], -1)
     if held.ndim == 4:
         places = places[..., None].expand(-1, -1, -1, held.shape[3])
     held.scatter_(2, places, new.to(held.dtype) if isinstance(new, Tensor) else new)
 
 
-def write_all(index: SlotIndex, pairs: Pairs) -> None:
-    """Overwrite the slots at `index` of each of `pairs`: what holds them, and what comes.
+def write_all(index: SlotIndex, writes: Writes) -> None:
+    """Overwrite the slots at `index` of each of `writes`: what holds them, and what comes.
 
     Where `index` has one row of heads, it holds for all heads of a part.
     """
-    for held, new in pairs:
+    for held, new in writes:
         write(held, index, new)
 
 

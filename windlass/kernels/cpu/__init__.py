@@ -10,7 +10,7 @@ from torch import Tensor
 from windlass.errors import UsageError
 from windlass.held import Held
 from windlass.kernels import reference
-from windlass.kernels.reference import Mass, Pairs, Visibility, reserve
+from windlass.kernels.reference import Mass, Visibility, Writes, reserve
 from windlass.reading import Branch, Reading
 from windlass.shapes import (
     Attended,
@@ -212,9 +212,9 @@ def evict(
     return index, reserve(positions, index)
 
 
-def write_all(index: SlotIndex, pairs: Pairs) -> None:
-    """Overwrite the slots at `index` of each of `pairs`."""
-    for held, new in pairs:
+def write_all(index: SlotIndex, writes: Writes) -> None:
+    """Overwrite the slots at `index` of each of `writes`."""
+    for held, new in writes:
         if isinstance(new, Tensor) and held.ndim == 4:
             write(held, index, new)
         else:

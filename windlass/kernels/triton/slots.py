@@ -1,7 +1,8 @@
-"""Book-keeping of slots on a GPU, each function one launch: which are free, which go, and writing to them.
+"""Book-keeping of slots on a GPU, one launch each: which are free, which go, and writing to them.
 
 Nothing here waits for the device, copies from the host or has a shape that depends on data, so that a
-step can be captured in a graph.
+step can be captured in a graph. `no_type_check` keeps checks of types, which tests put around every
+function, away from those that Triton compiles.
 """
 
 from typing import Any, Final, no_type_check
@@ -12,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from windlass.kernels import reference
-from windlass.kernels.reference import Pairs
+from windlass.kernels.reference import Writes
 from windlass.reading import RESERVED
 from windlass.shapes import RowCounts, Scores, SlotIndex, SlotPositions
 
@@ -86,12 +87,12 @@ def evict(
     return index, before
 
 
-def write_all(index: SlotIndex, pairs: Pairs) -> None:
+def write_all(index: SlotIndex, writes: Writes) -> None:
     """See `reference.write_all`."""
     batch, ranked, tokens = index.shape
     if not index.numel():
         return
-    helds, news, sizes, strides, widths, is_tensor = zip(*(_part(*pair, tokens) for pair in pairs), strict=True)
+    helds, news, sizes, strides, widths, is_tensor = zip(*(_part(*each, tokens) for each in writes), strict=True)
     _write[(tokens, max(heads for heads, _, _ in sizes), batch)](
         helds,
         news,
