@@ -45,7 +45,11 @@ def ranked_slots(draw: st.DrawFn) -> Step:
 
 
 LIMITS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(1, 40))
-TIES = torch.zeros(BATCH, 1, 33), (torch.arange(33) // 2).int().expand(BATCH, 1, 33), torch.tensor([17, 17])
+TIES = (
+    torch.tensor([0.0, -0.0, 0.0] * 11).expand(BATCH, 1, 33),
+    (torch.arange(33) // 2).int().expand(BATCH, 1, 33),
+    torch.tensor([17, 17]),
+)
 
 
 @given(ranked_slots(), LIMITS, st.integers(0, 10**6))
