@@ -40,20 +40,24 @@ def ranked_slots(draw: st.DrawFn) -> Step:
     score = specials[torch.randint(5, (many,), generator=generator)]
     score = torch.where(torch.rand(many, generator=generator) < 0.6, score, torch.randn(many, generator=generator))
     free = torch.tensor([0, 0, 0, -1, -2])[torch.randint(5, (many,), generator=generator)]
-    where = torch.randperm(many, generator=generator).where(free == 0, free).reshape(BATCH, ranked, count)
+    free = free.reshape(BATCH, ranked, count)
+    where = torch.rand(BATCH, ranked, count, generator=generator).argsort(-1).where(free == 0, free)
     return score.view_as(where), where.int(), where.flatten(1).amax(1).clamp(min=-1) + 1
 
 
 LIMITS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(1, 40))
 TIES = (
-    torch.tensor([0.0, -0.0, 0.0] * 11).expand(BATCH, 1, 33),
+    torch.tensor([0.0, -0.0, 0.0] * 6 + [torch.inf, MOST, torch.inf] * 5).expand(BATCH, 1, 33),
     (torch.arange(33) // 2).int().expand(BATCH, 1, 33),
     torch.tensor([17, 17]),
 )
+FALLING = -torch.arange(33.0).expand(BATCH, 1, 33), torch.arange(33).int().expand(BATCH, 1, 33), torch.tensor([33, 33])
 
 
 @given(ranked_slots(), LIMITS, st.integers(0, 10**6))
 @example(TIES, (2, 3, None), 8)
+@example(TIES, (2, 3, None), 19)
+@example(FALLING, (0, 0, 9), 25)  # just what no later token sees
 @of_examples
 def test_evict_reserves_the_first_of_the_total_order(
     on: torch.device, step: Step, limits: tuple[int, int, int | None], count: int
@@ -133,7 +137,11 @@ def test_codes_and_scales_are_those_of_the_reference_bit_for_bit(
 ) -> None:
     states = (torch.randn(BATCH, 7, 3, 10) * torch.logspace(-9, 4, 7)[:, None, None]).to(on, dtype).transpose(1, 2)
     states[0, 0, 0] = 0.0
-    states[1, 2, 4] = torch.tensor([-8, -7.5, -6.5, -2.5, -0.5, 0.5, 1.5, 2.5, 6.5, 7.5]).to(states)  # halves
+    # Codes between two whole numbers, under scales that are no powers of two; and two extremes.
+    least = -(2 ** (bits - 1))
+    between = torch.cat((torch.full((3, 7, 1), least), torch.randint(least, -least - 1, (3, 7, 9)) + 0.5), -1)
+    states[1] = (between * torch.rand(3, 7, 1).half().float()).to(states)
+    states[0, 1, :, 0], states[0, 1, :, 9] = -1e7, 1e7
     for centres in (None, torch.randn(3, 10).to(on, dtype)):
         ours, truth = codes.encode(states, centres, bits), reference.encode(states, centres, bits)
         assert ours[0].dtype == truth[0].dtype
