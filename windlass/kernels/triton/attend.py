@@ -1,0 +1,363 @@
+"""Attention over slots on a GPU, as `kernels.reference` tells it.
+
+A program serves one row and kv head, a block of queries (all heads that share the kv head, so that its
+keys are read once) and one part of the slots; keys are turned in registers on the way in. A prompt has
+programs enough, and reads the slots in one part. A single token reads them in many, and a second
+kernel joins their softmaxes.
+
+Source: online softmax over blocks, Dao et al. 2022 (arXiv:2205.14135); parts that are joined at the end,
+Flash-Decoding, Dao et al. 2023.
+"""
+
+from typing import Final, no_type_check
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windlass.held import Held
+from windlass.kernels.reference import Mass, Visibility
+from windlass.kernels.triton import plan
+from windlass.kernels.triton.mass import mass_kernel
+from windlass.kernels.triton.tiles import (
+    IS_INTERPRETED,
+    Numbers,
+    Plane,
+    Sight,
+    Strided,
+    at_head,
+    keys_of,
+    logits_of,
+    numbers_of,
+    product,
+    queries_of,
+    seen_by_any,
+    with_sinks,
+)
+from windlass.reading import Branch, Reading
+from windlass.shapes import (
+    Attended,
+    ObservedColumns,
+    Queries,
+    QueryPositions,
+    RotaryTable,
+    Scores,
+    SlotPositions,
+)
+
+FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+MOST_CHANNELS: Final = 256
+NARROWEST: Final = 16  # channels or rows that a tensor core takes at once
+
+
+def can_read(queries: Queries, keys: Held, values: Held) -> bool:
+    """Whether the kernel knows the types."""
+    return (
+        queries.dtype in FLOATS
+        and all(held.scales is not None or held.codes.dtype in FLOATS for held in (keys, values))
+        and max(keys.channels, values.channels) <= MOST_CHANNELS
+    )
+
+
+def attend(
+    queries: Queries,
+    keys: Held,
+    values: Held,
+    slot_positions: SlotPositions,
+    query_positions: QueryPositions,
+    *,
+    reading: Reading | None,
+    tables: tuple[RotaryTable, RotaryTable] | None,
+    scale: float,
+    visibility: Visibility,
+    softcap: float | None = None,
+    sink_logits: Tensor | None = None,
+    log_counts: Scores | None = None,
+    observed: ObservedColumns | None = None,
+    is_rest_wanted: bool = False,
+) -> tuple[Attended, Mass | None]:
+    """See `reference.attend`; asks the device nothing, so that a CUDA graph can hold it. Tables of any float type."""
+    batch, heads, tokens, _ = queries.shape
+    kv_heads, slots = keys.codes.shape[1:3]
+    group = heads // kv_heads
+    rows = tokens * group
+    at = plan.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize)
+    row_blocks = -(-rows // at.rows)
+    programs = batch * kv_heads * row_blocks
+    splits, each = plan.splits(programs, slots, at.block, queries.device)
+
+    sight = _sight(slot_positions, query_positions, reading, tables, scale, visibility, softcap, log_counts)
+    pairs = 0 if sight.cos is None else sight.cos.shape[1]
+    look = (Strided(queries, *queries.stride()), _numbers(keys), sight)
+    channels = {
+        "GROUP": group,
+        "WIDTH": keys.channels,
+        "PAIRS": pairs,
+        "HALF": _padded(pairs),
+        "REST": _padded(keys.channels - 2 * pairs),
+        "BITS": keys.bits,
+    }
+
+    def scratch(*shape: int) -> Tensor:
+        return torch.empty(shape, dtype=torch.float32, device=queries.device)
+
+    out = queries.new_empty(batch, tokens, heads, values.channels)
+    divisors = kept = parts = softmaxes = None
+    if observed is not None:
+        divisors = scratch(batch, heads, tokens)
+        # Whichever moves fewer bytes: each logit out and in again, or the keys once more.
+        if 2 * 4 * rows <= keys.codes.shape[-1] * keys.codes.itemsize:
+            kept = scratch(batch, kv_heads, rows, slots)
+    if splits > 1:
+        parts = scratch(batch, kv_heads, splits, rows, values.channels)
+        softmaxes = scratch(batch, kv_heads, splits, rows, 2)
+    width = _padded(values.channels)
+    ends = (sink_logits, out, divisors)
+    sizes = (batch, kv_heads, tokens)
+    with torch.cuda.device_of(queries):
+        attend_kernel[(programs * splits,)](
+            *look, _numbers(values), *ends, parts, softmaxes, kept, *sizes, slots, splits, each, **channels,
+            VALUE_WIDTH=values.channels, VALUES=width, VALUE_BITS=values.bits, ROWS=at.rows, BLOCK=at.block,
+            SKIPS=tokens > 1 and splits == 1 and kept is None, num_warps=at.warps, num_stages=at.stages,
+        )  # fmt: skip
+        if splits > 1:
+            join_kernel[(batch * kv_heads * rows,)](
+                parts, softmaxes, *ends, *sizes, splits, GROUP=group, VALUE_WIDTH=values.channels, VALUES=width,
+                SPLITS=triton.next_power_of_2(splits), SOME=min(16, triton.next_power_of_2(splits)),
+            )  # fmt: skip
+        mass = None if observed is None else _mass(look, divisors, kept, observed, is_rest_wanted, channels)
+    return out.transpose(1, 2), mass
+
+
+def _mass(
+    look: tuple[Strided, Numbers, Sight],
+    divisors: Tensor,
+    kept: Tensor | None,
+    observed: ObservedColumns,
+    is_rest_wanted: bool,
+    channels: dict[str, int],
+) -> Mass:
+    queries, keys, _ = look
+    batch, heads, tokens = divisors.shape
+    kv_heads, slots = keys.codes.shape[1:3]
+    at = plan.mass_plan(channels["WIDTH"], queries.start.itemsize)
+    padded = triton.next_power_of_2(channels["GROUP"])
+    rows = divisors.new_empty(batch, kv_heads, observed.shape[1], slots)
+    rest = is_other = None
+    if is_rest_wanted:
+        rest = divisors.new_empty(batch, kv_heads, slots)
+        is_other = torch.ones(batch, tokens + 1, dtype=torch.int8, device=observed.device)
+        is_other = is_other.scatter(1, observed.where(observed >= 0, tokens), 0)[:, :-1].contiguous()
+    mass_kernel[(batch * kv_heads * -(-slots // at.block),)](
+        *look, divisors, kept, observed.contiguous(), is_other, rows, rest, batch, kv_heads, tokens, slots,
+        observed.shape[1], **channels, PADDED=padded, COLUMNS=max(1, at.rows // padded), BLOCK=at.block,
+        num_warps=at.warps, num_stages=at.stages,
+    )  # fmt: skip
+    return Mass(rows, rest)
+
+
+def _sight(
+    slot_positions: SlotPositions,
+    query_positions: QueryPositions,
+    reading: Reading | None,
+    tables: tuple[RotaryTable, RotaryTable] | None,
+    scale: float,
+    visibility: Visibility,
+    softcap: float | None,
+    log_counts: Scores | None,
+) -> Sight:
+    near: Branch | None = None
+    far: Branch | None = None
+    cos = sin = None
+    if reading is not None and tables is not None:
+        near, far = reading.near, reading.far
+        cos, sin = (table.contiguous() for table in tables)
+    return Sight(
+        _plane(slot_positions),
+        _plane(query_positions[:, None]),
+        cos,
+        sin,
+        None if near is None else _plane(near.keys),
+        None if near is None else _plane(near.queries),
+        None if far is None else _plane(far.keys),
+        None if far is None else _plane(far.queries),
+        0 if reading is None else reading.near_window,
+        None if log_counts is None else _plane(log_counts),
+        scale,
+        softcap,
+        visibility.sliding_window,
+        visibility.reach,
+        visibility.sinks,
+    )
+
+
+def _plane(tensor: Tensor) -> Plane:
+    if tensor.shape[2] > 1 and tensor.stride(2) != 1:
+        tensor = tensor.contiguous()
+    return Plane(tensor, tensor.stride(0), 0 if tensor.shape[1] == 1 else tensor.stride(1))
+
+
+def _numbers(held: Held) -> Numbers:
+    scales, centres, exact, places = (
+        None if part is None else part.contiguous() for part in (held.scales, held.centres, held.exact, held.places)
+    )
+    return Numbers(held.codes.contiguous(), scales, centres, exact, places, 0 if exact is None else exact.shape[2])
+
+
+def _padded(channels: int) -> int:
+    """The width of a tile that holds so many channels; 0 where there are none."""
+    return max(NARROWEST, triton.next_power_of_2(channels)) if channels else 0
+
+
+@triton.jit
+@no_type_check
+def attend_kernel(
+    queries,
+    keys,
+    sight,
+    values,
+    sink_logits,  # (heads), or None
+    out,  # (batch, tokens, heads, channels)
+    divisors,  # (batch, heads, tokens) logarithms, or None
+    parts,  # (batch, kv_heads, splits, rows, channels) sums of values, or None: the slots are read in one part
+    softmaxes,  # (batch, kv_heads, splits, rows, 2): greatest logit and sum, or None
+    kept,  # (batch, kv_heads, rows, slots) logits, or None
+    batch,
+    kv_heads,
+    tokens,
+    slots,
+    splits,
+    each,
+    GROUP: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BITS: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUES: tl.constexpr,
+    VALUE_BITS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SKIPS: tl.constexpr,
+):
+    """A block of queries over one part of the slots."""
+    NUMBER: tl.constexpr = tl.float32 if IS_INTERPRETED else queries.start.dtype.element_ty
+    # Heads of the same slots run side by side: they share rows of the rotary table, which the cache then holds.
+    i = tl.program_id(0)
+    i_head = i % kv_heads
+    i_batch = (i // kv_heads % batch).to(tl.int64)
+    i_split = i // kv_heads // batch % splits
+    # The last queries see most, so they come first.
+    i_rows = (tokens * GROUP - 1) // ROWS - i // kv_heads // batch // splits
+    index = i_batch * kv_heads + i_head
+
+    o_rows = i_rows * ROWS + tl.arange(0, ROWS)
+    m_rows = o_rows < tokens * GROUP
+    o_tokens = o_rows // GROUP
+    o_heads = i_head * GROUP + o_rows % GROUP
+    q_positions = tl.load(at_head(sight.queries, i_batch, i_head) + o_tokens, mask=m_rows, other=-1).to(tl.int32)
+    q = queries_of(queries, sight, i_batch, i_head, o_tokens, o_heads, m_rows, WIDTH, PAIRS, HALF, REST, NUMBER)
+
+    top = tl.full((ROWS,), float("-inf"), tl.float32)
+    total = tl.zeros((ROWS,), tl.float32)
+    sums = tl.zeros((ROWS, VALUES), tl.float32)
+    last = tl.minimum(i_split * each + each, slots)
+    for start in range(i_split * each, last, BLOCK):
+        o_slots = start + tl.arange(0, BLOCK)
+        m_slots = o_slots < last
+        positions = tl.load(at_head(sight.slots, i_batch, i_head) + o_slots, mask=m_slots, other=-1).to(tl.int32)
+        m_seen = seen_by_any(q_positions, positions, sight) & m_slots
+        # A branch keeps the next block from being fetched ahead; few queries are better off with masks alone.
+        is_read = True
+        if SKIPS:
+            is_read = tl.max(m_seen.to(tl.int32), 0) > 0
+        if is_read:
+            k = keys_of(
+                keys, sight, index, i_batch, i_head, o_slots, m_seen, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER
+            )
+            logits = logits_of(
+                q, k, sight, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, ROWS, BLOCK
+            )
+            if kept is not None:
+                at = (index * tokens * GROUP + o_rows)[:, None] * slots + o_slots[None, :]
+                tl.store(kept + at, logits, mask=m_rows[:, None] & m_slots[None, :])
+            highest = tl.maximum(top, tl.max(logits, 1))
+            base = tl.where(highest == float("-inf"), 0.0, highest)
+            weights = tl.exp(logits - base[:, None])
+            shrink = tl.exp(top - base)
+            o_channels = tl.arange(0, VALUES)
+            m_channels = o_channels < VALUE_WIDTH
+            v = numbers_of(
+                values, index, i_head, o_slots, m_seen, o_channels, m_channels, slots, VALUE_WIDTH, VALUE_BITS
+            )
+            total = total * shrink + tl.sum(weights, 1)
+            sums = product(weights.to(NUMBER), v.to(NUMBER), sums * shrink[:, None])
+            top = highest
+
+    o_channels = tl.arange(0, VALUES)
+    mask = m_rows[:, None] & (o_channels < VALUE_WIDTH)[None, :]
+    if parts is not None:
+        at = (index * splits + i_split) * tokens * GROUP + o_rows
+        tl.store(parts + at[:, None] * VALUE_WIDTH + o_channels[None, :], sums, mask=mask)
+        tl.store(softmaxes + at * 2, top, mask=m_rows)
+        tl.store(softmaxes + at * 2 + 1, total, mask=m_rows)
+    else:
+        factor, divisor = with_sinks(top, total, sink_logits, o_heads, m_rows)
+        at = (i_batch * tokens + o_tokens) * (kv_heads * GROUP) + o_heads
+        result = (sums * factor[:, None]).to(out.dtype.element_ty)
+        tl.store(out + at[:, None] * VALUE_WIDTH + o_channels[None, :], result, mask=mask)
+        if divisors is not None:
+            tl.store(divisors + (i_batch * kv_heads * GROUP + o_heads) * tokens + o_tokens, divisor, mask=m_rows)
+
+
+@triton.jit
+@no_type_check
+def join_kernel(
+    parts,
+    softmaxes,
+    sink_logits,
+    out,
+    divisors,
+    batch,
+    kv_heads,
+    tokens,
+    splits,
+    GROUP: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr,
+    VALUES: tl.constexpr,
+    SPLITS: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """One query's softmax over all parts of the slots."""
+    rows = tokens * GROUP
+    i_row = tl.program_id(0) % rows
+    index = (tl.program_id(0) // rows).to(tl.int64)
+    i_head = index % kv_heads * GROUP + i_row % GROUP
+    o_splits = tl.arange(0, SPLITS)
+    at = (index * splits + o_splits) * rows + i_row
+    tops = tl.load(softmaxes + at * 2, mask=o_splits < splits, other=float("-inf"))
+    totals = tl.load(softmaxes + at * 2 + 1, mask=o_splits < splits, other=0)
+    top = tl.max(tops, 0)
+    base = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(totals * tl.exp(tops - base), 0)
+
+    o_channels = tl.arange(0, VALUES)
+    m_channels = o_channels < VALUE_WIDTH
+    sums = tl.zeros((VALUES,), tl.float32)
+    for start in range(0, splits, SOME):
+        o_some = start + tl.arange(0, SOME)
+        m_some = o_some < splits
+        at = (index * splits + o_some) * rows + i_row
+        tops = tl.load(softmaxes + at * 2, mask=m_some, other=float("-inf"))
+        mask = m_some[:, None] & m_channels[None, :]
+        some = tl.load(parts + at[:, None] * VALUE_WIDTH + o_channels[None, :], mask=mask, other=0)
+        sums += tl.sum(some * tl.exp(tops - base)[:, None], 0)
+
+    factor, divisor = with_sinks(top, total, sink_logits, i_head, True)
+    at = (index // kv_heads * tokens + i_row // GROUP) * (kv_heads * GROUP) + i_head
+    tl.store(out + at * VALUE_WIDTH + o_channels, (sums * factor).to(out.dtype.element_ty), mask=m_channels)
+    if divisors is not None:
+        i_batch = index // kv_heads
+        tl.store(divisors + (i_batch * kv_heads * GROUP + i_head) * tokens + i_row // GROUP, divisor)
