@@ -198,7 +198,7 @@ class LayerCache:
         if self.rotary is not None:
             reading = mode.read(read.positions, step.positions)
             bound = mode.bound(step.end, min(self.most_held + step.ahead, self.store.slots), tokens)
-            tables = self.rotary.tables(bound, queries.device)
+            tables = self.rotary.tables(bound, queries.device, kernels.table_dtype(queries))
         out, mass = kernels.attend(
             queries,
             read.keys,

@@ -78,7 +78,7 @@ class Rotary:
         self._module = _copied(module)
         self.layer_type = layer_type
         self._rope_type, self.trained_length = _scheme(module, layer_type)
-        self._tables: tuple[RotaryTable, RotaryTable] | None = None
+        self._tables: dict[torch.dtype, tuple[RotaryTable, RotaryTable]] = {}
         self._built_for = 0
         self.layout = layout
         self.pairs = pairs
@@ -99,8 +99,10 @@ class Rotary:
         return "longrope" in self._rope_type and self.outgrows(length)
 
     @torch.no_grad()
-    def tables(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
-        """Float32 cos and sin for positions below `length`, or more; one column per channel pair.
+    def tables(
+        self, length: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> tuple[RotaryTable, RotaryTable]:
+        """Cos and sin for positions below `length`, or more, in `dtype`; one column per channel pair.
 
         A length-dependent scheme is asked for exactly `length` once that exceeds what it was
         trained on, and its table is built again whenever the length changes.
@@ -113,10 +115,13 @@ class Rotary:
             while wanted < length:
                 wanted *= 2
             is_stale = self._built_for < wanted
-        if self._tables is None or is_stale or self._tables[0].device != device:
-            self._tables = self._build(wanted, device)
+        if not self._tables or is_stale or self._tables[torch.float32][0].device != device:
+            self._tables = {torch.float32: self._build(wanted, device)}
             self._built_for = wanted
-        return self._tables
+        if dtype not in self._tables:
+            cos, sin = self._tables[torch.float32]
+            self._tables[dtype] = cos.to(dtype), sin.to(dtype)
+        return self._tables[dtype]
 
     def _build(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
         positions = torch.arange(length, device=device)[None]

@@ -1,7 +1,7 @@
 """The arithmetic over slots. `reference` says what each function means; each call takes the fastest that fits.
 
-On a CPU that is the compiled module, see `cpu`; elsewhere, and for types it does not know, plain
-PyTorch. What runs where is decided by the arguments alone.
+On a CPU that is the compiled module, see `cpu`; on a GPU, Triton's; elsewhere, and for types that
+these do not know, plain PyTorch. What runs where is decided by the arguments alone.
 """
 
 import warnings
@@ -10,6 +10,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
+import torch
 from torch import Tensor
 
 from windlass.held import Held
@@ -53,6 +54,11 @@ def attend(
             kernel = cpu.attend
         elif softcap is None:
             kernel = blocks.attend
+    elif _has_triton(queries.device.type):
+        from windlass.kernels import triton  # late: where there is no GPU, Triton itself is not imported
+
+        if triton.can_read(queries, keys, values):
+            kernel = triton.attend
     return kernel(
         queries,
         keys,
@@ -69,6 +75,15 @@ def attend(
         observed=observed,
         is_rest_wanted=is_rest_wanted,
     )
+
+
+def table_dtype(queries: Queries) -> torch.dtype:
+    """The type of the rotary tables that `attend` should be given.
+
+    On a GPU a row of cos and sin is read with every key, and float32 ones would be as many bytes as a
+    key and a value of 16 bits.
+    """
+    return torch.float16 if queries.device.type == "cuda" and queries.itemsize == 2 else torch.float32
 
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:
@@ -137,12 +152,21 @@ def _is_compiled(device: str) -> bool:
 def _slots_of(tensor: Tensor) -> ModuleType:
     """Where the book-keeping of slots is done for tensors beside this one."""
     device = tensor.device.type
-    if device == "cuda":
-        return _triton("slots") or reference
+    if _has_triton(device):
+        return import_module("windlass.kernels.triton.slots")
     return cpu if _is_compiled(device) else reference
 
 
 @cache
-def _triton(name: str) -> ModuleType | None:
-    """A module of kernels in Triton; None where Triton is not installed. Without a GPU it is never imported."""
-    return None if find_spec("triton") is None else import_module(f"windlass.kernels.triton.{name}")
+def _has_triton(device: str) -> bool:
+    """Whether Triton's kernels serve this kind of device; says once where they are missing."""
+    if device != "cuda":
+        return False
+    if find_spec("triton") is None:
+        warnings.warn(
+            "Triton is not installed, so on this GPU attention runs in plain PyTorch, which is slower; "
+            "install it: pip install triton",
+            stacklevel=3,
+        )
+        return False
+    return True

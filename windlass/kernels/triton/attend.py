@@ -21,7 +21,6 @@ from windlass.kernels.reference import Mass, Visibility
 from windlass.kernels.triton import plan
 from windlass.kernels.triton.mass import mass_kernel
 from windlass.kernels.triton.tiles import (
-    IS_INTERPRETED,
     Numbers,
     Plane,
     Sight,
@@ -46,7 +45,7 @@ from windlass.shapes import (
     SlotPositions,
 )
 
-FLOATS: Final = (torch.float32, torch.bfloat16, torch.float16)
+FLOATS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MOST_CHANNELS: Final = 256
 NARROWEST: Final = 16  # channels or rows that a tensor core takes at once
 
@@ -85,18 +84,20 @@ def attend(
     at = plan.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize)
     row_blocks = -(-rows // at.rows)
     programs = batch * kv_heads * row_blocks
-    splits, each = plan.splits(programs, slots, at.block, queries.device)
+    splits, each = plan.splits(programs, slots, at, queries.device)
 
     sight = _sight(slot_positions, query_positions, reading, tables, scale, visibility, softcap, log_counts)
     pairs = 0 if sight.cos is None else sight.cos.shape[1]
     look = (Strided(queries, *queries.stride()), _numbers(keys), sight)
-    channels = {
+    channels: dict[str, object] = {
         "GROUP": group,
         "WIDTH": keys.channels,
         "PAIRS": pairs,
         "HALF": _padded(pairs),
         "REST": _padded(keys.channels - 2 * pairs),
         "BITS": keys.bits,
+        # The interpreter knows no bfloat16: it multiplies the bits as whole numbers, and cuts what it should round.
+        "NUMBER": tl.float32 if triton.knobs.runtime.interpret else FLOATS[queries.dtype],
     }
 
     def scratch(*shape: int) -> Tensor:
@@ -114,19 +115,20 @@ def attend(
         softmaxes = scratch(batch, kv_heads, splits, rows, 2)
     width = _padded(values.channels)
     ends = (sink_logits, out, divisors)
-    sizes = (batch, kv_heads, tokens)
     with torch.cuda.device_of(queries):
         attend_kernel[(programs * splits,)](
-            *look, _numbers(values), *ends, parts, softmaxes, kept, *sizes, slots, splits, each, **channels,
-            VALUE_WIDTH=values.channels, VALUES=width, VALUE_BITS=values.bits, ROWS=at.rows, BLOCK=at.block,
-            SKIPS=tokens > 1 and splits == 1 and kept is None, num_warps=at.warps, num_stages=at.stages,
+            *look, _numbers(values), *ends, parts, softmaxes, kept, batch, kv_heads, tokens, slots, splits, each,
+            **channels, VALUE_WIDTH=values.channels, VALUES=width, VALUE_BITS=values.bits, ROWS=at.rows,
+            BLOCK=at.block, SKIPS=tokens > 1 and splits == 1 and kept is None, num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
         if splits > 1:
             join_kernel[(batch * kv_heads * rows,)](
-                parts, softmaxes, *ends, *sizes, splits, GROUP=group, VALUE_WIDTH=values.channels, VALUES=width,
-                SPLITS=triton.next_power_of_2(splits), SOME=min(16, triton.next_power_of_2(splits)),
+                parts, softmaxes, *ends, kv_heads, tokens, splits, GROUP=group, VALUE_WIDTH=values.channels,
+                VALUES=width, SPLITS=triton.next_power_of_2(splits), SOME=min(16, triton.next_power_of_2(splits)),
             )  # fmt: skip
-        mass = None if observed is None else _mass(look, divisors, kept, observed, is_rest_wanted, channels)
+        mass = None
+        if observed is not None and divisors is not None:
+            mass = _mass(look, divisors, kept, observed, is_rest_wanted, channels, keys.channels)
     return out.transpose(1, 2), mass
 
 
@@ -136,13 +138,14 @@ def _mass(
     kept: Tensor | None,
     observed: ObservedColumns,
     is_rest_wanted: bool,
-    channels: dict[str, int],
+    channels: dict[str, object],
+    width: int,
 ) -> Mass:
     queries, keys, _ = look
     batch, heads, tokens = divisors.shape
     kv_heads, slots = keys.codes.shape[1:3]
-    at = plan.mass_plan(channels["WIDTH"], queries.start.itemsize)
-    padded = triton.next_power_of_2(channels["GROUP"])
+    at = plan.mass_plan(width, queries.start.itemsize)
+    padded = triton.next_power_of_2(heads // kv_heads)
     rows = divisors.new_empty(batch, kv_heads, observed.shape[1], slots)
     rest = is_other = None
     if is_rest_wanted:
@@ -235,6 +238,7 @@ def attend_kernel(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     BITS: tl.constexpr,
+    NUMBER: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     VALUES: tl.constexpr,
     VALUE_BITS: tl.constexpr,
@@ -243,7 +247,6 @@ def attend_kernel(
     SKIPS: tl.constexpr,
 ):
     """A block of queries over one part of the slots."""
-    NUMBER: tl.constexpr = tl.float32 if IS_INTERPRETED else queries.start.dtype.element_ty
     # Heads of the same slots run side by side: they share rows of the rotary table, which the cache then holds.
     i = tl.program_id(0)
     i_head = i % kv_heads
@@ -320,7 +323,6 @@ def join_kernel(
     sink_logits,
     out,
     divisors,
-    batch,
     kv_heads,
     tokens,
     splits,
@@ -349,11 +351,11 @@ def join_kernel(
     for start in range(0, splits, SOME):
         o_some = start + tl.arange(0, SOME)
         m_some = o_some < splits
-        at = (index * splits + o_some) * rows + i_row
-        tops = tl.load(softmaxes + at * 2, mask=m_some, other=float("-inf"))
+        at_some = (index * splits + o_some) * rows + i_row
+        shares = tl.exp(tl.load(softmaxes + at_some * 2, mask=m_some, other=float("-inf")) - base)
         mask = m_some[:, None] & m_channels[None, :]
-        some = tl.load(parts + at[:, None] * VALUE_WIDTH + o_channels[None, :], mask=mask, other=0)
-        sums += tl.sum(some * tl.exp(tops - base)[:, None], 0)
+        some = tl.load(parts + at_some[:, None] * VALUE_WIDTH + o_channels[None, :], mask=mask, other=0)
+        sums += tl.sum(some * shares[:, None], 0)
 
     factor, divisor = with_sinks(top, total, sink_logits, i_head, True)
     at = (index // kv_heads * tokens + i_row // GROUP) * (kv_heads * GROUP) + i_head

@@ -5,7 +5,7 @@ from typing import no_type_check
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.tiles import IS_INTERPRETED, at_head, keys_of, logits_of, queries_of, seen_by_any
+from windlass.kernels.triton.tiles import at_head, keys_of, logits_of, queries_of, seen_by_any
 
 
 @triton.jit
@@ -33,6 +33,7 @@ def mass_kernel(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     BITS: tl.constexpr,
+    NUMBER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """One program serves one block of slots of a row and kv head."""
@@ -45,7 +46,6 @@ def mass_kernel(
     positions = tl.load(at_head(sight.slots, i_batch, i_head) + o_slots, mask=m_slots, other=-1).to(tl.int32)
     k = positions
     if kept is None:
-        NUMBER: tl.constexpr = tl.float32 if IS_INTERPRETED else queries.start.dtype.element_ty
         m_held = m_slots & (positions >= 0)
         k = keys_of(keys, sight, index, i_batch, i_head, o_slots, m_held, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER)
 
@@ -59,7 +59,7 @@ def mass_kernel(
         mass = column_mass(
             queries, k, sight, divisors, kept, index, i_batch, i_head, o_tokens.to(tl.int32), o_rows % PADDED,
             positions, o_slots, m_slots, kv_heads, tokens, slots,
-            GROUP, PADDED, COLUMNS, WIDTH, PAIRS, HALF, REST, BLOCK,
+            GROUP, PADDED, COLUMNS, WIDTH, PAIRS, HALF, REST, NUMBER, BLOCK,
         )  # fmt: skip
         at = index * columns + start + o_columns
         m_rows = (start + o_columns < columns)[:, None] & m_slots[None, :]
@@ -72,7 +72,7 @@ def mass_kernel(
             mass = column_mass(
                 queries, k, sight, divisors, kept, index, i_batch, i_head, tl.where(other != 0, column, -1),
                 o_rows % PADDED, positions, o_slots, m_slots, kv_heads, tokens, slots,
-                GROUP, PADDED, COLUMNS, WIDTH, PAIRS, HALF, REST, BLOCK,
+                GROUP, PADDED, COLUMNS, WIDTH, PAIRS, HALF, REST, NUMBER, BLOCK,
             )  # fmt: skip
             total += tl.sum(mass, 0)
         tl.store(rest + index * slots + o_slots, total, mask=m_slots)
@@ -104,6 +104,7 @@ def column_mass(
     PAIRS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
+    NUMBER: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     """(columns, slots): attention of some columns of queries, summed over the heads of the group."""
@@ -117,11 +118,11 @@ def column_mass(
             at = (index * tokens * GROUP + o_tokens * GROUP + o_group)[:, None] * slots + o_slots[None, :]
             logits = tl.load(kept + at, mask=m_rows[:, None] & m_seen[None, :], other=float("-inf"))
         else:
-            NUMBER: tl.constexpr = tl.float32 if IS_INTERPRETED else queries.start.dtype.element_ty
             q = queries_of(queries, sight, i_batch, i_head, o_tokens, o_heads, m_rows, WIDTH, PAIRS, HALF, REST, NUMBER)
+            rows: tl.constexpr = COLUMNS * PADDED
             logits = logits_of(
-                q, k, sight, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, COLUMNS * PADDED, BLOCK
-            )  # fmt: skip
+                q, k, sight, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, rows, BLOCK
+            )
         at = (i_batch * kv_heads * GROUP + o_heads) * tokens + o_tokens
         divisor = tl.load(divisors + at, mask=m_rows, other=0)
         mass = tl.exp(logits - divisor[:, None])

@@ -5,8 +5,7 @@ from functools import cache
 
 import torch
 
-MULTIPROCESSORS = 132  # of an H200; of any device that can't be asked
-PROGRAMS = 4  # per multiprocessor: enough that some load while others multiply
+MULTIPROCESSORS = 132  # of an H200, and of a device that can't be asked
 
 
 @dataclass(frozen=True)
@@ -17,30 +16,33 @@ class Plan:
     block: int
     warps: int
     stages: int
+    programs: int = 1  # that a multiprocessor has room for at once
 
 
 def attend_plan(rows: int, width: int, itemsize: int) -> Plan:
     """For `rows` queries (heads of a group x tokens) of `width` channels."""
     if rows <= 32:
-        # A block of keys is turned in float32, in registers: as many channels as four warps hold.
-        return Plan(16 if rows <= 16 else 32, 64 if width <= 64 else 32, 4, 3)
+        # Bound by bytes: as many as possible on their way. Keys and rows of the table wait for positions, which is
+        # why five stages hold two blocks of them, and a block is what four programs can hold twice each.
+        return Plan(16 if rows <= 16 else 32, 64 if width <= 64 else 32, 4, 5, 4)
     if itemsize == 4 or width > 128:
-        return Plan(32, 32, 4, 2)
-    # Each block of keys is turned once per block of rows, so rows are as many as eight warps hold.
+        return Plan(32, 32, 4, 2, 2)
+    # Bound by products: keys are turned once per block of rows, so rows are as many as eight warps' registers hold.
     return Plan(128 if rows > 64 else 64, 64, 8, 2)
 
 
 def mass_plan(width: int, itemsize: int) -> Plan:
-    """For the mass of some slots; rows of queries come by one after the other."""
-    return Plan(16, 64 if width <= 128 and itemsize == 2 else 32, 4, 2)
+    """For the mass of some slots; rows of queries come by one after the other, keys stay in registers."""
+    return Plan(16, 64 if width <= 64 and itemsize == 2 else 32, 4, 2)
 
 
-def splits(programs: int, slots: int, block: int, device: torch.device) -> tuple[int, int]:
-    """In how many parts the slots are read, and how many slots each has, when `programs` share no slot."""
-    blocks = -(-slots // block)
-    wanted = 1 if programs >= multiprocessors(device) else -(-PROGRAMS * multiprocessors(device) // programs)
+def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[int, int]:
+    """In how many parts the slots are read, and how many slots each has, when `programs` read all of them."""
+    blocks = -(-slots // at.block)
+    # No more than run at once: a few that are left over would take as long as all before them.
+    wanted = max(1, at.programs * multiprocessors(device) // programs)
     each = -(-blocks // min(wanted, blocks))
-    return -(-blocks // each), each * block
+    return -(-blocks // each), each * at.block
 
 
 @cache

@@ -7,14 +7,11 @@ repeats another one; nobody reads it, so the compiler drops it.
 Names: `i_` one number, `o_` numbers along a tile's axis, `m_` a mask.
 """
 
-from typing import Final, NamedTuple, no_type_check
+from typing import NamedTuple, no_type_check
 
 import triton
 import triton.language as tl
 from torch import Tensor
-
-# The interpreter knows no bfloat16: it multiplies the bits as whole numbers, and cuts what it should round.
-IS_INTERPRETED: Final = tl.constexpr(triton.knobs.runtime.interpret)
 
 
 class Plane(NamedTuple):
@@ -171,12 +168,13 @@ def keys_of(
         second = numbers_of(keys, index, i_head, o_slots, m_slots, PAIRS + o_pairs, m_pairs, slots, WIDTH, BITS).to(
             tl.float32
         )
-        places = tl.load(at_head(sight.near_keys, i_batch, i_head) + o_slots, mask=m_slots, other=0)
+        # Asked of all slots: a mask that waits for positions would put rows of the table one load further off.
+        places = tl.load(at_head(sight.near_keys, i_batch, i_head) + o_slots, mask=o_slots < slots, other=0)
         near_first, near_second = turned(first, second, sight, places, m_slots, PAIRS, HALF)
         near_first, near_second = near_first.to(NUMBER), near_second.to(NUMBER)
         far_first, far_second = near_first, near_second
         if sight.far_keys is not None:
-            places = tl.load(at_head(sight.far_keys, i_batch, i_head) + o_slots, mask=m_slots, other=0)
+            places = tl.load(at_head(sight.far_keys, i_batch, i_head) + o_slots, mask=o_slots < slots, other=0)
             far_first, far_second = turned(first, second, sight, places, m_slots, PAIRS, HALF)
             far_first, far_second = far_first.to(NUMBER), far_second.to(NUMBER)
         if REST == 0:

@@ -1,0 +1,133 @@
+"""What the compiler makes of the Triton kernels for an H200: registers, spills and shared memory. Needs no GPU.
+
+Compiles each kernel as `windlass.kernels.triton.attend` would launch it, for bfloat16 queries, and prints one
+JSON line each. A kernel that spills, or takes more shared memory than a multiprocessor has, is a fault.
+
+    python benchmarks/gpu_code.py            # all variants, minutes
+    python benchmarks/gpu_code.py "decode 128 plain"   # those whose name begins so
+"""
+
+import importlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from windlass.held import Held
+from windlass.kernels.reference import Visibility
+from windlass.positions import position_mode
+
+TARGET = GPUTarget("cuda", 90, 32)
+SHARED_BYTES = 227 * 1024  # that a program may ask for
+SLOTS, KV_HEADS, GROUP = 4096, 8, 4
+TOKENS = {"decode": 1, "prefill": 512}
+STORES = {"plain": 16, "int8": 8, "int4": 4}
+attending = importlib.import_module("windlass.kernels.triton.attend")
+
+
+class Device:
+    """Stands in for the device that Triton would compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """Takes a kernel's place: compiles what would be launched, and keeps it."""
+
+    def __init__(self, kernel: triton.JITFunction) -> None:
+        self.kernel = kernel
+        self.made: list[object] = []
+
+    def __getitem__(self, grid: tuple[int]) -> "Compiled":
+        return self
+
+    def __call__(self, *args: object, **options: object) -> None:
+        self.made.append(self.kernel.warmup(*args, grid=(1,), **options))
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Device())
+    kernels = [Compiled(getattr(attending, name)) for name in ("attend_kernel", "join_kernel", "mass_kernel")]
+    for each in kernels:
+        setattr(attending, each.kernel.__name__, each)
+    for name, call in variants():
+        if not any(name.startswith(begin) for begin in sys.argv[1:] or [""]):
+            continue
+        for each in kernels:
+            each.made.clear()
+        attending.attend(**call)
+        for each in kernels:
+            for made in each.made:
+                row = {"variant": name, "kernel": each.kernel.__name__, **resources(made)}
+                print(json.dumps(row), flush=True)
+
+
+def variants() -> Iterator[tuple[str, dict[str, object]]]:
+    """The name and the arguments of each call."""
+    for step, head_dim, store, mode, mass in itertools.product(
+        TOKENS, (64, 128), STORES, ("original", "self_extend(8, 512)"), ("", "mass")
+    ):
+        tokens, bits = TOKENS[step], STORES[store]
+        if tokens == 1 and mode != "original":
+            continue  # one branch serves a single token
+        positions = torch.arange(SLOTS, dtype=torch.int32).repeat(1, KV_HEADS, 1)
+        where = torch.arange(SLOTS - tokens, SLOTS, dtype=torch.int32)[None]
+        yield (
+            " ".join((step, str(head_dim), store, mode, mass)).strip(),
+            {
+                "queries": torch.zeros(1, tokens, KV_HEADS * GROUP, head_dim, dtype=torch.bfloat16).transpose(1, 2),
+                "keys": held(head_dim, bits, torch.zeros(KV_HEADS, head_dim)),
+                "values": held(head_dim, bits, None),
+                "slot_positions": positions,
+                "query_positions": where,
+                "reading": position_mode(mode).read(positions, where),
+                "tables": (torch.zeros(SLOTS, head_dim // 2, dtype=torch.float16),) * 2,
+                "scale": head_dim**-0.5,
+                "visibility": Visibility(),
+                "observed": torch.arange(min(tokens, 32))[None] if mass else None,
+                "is_rest_wanted": bool(mass) and tokens > 1,
+            },
+        )
+
+
+def held(width: int, bits: int, centres: Tensor | None) -> Held:
+    if bits == 16:
+        return Held(torch.zeros(1, KV_HEADS, SLOTS, width, dtype=torch.bfloat16), 16)
+    codes = torch.zeros(1, KV_HEADS, SLOTS, width * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+    return Held(codes, bits, torch.zeros(1, KV_HEADS, SLOTS, 1, dtype=torch.float16), centres)
+
+
+def resources(made: object) -> dict[str, int]:
+    """Of a compiled kernel, per thread and per program."""
+    ptxas = triton.knobs.nvidia.ptxas.path
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(made.asm["ptx"])
+        told = subprocess.run(
+            [ptxas, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    numbers = {"registers": r"Used (\d+) registers", "spill_bytes": r"(\d+) bytes spill stores"}
+    found = {name: int(re.search(pattern, told)[1]) for name, pattern in numbers.items()}
+    fetched = len(re.findall(r"cp\.async\.c[ag]", made.asm["ptx"]))
+    return {**found, "shared_bytes": made.metadata.shared, "async_copies": fetched, "warps": made.metadata.num_warps}
+
+
+if __name__ == "__main__":
+    main()
