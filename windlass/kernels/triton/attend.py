@@ -81,7 +81,7 @@ def attend(
     kv_heads, slots = keys.codes.shape[1:3]
     group = heads // kv_heads
     rows = tokens * group
-    at = plan.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize)
+    at = plan.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize, keys.bits)
     row_blocks = -(-rows // at.rows)
     programs = batch * kv_heads * row_blocks
     splits, each = plan.splits(programs, slots, at, queries.device)

@@ -19,13 +19,21 @@ class Plan:
     programs: int = 1  # that a multiprocessor has room for at once
 
 
-def attend_plan(rows: int, width: int, itemsize: int) -> Plan:
-    """For `rows` queries (heads of a group x tokens) of `width` channels."""
+def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
+    """For `rows` queries (heads of a group x tokens) of `width` channels, which the store holds in `bits` each."""
+    wide = width * itemsize
     if rows <= 32:
         # Bound by bytes: as many as possible on their way. Keys and rows of the table wait for positions, which is
-        # why five stages hold two blocks of them, and a block is what four programs can hold twice each.
-        return Plan(16 if rows <= 16 else 32, 64 if width <= 64 else 32, 4, 5, 4)
-    if itemsize == 4 or width > 128:
+        # why five stages hold two blocks of them, and a block is what four programs can hold twice each. Codes become
+        # floats in registers, of which two programs then take all.
+        padded = 16 if rows <= 16 else 32
+        if wide > 512:
+            return Plan(padded, 16, 8, 3)
+        return Plan(padded, 64 if wide <= 128 else 32, 4, 5, 4 if bits == 16 and wide <= 256 else 2)
+    if itemsize == 4:
+        # No tensor core multiplies float32 as such, and its tiles take twice the room.
+        return Plan(32, 32, 4, 2, 2) if width <= 64 else Plan(16, 32 if width <= 128 else 16, 8, 1)
+    if width > 128:
         return Plan(32, 32, 4, 2, 2)
     # Bound by products: keys are turned once per block of rows, so rows are as many as eight warps' registers hold.
     return Plan(128 if rows > 64 else 64, 64, 8, 2)
@@ -33,7 +41,8 @@ def attend_plan(rows: int, width: int, itemsize: int) -> Plan:
 
 def mass_plan(width: int, itemsize: int) -> Plan:
     """For the mass of some slots; rows of queries come by one after the other, keys stay in registers."""
-    return Plan(16, 64 if width <= 64 and itemsize == 2 else 32, 4, 2)
+    wide = width * itemsize
+    return Plan(16, 64 if wide <= 128 else 32, 4 if wide <= 256 else 8, 2)
 
 
 def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[int, int]:
