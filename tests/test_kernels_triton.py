@@ -6,14 +6,18 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from tests.attention_cases import BATCH, TOLERANCE, Case, compare, exactly, noise, step, table
+from windlass import KVCache, kernels
 from windlass.held import Held
+from windlass.kernels import reference
 from windlass.kernels.reference import Mass, Visibility
 
 if importlib.util.find_spec("triton") is None:
@@ -202,3 +206,25 @@ def test_kernels_compile_for_a_gpu_without_spills(tmp_path: Path) -> None:
     for row in made:
         assert row["spill_bytes"] == 0, row
         assert row["shared_bytes"] <= 227 * 1024, row
+
+
+def test_tables_of_another_type_are_the_float32_ones_rounded(attached_model: Callable[[str], PreTrainedModel]) -> None:
+    rotary = KVCache(attached_model("llama")).layers[0].rotary
+    assert rotary is not None
+    for length in (30, 700):  # the second is built again
+        exact = rotary.tables(length, torch.device("cpu"))
+        narrow = rotary.tables(length, torch.device("cpu"), torch.float16)
+        assert rotary.tables(length, torch.device("cpu"), torch.float16)[0] is narrow[0]
+        assert all(a.dtype == torch.float32 and a.half().equal(b) for a, b in zip(exact, narrow, strict=True))
+    assert kernels.table_dtype(torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)) == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_on_a_gpu_triton_serves_what_it_knows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = on("cuda", step(Case(dtype=torch.float16)))
+    call["queries"] = call["queries"].to(dtype)
+    other = triton if dtype == torch.float64 else reference
+    monkeypatch.setattr(other, "attend", lambda *_, **__: pytest.fail("not the one"))
+    assert kernels.attend(**call)[0].dtype == dtype
+    assert kernels.table_dtype(call["queries"]) == (torch.float32 if dtype == torch.float64 else dtype)

@@ -144,7 +144,7 @@ def _mass(
     queries, keys, _ = look
     batch, heads, tokens = divisors.shape
     kv_heads, slots = keys.codes.shape[1:3]
-    at = plan.mass_plan(width, queries.start.itemsize)
+    at = plan.mass_plan(tokens * heads // kv_heads, width, queries.start.itemsize)
     padded = triton.next_power_of_2(heads // kv_heads)
     rows = divisors.new_empty(batch, kv_heads, observed.shape[1], slots)
     rest = is_other = None

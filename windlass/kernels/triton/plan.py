@@ -39,10 +39,10 @@ def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
     return Plan(128 if rows > 64 else 64, 64, 8, 2)
 
 
-def mass_plan(width: int, itemsize: int) -> Plan:
-    """For the mass of some slots; rows of queries come by one after the other, keys stay in registers."""
+def mass_plan(rows: int, width: int, itemsize: int) -> Plan:
+    """For the mass of some slots; blocks of `rows` queries come by one after the other, keys stay in registers."""
     wide = width * itemsize
-    return Plan(16, 64 if wide <= 128 else 32, 4 if wide <= 256 else 8, 2)
+    return Plan(16 if rows <= 32 or wide > 256 else 64, 64 if wide <= 128 else 32, 4 if wide <= 256 else 8, 2)
 
 
 def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[int, int]:
