@@ -12,10 +12,11 @@ import torch
 from transformers import PreTrainedModel
 
 import windlass
-from windlass import bench
+from windlass import bench, bench_timer
 from windlass.bench_depth import LayerShape, fill, layer_shapes
 from windlass.bench_grid import Lists, rows_of
 from windlass.bench_shapes import SHAPES, random_model
+from windlass.bench_timer import Clock
 from windlass.cli import main
 from windlass.engine import prefill
 from windlass.rotated import RotatedStorage
@@ -76,6 +77,7 @@ def test_lists_make_every_combination():
         (("-p", "-1"), "-p '-1' is not a whole number from 0 to 1073741824"),
         (("-p", "0", "-n", "0"), "-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens"),
         (("--threads", "0"), "--threads '0' is not a whole number from 1 to 1024"),
+        (("--batch", "1,0"), "--batch '0' is not a whole number from 1 to 65536"),
         (("--budget", "none"), "--budget 'none' is not a whole number from 1 to 1073741824"),
         (("--budget", "all,5"), "budget (5 tokens) must be at least sinks (4) + window (1) + 1, which is 6"),
         (("--chunk", "0"), "chunk must be from 1 to 1073741824, got 0"),
@@ -106,7 +108,7 @@ def test_layers_are_for_shapes(capsys: pytest.CaptureFixture[str]):
 
 
 def test_memory_that_will_not_suffice_is_told(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench, "_free_bytes", lambda: 500_000)
+    monkeypatch.setattr(bench, "free_bytes", Mock(return_value=500_000))
     # Weights 130,440; a cache 1.5 x 1,008 slots x 192 bytes; so one fits and two do not.
     assert run("-p", "0", "-n", "8", "-d", "1000").code == 0
     ran = run("-p", "0", "-n", "8", "-d", "1000,1000")
@@ -182,6 +184,41 @@ def test_each_run_starts_at_its_depth(
         timer.take_back()
 
 
+@pytest.mark.parametrize(
+    ("depth", "budget", "storage"), [(0, None, "unrotated"), (90, 40, "rotated"), (70, None, "unrotated")]
+)
+def test_a_batch_stands_behind_texts_of_its_own(model: PreTrainedModel, depth: int, budget: int | None, storage: str):
+    [each] = rows_of(Lists("0", "5", str(depth), str(budget or "all"), storage=storage, batch="3"), 32)
+    assert str(each.task) == ("tg5 b3" if depth == 0 else f"tg5 b3 @ d{depth}")
+    timer = bench.Timer(model, layer_shapes(model), each, 32)
+    timer.warm_up(lambda: 0.0)
+    for begun in (0, 5):
+        assert timer.cache.next_positions == [depth + begun] * 3
+        for layer in timer.cache.layers:
+            held = (layer.positions >= 0).sum(-1)
+            assert held.tolist() == [[min(depth + begun, budget or 1000)]] * 3
+        timer.run(lambda: 0.0)
+    each.samples_s = [0.5]
+    assert each.tokens_per_s == 3 * 5 / 0.5
+    [prompt] = rows_of(Lists("9", "0", batch="2"), 32)
+    timer = bench.Timer(model, layer_shapes(model), prompt, 32)
+    timer.warm_up(lambda: 0.0)
+    timer.run(lambda: 0.0)
+    assert timer.cache.next_positions == [9, 9]
+    assert timer.cache.tokens is not None
+    assert timer.cache.tokens[0] != timer.cache.tokens[1]
+
+
+def test_the_clock_waits_for_the_device(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
+    order: list[str] = []
+    [each] = rows_of(Lists("0", "3"), 512)
+    timer = bench.Timer(model, layer_shapes(model), each, 512)
+    monkeypatch.setattr(bench_timer, "wait_for", lambda device: order.append(f"wait for {device}"))
+    monkeypatch.setattr(bench_timer, "prefill", lambda *_: order.append("step"))
+    timer.run(lambda: float(order.append("clock") or 0))
+    assert order == ["wait for cpu", "clock", "step", "step", "step", "wait for cpu", "clock"]
+
+
 def test_a_filled_cache_is_as_after_reading(model: PreTrainedModel):
     ids = torch.randint(97, (200,)).tolist()
     for budget, chunk in ((64, 32), (300, 32), (None, 200)):
@@ -218,7 +255,7 @@ def test_a_sliding_window_is_filled_as_the_model_would(attached_model: Callable[
 def test_an_interrupt_shows_what_was_measured(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     count, timed, file = [], bench.Timer.run, tmp_path / "out.jsonl"
 
-    def interrupted(timer: bench.Timer, clock: bench.Clock) -> float:
+    def interrupted(timer: bench.Timer, clock: Clock) -> float:
         count.append(1)
         if len(count) == 6:
             raise KeyboardInterrupt

@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,7 +17,8 @@ from windlass import bench
 from windlass.bench_depth import layer_shapes
 from windlass.bench_grid import Lists, Row, Settings, Task, rows_of
 from windlass.bench_shapes import SHAPES, random_model, shape_of
-from windlass.bench_table import Conditions, footnote, ratios, table
+from windlass.bench_table import Conditions, as_json, footnote, ratios, table
+from windlass.bench_timer import weight_bytes
 from windlass.low_bit import store_of
 from windlass.positions import position_mode
 
@@ -58,7 +60,7 @@ def test_bytes_and_speeds_worked_by_hand(model: PreTrainedModel):
     # 60 wide, 15 query heads and 3 kv heads of 8, MLP 52, vocabulary 97, 2 layers; bfloat16.
     layer = 60 * 120 + 2 * 60 * 24 + 120 * 60 + 3 * 60 * 52 + 2 * 60
     weights = 2 * (2 * layer + 97 * 60 + 60)
-    assert bench.weight_bytes(model) == weights
+    assert weight_bytes(model) == weights
     expected = {
         ("all", "plain"): 2 * 3 * (8 + 8) * 2 * (101 + 102 + 103 + 104) / 4,
         ("all", "int8"): 2 * 3 * (8 + 8 + 2 * 2) * 102.5,  # a byte a channel, two float16 scales
@@ -71,6 +73,10 @@ def test_bytes_and_speeds_worked_by_hand(model: PreTrainedModel):
         timer = bench.Timer(model, layer_shapes(model), each, 512)
         timer.warm_up(lambda: 0.0)
         assert each.bytes_per_token == pytest.approx(weights + read)
+        [rows] = rows_of(Lists("0", "4", "100", budget, store=store, threads="1", batch="3"), 512)
+        timer = bench.Timer(model, layer_shapes(model), rows, 512)
+        timer.warm_up(lambda: 0.0)
+        assert rows.bytes_per_token == pytest.approx(weights / 3 + read), "a batch shares the weights"
     each.samples_s = [0.5, 0.25, 0.1, 0.2]  # 8, 16, 40 and 20 tokens a second
     assert each.tokens_per_s == 18
     assert each.half_range == (25 - 14) / 2
@@ -82,7 +88,7 @@ def test_a_shared_embedding_is_read_as_the_head():
     config = SHAPES["tiny"].config
     config.tie_word_embeddings = True
     tied = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-    assert bench.weight_bytes(tied) == 2 * (SHAPES["tiny"].parameters - 97 * 60)
+    assert weight_bytes(tied) == 2 * (SHAPES["tiny"].parameters - 97 * 60)
 
 
 def test_the_table_is_that_of_llama_bench(run: Callable[..., Ran]):
@@ -140,6 +146,14 @@ def test_ratios_keep_everything_else_equal(run: Callable[..., Ran]):
     for each in storages:
         mine, base = (speeds[each["test"], each["budget"], kind] for kind in ("rotated", "unrotated"))
         assert float(each["ratio"]) == pytest.approx(mine / base, abs=1e-3)
+
+
+def test_a_gpu_is_named_where_threads_would_be():
+    on_gpu = replace(CONDITIONS, gpu="Some GPU")
+    [shown] = cells(table([row("unrotated", 1.0)], on_gpu))
+    assert (shown["threads"], shown["backend"].split(" ")[0]) == ("Some GPU", "cuda")
+    assert as_json(row("unrotated", 1.0), on_gpu)["gpu"] == "Some GPU"
+    assert as_json(row("unrotated", 1.0), CONDITIONS)["gpu"] is None
 
 
 def test_cells_survive_a_bar():

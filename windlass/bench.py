@@ -6,27 +6,23 @@ and there is neither a tokenizer nor a sampler in what is timed, as in llama-ben
 
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
 
-from windlass.bench_depth import LayerShape, fill, layer_shapes
+from windlass.bench_depth import LayerShape, layer_shapes
 from windlass.bench_grid import Lists, Row, rows_of
 from windlass.bench_shapes import random_model, shape_of
 from windlass.bench_table import Conditions, as_json, footnote, ratios, table
-from windlass.cache import KVCache
+from windlass.bench_timer import Clock, Timer
 from windlass.describe import in_units
-from windlass.engine import prefill
 from windlass.errors import UsageError
-from windlass.hf import attach, vocabulary_of
-from windlass.open_model import DTYPES, open_model
-from windlass.rotated import RotatedStorage
+from windlass.hf import attach
+from windlass.open_model import DTYPES, device_of, open_model
 from windlass.terminal import INTERRUPTED, note, progress, say
-
-Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -41,6 +37,7 @@ class Options:
     repetitions: int
     dtype: str
     output: Path | None
+    device: str = "cpu"
 
 
 def bench(options: Options, is_json: bool, clock: Clock = time.perf_counter) -> int:
@@ -69,75 +66,6 @@ def bench(options: Options, is_json: bool, clock: Clock = time.perf_counter) -> 
         timed = sum(len(row.samples_s) for row in rows)
         note(f"interrupted; {timed} of {len(rows) * options.repetitions} runs are done")
     return code
-
-
-class Timer:
-    """Runs one row, on a cache of its own that goes back to the row's depth after each run."""
-
-    def __init__(self, model: PreTrainedModel, shapes: list[LayerShape], row: Row, chunk: int) -> None:
-        self.row = row
-        self._model, self._shapes = model, shapes
-        settings = row.settings
-        kind = RotatedStorage if settings.storage == "rotated" else KVCache
-        self.cache = kind(
-            model,
-            budget=settings.budget,
-            policy=settings.policy,
-            chunk=chunk,
-            positions=settings.positions,
-            store=settings.store,
-        )
-        draw = torch.Generator().manual_seed(0)
-        self._ids: list[int] = torch.randint(vocabulary_of(model), (row.task.tokens,), generator=draw).tolist()
-
-    def warm_up(self, clock: Clock) -> None:
-        """Fill the cache, then one run that does not count."""
-        self._refill()
-        self.run(clock)
-        self.take_back()
-        if not self.row.task.is_prompt:
-            self.row.bytes_per_token = weight_bytes(self._model) + self._bytes_read()
-
-    def run(self, clock: Clock) -> float:
-        """Seconds that the row's task takes."""
-        torch.set_num_threads(self.row.settings.threads)
-        pieces = [self._ids] if self.row.task.is_prompt else [[token] for token in self._ids]
-        started = clock()
-        for piece in pieces:
-            prefill(self._model, self.cache, [piece])
-        return clock() - started
-
-    def take_back(self) -> None:
-        """Let the cache be as before the run, or fill it anew where that cannot be taken back."""
-        try:
-            self.cache.rollback(self.row.task.tokens)
-        except UsageError:
-            self._refill()
-
-    def _refill(self) -> None:
-        torch.set_num_threads(self.row.settings.threads)
-        fill(self.cache, self._shapes, self.row.task.depth)
-        if not self.row.task.is_prompt:
-            # The first token after a prompt packs the slots; it belongs to none of the runs.
-            prefill(self._model, self.cache, [self._ids[:1]])
-            self.cache.rollback(1)
-
-    def _bytes_read(self) -> float:
-        """Keys, values and scales that a token of decode reads, as the mean over a run.
-
-        Of a token that is held exactly, too, the exact copy is read, and its codes are not.
-        """
-        total = 0.0
-        for layer in self.cache.layers:
-            most = layer.most_held + self.row.task.tokens if layer.budget is None else layer.budget
-            held = [min(layer.most_held + done, most) + 1 for done in range(self.row.task.tokens)]
-            tokens = sum(held) / len(held)
-            exact = min(tokens, layer.store.exact.sinks + layer.store.exact.newest)
-            for part in (layer.store.held_keys(), layer.store.held_values()):
-                coded = part.codes.nbytes + (0 if part.scales is None else part.scales.nbytes)
-                copies = 0.0 if part.exact is None else exact * part.exact.nbytes / part.exact.shape[2]
-                total += copies + (tokens - (exact if copies else 0)) * coded / layer.store.slots
-        return total
 
 
 class Turns:
@@ -173,19 +101,6 @@ class Turns:
         self._progress.update(self._task, description=f"{what} {timer.row.task}", refresh=True)
 
 
-def weight_bytes(model: PreTrainedModel) -> int:
-    """Bytes of weights that a token of decode reads: all but the input embedding, of which it reads one row.
-
-    An embedding that is also the head counts, and so does every expert of a mixture.
-    """
-    total = sum(parameter.nbytes for parameter in model.parameters())
-    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
-    if head is not None and head.weight is embedding:
-        return total
-    assert isinstance(embedding, torch.Tensor)
-    return total - embedding.nbytes
-
-
 def check_memory(weights: int, caches: int, free: int | None) -> None:
     """Raises: UsageError when what is asked for exceeds the bytes that are `free` (None: not known)."""
     if free is not None and weights + caches > free:
@@ -200,39 +115,51 @@ def _opened(options: Options, rows: Sequence[Row]) -> tuple[PreTrainedModel, Con
     """The attached model, what to say of it, and what its layers hold."""
     if options.dtype not in DTYPES:
         raise UsageError(f"dtype {options.dtype!r} is unknown; use one of: {', '.join(DTYPES)}")
+    device = device_of(options.device)
+    if device.type != "cpu" and options.lists.threads is not None:
+        raise UsageError(f"--threads are those of a CPU; leave it out, or use --device cpu instead of {options.device}")
     if options.shape is not None:
         shape, label = shape_of(options.shape, options.layers)
         asked = DTYPES[options.dtype]
         dtype = asked if isinstance(asked, torch.dtype) else torch.bfloat16
         layers = [LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, dtype)] * shape.layers
-        check_memory(shape.parameters * dtype.itemsize, _cache_bytes(layers, rows, options.chunk), _free_bytes())
-        model = attach(random_model(shape, dtype))
+        check_memory(shape.parameters * dtype.itemsize, cache_bytes(layers, rows, options.chunk), free_bytes(device))
+        model = attach(random_model(shape, dtype, device))
     else:
         if options.layers is not None:
             raise UsageError("--layers goes with --shape; a model has the layers that it has")
         label = str(options.model)
-        model = open_model(label, options.dtype)[0]
+        model = open_model(label, options.dtype, options.device)[0]
     shapes = layer_shapes(model)
     if options.shape is None:
-        check_memory(0, _cache_bytes(shapes, rows, options.chunk), _free_bytes())
+        check_memory(0, cache_bytes(shapes, rows, options.chunk), free_bytes(device))
     parameters = list(model.parameters())
     numbers = sum(each.numel() for each in parameters)
     name = str(model.dtype).removeprefix("torch.")
     size = sum(each.nbytes for each in parameters)
-    return model, Conditions(label, size, numbers, name, options.chunk, options.repetitions), shapes
+    conditions = Conditions(label, size, numbers, name, options.chunk, options.repetitions, gpu=gpu_name(device))
+    return model, conditions, shapes
 
 
-def _cache_bytes(shapes: Sequence[LayerShape], rows: Sequence[Row], chunk: int) -> int:
+def cache_bytes(shapes: Sequence[LayerShape], rows: Sequence[Row], chunk: int) -> int:
+    """About what the caches of all rows take."""
     return sum(shape.bytes_held(row, chunk) for shape in shapes for row in rows)
 
 
-def _free_bytes() -> int | None:
-    """Memory that can be had without swapping; None where the system does not tell."""
+def free_bytes(device: torch.device) -> int | None:
+    """Memory that can be had there, without swapping; None where the system does not tell."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
         return None
     return next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")), None)
+
+
+def gpu_name(device: torch.device) -> str | None:
+    """What the maker calls it; None for a CPU."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else None
 
 
 def _check_output(output: Path | None) -> None:

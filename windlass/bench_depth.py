@@ -35,7 +35,7 @@ class LayerShape:
         if budget is not None:
             slots = budget + chunk
         share = {"int8": 0.52, "int4": 0.27}.get(row.settings.store.name.partition("(")[0], 1.0)
-        return int(slots * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize * share)
+        return int(task.batch * slots * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize * share)
 
 
 def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
@@ -50,9 +50,10 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
 
 
 def fill(cache: KVCache, shapes: list[LayerShape], depth: int) -> None:
-    """Let a cache of one row stand behind a text of `depth` tokens, whatever it held; memory stays allocated.
+    """Let each row of a cache stand behind a text of `depth` tokens, whatever it held; memory stays allocated.
 
-    Speed does not depend on what is held, so keys and values are random and the text is not read.
+    Speed does not depend on what is held, so keys and values are random, the same in every row and on every
+    device, and the text is not read.
     Over budget, the sinks and the newest tokens are held, as after eviction under `Recent`; state that
     a policy keeps is 0.
     """
@@ -60,27 +61,31 @@ def fill(cache: KVCache, shapes: list[LayerShape], depth: int) -> None:
         layer.edit(lambda positions: torch.full_like(positions, EMPTY))
         layer.has_evicted = False
         if depth:
-            _fill_layer(layer, shape, depth, cache.limits.sinks, cache.chunk)
-    cache.standing = Standing.at_start(1)
+            _fill_layer(layer, shape, depth, cache)
+    batch = cache.batch_size
+    cache.standing = Standing.at_start(batch)
     if depth:
-        cache.standing = Standing([depth], [depth], [[[0, depth]]], depth, None, [depth])
+        each, spans = [depth] * batch, [[[0, depth]] for _ in range(batch)]
+        cache.standing = Standing(each, list(each), spans, depth, None, list(each))
 
 
-def _fill_layer(layer: LayerCache, shape: LayerShape, depth: int, sinks: int, chunk: int) -> None:
+def _fill_layer(layer: LayerCache, shape: LayerShape, depth: int, cache: KVCache) -> None:
     layer.fit_to(shape.sliding_window)
-    positions = torch.arange(depth)
+    sinks, device = cache.limits.sinks, cache.device
+    positions = torch.arange(depth, device=device)
     size = depth
     if layer.budget is not None:
         if depth > layer.budget:
             sinks = 0 if layer.is_whole_window else sinks
             positions = torch.cat((positions[:sinks], positions[depth - layer.budget + sinks :]))
             layer.has_evicted = True
-        size = chunk  # as a prompt comes, so that the slots are as many as after one
+        size = cache.chunk  # as a prompt comes, so that the slots are as many as after one
     draw = torch.Generator().manual_seed(layer.index)
     widest = max(shape.head_dim, shape.value_dim)
-    block = torch.randn(2, 1, shape.kv_heads, BLOCK, widest, generator=draw).to(shape.dtype)
-    keys, values = block.repeat(1, 1, 1, -(-len(positions) // BLOCK), 1)
+    block = torch.randn(2, 1, shape.kv_heads, BLOCK, widest, generator=draw).to(device, shape.dtype)
+    keys, values = block.repeat(1, 1, 1, -(-len(positions) // BLOCK), 1).expand(-1, cache.batch_size, -1, -1, -1)
     for start in range(0, len(positions), size):
         here = slice(start, min(start + size, len(positions)))
         new_keys, new_values = keys[:, :, here, : shape.head_dim], values[:, :, here, : shape.value_dim]
-        layer.append(new_keys, new_values, positions[None, None, here], shape.sliding_window)
+        at = positions[here].expand(cache.batch_size, 1, -1)
+        layer.append(new_keys, new_values, at, shape.sliding_window)

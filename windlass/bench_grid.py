@@ -19,6 +19,7 @@ from windlass.store import Store
 STORAGES: Final = ("unrotated", "rotated")
 AXES: Final = ("budget", "policy", "positions", "store", "storage", "threads")
 MOST_THREADS: Final = 1024
+MOST_ROWS: Final = 65536
 
 
 @dataclass(frozen=True)
@@ -34,19 +35,25 @@ class Lists:
     store: str = "plain"
     storage: str = "unrotated"
     threads: str | None = None
+    batch: str = "1"
 
 
 @dataclass(frozen=True)
 class Task:
-    """A prompt of `tokens` read, or `tokens` written one by one, where a text of `depth` tokens came before."""
+    """A prompt of `tokens` read, or `tokens` written one by one, where a text of `depth` tokens came before.
+
+    `batch` such texts at once.
+    """
 
     is_prompt: bool
     tokens: int
     depth: int
+    batch: int = 1
 
     def __str__(self) -> str:
+        rows = f" b{self.batch}" if self.batch > 1 else ""
         at = f" @ d{self.depth}" if self.depth else ""
-        return f"{'pp' if self.is_prompt else 'tg'}{self.tokens}{at}"
+        return f"{'pp' if self.is_prompt else 'tg'}{self.tokens}{rows}{at}"
 
 
 @dataclass(frozen=True)
@@ -74,8 +81,8 @@ class Row:
     """One row and what was measured of it.
 
     `places` tells the task's place, and which value of each list it has. `bytes_per_token` are read
-    from memory in decode: weights, and the held keys, values and scales; None for prompts, whose
-    tokens share a reading.
+    from memory in decode: its held keys, values and scales, and its share of the weights, which are
+    read once for a batch; None for prompts, whose tokens share a reading.
     """
 
     task: Task
@@ -86,8 +93,8 @@ class Row:
 
     @property
     def speeds(self) -> list[float]:
-        """Tokens per second of each run."""
-        return [self.task.tokens / seconds for seconds in self.samples_s]
+        """Tokens per second of each run, those of all texts."""
+        return [self.task.batch * self.task.tokens / seconds for seconds in self.samples_s]
 
     @property
     def tokens_per_s(self) -> float:
@@ -124,6 +131,7 @@ def rows_of(lists: Lists, chunk: int) -> list[Row]:
     axes = (budgets, policies, modes, stores, storages, threads)
     places = list(itertools.product(*(range(len(axis)) for axis in axes)))
     settings = [Settings(*values) for values in itertools.product(budgets, policies, modes, stores, storages, threads)]
+    tasks = _tasks(lists)
     for each in settings:
         checked_limits(each.budget, sinks=4, window=None, chunk=chunk, batch=1, rollback=16)
         if each.storage == "rotated" and not isinstance(each.positions, Original):
@@ -133,7 +141,7 @@ def rows_of(lists: Lists, chunk: int) -> list[Row]:
             )
     return [
         Row(task, each, {"task": index, **dict(zip(AXES, place, strict=True))})
-        for index, task in enumerate(_tasks(lists))
+        for index, task in enumerate(tasks)
         for each, place in zip(settings, places, strict=True)
     ]
 
@@ -142,7 +150,15 @@ def _tasks(lists: Lists) -> list[Task]:
     kinds = ((True, "-p", lists.prompt_tokens), (False, "-n", lists.decode_tokens))
     counts = [(kind, list_of(option, typed, whole_number(option, 0, MOST))) for kind, option, typed in kinds]
     depths = list_of("-d", lists.depth, whole_number("-d", 0, MOST))
-    tasks = [Task(kind, tokens, depth) for depth in depths for kind, each in counts for tokens in each if tokens]
+    batches = list_of("--batch", lists.batch, whole_number("--batch", 1, MOST_ROWS))
+    tasks = [
+        Task(kind, tokens, depth, batch)
+        for depth in depths
+        for batch in batches
+        for kind, each in counts
+        for tokens in each
+        if tokens
+    ]
     if not tasks:
         raise UsageError("-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens")
     return tasks

@@ -9,6 +9,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from windlass.errors import UsageError
 
+CPU = torch.device("cpu")
 BLOCK = 1_000_003  # random numbers that are drawn; a prime, so that no two rows of a matrix are alike
 
 
@@ -71,8 +72,8 @@ def shape_of(name: str, layers: int | None) -> tuple[Shape, str]:
 
 
 @torch.no_grad()
-def random_model(shape: Shape, dtype: torch.dtype) -> PreTrainedModel:
-    """A Llama of this shape in eval mode; the same numbers at every call.
+def random_model(shape: Shape, dtype: torch.dtype, device: torch.device = CPU) -> PreTrainedModel:
+    """A Llama of this shape in eval mode, made where it is to be; the same numbers at every call and place.
 
     Each matrix repeats one block of random numbers, scaled so that states neither grow nor vanish:
     the speed of a matrix product does not depend on what is in it.
@@ -80,9 +81,9 @@ def random_model(shape: Shape, dtype: torch.dtype) -> PreTrainedModel:
     config = shape.config
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    model.to_empty(device="cpu")
+    model.to_empty(device=device)
     # Its table is not among the weights, and was lost with the meta device.
-    model.get_decoder().rotary_emb = LlamaRotaryEmbedding(config)
+    model.get_decoder().rotary_emb = LlamaRotaryEmbedding(config).to(device)
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
     scaled: dict[float, Tensor] = {}
     start = 0
@@ -92,7 +93,7 @@ def random_model(shape: Shape, dtype: torch.dtype) -> PreTrainedModel:
             continue
         deviation = 1.0 if "embed_tokens" in name else parameter.shape[1] ** -0.5
         if deviation not in scaled:
-            scaled[deviation] = (block * deviation).to(dtype)
+            scaled[deviation] = (block * deviation).to(device, dtype)
         _repeat(scaled[deviation], start, parameter.view(-1))
         start = (start + parameter.numel()) % BLOCK
     model.eval()

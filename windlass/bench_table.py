@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from importlib.metadata import version
+from importlib.util import find_spec
 from pathlib import Path
 
 from windlass.bench_grid import AXES, Lists, Row
@@ -30,10 +31,13 @@ class Conditions:
     chunk: int
     repetitions: int
     date: str = field(default_factory=_now)
+    gpu: str | None = None  # its name, where one was used
 
     @property
     def backend(self) -> str:
         """What does the attention, as in the table."""
+        if self.gpu is not None:
+            return f"cuda ({'triton' if find_spec('triton') else 'reference'})"
         name = cpu.instruction_set()
         return f"cpu ({'reference' if name == 'none' else name})"
 
@@ -61,7 +65,7 @@ def table(rows: Sequence[Row], conditions: Conditions) -> str:
         bandwidth = row.gb_per_s
         lines.append(
             shared
-            | {"threads": labels["threads"]}
+            | {"threads": conditions.gpu or labels["threads"]}
             | unusual
             | {axis: labels[axis] for axis in shown}
             | {"test": str(row.task), "t/s": f"{row.tokens_per_s:.2f} ± {row.half_range:.2f}"}
@@ -122,6 +126,7 @@ def as_json(row: Row, conditions: Conditions) -> dict[str, object]:
         "prompt_tokens": task.tokens if task.is_prompt else 0,
         "decode_tokens": 0 if task.is_prompt else task.tokens,
         "depth": task.depth,
+        "batch": task.batch,
         "repetitions": conditions.repetitions,
         "samples_s": row.samples_s,
         "tokens_per_s": row.tokens_per_s,
@@ -130,6 +135,7 @@ def as_json(row: Row, conditions: Conditions) -> dict[str, object]:
         "gb_per_s": row.gb_per_s,
         "versions": conditions.versions,
         "cpu": cpu_name(),
+        "gpu": conditions.gpu,
         "date": conditions.date,
     }
 

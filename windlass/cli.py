@@ -3,7 +3,6 @@
 Those modules are imported when a command runs, because torch and transformers take seconds.
 """
 
-import json
 import os
 import re
 import sys
@@ -108,6 +107,7 @@ def generate(
     repetition_penalty: take.RepetitionPenalty = 1.0,
     seed: take.Seed = 0,
     dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
     threads: take.Threads = None,
     is_json: take.Json = False,
 ) -> int:
@@ -118,7 +118,9 @@ def generate(
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     given = terminal.read_prompt(prompt, file)
     options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store, merge)
-    return session.generate(session.open_session(model, options, dtype, threads), given, max_tokens, sampling, is_json)
+    return session.generate(
+        session.open_session(model, options, dtype, threads, device), given, max_tokens, sampling, is_json
+    )
 
 
 @app.command()
@@ -141,6 +143,7 @@ def chat(
     repetition_penalty: take.RepetitionPenalty = 1.0,
     seed: take.Seed = 0,
     dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
     threads: take.Threads = None,
 ) -> int:
     """Talk to a model, many turns on one cache; /reset, /describe, /quit."""
@@ -150,7 +153,7 @@ def chat(
 
     sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
     options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store, merge)
-    return run.chat(session.open_session(model, options, dtype, threads), max_tokens, sampling)
+    return run.chat(session.open_session(model, options, dtype, threads, device), max_tokens, sampling)
 
 
 @app.command()
@@ -168,6 +171,7 @@ def cache(
     store: take.StoreSpec = None,
     merge: take.MergeSpec = None,
     dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
     threads: take.Threads = None,
     is_json: take.Json = False,
 ) -> int:
@@ -177,7 +181,9 @@ def cache(
     session.check_writable(prompt_cache, "prompt cache")
     given = terminal.read_prompt(prompt, file)
     options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, None, store, merge)
-    return session.save_cache(session.open_session(model, options, dtype, threads), given, prompt_cache, is_json)
+    return session.save_cache(
+        session.open_session(model, options, dtype, threads, device), given, prompt_cache, is_json
+    )
 
 
 @app.command()
@@ -194,9 +200,11 @@ def bench(
     store: take.StoreSpecs = "plain",
     storage: take.Storages = "unrotated",
     threads: take.ThreadCounts = None,
+    batch: take.Batches = "1",
     chunk: take.Chunk = None,
     repetitions: take.Repetitions = 5,
     dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
     output: take.Output = None,
     is_json: take.JsonLines = False,
 ) -> int:
@@ -207,10 +215,9 @@ def bench(
     from windlass import bench as run
     from windlass.bench_grid import Lists
 
-    lists = Lists(prompt_tokens, decode_tokens, depth, budget, policy, positions, store, storage, threads)
-    return run.bench(
-        run.Options(model, shape, layers, lists, 512 if chunk is None else chunk, repetitions, dtype, output), is_json
-    )
+    lists = Lists(prompt_tokens, decode_tokens, depth, budget, policy, positions, store, storage, threads, batch)
+    tokens = 512 if chunk is None else chunk
+    return run.bench(run.Options(model, shape, layers, lists, tokens, repetitions, dtype, output, device), is_json)
 
 
 @app.command("eval")
@@ -228,6 +235,7 @@ def evaluate(
     is_aware: take.IsAware = False,
     seed: take.Seed = 0,
     dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
     threads: take.Threads = None,
 ) -> int:
     """Measure what a model still finds in texts that its cache has compressed; lists (a,b) make every combination.
@@ -238,7 +246,7 @@ def evaluate(
     from windlass.evals.grid import Lists
 
     lists = Lists(tasks, policies, budgets, lengths, merge, positions, store)
-    return sweep.evaluate(sweep.Options(model, lists, samples, seed, is_aware, output, dtype, threads))
+    return sweep.evaluate(sweep.Options(model, lists, samples, seed, is_aware, output, dtype, threads, device))
 
 
 @app.command()
@@ -265,29 +273,18 @@ def calibrate(
     tokens: take.CalibrationTokens = 20_000,
     seed: take.Seed = 0,
     dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
     threads: take.Threads = None,
 ) -> int:
     """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`."""
     from windlass import pair_costs
 
-    return pair_costs.calibrate(pair_costs.Options(model, text, output, tokens, seed, dtype, threads))
+    return pair_costs.calibrate(pair_costs.Options(model, text, output, tokens, seed, dtype, threads, device))
 
 
 @app.command()
 def policies(is_json: take.Json = False) -> int:
     """List the policies: name, defaults, what is kept, and where it comes from."""
-    from rich.console import Console
-    from rich.text import Text
-
     from windlass.policies import catalogue
 
-    entries = catalogue.catalogue()
-    if is_json:
-        print(json.dumps({"policies": entries}, ensure_ascii=False))
-        return 0
-    # A pipe gets whole lines, whatever the width of a terminal.
-    console = Console(soft_wrap=True, highlight=False)
-    for entry in entries:
-        console.print(Text.assemble((f"{entry['name']:20}", "bold"), entry["made"]))
-        console.print(Text(f"{'':20}{entry['keeps']}\n{'':20}Source: {entry['source']}"), style="dim")
-    return 0
+    return catalogue.show(is_json)

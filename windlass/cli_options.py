@@ -75,6 +75,9 @@ RepetitionPenalty = Annotated[float, Option("--repetition-penalty", help="Above 
 Seed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Same seed, same text.")]
 
 Dtype = Annotated[str, Option("--dtype", help="auto (as the weights are), float32, bfloat16 or float16.")]
+Device = Annotated[
+    str, Option("--device", metavar="NAME", help="Where the model and its cache are: cpu, cuda, cuda:1.")
+]
 Threads = Annotated[int | None, Option("--threads", min=1, max=1024, help="CPU threads; by default one per core.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
 
@@ -91,6 +94,9 @@ DecodeTokens = Annotated[str, Option("--decode-tokens", "-n", metavar="LIST", he
 Depths = Annotated[
     str,
     Option("--depth", "-d", metavar="LIST", help="Tokens that came before; random keys and values stand for them."),
+]
+Batches = Annotated[
+    str, Option("--batch", metavar="LIST", help="Texts that are read or written at once; t/s counts all of them.")
 ]
 Budgets = Annotated[str, Option("--budget", "--max-kv-size", metavar="LIST", help="Most tokens that a layer keeps.")]
 PolicySpecs = Annotated[str, Option("--policy", metavar="LIST", help="Which tokens to keep, as in `generate`.")]

@@ -1,6 +1,7 @@
 """A model and its tokenizer from a folder or the hub, with one clear line for all that can be wrong."""
 
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ HUB_SECONDS = 10.0
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
-def open_model(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The attached model in eval mode, and its tokenizer; a folder never reaches for the network.
+def open_model(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The attached model in eval mode on a device, and its tokenizer; a folder never reaches for the network.
 
     Silences transformers' bars and warnings for the whole process.
 
@@ -27,6 +28,7 @@ def open_model(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrai
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use one of: {', '.join(DTYPES)}")
+    place = device_of(device)
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     folder = Path(name).expanduser()
@@ -44,7 +46,29 @@ def open_model(name: str, dtype: str = "auto") -> tuple[PreTrainedModel, PreTrai
             raise UsageError(
                 f"model {name!r} is no folder here, was not fetched before, and the hub cannot give it: {problem}"
             ) from error
-    return attach(model.eval()), tokenizer
+    return attach(model.eval().to(place)), tokenizer
+
+
+def device_of(name: str) -> torch.device:
+    """The device that is called `cpu`, `cuda` (the first GPU) or `cuda:1`; a GPU becomes the process's current one.
+
+    Raises: UsageError for another name, or a GPU that is not there.
+    """
+    match = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", name)
+    if match is None:
+        raise UsageError(f"device {name!r} is unknown; use cpu, cuda, or cuda:1 for the second of several GPUs")
+    if name == "cpu":
+        return torch.device("cpu")
+    index, count = int(match[1] or 0), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        is_built = torch.version.cuda is not None or torch.version.hip is not None
+        why = "finds no GPU that it can use" if is_built else "was built without CUDA"
+        raise UsageError(f"device {name}: PyTorch {torch.__version__} {why}; use device cpu, or install one that does")
+    if index >= count:
+        raise UsageError(f"device {name}: PyTorch finds {count} GPU{'s' if count > 1 else ''}, the first is cuda:0")
+    # Triton starts kernels on the current device, wherever their tensors are.
+    torch.cuda.set_device(index)
+    return torch.device("cuda", index)
 
 
 def _is_path(name: str) -> bool:

@@ -50,6 +50,7 @@ class Options:
     seed: int
     dtype: str
     threads: int | None
+    device: str = "cpu"
 
 
 def calibrate(options: Options) -> int:
@@ -61,7 +62,7 @@ def calibrate(options: Options) -> int:
     text = read_text(options.text, f"text {options.text}")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model, tokenizer = open_model(options.model, options.dtype)
+    model, tokenizer = open_model(options.model, options.dtype, options.device)
     with Bar("measuring") as bar:
         try:
             table = measured(model, tokenizer, text, options.tokens, options.seed, bar)

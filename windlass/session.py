@@ -33,7 +33,7 @@ class Session:
     cache: KVCache
 
 
-def open_session(name: str, options: CacheOptions, dtype: str, threads: int | None) -> Session:
+def open_session(name: str, options: CacheOptions, dtype: str, threads: int | None, device: str = "cpu") -> Session:
     """Load the model and make its cache, or load that too; options are read before the model.
 
     A prompt cache decides everything but `positions`, which may change at any time.
@@ -48,7 +48,7 @@ def open_session(name: str, options: CacheOptions, dtype: str, threads: int | No
         raise UsageError(f"prompt cache {path} is not there; make it with `windlass cache`")
     if threads is not None:
         torch.set_num_threads(threads)
-    model, tokenizer = open_model(name, dtype)
+    model, tokenizer = open_model(name, dtype, device)
     limits = {"budget": options.budget, "sinks": options.sinks, "window": options.window, "chunk": options.chunk}
     given = {name: value for name, value in limits.items() if value is not None}
     if path is None:

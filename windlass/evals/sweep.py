@@ -43,6 +43,7 @@ class Options:
     output: Path
     dtype: str
     threads: int | None
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def evaluate(options: Options) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     grid = grid_of(options.lists)
-    model, tokenizer = open_model(options.model, options.dtype)
+    model, tokenizer = open_model(options.model, options.dtype, options.device)
     runner = Runner(model, tokenizer, options.seed)
     runner.check(grid, options.samples, options.is_aware)
     results = open_results(options.output, _header(options, model))

@@ -1,6 +1,10 @@
 """The policies as a list to read, out of their own docstrings."""
 
 import inspect
+import json
+
+from rich.console import Console
+from rich.text import Text
 
 from windlass.policies import NAMES, WRAPPERS, KeyDiff, Policy
 
@@ -26,3 +30,17 @@ def catalogue() -> list[dict[str, str]]:
             }
         )
     return entries
+
+
+def show(is_json: bool) -> int:
+    """Print the list, or one JSON object of it; returns the exit code."""
+    entries = catalogue()
+    if is_json:
+        print(json.dumps({"policies": entries}, ensure_ascii=False))
+        return 0
+    # A pipe gets whole lines, whatever the width of a terminal.
+    console = Console(soft_wrap=True, highlight=False)
+    for entry in entries:
+        console.print(Text.assemble((f"{entry['name']:20}", "bold"), entry["made"]))
+        console.print(Text(f"{'':20}{entry['keeps']}\n{'':20}Source: {entry['source']}"), style="dim")
+    return 0
