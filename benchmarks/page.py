@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import gpu_tables
 from peers.tables import tables as peer_tables
 
 RESULTS = Path(__file__).parent / "results"
@@ -25,12 +26,15 @@ Line = dict[str, Any]
 
 def main() -> None:
     """Print the page."""
-    sections = [INTRODUCTION]
-    for name, section in SECTIONS.items():
-        path = RESULTS / f"{name}.jsonl"
-        if path.exists():
-            sections.append(section([json.loads(line) for line in path.read_text().splitlines()]))
-    print("\n".join(sections), end="")
+    sections = [INTRODUCTION, *(section(_lines(name)) for name, section in SECTIONS.items() if _lines(name))]
+    # What is not measured there is told, too.
+    print("\n".join([*sections, gpu_tables.section(_lines("gpu"))]), end="")
+
+
+def _lines(name: str) -> list[Line]:
+    """What was measured; nothing where no run was kept."""
+    path = RESULTS / f"{name}.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def attention(lines: Sequence[Line]) -> str:

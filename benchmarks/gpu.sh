@@ -1,0 +1,33 @@
+#!/usr/bin/env bash
+# What Windlass does on a GPU, in under ten minutes: OUT/gpu.jsonl, and OUT/gpu.md with the tables made of it.
+#     benchmarks/gpu.sh OUT [options of benchmarks/gpu.py]
+#     benchmarks/gpu.sh OUT --device cpu --tiny            # tiny shapes on the CPU: shows that every step works
+# For a CUDA machine with PyTorch, Triton and transformers. Nothing is fetched and nothing installed: a Windlass that
+# is not installed is taken from this folder. PYTHON names another interpreter.
+set -eu
+here=$(cd "$(dirname "$0")/.." && pwd)
+if [ $# -eq 0 ]; then
+    echo "gpu.sh: give a folder for the results: benchmarks/gpu.sh OUT" >&2
+    exit 2
+fi
+out=$1
+python=${PYTHON:-$here/.venv/bin/python}
+[ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
+export HF_HUB_OFFLINE=1
+
+(cd / && "$python" -c 'import windlass') 2>/dev/null || export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+"$python" - <<'CHECK'
+import importlib.util
+import sys
+
+needed = ("torch", "transformers", "triton", "safetensors", "numpy", "jaxtyping", "typer", "rich")
+missing = [name for name in needed if importlib.util.find_spec(name) is None]
+if missing:
+    sys.exit(f"gpu.sh: {sys.executable} lacks {', '.join(missing)}; set PYTHON to one that has them")
+CHECK
+
+code=0
+"$python" "$here/benchmarks/gpu.py" "$@" || code=$?
+[ ! -f "$out/gpu.jsonl" ] || "$python" "$here/benchmarks/gpu_tables.py" "$out/gpu.jsonl" >"$out/gpu.md"
+[ ! -f "$out/gpu.md" ] || echo "results: $out/gpu.jsonl; tables: $out/gpu.md"
+exit $code
