@@ -29,7 +29,7 @@ from gpu_part import TINY, Part, Sizes, append
 from windlass.errors import UsageError
 from windlass.open_model import device_of
 
-SECONDS = 580.0
+SECONDS = 585.0
 GRACE = 0.08  # of a part's time: it is to end by itself before it is ended
 
 
@@ -44,7 +44,7 @@ class Share:
 def shares(sizes: Sizes) -> dict[str, Share]:
     """All parts, in order; those of whole models once per shape."""
     parts = {
-        "machine": Share(gpu_machine.measure, 12),
+        "machine": Share(gpu_machine.measure, 40),
         "parity": Share(gpu_machine.parity, 60),
         "attention": Share(gpu_attention.measure, 75),
     }

@@ -2,8 +2,8 @@
 # What Windlass does on a GPU, in under ten minutes: OUT/gpu.jsonl, and OUT/gpu.md with the tables made of it.
 #     benchmarks/gpu.sh OUT [options of benchmarks/gpu.py]
 #     benchmarks/gpu.sh OUT --device cpu --tiny            # tiny shapes on the CPU: shows that every step works
-# For a CUDA machine with PyTorch, Triton and transformers. Nothing is fetched and nothing installed: a Windlass that
-# is not installed is taken from this folder. PYTHON names another interpreter.
+# For a CUDA machine with PyTorch, Triton and transformers. Nothing is fetched and nothing installed: the Windlass of
+# this folder is measured, whatever else is installed. PYTHON names another interpreter.
 set -eu
 here=$(cd "$(dirname "$0")/.." && pwd)
 if [ $# -eq 0 ]; then
@@ -14,8 +14,7 @@ out=$1
 python=${PYTHON:-$here/.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
 export HF_HUB_OFFLINE=1
-
-(cd / && "$python" -c 'import windlass') 2>/dev/null || export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
 "$python" - <<'CHECK'
 import importlib.util
 import sys

@@ -91,7 +91,7 @@ def test_bars_worked_by_hand():
 def test_what_was_not_measured_is_told():
     lines = [
         {**RUN, "date": "of an older run"},
-        decode(1.0, "storage"),
+        {"kind": "skipped", "part": "attention", "what": "something older", "why": "a reason"},
         RUN,
         {"kind": "skipped", "part": "attention", "what": "8b b16 65536 slots", "why": "needs about 90 GiB"},
         {"kind": "end", "part": "attention", "why": None, "seconds": 1.0},
