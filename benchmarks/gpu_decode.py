@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 from dataclasses import replace
 
 import torch
@@ -15,7 +16,6 @@ from windlass.bench_grid import Lists, rows_of
 from windlass.bench_shapes import SHAPES, random_model
 from windlass.bench_table import Conditions, as_json
 from windlass.bench_timer import Timer
-from windlass.errors import UsageError
 
 POLICIES = "recent,h2o,snapkv,tova,key_diff"
 STORES = "plain,int8,int4"
@@ -25,9 +25,9 @@ def measure(part: Part, shape: str) -> None:
     """What un-rotated storage costs at every depth, then policies and stores at the budget."""
     sizes = part.sizes
     models = {"as it is": attach(random_model(SHAPES[shape], torch.bfloat16, part.device))}
-    base = Lists("0", str(sizes.tokens))
     groups: list[tuple[str, Lists]] = []
-    for batch in map(str, sizes.batches):
+    for graph, batch in itertools.product(part.graphs, map(str, sizes.batches)):
+        base = Lists("0", str(sizes.tokens), graph=graph)
         for depth in map(str, sizes.depths):
             groups.append(("storage", replace(base, depth=depth, batch=batch, storage="rotated,unrotated")))
         at = replace(base, depth=str(sizes.policy_depth), budget=str(sizes.budget), batch=batch)
@@ -50,7 +50,9 @@ def compiled(part: Part, shape: str) -> None:
         module.compile(backend=part.compiler)
     sizes = part.sizes
     for index, batch in enumerate(sizes.batches):
-        lists = Lists("0", str(sizes.tokens), str(sizes.policy_depth), str(sizes.budget), batch=str(batch))
+        lists = Lists(
+            "0", str(sizes.tokens), str(sizes.policy_depth), str(sizes.budget), batch=str(batch), graph=part.graphs[0]
+        )
         models = {"as it is": model, "norms and MLPs compiled": twin}
         _attempt(part, "compiled", shape, models, lists, 1 / (len(sizes.batches) - index))
 
@@ -62,21 +64,15 @@ def pair(shape: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedM
 
 
 def _attempt(part: Part, name: str, shape: str, models: dict[str, PreTrainedModel], lists: Lists, share: float) -> None:
-    what = f"{name} of {shape}, batch {lists.batch}, depth {lists.depth}, budget {lists.budget}"
-    part.attempt(what, functools.partial(_measure, part, what, name, shape, models, lists, share))
+    what = f"{name} of {shape}, batch {lists.batch}, depth {lists.depth}, budget {lists.budget}, graph {lists.graph}"
+    part.attempt(what, functools.partial(_measure, part, name, shape, models, lists, share))
 
 
-def _measure(
-    part: Part, what: str, name: str, shape: str, models: dict[str, PreTrainedModel], lists: Lists, share: float
-) -> None:
+def _measure(part: Part, name: str, shape: str, models: dict[str, PreTrainedModel], lists: Lists, share: float) -> None:
     """One group: every row of `lists` by every model, in turn; a line for each."""
     chunk, shapes = part.sizes.chunk, layer_shapes(next(iter(models.values())))
     rows = [(way, row) for way in models for row in rows_of(lists, chunk)]
-    try:
-        check_memory(0, cache_bytes(shapes, [row for _, row in rows], chunk), free_bytes(part.device))
-    except UsageError as error:
-        part.skip(what, str(error))
-        return
+    check_memory(0, cache_bytes(shapes, [row for _, row in rows], chunk), free_bytes(part.device))
     timers = [Timer(models[way], shapes, row, chunk) for way, row in rows]
     samples, step_bytes = part.turns(timers, share)
     parameters = list(models[rows[0][0]].parameters())

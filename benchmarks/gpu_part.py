@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import torch
 
 from windlass.bench_timer import Clock, wait_for
+from windlass.errors import UsageError
 
 Line = dict[str, Any]
 Work = Callable[[], object]
@@ -70,6 +71,11 @@ class Part:
         return self.device.type == "cuda"
 
     @property
+    def graphs(self) -> tuple[str, ...]:
+        """The ways to run a step of ours, the best first."""
+        return ("on", "off") if self.is_gpu else ("off",)
+
+    @property
     def compiler(self) -> str:
         """The backend of `torch.compile`; elsewhere one that takes no minutes."""
         return "inductor" if self.is_gpu else "eager"
@@ -89,7 +95,7 @@ class Part:
         print(f"{self.name}: skipped {what}: {why}", flush=True)
 
     def attempt(self, what: str, measure: Work) -> None:
-        """Measure; or skip what the time or the memory does not allow."""
+        """Measure; or skip what the time, the memory or Windlass does not allow."""
         if self.left_s <= 0:
             self.skip(what, "no time left for it")
             return
@@ -97,6 +103,8 @@ class Part:
             measure()
         except OutOfTime:
             self.skip(what, "no time left to finish it")
+        except UsageError as error:
+            self.skip(what, str(error))
         except torch.OutOfMemoryError as error:
             self.skip(what, f"not enough memory: {str(error).splitlines()[0]}")
         if self.is_gpu:

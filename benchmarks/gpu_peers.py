@@ -5,6 +5,8 @@ does, and a `DynamicCache` as it is. Each writes the same tokens behind a text o
 """
 
 import functools
+import itertools
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -22,7 +24,7 @@ from windlass.bench_timer import Clock, Timer, wait_for
 from windlass.errors import UsageError
 
 COMPILED_STEPS = 4  # until a step is compiled, recorded and replayed
-CACHES = 6  # of the full text, that are there at most: three, and what a growing one copies
+CACHES = 8  # of the full text, that are there at most: four, and what growing ones take and copy
 
 
 def measure(part: Part, shape: str) -> None:
@@ -58,17 +60,19 @@ class Models:
 def _measure(part: Part, what: str, shape: str, models: Models, batch: int, depth: int, share: float) -> None:
     sizes = part.sizes
     text = sum(each.kv_heads * (each.head_dim + each.value_dim) * each.dtype.itemsize for each in models.shapes)
-    try:
-        check_memory(0, CACHES * batch * depth * text, free_bytes(part.device))
-    except UsageError as error:
-        part.skip(what, str(error))
-        return
+    check_memory(0, CACHES * batch * depth * text, free_bytes(part.device))
     timed: dict[str, Timed] = {}
-    for budget in ("all", str(sizes.budget)):
-        if budget == "all" or depth > sizes.budget:
-            lists = Lists("0", str(sizes.tokens), str(depth), budget, batch=str(batch))
-            [row] = rows_of(lists, sizes.chunk)
-            timed[f"windlass, budget {budget}"] = Timer(models.ours, models.shapes, row, sizes.chunk)
+    budgets = ["all", str(sizes.budget)] if depth > sizes.budget else ["all"]
+    for budget, graph in itertools.product(budgets, part.graphs):
+        lists = Lists("0", str(sizes.tokens), str(depth), budget, batch=str(batch), graph=graph)
+        [row] = rows_of(lists, sizes.chunk)
+        timer, name = Timer(models.ours, models.shapes, row, sizes.chunk), f"windlass, budget {budget}, graph {graph}"
+        try:
+            timer.warm_up(time.perf_counter)
+        except UsageError as error:
+            part.skip(f"{what}, {name}", str(error))
+        else:
+            timed[name] = timer
     timed["transformers static, compiled"] = Static(models, part, batch, depth)
     timed["transformers dynamic"] = Dynamic(models, part, batch, depth)
     samples, step_bytes = part.turns(list(timed.values()), share)

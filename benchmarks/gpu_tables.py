@@ -93,11 +93,11 @@ def _decode(lines: Sequence[Line]) -> str:
         if line["storage"] == "unrotated":
             memory = [_mib(line["held_bytes"]), _mib(line["step_bytes"])]
             rates = [*_rates(line), _of_copy(line["gb_per_s"], lines), _ratio(line, base, 3)]
-            rows.append([line["model"], line["test"], line["way"], *rates, *memory])
-    heads = ["model", "test", "way", "tokens/s", "GB/s", "of copy", "un-rotated / rotated", "cache MiB", "step MiB"]
+            rows.append([line["model"], line["test"], line["graph"], *rates, *memory])
+    heads = ["model", "test", "graph", "tokens/s", "GB/s", "of copy", "un-rotated / rotated", "cache MiB", "step MiB"]
     text = (
-        "`b16`: 16 texts at once, whose tokens all count. GB/s: weights and held keys and values. `step MiB`: the most "
-        "that the steps took beside weights and cache."
+        "A step that is recorded as a graph (`on`) chooses its tokens, too. `b16`: 16 texts at once, whose tokens all "
+        "count. GB/s: weights and held keys and values. `step MiB`: the most that steps took beside weights and cache."
     )
     return _titled("Whole decode", text, heads, rows)
 
@@ -109,8 +109,10 @@ def _settings(lines: Sequence[Line]) -> str:
         rows = []
         for line, base in against(of_kind(lines, "decode", group), axis, first):
             budget = "all" if line["budget"] is None else f"{line['budget']:,}"
-            rows.append([line["model"], line["test"], budget, line[axis], *_rates(line), _ratio(line, base, 3)])
-        heads = ["model", "test", "budget", axis, "tokens/s", "GB/s", "ratio"]
+            rows.append(
+                [line["model"], line["test"], budget, line["graph"], line[axis], *_rates(line), _ratio(line, base, 3)]
+            )
+        heads = ["model", "test", "budget", "graph", axis, "tokens/s", "GB/s", "ratio"]
         tables.append(_titled(title, f"Whole decode; the ratio is that of tokens/s to `{first}`.", heads, rows))
     return "\n\n".join(each for each in tables if each)
 

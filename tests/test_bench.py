@@ -12,7 +12,8 @@ import torch
 from transformers import PreTrainedModel
 
 import windlass
-from windlass import bench, bench_timer
+from tests.tape import Tape
+from windlass import bench, bench_timer, kernels
 from windlass.bench_depth import LayerShape, fill, layer_shapes
 from windlass.bench_grid import Lists, rows_of
 from windlass.bench_shapes import SHAPES, random_model
@@ -21,6 +22,12 @@ from windlass.cli import main
 from windlass.engine import prefill
 from windlass.rotated import RotatedStorage
 
+GRAPHED = [
+    (0, "all", "recent", "unrotated"),
+    (90, "40", "h2o", "rotated"),
+    (90, "40", "snapkv", "unrotated"),
+    (70, "all", "recent", "unrotated"),
+]
 QUICK = ("bench", "--shape", "tiny", "--threads", "1", "-r", "2")
 
 
@@ -78,6 +85,8 @@ def test_lists_make_every_combination():
         (("-p", "0", "-n", "0"), "-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens"),
         (("--threads", "0"), "--threads '0' is not a whole number from 1 to 1024"),
         (("--batch", "1,0"), "--batch '0' is not a whole number from 1 to 65536"),
+        (("--graph", "yes"), "--graph 'yes' is not one of: off, on"),
+        (("--graph", "off,on"), "--graph off,on: on a cpu steps run as they come; use --device cuda, or off"),
         (("--budget", "none"), "--budget 'none' is not a whole number from 1 to 1073741824"),
         (("--budget", "all,5"), "budget (5 tokens) must be at least sinks (4) + window (1) + 1, which is 6"),
         (("--chunk", "0"), "chunk must be from 1 to 1073741824, got 0"),
@@ -207,6 +216,33 @@ def test_a_batch_stands_behind_texts_of_its_own(model: PreTrainedModel, depth: i
     assert timer.cache.next_positions == [9, 9]
     assert timer.cache.tokens is not None
     assert timer.cache.tokens[0] != timer.cache.tokens[1]
+
+
+@pytest.mark.parametrize(("depth", "budget", "policy", "storage"), GRAPHED)
+def test_a_graph_is_recorded_before_the_clock_is_read(
+    model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, depth: int, budget: str, policy: str, storage: str
+):
+    tape, replayed = Tape(), []
+    monkeypatch.setattr(bench_timer, "graph_for", lambda _: tape)
+    monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)  # compiled kernels would hide from the tape
+    [each] = rows_of(Lists("0", "6", str(depth), budget, policy, storage=storage, batch="2", graph="on"), 32)
+    timer = bench.Timer(model, layer_shapes(model), each, 32)
+    timer.warm_up(lambda: 0.0)
+    for turn in range(3):
+        assert timer.cache.next_positions == [depth] * 2
+        timer.run(lambda: float(replayed.append((tape.captured, tape.replayed)) or 0))
+        assert timer.cache.next_positions == [depth + bench_timer.RECORDED + 6] * 2
+        (captured, before), (captured_then, after) = replayed[-2:]
+        assert (captured_then, after - before) == (captured, 6), f"run {turn} records while it is timed"
+        timer.take_back()
+
+
+def test_what_cannot_be_recorded_is_not_timed_as_a_graph(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(bench_timer, "graph_for", lambda _: Tape())
+    monkeypatch.setattr(Tape, "capture", Mock(side_effect=RuntimeError("a reason")))
+    [each] = rows_of(Lists("0", "6", graph="on"), 32)
+    with pytest.raises(windlass.UsageError, match=r"--graph on: a step of .* a reason; leave it out, or use off"):
+        bench.Timer(model, layer_shapes(model), each, 32).warm_up(lambda: 0.0)
 
 
 def test_the_clock_waits_for_the_device(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):

@@ -27,8 +27,17 @@ CONDITIONS = Conditions("tiny", 130440, 65220, "bfloat16", 512, 2, "2026-01-02T0
 
 
 def row(storage: str, *samples_s: float, place: int = 0, is_prompt: bool = False) -> Row:
-    settings = Settings(None, windlass.Recent(), position_mode("original"), store_of("plain"), storage, 1)
-    places = {"task": 0, "budget": 0, "policy": 0, "positions": 0, "store": 0, "storage": place, "threads": 0}
+    settings = Settings(None, windlass.Recent(), position_mode("original"), store_of("plain"), storage, 1, "off")
+    places = {
+        "task": 0,
+        "budget": 0,
+        "policy": 0,
+        "positions": 0,
+        "store": 0,
+        "storage": place,
+        "threads": 0,
+        "graph": 0,
+    }
     return Row(Task(is_prompt, 8, 4096), settings, places, list(samples_s))
 
 

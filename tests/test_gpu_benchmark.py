@@ -33,7 +33,14 @@ MACHINE |= {"copy_gb_per_s": 4000.0, "read_gb_per_s": 4100.0}
 def decode(rate: float, group: str, depth: int = 4096, **more: object) -> dict[str, Any]:
     line = {"kind": "decode", "part": "decode-8b", "group": group, "way": "as it is", "model": "8b", "batch": 1}
     line |= {"test": f"tg16 @ d{depth}", "budget": None, "policy": "Recent()", "positions": "original"}
-    line |= {"store": "plain", "storage": "unrotated", "threads": 1, "depth": depth, "tokens_per_s": rate}
+    line |= {
+        "store": "plain",
+        "storage": "unrotated",
+        "threads": 1,
+        "graph": "on",
+        "depth": depth,
+        "tokens_per_s": rate,
+    }
     line |= {"half_interquartile_range_per_s": 0.5, "gb_per_s": 16.0 * rate, "held_bytes": 2**30, "step_bytes": 2**20}
     return line | more
 
@@ -64,9 +71,9 @@ def test_bars_worked_by_hand():
     alone[1] |= {"gb_per_s": 1.0}  # with 1,024 slots nothing is asked
     policies = [decode(100.0, "policies", policy="Recent()"), decode(80.0, "policies", policy="H2O()")]
     peers = [
-        *(peer("windlass, budget all", depth, 130.0) for depth in (4096, 65536)),
+        *(peer("windlass, budget all, graph on", depth, 130.0) for depth in (4096, 65536)),
         *(peer("transformers static, compiled", depth, 100.0) for depth in (4096, 65536)),
-        peer("windlass, budget 4096", 65536, 190.0),
+        peer("windlass, budget 4096, graph on", 65536, 190.0),
     ]
     lines = [RUN, MACHINE, *storage, *alone, *policies, *peers]
     assert met(lines) == [
@@ -80,9 +87,9 @@ def test_bars_worked_by_hand():
     text = gpu_tables.section(lines)
     for row in (
         "| 1b | 16 | 65,536 | 3,200 | 0.80 | 0.800 | 0.83 | 1.25 | 2.50 | 2.00 |",
-        "| 8b | tg16 @ d65536 | as it is | 96.0 ± 0.5 | 1,536 | 0.38 | 0.960 | 1,024 | 1 |",
-        "| 8b | tg16 @ d4096 | all | H2O() | 80.0 ± 0.5 | 1,280 | 0.800 |",
-        "| 1b | 1 | 65,536 | windlass, budget 4096 | 190.0 | 80.0 to 160.0 | 1.90 | - |",
+        "| 8b | tg16 @ d65536 | on | 96.0 ± 0.5 | 1,536 | 0.38 | 0.960 | 1,024 | 1 |",
+        "| 8b | tg16 @ d4096 | all | on | H2O() | 80.0 ± 0.5 | 1,280 | 0.800 |",
+        "| 1b | 1 | 65,536 | windlass, budget 4096, graph on | 190.0 | 80.0 to 160.0 | 1.90 | - |",
     ):
         assert row in text
     assert "Some GPU, 141 GiB, 132 multiprocessors, CUDA 13.0" in text
@@ -211,7 +218,12 @@ def test_peers_write_the_same_tokens(part: Part, tmp_path: Path, monkeypatch: py
                 each.run(lambda: 0.0)
                 assert int(each._cache.get_seq_length()) == 48 + TINY.tokens
                 each.take_back()
-    names = ["windlass, budget all", "windlass, budget 40", "transformers static, compiled", "transformers dynamic"]
+    names = [
+        "windlass, budget all, graph off",
+        "windlass, budget 40, graph off",
+        "transformers static, compiled",
+        "transformers dynamic",
+    ]
     assert [line["peer"] for line in lines_of(tmp_path)] == names * 4
 
 

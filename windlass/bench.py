@@ -7,7 +7,7 @@ and there is neither a tokenizer nor a sampler in what is timed, as in llama-ben
 import json
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ from windlass.bench_table import Conditions, as_json, footnote, ratios, table
 from windlass.bench_timer import Clock, Timer
 from windlass.describe import in_units
 from windlass.errors import UsageError
+from windlass.graph import graph_for
 from windlass.hf import attach
 from windlass.open_model import DTYPES, device_of, open_model
 from windlass.terminal import INTERRUPTED, note, progress, say
@@ -49,7 +50,7 @@ def bench(options: Options, is_json: bool, clock: Clock = time.perf_counter) -> 
     """
     if (options.model is None) == (options.shape is None):
         raise UsageError("give either a model or --shape with one of its names")
-    rows = rows_of(options.lists, options.chunk)
+    rows = rows_of(_with_graph(options), options.chunk)
     _check_output(options.output)
     model, conditions, shapes = _opened(options, rows)
     timers = [Timer(model, shapes, row, options.chunk) for row in rows]
@@ -109,6 +110,17 @@ def check_memory(weights: int, caches: int, free: int | None) -> None:
             f"this needs about {whole} of memory (weights {of_weights}, the caches of all rows {of_caches}), but "
             f"{rest} are free; give a lower -d or --layers, or fewer values"
         )
+
+
+def _with_graph(options: Options) -> Lists:
+    """The lists, with a graph by default where there can be one. Raises: UsageError where one is asked for in vain."""
+    has_graphs = graph_for(device_of(options.device)) is not None
+    asked = options.lists.graph
+    if asked is None:
+        return replace(options.lists, graph="on" if has_graphs else "off")
+    if "on" in asked and not has_graphs:
+        raise UsageError(f"--graph {asked}: on a {options.device} steps run as they come; use --device cuda, or off")
+    return options.lists
 
 
 def _opened(options: Options, rows: Sequence[Row]) -> tuple[PreTrainedModel, Conditions, list[LayerShape]]:

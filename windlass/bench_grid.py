@@ -17,14 +17,15 @@ from windlass.step import MOST, checked_limits
 from windlass.store import Store
 
 STORAGES: Final = ("unrotated", "rotated")
-AXES: Final = ("budget", "policy", "positions", "store", "storage", "threads")
+GRAPHS: Final = ("off", "on")
+AXES: Final = ("budget", "policy", "positions", "store", "storage", "threads", "graph")
 MOST_THREADS: Final = 1024
 MOST_ROWS: Final = 65536
 
 
 @dataclass(frozen=True)
 class Lists:
-    """What was typed; values are separated by commas. `threads` None: as torch has it."""
+    """What was typed; values are separated by commas. `threads` None: as torch has it; `graph` None: off."""
 
     prompt_tokens: str = "512"
     decode_tokens: str = "128"
@@ -36,6 +37,7 @@ class Lists:
     storage: str = "unrotated"
     threads: str | None = None
     batch: str = "1"
+    graph: str | None = None
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,14 @@ class Settings:
     store: Store
     storage: str
     threads: int
+    graph: str
 
     @property
     def labels(self) -> dict[str, str]:
         """Each setting as text, by the name of its list."""
         budget = "all" if self.budget is None else str(self.budget)
         policy = repr(self.policy).removesuffix("()")
-        texts = (budget, policy, str(self.positions), self.store.name, self.storage, str(self.threads))
+        texts = (budget, policy, str(self.positions), self.store.name, self.storage, str(self.threads), self.graph)
         return dict(zip(AXES, texts, strict=True))
 
 
@@ -128,9 +131,12 @@ def rows_of(lists: Lists, chunk: int) -> list[Row]:
     threads = [torch.get_num_threads()]
     if lists.threads is not None:
         threads = list_of("--threads", lists.threads, whole_number("--threads", 1, MOST_THREADS))
-    axes = (budgets, policies, modes, stores, storages, threads)
+    graphs = list_of("--graph", lists.graph or "off", _graph)
+    axes = (budgets, policies, modes, stores, storages, threads, graphs)
     places = list(itertools.product(*(range(len(axis)) for axis in axes)))
-    settings = [Settings(*values) for values in itertools.product(budgets, policies, modes, stores, storages, threads)]
+    settings = [
+        Settings(*values) for values in itertools.product(budgets, policies, modes, stores, storages, threads, graphs)
+    ]
     tasks = _tasks(lists)
     for each in settings:
         checked_limits(each.budget, sinks=4, window=None, chunk=chunk, batch=1, rollback=16)
@@ -171,4 +177,10 @@ def _budget(part: str) -> int | None:
 def _storage(part: str) -> str:
     if part not in STORAGES:
         raise UsageError(f"--storage {part!r} is not one of: {', '.join(STORAGES)}")
+    return part
+
+
+def _graph(part: str) -> str:
+    if part not in GRAPHS:
+        raise UsageError(f"--graph {part!r} is not one of: {', '.join(GRAPHS)}")
     return part

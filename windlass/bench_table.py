@@ -167,6 +167,7 @@ def _usual() -> dict[str, str]:
         "positions": lists.positions,
         "store": lists.store,
         "storage": lists.storage,
+        "graph": "off",
     }
 
 

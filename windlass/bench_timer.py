@@ -1,6 +1,9 @@
 """One row of a benchmark at work: a cache of its own behind a text of some length, and what a run takes."""
 
+import warnings
 from collections.abc import Callable
+from functools import partial
+from typing import Final
 
 import torch
 from transformers import PreTrainedModel
@@ -8,12 +11,17 @@ from transformers import PreTrainedModel
 from windlass.bench_depth import LayerShape, fill
 from windlass.bench_grid import Row
 from windlass.cache import KVCache
+from windlass.decoding import Decoding
 from windlass.engine import prefill
 from windlass.errors import UsageError
+from windlass.graph import graph_for
 from windlass.hf import vocabulary_of
 from windlass.rotated import RotatedStorage
+from windlass.sampling import Sampler, Sampling
 
 Clock = Callable[[], float]
+
+RECORDED: Final = 3  # steps before those that are timed: one as it comes, one recorded, one more
 
 
 class Timer:
@@ -36,6 +44,10 @@ class Timer:
         draw = torch.Generator().manual_seed(0)
         size = row.task.batch, row.task.tokens
         self._ids: list[list[int]] = torch.randint(vocabulary_of(model), size, generator=draw).tolist()
+        self._graph = None
+        if settings.graph == "on" and not row.task.is_prompt:
+            self._graph = graph_for(self.cache.device)
+            self._logits = torch.randn(row.task.batch, vocabulary_of(model), generator=draw).to(self.cache.device)
 
     def warm_up(self, clock: Clock) -> None:
         """Fill the cache, then one run that does not count."""
@@ -48,12 +60,34 @@ class Timer:
     def run(self, clock: Clock) -> float:
         """Seconds that the row's task takes, until the device has done all of it."""
         torch.set_num_threads(self.row.settings.threads)
-        work = self._read if self.row.task.is_prompt else self._decode
+        work = self._begun()
         wait_for(self.cache.device)
         started = clock()
         work()
         wait_for(self.cache.device)
         return clock() - started
+
+    def _begun(self) -> Callable[[], None]:
+        """What is timed. Raises: UsageError for a step that cannot be recorded, though a graph is asked for."""
+        if self.row.task.is_prompt:
+            return self._read
+        if self._graph is None:
+            return self._decode
+        sampler = Sampler(Sampling(), self._ids, self.cache.device)
+        decoding = Decoding(self._model, self.cache, sampler, self._logits, self._graph)
+
+        def write(tokens: int) -> None:
+            for _ in range(tokens):
+                decoding.chosen()
+                decoding.go_on([True] * self.row.task.batch, is_last=False)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            try:
+                write(RECORDED)
+            except UserWarning as error:
+                raise UsageError(f"--graph on: {error}; leave it out, or use off") from error
+        return partial(write, self.row.task.tokens)
 
     def _read(self) -> None:
         prefill(self._model, self.cache, self._ids)
@@ -65,7 +99,7 @@ class Timer:
     def take_back(self) -> None:
         """Let the cache be as before the run, or fill it anew where that cannot be taken back."""
         try:
-            self.cache.rollback(self.row.task.tokens)
+            self.cache.rollback(self.row.task.tokens + (0 if self._graph is None else RECORDED))
         except UsageError:
             self._refill()
 

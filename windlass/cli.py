@@ -201,6 +201,7 @@ def bench(
     storage: take.Storages = "unrotated",
     threads: take.ThreadCounts = None,
     batch: take.Batches = "1",
+    graph: take.Graphs = None,
     chunk: take.Chunk = None,
     repetitions: take.Repetitions = 5,
     dtype: take.Dtype = "auto",
@@ -215,7 +216,7 @@ def bench(
     from windlass import bench as run
     from windlass.bench_grid import Lists
 
-    lists = Lists(prompt_tokens, decode_tokens, depth, budget, policy, positions, store, storage, threads, batch)
+    lists = Lists(prompt_tokens, decode_tokens, depth, budget, policy, positions, store, storage, threads, batch, graph)
     tokens = 512 if chunk is None else chunk
     return run.bench(run.Options(model, shape, layers, lists, tokens, repetitions, dtype, output, device), is_json)
 

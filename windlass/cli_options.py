@@ -110,6 +110,15 @@ Storages = Annotated[
         help="unrotated, or rotated: the same kernels on keys that are stored as the model turned them.",
     ),
 ]
+Graphs = Annotated[
+    str | None,
+    Option(
+        "--graph",
+        metavar="LIST",
+        help="on: a step of writing is recorded once and run again, and chooses its tokens; off: as it comes. "
+        "By default on where there are graphs, on a GPU.",
+    ),
+]
 ThreadCounts = Annotated[str | None, Option("--threads", metavar="LIST", help="CPU threads; by default one per core.")]
 Repetitions = Annotated[int, Option("--repetitions", "-r", min=1, max=10_000, help="Runs of each row that count.")]
 Output = Annotated[
