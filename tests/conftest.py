@@ -4,6 +4,7 @@ import os
 from collections.abc import Callable
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it no product on a GPU is deterministic
 
 import pytest
 import torch

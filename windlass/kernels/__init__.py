@@ -120,7 +120,8 @@ def write_all(index: SlotIndex, writes: Writes) -> None:
 
 def encode(states: Tensor, centres: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
     """See `reference.encode`."""
-    backend = (_triton("codes") or reference) if states.device.type == "cuda" else reference
+    has_triton = _has_triton(states.device.type)
+    backend = import_module("windlass.kernels.triton.codes") if has_triton else reference
     codes, scales = backend.encode(states, centres, bits)
     return codes, scales
 
