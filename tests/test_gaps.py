@@ -104,7 +104,7 @@ class Run:
         self.rows = [Row() for _ in range(BATCH)]
         self.last: list[int] | None = None  # lengths of the last step, if it can be taken back
         self.is_edited = False
-        every = KVCache(model, batch=VOCABULARY)
+        every = KVCache(model, policy=policy, batch=VOCABULARY)
         self._forward(every, [[token] for token in range(VOCABULARY)], 1)
         layer, rows = every.layers[0], torch.arange(VOCABULARY)
         # Of the first layer: they depend on the id alone. (kv_heads, vocabulary, head_dim)

@@ -53,8 +53,8 @@ def by_hand(
     sliding_window: int | None,
     tables: tuple[Tensor, Tensor],
 ) -> tuple[Tensor, ...]:
-    """Keys, values, merged counts and running cosines after the step, cell by cell in float64."""
-    keys, values, merged = (step[each].double().clone() for each in ("keys", "values", "merged"))
+    """Keys, values, merged counts, weights and running cosines after the step, cell by cell in float64."""
+    keys, values, merged, weights = (step[each].double().clone() for each in ("keys", "values", "merged", "weights"))
     old_keys, old_values, old_merged = keys.clone(), values.clone(), merged.clone()
     ranked, taus = merged.shape[1], step["taus"].double().clone()
     for row, rank in product(range(2), range(ranked)):
@@ -91,6 +91,9 @@ def by_hand(
             for head in heads:
                 members = [(held[cell], cell, 1.0), *tokens]
                 counts = [float(1 + old_merged[row, rank, s]) for _, s, _ in members]
+                if name == "weighted":
+                    counts = [float(step["weights"][row, rank, s]) for _, s, _ in members]
+                    weights[row, rank, cell] = sum(counts)
                 ks = [old_keys[row, head, s] for _, s, _ in members]
                 vs = [old_values[row, head, s] for _, s, _ in members]
                 places = [at for at, _, _ in members]
@@ -109,8 +112,8 @@ def by_hand(
                     last = max(range(len(members)), key=lambda i: -1 if i == 0 else members[i][0])
                     key, value = (ks[last], vs[last]) if head % 2 else (ks[0], vs[0])
                 elif name == "d2o":
-                    weights = [likeness for _, _, likeness in members]
-                    key, value = (sum(w * x for w, x in zip(weights, xs, strict=True)) / len(xs) for xs in (ks, vs))
+                    alike = [likeness for _, _, likeness in members]
+                    key, value = (sum(w * x for w, x in zip(alike, xs, strict=True)) / len(xs) for xs in (ks, vs))
                 elif name == "keepkv":
                     query = step["queries"][row, head * GROUP : (head + 1) * GROUP, 2 - row].double().mean(0)
                     query = turned(query, ENDS[row] - 1, tables)
@@ -123,7 +126,7 @@ def by_hand(
                     key, value = (sum(n * x for n, x in zip(counts, xs, strict=True)) / sum(counts) for xs in (ks, vs))
                 keys[row, head, cell] = ks[0] if name == "values" else key
                 values[row, head, cell] = value
-    return keys, values, merged, taus
+    return keys, values, merged, weights, taus
 
 
 def random_step(ranked: int, seed: int) -> dict[str, Tensor]:
@@ -132,6 +135,8 @@ def random_step(ranked: int, seed: int) -> dict[str, Tensor]:
     positions = torch.stack([torch.randperm(ENDS[i // ranked], generator=g)[:SLOTS] for i in range(2 * ranked)])
     positions = positions.reshape(2, ranked, SLOTS).int()
     positions[..., 11] = -1
+    weights = torch.rand(2, ranked, SLOTS, generator=torch.Generator().manual_seed(seed + 9)).add(0.1)
+    weights[..., 11] = 0
     evicted = torch.stack([torch.randperm(SLOTS, generator=g)[:6] for _ in range(2 * ranked)]).reshape(2, ranked, 6)
     before = positions.gather(-1, evicted)
     return {
@@ -142,6 +147,7 @@ def random_step(ranked: int, seed: int) -> dict[str, Tensor]:
         "positions": positions.scatter(-1, evicted, before.where(before < 0, -2)),
         "evicted": evicted,
         "before": before,
+        "weights": weights,
         "taus": torch.full((2, ranked), TAU if seed % 2 else -2.0),
     }
 
@@ -160,9 +166,8 @@ def room_of(step: dict[str, Tensor], rotary: Rotary, sliding_window: int | None 
     store.put(torch.arange(SLOTS).expand(2, 1, -1), {"keys": step["keys"], "values": step["values"]})
     limits = Limits(budget=SLOTS - 6, sinks=SINKS, window=WINDOW, chunk=5, rollback=0)
     turns = Turns(rotary, max(ENDS), torch.device("cpu"))
-    return Room(
-        store, step["positions"], {"merged": step["merged"].clone(), **state}, {}, limits, sliding_window, turns
-    )
+    state = {"merged": step["merged"].clone(), "token_weight": step["weights"].clone(), **state}
+    return Room(store, step["positions"], state, {}, limits, sliding_window, turns)
 
 
 @pytest.mark.parametrize("sliding_window", [None, 15])
@@ -183,10 +188,11 @@ def test_every_rule_equals_loops_over_cells(
         *expected, taus = by_hand(
             name, frame, target, step, sliding_window, rotary.tables(max(ENDS), torch.device("cpu"))
         )
-        ours = room.store.keys(), room.store.values(), room.state["merged"]
+        ours = room.store.keys(), room.store.values(), room.state["merged"], room.state["token_weight"]
         for mine, truth in zip(ours, expected, strict=True):
             torch.testing.assert_close(mine.double(), truth, atol=2e-5, rtol=0)
         assert not room.state["merged"].equal(step["merged"])
+        assert ours[0].isfinite().all()  # in free slots, too
         if rule.is_relative:
             torch.testing.assert_close(room.statistics["merged_likeness"].double(), taus, atol=1e-6, rtol=0)
         assert record.cells is not None

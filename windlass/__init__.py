@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from windlass.hf import detach as detach
     from windlass.low_bit import Int4 as Int4
     from windlass.low_bit import Int8 as Int8
+    from windlass.policies import DMC as DMC
     from windlass.policies import H2O as H2O
     from windlass.policies import RKV as RKV
     from windlass.policies import TOVA as TOVA
@@ -67,7 +68,7 @@ _HOMES = {
     "policies": (
         *("ByValueNorm", "ExpectedAttention", "H2O", "InChunks", "InGroups", "KeyDiff", "KeyNorm", "LagKV", "Leverage"),
         *("Composite", "KVzip", "Pairs", "Policy", "Pyramid", "RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA"),
-        *("TriAttention", "Compactor"),
+        *("TriAttention", "Compactor", "DMC"),
     ),
     "positions": ("Clamp", "Compact", "Original", "SelfExtend"),
     "result": ("Result",),

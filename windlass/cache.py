@@ -67,7 +67,7 @@ class KVCache(TransformersCache):
         self.policy = Recent() if policy is None else policy
         self.policy.check(model)
         self.store = store_of(store)
-        self.merge = checked_merge(merge, budget, self.store)
+        self.merge = checked_merge(merge, budget, self.store, self.policy)
         self._positions = readable(self.merge, positions)
         self._seam, self._batch, self.device = seam, batch, model.device
         self.config = model.config.get_text_config()

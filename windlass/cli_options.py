@@ -53,8 +53,8 @@ MergeSpec = Annotated[
     Option(
         "--merge",
         metavar="RULE",
-        help="What happens to evicted tokens: by mean_count, mean, sum, pick, values, keepkv or d2o a kept one stands "
-        "for them too, as in mean_count(next, rotated, rare=0.1); by default they are dropped.",
+        help="What happens to evicted tokens: by mean_count, mean, sum, pick, values, keepkv, d2o or weighted a kept "
+        "one stands for them too, as in mean_count(next, rotated, rare=0.1); by default they are dropped.",
     ),
 ]
 Chunk = Annotated[int | None, Option("--chunk", help="Most tokens taken in one step of the prompt; by default 512.")]

@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from windlass.errors import UsageError
 from windlass.merge import holds_cells
-from windlass.policies.base import TOKEN
+from windlass.policies.base import BORN
 from windlass.positions import Compact
 from windlass.rotary import Rotary, rotate, unrotate
 from windlass.standing import Standing
@@ -27,8 +27,9 @@ def rows_of(source: Cache) -> int:
 
 def fill_from_rotated(cache: KVCache, source: Cache) -> None:
     """See `KVCache.from_rotated`; `cache` is new."""
-    if TOKEN in cache.policy.state:
-        raise UsageError(f"from_rotated: {cache.policy!r} ranks by token ids, which a DynamicCache does not know")
+    missing = [said for name, said in BORN.items() if name in cache.policy.state]
+    if missing:
+        raise UsageError(f"from_rotated: {cache.policy!r} ranks by {missing[0]}, which a DynamicCache does not know")
     states = _states_of(source)
     if len(states) != len(cache.layers):
         raise UsageError(f"the DynamicCache has {len(states)} layers, the model has {len(cache.layers)}")

@@ -18,7 +18,7 @@ from torch import Tensor
 from windlass import kernels, rows
 from windlass.errors import UsageError
 from windlass.merge import holds_cells
-from windlass.policies.base import TOKEN
+from windlass.policies.base import BORN
 from windlass.reading import EMPTY
 from windlass.rollback import can_roll_back, holds_copies, roll_back
 from windlass.step import outlasting
@@ -141,8 +141,11 @@ def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
         raise UsageError(
             f"splice: the other cache merges tokens by {other.merge}, this one {cache.merge or 'does not'}"
         )
-    if TOKEN in cache.policy.state and TOKEN not in other.policy.state:
-        raise UsageError(f"splice: {cache.policy!r} ranks by token ids, which the other cache's policy does not keep")
+    missing = [said for name, said in BORN.items() if name in {*cache.policy.state} - {*other.policy.state}]
+    if missing:
+        raise UsageError(
+            f"splice: {cache.policy!r} ranks by {missing[0]}, which the other cache's policy does not keep"
+        )
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         _check_same_layout(mine, theirs)
     at = cache.next_positions[row]
@@ -180,7 +183,7 @@ def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, a
     slots = mine.append(keys, values, positions.where(is_row, EMPTY), theirs.sliding_window)
     if mine.store.reads_like(theirs.store):  # else they were converted, once
         mine.store.put(slots, parts)
-    kept = {TOKEN, *(() if mine.merge is None else mine.merge.state)}
+    kept = {*BORN, *(() if mine.merge is None else mine.merge.state)}
     for name in kept & set(mine.state) & set(theirs.state):
         there = theirs.state[name][source : source + 1].gather(-1, order).expand_as(slots)
         here = mine.state[name]

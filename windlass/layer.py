@@ -12,7 +12,7 @@ from windlass import kernels
 from windlass.kernels.reference import Mass, Visibility, Writes
 from windlass.merge import Merge, Room, absorb, as_read
 from windlass.observation import observation, observed_columns
-from windlass.policies.base import Policy, Slots, at_start, policy_errors, scores_of
+from windlass.policies.base import Policy, Slots, arrived, at_start, policy_errors, scores_of, unknown_state
 from windlass.policies.recent import Recent
 from windlass.positions import PositionMode
 from windlass.reading import EMPTY
@@ -70,18 +70,19 @@ class LayerCache:
         if self.is_empty or call.sliding_window != self.sliding_window:  # an import may not have known it
             self.fit_to(call.sliding_window)
         self.make_room(keys, values)
+        queries, keys, born = arrived(self.own[0], self.index, queries, keys, step.ids)
         positions = step.positions[:, None].expand(-1, self.positions.shape[1], -1)
         most_held, written = self.most_held, kernels.first_free(self.positions, keys.shape[2])
         state = {name: tensor.clone() for name, tensor in self.state.items()}
         statistics, copies = dict(self.statistics), self.store.exact.copies
         try:
-            self.write(written, keys, values, positions, step.ids)
+            self.write(written, keys, values, positions, born)
             self.most_held += max(step.lengths)
             observed = observed_columns(step, self.policy.observed_queries)
             out, mass = self.attend(queries, step, mode, call, observed)
             is_shown = mass is not None or (self.merge is not None and self.merge.asks_query)
             seen = (0,) * len(step.lengths), most_held, written, state, statistics, copies, observed, mass
-            self.settle(Record(step, *seen, queries if is_shown else None, call.scale))
+            self.settle(Record(step, *seen, queries if is_shown else None, call.scale, born))
         except BaseException:  # an interrupt, too, must leave the cache as it was
             self.unwrite(written, state, statistics, most_held)
             self.store.exact.copies = copies
@@ -90,7 +91,10 @@ class LayerCache:
 
     def settle(self, record: Record) -> None:
         """Observe and evict; the record is kept so that the step can be taken back."""
-        self._observe(record)
+        if record.mass is not None:
+            seen = observation(record, self.policy.observed_queries)
+            with policy_errors(self.policy, self.index):
+                self.policy.observe(self.slots_at(record.step), seen)
         self.records.append(self._evict(record))
 
     def unwrite(self, written: SlotIndex, state: Parts, statistics: Parts, most_held: int) -> None:
@@ -122,7 +126,7 @@ class LayerCache:
         self.policy, self.merge = self.own
         if self.policy.per_head:
             self.positions = self.positions.expand(-1, self.store.layout[0], -1).clone()
-        self.state = {name: torch.zeros_like(self.positions, dtype=torch.float32) for name in self.state_names}
+        self.state = unknown_state(self.state_names, self.positions)
 
     @property
     def spare(self) -> int:
@@ -148,7 +152,7 @@ class LayerCache:
         self.make_room(keys, values)
         positions = positions.expand(-1, self.positions.shape[1], -1)
         written = kernels.first_free(self.positions, keys.shape[2])
-        self.write(written, keys, values, positions, None)
+        self.write(written, keys, values, positions, {})
         self.most_held += int((positions >= 0).sum(-1).max())
         self.forget_records(0)
         return written
@@ -182,13 +186,13 @@ class LayerCache:
         self.positions = pad(self.positions.gather(-1, order), (0, slots - kept), value=EMPTY)
         self.state = {name: pad(tensor.gather(-1, order), (0, slots - kept)) for name, tensor in self.state.items()}
 
-    def write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, ids: Tensor | None) -> None:
+    def write(self, slots: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor, born: Parts) -> None:
         """Put the tokens into these slots; a padding token's slot stays free."""
-        self.store.write(slots, keys, values, positions, self.beside(positions, ids))
+        self.store.write(slots, keys, values, positions, self.beside(positions, born))
 
-    def beside(self, positions: Tensor, ids: Tensor | None) -> Writes:
+    def beside(self, positions: Tensor, born: Parts) -> Writes:
         """What is written beside keys and values for tokens at `positions`."""
-        return [(self.positions, positions), *at_start(self.state, ids)]
+        return [(self.positions, positions), *at_start(self.state, born)]
 
     def attend(
         self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None
@@ -221,13 +225,6 @@ class LayerCache:
         if self.policy.is_recency and self.budget is not None and self.merge is None and not self.is_whole_window:
             return Visibility(self.sliding_window, self.budget - self.limits.sinks + 1, self.limits.sinks)
         return Visibility(self.sliding_window)
-
-    def _observe(self, record: Record) -> None:
-        """Show the policy the attention of those of the step's tokens that still stand."""
-        if record.mass is not None:
-            seen = observation(record, self.policy.observed_queries)
-            with policy_errors(self.policy, self.index):
-                self.policy.observe(self.slots_at(record.step), seen)
 
     def _evict(self, record: Record) -> Record:
         """Free the lowest-ranked tokens over budget; returns the record with what was freed."""

@@ -11,7 +11,7 @@ import torch
 
 from windlass import kernels
 from windlass.layer import LayerCache
-from windlass.policies.base import Observation, policy_errors
+from windlass.policies.base import Observation, arrived, policy_errors
 from windlass.positions import PositionMode
 from windlass.shapes import Attended, NewKeys, NewValues, PerSlot, Queries
 from windlass.step import AttentionCall, Step
@@ -41,11 +41,12 @@ def reread(
 ) -> Attended:
     """What the queries read, as in a step; afterwards the layer holds what it held, but for what its policy noted."""
     layer.make_room(keys, values)
+    queries, keys, born = arrived(layer.own[0], layer.index, queries, keys, step.ids)
     positions = step.positions[:, None].expand(-1, layer.positions.shape[1], -1)
     most_held, copies = layer.most_held, layer.store.exact.copies
     written = kernels.first_free(layer.positions, keys.shape[2])
     try:
-        layer.write(written, keys, values, positions, step.ids)
+        layer.write(written, keys, values, positions, born)
         layer.most_held += max(step.lengths)
         out, peak = _attended(layer, queries, step, mode, call)
         if layer.policy.repeat:

@@ -72,7 +72,7 @@ def _redo(layer: LayerCache, record: Record, kept: Sequence[int], step: Step) ->
     positions = record.step.positions
     positions = positions.where(positions < step.next_positions[:, None], EMPTY)
     undone = tuple(done + was - n for done, was, n in zip(record.undone, record.step.lengths, kept, strict=True))
-    beside = layer.beside(positions[:, None].expand_as(record.written), record.step.ids)
+    beside = layer.beside(positions[:, None].expand_as(record.written), record.born)
     kernels.write_all(record.written, beside)
     layer.most_held += max(kept)
     step = replace(step, positions=positions, lengths=tuple(kept))

@@ -1,7 +1,7 @@
 """What travels through a step: the limits, the step itself, the model's call, and the way back."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
 import torch
@@ -90,6 +90,7 @@ class Record:
     mass: Mass | None
     queries: Queries | None  # kept only if a policy is shown them, or a merge asks
     scale: float = 1.0  # of their logits
+    born: dict[str, Tensor] = field(default_factory=dict)  # state that its tokens came with
     cells: Tensor | None = None  # (batch, kv_heads, evicted) slots that evicted tokens joined, and what was there
     cells_before: dict[str, Tensor] | None = None
     evicted: Tensor | None = None  # (batch, ranked, evicted) slots

@@ -14,10 +14,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from windlass.errors import PolicyError, UsageError
 from windlass.layer import LayerCache
 from windlass.policies import Observation, Policy, Slots
+from windlass.policies.base import Arrival
 from windlass.positions import Original
 from windlass.reading import EMPTY
 from windlass.reread import reread
-from windlass.shapes import PerSlot, Scores
+from windlass.shapes import NewKeys, PerSlot, Queries, Scores
 from windlass.step import AttentionCall, Limits, Step
 from windlass.store import Plain
 
@@ -196,6 +197,19 @@ class _Checked(Policy):
 
     def __repr__(self) -> str:
         return repr(self._policy)
+
+    def arrive(self, queries: Queries, keys: NewKeys) -> Arrival:
+        before = queries.clone(), keys.clone()
+        arrival = self._policy.arrive(queries, keys)
+        if not (queries.equal(before[0]) and keys.equal(before[1])):
+            self._fail("arrive writes into the model's queries or keys; return copies")
+        for name, tensor in arrival.state.items():
+            if name not in self.state:
+                self._fail(f"arrive gives state {name!r}, which is not declared in `state` {self.state}")
+            expected = (keys.shape[0], keys.shape[1] if self.per_head else 1, keys.shape[2])
+            if tuple(tensor.shape) != expected:
+                self._fail(f"arrive gives state {name!r} of shape {tuple(tensor.shape)}, expected {expected}")
+        return arrival
 
     def observe(self, slots: Slots, seen: Observation) -> None:
         with self._watched("observe", slots):

@@ -16,6 +16,7 @@ from windlass.step import Limits, Record
 from windlass.store import Store
 
 MOVED = 0.5  # of the way from the running mean of cosines to that of a step
+LEAST = 1e-30  # weight, of a slot that holds nothing, which is divided by
 UNKNOWN = -2.0  # a running mean before the first token
 
 
@@ -86,6 +87,7 @@ def _take_in(
     keys, values, state = seekers.keys, room.store.values(), room.state
     heads, head_dim = keys.shape[1:4:2]
     counts, joins = state[MERGED] + 1, groups.expand(heads)
+    weights = counts if merge.weighs_by is None else state[merge.weighs_by].clamp(min=LEAST)
 
     def members(index: SlotIndex, is_token: bool) -> Members:
         index = index.expand(-1, heads, -1)
@@ -94,7 +96,7 @@ def _take_in(
         if is_token and merge.frame != FRAMES[0]:
             own = room.turns.moved(own, places.clamp(min=0), cells.positions.clamp(min=0))
         states = torch.cat((own, kernels.read(values, index)), -1).float()
-        number = counts.expand(-1, heads, -1).gather(-1, index)
+        number = weights.expand(-1, heads, -1).gather(-1, index)
         return Members(states, (number * joins.is_joined if is_token else number)[..., None], places)
 
     cells = members(groups.cells, is_token=False)
@@ -102,8 +104,10 @@ def _take_in(
     alike = None if likeness is None else likeness.expand(-1, heads, -1)
     asked = newest(record, heads, room.turns)
     written = merge.join(Joined(cells, tokens, joins, head_dim, alike, asked.logits))
-    take_places(state, counts, seekers.positions, seekers.evicted, groups)
+    take_places(state, weights, seekers.positions, seekers.evicted, groups)
     state[MERGED].scatter_add_(-1, groups.cells, counts.gather(-1, seekers.evicted) * groups.is_joined)
+    if merge.weighs_by is not None:
+        state[merge.weighs_by].scatter_add_(-1, groups.cells, weights.gather(-1, seekers.evicted) * groups.is_joined)
     new_keys, new_values = written.split((head_dim, written.shape[-1] - head_dim), -1)
     if merge.read == "damped":
         offsets, spreads = (state[name].gather(-1, groups.cells).expand(-1, heads, -1) for name in (OFFSET, SPREAD))

@@ -67,7 +67,8 @@ def groups_of(cells: Tensor, is_joined: Tensor, slots: int) -> Groups:
 class Members:
     """What some slots hold, keys and values side by side; floats are float32.
 
-    `counts` says how many tokens each stands for: 0 for one that joins nothing.
+    `counts` says how many tokens each stands for, or what these weigh together where a rule `weighs_by` that: 0
+    for one that joins nothing.
     """
 
     states: Tensor  # (batch, kv_heads, n, head_dim + value_dim)
@@ -126,6 +127,9 @@ class Merge(ABC):
 
     asks_query: ClassVar[bool] = False
     """Whether `join` looks at the logits of the newest query."""
+
+    weighs_by: ClassVar[str | None] = None
+    """Name of the policy's state that counts in place of how many tokens a slot stands for."""
 
     is_relative: ClassVar[bool] = False
     """Whether tokens less like their cell than those before them, on the whole, are let go."""

@@ -113,7 +113,7 @@ def take_places(
 ) -> None:
     """Let the cells of `groups` know of the places of tokens that join: changes what `state` has of `STATES`.
 
-    `counts` are those before; `positions` those of before the eviction, both (batch, ranked, slots).
+    `counts`, or weights, are those before; `positions` those of before the eviction, both (batch, ranked, slots).
     """
     cells = groups.cells
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from windlass.merge.base import FRAMES, Joined, Merge
+from windlass.policies.base import WEIGHT
 
 LEAST_LOGIT: Final = 1e-6  # below it a logit is none, and a key is not rescaled
 MOST_RESCALED: Final = 2.0
@@ -44,6 +45,21 @@ class Mean(Averaged):
     """
 
     name = "mean"
+
+
+@final
+@dataclass(frozen=True)
+class Weighted(Averaged):
+    """The mean of keys and of values, weighted by what the policy says that each token weighs; the cell then weighs
+    what its tokens weigh together. It counts as one token in attention.
+
+    Source: Nawrot et al. 2024 (arXiv:2403.09636), the running weighted mean. See policy `DMC`.
+    """
+
+    target: str = "next"
+
+    name = "weighted"
+    weighs_by = WEIGHT
 
 
 @final
@@ -162,4 +178,6 @@ class D2O(Merge):
         return groups.added(joined.cells.states.clone(), joined.tokens.states * weights) / number[..., None]
 
 
-MERGES: dict[str, type[Merge]] = {rule.name: rule for rule in (MeanCount, Mean, Sum, Pick, Values, KeepKV, D2O)}
+MERGES: dict[str, type[Merge]] = {
+    rule.name: rule for rule in (MeanCount, Mean, Sum, Pick, Values, KeepKV, D2O, Weighted)
+}

@@ -8,6 +8,7 @@ from windlass.merge.base import FRAMES, Merge
 from windlass.merge.reading import READS
 from windlass.merge.rules import MERGES
 from windlass.merge.targets import TARGETS
+from windlass.policies.base import Policy
 from windlass.positions import Clamp, Compact, Original, PositionMode, SelfExtend, position_mode
 from windlass.store import Plain, Store
 
@@ -60,11 +61,15 @@ def _number(spec: str, name: str, value: str) -> float:
     return float(value)
 
 
-def checked_merge(spec: str | Merge | None, budget: int | None, store: Store) -> Merge | None:
-    """As `merge_of`. Raises: UsageError also where a cache of this budget and store cannot merge."""
+def checked_merge(spec: str | Merge | None, budget: int | None, store: Store, policy: Policy) -> Merge | None:
+    """As `merge_of`. Raises: UsageError also where a cache of this budget, store and policy cannot merge."""
     merge = merge_of(spec)
     if merge is not None and budget is None:
         raise UsageError(f"merge={merge} needs a budget: a cache without one evicts nothing that could be merged")
+    if merge is not None and merge.weighs_by is not None and merge.weighs_by not in policy.state:
+        raise UsageError(
+            f"merge={merge} takes weights from the policy, and {policy!r} gives none; use policy dmc, or mean_count"
+        )
     if merge is not None and store.exact.sinks + store.exact.newest:
         raise UsageError(f"merge={merge} does not go with store {store.name}: a copy held exactly takes nothing in")
     if merge is not None and merge.read == "damped" and not isinstance(store, Plain):

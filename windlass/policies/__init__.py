@@ -3,6 +3,7 @@
 from windlass.policies.allotments import Composite, Pyramid
 from windlass.policies.base import Observation, Policy, Slots
 from windlass.policies.compactor import Compactor
+from windlass.policies.dmc import DMC
 from windlass.policies.expected_attention import ExpectedAttention
 from windlass.policies.h2o import H2O
 from windlass.policies.in_groups import InGroups
@@ -35,6 +36,7 @@ NAMES: dict[str, type[Policy]] = {
     "expected_attention": ExpectedAttention,
     "tri_attention": TriAttention,
     "kvzip": KVzip,
+    "dmc": DMC,
 }
 
 WRAPPERS: dict[str, type[Wrapper]] = {
@@ -47,6 +49,7 @@ WRAPPERS: dict[str, type[Wrapper]] = {
 }
 
 __all__ = [
+    "DMC",
     "H2O",
     "NAMES",
     "RKV",

@@ -6,8 +6,8 @@ layer and step the order is always write, attend, observe, evict.
 You may rely on:
 1. `slots` belong to one layer. A token keeps its slot until it is evicted, except between a
    prompt and the tokens generated after it, when the cache packs its slots once.
-2. A token's state is 0 when it is written, and moves with it. State that you name "token" is the
-   token's id; then a text that comes without ids is refused.
+2. A token's state is 0 when it is written, or what `arrive` says, and moves with it. State that you
+   name "token" is the token's id; then a text that comes without ids is refused.
 3. Slot order is not text order: sort by `slots.positions` before pooling along the text.
 4. The first `sinks` positions and the last `window` tokens are never evicted, whatever you return.
 5. Every kv head of a row holds the same number of tokens, perhaps different ones.
@@ -39,11 +39,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import ClassVar, Final
 
+import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.errors import PolicyError
 from windlass.shapes import (
+    NewKeys,
     PerSlot,
     Queries,
     QueryPositions,
@@ -57,6 +59,11 @@ from windlass.shapes import (
 from windlass.store import Store
 
 TOKEN: Final = "token"  # state: the token's id, which float32 holds exactly up to 2**24
+WEIGHT: Final = "token_weight"  # state: what the token weighs in a cell, for rules of merging that ask
+ACCUMULATES: Final = "token_accumulates"  # state: 1 where the token is to join the one before it
+BORN: Final = {TOKEN: "token ids", WEIGHT: "learned weights", ACCUMULATES: "learned decisions"}
+"""State that a token comes with, in words: it cannot be had later."""
+UNKNOWN: Final = {TOKEN: -1.0, WEIGHT: 1.0}  # such state, of tokens that came when it was not kept; else 0
 
 
 @dataclass(frozen=True)
@@ -94,6 +101,18 @@ class Slots:
     def rotated_keys(self) -> SlotKeys:
         """Keys turned to their own positions in the text; costs one rotation of all slots."""
         return self.rotated(self.store.keys(), self.positions.clamp(min=0))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """New tokens as a policy lets them in: what attention is given of them, and the state that they start with.
+
+    `state` is (batch, kv_heads, tokens) each, or (batch, 1, tokens) where `per_head` is False.
+    """
+
+    queries: Queries
+    keys: NewKeys
+    state: dict[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -141,6 +160,11 @@ class Policy(ABC):
     def check(self, model: PreTrainedModel) -> None:  # noqa: B027  # most policies serve any model
         """Called when a cache is made. Raises: PolicyError where the policy cannot serve this model."""
 
+    def arrive(self, queries: Queries, keys: NewKeys) -> Arrival:
+        """What a step's tokens come with, called before they are written: for models that were trained to keep
+        something for the policy in their un-rotated queries and keys. Most do not, and nothing is changed."""
+        return Arrival(queries, keys)
+
     @abstractmethod
     def score(self, slots: Slots) -> Scores:
         """The rank of every slot; called only when a layer is over budget."""
@@ -153,10 +177,15 @@ class Policy(ABC):
         """Update `slots.state` and `slots.statistics` from what the step attended to."""
 
 
-def at_start(state: dict[str, Scores], ids: TokenIds | None) -> list[tuple[Tensor, Tensor | float]]:
-    """What is kept per slot, and what it is for new tokens, for `kernels.write_all`; `ids` are theirs, if known."""
-    known = {} if ids is None or TOKEN not in state else {TOKEN: ids[:, None].expand(-1, state[TOKEN].shape[1], -1)}
+def at_start(state: dict[str, Scores], born: dict[str, Tensor]) -> list[tuple[Tensor, Tensor | float]]:
+    """What is kept per slot, and what it is for new tokens, for `kernels.write_all`: what they came with, else 0."""
+    known = {name: born[name].expand(-1, tensor.shape[1], -1) for name, tensor in state.items() if name in born}
     return [(tensor, known.get(name, 0.0)) for name, tensor in state.items()]
+
+
+def unknown_state(names: tuple[str, ...], positions: SlotPositions) -> dict[str, Scores]:
+    """State of tokens that came while none was kept."""
+    return {name: torch.full_like(positions, UNKNOWN.get(name, 0.0), dtype=torch.float32) for name in names}
 
 
 @contextmanager
@@ -168,6 +197,19 @@ def policy_errors(policy: Policy, layer: int) -> Iterator[None]:
         raise
     except Exception as error:
         raise PolicyError(f"{policy!r} in layer {layer}: {type(error).__name__}: {error}") from error
+
+
+def arrived(
+    policy: Policy, layer: int, queries: Queries, keys: NewKeys, ids: TokenIds | None
+) -> tuple[Queries, NewKeys, dict[str, Tensor]]:
+    """What attention is given of new tokens, and the state that they come with, `ids` (batch, tokens) included."""
+    with policy_errors(policy, layer):
+        arrival = policy.arrive(queries, keys)
+    for what, given, wanted in (("queries", arrival.queries, queries), ("keys", arrival.keys, keys)):
+        if given.shape != wanted.shape:
+            raise PolicyError(f"{policy!r} in layer {layer}: arrive gives {what} of shape {tuple(given.shape)}")
+    born = arrival.state if ids is None else {TOKEN: ids[:, None], **arrival.state}
+    return arrival.queries, arrival.keys, born
 
 
 def scores_of(policy: Policy, layer: int, slots: Slots) -> Scores:

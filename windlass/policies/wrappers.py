@@ -9,8 +9,8 @@ from transformers import PreTrainedModel
 from windlass import kernels
 from windlass.errors import PolicyError
 from windlass.policies.along_text import to_slots
-from windlass.policies.base import Observation, Policy, Slots
-from windlass.shapes import Scores
+from windlass.policies.base import Arrival, Observation, Policy, Slots
+from windlass.shapes import NewKeys, Queries, Scores
 
 
 @dataclass(frozen=True)
@@ -31,6 +31,9 @@ class Wrapper(Policy, ABC):
 
     def budgets(self, budget: int, layers: int, least: int) -> list[int]:
         return self.policy.budgets(budget, layers, least)
+
+    def arrive(self, queries: Queries, keys: NewKeys) -> Arrival:
+        return self.policy.arrive(queries, keys)
 
     def observe(self, slots: Slots, seen: Observation) -> None:
         self.policy.observe(slots, seen)
