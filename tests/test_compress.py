@@ -11,7 +11,18 @@ from test_rollback import assert_same
 from transformers import PreTrainedModel
 
 import windlass
-from windlass import H2O, ExpectedAttention, KeyDiff, KeyNorm, KVCache, Recent, SnapKV, UsageError, prompt_cache
+from windlass import (
+    H2O,
+    Composite,
+    ExpectedAttention,
+    KeyDiff,
+    KeyNorm,
+    KVCache,
+    Recent,
+    SnapKV,
+    UsageError,
+    prompt_cache,
+)
 from windlass.policies import Policy
 from windlass.step import SPARE
 from windlass.testing import SLIDING_WINDOW
@@ -72,6 +83,25 @@ def test_with_every_store_merge_and_mode(
         assert_same(*caches)
     more = text(9, rows=3, seed=9)
     torch.testing.assert_close(*(read(model, cache, more, 1) for cache in caches), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", [KeyDiff(), Composite(KeyDiff())], ids=repr)
+def test_a_rule_that_asks_for_a_query_does_without(attached_model: Models, text: Text, policy: Policy) -> None:
+    """No query is there when a cache is cut: then `keepkv` takes the mean of all tokens, as if all logits were 0."""
+    model, ids = attached_model("gemma2"), text(40, rows=2)
+    caches = [
+        KVCache(model, 50, policy, sinks=2, window=3, chunk=64, batch=2, merge=merge)
+        for merge in ("keepkv(next, threshold=-1)", "mean_count(next)")
+    ]
+    for cache in caches:
+        read(model, cache, ids, 40)
+        cache.compress(14)
+    assert all(float(layer.state["merged"].max()) > 0 for layer in caches[0].layers if layer.merge is not None)
+    assert_same(*caches)
+    more = [read(model, cache, text(9, rows=2, seed=1), 9) for cache in caches]
+    torch.testing.assert_close(*more, atol=1e-5, rtol=0)
+    read(model, caches[0], text(1, rows=2), 1)
+    assert all(tensor.isfinite().all() for layer in caches[0].layers for tensor in layer.tensors().values())
 
 
 @pytest.mark.parametrize("rollback", [0, 7])

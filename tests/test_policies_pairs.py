@@ -18,7 +18,7 @@ from windlass.pair_table import PairTable
 from windlass.policies import Slots, pairs
 from windlass.policies.load import load_policy
 from windlass.shapes import Scores
-from windlass.testing import check_policy
+from windlass.testing import SLIDING_WINDOW, check_policy
 
 Text = Callable[..., Tensor]
 
@@ -92,6 +92,21 @@ def test_a_token_at_the_window_waits(attached_model: Models, tmp_path: Path) -> 
     assert sorted(at for at in layer.positions[0, 0].tolist() if at >= 0) == [0, 2, 3, 4, 5, 6]
     read(model, cache, torch.tensor([[8]]), 1)
     assert sorted(at for at in layer.positions[0, 0].tolist() if at >= 0) == [0, 2, 3, 5, 6, 7]
+
+
+def test_tokens_of_a_sliding_window_are_in_no_pair(attached_model: Models, tmp_path: Path) -> None:
+    """A layer that held just its window kept no ids; those of tokens that come after `compress` are known."""
+    model = attached_model("mistral")
+    table = table_of(tmp_path / "pairs.json", model, {(0, 0): 0.1, (3, 0): 0.2, (0, 3): 0.3, (3, 4): 0.4})
+    cache = KVCache(model, SLIDING_WINDOW, Pairs(table), sinks=0, window=2, merge="mean_count(next)")
+    read(model, cache, torch.tensor([[0, 5, 0, 0, 6, 0, 0, 0, 7, 0, 0, 0]]), 12)
+    cache.compress(8)
+    read(model, cache, torch.tensor([[3, 4, 8]]), 3)
+    read(model, cache, torch.tensor([[9]]), 1)
+    for layer in cache.layers:
+        held = {at: slot for slot, at in enumerate(layer.positions[0, 0].tolist()) if at >= 0}
+        ids = [int(layer.state["token"][0, 0, held[at]]) for at in sorted(held)]
+        assert (sorted(held), ids) == ([7, 8, 9, 10, 11, 13, 14, 15], [-1] * 5 + [4, 8, 9])
 
 
 def test_token_by_token_is_as_at_once(attached_model: Models, text: Text, tmp_path: Path) -> None:
