@@ -103,8 +103,10 @@ class Pick(Merge):
 class Values(Merge):
     """The cell's key stays; its value becomes the mean over all tokens of the cell.
 
-    Source: after CaM, Zhang et al. 2024 (ICML). Differs: no chance decides, and one cell takes the
-    token, not the next few.
+    Source: after CaM, Zhang et al. 2024 (ICML). Differs: there, chance decides whether a token joins, by its attention
+    so far against that of the next m kept tokens, and each of these adds an m-th of its value to its own. That needs
+    what a rule here does not have: several cells for one token, a policy that keeps everyone's attention, and draws.
+    Here every token joins one cell, which takes the mean.
     """
 
     name = "values"
