@@ -1,11 +1,13 @@
 """Sizes, seeds and models that the tests share. No test needs the network or files from outside."""
 
 import os
+from collections import Counter
 from collections.abc import Callable
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it no product on a GPU is deterministic
 
+import jaxtyping
 import pytest
 import torch
 
@@ -22,7 +24,21 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
 
 
+CHECKED_CASES = 4  # one in this many
+IS_CHECKED = pytest.StashKey[bool]()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Annotations of shapes are checked in every test, but not in all of its cases: it takes two thirds of the time."""
+    cases: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        item.stash[IS_CHECKED] = cases[name] % CHECKED_CASES == 0
+        cases[name] += 1
+
+
 def pytest_runtest_setup(item: pytest.Item) -> None:
+    jaxtyping.config.update("jaxtyping_disable", not item.stash[IS_CHECKED])
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
 

@@ -9,6 +9,7 @@ import torch
 
 from windlass import Policy, PolicyError, UsageError
 from windlass.policies import NAMES, Observation, Slots
+from windlass.policies.base import Arrival
 from windlass.testing import check_policy, tiny_model
 
 Score = Callable[[Policy, Slots], object]
@@ -58,6 +59,18 @@ def state_replaced(_: Policy, slots: Slots, seen: Observation) -> None:
     slots.state["mass"] = seen.mass
 
 
+def keys_hidden(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> Arrival:
+    return Arrival(queries, keys.mul_(2))
+
+
+def state_given(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> Arrival:
+    return Arrival(queries, keys, {"mass": keys[:, :1].sum(-1)})
+
+
+def a_head_left_out(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> Arrival:
+    return Arrival(queries, keys[:, 1:])
+
+
 def observing_fails(*_: object) -> None:
     raise ValueError("out of luck")
 
@@ -84,6 +97,13 @@ BROKEN: dict[str, tuple[Policy, str]] = {
     "order": (policy(by_slot), "depends on the order of the slots"),
     "raises": (policy(lambda _, s: s.positions / s.nowhere), "score raises AttributeError: .*nowhere"),
     "observes": (policy(observed_queries=None, observe=observing_fails), "observe raises ValueError: out of luck"),
+    "arrives": (policy(arrive=keys_hidden), "arrive writes into the model's queries or keys"),
+    "given": (policy(arrive=state_given), r"arrive gives state 'mass', which is not declared in `state` \(\)"),
+    "given shape": (
+        policy(arrive=state_given, state=("mass",)),
+        r"arrive gives state 'mass' of shape \(2, 1, 7\), expected \(2, 3, 7\)",
+    ),
+    "left out": (policy(arrive=a_head_left_out), r"arrive gives keys of shape \(2, 2, 7, 8\), expected \(2, 3, 7, 8\)"),
     "docstring": (policy(__doc__="Made up. Source: none."), "docstring of Made lacks Differs:"),
 }
 

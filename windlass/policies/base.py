@@ -207,7 +207,10 @@ def arrived(
         arrival = policy.arrive(queries, keys)
     for what, given, wanted in (("queries", arrival.queries, queries), ("keys", arrival.keys, keys)):
         if given.shape != wanted.shape:
-            raise PolicyError(f"{policy!r} in layer {layer}: arrive gives {what} of shape {tuple(given.shape)}")
+            raise PolicyError(
+                f"{policy!r} in layer {layer}: arrive gives {what} of shape {tuple(given.shape)}, "
+                f"expected {tuple(wanted.shape)}"
+            )
     born = arrival.state if ids is None else {TOKEN: ids[:, None], **arrival.state}
     return arrival.queries, arrival.keys, born
 

@@ -11,7 +11,7 @@ from windlass.policies.along_text import ranks, to_slots
 from windlass.policies.base import ACCUMULATES, WEIGHT, Arrival, Policy, Slots
 from windlass.shapes import NewKeys, Queries, Scores
 
-JOINS: Final = "joins"  # state: 1 where a token goes into the one after it, -1 where not; 0: not known yet
+JOINS: Final = "joins"  # state: 1 where a token is to go into the one that came after it
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class DMC(Policy):
         following = positions.roll(-1, -1)
         following[..., -1] = -1
         # Once the token after it has joined a later one, that one's decision is not about this token.
-        joins = torch.where((joins == 0) & (following == positions + 1), 2 * accumulates.roll(-1, -1) - 1, joins)
+        joins = torch.where(following == positions + 1, accumulates.roll(-1, -1), joins)
         slots.state[JOINS].scatter_(-1, order, joins)
         can_join = (positions >= slots.sinks) & (following < slots.next_positions[:, None, None] - slots.window)
         goes = can_join & (following > positions) & (joins > 0)
