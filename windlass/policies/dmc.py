@@ -60,6 +60,6 @@ class DMC(Policy):
         # Once the token after it has joined a later one, that one's decision is not about this token.
         joins = torch.where(following == positions + 1, accumulates.roll(-1, -1), joins)
         slots.state[JOINS].scatter_(-1, order, joins)
-        can_join = (positions >= slots.sinks) & (following < slots.next_positions[:, None, None] - slots.window)
-        goes = can_join & (following > positions) & (joins > 0)
+        is_free = (following > positions) & (following < slots.next_positions[:, None, None] - slots.window)
+        goes = is_free & (joins > 0)
         return to_slots(ranks(1 - goes.int()), order)
