@@ -10,7 +10,7 @@ from test_cache import Models, read
 from test_rollback import assert_same
 from torch import Tensor
 
-from windlass import DMC, KeyDiff, KVCache, PolicyError, UsageError, prompt_cache
+from windlass import DMC, Composite, KeyDiff, KVCache, Policy, PolicyError, Smoothed, UsageError, prompt_cache
 from windlass.layer import LayerCache
 from windlass.merge import merge_of
 from windlass.policies.load import load_policy
@@ -200,6 +200,18 @@ def test_without_merging_what_joins_is_dropped(attached_model: Models, text: Tex
     assert is_cell.any(-1).all()
     assert mine.store.keys()[is_alone].equal(theirs.store.keys()[is_alone])
     assert (mine.store.keys() - theirs.store.keys())[is_cell].abs().amax(-1).min() > 1e-4
+
+
+@pytest.mark.parametrize("policy", [Smoothed(DMC(0.0)), Composite(DMC(0.0))], ids=repr)
+def test_a_policy_around_it_lets_tokens_in_as_it_does(attached_model: Models, text: Text, policy: Policy) -> None:
+    model, ids = attached_model("llama"), text(30)
+    caches = [KVCache(model, 40, each, merge="weighted") for each in (DMC(0.0), policy)]
+    logits = [read(model, cache, ids, 30) for cache in caches]
+    assert logits[0].equal(logits[1])
+    for mine, theirs in zip(*(cache.layers for cache in caches), strict=True):
+        for name in ("token_weight", "token_accumulates"):
+            assert mine.state[name].equal(theirs.state[name])
+        assert mine.state["token_weight"].max() > 0
 
 
 def test_what_cannot_be_honoured_is_refused(plain_model: Models, attached_model: Models, text: Text) -> None:
