@@ -88,7 +88,7 @@ def test_a_slot_holds_the_token_its_position_says(
 ) -> None:
     """Keys and values of the first layer depend on the token alone, so each slot can be checked."""
     model, ids = attached_model("llama"), text(70, rows=2)
-    whole = KVCache(model, batch=2)
+    whole = KVCache(model, policy=policy, batch=2)  # which may take a channel of the keys
     read(model, whole, ids, 70)
     cache = KVCache(model, budget=20, policy=policy, window=4, batch=2)
     for tokens in ids.split([33, 1, 1, 1, 20, 1, 13], 1):
