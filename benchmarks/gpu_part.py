@@ -10,8 +10,9 @@ from typing import Any, Protocol
 
 import torch
 
-from windlass.bench_timer import Clock, wait_for
+from windlass.bench_timer import Clock
 from windlass.errors import UsageError
+from windlass.graph import wait_for
 
 Line = dict[str, Any]
 Work = Callable[[], object]

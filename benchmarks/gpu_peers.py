@@ -20,8 +20,9 @@ import windlass
 from windlass.bench import check_memory, free_bytes
 from windlass.bench_depth import LayerShape, layer_shapes
 from windlass.bench_grid import Lists, rows_of
-from windlass.bench_timer import Clock, Timer, wait_for
+from windlass.bench_timer import Clock, Timer
 from windlass.errors import UsageError
+from windlass.graph import wait_for
 
 COMPILED_STEPS = 4  # until a step is compiled, recorded and replayed
 CACHES = 8  # of the full text, that are there at most: four, and what growing ones take and copy

@@ -14,7 +14,7 @@ from windlass.cache import KVCache
 from windlass.decoding import Decoding
 from windlass.engine import prefill
 from windlass.errors import UsageError
-from windlass.graph import graph_for
+from windlass.graph import graph_for, wait_for
 from windlass.hf import vocabulary_of
 from windlass.rotated import RotatedStorage
 from windlass.sampling import Sampler, Sampling
@@ -140,9 +140,3 @@ def weight_bytes(model: PreTrainedModel) -> int:
         return total
     assert isinstance(embedding, torch.Tensor)
     return total - embedding.nbytes
-
-
-def wait_for(device: torch.device) -> None:
-    """Return when a GPU has done all that it was given; at once on a CPU, which does things as they come."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

@@ -15,6 +15,7 @@ from windlass.hf import forward
 from windlass.positions import PositionMode
 from windlass.reading import EMPTY
 from windlass.sampling import Sampler
+from windlass.shapes import RotaryTable
 from windlass.step import Record, Step, outlasting
 
 LEAST: Final = 1024  # positions for which a step is recorded, and then twice as many each time they are used up
@@ -112,6 +113,7 @@ class Decoding:
         self._tried: Phase | None = None
         self._recorded: Phase | None = None
         self._records: list[Record] = []
+        self._tables: list[dict[torch.dtype, tuple[RotaryTable, RotaryTable]]] = []  # which the graph reads
 
     @outlasting
     def _feed(self, is_last: bool) -> None:
@@ -183,6 +185,7 @@ class Decoding:
             with in_place(layers):
                 self._step(lengths, is_last=False)
             self._records = [layer.records[-1] for layer in layers]
+            self._tables = [layer.rotary.built for layer in layers if layer.rotary is not None]
 
         assert self._graph is not None, "nothing to record with"
         try:

@@ -16,7 +16,7 @@ from windlass.cache import KVCache
 from windlass.compress import held_whole
 from windlass.decoding import Decoding
 from windlass.errors import UsageError
-from windlass.graph import graph_for
+from windlass.graph import graph_for, wait_for
 from windlass.hf import forward, vocabulary_of
 from windlass.reread import rereading
 from windlass.result import FinishReason, Result
@@ -213,6 +213,7 @@ class _Run:
     def _written(self) -> Iterator[list[str]]:
         started = time.perf_counter()
         logits = prefill(self._model, self._cache, self._prompts, self._progress)
+        wait_for(logits.device)
         self._prefill_s = time.perf_counter() - started
         sampler = Sampler(self._sampling, self._prompts, logits.device)
         decoding = Decoding(self._model, self._cache, sampler, logits, graph_for(logits.device))

@@ -73,6 +73,12 @@ def graph_for(device: torch.device) -> Graph | None:
     return CudaGraph() if device.type == "cuda" else None
 
 
+def wait_for(device: torch.device) -> None:
+    """Return when a GPU has done all that it was given; at once on a CPU, which does things as they come."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def free_reserved(layer: LayerCache) -> None:
     """Forget the layer's records as `forget_records` would, in a way that may be recorded."""
     layer.positions.masked_fill_(layer.positions == RESERVED, EMPTY)

@@ -88,6 +88,11 @@ class Rotary:
         """Whether the table changes with the length it must cover."""
         return any(name in self._rope_type for name in LENGTH_DEPENDENT)
 
+    @property
+    def built(self) -> dict[torch.dtype, tuple[RotaryTable, RotaryTable]]:
+        """The latest tables, by type. Longer ones come in other memory."""
+        return self._tables
+
     def outgrows(self, length: int) -> bool:
         """Whether a text of `length` tokens is read by other tables than a shorter one."""
         return self.is_length_dependent and length > self.trained_length
