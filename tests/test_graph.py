@@ -15,6 +15,7 @@ from windlass.decoding import Decoding
 from windlass.graph import CudaGraph, Graph
 from windlass.policies.base import Slots
 from windlass.policies.catalogue import made_by_default
+from windlass.rotated import RotatedStorage
 from windlass.sampling import Sampler
 from windlass.shapes import Scores
 from windlass.testing import TRAINED_LENGTH, tiny_model
@@ -37,7 +38,9 @@ def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
 def begun(model: PreTrainedModel, text: Text, options: dict[str, object]) -> tuple[KVCache, torch.Tensor]:
     """A cache with prompts of different lengths in its rows, and their logits."""
     # No slot stays reserved for taking steps back: these would get other tokens.
-    cache = KVCache(model, **{"budget": BUDGET, "window": WINDOW, "chunk": 8, "rollback": 0, **options})
+    kind = options.get("kind", KVCache)
+    given = {name: value for name, value in options.items() if name != "kind"}
+    cache = kind(model, **{"budget": BUDGET, "window": WINDOW, "chunk": 8, "rollback": 0, **given})
     prompts = [row[: PROMPT + 3 * at].tolist() for at, row in enumerate(text(PROMPT + 6, rows=cache.batch_size))]
     return cache, engine.prefill(model, cache, prompts)
 
@@ -129,6 +132,10 @@ def test_rows_that_end_at_different_steps_do(
 @pytest.mark.parametrize("family", ["gemma3", "qwen3", "glm4", "cohere"])
 def test_families_with_windows_and_other_rotations_do(family: str, attached_model: Models, text: Text) -> None:
     check(attached_model(family), text, 2, policy=H2O())
+
+
+def test_keys_that_the_model_rotates_itself_do(attached_model: Models, text: Text) -> None:
+    check(attached_model("llama"), text, 2, policy=H2O(), kind=RotatedStorage)
 
 
 def test_a_cache_without_budget_is_recorded_anew_when_it_grows(attached_model: Models, text: Text) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from windlass.layer import LayerCache
-from windlass.reading import EMPTY, RESERVED
+from windlass.reading import EMPTY
 
 
 class Graph(ABC):
@@ -81,7 +81,7 @@ def wait_for(device: torch.device) -> None:
 
 def free_reserved(layer: LayerCache) -> None:
     """Forget the layer's records as `forget_records` would, in a way that may be recorded."""
-    layer.positions.masked_fill_(layer.positions == RESERVED, EMPTY)
+    layer.positions.clamp_(min=EMPTY)  # RESERVED is below it
     layer.records.clear()
 
 
