@@ -19,6 +19,7 @@ from windlass import KVCache, kernels
 from windlass.held import Held
 from windlass.kernels import reference
 from windlass.kernels.reference import Mass, Visibility
+from windlass.policies import NAMES
 
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this system", allow_module_level=True)
@@ -228,3 +229,32 @@ def test_on_a_gpu_triton_serves_what_it_knows(dtype: torch.dtype, monkeypatch: p
     monkeypatch.setattr(other, "attend", lambda *_, **__: pytest.fail("not the one"))
     assert kernels.attend(**call)[0].dtype == dtype
     assert kernels.table_dtype(call["queries"]) == (torch.float32 if dtype == torch.float64 else dtype)
+
+
+WHOLE = [
+    {"policy": NAMES["h2o"](), "store": "int8(sinks=2, newest=4)", "positions": "compact"},
+    {"policy": NAMES["snapkv"](), "positions": "self_extend(4, 8)"},
+    {"store": "int4", "positions": "clamp(10)", "merge": "mean_count(nearest)"},
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, through the interpreter")
+@pytest.mark.parametrize("options", WHOLE, ids=str)
+@pytest.mark.usefixtures("_interpreter")
+def test_a_model_reads_the_same_through_triton(
+    options: dict[str, object],
+    attached_model: Callable[[str], PreTrainedModel],
+    text: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans(monkeypatch, 64, 64, 4)
+    model, ids, read = attached_model("llama"), text(40, rows=2), []
+    monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
+    for is_triton in (False, True):
+        monkeypatch.setattr(kernels, "_has_triton", lambda _, chosen=is_triton: chosen)
+        cache = KVCache(model, budget=24, sinks=2, window=4, chunk=16, batch=2, **options)
+        with torch.no_grad():
+            parts = *ids[:, :36].split(16, 1), *ids[:, 36:].split(1, 1)
+            read.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
+    assert not read[1].equal(read[0])  # another order of sums, so it did run
+    assert (read[1] - read[0]).norm() <= 1e-5 * read[0].norm()
