@@ -15,6 +15,8 @@ def observed_columns(step: Step, wanted: int | None) -> ObservedColumns | None:
     """
     if wanted == 0:
         return None
+    if step.positions.shape[1] == 1:  # at decode, in one operation
+        return step.positions.clamp(max=0)
     count = min(step.positions.shape[1], (wanted or 0) + SPARE)
     columns = torch.arange(step.positions.shape[1], device=step.positions.device)
     return columns.where(step.positions >= 0, -1).sort(-1, descending=True).values[:, :count]
