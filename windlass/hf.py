@@ -188,9 +188,7 @@ def forward(
 
     Without columns hidden states come back. `positions` are for a model that rotates keys itself.
     """
-    given = {"input_ids": ids, "attention_mask": mask}
-    if positions is not None and cache.is_rotated:
-        given["position_ids"] = positions
+    given = {"input_ids": ids, "attention_mask": mask} | ({"position_ids": positions} if cache.is_rotated else {})
     out: Tensor
     if columns:  # for the last one, which decode asks for, nothing is sent to a device
         wanted = 1 if columns == [ids.shape[1] - 1] else torch.tensor(columns, device=ids.device)
