@@ -67,9 +67,10 @@ def write(
 
 
 def same(ours: KVCache, theirs: KVCache) -> None:
-    """Equal to the bit, slot by slot."""
+    """Equal to the bit, slot by slot, and the newest token is where each row's text ends."""
     assert vars(ours.standing) == vars(theirs.standing)
     for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        assert (layer.positions.amax((1, 2)) + 1).tolist() == ours.next_positions
         assert (layer.most_held, layer.has_evicted) == (other.most_held, other.has_evicted)
         held, others = layer.tensors(), other.tensors()
         assert held.keys() == others.keys()
@@ -138,6 +139,10 @@ def test_keys_that_the_model_rotates_itself_do(attached_model: Models, text: Tex
     check(attached_model("llama"), text, 2, policy=H2O(), kind=RotatedStorage)
 
 
+def test_a_step_of_a_graph_that_evicted_nothing_can_be_taken_back(attached_model: Models, text: Text) -> None:
+    check(attached_model("llama"), text, 1, policy=H2O(), budget=50)
+
+
 def test_a_cache_without_budget_is_recorded_anew_when_it_grows(attached_model: Models, text: Text) -> None:
     cache = check(attached_model("llama"), text, 1, budget=None, window=None)
     assert [layer.store.slots for layer in cache.layers] == [64] * len(cache.layers)
@@ -145,6 +150,18 @@ def test_a_cache_without_budget_is_recorded_anew_when_it_grows(attached_model: M
     (ours, logits), (theirs, others) = (begun(model, text, {"budget": None, "window": None}) for _ in range(2))
     assert write(model, ours, logits, tape, steps=70) == write(model, theirs, others, None, steps=70)
     assert tape.captured == 2
+    same(ours, theirs)
+
+
+@pytest.mark.parametrize("positions", ["original", "compact"])
+def test_a_table_is_long_enough_for_all_steps_that_one_graph_serves(positions: str, text: Text) -> None:
+    # Tables have 256 rows, or twice as many, and a model that others used has long ones.
+    model, ids = windlass.attach(tiny_model("llama")), text(250)[0].tolist()
+    ours, theirs = (KVCache(model, budget=300, positions=positions, rollback=0) for _ in range(2))
+    logits, others = (engine.prefill(model, cache, [ids]) for cache in (ours, theirs))
+    tape = Tape()
+    assert write(model, ours, logits, tape) == write(model, theirs, others, None)
+    assert tape.captured == 1
     same(ours, theirs)
 
 

@@ -202,7 +202,6 @@ class Decoding:
         for layer, record, is_evicting in zip(self._cache.layers, self._records, phase.is_evicting, strict=True):
             layer.records.clear()
             layer.records.append(replace(record, step=step, most_held=layer.most_held))
-            layer.has_evicted |= is_evicting
             layer.most_held += 0 if is_evicting else 1
 
     def _give_up(self, reason: str) -> None:
