@@ -102,7 +102,7 @@ def counted(**wanted: object) -> Callable[[], str]:
 
     def make() -> str:
         lines = [
-            {**line, "score": line["found"] / line["samples"], "slots": line["budget"]}
+            {**line, "score": line["found"] / line["samples"], "slots": line["budget"] or "all"}
             for line in chosen("merging", **wanted)
         ]
         return pivot(lines, ("policy", "tokens", "slots"), "merge")
@@ -237,6 +237,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "pr5719": counted(policy=("Alternate(group=2)",)),
     "groups": counted(policy=GROUPS, positions="original"),
+    "extended_groups": counted(policy=["Recent()", *GROUPS], positions="self_extend(4, 64)"),
     "extended": extended,
     "long_text": long_text,
     "stream": stream,
