@@ -107,6 +107,7 @@ class Work(TorchDispatchMode):
         return out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("policy", [windlass.Recent(), windlass.KeyDiff(), windlass.H2O()], ids=repr)
 def test_a_token_late_in_the_text_is_the_same_work_as_one_early(policy: windlass.Policy) -> None:
     """Time per token is flat because every step does the same operations on the same shapes."""

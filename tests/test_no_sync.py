@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
-from windlass import KeyDiff, KVCache, Pairs, Recent, pair_table
+from windlass import DMC, KeyDiff, KVCache, Pairs, Recent, pair_table
 from windlass.layer import LayerCache
 from windlass.low_bit import store_of
 from windlass.merge import FRAMES, MERGES, READS, TARGETS, Merge, merge_of
@@ -117,7 +117,7 @@ def test_no_store_and_no_position_mode_waits(run: Callable[..., None], store: st
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", MERGES)
 def test_no_merge_rule_waits(run: Callable[..., None], name: str, target: str) -> None:
-    run(merge=MERGES[name](target))
+    run(DMC() if MERGES[name].weighs_by is not None else None, merge=MERGES[name](target))
 
 
 @pytest.mark.parametrize("setting", [*FRAMES, *READS, "rare=0.3", "threshold=0.5"])
