@@ -237,6 +237,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "pr5719": counted(policy=("Alternate(group=2)",)),
     "groups": counted(policy=GROUPS, positions="original"),
+    "pairs": counted(policy=["Pairs(table='pairs.json')"]),
     "extended_groups": counted(policy=["Recent()", *GROUPS], positions="self_extend(4, 64)"),
     "extended": extended,
     "long_text": long_text,
