@@ -20,6 +20,7 @@ from windlass.reading import Reading
 from windlass.shapes import (
     Attended,
     ObservedColumns,
+    PerSlot,
     Queries,
     QueryPositions,
     RotaryTable,
@@ -84,6 +85,19 @@ def table_dtype(queries: Queries) -> torch.dtype:
     key and a value of 16 bits.
     """
     return torch.float16 if queries.device.type == "cuda" and queries.itemsize == 2 else torch.float32
+
+
+def typicality(keys: Held, positions: SlotPositions) -> PerSlot:
+    """See `reference.typicality`."""
+    kernel = reference.typicality
+    if _is_compiled(positions.device.type) and cpu.knows(keys):
+        kernel = cpu.typicality
+    elif _has_triton(positions.device.type):
+        from windlass.kernels import triton  # late, as above
+
+        if triton.knows(keys):
+            kernel = triton.typicality
+    return kernel(keys, positions)
 
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:

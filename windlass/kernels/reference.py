@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.linalg import vector_norm
+from torch.nn.functional import normalize
 
 from windlass.held import Held
 from windlass.ranking import total_order
@@ -26,6 +28,7 @@ from windlass.shapes import (
 # (batch, heads, slots) or (batch, heads, slots, width), and what comes: tokens in the place of slots, or one number
 Writes = Sequence[tuple[Tensor, Tensor | float]]
 SCORE_BYTES = 64 * 2**20  # most bytes of attention scores alive at once
+LEAST_NORM = 1e-12  # a key of zeros has no direction
 
 
 @dataclass(frozen=True)
@@ -180,6 +183,21 @@ def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
     top = torch.maximum(top, sinks)
     weights = torch.exp(scores - top)
     return weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - top))
+
+
+def typicality(keys: Held, positions: SlotPositions) -> PerSlot:
+    """The cosine of every held key with the mean direction of all keys held of its row and head, float32.
+
+    0 for a key of zeros, and in free slots. Changes nothing.
+
+    Source: KeyDiff, Park et al. 2025 (arXiv:2504.15364), algorithm 1.
+    """
+    floats = keys.floats().float()
+    # Directions are keys times these, which is less to write than directions are.
+    scales = (positions >= 0) / vector_norm(floats, dim=-1).clamp(min=LEAST_NORM)
+    anchor = normalize(scales.unsqueeze(2) @ floats, dim=-1, eps=LEAST_NORM)
+    cosines: PerSlot = (anchor @ floats.mT).squeeze(2) * scales
+    return cosines
 
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:

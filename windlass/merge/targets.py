@@ -9,6 +9,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from windlass import kernels
+from windlass.held import Held
+from windlass.reading import EMPTY
 from windlass.shapes import SlotIndex, SlotKeys, SlotPositions
 
 FINENESS: Final = 2.0**16  # steps of a cosine, so that rounding does not choose between equal keys
@@ -67,10 +69,9 @@ def without_rare(seekers: Seekers, share: float) -> Tensor:
 
     Source: the measure of KeyDiff, Park et al. 2025 (arXiv:2504.15364).
     """
-    is_held = (seekers.positions >= 0).scatter(-1, seekers.evicted, False)
-    directions = normalize(seekers.keys.float(), dim=-1) * is_held[..., None]
-    cosines = (directions * normalize(directions.sum(2, keepdim=True), dim=-1)).sum(-1)
-    if is_held.shape[1] == 1:
+    keys = Held(seekers.keys.contiguous(), 8 * seekers.keys.itemsize)
+    cosines = kernels.typicality(keys, seekers.positions.scatter(-1, seekers.evicted, EMPTY))
+    if seekers.positions.shape[1] == 1:
         cosines = cosines.mean(1, keepdim=True)
     steps = (cosines * FINENESS).round().long()
     order = ((steps << 32) - seekers.positions).masked_fill(~seekers.is_cell, torch.iinfo(torch.int64).max)

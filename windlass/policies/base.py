@@ -44,6 +44,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.errors import PolicyError
+from windlass.held import Held
 from windlass.shapes import (
     NewKeys,
     PerSlot,
@@ -93,6 +94,10 @@ class Slots:
     def keys(self) -> SlotKeys:
         """Un-rotated keys."""
         return self.store.keys()
+
+    def held_keys(self) -> Held:
+        """The same as they lie in memory, for `kernels`, which read low-bit codes in place."""
+        return self.store.held_keys()
 
     def values(self) -> SlotValues:
         """Values."""

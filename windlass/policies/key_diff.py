@@ -2,13 +2,9 @@
 
 from dataclasses import dataclass
 
-from torch.linalg import vector_norm
-from torch.nn.functional import normalize
-
+from windlass import kernels
 from windlass.policies.base import Policy, Slots
 from windlass.shapes import Scores
-
-LEAST_NORM = 1e-12  # a key of zeros has no direction
 
 
 @dataclass(frozen=True)
@@ -23,10 +19,5 @@ class KeyDiff(Policy):
     """
 
     def score(self, slots: Slots) -> Scores:
-        keys = slots.keys().float()
-        # Directions are keys times these, which is less to write than directions are.
-        scales = (slots.positions >= 0) / vector_norm(keys, dim=-1).clamp(min=LEAST_NORM)
-        anchor = normalize(scales.unsqueeze(2) @ keys, dim=-1)
-        cosines: Scores = (anchor @ keys.mT).squeeze(2) * scales
         # The sum over slots rounds by their order, which must not decide what is kept.
-        return -(cosines * 2**16).round()
+        return -(kernels.typicality(slots.held_keys(), slots.positions) * 2**16).round()

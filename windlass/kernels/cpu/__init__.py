@@ -15,6 +15,7 @@ from windlass.reading import Branch, Reading
 from windlass.shapes import (
     Attended,
     ObservedColumns,
+    PerSlot,
     Queries,
     QueryPositions,
     RotaryKeys,
@@ -71,10 +72,15 @@ def can_read(queries: Queries, keys: Held, values: Held) -> bool:
         instruction_set() != "none"
         and queries.device.type == "cpu"
         and queries.dtype in FLOATS
-        and _format(keys) >= 0
+        and knows(keys)
+        and knows(values)
         and _format(keys) == _format(values)
-        and max(keys.channels, values.channels) <= MOST_CHANNELS
     )
+
+
+def knows(held: Held) -> bool:
+    """Whether these kernels can read it."""
+    return _format(held) >= 0 and held.channels <= MOST_CHANNELS
 
 
 def attend(
@@ -155,6 +161,23 @@ def turned(
         _held(held, centres),
         _address(places),
         _tables(tables),
+        out.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def typicality(keys: Held, positions: SlotPositions) -> PerSlot:
+    """See `reference.typicality`."""
+    batch, kv_heads, slots = keys.codes.shape[:3]
+    out = torch.empty(batch, kv_heads, slots)
+    places, centres = positions.to(torch.int32).contiguous(), _contiguous_centres(keys)
+    _native.typicality(
+        (batch, kv_heads, places.shape[1], slots),
+        _format(keys),
+        _held(keys, centres),
+        places.data_ptr(),
         out.data_ptr(),
         instruction_set(),
         torch.get_num_threads(),

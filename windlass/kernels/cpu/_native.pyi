@@ -37,6 +37,15 @@ def turn(
     instruction_set: str,
     threads: int,
 ) -> None: ...
+def typicality(
+    sizes: tuple[int, int, int, int],
+    format: int,
+    keys: Held,
+    positions: int,
+    out: int,
+    instruction_set: str,
+    threads: int,
+) -> None: ...
 def first_free(positions: int, rows: int, slots: int, count: int, out: int) -> None: ...
 def text_order(positions: int, rows: int, slots: int, out: int, threads: int) -> None: ...
 def lowest(

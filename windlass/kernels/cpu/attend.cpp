@@ -13,6 +13,7 @@
 
 #include <cmath>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "call.hpp"
@@ -26,6 +27,7 @@ namespace {
 #include "products.hpp"
 #include "soften.hpp"
 #include "turn.hpp"
+#include "typicality.hpp"
 
 // Buffers of one thread.
 struct Own {
@@ -331,42 +333,36 @@ class Kernel {
     }
 };
 
-template <Format F>
-void run(const Attend &call, float *scratch, int threads) {
-    const Scratch sizes(call, threads);
-    Kernel<F>(call, sizes, scratch, threads).run(threads);
+// Calls `use` with a format as a type of its own.
+template <class Use>
+void with_format(Format format, Use use) {
+    switch (format) {
+        case Format::float32:
+            return use(std::integral_constant<Format, Format::float32>{});
+        case Format::bfloat16:
+            return use(std::integral_constant<Format, Format::bfloat16>{});
+        case Format::float16:
+            return use(std::integral_constant<Format, Format::float16>{});
+        case Format::int8:
+            return use(std::integral_constant<Format, Format::int8>{});
+        case Format::int4:
+            return use(std::integral_constant<Format, Format::int4>{});
+    }
 }
 
 }  // namespace
 
 void attend(const Attend &call, float *scratch, int threads) {
-    switch (call.format) {
-        case Format::float32:
-            return run<Format::float32>(call, scratch, threads);
-        case Format::bfloat16:
-            return run<Format::bfloat16>(call, scratch, threads);
-        case Format::float16:
-            return run<Format::float16>(call, scratch, threads);
-        case Format::int8:
-            return run<Format::int8>(call, scratch, threads);
-        case Format::int4:
-            return run<Format::int4>(call, scratch, threads);
-    }
+    const Scratch sizes(call, threads);
+    with_format(call.format, [&](auto f) { Kernel<f.value>(call, sizes, scratch, threads).run(threads); });
 }
 
 void turn(const Turn &call, int threads) {
-    switch (call.format) {
-        case Format::float32:
-            return turn_slots<Format::float32>(call, threads);
-        case Format::bfloat16:
-            return turn_slots<Format::bfloat16>(call, threads);
-        case Format::float16:
-            return turn_slots<Format::float16>(call, threads);
-        case Format::int8:
-            return turn_slots<Format::int8>(call, threads);
-        case Format::int4:
-            return turn_slots<Format::int4>(call, threads);
-    }
+    with_format(call.format, [&](auto f) { turn_slots<f.value>(call, threads); });
+}
+
+void typicality(const Typicality &call, float *scratch, int threads) {
+    with_format(call.format, [&](auto f) { Typical<f.value>(call, scratch).run(threads); });
 }
 
 }  // namespace windlass::WINDLASS_SET

@@ -69,6 +69,15 @@ struct Turn {
     std::uint8_t *out;  // (batch, kv_heads, used, channels)
 };
 
+// How like the mean direction of its row and head each held key is.
+struct Typicality {
+    int batch, kv_heads, ranked, slots;
+    Format format;
+    Held keys;
+    const std::int32_t *positions;  // (batch, ranked, slots)
+    float *out;                     // (batch, kv_heads, slots)
+};
+
 inline constexpr int BLOCK = 32;        // slots whose logits are alive at once
 inline constexpr int MOST_TOKENS = 16;  // queries per row
 inline constexpr int MOST_CHANNELS = 1024;
@@ -84,6 +93,11 @@ inline int piece(int slots) {
 inline int pieces(int slots) { return (slots + piece(slots) - 1) / piece(slots); }
 inline std::size_t padded(int count) {
     return (count + MOST_LANES - 1) / MOST_LANES * std::size_t(MOST_LANES);
+}
+
+// Floats of scratch that a call needs: one sum of keys for each piece.
+inline std::size_t scratch_size(const Typicality &call) {
+    return std::size_t(call.batch) * call.kv_heads * pieces(call.slots) * padded(call.keys.channels);
 }
 
 // Floats of scratch that a call needs, by part.

@@ -20,19 +20,23 @@ namespace windlass {
 namespace plain {
 void attend(const Attend &call, float *scratch, int threads);
 void turn(const Turn &call, int threads);
+void typicality(const Typicality &call, float *scratch, int threads);
 }  // namespace plain
 #ifdef WINDLASS_X86
 namespace avx2 {
 void attend(const Attend &call, float *scratch, int threads);
 void turn(const Turn &call, int threads);
+void typicality(const Typicality &call, float *scratch, int threads);
 }  // namespace avx2
 namespace avx512 {
 void attend(const Attend &call, float *scratch, int threads);
 void turn(const Turn &call, int threads);
+void typicality(const Typicality &call, float *scratch, int threads);
 }  // namespace avx512
 namespace avx512_bf16 {
 void attend(const Attend &call, float *scratch, int threads);
 void turn(const Turn &call, int threads);
+void typicality(const Typicality &call, float *scratch, int threads);
 }  // namespace avx512_bf16
 #endif
 }  // namespace windlass
@@ -136,6 +140,22 @@ void turn(std::tuple<int, int, int, int, int> sizes, int format, int number, Hel
     plain::turn(call, threads);
 }
 
+void typicality(std::tuple<int, int, int, int> sizes, int format, HeldArguments keys, Address positions,
+                Address out, const std::string &instruction_set, int threads) {
+    const auto [batch, kv_heads, ranked, slots] = sizes;
+    const Typicality call{
+        batch,      kv_heads, ranked, slots, Format(format), held(keys), at<const std::int32_t>(positions),
+        at<float>(out)};
+    float *scratch = scratch_of(scratch_size(call));
+    nb::gil_scoped_release released;
+#ifdef WINDLASS_X86
+    if (instruction_set == "avx512_bf16") return avx512_bf16::typicality(call, scratch, threads);
+    if (instruction_set == "avx512") return avx512::typicality(call, scratch, threads);
+    if (instruction_set == "avx2") return avx2::typicality(call, scratch, threads);
+#endif
+    plain::typicality(call, scratch, threads);
+}
+
 void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int number, Address queries,
             std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, HeldArguments keys,
             HeldArguments values, Address slot_positions, Address query_positions,
@@ -185,6 +205,8 @@ NB_MODULE(_native, module) {
                "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
     module.def("turn", &turn, "sizes"_a, "format"_a, "number"_a, "held"_a, "positions"_a, "tables"_a, "out"_a,
+               "instruction_set"_a, "threads"_a);
+    module.def("typicality", &typicality, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
     module.def("first_free",
                [](Address positions, std::int64_t rows, std::int64_t slots, std::int64_t count, Address out) {

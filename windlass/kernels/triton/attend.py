@@ -21,12 +21,15 @@ from windlass.kernels.reference import Mass, Visibility
 from windlass.kernels.triton import plan
 from windlass.kernels.triton.mass import mass_kernel
 from windlass.kernels.triton.tiles import (
+    FLOATS,
     Numbers,
-    Plane,
     Sight,
     Strided,
+    as_numbers,
+    as_plane,
     at_head,
     keys_of,
+    knows,
     logits_of,
     numbers_of,
     product,
@@ -45,18 +48,12 @@ from windlass.shapes import (
     SlotPositions,
 )
 
-FLOATS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-MOST_CHANNELS: Final = 256
 NARROWEST: Final = 16  # channels or rows that a tensor core takes at once
 
 
 def can_read(queries: Queries, keys: Held, values: Held) -> bool:
     """Whether the kernel knows the types."""
-    return (
-        queries.dtype in FLOATS
-        and all(held.scales is not None or held.codes.dtype in FLOATS for held in (keys, values))
-        and max(keys.channels, values.channels) <= MOST_CHANNELS
-    )
+    return queries.dtype in FLOATS and knows(keys) and knows(values)
 
 
 def attend(
@@ -88,7 +85,7 @@ def attend(
 
     sight = _sight(slot_positions, query_positions, reading, tables, scale, visibility, softcap, log_counts)
     pairs = 0 if sight.cos is None else sight.cos.shape[1]
-    look = (Strided(queries, *queries.stride()), _numbers(keys), sight)
+    look = (Strided(queries, *queries.stride()), as_numbers(keys), sight)
     channels: dict[str, object] = {
         "GROUP": group,
         "WIDTH": keys.channels,
@@ -117,7 +114,7 @@ def attend(
     ends = (sink_logits, out, divisors)
     with torch.cuda.device_of(queries):
         attend_kernel[(programs * splits,)](
-            *look, _numbers(values), *ends, parts, softmaxes, kept, batch, kv_heads, tokens, slots, splits, each,
+            *look, as_numbers(values), *ends, parts, softmaxes, kept, batch, kv_heads, tokens, slots, splits, each,
             **channels, VALUE_WIDTH=values.channels, VALUES=width, VALUE_BITS=values.bits, ROWS=at.rows,
             BLOCK=at.block, SKIPS=tokens > 1 and splits == 1 and kept is None, num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
@@ -177,35 +174,22 @@ def _sight(
         near, far = reading.near, reading.far
         cos, sin = (table.contiguous() for table in tables)
     return Sight(
-        _plane(slot_positions),
-        _plane(query_positions[:, None]),
+        as_plane(slot_positions),
+        as_plane(query_positions[:, None]),
         cos,
         sin,
-        None if near is None else _plane(near.keys),
-        None if near is None else _plane(near.queries),
-        None if far is None else _plane(far.keys),
-        None if far is None else _plane(far.queries),
+        None if near is None else as_plane(near.keys),
+        None if near is None else as_plane(near.queries),
+        None if far is None else as_plane(far.keys),
+        None if far is None else as_plane(far.queries),
         0 if reading is None else reading.near_window,
-        None if log_counts is None else _plane(log_counts),
+        None if log_counts is None else as_plane(log_counts),
         scale,
         softcap,
         visibility.sliding_window,
         visibility.reach,
         visibility.sinks,
     )
-
-
-def _plane(tensor: Tensor) -> Plane:
-    if tensor.shape[2] > 1 and tensor.stride(2) != 1:
-        tensor = tensor.contiguous()
-    return Plane(tensor, tensor.stride(0), 0 if tensor.shape[1] == 1 else tensor.stride(1))
-
-
-def _numbers(held: Held) -> Numbers:
-    scales, centres, exact, places = (
-        None if part is None else part.contiguous() for part in (held.scales, held.centres, held.exact, held.places)
-    )
-    return Numbers(held.codes.contiguous(), scales, centres, exact, places, 0 if exact is None else exact.shape[2])
 
 
 def _padded(channels: int) -> int:

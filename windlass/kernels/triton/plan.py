@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import cache
 
 import torch
+import triton
 
 MULTIPROCESSORS = 132  # of an H200, and of a device that can't be asked
 
@@ -43,6 +44,11 @@ def mass_plan(rows: int, width: int, itemsize: int) -> Plan:
     """For the mass of some slots; blocks of `rows` queries come by one after the other, keys stay in registers."""
     wide = width * itemsize
     return Plan(16 if rows <= 32 or wide > 256 else 64, 64 if wide <= 128 else 32, 4 if wide <= 256 else 8, 2)
+
+
+def reading_plan(width: int) -> Plan:
+    """For keys of `width` channels that are read one by one: two blocks of them in registers, the next on its way."""
+    return Plan(1, max(8, 4096 // triton.next_power_of_2(width)), 4, 3, 4)
 
 
 def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[int, int]:

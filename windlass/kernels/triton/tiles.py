@@ -7,11 +7,17 @@ repeats another one; nobody reads it, so the compiler drops it.
 Names: `i_` one number, `o_` numbers along a tile's axis, `m_` a mask.
 """
 
-from typing import NamedTuple, no_type_check
+from typing import Final, NamedTuple, no_type_check
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+
+from windlass.held import Held
+
+FLOATS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+MOST_CHANNELS: Final = 256
 
 
 class Plane(NamedTuple):
@@ -63,6 +69,26 @@ class Sight(NamedTuple):
     sinks: int
 
 
+def knows(held: Held) -> bool:
+    """Whether the kernels can read it."""
+    return (held.scales is not None or held.codes.dtype in FLOATS) and held.channels <= MOST_CHANNELS
+
+
+def as_plane(tensor: Tensor) -> Plane:
+    """A tensor of (batch, 1 or as many heads, n), as kernels take it."""
+    if tensor.shape[2] > 1 and tensor.stride(2) != 1:
+        tensor = tensor.contiguous()
+    return Plane(tensor, tensor.stride(0), 0 if tensor.shape[1] == 1 else tensor.stride(1))
+
+
+def as_numbers(held: Held) -> Numbers:
+    """Keys or values, as kernels take them."""
+    scales, centres, exact, places = (
+        None if part is None else part.contiguous() for part in (held.scales, held.centres, held.exact, held.places)
+    )
+    return Numbers(held.codes.contiguous(), scales, centres, exact, places, 0 if exact is None else exact.shape[2])
+
+
 @triton.jit
 @no_type_check
 def product(a, b, total):
@@ -108,7 +134,7 @@ def numbers_of(
     places = index * slots + o_slots
     if BITS == 4:
         half: tl.constexpr = WIDTH // 2
-        byte = tl.load(held.codes + places[:, None] * half + (o_channels % half)[None, :], mask=mask, other=0)
+        byte = tl.load(held.codes + places[:, None] * half + (o_channels % half)[None, :], mask=mask, other=0x88)
         shift = tl.where(o_channels < half, 0, 4)[None, :]
         numbers = ((byte.to(tl.int32) >> shift) & 15).to(tl.float32) - 8.0
     else:

@@ -1,0 +1,117 @@
+// The cosine of every held key with the mean direction of all keys held, in two readings of the keys.
+// Included inside the namespace of one instruction set, after products.hpp and turn.hpp.
+
+// A row and head's sums are made piece by piece and joined in order, however many threads there are.
+template <Format F>
+class Typical {
+  public:
+    explicit Typical(const Typicality &call, float *scratch)
+        : call(call), width(int(padded(call.keys.channels))), splits(pieces(call.slots)), sums_of_pieces(scratch) {}
+
+    void run(int threads) {
+        const int heads = call.batch * call.kv_heads;
+        if (heads >= threads) {  // the second reading finds the keys of one head in the cache
+#pragma omp parallel for num_threads(threads) schedule(static)
+            for (int index = 0; index < heads; ++index) {
+                for (int split = 0; split < splits; ++split) sum_piece(index, split);
+                join(index);
+                for (int split = 0; split < splits; ++split) compare_piece(index, split);
+            }
+            return;
+        }
+#pragma omp parallel num_threads(threads)
+        {
+#pragma omp for schedule(static)
+            for (int i = 0; i < heads * splits; ++i) sum_piece(i / splits, i % splits);
+#pragma omp for schedule(static)
+            for (int index = 0; index < heads; ++index) join(index);
+#pragma omp for schedule(static)
+            for (int i = 0; i < heads * splits; ++i) compare_piece(i / splits, i % splits);
+        }
+    }
+
+  private:
+    const Typicality &call;
+    const int width, splits;
+    float *sums_of_pieces;
+
+    float *sum_of_piece(int index, int split) const {
+        return sums_of_pieces + (std::size_t(index) * splits + split) * width;
+    }
+    float *out_of(int index) const { return call.out + std::size_t(index) * call.slots; }
+
+    // Calls `use` with the first slot and the number of each LANES slots of a piece, and their keys as float32;
+    // a free slot's are zeros.
+    template <class Use>
+    void read_piece(int index, int split, Use use) const {
+        const int row = index / call.kv_heads, head = index % call.kv_heads;
+        const std::int32_t *positions =
+            call.positions + (std::size_t(row) * call.ranked + (call.ranked == 1 ? 0 : head)) * call.slots;
+        const Held held = call.keys;  // a copy, which a store to `keys` cannot change
+        alignas(64) float keys[LANES * MOST_CHANNELS];
+        const int start = split * piece(call.slots),
+                  end = start + piece(call.slots) < call.slots ? start + piece(call.slots) : call.slots;
+        for (int at = start; at < end; at += LANES) {
+            const int count = at + LANES < end ? LANES : end - at;
+            for (int j = 0; j < LANES; ++j) {
+                float *to = keys + j * width;
+                const bool is_held = j < count && positions[at + j] >= 0;
+                if (is_held)
+                    with_slot<F>(held, index, std::size_t(index) * call.slots + at + j, head,
+                                 [&](auto key) { turn(key, 0, nullptr, nullptr, to); });
+                for (int i = is_held ? held.channels : 0; i < width; ++i) to[i] = 0;
+            }
+            use(at, count, keys);
+        }
+    }
+
+    // The sum of a piece's directions; `out` gets what its keys are to be multiplied with to be one long.
+    void sum_piece(int index, int split) const {
+        float *sum = sum_of_piece(index, split), *out = out_of(index);
+        for (int i = 0; i < width; ++i) sum[i] = 0;
+        read_piece(index, split, [&](int at, int count, const float *keys) {
+            Floats squares[LANES] = {};
+            for (int i = 0; i < width; i += LANES)
+                for (int j = 0; j < LANES; ++j) {
+                    const Floats key = load<Floats>(keys + j * width + i);
+                    squares[j] += key * key;
+                }
+            const Floats squared = sums(squares);
+            float scales[LANES];
+            for (int j = 0; j < LANES; ++j) scales[j] = 1.0f / larger(std::sqrt(squared[j]), LEAST_NORM);
+            for (int i = 0; i < width; i += LANES) {
+                Floats total = load<Floats>(sum + i);
+                for (int j = 0; j < LANES; ++j) total += load<Floats>(keys + j * width + i) * scales[j];
+                store(sum + i, total);
+            }
+            __builtin_memcpy(out + at, scales, count * sizeof(float));
+        });
+    }
+
+    // The sum of all pieces' directions, one long, in the place of the first.
+    void join(int index) const {
+        float *anchor = sum_of_piece(index, 0);
+        Floats squares{};
+        for (int i = 0; i < width; i += LANES) {
+            Floats total = load<Floats>(anchor + i);
+            for (int split = 1; split < splits; ++split) total += load<Floats>(sum_of_piece(index, split) + i);
+            store(anchor + i, total);
+            squares += total * total;
+        }
+        const float scale = 1.0f / larger(std::sqrt(sum_of(squares)), LEAST_NORM);
+        for (int i = 0; i < width; i += LANES) store(anchor + i, load<Floats>(anchor + i) * scale);
+    }
+
+    void compare_piece(int index, int split) const {
+        const float *anchor = sum_of_piece(index, 0);
+        float *out = out_of(index);
+        read_piece(index, split, [&](int at, int count, const float *keys) {
+            float products[LANES];
+            multiply<1>(anchor, keys, width, products);
+            for (int j = 0; j < count; ++j) out[at + j] *= products[j];
+        });
+    }
+
+    static constexpr float LEAST_NORM = 1e-12f;
+    static float larger(float a, float b) { return a > b ? a : b; }
+};
