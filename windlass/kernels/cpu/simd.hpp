@@ -194,6 +194,16 @@ inline void put(Format format, std::uint8_t *row, std::int64_t i, float x) {
 }
 
 inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+inline Floats roots(Floats v) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_sqrt_ps((__m512)v);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_sqrt_ps((__m256)v);
+#else
+    for (int i = 0; i < LANES; ++i) v[i] = std::sqrt(v[i]);
+    return v;
+#endif
+}
 // The lanes of `v`, moved by STEP.
 template <int STEP, std::size_t... I>
 inline Floats moved(Floats v, std::index_sequence<I...>) {

@@ -76,9 +76,8 @@ class Typical {
                     const Floats key = load<Floats>(keys + j * width + i);
                     squares[j] += key * key;
                 }
-            const Floats squared = sums(squares);
             float scales[LANES];
-            for (int j = 0; j < LANES; ++j) scales[j] = 1.0f / larger(std::sqrt(squared[j]), LEAST_NORM);
+            store(scales, 1.0f / larger(roots(sums(squares)), all(LEAST_NORM)));
             for (int i = 0; i < width; i += LANES) {
                 Floats total = load<Floats>(sum + i);
                 for (int j = 0; j < LANES; ++j) total += load<Floats>(keys + j * width + i) * scales[j];
@@ -98,8 +97,8 @@ class Typical {
             store(anchor + i, total);
             squares += total * total;
         }
-        const float scale = 1.0f / larger(std::sqrt(sum_of(squares)), LEAST_NORM);
-        for (int i = 0; i < width; i += LANES) store(anchor + i, load<Floats>(anchor + i) * scale);
+        const Floats norm = larger(roots(all(sum_of(squares))), all(LEAST_NORM));
+        for (int i = 0; i < width; i += LANES) store(anchor + i, load<Floats>(anchor + i) / norm);
     }
 
     void compare_piece(int index, int split) const {
@@ -113,5 +112,4 @@ class Typical {
     }
 
     static constexpr float LEAST_NORM = 1e-12f;
-    static float larger(float a, float b) { return a > b ? a : b; }
 };
