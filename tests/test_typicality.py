@@ -21,9 +21,9 @@ from windlass.policies.base import Slots
 TOLERANCE = 1e-5  # of a cosine
 Backend = Callable[[Held, Tensor], Tensor]
 
-BACKENDS = ["reference", *(pytest.param(name, id=f"cpu {name}") for name in cpu.instruction_sets())]
-if importlib.util.find_spec("triton") is not None:
-    BACKENDS += [pytest.param("triton", marks=pytest.mark.gpu if torch.cuda.is_available() else ())]
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+TRITON = [pytest.param("triton", marks=pytest.mark.gpu if torch.cuda.is_available() else ())] if HAS_TRITON else []
+BACKENDS = ["reference", *(pytest.param(name, id=f"cpu {name}") for name in cpu.instruction_sets()), *TRITON]
 ZEROS = 5  # a slot whose key is all zeros
 CASES = [
     Case(shape, dtype, bits, slots=slots, is_per_head=is_per_head)
@@ -135,6 +135,19 @@ def test_equal_calls_give_equal_bits(backend: Backend) -> None:
     first = backend(keys, where)
     backend(Held(keys.codes * 3 + 1, keys.bits), where)  # so that nothing of the same result is left in scratch space
     assert backend(keys, where).equal(first)
+
+
+@pytest.mark.parametrize("backend", TRITON, indirect=True)
+@pytest.mark.parametrize("multiprocessors", [1, 1000])
+def test_slots_may_be_read_in_any_number_of_parts(
+    backend: Backend, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from windlass.kernels.triton import plan
+
+    monkeypatch.setattr(plan, "reading_plan", lambda _: plan.Plan(1, 16, 4, 2))
+    monkeypatch.setattr(plan, "multiprocessors", lambda _: multiprocessors)
+    keys, where = keys_of(Case(slots=301, is_per_head=False))  # 19 parts: more than are added up at once
+    check(backend(keys, where), by_loops(keys.codes, where), where)
 
 
 @pytest.fixture
