@@ -40,8 +40,9 @@ class Typical {
     }
     float *out_of(int index) const { return call.out + std::size_t(index) * call.slots; }
 
-    // Calls `use` with the first slot and the number of each LANES slots of a piece, and their keys as float32;
-    // a free slot's are zeros.
+    // Calls `use` with the first slot and the number of each LANES slots of a piece, and with what gives LANES
+    // channels of one of them, from some channel on: as they lie in memory where none of the slots is free or held
+    // exactly, and else out of a buffer, in which a free slot's are zeros.
     template <class Use>
     void read_piece(int index, int split, Use use) const {
         const int row = index / call.kv_heads, head = index % call.kv_heads;
@@ -53,15 +54,24 @@ class Typical {
                   end = start + piece(call.slots) < call.slots ? start + piece(call.slots) : call.slots;
         for (int at = start; at < end; at += LANES) {
             const int count = at + LANES < end ? LANES : end - at;
+            const std::size_t place = std::size_t(index) * call.slots + at;
+            bool is_whole = count == LANES && held.channels == width && !held.exact;
+            for (int j = 0; j < count; ++j) is_whole &= positions[at + j] >= 0;
+            if (is_whole) {
+                Slot<F> slots[LANES];
+                for (int j = 0; j < LANES; ++j) slots[j] = slot_of<F>(held, place + j, head);
+                use(at, count, [&](int j, int i) { return slots[j].lanes(i); });
+                continue;
+            }
             for (int j = 0; j < LANES; ++j) {
                 float *to = keys + j * width;
                 const bool is_held = j < count && positions[at + j] >= 0;
                 if (is_held)
-                    with_slot<F>(held, index, std::size_t(index) * call.slots + at + j, head,
+                    with_slot<F>(held, index, place + j, head,
                                  [&](auto key) { turn(key, 0, nullptr, nullptr, to); });
                 for (int i = is_held ? held.channels : 0; i < width; ++i) to[i] = 0;
             }
-            use(at, count, keys);
+            use(at, count, [&](int j, int i) { return load<Floats>(keys + j * width + i); });
         }
     }
 
@@ -69,18 +79,18 @@ class Typical {
     void sum_piece(int index, int split) const {
         float *sum = sum_of_piece(index, split), *out = out_of(index);
         for (int i = 0; i < width; ++i) sum[i] = 0;
-        read_piece(index, split, [&](int at, int count, const float *keys) {
+        read_piece(index, split, [&](int at, int count, auto lanes) {
             Floats squares[LANES] = {};
             for (int i = 0; i < width; i += LANES)
                 for (int j = 0; j < LANES; ++j) {
-                    const Floats key = load<Floats>(keys + j * width + i);
+                    const Floats key = lanes(j, i);
                     squares[j] += key * key;
                 }
             float scales[LANES];
             store(scales, 1.0f / larger(roots(sums(squares)), all(LEAST_NORM)));
             for (int i = 0; i < width; i += LANES) {
                 Floats total = load<Floats>(sum + i);
-                for (int j = 0; j < LANES; ++j) total += load<Floats>(keys + j * width + i) * scales[j];
+                for (int j = 0; j < LANES; ++j) total += lanes(j, i) * scales[j];
                 store(sum + i, total);
             }
             __builtin_memcpy(out + at, scales, count * sizeof(float));
@@ -104,10 +114,14 @@ class Typical {
     void compare_piece(int index, int split) const {
         const float *anchor = sum_of_piece(index, 0);
         float *out = out_of(index);
-        read_piece(index, split, [&](int at, int count, const float *keys) {
-            float products[LANES];
-            multiply<1>(anchor, keys, width, products);
-            for (int j = 0; j < count; ++j) out[at + j] *= products[j];
+        read_piece(index, split, [&](int at, int count, auto lanes) {
+            Floats products[LANES] = {};
+            for (int i = 0; i < width; i += LANES) {
+                const Floats part = load<Floats>(anchor + i);
+                for (int j = 0; j < LANES; ++j) products[j] += part * lanes(j, i);
+            }
+            const Floats summed = sums(products);
+            for (int j = 0; j < count; ++j) out[at + j] *= summed[j];
         });
     }
 
