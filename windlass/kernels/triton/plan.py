@@ -47,8 +47,8 @@ def mass_plan(rows: int, width: int, itemsize: int) -> Plan:
 
 
 def reading_plan(width: int) -> Plan:
-    """For keys of `width` channels that are read one by one: two blocks of them in registers, the next on its way."""
-    return Plan(1, max(8, 4096 // triton.next_power_of_2(width)), 4, 3, 4)
+    """For keys of `width` channels that are read one by one. No program fetches ahead: others run while it waits."""
+    return Plan(1, max(8, 4096 // triton.next_power_of_2(width)), 4, 1, 4)
 
 
 def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[int, int]:
