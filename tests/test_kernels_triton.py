@@ -198,12 +198,16 @@ def test_parts_of_the_slots_fill_the_multiprocessors_but_once() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are run")
 def test_kernels_compile_for_a_gpu_without_spills(tmp_path: Path) -> None:
-    names = "decode 128 plain original mass", "prefill 64 int4 self_extend(8, 512)"
+    names = "decode 128 plain original mass", "prefill 64 int4 self_extend(8, 512)", "typicality 128 int4", "evict"
     script = Path(__file__).parents[1] / "benchmarks" / "gpu_code.py"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
     told = subprocess.run([sys.executable, script, *names], env=environment, capture_output=True, text=True, check=True)
     made = [json.loads(line) for line in told.stdout.splitlines()]
-    assert [row["kernel"] for row in made] == ["attend_kernel", "join_kernel", "mass_kernel", "attend_kernel"]
+    attending, reading = (
+        ["attend_kernel", "join_kernel", "mass_kernel", "attend_kernel"],
+        ["sums_kernel", "cosines_kernel"],
+    )
+    assert [row["kernel"] for row in made] == [*attending, *reading, "_evict"]
     for row in made:
         assert row["spill_bytes"] == 0, row
         assert row["shared_bytes"] <= 227 * 1024, row

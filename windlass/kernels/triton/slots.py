@@ -253,7 +253,7 @@ def _write(p_helds, p_news, sizes, strides, p_index, index_strides, WIDTHS: tl.c
     for part in tl.static_range(len(p_helds)):
         heads, slots, width = sizes[part]
         o_width = tl.arange(0, WIDTHS[part])
-        m_width = (o_width < width) & (i_head < heads)
+        m_width = o_width < tl.where(i_head < heads, width, 0)
         p_held = p_helds[part] + ((i_batch * heads + i_head) * slots + slot) * width
         if IS_TENSOR[part]:
             batch, head, token, channel = strides[part]
