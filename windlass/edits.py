@@ -215,7 +215,7 @@ def _check_ranks(mine: LayerCache, theirs: LayerCache, ranked: int) -> None:
 def select_rows(cache: KVCache, indices: Tensor) -> int:
     """See `KVCache.select_rows`; returns how many rows there are then."""
     for layer in cache.layers:
-        rows.select_rows(layer, indices)
+        rows.select_rows(layer, indices.to(cache.device))
     cache.standing.select_rows(indices.tolist())
     return len(indices)
 

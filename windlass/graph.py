@@ -1,7 +1,7 @@
 """A step of the model as a graph of the device's work, which is recorded once and run again for every token.
 
-Launched one by one, the hundreds of kernels of a step cost more time than they run. A cache whose shapes do not
-change from one token to the next lets the device be given all of them at once.
+A step is hundreds of kernels, each of which has to be launched. A cache whose shapes do not change from one token to
+the next lets the device be given all of them at once.
 """
 
 from __future__ import annotations

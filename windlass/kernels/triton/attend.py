@@ -19,17 +19,11 @@ from torch import Tensor
 from windlass.held import Held
 from windlass.kernels.reference import Mass, Visibility
 from windlass.kernels.triton import plan
+from windlass.kernels.triton.arguments import FLOATS, Numbers, Sight, Strided, as_numbers, as_sight, knows
 from windlass.kernels.triton.mass import mass_kernel
 from windlass.kernels.triton.tiles import (
-    FLOATS,
-    Numbers,
-    Sight,
-    Strided,
-    as_numbers,
-    as_plane,
     at_head,
     keys_of,
-    knows,
     logits_of,
     numbers_of,
     product,
@@ -37,7 +31,7 @@ from windlass.kernels.triton.tiles import (
     seen_by_any,
     with_sinks,
 )
-from windlass.reading import Branch, Reading
+from windlass.reading import Reading
 from windlass.shapes import (
     Attended,
     ObservedColumns,
@@ -83,7 +77,7 @@ def attend(
     programs = batch * kv_heads * row_blocks
     splits, each = plan.splits(programs, slots, at, queries.device)
 
-    sight = _sight(slot_positions, query_positions, reading, tables, scale, visibility, softcap, log_counts)
+    sight = as_sight(slot_positions, query_positions, reading, tables, scale, visibility, softcap, log_counts)
     pairs = 0 if sight.cos is None else sight.cos.shape[1]
     look = (Strided(queries, *queries.stride()), as_numbers(keys), sight)
     channels: dict[str, object] = {
@@ -155,41 +149,6 @@ def _mass(
         num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
     return Mass(rows, rest)
-
-
-def _sight(
-    slot_positions: SlotPositions,
-    query_positions: QueryPositions,
-    reading: Reading | None,
-    tables: tuple[RotaryTable, RotaryTable] | None,
-    scale: float,
-    visibility: Visibility,
-    softcap: float | None,
-    log_counts: Scores | None,
-) -> Sight:
-    near: Branch | None = None
-    far: Branch | None = None
-    cos = sin = None
-    if reading is not None and tables is not None:
-        near, far = reading.near, reading.far
-        cos, sin = (table.contiguous() for table in tables)
-    return Sight(
-        as_plane(slot_positions),
-        as_plane(query_positions[:, None]),
-        cos,
-        sin,
-        None if near is None else as_plane(near.keys),
-        None if near is None else as_plane(near.queries),
-        None if far is None else as_plane(far.keys),
-        None if far is None else as_plane(far.queries),
-        0 if reading is None else reading.near_window,
-        None if log_counts is None else as_plane(log_counts),
-        scale,
-        softcap,
-        visibility.sliding_window,
-        visibility.reach,
-        visibility.sinks,
-    )
 
 
 def _padded(channels: int) -> int:

@@ -7,86 +7,10 @@ repeats another one; nobody reads it, so the compiler drops it.
 Names: `i_` one number, `o_` numbers along a tile's axis, `m_` a mask.
 """
 
-from typing import Final, NamedTuple, no_type_check
+from typing import no_type_check
 
-import torch
 import triton
 import triton.language as tl
-from torch import Tensor
-
-from windlass.held import Held
-
-FLOATS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-MOST_CHANNELS: Final = 256
-
-
-class Plane(NamedTuple):
-    """Numbers of (batch, heads, n), n next to each other; a stride of 0 where heads share them."""
-
-    start: Tensor
-    batch: int
-    head: int
-
-
-class Strided(NamedTuple):
-    """Queries, however they lie."""
-
-    start: Tensor
-    batch: int
-    head: int
-    token: int
-    channel: int
-
-
-class Numbers(NamedTuple):
-    """Keys or values as they lie in memory, see `Held`; all are contiguous."""
-
-    codes: Tensor
-    scales: Tensor | None
-    centres: Tensor | None
-    exact: Tensor | None
-    places: Tensor | None
-    exact_places: int
-
-
-class Sight(NamedTuple):
-    """Where slots and queries stand, and what that means for their logits."""
-
-    slots: Plane
-    queries: Plane
-    cos: Tensor | None
-    sin: Tensor | None
-    near_keys: Plane | None
-    near_queries: Plane | None
-    far_keys: Plane | None
-    far_queries: Plane | None
-    near_window: int
-    log_counts: Plane | None
-    scale: float
-    softcap: float | None
-    sliding_window: int | None
-    reach: int | None
-    sinks: int
-
-
-def knows(held: Held) -> bool:
-    """Whether the kernels can read it."""
-    return (held.scales is not None or held.codes.dtype in FLOATS) and held.channels <= MOST_CHANNELS
-
-
-def as_plane(tensor: Tensor) -> Plane:
-    """A tensor of (batch, 1 or as many heads, n), as kernels take it."""
-    if tensor.shape[2] > 1 and tensor.stride(2) != 1:
-        tensor = tensor.contiguous()
-    return Plane(tensor, tensor.stride(0), 0 if tensor.shape[1] == 1 else tensor.stride(1))
-
-
-def as_numbers(held: Held) -> Numbers:
-    """Keys or values, as kernels take them."""
-    scales, centres, exact, places = (
-        None if part is None else part.contiguous() for part in (held.scales, held.centres, held.exact, held.places)
-    )
-    return Numbers(held.codes.contiguous(), scales, centres, exact, places, 0 if exact is None else exact.shape[2])
 
 
 @triton.jit
