@@ -19,11 +19,11 @@ import torch
 from machine import machine
 from torch.nn.functional import scaled_dot_product_attention
 
-from windlass.bench_shapes import SHAPES, Shape
-from windlass.held import Held
+from windlass.core.packed import Held
+from windlass.evals.speed.shapes import SHAPES, Shape
 from windlass.kernels import cpu
 from windlass.kernels.reference import Visibility
-from windlass.positions import Original
+from windlass.positions.modes import Original
 
 LAYER_BYTES = 2**28  # that all layers together hold at least
 

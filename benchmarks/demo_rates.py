@@ -13,8 +13,8 @@ from typing import Annotated
 import torch
 import typer
 
-from windlass import demo
-from windlass.open_model import open_model
+from windlass.cli import demo
+from windlass.hf.load import open_model
 from windlass.policies.load import load_policy
 
 SETTINGS = [

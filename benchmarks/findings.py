@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.report.summaries import wilson
+from windlass.evals.report.summaries import wilson
 
 HERE = Path(__file__).parent
 WORDS = HERE / "findings.md"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What Windlass does on a GPU, in under ten minutes: OUT/gpu.jsonl, and OUT/gpu.md with the tables made of it.
-#     benchmarks/gpu.sh OUT [options of benchmarks/gpu.py]
+#     benchmarks/gpu.sh OUT [options of python -m gpu]
 #     benchmarks/gpu.sh OUT --device cpu --tiny            # tiny shapes on the CPU: shows that every step works
 # For a CUDA machine with PyTorch, Triton and transformers. Nothing is fetched and nothing installed: the Windlass of
 # this folder is measured, whatever else is installed. PYTHON names another interpreter.
@@ -14,7 +14,7 @@ out=$1
 python=${PYTHON:-$here/.venv/bin/python}
 [ -n "${PYTHON:-}" ] || [ -x "$python" ] || python=python3
 export HF_HUB_OFFLINE=1
-export PYTHONPATH="$here${PYTHONPATH:+:$PYTHONPATH}"
+export PYTHONPATH="$here:$here/benchmarks${PYTHONPATH:+:$PYTHONPATH}"
 "$python" - <<'CHECK'
 import importlib.util
 import sys
@@ -26,7 +26,7 @@ if missing:
 CHECK
 
 code=0
-"$python" "$here/benchmarks/gpu.py" "$@" || code=$?
-[ ! -f "$out/gpu.jsonl" ] || "$python" "$here/benchmarks/gpu_tables.py" "$out/gpu.jsonl" >"$out/gpu.md"
+"$python" -m gpu "$@" || code=$?
+[ ! -f "$out/gpu.jsonl" ] || "$python" -m gpu.tables "$out/gpu.jsonl" >"$out/gpu.md"
 [ ! -f "$out/gpu.md" ] || echo "results: $out/gpu.jsonl; tables: $out/gpu.md"
 exit $code

@@ -21,17 +21,18 @@ from machine import machine
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass import KVCache, Policy, engine
-from windlass.compress import shared_budgets
-from windlass.demo import MODEL
+from windlass import KVCache, Policy
+from windlass.cache.compress import shared_budgets
+from windlass.cli.demo import MODEL
+from windlass.core.step import Limits, checked_limits
+from windlass.engine import generate as engine
+from windlass.engine.text import encode
 from windlass.evals.fit import fit
 from windlass.evals.load import load_task
-from windlass.open_model import open_model
+from windlass.evals.report.summaries import wilson
+from windlass.hf.load import open_model
 from windlass.policies.base import scores_of
 from windlass.policies.load import load_policy
-from windlass.report.summaries import wilson
-from windlass.step import Limits, checked_limits
-from windlass.text import encode
 
 SHAPES = ("uniform", "heads", "composite", "all")
 FLOOR = 0.2  # of the mean budget, which each head of a layer is sure of

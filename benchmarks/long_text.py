@@ -17,11 +17,12 @@ from importlib import resources
 import torch
 from machine import machine
 
-from windlass import KVCache, engine
-from windlass.demo import ANSWER_TOKENS, BEFORE, HIDDEN, MODEL, QUESTION, in_words, novel
-from windlass.open_model import open_model
+from windlass import KVCache
+from windlass.cli.demo import ANSWER_TOKENS, BEFORE, HIDDEN, MODEL, QUESTION, in_words, novel
+from windlass.engine import generate as engine
+from windlass.engine.text import encode
+from windlass.hf.load import open_model
 from windlass.policies.load import load_policy
-from windlass.text import encode
 
 
 def main() -> None:

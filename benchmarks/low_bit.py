@@ -24,12 +24,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
-from windlass import demo
-from windlass.hf import seam_of, vocabulary_of
-from windlass.low_bit import LOW_BIT, Int4, Int8
-from windlass.open_model import open_model
-from windlass.shapes import NewKeys, NewValues
-from windlass.store import Parts, Plain, Store
+from windlass.cli import demo
+from windlass.core.shapes import NewKeys, NewValues
+from windlass.hf.attach import seam_of, vocabulary_of
+from windlass.hf.load import open_model
+from windlass.stores.base import Parts, Plain, Store
+from windlass.stores.low_bit import LOW_BIT, Int4, Int8
 
 WINDOWS, CHUNK, PROMPT, SAMPLES, SLOTS = 8, 64, 500, 128, 64
 STATIC = {

@@ -6,7 +6,7 @@ import os
 import torch
 import transformers
 
-from windlass.bench_table import cpu_name
+from windlass.evals.speed.table import cpu_name
 
 
 def machine(threads: int) -> dict[str, str | int | None]:

@@ -28,14 +28,15 @@ import torch
 from machine import machine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass import InGroups, KeyDiff, KeyNorm, KVCache, Leverage, Pairs, Policy, Recent, engine
-from windlass.demo import ANSWER_TOKENS, MODEL, QUESTION, hide, in_words, novel
+from windlass import InGroups, KeyDiff, KeyNorm, KVCache, Leverage, Pairs, Policy, Recent
+from windlass.cli.demo import ANSWER_TOKENS, MODEL, QUESTION, hide, in_words, novel
+from windlass.core.shapes import Scores
+from windlass.engine import generate as engine
+from windlass.engine.text import encode
+from windlass.evals.report.summaries import wilson
+from windlass.hf.load import open_model
 from windlass.merge import MERGES
-from windlass.open_model import open_model
 from windlass.policies import Random, Slots
-from windlass.report.summaries import wilson
-from windlass.shapes import Scores
-from windlass.text import encode
 
 ROWS = 20  # texts that are read together
 WINDOW = 16

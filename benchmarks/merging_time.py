@@ -19,9 +19,9 @@ from machine import machine
 from transformers import PreTrainedModel
 
 import windlass
-from windlass.bench_shapes import random_model, shape_of
-from windlass.demo import MODEL
-from windlass.open_model import open_model
+from windlass.cli.demo import MODEL
+from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.hf.load import open_model
 
 CHUNK = 512
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import gpu_tables
+from gpu import tables as gpu_tables
 from peers.tables import tables as peer_tables
 
 RESULTS = Path(__file__).parent / "results"

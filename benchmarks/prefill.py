@@ -22,8 +22,8 @@ from machine import machine
 from transformers import DynamicCache
 
 import windlass
-from windlass.bench_shapes import random_model, shape_of
-from windlass.engine import prefill
+from windlass.engine.generate import prefill
+from windlass.evals.speed.shapes import random_model, shape_of
 
 WAYS = ("chunked", "at once", "transformers")
 

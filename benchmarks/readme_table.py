@@ -16,9 +16,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from windlass.demo import MODEL, Row, Setup, hide, novel, read_and_ask
-from windlass.describe import in_units
-from windlass.open_model import open_model
+from windlass.cache.describe import in_units
+from windlass.cli.demo import MODEL, Row, Setup, hide, novel, read_and_ask
+from windlass.hf.load import open_model
 from windlass.policies import H2O, KeyDiff, Recent, SnapKV
 
 README = Path(__file__).parents[1] / "README.md"

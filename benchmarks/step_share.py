@@ -22,9 +22,9 @@ from torch import nn
 
 import windlass
 from windlass import kernels
-from windlass.bench_shapes import random_model, shape_of
-from windlass.engine import prefill
-from windlass.layer import LayerCache
+from windlass.cache.layer import LayerCache
+from windlass.engine.generate import prefill
+from windlass.evals.speed.shapes import random_model, shape_of
 from windlass.policies.load import load_policy
 
 

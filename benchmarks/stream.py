@@ -22,9 +22,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from windlass import KVCache, Recent
-from windlass.demo import novel
-from windlass.open_model import open_model
-from windlass.text import encode
+from windlass.cli.demo import novel
+from windlass.engine.text import encode
+from windlass.hf.load import open_model
 
 ROWS = 16  # windows that are read together
 

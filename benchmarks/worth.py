@@ -24,14 +24,15 @@ import torch
 from machine import machine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass import KVCache, engine
+from windlass import KVCache
+from windlass.engine import generate as engine
+from windlass.engine.text import encode
 from windlass.evals.fit import Fitted, fit
 from windlass.evals.grid import Grid, Lists, Settings, grid_of
+from windlass.evals.report.summaries import wilson
+from windlass.evals.speed.rotated import RotatedStorage
 from windlass.evals.task import Task
-from windlass.open_model import open_model
-from windlass.report.summaries import wilson
-from windlass.rotated import RotatedStorage
-from windlass.text import encode
+from windlass.hf.load import open_model
 
 STORAGES = {"unrotated": KVCache, "rotated": RotatedStorage}
 IDENTITY = ("model", "task", "length", "policy", "budget", "merge", "positions", "store", "storage", "window", "chunk")

@@ -3,8 +3,8 @@
 import inspect
 from pathlib import Path
 
+from windlass.cli.catalogue import made_by_default
 from windlass.policies import NAMES, Policy, base
-from windlass.policies.catalogue import made_by_default
 
 DOCS = Path(__file__).parent
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import windlass
-from windlass.demo import QUESTION, hide, novel
-from windlass.open_model import open_model
+from windlass.cli.demo import QUESTION, hide, novel
+from windlass.hf.load import open_model
 
 model, tokenizer = open_model(str(Path(windlass.__file__).parent / "assets" / "passkey-3m"), "float32")
 text = hide(novel()[30_000:50_000], key="48213", depth=0.3)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import windlass
-from windlass.demo import QUESTION, hide, novel
-from windlass.open_model import open_model
+from windlass.cli.demo import QUESTION, hide, novel
+from windlass.core.shapes import Scores
+from windlass.hf.load import open_model
 from windlass.policies import Slots
-from windlass.shapes import Scores
 from windlass.testing import check_policy
 
 

@@ -4,8 +4,8 @@ import random
 from pathlib import Path
 
 import windlass
-from windlass.demo import QUESTION, hide, novel
-from windlass.open_model import open_model
+from windlass.cli.demo import QUESTION, hide, novel
+from windlass.hf.load import open_model
 from windlass.policies import NAMES
 
 TEXTS = 3

@@ -23,8 +23,8 @@ from training.lessons import lessons
 from training.options import Options, contexts_of, mix_of, options_of
 from training.rows import Batches, Rows
 from training.start import from_config, from_folder
-from windlass.errors import UsageError
-from windlass.terminal import INTERRUPTED
+from windlass.cli.terminal import INTERRUPTED
+from windlass.core.errors import UsageError
 
 LOGGED = 10  # steps
 MEMORY = 0.95  # of the mean loss that is shown

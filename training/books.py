@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.errors import UsageError
+from windlass.core.errors import UsageError
 from windlass.evals.filler import Filler
 
 LEAST = 20_000  # characters; fewer would be learnt by heart

@@ -9,7 +9,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from training.rows import Rows
-from windlass.errors import UsageError
+from windlass.core.errors import UsageError
 
 MOMENTUM, BETAS, DECAY = 0.95, (0.9, 0.95), 0.01
 LEAST_RATE = 0.02

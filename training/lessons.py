@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from training.books import Books
-from windlass.demo import BEFORE, HIDDEN
+from windlass.cli.demo import BEFORE, HIDDEN
 from windlass.evals import Sample, Task, Turn, keys
 from windlass.evals.filler import NOISE, NOISE_LINES, Filler, hide
 from windlass.evals.tasks import vt

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from windlass.errors import UsageError
+from windlass.core.errors import UsageError
 
 MIX = (
     "among=14,magic=12,ruler_among=12,ruler=10,vt=14,vt_example=6,again=5,pairs=4,words=6,word_values=3,passkey=3,"

@@ -17,7 +17,7 @@ from transformers import (
 
 from training.books import Books
 from training.lessons import lessons
-from windlass.errors import UsageError
+from windlass.core.errors import UsageError
 
 BOS, EOS, PAD = "<|bos|>", "<|eos|>", "<|pad|>"
 LEAST_SIZE = 256 + 3  # every byte, and the tokens above

@@ -9,22 +9,22 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from windlass import policies as policies
-    from windlass import prompt_cache as prompt_cache
     from windlass import testing as testing
-    from windlass.cache import KVCache as KVCache
-    from windlass.engine import Stream as Stream
-    from windlass.engine import generate as generate
-    from windlass.engine import prefill as prefill
-    from windlass.engine import stream as stream
-    from windlass.errors import PolicyError as PolicyError
-    from windlass.errors import PromptCacheError as PromptCacheError
-    from windlass.errors import UnsupportedModel as UnsupportedModel
-    from windlass.errors import UsageError as UsageError
-    from windlass.errors import WindlassError as WindlassError
-    from windlass.hf import attach as attach
-    from windlass.hf import detach as detach
-    from windlass.low_bit import Int4 as Int4
-    from windlass.low_bit import Int8 as Int8
+    from windlass.core.errors import PolicyError as PolicyError
+    from windlass.core.errors import PromptCacheError as PromptCacheError
+    from windlass.core.errors import UnsupportedModel as UnsupportedModel
+    from windlass.core.errors import UsageError as UsageError
+    from windlass.core.errors import WindlassError as WindlassError
+    from windlass.engine.generate import Stream as Stream
+    from windlass.engine.generate import generate as generate
+    from windlass.engine.generate import prefill as prefill
+    from windlass.engine.generate import stream as stream
+    from windlass.engine.result import Result as Result
+    from windlass.engine.sampling import Sampling as Sampling
+    from windlass.hf import prompt_cache as prompt_cache
+    from windlass.hf.attach import attach as attach
+    from windlass.hf.attach import detach as detach
+    from windlass.hf.kv_cache import KVCache as KVCache
     from windlass.policies import DMC as DMC
     from windlass.policies import H2O as H2O
     from windlass.policies import RKV as RKV
@@ -48,32 +48,32 @@ if TYPE_CHECKING:
     from windlass.policies import Smoothed as Smoothed
     from windlass.policies import SnapKV as SnapKV
     from windlass.policies import TriAttention as TriAttention
-    from windlass.positions import Clamp as Clamp
-    from windlass.positions import Compact as Compact
-    from windlass.positions import Original as Original
-    from windlass.positions import SelfExtend as SelfExtend
-    from windlass.result import Result as Result
-    from windlass.sampling import Sampling as Sampling
-    from windlass.store import Plain as Plain
+    from windlass.positions.modes import Clamp as Clamp
+    from windlass.positions.modes import Compact as Compact
+    from windlass.positions.modes import Original as Original
+    from windlass.positions.modes import SelfExtend as SelfExtend
+    from windlass.stores.base import Plain as Plain
+    from windlass.stores.low_bit import Int4 as Int4
+    from windlass.stores.low_bit import Int8 as Int8
 
 __version__ = "0.1.0"
 
-_MODULES = ("policies", "prompt_cache", "testing")
+_MODULES = {"policies": "policies", "prompt_cache": "hf.prompt_cache", "testing": "testing"}
 _HOMES = {
-    "cache": ("KVCache",),
-    "engine": ("Stream", "generate", "prefill", "stream"),
-    "errors": ("PolicyError", "PromptCacheError", "UnsupportedModel", "UsageError", "WindlassError"),
-    "hf": ("attach", "detach"),
-    "low_bit": ("Int4", "Int8"),
+    "hf.kv_cache": ("KVCache",),
+    "engine.generate": ("Stream", "generate", "prefill", "stream"),
+    "core.errors": ("PolicyError", "PromptCacheError", "UnsupportedModel", "UsageError", "WindlassError"),
+    "hf.attach": ("attach", "detach"),
+    "stores.low_bit": ("Int4", "Int8"),
     "policies": (
         *("ByValueNorm", "ExpectedAttention", "H2O", "InChunks", "InGroups", "KeyDiff", "KeyNorm", "LagKV", "Leverage"),
         *("Composite", "KVzip", "Pairs", "Policy", "Pyramid", "RKV", "Random", "Recent", "Smoothed", "SnapKV", "TOVA"),
         *("TriAttention", "Compactor", "DMC"),
     ),
-    "positions": ("Clamp", "Compact", "Original", "SelfExtend"),
-    "result": ("Result",),
-    "sampling": ("Sampling",),
-    "store": ("Plain",),
+    "positions.modes": ("Clamp", "Compact", "Original", "SelfExtend"),
+    "engine.result": ("Result",),
+    "engine.sampling": ("Sampling",),
+    "stores.base": ("Plain",),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -83,7 +83,7 @@ __all__ = sorted([*_HOME_OF, *_MODULES])
 def __getattr__(name: str) -> object:
     """The public name, out of the module that defines it."""
     if name in _MODULES:
-        return import_module(f"windlass.{name}")
+        return import_module(f"windlass.{_MODULES[name]}")
     if name not in _HOME_OF:
         raise AttributeError(f"module 'windlass' has no attribute {name!r}")
     value: object = getattr(import_module(f"windlass.{_HOME_OF[name]}"), name)

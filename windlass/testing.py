@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from windlass.errors import PolicyError, UsageError
-from windlass.layer import LayerCache
+from windlass.cache.layer import LayerCache
+from windlass.cache.second_pass import reread
+from windlass.core.errors import PolicyError, UsageError
+from windlass.core.rotary_index import EMPTY
+from windlass.core.shapes import NewKeys, PerSlot, Queries, Scores
+from windlass.core.step import AttentionCall, Limits, Step
 from windlass.policies import Observation, Policy, Slots
 from windlass.policies.base import Arrival
-from windlass.positions import Original
-from windlass.reading import EMPTY
-from windlass.reread import reread
-from windlass.shapes import NewKeys, PerSlot, Queries, Scores
-from windlass.step import AttentionCall, Limits, Step
-from windlass.store import Plain
+from windlass.positions.modes import Original
+from windlass.stores.base import Plain
 
 VOCABULARY = 97  # of every tiny model
 SLIDING_WINDOW = 11  # of the tiny models that have one

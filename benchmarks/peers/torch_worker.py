@@ -7,7 +7,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Static
 from worker import CHUNK, About, Peer, options, serve
 
 import windlass
-from windlass.engine import prefill
+from windlass.engine.generate import prefill
 
 
 class TorchPeer(Peer):

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from windlass import demo
-from windlass.terminal import read_text
+from windlass.cli import demo
+from windlass.cli.terminal import read_text
 
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 

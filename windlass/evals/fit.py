@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedTokenizerBase
 
-from windlass.errors import UsageError, WindlassError
+from windlass.core.errors import UsageError, WindlassError
+from windlass.engine.text import encode
 from windlass.evals.task import Sample, Task
-from windlass.text import encode
 
 
 @dataclass(frozen=True)

@@ -4,17 +4,17 @@ import itertools
 import re
 from dataclasses import dataclass
 
-from windlass.errors import UsageError
+from windlass.core.errors import UsageError
+from windlass.core.spec import list_of, whole_number
+from windlass.core.step import MOST
 from windlass.evals.load import load_task
 from windlass.evals.task import Task
-from windlass.low_bit import store_of
 from windlass.merge import Merge, merge_of
 from windlass.policies import Policy, Recent
 from windlass.policies.load import load_policy
-from windlass.positions import PositionMode, position_mode
-from windlass.spec import list_of, whole_number
-from windlass.step import MOST
-from windlass.store import Store
+from windlass.positions.modes import PositionMode, position_mode
+from windlass.stores.base import Store
+from windlass.stores.low_bit import store_of
 
 ALL = "all"
 NONE = "none"

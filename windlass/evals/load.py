@@ -4,11 +4,11 @@ import inspect
 import re
 from pathlib import Path
 
-from windlass.errors import UsageError
+from windlass.core.errors import UsageError
+from windlass.core.plugin import Kind
 from windlass.evals.fit import task_errors
 from windlass.evals.task import Task
 from windlass.evals.tasks import NAMES
-from windlass.user_file import Kind
 
 TASKS = Kind("task", "tasks", Task, "windlass.evals.Task", UsageError)
 

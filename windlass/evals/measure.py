@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass import engine
-from windlass.cache import KVCache
+from windlass.engine import generate as engine
+from windlass.engine.text import encode
 from windlass.evals.fit import Fitted, task_errors
 from windlass.evals.grid import Settings
 from windlass.evals.task import Task, Turn
-from windlass.hf import forward
-from windlass.text import encode
+from windlass.hf.attach import forward
+from windlass.hf.kv_cache import KVCache
 
 CHUNK = 128  # tokens of a text with questions per step, or the budget where that is less
 STRIDE = 16  # tokens per step of a text that is predicted: what a token sees beyond the budget

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.errors import UsageError
-from windlass.terminal import note
+from windlass.cli.terminal import note
+from windlass.core.errors import UsageError
 
 VERSION = 2
 START = b'{"kind": "'  # of every line

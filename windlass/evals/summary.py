@@ -7,9 +7,9 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from windlass.describe import in_units
+from windlass.cache.describe import in_units
+from windlass.evals.report.summaries import wilson
 from windlass.evals.results import Line
-from windlass.report.summaries import wilson
 
 ALWAYS = ("task", "policy", "asked_budget")
 VARIED = ("length", "merge", "positions", "store", "is_aware")  # shown where they differ

@@ -13,18 +13,18 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.bench_depth import LayerShape, layer_shapes
-from windlass.cache import KVCache
-from windlass.errors import UsageError
+from windlass.cli.terminal import INTERRUPTED, note, progress
+from windlass.core.errors import UsageError
+from windlass.engine.text import encode
 from windlass.evals.fit import Fitted, fit, shortest
 from windlass.evals.grid import Grid, Lists, Settings, grid_of
 from windlass.evals.measure import Outcome, answered, cache_of, predicted
 from windlass.evals.results import VERSION, Identity, Line, Results, identity, open_results
+from windlass.evals.speed.depth import LayerShape, layer_shapes
 from windlass.evals.summary import summary
 from windlass.evals.task import Task
-from windlass.open_model import open_model
-from windlass.terminal import INTERRUPTED, note, progress
-from windlass.text import encode
+from windlass.hf.kv_cache import KVCache
+from windlass.hf.load import open_model
 
 FULL_TOKENS = 4096  # of texts that a full cache reads too, if a model does not tell how long those of its training were
 PIPE_WIDTH = 240

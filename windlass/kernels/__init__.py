@@ -13,11 +13,9 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from windlass.held import Held
-from windlass.kernels import blocks, cpu, reference
-from windlass.kernels.reference import Mass, Visibility, Writes
-from windlass.reading import Reading
-from windlass.shapes import (
+from windlass.core.packed import Held
+from windlass.core.rotary_index import Reading
+from windlass.core.shapes import (
     Attended,
     ObservedColumns,
     PerSlot,
@@ -29,6 +27,9 @@ from windlass.shapes import (
     SlotIndex,
     SlotPositions,
 )
+from windlass.kernels import cpu, reference
+from windlass.kernels import sdpa as blocks
+from windlass.kernels.reference import Mass, Visibility, Writes
 
 
 def attend(

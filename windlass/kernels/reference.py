@@ -8,11 +8,9 @@ from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn.functional import normalize
 
-from windlass.held import Held
-from windlass.ranking import total_order
-from windlass.reading import EMPTY, RESERVED, Branch, Reading
-from windlass.rotary import rotate
-from windlass.shapes import (
+from windlass.core.packed import Held
+from windlass.core.rotary_index import EMPTY, RESERVED, Branch, Reading
+from windlass.core.shapes import (
     Attended,
     ObservedColumns,
     PerSlot,
@@ -24,6 +22,8 @@ from windlass.shapes import (
     SlotIndex,
     SlotPositions,
 )
+from windlass.kernels.ranking import total_order
+from windlass.positions.rotary import rotate
 
 # (batch, heads, slots) or (batch, heads, slots, width), and what comes: tokens in the place of slots, or one number
 Writes = Sequence[tuple[Tensor, Tensor | float]]

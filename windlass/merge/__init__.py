@@ -22,7 +22,7 @@ Liu et al. 2025 (arXiv:2503.10714).
 
 from windlass.merge.absorb import Room, absorb
 from windlass.merge.base import FRAMES, Joined, Merge
-from windlass.merge.reading import MERGED, READS, as_read, holds_cells
+from windlass.merge.readout import MERGED, READS, as_read, holds_cells
 from windlass.merge.rules import D2O, MERGES, KeepKV, Mean, MeanCount, Pick, Sum, Values, Weighted
 from windlass.merge.spec import checked_merge, merge_of, readable
 from windlass.merge.targets import TARGETS

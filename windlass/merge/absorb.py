@@ -6,14 +6,14 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
+from windlass.core.shapes import SlotIndex, SlotPositions
+from windlass.core.step import Limits, Record
 from windlass.merge.base import FRAMES, LIKENESS, Groups, Joined, Members, Merge, groups_of
 from windlass.merge.newest import newest
-from windlass.merge.reading import MERGED, OFFSET, SPREAD, damped, take_places, undamped
+from windlass.merge.readout import MERGED, OFFSET, SPREAD, damped, take_places, undamped
 from windlass.merge.targets import FINENESS, TARGETS, Seekers, likeness_of, without_rare
-from windlass.rotary import Turns
-from windlass.shapes import SlotIndex, SlotPositions
-from windlass.step import Limits, Record
-from windlass.store import Store
+from windlass.positions.rotary import Turns
+from windlass.stores.base import Store
 
 MOVED = 0.5  # of the way from the running mean of cosines to that of a step
 LEAST = 1e-30  # weight, of a slot that holds nothing, which is divided by

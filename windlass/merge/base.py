@@ -8,8 +8,8 @@ from typing import ClassVar, Final
 import torch
 from torch import Tensor
 
-from windlass.errors import UsageError
-from windlass.merge.reading import MERGED, READS, STATES
+from windlass.core.errors import UsageError
+from windlass.merge.readout import MERGED, READS, STATES
 from windlass.merge.targets import TARGETS
 
 FRAMES: Final = ("unrotated", "rotated")

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from windlass.rotary import Turns
-from windlass.shapes import PerSlot, SlotKeys
-from windlass.step import Record
+from windlass.core.shapes import PerSlot, SlotKeys
+from windlass.core.step import Record
+from windlass.positions.rotary import Turns
 
 
 @dataclass(frozen=True)

@@ -3,14 +3,14 @@
 import re
 from dataclasses import fields
 
-from windlass.errors import UsageError
+from windlass.core.errors import UsageError
 from windlass.merge.base import FRAMES, Merge
-from windlass.merge.reading import READS
+from windlass.merge.readout import READS
 from windlass.merge.rules import MERGES
 from windlass.merge.targets import TARGETS
 from windlass.policies.base import Policy
-from windlass.positions import Clamp, Compact, Original, PositionMode, SelfExtend, position_mode
-from windlass.store import Plain, Store
+from windlass.positions.modes import Clamp, Compact, Original, PositionMode, SelfExtend, position_mode
+from windlass.stores.base import Plain, Store
 
 FORM = "mean_count(next, rotated, rare=0.1)"
 

@@ -9,9 +9,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from windlass import kernels
-from windlass.held import Held
-from windlass.reading import EMPTY
-from windlass.shapes import SlotIndex, SlotKeys, SlotPositions
+from windlass.core.packed import Held
+from windlass.core.rotary_index import EMPTY
+from windlass.core.shapes import SlotIndex, SlotKeys, SlotPositions
 
 FINENESS: Final = 2.0**16  # steps of a cosine, so that rounding does not choose between equal keys
 BLOCK: Final = 256  # tokens whose cosines with all cells are alive at once

@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import Scores
 from windlass.policies.base import Slots
 from windlass.policies.wrappers import Wrapper
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

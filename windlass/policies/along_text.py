@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from windlass.shapes import Scores, SlotIndex
+from windlass.core.shapes import Scores, SlotIndex
 
 
 def along_text(states: Tensor, order: SlotIndex) -> Tensor:

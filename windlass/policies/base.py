@@ -43,9 +43,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from windlass.errors import PolicyError
-from windlass.held import Held
-from windlass.shapes import (
+from windlass.core.errors import PolicyError
+from windlass.core.packed import Held
+from windlass.core.shapes import (
     NewKeys,
     PerSlot,
     Queries,
@@ -57,7 +57,7 @@ from windlass.shapes import (
     SlotValues,
     TokenIds,
 )
-from windlass.store import Store
+from windlass.stores.base import Store
 
 TOKEN: Final = "token"  # state: the token's id, which float32 holds exactly up to 2**24
 WEIGHT: Final = "token_weight"  # state: what the token weighs in a cell, for rules of merging that ask

@@ -8,11 +8,11 @@ from torch import Tensor
 from torch.nn.functional import avg_pool1d
 
 from windlass import kernels
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import Scores
 from windlass.policies.along_text import along_text, to_slots
 from windlass.policies.base import Observation, Policy, Slots
 from windlass.policies.leverage import Leverage
-from windlass.shapes import Scores
 
 BLOCK = 256  # positions of a text that look at one another
 

@@ -6,10 +6,10 @@ from typing import ClassVar, Final
 import torch
 
 from windlass import kernels
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import NewKeys, Queries, Scores
 from windlass.policies.along_text import ranks, to_slots
 from windlass.policies.base import ACCUMULATES, WEIGHT, Arrival, Policy, Slots
-from windlass.shapes import NewKeys, Queries, Scores
 
 JOINS: Final = "joins"  # state: 1 where a token is to go into the one that came after it
 

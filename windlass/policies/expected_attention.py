@@ -7,10 +7,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import Scores
 from windlass.policies.base import Observation, Policy, Slots
 from windlass.policies.query_means import carried, counted, products, take_in
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

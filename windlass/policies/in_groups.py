@@ -5,11 +5,11 @@ from dataclasses import dataclass
 import torch
 
 from windlass import kernels
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import Scores
 from windlass.policies.along_text import ranks, to_slots
 from windlass.policies.base import Slots
 from windlass.policies.wrappers import Wrapper
-from windlass.shapes import Scores
 
 MOST_GROUP = 2**16
 

@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 
 from windlass import kernels
+from windlass.core.shapes import Scores
 from windlass.policies.base import Policy, Slots
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

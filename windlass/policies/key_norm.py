@@ -5,8 +5,8 @@ from dataclasses import dataclass
 import torch
 from torch.linalg import vector_norm
 
+from windlass.core.shapes import Scores
 from windlass.policies.base import Policy, Slots
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import ClassVar
 
 import torch
 
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import Scores
 from windlass.policies.base import Observation, Policy, Slots
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

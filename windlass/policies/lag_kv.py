@@ -7,10 +7,10 @@ from torch import Tensor
 from torch.linalg import vector_norm
 
 from windlass import kernels
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import Scores
 from windlass.policies.along_text import along_text, to_slots
 from windlass.policies.base import Policy, Slots
-from windlass.shapes import Scores
 
 LEAST_RANGE = 1e-6  # of a channel over a block: where tokens are repeated it is 0
 

@@ -6,9 +6,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import Scores
 from windlass.policies.base import Policy, Slots
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

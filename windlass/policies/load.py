@@ -5,9 +5,9 @@ import inspect
 import re
 from dataclasses import dataclass
 
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.plugin import Kind
 from windlass.policies import NAMES, WRAPPERS, Pairs, Policy
-from windlass.user_file import Kind
 
 Value = bool | int | float | Policy | None
 KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS}

@@ -9,13 +9,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
-from windlass import kernels, pair_table
-from windlass.errors import PolicyError, UsageError
-from windlass.fingerprint import fingerprint
-from windlass.pair_table import PairTable
+from windlass import kernels
+from windlass.core.errors import PolicyError, UsageError
+from windlass.core.shapes import Scores
+from windlass.hf.fingerprint import fingerprint
+from windlass.policies import pair_table
 from windlass.policies.along_text import ranks, to_slots
 from windlass.policies.base import TOKEN, Policy, Slots
-from windlass.shapes import Scores
+from windlass.policies.pair_table import PairTable
 
 ROUNDS: Final = 4  # of choosing pairs that do not touch; what is left after them is chosen as it stands
 NEVER: Final = 2**62  # the turn of what must not join

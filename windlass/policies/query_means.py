@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor
 
+from windlass.core.shapes import SlotKeys
 from windlass.policies.base import Observation, Slots
-from windlass.rotary import rotate
-from windlass.shapes import SlotKeys
+from windlass.positions.rotary import rotate
 
 
 def counted(seen: Observation, start: int) -> Tensor:

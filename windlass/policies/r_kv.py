@@ -8,10 +8,10 @@ from torch import Tensor
 from torch.nn.functional import max_pool1d, normalize
 
 from windlass import kernels
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import Scores
 from windlass.policies.along_text import along_text, to_slots
 from windlass.policies.base import Observation, Policy, Slots
-from windlass.shapes import Scores
 
 BLOCK_BYTES = 4 * 2**20  # of cosines alive at once: few enough for the cache of a CPU
 

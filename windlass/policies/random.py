@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+from windlass.core.shapes import Scores
 from windlass.policies.base import Policy, Slots
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

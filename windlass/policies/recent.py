@@ -3,8 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
+from windlass.core.shapes import Scores
 from windlass.policies.base import Policy, Slots
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

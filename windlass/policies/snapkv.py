@@ -7,9 +7,9 @@ import torch
 from torch.nn.functional import max_pool1d
 
 from windlass import kernels
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import Scores
 from windlass.policies.base import Observation, Policy, Slots
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

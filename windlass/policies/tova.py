@@ -5,8 +5,8 @@ from typing import ClassVar
 
 import torch
 
+from windlass.core.shapes import Scores
 from windlass.policies.base import Observation, Policy, Slots
-from windlass.shapes import Scores
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ import torch
 from transformers import PreTrainedModel
 
 from windlass import kernels
-from windlass.errors import PolicyError
+from windlass.core.errors import PolicyError
+from windlass.core.shapes import NewKeys, Queries, Scores
 from windlass.policies.along_text import to_slots
 from windlass.policies.base import Arrival, Observation, Policy, Slots
-from windlass.shapes import NewKeys, Queries, Scores
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from windlass.demo import BEFORE, HIDDEN
+from windlass.cli.demo import BEFORE, HIDDEN
 from windlass.evals import keys
 from windlass.evals.filler import NOISE, Filler, from_file, hide
 from windlass.evals.task import Sample, Task, Turn

@@ -7,12 +7,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from windlass.errors import UsageError
-from windlass.held import Held
-from windlass.kernels import reference
-from windlass.kernels.reference import Mass, Visibility, Writes, reserve
-from windlass.reading import Branch, Reading
-from windlass.shapes import (
+from windlass.core.errors import UsageError
+from windlass.core.packed import Held
+from windlass.core.rotary_index import Branch, Reading
+from windlass.core.shapes import (
     Attended,
     ObservedColumns,
     PerSlot,
@@ -25,6 +23,8 @@ from windlass.shapes import (
     SlotIndex,
     SlotPositions,
 )
+from windlass.kernels import reference
+from windlass.kernels.reference import Mass, Visibility, Writes, reserve
 
 WHY_MISSING = ""
 try:

@@ -6,10 +6,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from windlass.held import Held
+from windlass.core.packed import Held
+from windlass.core.rotary_index import Branch, Reading
+from windlass.core.shapes import QueryPositions, RotaryTable, Scores, SlotPositions
 from windlass.kernels.reference import Visibility
-from windlass.reading import Branch, Reading
-from windlass.shapes import QueryPositions, RotaryTable, Scores, SlotPositions
 
 FLOATS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 MOST_CHANNELS: Final = 256

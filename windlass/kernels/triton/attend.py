@@ -16,7 +16,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.held import Held
+from windlass.core.packed import Held
+from windlass.core.rotary_index import Reading
+from windlass.core.shapes import Attended, ObservedColumns, Queries, QueryPositions, RotaryTable, Scores, SlotPositions
 from windlass.kernels.reference import Mass, Visibility
 from windlass.kernels.triton import plan
 from windlass.kernels.triton.arguments import FLOATS, Numbers, Sight, Strided, as_numbers, as_sight, knows
@@ -30,16 +32,6 @@ from windlass.kernels.triton.tiles import (
     queries_of,
     seen_by_any,
     with_sinks,
-)
-from windlass.reading import Reading
-from windlass.shapes import (
-    Attended,
-    ObservedColumns,
-    Queries,
-    QueryPositions,
-    RotaryTable,
-    Scores,
-    SlotPositions,
 )
 
 NARROWEST: Final = 16  # channels or rows that a tensor core takes at once

@@ -12,10 +12,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.core.rotary_index import RESERVED
+from windlass.core.shapes import RowCounts, Scores, SlotIndex, SlotPositions
 from windlass.kernels import reference
 from windlass.kernels.reference import Writes
-from windlass.reading import RESERVED
-from windlass.shapes import RowCounts, Scores, SlotIndex, SlotPositions
 
 BLOCK: Final = 4096  # slots that a program takes at once
 LARGEST: Final = 8192  # slots whose keys a program holds in registers

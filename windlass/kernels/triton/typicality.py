@@ -10,12 +10,12 @@ import torch
 import triton
 import triton.language as tl
 
-from windlass.held import Held
+from windlass.core.packed import Held
+from windlass.core.shapes import PerSlot, SlotPositions
 from windlass.kernels import reference
 from windlass.kernels.triton import plan
 from windlass.kernels.triton.arguments import as_numbers, as_plane
 from windlass.kernels.triton.tiles import at_head, numbers_of
-from windlass.shapes import PerSlot, SlotPositions
 
 LEAST_NORM = tl.constexpr(reference.LEAST_NORM)
 

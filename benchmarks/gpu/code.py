@@ -1,0 +1,162 @@
+"""What the compiler makes of the Triton kernels for an H200: registers, spills and shared memory. Needs no GPU.
+
+Compiles each kernel as `windlass.kernels` would launch it, for bfloat16 queries, and prints one JSON line each.
+One that spills, or takes more than the 227 KiB of shared memory there are, is a fault.
+
+    python -m gpu.code            # all variants, minutes
+    python -m gpu.code "decode 128 plain original" "prefill 64 int8 original mass" evict
+"""
+
+import importlib
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+
+import torch
+import triton
+from torch import Tensor
+from triton.backends.compiler import GPUTarget
+
+from windlass.core.packed import Held
+from windlass.kernels.reference import Visibility
+from windlass.positions.modes import position_mode
+
+TARGET = GPUTarget("cuda", 90, 32)
+SLOTS, KV_HEADS, GROUP = 4096, 8, 4
+TOKENS = {"decode": 1, "prefill": 512}
+STORES = {"plain": 16, "int8": 8, "int4": 4}
+KERNELS = {
+    "attend": ("attend_kernel", "join_kernel", "mass_kernel"),
+    "typicality": ("sums_kernel", "cosines_kernel"),
+    "slots": ("_first_free", "_text_order", "_evict", "_write"),
+    "codes": ("_encode",),
+}
+MODULES = {name: importlib.import_module(f"windlass.kernels.triton.{name}") for name in KERNELS}
+
+
+class Device:
+    """Stands in for the device that Triton would compile for."""
+
+    def get_current_target(self) -> GPUTarget:
+        return TARGET
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+class Compiled:
+    """Takes a kernel's place: compiles what would be launched, and keeps it."""
+
+    def __init__(self, kernel: triton.JITFunction) -> None:
+        self.kernel = kernel
+        self.made: list[object] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> "Compiled":
+        return self
+
+    def __call__(self, *args: object, **options: object) -> None:
+        self.made.append(self.kernel.warmup(*args, grid=(1,), **options))
+
+
+def main() -> None:
+    triton.runtime.driver.set_active(Device())
+    kernels = []
+    for module, name in ((MODULES[home], name) for home, names in KERNELS.items() for name in names):
+        kernels.append(Compiled(getattr(module, name)))
+        setattr(module, name, kernels[-1])
+    for name, call in itertools.chain(attended(), of_slots()):
+        if sys.argv[1:] and name not in sys.argv[1:]:
+            continue
+        for each in kernels:
+            each.made.clear()
+        call()
+        for each in kernels:
+            for made in each.made:
+                row = {"variant": name, "kernel": each.kernel.__name__, **resources(made)}
+                print(json.dumps(row), flush=True)
+
+
+def attended() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of `attend`, each with its name."""
+    for step, head_dim, store, mode, mass in itertools.product(
+        TOKENS, (64, 128), STORES, ("original", "self_extend(8, 512)"), ("", "mass")
+    ):
+        tokens, bits = TOKENS[step], STORES[store]
+        if tokens == 1 and mode != "original":
+            continue  # one branch serves a single token
+        where = torch.arange(SLOTS - tokens, SLOTS, dtype=torch.int32)[None]
+        call = partial(
+            MODULES["attend"].attend,
+            queries=torch.zeros(1, tokens, KV_HEADS * GROUP, head_dim, dtype=torch.bfloat16).transpose(1, 2),
+            keys=held(head_dim, bits, torch.zeros(KV_HEADS, head_dim)),
+            values=held(head_dim, bits, None),
+            slot_positions=positions(),
+            query_positions=where,
+            reading=position_mode(mode).read(positions(), where),
+            tables=(torch.zeros(SLOTS, head_dim // 2, dtype=torch.float16),) * 2,
+            scale=head_dim**-0.5,
+            visibility=Visibility(),
+            observed=torch.arange(min(tokens, 32))[None] if mass else None,
+            is_rest_wanted=bool(mass) and tokens > 1,
+        )
+        yield " ".join((step, str(head_dim), store, mode, mass)).strip(), call
+
+
+def of_slots() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of what else a step asks, each with its name."""
+    slots, codes = MODULES["slots"], MODULES["codes"]
+    for head_dim, (store, bits) in itertools.product((64, 128), STORES.items()):
+        keys = held(head_dim, bits, torch.zeros(KV_HEADS, head_dim))
+        yield f"typicality {head_dim} {store}", partial(MODULES["typicality"].typicality, keys, positions())
+        new = torch.zeros(1, KV_HEADS, 1, head_dim, dtype=torch.bfloat16)
+        if bits < 16:
+            yield f"encode {head_dim} {store}", partial(codes.encode, new, keys.centres, bits)
+            continue
+        index, at = torch.zeros(1, KV_HEADS, 1, dtype=torch.int64), torch.zeros(1, KV_HEADS, 1, dtype=torch.int32)
+        writes = [(keys.codes, new), (keys.codes, new), (positions(), at), (positions().float(), 0.0)]
+        yield f"write {head_dim}", partial(slots.write_all, index, writes)
+    yield "first_free", partial(slots.first_free, positions(), 1)
+    yield "text_order", partial(slots.text_order, positions())
+    ends = torch.full((1,), SLOTS)
+    for name, window in (("evict", None), ("evict sliding", 1024)):
+        yield name, partial(slots.evict, positions().float(), positions(), ends, 4, 64, window, 32)
+
+
+def positions() -> Tensor:
+    return torch.arange(SLOTS, dtype=torch.int32).repeat(1, KV_HEADS, 1)
+
+
+def held(width: int, bits: int, centres: Tensor | None) -> Held:
+    if bits == 16:
+        return Held(torch.zeros(1, KV_HEADS, SLOTS, width, dtype=torch.bfloat16), 16)
+    codes = torch.zeros(1, KV_HEADS, SLOTS, width * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+    return Held(codes, bits, torch.zeros(1, KV_HEADS, SLOTS, 1, dtype=torch.float16), centres)
+
+
+def resources(made: object) -> dict[str, int]:
+    """Of a compiled kernel, per thread and per program."""
+    ptxas = triton.knobs.nvidia.ptxas.path
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "kernel.ptx"
+        source.write_text(made.asm["ptx"])
+        told = subprocess.run(
+            [ptxas, "-v", "--gpu-name=sm_90a", str(source), "-o", str(source.with_suffix(".cubin"))],
+            capture_output=True, text=True, check=True,
+        ).stderr  # fmt: skip
+    numbers = {"registers": r"Used (\d+) registers", "spill_bytes": r"(\d+) bytes spill stores"}
+    found = {name: int(re.search(pattern, told)[1]) for name, pattern in numbers.items()}
+    fetched = len(re.findall(r"cp\.async\.c[ag]", made.asm["ptx"]))
+    return {**found, "shared_bytes": made.metadata.shared, "async_copies": fetched, "warps": made.metadata.num_warps}
+
+
+if __name__ == "__main__":
+    main()

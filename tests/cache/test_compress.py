@@ -1,0 +1,235 @@
+"""`compress`: a cache that held more is as one that had the budget from the start and read the text in one chunk."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+import windlass
+from tests.cache.test_cache import MODES, POLICIES, Models, read
+from tests.cache.test_edits import Text, held
+from tests.cache.test_rollback import assert_same
+from windlass import (
+    H2O,
+    Composite,
+    ExpectedAttention,
+    KeyDiff,
+    KeyNorm,
+    KVCache,
+    Recent,
+    SnapKV,
+    UsageError,
+    prompt_cache,
+)
+from windlass.core.step import SPARE
+from windlass.policies import Policy
+from windlass.testing import SLIDING_WINDOW
+
+LENGTHS = (50, 23, 31)
+
+
+def filled(model: PreTrainedModel, text: Text, budget: int | None, **options: object) -> KVCache:
+    """A cache of three rows that read texts of different lengths in one chunk."""
+    cache = KVCache(model, budget, chunk=64, batch=3, **options)  # type: ignore[arg-type]
+    windlass.prefill(model, cache, [text(n, seed=n)[0].tolist() for n in LENGTHS])
+    return cache
+
+
+@pytest.mark.parametrize("wide", [None, 40])
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_it_is_the_twin_that_had_the_budget(
+    attached_model: Models, text: Text, policy: Policy, wide: int | None
+) -> None:
+    """`wide` is a budget that has already evicted from the longest row."""
+    model = attached_model("llama")
+    caches = filled(model, text, wide, policy=policy, window=3), filled(model, text, 12, policy=policy, window=3)
+    caches[0].compress(12)
+    if policy.is_recency:  # it attends to its window alone from the start, so that its keys are others
+        assert [held(caches[0], 1, row) for row in range(3)] == [held(caches[1], 1, row) for row in range(3)]
+    elif wide is None:
+        assert_same(*caches)
+        assert caches[0].limits == caches[1].limits
+        more = text(9, rows=3, seed=9)
+        logits = [read(model, cache, more, 1) for cache in caches]
+        torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
+        logits = [read(model, cache, text(30, rows=3, seed=8), 30) for cache in caches]
+        torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
+        assert_same(*caches)
+    for layer in caches[0].layers:
+        assert (layer.positions >= 0).sum(-1).unique().tolist() == [12]
+        assert (layer.positions.sort(-1).values[..., -12:-8] == torch.arange(4)).all()
+
+
+@pytest.mark.parametrize("merge", [None, "mean_count", "values(next)"])
+@pytest.mark.parametrize("store", ["plain", "int8", "int4"])
+@pytest.mark.parametrize("mode", MODES)
+def test_with_every_store_merge_and_mode(
+    attached_model: Models, text: Text, store: str, merge: str | None, mode: str
+) -> None:
+    model = attached_model("llama")
+    if merge is None:
+        store = {"int4": "int4(sinks=2, newest=5)"}.get(store, store)
+    options = {"policy": SnapKV(8, 3), "store": store, "positions": mode}
+    caches = [filled(model, text, budget, merge=merge if budget else None, **options) for budget in (None, 14)]
+    if merge is None:
+        caches[0].compress(14)
+    else:  # a cache that merges has a budget
+        caches[0] = filled(model, text, 60, merge=merge, **options)
+        caches[0].given_window = None
+        caches[0].compress(14)
+    if store == "plain":
+        assert_same(*caches)
+    more = text(9, rows=3, seed=9)
+    torch.testing.assert_close(*(read(model, cache, more, 1) for cache in caches), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", [KeyDiff(), Composite(KeyDiff())], ids=repr)
+def test_a_rule_that_asks_for_a_query_does_without(attached_model: Models, text: Text, policy: Policy) -> None:
+    """No query is there when a cache is cut: then `keepkv` takes the mean of all tokens, as if all logits were 0."""
+    model, ids = attached_model("gemma2"), text(40, rows=2)
+    caches = [
+        KVCache(model, 50, policy, sinks=2, window=3, chunk=64, batch=2, merge=merge)
+        for merge in ("keepkv(next, threshold=-1)", "mean_count(next)")
+    ]
+    for cache in caches:
+        read(model, cache, ids, 40)
+        cache.compress(14)
+    assert all(float(layer.state["merged"].max()) > 0 for layer in caches[0].layers if layer.merge is not None)
+    assert_same(*caches)
+    more = [read(model, cache, text(9, rows=2, seed=1), 9) for cache in caches]
+    torch.testing.assert_close(*more, atol=1e-5, rtol=0)
+    read(model, caches[0], text(1, rows=2), 1)
+    assert all(tensor.isfinite().all() for layer in caches[0].layers for tensor in layer.tensors().values())
+
+
+@pytest.mark.parametrize("rollback", [0, 7])
+def test_memory_is_by_the_formula_at_once(attached_model: Models, text: Text, rollback: int) -> None:
+    model = attached_model("llama")
+    cache = filled(model, text, None, policy=KeyDiff(), rollback=rollback)
+    before = cache.nbytes()
+    cache.compress(12)
+    slots = 12 + SPARE + rollback
+    assert cache.nbytes() == 2 * 3 * 3 * slots * ((8 + 8) * 4 + 4) < before
+    read(model, cache, text(1, rows=3), 1)
+    assert cache.nbytes() == 2 * 3 * 3 * slots * ((8 + 8) * 4 + 4)
+    assert "budget   12 tokens a layer, sinks 4, window 2" in cache.describe()
+    assert f"held     12 of {slots} slots in 2 layers" in cache.describe()
+
+
+@pytest.mark.parametrize("budget", [None, 20])
+def test_what_came_before_cannot_be_taken_back(attached_model: Models, text: Text, budget: int | None) -> None:
+    model = attached_model("llama")
+    cache = KVCache(model, budget)
+    read(model, cache, text(30), 30)
+    cache.compress(12)
+    with pytest.raises(UsageError, match="rollback of 1 tokens, but row 0 was edited 0 tokens ago"):
+        cache.rollback(1)
+    twin = copy.deepcopy(cache)
+    read(model, cache, text(5, seed=1), 5)
+    cache.rollback(3)
+    read(model, twin, text(5, seed=1)[:, :2], 2)
+    assert_same(cache, twin)
+
+
+@pytest.mark.parametrize("policy", [KeyNorm(), H2O(), ExpectedAttention(), Recent()], ids=repr)
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+@pytest.mark.parametrize("budget", [SLIDING_WINDOW + 3, SLIDING_WINDOW, SLIDING_WINDOW - 2])
+def test_sliding_windows(attached_model: Models, text: Text, policy: Policy, family: str, budget: int) -> None:
+    """A layer of a whole window keeps it while it fits; else a policy that observes starts from its newest tokens."""
+    model = attached_model(family)
+    caches = [KVCache(model, wide, policy, sinks=2, window=3, chunk=64) for wide in (None, budget)]
+    for cache in caches:
+        read(model, cache, text(40), 40)
+    caches[0].compress(budget)
+    for mine, theirs in zip(*(cache.layers for cache in caches), strict=True):
+        assert (mine.budget, type(mine.policy), mine.positions.shape[1]) == (
+            theirs.budget,
+            type(theirs.policy),
+            theirs.positions.shape[1],
+        )
+        is_blind = policy.observed_queries != 0 and mine.sliding_window is not None and budget < mine.sliding_window
+        for index, head in enumerate(held(caches[0], mine.index)):
+            truth = list(range(40 - budget, 40)) if is_blind else held(caches[1], mine.index)[index]
+            assert head == truth
+    read(model, caches[0], text(20, seed=1), 7)
+    assert [layer.most_held for layer in caches[0].layers] == [layer.budget for layer in caches[1].layers]
+
+
+def test_a_saved_cache_keeps_its_new_budget(attached_model: Models, text: Text, tmp_path: Path) -> None:
+    model = attached_model("gemma3")
+    cache = filled(model, text, None, policy=SnapKV(8, 3))
+    cache.compress(9)
+    prompt_cache.save(cache, tmp_path / "cache", model)
+    loaded = prompt_cache.load(tmp_path / "cache", model)
+    assert loaded.budget == 9
+    more = text(30, rows=3, seed=9)
+    torch.testing.assert_close(*(read(model, one, more, 1) for one in (cache, loaded)), atol=1e-5, rtol=0)
+    assert_same(cache, loaded)
+
+
+def test_an_empty_or_a_shorter_text_just_gets_the_budget(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(40)
+    caches = [KVCache(model, budget, KeyDiff(), window=3, chunk=64) for budget in (None, None, 20)]
+    caches[0].compress(20)
+    read(model, caches[1], ids[:, :15], 15)
+    caches[1].compress(20)
+    read(model, caches[1], ids[:, 15:], 25)
+    for cache in (caches[0], caches[2]):
+        read(model, cache, ids[:, :15], 15)
+        read(model, cache, ids[:, 15:], 25)
+    assert_same(caches[0], caches[2])
+    assert_same(caches[1], caches[2])
+    caches[1].reset()
+    assert caches[1].budget == 20
+    assert all(layer.budget == 20 for layer in caches[1].layers)
+
+
+def test_the_default_window_follows_the_budget_and_a_given_one_stays(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama")
+    for given, asked, expected in ((None, None, 6), (9, None, 9), (9, 5, 5), (None, 5, 5)):
+        cache = KVCache(model, window=given)
+        read(model, cache, text(40), 40)
+        cache.compress(30, window=asked)
+        assert cache.limits == KVCache(model, 30, window=expected).limits
+
+
+@pytest.mark.parametrize(
+    ("budget", "window", "words"),
+    [
+        (0, None, "budget must be from 1 to 1073741824, got 0"),
+        (8, None, r"budget \(8 tokens\) must be at least sinks \(4\) \+ window \(5\) \+ 1, which is 10"),
+        (12, 8, r"budget \(12 tokens\) must be at least sinks \(4\) \+ window \(8\) \+ 1, which is 13"),
+        (12, 0, "window must be from 1"),
+        (21, None, "compress to 21 tokens, but the cache keeps 20; a budget can only be lowered"),
+    ],
+)
+def test_a_bad_budget_is_one_line_and_changes_nothing(
+    attached_model: Models, text: Text, budget: int, window: int | None, words: str
+) -> None:
+    model = attached_model("llama")
+    cache, twin = (KVCache(model, 20, H2O(), window=5) for _ in range(2))
+    for each in (cache, twin):
+        read(model, each, text(30), 30)
+    with pytest.raises(UsageError, match=words):
+        cache.compress(budget, window)
+    assert cache.limits == twin.limits
+    cache.rollback(1)
+    twin.rollback(1)
+    assert_same(cache, twin)
+
+
+def test_a_policy_that_saw_no_queries_says_so(plain_model: Models, attached_model: Models, text: Text) -> None:
+    with torch.no_grad():
+        held_elsewhere = plain_model("llama")(text(30), use_cache=True).past_key_values
+    model = attached_model("llama")
+    cache = KVCache.from_rotated(model, held_elsewhere, policy=ExpectedAttention())
+    with pytest.raises(UsageError, match=r"compress: ExpectedAttention.* has seen no queries yet; let the model read"):
+        cache.compress(12)
+    read(model, cache, text(1), 1)
+    cache.compress(12)
+    assert cache.layers[1].most_held == 12
+    cache = KVCache.from_rotated(model, held_elsewhere, policy=KeyDiff())
+    cache.compress(12)
+    assert cache.layers[1].most_held == 12

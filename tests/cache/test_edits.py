@@ -1,0 +1,212 @@
+"""Sequence edits: integers change, bytes do not, and what is read afterwards is exact."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import windlass
+from tests.cache.test_cache import Models, read
+from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError
+from windlass.policies import Policy
+
+Text = Callable[..., Tensor]
+
+
+def held(cache: KVCache, layer: int = 0, row: int = 0) -> list[list[int]]:
+    """Positions of what each head of a layer holds."""
+    return [sorted(p for p in head if p >= 0) for head in cache.layers[layer].positions[row].tolist()]
+
+
+@pytest.mark.parametrize("policy", [Recent(), KeyDiff()], ids=repr)
+def test_ten_thousand_shifts_leave_every_byte(attached_model: Models, text: Text, policy: Policy) -> None:
+    model, ids = attached_model("llama"), text(50)
+    cache, twin = (KVCache(model, budget=20, policy=policy) for _ in range(2))
+    for one in (cache, twin):
+        read(model, one, ids[:, :40], 40)
+    before = [{name: tensor.clone() for name, tensor in layer.tensors().items()} for layer in cache.layers]
+    generator = torch.Generator().manual_seed(3)
+    for by in torch.randint(1, 1000, (5000,), generator=generator).tolist():
+        cache.shift(0, 2000, by)
+        cache.shift(by, 2000, -by)
+    for layer, tensors in zip(cache.layers, before, strict=True):
+        for name in ("keys", "values"):
+            assert layer.tensors()[name].equal(tensors[name])
+    torch.testing.assert_close(read(model, cache, ids[:, 40:], 10), read(model, twin, ids[:, 40:], 10), atol=0, rtol=0)
+
+
+def test_a_shifted_text_reads_as_if_it_had_been_written_there(
+    plain_model: Models, attached_model: Models, text: Text
+) -> None:
+    model, ids = attached_model("llama"), text(33)
+    cache = KVCache(model)
+    read(model, cache, ids[:, :25], 7)
+    cache.shift(0, 25, 130)
+    assert cache.next_positions == [155]
+    with torch.no_grad():
+        truth = plain_model("llama")(ids, position_ids=torch.arange(130, 163)[None]).logits[:, 25:]
+    torch.testing.assert_close(read(model, cache, ids[:, 25:], 8), truth, atol=1e-5, rtol=0)
+
+
+@pytest.fixture(scope="module")
+def one_layer(plain_model: Models) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """A model of one layer, plain and attached: its keys depend on the tokens alone, so any edit is exact."""
+    config = plain_model("llama").config.__class__(**{**plain_model("llama").config.to_dict(), "num_hidden_layers": 1})
+    torch.manual_seed(5)
+    plain = AutoModelForCausalLM.from_config(config).eval()
+    attached = AutoModelForCausalLM.from_config(config).eval()
+    attached.load_state_dict(plain.state_dict())
+    return plain, windlass.attach(attached)
+
+
+def logits_at(model: PreTrainedModel, ids: list[int], positions: list[int]) -> Tensor:
+    """The last token's logits when transformers reads `ids` at `positions`."""
+    with torch.no_grad():
+        return model(torch.tensor([ids]), position_ids=torch.tensor([positions])).logits[0, -1]
+
+
+def test_drop_and_shift_make_the_text_that_is_left(
+    one_layer: tuple[PreTrainedModel, PreTrainedModel], text: Text
+) -> None:
+    plain, attached = one_layer
+    ids = text(31)[0].tolist()
+    cache = KVCache(attached)
+    read(attached, cache, torch.tensor([ids[:30]]), 30)
+    cache.drop(8, 19)
+    hole = read(attached, cache, torch.tensor([ids[30:]]), 1)[0, 0]
+    torch.testing.assert_close(
+        hole, logits_at(plain, ids[:8] + ids[19:], [*range(8), *range(19, 31)]), atol=1e-5, rtol=0
+    )
+    cache.rollback(1)
+    cache.shift(19, 30, -11)
+    closed = read(attached, cache, torch.tensor([ids[30:]]), 1)[0, 0]
+    torch.testing.assert_close(closed, logits_at(plain, ids[:8] + ids[19:], [*range(20)]), atol=1e-5, rtol=0)
+    assert held(cache) == [list(range(20))]
+
+
+def test_divide_and_keep(one_layer: tuple[PreTrainedModel, PreTrainedModel], text: Text) -> None:
+    plain, attached = one_layer
+    ids = text(25)[0].tolist()
+    cache = KVCache(attached)
+    read(attached, cache, torch.tensor([ids[:24]]), 24)
+    cache.divide(0, 24, 3)
+    assert cache.next_positions == [8]
+    mean = read(attached, cache, torch.tensor([ids[24:]]), 1)[0, 0]
+    torch.testing.assert_close(mean, logits_at(plain, ids, [i // 3 for i in range(24)] + [8]), atol=1e-5, rtol=0)
+    cache.keep(2, 5)
+    assert held(cache) == [[2, 2, 2, 3, 3, 3, 4, 4, 4]]
+    assert cache.next_positions == [5]
+
+
+def test_copy_makes_a_row_a_twin_that_then_goes_its_own_way(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(40, rows=2)
+    cache = KVCache(model, budget=12, policy=SnapKV(observed_queries=3), window=2, batch=2)
+    read(model, cache, ids[:, :30], 30)
+    cache.copy(0, 1)
+    alone = KVCache(model, budget=12, policy=SnapKV(observed_queries=3), window=2)
+    read(model, alone, ids[:1, :30], 30)
+    for row in range(2):
+        assert held(cache, row=row) == held(alone)
+    ours = read(model, cache, torch.cat((ids[:1, 30:], ids[1:, 30:])), 1)
+    torch.testing.assert_close(ours[:1], read(model, alone, ids[:1, 30:], 1), atol=1e-5, rtol=0)
+    assert cache.tokens is not None
+    assert cache.tokens[1] == ids[0, :30].tolist() + ids[1, 30:].tolist()
+
+
+def test_splice_joins_two_texts_at_new_positions(
+    one_layer: tuple[PreTrainedModel, PreTrainedModel], text: Text
+) -> None:
+    """Three chunks read apart, joined in another order, read as one text."""
+    plain, attached = one_layer
+    a, b, c, last = text(9)[0].tolist(), text(14, seed=1)[0].tolist(), text(5, seed=2)[0].tolist(), [7]
+    parts = []
+    for ids in (a, b, c):
+        part = KVCache(attached)
+        read(attached, part, torch.tensor([ids]), 4)
+        parts.append(part)
+    whole = parts[2]
+    whole.splice(parts[0])
+    whole.splice(parts[1])
+    assert whole.next_positions == [28]
+    assert held(whole) == [list(range(28))]
+    ours = read(attached, whole, torch.tensor([last]), 1)[0, 0]
+    torch.testing.assert_close(ours, logits_at(plain, c + a + b + last, [*range(29)]), atol=1e-5, rtol=0)
+    assert whole.tokens == [c + a + b + last]
+
+
+def test_a_splice_beyond_the_budget_is_evicted_at_the_next_step(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama")
+    cache, other = KVCache(model, budget=20, policy=KeyDiff(), batch=2), KVCache(model, budget=24, policy=KeyDiff())
+    read(model, cache, text(40, rows=2), 40)
+    read(model, other, text(60, seed=4), 60)
+    cache.splice(other, row=1)
+    assert cache.next_positions == [40, 100]
+    assert [len(head) for head in held(cache, row=1)] == [44] * 3
+    assert [len(head) for head in held(cache, row=0)] == [20] * 3
+    read(model, cache, text(1, rows=2), 1)
+    assert [len(head) for head in held(cache, row=1)] == [20] * 3
+
+
+def test_rows_can_be_selected_and_repeated(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(30, rows=3)
+    cache = KVCache(model, budget=12, policy=H2O(), window=2, batch=3)
+    read(model, cache, ids[:, :25], 25)
+    cache.select_rows(torch.tensor([2, 0, 2]))
+    rows = [KVCache(model, budget=12, policy=H2O(), window=2) for _ in range(2)]
+    for one, row in zip(rows, (2, 0), strict=True):
+        read(model, one, ids[row : row + 1, :25], 25)
+    ours = read(model, cache, ids[[2, 0, 2], 25:], 1)
+    for row, one in ((0, rows[0]), (1, rows[1])):
+        torch.testing.assert_close(
+            ours[row : row + 1], read(model, one, ids[[2, 0]][row : row + 1, 25:], 1), atol=1e-5, rtol=0
+        )
+    torch.testing.assert_close(ours[0], ours[2], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("edit", "words"),
+    [
+        (lambda c: c.shift(0, 10, -1), "would move position 0 before 0"),
+        (lambda c: c.shift(5, 10, 3), "onto positions 8 to 12, where others stand"),
+        (lambda c: c.shift(5, 10, 30), "to 39, past the text's end at 20"),
+        (lambda c: c.drop(5, 3), r"range \[5, 3\) must satisfy"),
+        (lambda c: c.divide(0, 5, 0), "divide by 0: must be at least 1"),
+        (lambda c: c.drop(0, 3, row=1), "row 1 is not one of the cache's 1 rows"),
+        (lambda c: c.copy(0, 4), "target 4 is not one of"),
+    ],
+)
+def test_edits_that_make_no_text_are_refused(
+    attached_model: Models, text: Text, edit: Callable[[KVCache], None], words: str
+) -> None:
+    model = attached_model("llama")
+    cache = KVCache(model)
+    read(model, cache, text(20), 20)
+    with pytest.raises(UsageError, match=words):
+        edit(cache)
+    assert held(cache) == [list(range(20))]
+
+
+def test_a_deep_copy_is_a_cache_of_its_own(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(50)
+    cache = KVCache(model, budget=14, policy=H2O(), window=2)
+    read(model, cache, ids[:, :40], 20)
+    twin = copy.deepcopy(cache)
+    ours = read(model, twin, ids[:, 40:], 1)
+    assert cache.next_positions == [40]
+    assert ours.equal(read(model, cache, ids[:, 40:], 1))
+
+
+def test_a_second_thread_is_refused_while_a_pass_runs(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(8)
+    inner, outer = KVCache(model), KVCache(model)
+    handle = model.model.layers[0].register_forward_pre_hook(lambda *_: read(model, inner, ids, 8))
+    try:
+        with pytest.raises(UsageError, match="runs in another thread"):
+            read(model, outer, ids, 8)
+    finally:
+        handle.remove()
+    assert (inner.next_positions, outer.next_positions) == ([0], [0])
+    assert read(model, outer, ids, 8).isfinite().all()

@@ -1,0 +1,125 @@
+"""Texts far longer than the memory and the trained window, on real models."""
+
+import json
+import lzma
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import windlass
+from windlass import KVCache
+
+ROOT = Path(__file__).parents[2]
+MODELS = ROOT / "tests" / "models"
+NOVEL = Path(windlass.__file__).parent / "assets" / "three_men_in_a_boat.txt.xz"
+
+
+def load(name: str) -> tuple[PreTrainedModel, list[int]]:
+    """An attached model, and the start of a novel that it never saw, in its tokens."""
+    model = windlass.attach(AutoModelForCausalLM.from_pretrained(MODELS / name, dtype=torch.float32).eval())
+    tokenizer = AutoTokenizer.from_pretrained(MODELS / name, model_max_length=10**9)
+    with lzma.open(NOVEL, "rt") as file:
+        return model, tokenizer(file.read(40_000))["input_ids"]
+
+
+@torch.no_grad()
+def nats(model: PreTrainedModel, ids: list[int], cache: KVCache | None, chunk: int) -> Tensor:
+    """Negative log-likelihood of each token but the first."""
+    text = torch.tensor([ids])
+    losses = []
+    for start in range(0, len(ids) - 1, chunk):
+        piece = text[:, start : min(start + chunk, len(ids) - 1)]
+        logits = model(piece, past_key_values=cache, use_cache=cache is not None).logits[0]
+        losses.append(cross_entropy(logits, text[0, start + 1 : start + 1 + piece.shape[1]], reduction="none"))
+    return torch.cat(losses)
+
+
+def nats_inside(model: PreTrainedModel, ids: list[int], start: int, end: int, trained: int) -> Tensor:
+    """The same of tokens `start` to `end`, each read by transformers with half a trained window before it."""
+    half = trained // 2
+    windows = [nats(model, ids[at - half : at + half + 1], None, trained)[half:] for at in range(start, end, half)]
+    return torch.cat(windows)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "trained"), [("stories260K", 512), ("babyllama-361", 256)])
+def test_past_ten_times_the_trained_window_text_stays_text(name: str, trained: int) -> None:
+    """Half a trained window of slots, read under `compact`: as good as a fresh window, token by token."""
+    model, ids = load(name)
+    start, end = 10 * trained + 1, 14 * trained + 1
+    inside = float(nats_inside(model, ids, start, end, trained).mean())
+    far = {
+        mode: float(nats(model, ids[: end + 1], KVCache(model, trained // 2, positions=mode), 64)[start:end].mean())
+        for mode in ("compact", "original")
+    }
+    assert far["compact"] < 1.05 * inside
+    assert far["original"] > 1.15 * inside, "the control: positions that the model never saw"
+
+
+@pytest.mark.slow
+def test_babyllama_at_four_times_its_window() -> None:
+    """Past the window, `original` collapses; `self_extend` and `compact` stay at what a fresh window gives."""
+    model, ids = load("babyllama-361")
+    inside = float(nats_inside(model, ids, 257, 1025, 256).mean())
+    past = {
+        mode: float(nats(model, ids[:1026], KVCache(model, budget, positions=mode), 64)[257:].mean())
+        for mode, budget in (("original", None), ("self_extend(8, 64)", None), ("compact", 128))
+    }
+    assert past["original"] > inside + 1.5
+    assert past["self_extend(8, 64)"] < 1.05 * inside
+    assert past["compact"] < 1.05 * inside
+
+
+@pytest.mark.slow
+def test_twenty_thousand_tokens_at_budget_256_take_flat_memory() -> None:
+    """In a process of its own, where no annotation is checked."""
+    script = [sys.executable, str(ROOT / "benchmarks" / "flat.py"), str(MODELS / "stories260K")]
+    run = subprocess.run([*script, "--tokens", "20000"], capture_output=True, text=True, check=True)
+    *blocks, end = [json.loads(line) for line in run.stdout.splitlines()]
+    assert blocks[-1]["tokens_seen"] > 18_000
+    assert {block["held"] for block in blocks} == {256}
+    assert len({block["bytes_held"] for block in blocks}) == 1
+    # Still English after 39 trained windows: the model itself, inside its window, finds it likely.
+    assert end["nats_per_token_of_the_end"] < 1.6
+
+
+class Work(TorchDispatchMode):
+    """Counts what a step computes: operations, and the elements that they give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for each in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(each, Tensor):
+                self.done[f"{func} {tuple(each.shape)}"] += 1
+        return out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", [windlass.Recent(), windlass.KeyDiff(), windlass.H2O()], ids=repr)
+def test_a_token_late_in_the_text_is_the_same_work_as_one_early(policy: windlass.Policy) -> None:
+    """Time per token is flat because every step does the same operations on the same shapes."""
+    model, ids = load("stories260K")
+    cache = KVCache(model, budget=64, policy=policy, positions="compact", window=8)
+    work = []
+    with torch.no_grad():
+        for start, end in ((0, 120), (120, 1500)):
+            for token in ids[start:end]:
+                model(torch.tensor([[token]]), past_key_values=cache)
+            with Work() as counted:
+                model(torch.tensor([[ids[end]]]), past_key_values=cache)
+            work.append(counted.done)
+    assert sum(work[0].values()) > 500
+    assert work[0] == work[1]

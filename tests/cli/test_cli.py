@@ -1,0 +1,240 @@
+"""The command line: the same texts as the library, one clear line for all that is wrong, and clean ends."""
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import pytest
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import windlass
+from windlass.cli.app import main
+from windlass.cli.chat import Turns
+from windlass.hf.load import open_model
+from windlass.policies import NAMES, WRAPPERS, KeyDiff
+
+MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+PROMPT = "He was sitting in the boat, and the river was quiet. She said"
+START = [sys.executable, "-c", "import sys; from windlass.cli.app import main; sys.exit(main())"]
+LAST_LINE = re.compile(
+    r"(interrupted; )?prefill [\d,]+( of [\d,]+)? tokens, [\d,.]+ tokens/s; "
+    r"decode [\d,]+ tokens, [\d,.]+ tokens/s; [\d.]+ ([KMG]i)?B held"
+)
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs the command line in this process, with `stdin` as a pipe."""
+
+    def go(*arguments: str, stdin: bytes = b"") -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        code = main(arguments)
+        return Ran(code, *capsys.readouterr())
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return open_model(MODEL, "float32")[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return open_model(MODEL, "float32")[1]
+
+
+@pytest.fixture
+def in_library(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Callable[..., windlass.Result]:
+    """What the library gives for the same: the oracle of every text here."""
+
+    def go(
+        prompt: str = PROMPT,
+        cache: windlass.KVCache | None = None,
+        sampling: windlass.Sampling | None = None,
+        max_tokens: int = 12,
+    ) -> windlass.Result:
+        stream = windlass.stream(model, tokenizer, prompt, cache or windlass.KVCache(model), max_tokens, sampling)
+        assert "".join(stream) == stream.result.text
+        return stream.result
+
+    return go
+
+
+def generate(*options: str) -> tuple[str, ...]:
+    return ("generate", MODEL, *options, "--dtype", "float32", "--max-tokens", "12")
+
+
+def test_generate_writes_what_the_library_does(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
+    ran = run(*generate(PROMPT))
+    assert (ran.code, ran.out) == (0, in_library().text + "\n")
+    assert LAST_LINE.fullmatch(ran.err.strip())
+
+
+@pytest.mark.parametrize("way", ["file", "dash", "pipe", "file dash"])
+def test_prompts_come_from_a_file_or_a_pipe(
+    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], tmp_path: Path, way: str
+):
+    file = tmp_path / "prompt.txt"
+    # A byte-order mark and the line end that editors add are no part of the text.
+    file.write_bytes(b"\xef\xbb\xbf" + PROMPT.encode() + b"\r\n")
+    options = {"file": ("-f", str(file)), "dash": ("-",), "pipe": (), "file dash": ("--file", "-")}[way]
+    ran = run(*generate(*options), stdin=file.read_bytes())
+    assert (ran.code, ran.out) == (0, in_library().text + "\n")
+
+
+def test_json_is_one_object_with_the_result(
+    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], model: PreTrainedModel
+):
+    options = ("--max-kv-size", "12", "--sinks", "2", "--window", "3", "--chunk", "5")
+    policy = windlass.SnapKV(observed_queries=4, pool=3)
+    ran = run(
+        *generate(PROMPT, *options, "--policy", repr(policy), "--positions", "clamp(7)", "--store", "int8", "--json")
+    )
+    found = json.loads(ran.out)
+    cache = windlass.KVCache(model, 12, policy, sinks=2, window=3, chunk=5, positions="clamp(7)", store="int8")
+    wanted = asdict(in_library(cache=cache))
+    for name in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+        assert found[name] > 0
+        wanted[name] = found[name]
+    assert found == wanted | {
+        "tokens_seen": cache.tokens_seen[0],
+        "budget": 12,
+        "sinks": 2,
+        "window": 3,
+        "chunk": 5,
+        "policy": repr(policy),
+        "positions": "clamp(7)",
+        "store": "int8",
+    }
+
+
+def test_sampling_options_reach_the_sampler(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
+    sampling = windlass.Sampling(0.9, top_k=40, top_p=0.8, min_p=0.02, repetition_penalty=1.3, seed=7)
+    options = ["--temperature", "0.9", "--top-k", "40", "--top-p", "0.8", "--min-p", "0.02"]
+    options += ["--repetition-penalty", "1.3", "--seed"]
+    assert run(*generate(PROMPT, *options, "7")).out == in_library(sampling=sampling).text + "\n"
+    assert run(*generate(PROMPT, *options, "8")).out != in_library(sampling=sampling).text + "\n"
+
+
+def test_a_prompt_cache_goes_on_as_if_never_stopped(run: Callable[..., Ran], tmp_path: Path):
+    file = tmp_path / "half.safetensors"
+    limits = ("--budget", "8", "--chunk", "1", "--policy", "key_diff")
+    made = run("cache", MODEL, PROMPT[:50], *limits, "--dtype", "float32", "--prompt-cache", str(file), "--json")
+    assert made.code == 0
+    numbers = json.loads(made.out)
+    assert (numbers["path"], numbers["file_bytes"]) == (str(file), file.stat().st_size)
+    assert numbers["tokens_seen"] == numbers["prompt_tokens"] > 8, "nothing was evicted: the test is too easy"
+    before = file.read_bytes()
+    whole = run(*generate(PROMPT, *limits))
+    rest = run(*generate(PROMPT[50:], "--prompt-cache", str(file), "--budget", "8"))
+    assert (rest.code, rest.out) == (0, whole.out)
+    assert file.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--budget", "20"), "--budget 20 contradicts {file}, made with budget 16"),
+        (("--sinks", "1"), "--sinks 1 contradicts {file}, made with sinks 4"),
+        (("--window", "5"), "--window 5 contradicts {file}, made with window 3"),
+        (("--chunk", "9"), "--chunk 9 contradicts {file}, made with chunk 512"),
+        (("--policy", "snapkv"), "made with the policy TOVA(), not with SnapKV(observed_queries=32, pool=5)"),
+        (("--dtype", "bfloat16"), "made in float32, this model is in bfloat16"),
+    ],
+)
+def test_what_contradicts_a_prompt_cache_is_refused(
+    run: Callable[..., Ran], tmp_path: Path, options: tuple[str, ...], says: str
+):
+    file = tmp_path / "some.safetensors"
+    made = ("--budget", "16", "--policy", "tova", "--prompt-cache", str(file), "--dtype", "float32")
+    assert run("cache", MODEL, PROMPT, *made).code == 0
+    ran = run("generate", MODEL, "and", "--prompt-cache", str(file), "--dtype", "float32", *options)
+    assert_refused(ran, says.format(file=file))
+
+
+def test_policies_lists_every_policy(run: Callable[..., Ran]):
+    ran = run("policies")
+    entries = json.loads(run("policies", "--json").out)["policies"]
+    all_policies = [*NAMES.items(), *((name, lambda kind=kind: kind(KeyDiff())) for name, kind in WRAPPERS.items())]
+    assert [entry["name"] for entry in entries] == [name for name, _ in all_policies]
+    for entry, (name, make) in zip(entries, all_policies, strict=True):
+        policy = make()
+        assert entry["made"] == repr(policy)
+        first, source = f"{name:20}{policy!r}\n{'':20}{entry['keeps']}\n", f"{'':20}Source: {entry['source']}\n"
+        assert first + source in ran.out
+        doc = " ".join((policy.__doc__ or "").split())
+        assert doc.startswith(entry["keeps"])
+        assert f"Source: {entry['source']} Differs:" in doc
+        assert entry["source"]
+
+
+def test_chat_goes_on_in_one_cache(
+    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], model: PreTrainedModel
+):
+    cache = windlass.KVCache(model, 24)
+    first = in_library(PROMPT, cache).text
+    second = in_library("\nThen he", cache).text
+    state = cache.describe()
+    fresh = in_library("Then he", windlass.KVCache(model, 24)).text
+    lines = [PROMPT, "", "Then he", "/describe", "/what", "/reset", "Then he", "/quit", "unread"]
+    options = ("--budget", "24", "--dtype", "float32", "--max-tokens", "12")
+    ran = run("chat", MODEL, *options, stdin="\n".join(lines).encode())
+    assert (ran.code, ran.out) == (0, f"{first}\n{second}\n{state}\n{fresh}\n")
+    assert ran.err.count("held") == 3
+    assert "/what is no command; /reset" in ran.err
+
+
+def test_chat_at_a_bad_line_keeps_what_was_said(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
+    ran = run("chat", MODEL, "--dtype", "float32", "--max-tokens", "12", stdin=PROMPT.encode() + b"\n\xff\n")
+    assert (ran.code, ran.out) == (2, in_library().text + "\n")
+    assert ran.err.endswith("windlass: error: a line on stdin is not UTF-8 text; convert it first\n")
+
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content | trim }}<|eos|>\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+
+
+@pytest.mark.parametrize("is_stopped", [True, False])
+def test_turns_add_up_to_the_template(is_stopped: bool):
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = TEMPLATE
+    turns, held, messages = Turns(tokenizer), tokenizer.bos_token, []
+    for line, reply in (("Hello?", "Yes, here."), ("And now?", "Still\nhere."), ("Bye", "")):
+        held += turns.missing(line)
+        messages.append({"role": "user", "content": line})
+        assert held == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        # A reply that stops by itself has its last token in the cache already.
+        held += reply + (tokenizer.eos_token if is_stopped else "")
+        turns.replied(tokenizer.eos_token if is_stopped else "")
+        messages.append({"role": "assistant", "content": reply})
+
+
+def test_a_template_that_drops_replies_is_refused():
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    tokenizer.chat_template = "{{ messages[-1].content }}"
+    turns = Turns(tokenizer)
+    turns.missing("a")
+    with pytest.raises(windlass.UsageError, match="leaves earlier replies out"):
+        turns.missing("b")
+
+
+def assert_refused(ran: Ran, says: str) -> None:
+    """Exit code 2, nothing on stdout, and one line that contains `says`."""
+    assert (ran.code, ran.out) == (2, "")
+    assert says in ran.err
+    assert ran.err.startswith("windlass: error: ")
+    assert ran.err.count("\n") == 1

@@ -1,0 +1,128 @@
+"""How the command line ends: interrupts, pipes and full disks."""
+
+import os
+import pty
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import windlass
+from tests.cli import test_cli as test_cli
+from tests.cli.test_cli import LAST_LINE, MODEL, PROMPT, START, Ran, generate
+from windlass.cli import session
+from windlass.cli.terminal import Bar
+
+run, model, tokenizer, in_library = test_cli.run, test_cli.model, test_cli.tokenizer, test_cli.in_library  # fixtures
+
+
+@pytest.mark.parametrize("when", ["prefill", "decode"])
+def test_an_interrupt_keeps_what_was_produced(
+    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], monkeypatch: pytest.MonkeyPatch, when: str
+):
+    count = []
+    step = windlass.KVCache.begin
+
+    def begin(cache: windlass.KVCache, *arguments: object) -> None:
+        count.append(1)
+        if len(count) == {"prefill": 3, "decode": 11}[when]:
+            raise KeyboardInterrupt
+        step(cache, *arguments)
+
+    monkeypatch.setattr(windlass.KVCache, "begin", begin)
+    ran = run(*generate(PROMPT, "--chunk", "4"))
+    monkeypatch.undo()
+    whole = in_library().text
+    assert ran.code == 130
+    assert ran.err.startswith("interrupted; prefill ")
+    if when == "prefill":
+        assert ran.out == ""
+        assert ran.err.startswith("interrupted; prefill 8 of ")
+    else:
+        assert len(ran.out) > 5
+        assert whole.startswith(ran.out.removesuffix("\n"))
+
+
+def test_an_interrupt_while_text_is_shown_loses_no_token(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+):
+    cache = windlass.KVCache(model)
+    stream = windlass.stream(model, tokenizer, PROMPT, cache)
+    monkeypatch.setattr(session, "say", Mock(side_effect=[None, None, KeyboardInterrupt, None]))
+    assert session.write(stream, is_shown=True) == 130
+    result = stream.result
+    assert len(result.tokens) == 3
+    assert cache.tokens_seen == [result.prompt_tokens + 3]
+
+
+def test_an_interrupted_cache_is_not_written(run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    file = tmp_path / "old.safetensors"
+    file.write_bytes(b"old")
+    monkeypatch.setattr(Bar, "__call__", Mock(side_effect=KeyboardInterrupt))
+    ran = run("cache", MODEL, PROMPT, "--prompt-cache", str(file))
+    assert (ran.code, ran.out, file.read_bytes()) == (130, "", b"old")
+    assert f"{file} was not written" in ran.err
+
+
+# What only a process of its own can show.
+
+
+def environment() -> dict[str, str]:
+    root = str(Path(windlass.__file__).parents[1])
+    return {**os.environ, "PYTHONPATH": root, "HF_HUB_OFFLINE": "1", "TERM": "xterm"}
+
+
+def test_a_pipe_gets_plain_text_and_a_terminal_the_bar(in_library: Callable[..., windlass.Result]):
+    ours, theirs = pty.openpty()
+    command = [*START, *generate(PROMPT, "--threads", "1", "--chunk", "4")]
+    ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs)
+    os.close(theirs)
+    shown = b""
+    try:
+        while piece := os.read(ours, 65536):
+            shown += piece
+    except OSError:  # how Linux tells that the other end of a terminal is closed
+        pass
+    os.close(ours)
+    assert "reading" in shown.decode()
+    assert "\x1b[" in shown.decode()
+    assert ran.stdout.decode() == in_library().text + "\n"
+
+
+def test_ctrl_c_ends_cleanly():
+    command = [*START, "generate", MODEL, PROMPT, "--max-tokens", "100000", "--budget", "64", "--threads", "1"]
+    with subprocess.Popen(
+        command,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        # A test runner in the background passes on that it ignores interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        assert process.stdout is not None
+        first = process.stdout.read(20)
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert len(first) == 20
+    assert out.endswith(b"\n")
+    last = err.decode().strip()
+    assert LAST_LINE.fullmatch(last), "more than the last line, or colours"
+    assert last.startswith("interrupted; ")
+
+
+def test_a_full_disk_or_a_closed_pipe_is_no_traceback():
+    command = [*START, *generate(PROMPT, "--threads", "1")]
+    with Path("/dev/full").open("wb") as full:
+        ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=full, stderr=subprocess.PIPE)
+    assert (ran.returncode, ran.stderr) == (2, b"windlass: error: the output: No space left on device\n")
+    reader, writer = os.pipe()
+    os.close(reader)
+    ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (ran.returncode, ran.stderr) == (1, b"")

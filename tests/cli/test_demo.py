@@ -1,0 +1,172 @@
+"""The demo: what is hidden where, and rows that say what the cache really did."""
+
+import io
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import windlass
+from windlass.cli import demo
+from windlass.cli.app import main
+from windlass.hf.load import open_model
+
+MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+NEEDLE = " The pass key is 48213. Remember it. 48213 is the pass key."
+TEXT = 'One came. "Two came!" Three?\nFour came to 3 p.m.-ish tea'
+
+
+@pytest.fixture(scope="module")
+def opened() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return open_model(MODEL, "float32")
+
+
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The start of the novel, some 4,000 tokens: 16 times the budget, 8 times what was trained."""
+    file = tmp_path_factory.mktemp("demo") / "short.txt"
+    file.write_text(demo.novel()[:12_500])
+    return file
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[int, str, str]]:
+    def go(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO()))
+        code = main(("demo", *arguments))
+        return code, *capsys.readouterr()
+
+    return go
+
+
+def test_the_whole_novel_is_shipped():
+    text = demo.novel()
+    assert text.startswith("CHAPTER I.")
+    assert len(text) > 350_000
+    assert "Montmorency" in text[-2_000:]
+
+
+@pytest.mark.parametrize(
+    ("depth", "before"),
+    [
+        (0.0, ""),
+        (0.05, " One came."),
+        (0.3, ' One came. "Two came!"'),
+        (0.4, ' One came. "Two came!" Three?'),
+        (1.0, f" {TEXT}"),
+    ],
+)
+def test_the_key_is_hidden_between_sentences(depth: float, before: str):
+    assert demo.hide(TEXT, "48213", depth) == demo.BEFORE + before + NEEDLE + f" {TEXT}"[len(before) :]
+
+
+def test_depth_is_a_share_of_the_text():
+    text = demo.novel()
+    for depth in (0.1, 0.5, 0.9):
+        at = demo.hide(text, "48213", depth).index(NEEDLE)
+        assert depth * len(text) <= at < depth * len(text) + 1_000
+
+
+def test_numerals_are_read_in_words():
+    assert demo.in_words("At 6.30, in 1889, No. 7") == "At six.three-zero, in one-eight-eight-nine, No. seven"
+    assert not re.search("[0-9]", demo.in_words(demo.novel()))
+
+
+def test_the_beginning_fills_its_tokens(opened: tuple[PreTrainedModel, PreTrainedTokenizerBase]):
+    _, tokenizer = opened
+    text = demo.novel()
+    start = demo.beginning(tokenizer, text)
+    assert text.startswith(start)
+    tokens = len(tokenizer(demo.hide(start, "48213", 0.5))["input_ids"])
+    assert abs(tokens - demo.SHORT) <= 3
+    assert demo.beginning(tokenizer, TEXT) == TEXT
+
+
+def test_rows_tell_what_the_library_does(
+    run: Callable[..., tuple[int, str, str]], opened: tuple[PreTrainedModel, PreTrainedTokenizerBase], short: Path
+):
+    model, tokenizer = opened
+    code, out, err = run("--text", str(short), "--seed", "3", "--depth", "0.25", "--json")
+    assert (code, err) == (0, "")
+    found = json.loads(out)
+    key = found["key"]
+    assert re.fullmatch(r"\d{5}", key)
+    assert (found["depth"], found["seed"]) == (0.25, 3)
+
+    text = demo.in_words(short.read_text())
+    whole = demo.hide(text, key, 0.25)
+    part = demo.hide(demo.beginning(tokenizer, text), key, 0.25)
+    caches = [
+        (whole, windlass.KVCache(model, 256, windlass.KeyDiff(), chunk=128, positions="compact")),
+        (whole, windlass.KVCache(model, 256, windlass.Recent(), chunk=128, positions="compact")),
+        (part, windlass.KVCache(model, chunk=128, positions="original")),
+        (part, windlass.KVCache(model, chunk=128, positions="self_extend(8, 64)")),
+    ]
+    assert len(found["rows"]) == len(caches)
+    for row, (read, cache) in zip(found["rows"], caches, strict=True):
+        ids = tokenizer(read)["input_ids"]
+        windlass.prefill(model, cache, [ids])
+        stream = windlass.stream(model, tokenizer, demo.QUESTION, cache, max_tokens=8)
+        answer = "".join(stream).strip()
+        assert row["answer"] == answer
+        assert row["is_found"] == (re.match(r"\d*", answer)[0] == key)
+        assert row["tokens_read"] == len(ids)
+        assert row["bytes_held"] == cache.nbytes()
+        assert row["slots"] == min(cache.tokens_seen[0], cache.budget or cache.tokens_seen[0])
+        assert row["tokens_per_s"] > 0
+    # What the demo is there to show; every place and key gives the same for this text.
+    assert [row["is_found"] for row in found["rows"]] == [True, False, False, True]
+
+
+def test_the_table_is_plain_in_a_pipe(run: Callable[..., tuple[int, str, str]], short: Path):
+    code, out, err = run("--text", str(short), "--depth", "0.5", "--budget", "128", "--policy", "SnapKV(pool=3)")
+    assert code == 0
+    assert re.match(rf"The pass key \d{{5}} is hidden at 50% of {re.escape(str(short))}; the model was trained", err)
+    assert "\x1b" not in out + err
+    for word in ("tokens", "slots", "bytes", "tokens/s", "answer", "found", "SnapKV(", "compact", "original"):
+        assert word in out
+    rows = [line for line in out.splitlines() if re.search(r"\b(yes|no)\b", line)]
+    assert len(rows) == 4
+    assert [" 128 " in row for row in rows] == [True, True, False, False]
+
+
+def test_seeds_draw_key_and_depth(
+    run: Callable[..., tuple[int, str, str]], short: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(demo, "read_and_ask", Mock(return_value=demo.Row("any", 1, 1, 1, 1.0, "", False)))
+    drawn = [json.loads(run("--text", str(short), "--json", "--seed", seed)[1]) for seed in ("1", "1", "2")]
+    assert drawn[0] == drawn[1]
+    assert drawn[0]["key"] != drawn[2]["key"]
+    assert drawn[0]["depth"] != drawn[2]["depth"]
+
+
+def test_an_interrupt_shows_the_rows_that_are_done(
+    run: Callable[..., tuple[int, str, str]], short: Path, monkeypatch: pytest.MonkeyPatch
+):
+    row = demo.Row("any", 1, 1, 1, 1.0, "[bold]48213", True)
+    monkeypatch.setattr(demo, "read_and_ask", Mock(side_effect=[row, row, KeyboardInterrupt]))
+    code, out, err = run("--text", str(short))
+    assert code == 130
+    assert err.endswith("interrupted; these rows are done\n")
+    # An answer is shown as it is, whatever marks it holds.
+    assert out.count("yes") == out.count("[bold]") == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--budget", "5"), "budget (5 tokens) must be at least"),
+        (("--policy", "keydif"), "did you mean key_diff?"),
+        (("--depth", "1.5"), "'--depth'"),
+        (("--text", "not there"), "text file not there cannot be read: No such file or directory"),
+    ],
+)
+def test_wrong_options_are_one_line(run: Callable[..., tuple[int, str, str]], options: tuple[str, ...], says: str):
+    code, out, err = run(*options)
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert says in err

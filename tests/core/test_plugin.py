@@ -1,0 +1,140 @@
+"""Policies and tasks by name or in a user's file: what is found, and one clear line for all that is wrong."""
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from windlass.core.errors import PolicyError, UsageError, WindlassError
+from windlass.evals.load import load_task
+from windlass.policies.load import load_policy
+
+POLICY = '''
+from __future__ import annotations
+from dataclasses import dataclass
+from windlass.policies import Policy, Recent, Slots
+
+@dataclass(frozen=True)
+class Mine(Policy):
+    """Keeps the oldest tokens.
+
+    Source: this test.
+    Differs: nothing.
+    """
+    number: int = 3
+
+    def score(self, slots: Slots):
+        return -slots.positions.float() * self.number
+
+class Other:
+    pass
+'''
+TASK = """
+from __future__ import annotations
+from dataclasses import dataclass
+from windlass.evals import Sample, Task, Turn
+
+@dataclass(frozen=True)
+class Mine(Task):
+    number: int = 3
+    answer_tokens: int = 3
+
+    def compose(self, draw, length, units):
+        return Sample("The sky is blue.", ())
+
+class Other:
+    pass
+"""
+
+
+@dataclass(frozen=True)
+class Asked:
+    """How something is asked for, and what errors say of it."""
+
+    load: Callable[[str], object]
+    source: str
+    word: str
+    words: str
+    base: str
+    error: type[WindlassError]
+
+    def says(self, spec: str) -> str:
+        with pytest.raises(self.error) as caught:
+            self.load(spec)
+        return str(caught.value)
+
+
+BOTH = [
+    Asked(load_policy, POLICY, "policy", "policies", "windlass.Policy", PolicyError),
+    Asked(lambda spec: load_task(spec)[1], TASK, "task", "tasks", "windlass.evals.Task", UsageError),
+]
+each = pytest.mark.parametrize("asked", BOTH, ids=lambda asked: asked.word)
+
+
+@pytest.mark.parametrize(
+    ("asked", "spec", "says"),
+    [
+        (BOTH[0], "snapvk", "policy 'snapvk' is unknown; did you mean snapkv? the names are recent, random, h2o, "),
+        (BOTH[0], "key_dif(3)", "policy 'key_dif' is unknown; did you mean key_diff?"),
+        (BOTH[0], "zzzzz", "policy 'zzzzz' is unknown; the names are recent, "),
+        (BOTH[1], "pasky", "task 'pasky' is unknown; did you mean passkey? the names are passkey, passkey_words, "),
+    ],
+)
+def test_an_unknown_name_is_told_with_its_nearest(asked: Asked, spec: str, says: str):
+    assert asked.says(spec).startswith(says)
+    assert asked.says(spec).endswith(", or path/to/file.py:Class")
+
+
+@each
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        ("{file}", "is a file but names no class; use {file}:Class"),
+        ("{file}:Nope", "{word} file {file} has no class 'Nope'; its {words}: Mine"),
+        ("{file}:Other", "{word} file {file} has something else than a subclass of {base} named 'Other'"),
+        ("{file}x:Mine", "{word} file {file}x cannot be read: No such file or directory"),
+    ],
+)
+def test_what_a_file_lacks_is_one_line(asked: Asked, spec: str, says: str, tmp_path: Path):
+    file = tmp_path / "mine.py"
+    file.write_text(asked.source)
+    wanted = says.format(file=file, word=asked.word, words=asked.words, base=asked.base)
+    assert wanted in asked.says(spec.format(file=file))
+    assert "\n" not in asked.says(spec.format(file=file))
+
+
+@each
+@pytest.mark.parametrize(
+    ("source", "says"),
+    [
+        ("x = 1\ndef f(:\n", ", line 2: syntax error: invalid syntax"),
+        ("x = 1\n\nimport not_there_at_all\n", ", line 3: ModuleNotFoundError: No module named 'not_there_at_all'"),
+        ("def f():\n    return 1 / 0\nf()\n", ", line 2: ZeroDivisionError: division by zero"),
+        ("import sys\nsys.exit(3)\n", ", line 2: SystemExit: 3"),
+        ("\0", ", line 1: syntax error: source code string cannot contain null bytes"),
+    ],
+)
+def test_a_broken_file_is_one_line_that_names_its_own(asked: Asked, tmp_path: Path, source: str, says: str):
+    path = tmp_path / "broken.py"
+    path.write_text(source)
+    assert asked.says(f"{path}:Any") == f"{asked.word} file {path}{says}"
+
+
+@each
+def test_two_files_of_one_name_do_not_mix(asked: Asked, tmp_path: Path):
+    for folder, number in (("a", 1), ("b", 2)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "mine.py").write_text(asked.source.replace("number: int = 3", f"number: int = {number}"))
+    assert repr(asked.load(f"{tmp_path}/a/mine.py:Mine")).startswith("Mine(number=1")
+    assert repr(asked.load(f"{tmp_path}/b/mine.py:Mine")).startswith("Mine(number=2")
+    assert "mine" not in sys.modules
+
+
+def test_a_policy_and_a_task_in_files_of_one_name_do_not_mix(tmp_path: Path):
+    for asked in BOTH:
+        (tmp_path / asked.word).mkdir()
+        (tmp_path / asked.word / "mine.py").write_text(asked.source)
+        asked.load(f"{tmp_path}/{asked.word}/mine.py:Mine")
+    assert sys.modules["windlass_policy_mine"] is not sys.modules["windlass_task_mine"]

@@ -1,0 +1,288 @@
+"""Steps that are recorded once and replayed, against steps that run as they come."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+import windlass
+from tests.engine.tape import Tape
+from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Sampling, SnapKV, UsageError, kernels
+from windlass.cli.catalogue import made_by_default
+from windlass.core.shapes import Scores
+from windlass.engine import generate as engine
+from windlass.engine.decode import Decoding
+from windlass.engine.graph import CudaGraph, Graph
+from windlass.engine.sampling import Sampler
+from windlass.evals.speed.rotated import RotatedStorage
+from windlass.policies.base import Slots
+from windlass.testing import TRAINED_LENGTH, tiny_model
+
+Models = Callable[[str], PreTrainedModel]
+Text = Callable[..., torch.Tensor]
+
+MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+SAMPLED = Sampling(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.3, seed=5)
+BUDGET, WINDOW, PROMPT = 15, 4, 10
+ENDS = (19, 8, 14)  # steps after which a row gets no more tokens
+
+
+@pytest.fixture(autouse=True)
+def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compiled kernels would hide what they do from the tape."""
+    monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
+
+
+def begun(model: PreTrainedModel, text: Text, options: dict[str, object]) -> tuple[KVCache, torch.Tensor]:
+    """A cache with prompts of different lengths in its rows, and their logits."""
+    # No slot stays reserved for taking steps back: these would get other tokens.
+    kind = options.get("kind", KVCache)
+    given = {name: value for name, value in options.items() if name != "kind"}
+    cache = kind(model, **{"budget": BUDGET, "window": WINDOW, "chunk": 8, "rollback": 0, **given})
+    prompts = [row[: PROMPT + 3 * at].tolist() for at, row in enumerate(text(PROMPT + 6, rows=cache.batch_size))]
+    return cache, engine.prefill(model, cache, prompts)
+
+
+def write(
+    model: PreTrainedModel,
+    cache: KVCache,
+    logits: torch.Tensor,
+    graph: Graph | None,
+    sampling: Sampling = Sampling(),  # noqa: B008  # it is frozen
+    steps: int = 0,
+    between: Callable[[int], None] = lambda _: None,
+) -> list[list[int]]:
+    """Rows of tokens, each as long as `ENDS` says, or `steps` for all; `between` is called before every step."""
+    ends = [steps or end for end in ENDS[: cache.batch_size]]
+    texts: list[list[int]] = [[] for _ in ends]
+    decoding = Decoding(model, cache, Sampler(sampling, [[1]] * len(ends), cache.device), logits, graph)
+    for step in range(max(ends)):
+        between(step)
+        for text, end, token in zip(texts, ends, decoding.chosen(), strict=True):
+            text += [token] * (step < end)
+        decoding.go_on([step + 1 < end for end in ends], step + 1 == max(ends))
+    return texts
+
+
+def same(ours: KVCache, theirs: KVCache) -> None:
+    """Equal to the bit, slot by slot, and the newest token is where each row's text ends."""
+    assert vars(ours.standing) == vars(theirs.standing)
+    for layer, other in zip(ours.layers, theirs.layers, strict=True):
+        assert (layer.positions.amax((1, 2)) + 1).tolist() == ours.next_positions
+        assert (layer.most_held, layer.has_evicted) == (other.most_held, other.has_evicted)
+        held, others = layer.tensors(), other.tensors()
+        assert held.keys() == others.keys()
+        for name, tensor in held.items():
+            assert tensor.equal(others[name]), name
+
+
+def check(
+    model: PreTrainedModel, text: Text, recordings: int, sampling: Sampling = SAMPLED, **options: object
+) -> KVCache:
+    """The same text and the same cache with a graph and without, also once the last step was taken back."""
+    tape = Tape()
+    ours = check_with(tape, model, text, sampling, options)
+    assert tape.captured == recordings
+    assert tape.replayed >= ENDS[0] - 3 * recordings
+    return ours
+
+
+def check_with(
+    graph: Graph, model: PreTrainedModel, text: Text, sampling: Sampling, options: dict[str, object]
+) -> KVCache:
+    (ours, logits), (theirs, others) = begun(model, text, options), begun(model, text, options)
+    written = write(model, ours, logits, graph, sampling)
+    assert written == write(model, theirs, others, None, sampling)
+    same(ours, theirs)
+    for cache in (ours, theirs):
+        cache.rollback(1 if cache.batch_size == 1 else [1, 0, 0])
+    same(ours, theirs)
+    return ours
+
+
+@pytest.mark.parametrize("policy", made_by_default().values(), ids=repr)
+def test_every_policy_writes_from_a_graph_what_it_writes_without(
+    policy: Policy, attached_model: Models, text: Text
+) -> None:
+    check(attached_model("llama"), text, 2, policy=policy)  # before and after it begins to evict
+
+
+@pytest.mark.parametrize("positions", ["original", "compact", "self_extend(4, 9)", "clamp(11)"])
+@pytest.mark.parametrize("store", ["plain", "int8", "int4(sinks=3, newest=6)"])
+def test_every_store_and_position_mode_does(positions: str, store: str, attached_model: Models, text: Text) -> None:
+    check(attached_model("llama"), text, 2, policy=KeyDiff(), positions=positions, store=store)
+
+
+@pytest.mark.parametrize(
+    "merge", ["mean_count", "mean_count(damped)", "mean_count(anchors)", "d2o", "keepkv", "sum(next)", "values", "pick"]
+)
+def test_every_merge_does(merge: str, attached_model: Models, text: Text) -> None:
+    check(attached_model("llama"), text, 2, policy=SnapKV(), merge=merge)
+
+
+@pytest.mark.parametrize("policy", [None, H2O(), TOVA()], ids=repr)
+@pytest.mark.parametrize("sampling", [Sampling(), SAMPLED], ids=["greedy", "sampled"])
+def test_rows_that_end_at_different_steps_do(
+    policy: Policy | None, sampling: Sampling, attached_model: Models, text: Text
+) -> None:
+    check(attached_model("llama"), text, 1, sampling, policy=policy, batch=3)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "qwen3", "glm4", "cohere"])
+def test_families_with_windows_and_other_rotations_do(family: str, attached_model: Models, text: Text) -> None:
+    check(attached_model(family), text, 2, policy=H2O())
+
+
+def test_keys_that_the_model_rotates_itself_do(attached_model: Models, text: Text) -> None:
+    check(attached_model("llama"), text, 2, policy=H2O(), kind=RotatedStorage)
+
+
+def test_a_step_of_a_graph_that_evicted_nothing_can_be_taken_back(attached_model: Models, text: Text) -> None:
+    check(attached_model("llama"), text, 1, policy=H2O(), budget=50)
+
+
+def test_a_cache_without_budget_is_recorded_anew_when_it_grows(attached_model: Models, text: Text) -> None:
+    cache = check(attached_model("llama"), text, 1, budget=None, window=None)
+    assert [layer.store.slots for layer in cache.layers] == [64] * len(cache.layers)
+    model, tape = attached_model("llama"), Tape()
+    (ours, logits), (theirs, others) = (begun(model, text, {"budget": None, "window": None}) for _ in range(2))
+    assert write(model, ours, logits, tape, steps=70) == write(model, theirs, others, None, steps=70)
+    assert tape.captured == 2
+    same(ours, theirs)
+
+
+@pytest.mark.parametrize("positions", ["original", "compact"])
+def test_a_table_is_long_enough_for_all_steps_that_one_graph_serves(positions: str, text: Text) -> None:
+    # Tables have 256 rows, or twice as many, and a model that others used has long ones.
+    model, ids = windlass.attach(tiny_model("llama")), text(250)[0].tolist()
+    ours, theirs = (KVCache(model, budget=300, positions=positions, rollback=0) for _ in range(2))
+    logits, others = (engine.prefill(model, cache, [ids]) for cache in (ours, theirs))
+    tape = Tape()
+    assert write(model, ours, logits, tape) == write(model, theirs, others, None)
+    assert tape.captured == 1
+    same(ours, theirs)
+
+
+def test_edits_between_two_steps_are_seen(attached_model: Models, text: Text) -> None:
+    model, tape = attached_model("llama"), Tape()
+    (ours, logits), (theirs, others) = (begun(model, text, {"policy": H2O()}) for _ in range(2))
+
+    def edits(cache: KVCache) -> Callable[[int], None]:
+        def between(step: int) -> None:
+            if step == 4:
+                cache.drop(6, 9)
+            if step == 11:
+                cache.positions = "compact"
+            if step == 14:
+                cache.compress(14)
+            if step == 17:
+                cache.rollback(1)
+
+        return between
+
+    written = write(model, ours, logits, tape, between=edits(ours))
+    assert written == write(model, theirs, others, None, between=edits(theirs))
+    assert tape.captured >= 4
+    same(ours, theirs)
+
+
+def test_of_recorded_steps_the_last_can_be_taken_back(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama")
+    (ours, logits), (theirs, others) = (begun(model, text, {"rollback": 16}) for _ in range(2))
+    assert write(model, ours, logits, Tape()) == write(model, theirs, others, None)
+    with pytest.raises(UsageError, match="rollback"):
+        ours.rollback(2)
+    for cache in (ours, theirs):
+        cache.rollback(1)
+    ids = text(5, seed=3)
+    with torch.no_grad():
+        logits, others = (model(ids, past_key_values=cache).logits for cache in (ours, theirs))
+    torch.testing.assert_close(logits, others)
+
+
+@dataclass(frozen=True)
+class Waiting(Policy):
+    """Looks at a number on the host, which a policy must not. Source: none. Differs: all."""
+
+    def score(self, slots: Slots) -> Scores:
+        return slots.positions.float() * (1.0 if int(slots.positions.max()) >= 0 else 2.0)
+
+
+def test_what_cannot_be_recorded_runs_as_it_comes_and_says_so(attached_model: Models, text: Text) -> None:
+    for model, policy in ((attached_model("llama"), Waiting()), (attached_model("gpt_oss"), H2O())):
+        tape, (ours, logits), (theirs, others) = Tape(), *(begun(model, text, {"policy": policy}) for _ in range(2))
+        with pytest.warns(UserWarning, match=r"can't be recorded as one graph.*_local_scalar_dense") as said:
+            written = write(model, ours, logits, tape)
+        assert len(said) == 1
+        assert written == write(model, theirs, others, None)
+        same(ours, theirs)
+
+
+def test_tables_that_follow_the_length_of_the_text_are_not_recorded(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama_dynamic")
+    ids = text(TRAINED_LENGTH + 2)[0].tolist()
+    ours, theirs = (KVCache(model, budget=BUDGET, rollback=0) for _ in range(2))
+    logits, others = (engine.prefill(model, cache, [ids]) for cache in (ours, theirs))
+    with pytest.warns(UserWarning, match="rotary tables change with the length"):
+        written = write(model, ours, logits, Tape())
+    assert written == write(model, theirs, others, None)
+    same(ours, theirs)
+
+
+def test_an_interrupt_while_a_token_is_awaited_leaves_the_books_right(attached_model: Models, text: Text) -> None:
+    model, tape = attached_model("llama"), Tape()
+    cache, logits = begun(model, text, {})
+    (theirs, others) = begun(model, text, {})
+    copied, waits = tape.copied, []
+
+    def interrupted(ids: torch.Tensor) -> Callable[[], list[int]]:
+        wait = copied(ids)
+
+        def once() -> list[int]:
+            waits.append(1)
+            if len(waits) == 9:
+                raise KeyboardInterrupt
+            return wait()
+
+        return once
+
+    tape.copied = interrupted  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        write(model, cache, logits, tape)
+    (tokens,) = write(model, theirs, others, None, steps=5)
+    assert cache.tokens == theirs.tokens == [text(PROMPT)[0].tolist() + tokens]
+    same(cache, theirs)
+
+
+def test_the_engine_writes_from_a_graph_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = windlass.attach(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval())
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    stop, prompts = tokenizer(",")["input_ids"][-1:], ["There were four of us--George, and", "He said"]
+    texts, caches, tape = [], [], Tape()
+    for graph in (tape, None):
+        monkeypatch.setattr(engine, "graph_for", lambda _, graph=graph: graph)
+        caches.append(KVCache(model, budget=16, policy=SnapKV(), batch=2, rollback=0))
+        texts.append([windlass.generate(model, tokenizer, prompts, caches[-1], 25, SAMPLED, stop) for _ in range(2)])
+    assert tape.replayed > 10
+    assert [[r.tokens for r in turn] for turn in texts[0]] == [[r.tokens for r in turn] for turn in texts[1]]
+    same(*caches)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"policy": policy} for policy in made_by_default().values()),
+        *({"policy": KeyDiff(), "store": store} for store in ("int8", "int4(sinks=3, newest=6)")),
+        *({"policy": H2O(), "positions": mode} for mode in ("compact", "self_extend(4, 9)", "clamp(11)")),
+        *({"policy": SnapKV(), "merge": merge} for merge in ("mean_count", "keepkv", "d2o")),
+        {"policy": TOVA(), "batch": 3},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("error")
+def test_a_device_writes_from_its_graph_what_it_writes_without(options: dict[str, object], text: Text) -> None:
+    check_with(CudaGraph(), windlass.attach(tiny_model("llama").cuda()), text, SAMPLED, options)

@@ -1,0 +1,195 @@
+"""The results file: whole lines, resumed after any cut, refused where it belongs to another run."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from windlass.core.errors import UsageError
+from windlass.evals.results import IDENTITY, MEASURED, open_results
+from windlass.evals.summary import summary, wilson
+
+HEADER: dict[str, Any] = {
+    "kind": "header",
+    "version": 2,
+    "windlass": "0.1.0",
+    "torch": "2.9",
+    "transformers": "5.10",
+    "model": "some/model",
+    "parameters": 97,
+    "dtype": "float32",
+    "trained_length": 512,
+    "seed": 3,
+    "date": "2026-01-02T03:04:05+00:00",
+}
+CASE: dict[str, Any] = {
+    "kind": "case",
+    "task": "passkey",
+    "policy": "Recent()",
+    "budget": 64,
+    "asked_budget": "8x",
+    "merge": "none",
+    "positions": "compact",
+    "store": "plain",
+    "is_aware": False,
+    "length": 500,
+    "sample": 0,
+    "turn": None,
+    "depth": 0.25,
+    "context_tokens": 470,
+    "slots_held": 64,
+    "bytes_held": 1024,
+    "bytes_full": 9000,
+    "expected": ["48213"],
+    "output": "naïve\n\u2028 48213",
+    "score": 1.0,
+    "measures": {},
+    "seconds": 0.5,
+}
+
+
+def case(sample: int, **fields: object) -> dict[str, Any]:
+    return {**CASE, "sample": sample, **fields}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file with three cases."""
+    path = tmp_path / "results.jsonl"
+    open_results(path, HEADER).add([case(0), case(1), case(2, score=0.0)])
+    return path
+
+
+def test_lines_have_the_fields_that_are_promised(path: Path):
+    assert set(CASE) == {"kind", *IDENTITY, *MEASURED}
+    lines = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
+    assert lines == [HEADER, case(0), case(1), case(2, score=0.0)]
+
+
+def test_a_file_is_gone_on_with(path: Path):
+    results = open_results(path, {**HEADER, "date": "later", "torch": "2.10", "windlass": "0.2.0"})
+    assert list(results.lines.values()) == [case(0), case(1), case(2, score=0.0)]
+    before = path.read_text()
+    results.add([case(1, seconds=9.9), case(3)])  # what is there is not there twice
+    assert path.read_text() == before + json.dumps(case(3), ensure_ascii=False) + "\n"
+
+
+def test_any_cut_loses_its_own_line_only(path: Path, capsys: pytest.CaptureFixture[str]):
+    whole = path.read_bytes()
+    ends = [place + 1 for place, byte in enumerate(whole) if byte == ord("\n")]
+    for size in range(len(whole) + 1):
+        path.write_bytes(whole[:size])
+        results = open_results(path, HEADER)
+        kept = sum(end <= size for end in ends)
+        assert len(results.lines) == max(kept - 1, 0)
+        is_cut = size not in (0, *ends)
+        note = f"the last line of {path} was cut in half; it is taken off, and its case run again\n"
+        assert capsys.readouterr().err == (note if is_cut else "")
+        results.add([case(0), case(1), case(2, score=0.0)])
+        assert path.read_bytes() == whole
+
+
+def test_a_line_that_is_there_twice_counts_once(path: Path):
+    with path.open("a") as file:
+        file.write(json.dumps(case(1, score=0.5)) + "\n")
+    results = open_results(path, HEADER)
+    assert len(results.lines) == 3
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "says"),
+    [
+        ("version", 3, "was made with version 3, and this run has 2; give another file"),
+        ("model", "other", "was made with model other, and this run has some/model"),
+        ("parameters", 98, "was made with parameters 98, and this run has 97"),
+        ("dtype", "bfloat16", "was made with dtype bfloat16, and this run has float32"),
+        ("seed", 4, "was made with seed 4, and this run has 3"),
+    ],
+)
+def test_a_file_of_another_run_stays_as_it_is(path: Path, field: str, value: object, says: str):
+    # After the header of another version anything may follow, also half a line.
+    text = json.dumps({**HEADER, field: value}) + '\n{"kind": "unknown"}\n{"kind": "ca'
+    path.write_text(text)
+    with pytest.raises(UsageError) as caught:
+        open_results(path, HEADER)
+    assert f"-o {path} {says}" in str(caught.value)
+    assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (b"a novel without an end", "is not a file of results"),
+        (b"a novel\nof two lines\n", "line 1: not a header line of results"),
+        (b"\x00\xff\n", "line 1: not a header line of results"),
+        (b'{"kind": "header", "version": 2}\n', "line 1: not a header line of results"),
+        (json.dumps(HEADER).encode() + b"\n\n", "line 2: not a case line of results"),
+        (json.dumps(HEADER).encode() + b'\n{"kind": "case"}\n', "line 2: not a case line of results"),
+    ],
+)
+def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, data: bytes, says: str):
+    path = tmp_path / "precious.txt"
+    path.write_bytes(data)
+    with pytest.raises(UsageError) as caught:
+        open_results(path, HEADER)
+    assert says in str(caught.value)
+    assert path.read_bytes() == data
+
+
+def test_a_file_that_cannot_be_is_told(tmp_path: Path):
+    with pytest.raises(UsageError, match=r"-o .*gone/x cannot be written: No such file or directory"):
+        open_results(tmp_path / "gone" / "x", HEADER)
+    with pytest.raises(UsageError, match=r"cannot be written: Is a directory"):
+        open_results(tmp_path, HEADER)
+
+
+@pytest.mark.parametrize(
+    ("mean", "samples", "low", "high"),
+    # Newcombe 1998 (Statistics in Medicine 17, table I), method 3: 81 of 263, 15 of 148, 0 of 20, 1 of 29.
+    [
+        (81 / 263, 263, 0.2553, 0.3662),
+        (15 / 148, 148, 0.0624, 0.1605),
+        (0.0, 20, 0.0, 0.1611),
+        (1 / 29, 29, 0.0061, 0.1718),
+    ],
+)
+def test_intervals_are_those_of_wilson(mean: float, samples: int, low: float, high: float):
+    assert wilson(mean, samples) == pytest.approx((low, high), abs=5e-5)
+
+
+def shown(lines: list[dict[str, Any]]) -> list[list[str]]:
+    console = Console(width=200)
+    with console.capture() as capture:
+        console.print(summary(lines))
+    rows = [row.split("  ") for row in capture.get().splitlines() if row.strip() and "─" not in row]
+    return [[cell.strip() for cell in row if cell.strip()] for row in rows]
+
+
+def test_the_summary_has_a_row_for_each_combination():
+    lines = [case(0), case(1), case(2, score=0.0), case(0, asked_budget="all", policy="KeyDiff()", bytes_held=3000)]
+    heads, first, second = shown(lines)
+    assert heads == ["task", "policy", "budget", "samples", "bytes", "score", "95 %"]
+    assert first == ["passkey", "Recent()", "8x", "3", "1.00 KiB", "66.7 %", "20.8 to 93.9"]
+    assert second[:5] == ["passkey", "KeyDiff()", "all", "1", "2.93 KiB"]
+
+
+def test_questions_on_one_text_are_one_sample():
+    turns = [case(0, turn=turn, score=float(turn == 0)) for turn in range(4)] + [case(1, turn=0, length=900)]
+    heads, first, _ = shown(turns)
+    assert heads[3:5] == ["length", "samples"]
+    assert first[3:5] == ["500", "1"]
+    assert first[-2] == "25.0 %"
+
+
+def test_losses_are_shown_beside_scores():
+    lines = [
+        case(0),
+        case(0, task="perplexity", score=None, measures={"nll": 3.0, "kl": 0.5}),
+        case(1, task="perplexity", score=None, measures={"nll": 4.0, "kl": None}),
+    ]
+    heads, first, second = shown(lines)
+    assert heads[-2:] == ["nll", "kl"]
+    assert first[-2:] == ["-", "-"]
+    assert second[-4:] == ["-", "-", "3.5000", "0.5000"]

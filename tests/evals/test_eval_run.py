@@ -1,0 +1,232 @@
+"""Runs on the shipped model: what must be found is found, what can't be isn't, and a stopped run goes on."""
+
+import json
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+import windlass
+from tests.cli import test_cli as test_cli
+from tests.cli.test_cli import MODEL, Ran, assert_refused
+from windlass.engine import generate as engine
+from windlass.engine.text import encode
+from windlass.evals import Sample, Turn, sweep
+from windlass.evals.filler import NOVEL
+from windlass.evals.fit import Fitted, fit
+from windlass.evals.grid import Lists, grid_of
+from windlass.evals.measure import STRIDE, answered, cache_of, predicted
+from windlass.evals.tasks import NAMES
+from windlass.evals.tasks.multiturn import Multiturn
+from windlass.evals.tasks.niah import ABOVE, Needles
+from windlass.evals.tasks.passkey import PassKey
+
+run, model, tokenizer = test_cli.run, test_cli.model, test_cli.tokenizer  # fixtures
+QUICK = ("--dtype", "float32", "--lengths", "200")
+# Bytes of a slot in all four layers: keys and values of two heads of 64 in float32.
+SLOT = 4 * 2 * 2 * 64 * 4
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    header, *cases = (json.loads(line) for line in path.read_bytes().split(b"\n")[:-1])
+    assert header["kind"] == "header"
+    return cases
+
+
+def setting(**lists: str) -> Any:
+    return grid_of(Lists(**lists)).settings[0]
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    return tmp_path / "results.jsonl"
+
+
+def test_a_full_cache_finds_the_key_and_a_window_does_not(run: Callable[..., Ran], output: Path):
+    budgets = ("--budgets", "all,32", "--policies", "recent", "--samples", "4")
+    ran = run("eval", MODEL, *QUICK, *budgets, "-o", str(output), "--tasks", "passkey,passkey_novel")
+    assert (ran.code, ran.err) == (0, "")
+    header = json.loads(output.read_bytes().split(b"\n")[0])
+    assert (header["model"], header["parameters"], header["trained_length"]) == (MODEL, 3_475_712, 512)
+    assert (header["version"], header["seed"], header["dtype"]) == (2, 0, "float32")
+    found = lines(output)
+    assert len(found) == 2 * 2 * 4
+    full = [line for line in found if line["budget"] is None]
+    assert [line["score"] for line in full] == [1.0] * 8
+    assert all(line["output"].strip().startswith(line["expected"][0]) for line in full)
+    far = [line for line in found if line["budget"] == 32 and line["depth"] < 0.6]
+    assert len(far) >= 3
+    assert [line["score"] for line in far] == [0.0] * len(far)
+    for line in found:
+        assert line["bytes_full"] == line["context_tokens"] * SLOT
+        assert line["slots_held"] == (line["context_tokens"] if line["budget"] is None else 32)
+        assert line["turn"] is None
+    # 16 slots are kept free; one row of positions is shared by the heads of a layer.
+    assert {line["bytes_held"] for line in found if line["budget"]} == {48 * (SLOT + 4 * 4)}
+    # Both saw the same texts.
+    texts = {(line["task"], line["sample"], line["budget"]): line["expected"] for line in found}
+    assert all(texts[task, sample, None] == texts[task, sample, 32] for task, sample, _ in texts)
+    assert re.search(r"passkey +Recent\(\) +all +4 +[\d.]+ KiB +100.0 %", ran.out)
+
+
+def test_a_stopped_run_goes_on(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
+    given = ("eval", MODEL, *QUICK, "--budgets", "2x", "--policies", "recent", "--samples", "1", "-o", str(output))
+    both = (*given, "--tasks", "passkey,magic_multiturn", "--positions", "compact", "--lengths", "260")
+    assert run(*both).code == 0
+    whole = output.read_bytes()
+    assert len(lines(output)) == 1 + 5
+    ask = sweep.Runner.lines
+    # Nothing is run again.
+    monkeypatch.setattr(sweep.Runner, "lines", Mock(side_effect=AssertionError))
+    assert run(*both).code == 0
+    assert output.read_bytes() == whole
+    monkeypatch.setattr(sweep.Runner, "lines", ask)
+    # Killed in the middle of the third question on one text.
+    rows = whole.split(b"\n")
+    place = next(place for place, row in enumerate(rows) if b'"turn": 2' in row)
+    output.write_bytes(b"\n".join(rows[:place]) + b"\n" + rows[place][:100])
+    ran = run(*both)
+    assert ran.code == 0
+    assert "the last line of" in ran.err
+    timeless = [
+        [{**json.loads(row), "seconds": 0} for row in data.split(b"\n")[1:-1]] for data in (whole, output.read_bytes())
+    ]
+    assert timeless[0] == timeless[1]
+
+
+def test_an_interrupt_leaves_whole_lines(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
+    ask, count = sweep.Runner.lines, []
+
+    def interrupted(runner: sweep.Runner, case: sweep.Case) -> list[dict[str, Any]]:
+        count.append(1)
+        if len(count) == 3:
+            raise KeyboardInterrupt
+        return ask(runner, case)
+
+    monkeypatch.setattr(sweep.Runner, "lines", interrupted)
+    given = ("eval", MODEL, *QUICK, "--budgets", "24", "--samples", "2", "-o", str(output))
+    ran = run(*given)
+    assert ran.code == 130
+    assert ran.err == "interrupted; 2 of 4 cases are done; the same command goes on from here\n"
+    assert len(lines(output)) == 2
+    assert ran.out.count("passkey") == 2
+    assert run(*given).code == 0
+    assert len(lines(output)) == 4
+
+
+def test_the_question_is_read_with_the_text_or_after_it(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
+):
+    task = Multiturn(Needles(keys=5, haystack=NOVEL, wording=ABOVE, answer_tokens=1))
+    fitted = fit(task, "any", tokenizer, 300, 0, 0)
+    text = encode(tokenizer, fitted.sample.context, is_start=True)
+    asked = [encode(tokenizer, turn.question, is_start=False) for turn in fitted.sample.turns]
+    begun = [encode(tokenizer, turn.prefix, is_start=False) for turn in fitted.sample.turns]
+    read = Mock(wraps=engine.prefill)
+    monkeypatch.setattr(engine, "prefill", read)
+    for is_aware in (False, True):
+        read.reset_mock()
+        cache = cache_of(model, setting(budgets="64"), 64, True)
+        answered(model, tokenizer, cache, "any", task, fitted, is_aware)
+        fed = [call.args[2][0] for call in read.call_args_list]
+        prompts = [question + prefix for question, prefix in zip(asked, begun, strict=True)]
+        wanted = [text + asked[0], begun[0], *prompts[1:]] if is_aware else [text, *prompts]
+        assert [list(each) for each in fed] == wanted
+
+
+def test_each_question_finds_the_cache_as_the_text_left_it(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    (key,) = PassKey(NOVEL).compose(random.Random(0), 300, 90).turns
+    context = PassKey(NOVEL).compose(random.Random(0), 300, 90).context
+    context += " One of the special magic numbers for quiet-river is: 73519."
+    magic = Turn(" What is the special magic number for quiet-river mentioned above?", " It is:", ("73519",))
+    sample = Sample(context, (key, magic, replace(key, question=" He looked at the river."), key))
+    settings = setting(policies="key_diff", budgets="90", positions="compact")
+    cache = cache_of(model, settings, 90, True)
+    outcomes = answered(model, tokenizer, cache, "any", PassKey(answer_tokens=6), Fitted(sample, 90, 0, 0), False)
+    assert len({outcome.output for outcome in outcomes}) >= 2
+    assert outcomes[0].output == outcomes[3].output
+    for outcome, turn in zip(outcomes, sample.turns, strict=True):
+        alone = windlass.KVCache(model, 90, windlass.KeyDiff(), chunk=90, positions="compact")
+        engine.prefill(model, alone, [encode(tokenizer, context, is_start=True)])
+        result = engine.generate(model, tokenizer, [turn.question + turn.prefix], alone, 6)[0]
+        assert outcome.output == result.text
+        assert outcome.turn == turn
+
+
+def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    fitted = fit(NAMES["perplexity"], "perplexity", tokenizer, 150, 0, 0)
+    ids = encode(tokenizer, fitted.sample.context, is_start=True)
+    assert len(ids) == fitted.context_tokens <= 150
+    plain = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = plain(torch.tensor([ids])).logits[0, :-1].double()
+    wanted = logits.log_softmax(-1)
+    targets = torch.tensor(ids[1:])
+    full = predicted(model, cache_of(model, setting(budgets="all"), None, False), ids, windlass.KVCache(model))
+    nll = torch.nn.functional.cross_entropy(logits, targets)
+    assert full.measures["nll"] == pytest.approx(float(nll), rel=1e-5)
+    assert full.measures["kl"] == pytest.approx(0.0, abs=1e-9)
+    assert (full.score, full.slots_held) == (None, len(ids) - 1)
+    # A cache of 40 slots, fed by hand; one that has seen less than the full one.
+    small = predicted(model, cache_of(model, setting(budgets="40"), 40, False), ids, windlass.KVCache(model))
+    alone = windlass.KVCache(model, 40, windlass.Recent())
+    with torch.no_grad():
+        pieces = torch.tensor(ids[:-1]).split(STRIDE)
+        ours = torch.cat([model(piece[None], past_key_values=alone).logits[0] for piece in pieces]).double()
+    ours = ours.log_softmax(-1)
+    assert small.measures["nll"] == pytest.approx(-float(ours[torch.arange(len(targets)), targets].mean()), rel=1e-5)
+    kl = float((wanted.exp() * (wanted - ours)).sum(-1).mean())
+    assert kl > 0.01
+    assert small.measures["kl"] == pytest.approx(kl, rel=1e-4)
+    assert small.slots_held == 40
+
+
+def test_a_full_cache_is_read_beside_while_the_model_knows_such_lengths(run: Callable[..., Ran], output: Path):
+    given = ("eval", MODEL, "--tasks", "perplexity", "--budgets", "64", "--policies", "recent", "--samples", "1")
+    assert run(*given, "--dtype", "float32", "--lengths", "500,530", "-o", str(output)).code == 0
+    short, long = lines(output)
+    assert short["measures"]["kl"] > 0
+    assert long["measures"]["kl"] is None
+    assert long["context_tokens"] > 512
+    assert short["score"] is long["score"] is short["depth"] is None
+    assert (short["expected"], short["output"]) == ([], "")
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--tasks", "pasky"), "task 'pasky' is unknown; did you mean passkey?"),
+        (("--policies", "keydif"), "did you mean key_diff?"),
+        (("--store", "int3"), "store='int3' is not a store"),
+        (("--positions", "compcat"), "positions='compcat' is not a position mode"),
+        (("--budgets", "5"), "--budgets 5: budget (5 tokens) must be at least sinks (4) + window (1) + 1, which is 6"),
+        (("--budgets", "99x"), "--budgets 99x of the 1"),
+        (("--lengths", "20"), "length 20 is too short for task passkey, which takes "),
+        # The first nine texts would do.
+        (("--tasks", "cwe", "--lengths", "1000", "--samples", "20"), "too short for task cwe, which takes 1009 tokens"),
+        (("--tasks", "passkey_novel", "--lengths", "9999999"), "length 9999999 is more than task passkey_novel can"),
+        (("--tasks", "perplexity", "--aware"), "task perplexity asks nothing, so it cannot be run --aware"),
+        (("--samples", "0"), "'--samples'"),
+    ],
+)
+def test_what_is_wrong_shows_before_anything_runs(
+    run: Callable[..., Ran], output: Path, options: tuple[str, ...], says: str
+):
+    assert_refused(run("eval", MODEL, *QUICK, "-o", str(output), *options), says)
+    assert not output.exists()
+
+
+def test_another_seed_is_refused(run: Callable[..., Ran], output: Path):
+    given = ("eval", MODEL, *QUICK, "--budgets", "24", "--policies", "recent", "--samples", "1", "-o", str(output))
+    assert run(*given).code == 0
+    before = output.read_bytes()
+    assert_refused(run(*given, "--seed", "1"), f"-o {output} was made with seed 0, and this run has 1; give another")
+    assert output.read_bytes() == before
+    assert_refused(run("eval", MODEL), "Missing option")

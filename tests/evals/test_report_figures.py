@@ -1,0 +1,80 @@
+"""Figures: they show the means, and can be read in black and white."""
+
+from pathlib import Path
+
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from tests.evals import test_report as test_report
+from tests.evals.test_report import case, full, write
+from windlass.evals.report import plots
+from windlass.evals.report.read import read_results
+from windlass.evals.report.summaries import depth_maps, labels, loss_blocks, score_blocks
+
+file = test_report.file  # the fixture
+
+
+def of_figure(figure: Figure) -> list[Axes]:
+    return [each for each in figure.axes if each.get_visible()]
+
+
+def test_lines_differ_without_colour(file: Path):
+    lines = [case(policy=f"P{index:02}()", score=index / 16) for index in range(15)]
+    read = read_results([write(file, *lines, full(score=0.9))]).cases
+    blocks = score_blocks(read)
+    figures = plots.curves(blocks, labels(read), plots.SCORE)
+    marked = [[line for line in each.axes[0].get_lines() if len(line.get_xdata())] for each in figures]
+    for figure, drawn in zip(figures, marked, strict=True):
+        markers = [line.get_marker() for line in drawn if line.get_marker() != "None"]
+        assert len(markers) == len(set(markers)) > 0
+        texts = [text.get_text() for text in figure.legends[0].get_texts()]
+        shown = [handle.get_marker() for handle in figure.legends[0].get_lines()]
+        # The legend's marker is the line's, and the full cache is the only line without one.
+        assert shown == ["None", *markers]
+        assert texts[0] == "full cache"
+        across = [line for line in drawn if line.get_marker() == "None"]
+        assert [list(line.get_ydata()) for line in across] == [[90.0, 90.0]]
+    assert [len(drawn) - 1 for drawn in marked] == [12, 3]
+    # A policy keeps its marker where others are absent.
+    (alone,) = plots.curves([type(blocks[0])(500, blocks[0].rows[-2:])], labels(read), plots.SCORE)
+    by_place = {line.get_ydata()[0]: line.get_marker() for line in marked[0]}
+    for line in alone.axes[0].get_lines():
+        assert line.get_marker() == by_place[line.get_ydata()[0]]
+
+
+def test_lines_go_through_the_means(file: Path):
+    lines = [case(score=0.5), case(asked_budget="4x", slots_held=125, bytes_held=320, score=0.25)]
+    blocks = score_blocks(read_results([write(file, *lines, case(length=900, score=1.0))]).cases)
+    (figure,) = plots.curves(blocks, ["full cache", "KeyDiff"], plots.SCORE)
+    assert [panel.get_title(loc="left") for panel in of_figure(figure)] == ["500 tokens", "900 tokens"]
+    (line,) = figure.axes[0].get_lines()
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([25.0, 50.0], [25.0, 50.0])
+    assert plots.curves(blocks, ["full cache"], plots.SCORE) == []
+
+
+def test_losses_that_are_no_numbers_are_left_out_of_figures(file: Path):
+    lines = [case(score=None, sample=index, measures={"nll": nll}) for index, nll in enumerate((1.0, float("nan")))]
+    read = read_results([write(file, *lines, case(policy="A()", score=None, measures={"nll": 2.0}))]).cases
+    (figure,) = plots.curves(loss_blocks(read), labels(read), plots.LOSS)
+    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A"]
+    assert plots.png(figure).startswith(b"\x89PNG")
+
+
+def test_heat_maps_print_their_numbers(file: Path):
+    lines = [case(depth=0.0, score=0.0), case(depth=1.0, score=1.0), case(depth=1.0, length=900, score=0.5)]
+    maps = depth_maps(read_results([write(file, *lines)]).cases)
+    assert maps is not None
+    (figure,) = plots.heat_maps(maps)
+    (panel,) = of_figure(figure)
+    numbers = {text.get_position(): (text.get_text(), text.get_color()) for text in panel.texts}
+    assert numbers == {
+        (0.5, 0.5): ("0", "#ffffff"),
+        (0.5, 1.5): ("100", "#000000"),
+        (1.5, 1.5): ("50", "#ffffff"),
+    }
+    assert panel.patch.get_hatch() == "/////"  # what was not run
+    assert [text.get_text() for text in panel.get_xticklabels()] == ["500", "900"]
+    assert [text.get_text() for text in panel.get_yticklabels()] == ["0%", "100%"]
+    # Better is lighter, for whoever sees no colour.
+    greys = [0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue, _ in map(plots.PAPER, range(256))]
+    assert greys == sorted(greys)

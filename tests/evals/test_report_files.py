@@ -1,0 +1,145 @@
+"""Results files: each case counts once, what is damaged is told, what is foreign is refused in one line."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from tests.evals import test_report as test_report
+from tests.evals.test_report import HEADER, Line, case, cases, full, write
+from windlass.core.errors import UsageError
+from windlass.evals.report.read import read_results
+
+file = test_report.file  # the fixture
+
+
+def test_a_case_counts_once(file: Path):
+    other = write(file.with_name("more.jsonl"), case(), case(score=0.5), case(sample=1))
+    found = read_results([write(file, case(), case(seconds=9.0), case(is_aware=True)), other])
+    assert [(each.is_aware, each.sample, each.score) for each in found.cases] == [
+        (False, 0, 1.0),
+        (True, 0, 1.0),
+        (False, 1, 1.0),
+    ]
+    assert len(found.notes) == 1
+    assert found.notes[0].startswith("3 cases are there more than once")
+    assert found.notes[0].endswith("Of these 1 differ: the first was taken.")
+
+
+def test_the_full_cache_of_every_policy_is_one(file: Path):
+    found = read_results([write(file, full(), full() | {"policy": "KeyDiff()"})])
+    assert [each.label for each in found.cases] == ["full cache"]
+    assert found.notes[0].startswith("1 case is there more than once, counting the full cache of every policy as one")
+    assert "differ" not in found.notes[0]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"task": "niah"},
+        {"policy": "KeyDiff(pool=3)"},
+        {"asked_budget": "64"},
+        {"merge": "mean(next)"},
+        {"positions": "compact"},
+        {"store": "int8"},
+        {"length": 501},
+        {"sample": 1},
+        {"turn": 0},
+        {"depth": 0.5},
+    ],
+)
+def test_other_cases_are_no_duplicates(file: Path, change: Line):
+    assert len(cases(file, case(), case(**change))) == 2
+
+
+def test_another_seed_is_another_case(file: Path):
+    other = write(file.with_name("more.jsonl"), HEADER | {"seed": 8}, case())
+    found = read_results([write(file, case()), other])
+    assert [each.seed for each in found.cases] == [7, 8]
+    assert [header.seed for header in found.headers] == [7, 8]
+    assert found.notes == ()
+
+
+@pytest.mark.parametrize("last", [json.dumps(case(sample=1))[:-20].encode(), '{"task": "é'.encode()[:-1], b"{"])
+def test_a_last_line_cut_in_half_is_left_out_and_told(file: Path, last: bytes):
+    write(file, case())
+    file.write_bytes(file.read_bytes() + last)
+    found = read_results([file])
+    assert len(found.cases) == 1
+    assert found.notes == (f"{file}: the last line is cut in half, as of a run that was stopped; it is left out.",)
+
+
+@pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n"])
+def test_a_last_line_that_is_whole_counts(file: Path, end: str):
+    found = read_results([write(file, case(), case(sample=1), end=end)])
+    assert (len(found.cases), found.notes) == (2, ())
+
+
+def refused(file: Path) -> str:
+    with pytest.raises(UsageError) as caught:
+        read_results([file])
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "is not a results file: its first line is no header"),
+        ("a novel\n", "is not a results file"),
+        ("[1]\n", "is not a results file"),
+        ('{"kind": "case"}\n', "is not a results file"),
+        ('{"model": "1b", "test": "pp512"}\n', "is not a results file"),
+        ('{"kind": "hea', "is not a results file"),
+        (json.dumps(HEADER), "there are no cases to report"),
+        (json.dumps(HEADER) + '\n{"kind": "ca', "there are no cases to report"),
+        (json.dumps(HEADER | {"version": 3}), "line 1: the version is 3, and this windlass reads version 2; update"),
+        (json.dumps(HEADER | {"version": 0}), "reads version 2; run the evaluation again"),
+        (json.dumps(HEADER) + "\nnonsense\n" + json.dumps(case()), "line 2: it is no object of JSON"),
+        (json.dumps(HEADER) + '\n{"kind": "row"}\n', "line 2: kind must be header or case, got 'row'"),
+    ],
+)
+def test_other_files_are_refused(file: Path, text: str, says: str):
+    file.write_text(text)
+    assert says in refused(file)
+    assert str(file) in refused(file)
+
+
+def test_files_that_cannot_be_read_are_refused(file: Path):
+    assert refused(file) == f"results file {file} cannot be read: No such file or directory"
+    assert "Is a directory" in refused(file.parent)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"score": 1.5}, "score must be from 0 to 1, got 1.5"),
+        ({"score": math.nan}, "score must be from 0 to 1, got nan"),
+        ({"score": True}, "score must be a number, got True"),
+        ({"score": None}, "there is neither a score nor an nll"),
+        ({"depth": -0.1}, "depth must be from 0 to 1"),
+        ({"is_aware": 1}, "is_aware must be true or false, got 1"),
+        ({"policy": None}, "policy must be a text, got None"),
+        ({"sample": 1.5}, "sample must be a whole number from 0, got 1.5"),
+        ({"bytes_full": 0}, "bytes_full must be a whole number from 1, got 0"),
+        ({"measures": 3}, "measures must be an object, got 3"),
+    ],
+)
+def test_damaged_fields_are_told(file: Path, change: Line, says: str):
+    assert f"line 2: {says}" in refused(write(file, case(**change)))
+
+
+def test_missing_fields_are_told(file: Path):
+    line = case()
+    del line["is_aware"]
+    assert "line 3: there is no field 'is_aware'" in refused(write(file, case(), line))
+
+
+@pytest.mark.parametrize(
+    ("change", "other"),
+    [({"model": "stories260K"}, "stories260K in float32"), ({"dtype": "bfloat16"}, "passkey-3m in bfloat16")],
+)
+def test_two_models_are_not_mixed(file: Path, change: Line, other: str):
+    found = refused(write(file, case(), HEADER | change, case(sample=1)))
+    assert "two models, passkey-3m in float32 (" in found
+    assert f"{other} (" in found

@@ -1,0 +1,246 @@
+"""The page: what it says, that it needs nothing else, and what the command tells."""
+
+import base64
+import struct
+import sys
+from collections.abc import Callable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+import windlass.evals.report
+from tests.cli import test_cli as test_cli
+from tests.cli.test_cli import Ran, assert_refused
+from tests.evals import test_report as test_report
+from tests.evals.test_report import Line, case, full, write
+from windlass.evals.report import plots
+from windlass.evals.report.make import write_report
+
+run = test_cli.run  # the fixtures
+file = test_report.file
+NASTY = '<script>alert(1)</script> & "it\'s"'
+
+
+class Page(HTMLParser):
+    """What a browser would make of it: texts by section, rows of cells, and what is fetched."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.fetched: list[str] = []
+        self.words: list[str] = []
+        self.rows: list[list[str]] = []
+        self._open: list[str] = []
+        self.feed(text)
+        assert self._open == [], "every element is closed"
+
+    @property
+    def text(self) -> str:
+        return " ".join(self.words)
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.fetched += [value or "" for name, value in attributes if name in ("src", "href", "data", "srcset")]
+        if tag not in ("meta", "img", "wbr"):
+            self._open.append(tag)
+        if tag == "tr":
+            self.rows.append([])
+        elif tag in ("td", "th"):
+            self.rows[-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self._open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if self._open and self._open[-1] in ("td", "th"):
+            self.rows[-1][-1] += data
+        self.words.append(data.strip())
+
+
+@pytest.fixture
+def page(file: Path) -> Callable[..., Page]:
+    """The page of some lines."""
+
+    def make(*lines: Line) -> Page:
+        output = file.with_name("report.html")
+        write_report([write(file, *lines)], output)
+        return Page(output.read_text())
+
+    return make
+
+
+def test_the_head_tells_what_was_run(page: Callable[..., Page]):
+    found = page(case(), full(), case()).text
+    for told in (
+        "passkey-3m in float32: 3.54 million parameters, trained on 512 tokens",
+        "2, from the file results.jsonl",
+        "2026-11-21T10:00:00+00:00",
+        "windlass 0.1.0, torch 2.13.0, transformers 5.10.1",
+        "Note: 1 case is there more than once",
+        "Wilson's interval",
+        "The figures are PNG files too, in report_files/.",
+    ):
+        assert told in found
+
+
+def test_score_tables(page: Callable[..., Page]):
+    lines = [case(sample=sample, score=float(sample > 1)) for sample in range(10)]
+    found = page(*lines, full(score=1.0), case(length=1500, score=0.0))
+    assert ["policy", "budget", "slots", "bytes, %", "texts", "score, %", "95 %", "of full, %"] in found.rows
+    assert ["KeyDiff", "2x", "250", "50.0", "10", "80.0", "49.0 to 94.3", "80.0"] in found.rows
+    assert ["full cache", "all", "500", "100.0", "1", "100.0", "20.7 to 100.0", "100.0"] in found.rows
+    assert ["1,500 tokens"] in found.rows
+    # Nothing to compare with, on that length; it loses, and is there.
+    assert ["KeyDiff", "2x", "250", "50.0", "1", "0.0", "0.0 to 79.3", "\N{EN DASH}"] in found.rows
+    # The overview: both lengths weigh the same.
+    assert ["KeyDiff", "2x", "40.0"] in found.rows
+    assert ["full cache", "all", "\N{EN DASH}"] not in found.rows
+
+
+def test_turn_and_loss_tables(page: Callable[..., Page]):
+    lines = [case(task="multiturn", turn=turn, score=float(turn == 0)) for turn in (0, 1)]
+    lines += [case(task="text", score=None, measures={"nll": 2.0, "kl": 0.25}, sample=1)]
+    lines += [case(task="text", score=None, measures={"nll": 3.0}, sample=2)]
+    lines += [full(task="text", score=None, measures={"nll": 2.75, "kl": 0.0})]
+    found = page(*lines)
+    assert ["policy", "budget", "turn 1", "turn 2"] in found.rows
+    assert ["KeyDiff", "2x", "100.0 (20.7 to 100.0)", "0.0 (0.0 to 79.3)"] in found.rows
+    assert [
+        "full cache",
+        "all",
+        "500",
+        "100.0",
+        "1",
+        "2.7500",
+        "\N{EN DASH}",
+        "+0.0000",
+        "15.64",
+        "0.0000",
+    ] in found.rows
+    losing = [
+        "KeyDiff",
+        "2x",
+        "250",
+        "50.0",
+        "2",
+        "2.5000",
+        "0.5000",
+        "\N{MINUS SIGN}0.2500",
+        "12.18",
+        "0.2500 (1 of 2)",
+    ]
+    assert losing in found.rows
+
+
+def test_blind_and_aware_are_apart(page: Callable[..., Page]):
+    found = page(case(score=0.25), case(is_aware=True, score=0.75, sample=1), case(is_aware=True, score=0.75, sample=2))
+    values = [row[5] for row in found.rows if row[0] == "KeyDiff"]
+    assert values == ["25.0", "75.0"]
+    text = found.text
+    assert text.index("Question-blind ") < text.index(" 25.0 ") < text.index(" Question-aware ") < text.index(" 75.0 ")
+
+
+def test_a_mode_without_cases_says_so(page: Callable[..., Page]):
+    found = page(case(is_aware=True)).text
+    assert "Question-blind: no cases." in " ".join(found.split())
+    assert found.count("These results have no such cases.") == 1
+
+
+def test_results_without_figures(file: Path):
+    written = write_report([write(file, full())], file.with_name("page.htm"))
+    assert (written.figures, written.cases) == (0, 1)
+    assert not written.folder.exists()
+    assert "PNG" not in Page(written.page.read_text()).text
+
+
+def test_names_are_shown_as_they_are(page: Callable[..., Page], file: Path):
+    found = page(case(task=NASTY, policy=f"{NASTY}()", asked_budget="<2x>", depth=0.5))
+    assert "script" not in found.tags
+    assert found.text.count(NASTY) >= 3
+    assert [NASTY, "<2x>"] in [row[:2] for row in found.rows]
+    folder = file.with_name("report_files")
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "blind-script-alert-1-script-it-s-depth.png",
+        "blind-script-alert-1-script-it-s-score.png",
+    ]
+
+
+@pytest.mark.parametrize("name", ["_hidden", "$x_{$", "50$", "數字", "a\nb", "x" * 300])
+def test_figures_take_any_name(file: Path, name: str):
+    """Whatever matplotlib thinks of it; warnings are errors here."""
+    assert write_report([write(file, case(policy=name, task=name, depth=0.5))], file.with_name("a.html")).figures == 2
+
+
+def test_figures_have_files_of_their_own(file: Path):
+    tasks = ("a/b", "a b", "A-B", "數")
+    written = write_report([write(file, *(case(task=task) for task in tasks))], file.with_name("a.html"))
+    assert len(list(written.folder.iterdir())) == written.figures == 4
+
+
+def test_the_page_needs_nothing_else(page: Callable[..., Page], file: Path):
+    found = page(case(depth=0.5), full(depth=0.5), case(task="b", score=None, measures={"nll": 1.0}))
+    inside = [each for each in found.fetched if not each.startswith("#")]
+    pictures = [base64.b64decode(each.removeprefix("data:image/png;base64,")) for each in inside]
+    outside = [path.read_bytes() for path in file.with_name("report_files").iterdir()]
+    assert sorted(pictures) == sorted(outside)
+    assert len(pictures) == 3
+    for picture in pictures:
+        assert picture.startswith(b"\x89PNG\r\n\x1a\n")
+        width, height = struct.unpack(">II", picture[16:24])
+        assert width == round(plots.WIDTH * plots.DPI)
+        assert 150 < height < width
+    assert "script" not in found.tags
+    assert "link" not in found.tags
+
+
+def test_the_same_results_make_the_same_page(file: Path):
+    pages = []
+    for name in ("one", "two"):
+        file.with_name(name).mkdir()
+        pages.append(write_report([write(file, case(), full())], file.with_name(name) / "a.html").page.read_bytes())
+    assert pages[0] == pages[1]
+
+
+def test_the_command(run: Callable[..., Ran], file: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(file.parent)
+    ran = run("report", str(write(file, case(), case(), full())))
+    assert (ran.code, ran.out) == (0, "report.html: 2 cases, 1 figure, also in report_files\n")
+    assert ran.err.startswith("windlass: note: 1 case is there more than once")
+    ran = run("report", str(file), str(file), "-o", "other.html")
+    assert (ran.code, ran.out) == (0, "other.html: 2 cases, 1 figure, also in other_files\n")
+
+
+@pytest.mark.parametrize(
+    ("output", "says"),
+    [
+        ("results.jsonl", "output {output} must end in .html, so that no results file is written over"),
+        ("gone/a.html", "does not exist; make it first"),
+        ("folder.html", "output {output} is a folder; give the name of a file"),
+    ],
+)
+def test_wrong_outputs_are_one_line(run: Callable[..., Ran], file: Path, output: str, says: str):
+    path = file.with_name("folder.html")
+    path.mkdir()
+    path = file.parent / output
+    before = write(file, case()).read_bytes()
+    assert_refused(run("report", str(file), "-o", str(path)), says.format(output=path))
+    assert file.read_bytes() == before
+
+
+def test_wrong_results_are_one_line(run: Callable[..., Ran], file: Path):
+    assert_refused(run("report"), "Missing argument 'RESULTS...'")
+    assert_refused(run("report", str(file)), f"results file {file} cannot be read: No such file")
+    assert_refused(run("report", str(write(file))), "there are no cases to report")
+    assert not Path("report.html").exists()
+
+
+def test_without_matplotlib_one_line_says_what_to_install(
+    run: Callable[..., Ran], file: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.delitem(sys.modules, "windlass.evals.report.plots")
+    monkeypatch.delattr(windlass.evals.report, "plots")
+    output = file.with_name("a.html")
+    assert_refused(run("report", str(write(file, case())), "-o", str(output)), "pip install 'windlass[report]'")
+    assert not output.exists()

@@ -1,0 +1,94 @@
+"""Where a model is put: the names of devices, and what is said where there is none."""
+
+from pathlib import Path
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+import windlass
+from windlass.cli.app import main
+from windlass.core.errors import UsageError
+from windlass.evals.speed.shapes import SHAPES, random_model
+from windlass.hf.load import device_of
+
+MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+COMMANDS = {
+    "generate": (MODEL, "text"),
+    "chat": (MODEL,),
+    "cache": (MODEL, "text", "--prompt-cache", "file"),
+    "bench": ("--shape", "tiny"),
+    "eval": (MODEL, "-o", "results.jsonl"),
+    "calibrate": (MODEL, "text.txt", "-o", "pairs.json"),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_that_opens_a_model_takes_a_device(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("some text")
+    assert main((command, *COMMANDS[command], "--device", "gpu")) == 2
+    said = capsys.readouterr()
+    assert said.err == (
+        "windlass: error: device 'gpu' is unknown; use cpu, cuda, or cuda:1 for the second of several GPUs\n"
+    )
+    assert said.out == ""
+
+
+@pytest.mark.parametrize("name", ["", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "CUDA", "mps", " cuda"])
+def test_other_names_are_refused(name: str):
+    with pytest.raises(UsageError, match="is unknown; use cpu, cuda, or cuda:1"):
+        device_of(name)
+
+
+@pytest.mark.parametrize(
+    ("built_with", "count", "name", "why"),
+    [
+        (None, 0, "cuda", "was built without CUDA; use device cpu, or install one that does"),
+        ("13.0", 0, "cuda:0", "finds no GPU that it can use; use device cpu, or install"),
+        ("13.0", 1, "cuda:1", "device cuda:1: PyTorch finds 1 GPU, the first is cuda:0"),
+        ("13.0", 2, "cuda:12", "device cuda:12: PyTorch finds 2 GPUs, the first is cuda:0"),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_told(
+    built_with: str | None, count: int, name: str, why: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(torch.version, "cuda", built_with)
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: count > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: count)
+    with pytest.raises(UsageError, match=why):
+        device_of(name)
+
+
+def test_a_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch):
+    chosen = Mock()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", chosen)
+    assert [device_of(name) for name in ("cuda", "cuda:1")] == [torch.device("cuda", 0), torch.device("cuda", 1)]
+    assert [call.args for call in chosen.call_args_list] == [(0,), (1,)]
+    assert device_of("cpu") == torch.device("cpu")
+
+
+@pytest.mark.gpu
+def test_a_random_model_is_the_same_on_a_gpu():
+    here, there = (random_model(SHAPES["tiny"], torch.bfloat16, device_of(name)) for name in ("cpu", "cuda"))
+    theirs = dict(there.named_parameters()) | dict(there.named_buffers())
+    for name, tensor in (*here.named_parameters(), *here.named_buffers()):
+        assert theirs[name].is_cuda
+        assert torch.equal(tensor, theirs[name].cpu())
+
+
+@pytest.mark.gpu
+def test_a_gpu_is_benched(capsys: pytest.CaptureFixture[str]):
+    assert (
+        main(("bench", "--shape", "tiny", "--device", "cuda", "-p", "9", "-n", "3", "-d", "40", "--batch", "1,2")) == 0
+    )
+    said = capsys.readouterr().out
+    assert torch.cuda.get_device_name() in said
+    assert "tg3 b2 @ d40" in said
+    assert main(("bench", "--shape", "tiny", "--device", "cuda", "--threads", "1")) == 2
+    assert "--threads are those of a CPU" in capsys.readouterr().err

@@ -1,0 +1,178 @@
+"""The reference backend against sums written out by hand, one query and one key at a time."""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from windlass.core.packed import Held
+from windlass.core.rotary_index import Branch, Reading
+from windlass.kernels import reference
+from windlass.kernels.reference import Visibility, attend
+from windlass.positions.rotary import rotate, unrotate
+
+BATCH, KV_HEADS, GROUP, TOKENS, SLOTS, HEAD_DIM, VALUE_DIM, PAIRS = 2, 3, 5, 4, 11, 8, 6, 3
+
+
+def make(seed: int, tokens: int = TOKENS) -> dict[str, Tensor]:
+    """A step with free slots in the middle, padding in row 1, and heads that hold different tokens."""
+    g = torch.Generator().manual_seed(seed)
+    slots = torch.stack([torch.randperm(30, generator=g)[:SLOTS] for _ in range(BATCH * KV_HEADS)])
+    slots = slots.reshape(BATCH, KV_HEADS, SLOTS).to(torch.int32)
+    slots[:, :, 4] = -1
+    slots[1, :, 7] = -2
+    queries = torch.arange(20, 20 + tokens).repeat(BATCH, 1)
+    queries[1, tokens - 1] = -1
+    return {
+        "queries": torch.randn(BATCH, KV_HEADS * GROUP, tokens, HEAD_DIM, generator=g, dtype=torch.float64),
+        "keys": torch.randn(BATCH, KV_HEADS, SLOTS, HEAD_DIM, generator=g, dtype=torch.float64),
+        "values": torch.randn(BATCH, KV_HEADS, SLOTS, VALUE_DIM, generator=g, dtype=torch.float64),
+        "slot_positions": slots,
+        "query_positions": queries,
+    }
+
+
+def held(step: dict[str, Tensor]) -> dict[str, Tensor | Held]:
+    """The step as a kernel takes it."""
+    return {name: Held(t, 8 * t.itemsize) if name in ("keys", "values") else t for name, t in step.items()}
+
+
+def tables(length: int = 40) -> tuple[Tensor, Tensor]:
+    angles = torch.arange(length, dtype=torch.float64)[:, None] / torch.tensor([1.0, 3.0, 10.0], dtype=torch.float64)
+    return angles.cos() * 1.1, angles.sin() * 1.1
+
+
+def turned(vector: Tensor, angle_row: int, table: tuple[Tensor, Tensor]) -> list[float]:
+    out = vector.tolist()
+    for i in range(PAIRS):
+        a, b = out[i], out[i + PAIRS]
+        cos, sin = float(table[0][angle_row, i]), float(table[1][angle_row, i])
+        out[i], out[i + PAIRS] = a * cos - b * sin, b * cos + a * sin
+    return out
+
+
+def by_hand(
+    step: dict[str, Tensor],
+    reading: Reading | None,
+    scale: float,
+    visibility: Visibility,
+    softcap: float | None,
+    sinks: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """Output and mass (batch, kv_heads, tokens, slots), by loops."""
+    tokens = step["queries"].shape[2]
+    out = torch.zeros(BATCH, KV_HEADS * GROUP, tokens, VALUE_DIM, dtype=torch.float64)
+    mass = torch.zeros(BATCH, KV_HEADS, tokens, SLOTS, dtype=torch.float64)
+    for b in range(BATCH):
+        for head in range(KV_HEADS * GROUP):
+            kv = head // GROUP
+            for t in range(tokens):
+                at = int(step["query_positions"][b, t])
+                logits = {}
+                for s in range(SLOTS):
+                    position = int(step["slot_positions"][b, kv, s])
+                    if position < 0 or position > at:
+                        continue
+                    d = at - position
+                    if visibility.sliding_window is not None and d >= visibility.sliding_window:
+                        continue
+                    if visibility.reach is not None and d >= visibility.reach and position >= visibility.sinks:
+                        continue
+                    q, k = step["queries"][b, head, t].tolist(), step["keys"][b, kv, s].tolist()
+                    if reading is not None:
+                        branch = reading.near if reading.far is None or d < reading.near_window else reading.far
+                        q = turned(step["queries"][b, head, t], int(branch.queries[b, kv, t]), tables())
+                        k = turned(step["keys"][b, kv, s], int(branch.keys[b, kv, s]), tables())
+                    logit = scale * sum(x * y for x, y in zip(q, k, strict=True))
+                    logits[s] = logit if softcap is None else softcap * math.tanh(logit / softcap)
+                divisor = sum(math.exp(x) for x in logits.values())
+                divisor += 0 if sinks is None else math.exp(float(sinks[head]))
+                for s, logit in logits.items():
+                    share = math.exp(logit) / divisor
+                    out[b, head, t] += share * step["values"][b, kv, s]
+                    mass[b, kv, t, s] += share
+    return out, mass
+
+
+def readings() -> dict[str, Reading | None]:
+    g = torch.Generator().manual_seed(1)
+    q = torch.randint(40, (BATCH, KV_HEADS, TOKENS), generator=g)
+    k = torch.randint(40, (BATCH, KV_HEADS, SLOTS), generator=g)
+    return {
+        "not rotated": None,
+        "one branch": Reading(Branch(q, k)),
+        "near and far": Reading(Branch(q, k), Branch(q.flip(-1), k.flip(-1)), 6),
+    }
+
+
+@pytest.mark.parametrize("reading", readings())
+@pytest.mark.parametrize(
+    "visibility",
+    [Visibility(), Visibility(sliding_window=7), Visibility(reach=4, sinks=9), Visibility(9, 5, 13)],
+    ids=str,
+)
+@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (0.7, False), (None, True)])
+def test_attend_equals_loops(
+    reading: str, visibility: Visibility, softcap: float | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, where = make(2), readings()[reading]
+    sinks = torch.linspace(-1, 2, KV_HEADS * GROUP, dtype=torch.float64) if has_sinks else None
+    observed = torch.tensor([[3, 1], [2, -1]])
+    options = {"scale": 0.4, "visibility": visibility, "softcap": softcap, "sink_logits": sinks}
+    truth, mass = by_hand(step, where, 0.4, visibility, softcap, sinks)
+    for block in (None, 1):  # all queries at once, and one block a query
+        if block is not None:
+            monkeypatch.setattr(reference, "SCORE_BYTES", block)
+        out, seen = attend(
+            **held(step), reading=where, tables=tables(), observed=observed, is_rest_wanted=True, **options
+        )
+        torch.testing.assert_close(out, truth, atol=1e-12, rtol=0)
+        assert seen is not None
+        assert seen.rest is not None
+        expected = torch.stack((mass[0][:, [3, 1]], mass[1][:, [2, 2]]))
+        expected[1, :, 1] = 0
+        torch.testing.assert_close(seen.rows, expected.float(), atol=1e-6, rtol=0)
+        rest = torch.stack((mass[0][:, [0, 2]].sum(1), mass[1][:, [0, 1, 3]].sum(1)))
+        torch.testing.assert_close(seen.rest, rest.float(), atol=1e-6, rtol=0)
+
+
+def test_a_query_that_sees_nothing_gives_zeros_not_nan() -> None:
+    step = make(3)
+    step["values"][0, 0, 4] = torch.inf  # a free slot may hold anything finite; even so it is not read
+    step["values"][0, 0, 4] = 1e30
+    out, _ = attend(**held(step), reading=None, tables=None, scale=1.0, visibility=Visibility())
+    assert out[1, :, -1].eq(0).all()
+    assert out.isfinite().all()
+    assert out.abs().max() < 10
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2), (torch.float16, 1e-2)])
+@pytest.mark.parametrize("slots", [1, 63, 1000])
+def test_low_precision_stays_near_float64(dtype: torch.dtype, tolerance: float, slots: int) -> None:
+    g = torch.Generator().manual_seed(slots)
+    shapes = {"queries": (2, 15, 3, 8), "keys": (2, 3, slots, 8), "values": (2, 3, slots, 6)}
+    low = {name: torch.randn(shape, generator=g).to(dtype) for name, shape in shapes.items()}
+    positions = {
+        "slot_positions": torch.arange(slots, dtype=torch.int32).expand(2, 1, -1),
+        "query_positions": torch.arange(slots - 1, slots + 2).expand(2, -1),
+    }
+    call = {"reading": None, "tables": None, "scale": 0.35, "visibility": Visibility(), **positions}
+    ours, _ = attend(**held(low), **call)
+    truth, _ = attend(**held({name: tensor.double() for name, tensor in low.items()}), **call)
+    assert ours.dtype == dtype
+    assert (ours.double() - truth).norm() / truth.norm() <= tolerance
+
+
+@given(st.integers(0, 39), st.integers(0, 39))
+@settings(max_examples=25, deadline=None)
+def test_unrotate_undoes_rotate_and_products_depend_on_the_distance_alone(a: int, b: int) -> None:
+    g = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(HEAD_DIM, generator=g, dtype=torch.float64) for _ in range(2))
+    cos, sin = tables(80)
+    torch.testing.assert_close(unrotate(rotate(k, cos[a], sin[a]), cos[a], sin[a]), k)
+    near = rotate(q, cos[a], sin[a]) @ rotate(k, cos[b], sin[b])
+    far = rotate(q, cos[a + 40], sin[a + 40]) @ rotate(k, cos[b + 40], sin[b + 40])
+    torch.testing.assert_close(near, far)

@@ -1,0 +1,271 @@
+"""Triton's attention against the reference in float64: in its interpreter on a CPU, and on a GPU where there is one."""
+
+import dataclasses
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.kernels.attention_cases import BATCH, TOLERANCE, Case, compare, exactly, noise, step, table
+from windlass import KVCache, kernels
+from windlass.core.packed import Held
+from windlass.kernels import reference
+from windlass.kernels.reference import Mass, Visibility
+from windlass.policies import NAMES
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("there is no Triton for this system", allow_module_level=True)
+
+from triton.runtime import interpreter
+
+from windlass.kernels import triton
+from windlass.kernels.triton import plan
+
+DEVICES = ["cpu"] if not torch.cuda.is_available() else []
+DEVICES = [*DEVICES, pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.fixture
+def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without what takes the interpreter three quarters of its time."""
+    patched: set[str] = set()
+
+    def call(function: interpreter.InterpretedFunction, *args: object, **options: object) -> object:
+        if function.fn.__module__ not in patched:  # once, and not at every call
+            patched.add(function.fn.__module__)
+            interpreter._patch_lang(function.fn)
+        return function.rewrite()(*args, **options)
+
+    builder = interpreter.interpreter_builder
+    options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
+    monkeypatch.setattr(builder, "options", options)
+
+
+def plans(monkeypatch: pytest.MonkeyPatch, rows: int, block: int, multiprocessors: int) -> None:
+    """Blocks as large as the interpreter likes them, which takes the same time for a large one as for a small one."""
+    at = plan.Plan(rows, block, 4, 2)
+    monkeypatch.setattr(plan, "attend_plan", lambda *_: at)
+    monkeypatch.setattr(plan, "mass_plan", lambda *_: at)
+    monkeypatch.setattr(plan, "multiprocessors", lambda _: multiprocessors)
+
+
+def on(device: str, call: dict[str, object]) -> dict[str, object]:
+    """The arguments of `attend`, there."""
+
+    def moved(value: object) -> object:
+        if isinstance(value, Tensor):
+            return value.to(device)
+        if isinstance(value, tuple):
+            return tuple(map(moved, value))
+        if dataclasses.is_dataclass(value):
+            return dataclasses.replace(value, **{name: moved(part) for name, part in vars(value).items()})
+        return value
+
+    return {name: moved(value) for name, value in call.items()}
+
+
+def check(ours: tuple[Tensor, Mass | None], truth: tuple[Tensor, Mass | None], dtype: torch.dtype) -> None:
+    (out, mass), (expected, masses) = ours, truth
+    assert out.dtype == dtype
+    compare(out.cpu(), expected, TOLERANCE[dtype])
+    assert (mass is None) == (masses is None)
+    if mass is not None and masses is not None:
+        compare(mass.rows.cpu(), masses.rows, TOLERANCE[dtype])
+        assert (mass.rest is None) == (masses.rest is None)
+    if mass is not None and mass.rest is not None:
+        compare(mass.rest.cpu(), masses.rest, TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", [*table()], ids=lambda case: " ".join(str(x) for x in vars(case).values()))
+@pytest.mark.usefixtures("_interpreter")
+def test_attend_equals_the_reference(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cpu":
+        rows = case.tokens * case.shape[1]
+        large = 256 if case.slots > 100 else 32
+        plans(monkeypatch, 128 if rows > 64 else 64, large, 24 if case.tokens == 1 else 1)
+    call = step(case)
+    check(triton.attend(**on(device, call)), exactly(call), case.dtype)
+
+
+SPLIT = [
+    Case(slots=101, tokens=3, mode="clamp(30)"),
+    Case((2, 7, 96, 32, 16), torch.bfloat16, slots=103, tokens=2, extras=("sinks", "counts"), mass="rows"),
+    Case((1, 6, 40, 48, 10), torch.float16, 4, "self_extend(4, 22)", Visibility(None, 40, 9), slots=105, tokens=5),
+]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("case", SPLIT, ids=str)
+@pytest.mark.usefixtures("_interpreter")
+def test_slots_may_be_read_in_any_number_of_parts(case: Case, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = step(case)
+    truth = exactly(call)
+    for multiprocessors in (14, 1000):
+        plans(monkeypatch, 32, 32, multiprocessors)
+        check(triton.attend(**on(device, call)), truth, case.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.usefixtures("_interpreter")
+def test_queries_may_have_any_strides(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans(monkeypatch, 32, 64, 1)
+    call = on(device, step(Case(tokens=2)))
+    truth, _ = triton.attend(**call)
+    queries = call["queries"]
+    spread = torch.empty(*queries.shape, 2, dtype=queries.dtype, device=device)[..., 1].copy_(queries)
+    for same in (queries.contiguous(), queries.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0), spread):
+        assert triton.attend(**{**call, "queries": same})[0].equal(truth)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.usefixtures("_interpreter")
+def test_slots_held_exactly_are_read_so(bits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans(monkeypatch, 16, 64, 1)
+    case = Case(bits=bits, tokens=3, slots=70)
+    call, randn = step(case), noise(case, seed=1)
+    places = torch.full((BATCH, case.shape[0], case.slots), -1, dtype=torch.int32)
+    for place, slot in enumerate((3, 20, 21, 66)):
+        places[:, :, slot] = 3 - place
+    for name in ("keys", "values"):
+        exact = randn(BATCH, case.shape[0], 5, call[name].channels)
+        call[name] = dataclasses.replace(call[name], exact=exact, places=places)
+    check(triton.attend(**on(device, call)), exactly(call), case.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("_interpreter")
+def test_tables_of_any_float_type_are_read(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans(monkeypatch, 32, 64, 1)
+    call = step(Case((3, 2, 40, 24, 10), tokens=2))
+    call["tables"] = tuple(table.to(dtype) for table in call["tables"])
+    check(triton.attend(**on(device, call)), exactly(call), torch.float32)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("tokens", [1, 40])
+@pytest.mark.usefixtures("_interpreter")
+def test_what_lies_in_free_slots_and_beyond_the_last_is_never_read(
+    tokens: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans(monkeypatch, 64, 32, 24 if tokens == 1 else 1)
+    case = Case(slots=75, tokens=tokens, mass="rest")
+    call = step(case)
+    truth = exactly(call)
+    where = call["slot_positions"]
+    for name in ("keys", "values"):
+        held = call[name].codes.masked_fill((where < 0)[..., None], torch.nan)
+        beyond = torch.full((held.shape[0] + 1, *held.shape[1:]), torch.nan)
+        beyond[:-1] = held
+        call[name] = Held(beyond[:-1], call[name].bits)
+    beyond = torch.full((BATCH + 1, *where.shape[1:]), 0, dtype=torch.int32)
+    beyond[:-1] = where
+    call["slot_positions"] = beyond[:-1]
+    cos, sin = call["tables"]
+    call["tables"] = tuple(torch.cat((table, torch.full((200, 3), torch.nan)))[: len(table)] for table in (cos, sin))
+    check(triton.attend(**on(device, call)), truth, case.dtype)
+
+
+def test_a_type_that_no_kernel_knows_is_refused() -> None:
+    call = step(Case())
+    queries, keys, values = call["queries"], call["keys"], call["values"]
+    assert triton.can_read(queries, keys, values)
+    assert not triton.can_read(queries.double(), keys, values)
+    assert not triton.can_read(queries, Held(keys.codes.double(), 64), values)
+    assert not triton.can_read(queries, keys, Held(torch.zeros(BATCH, 3, 63, 300), 32))
+
+
+def test_parts_of_the_slots_fill_the_multiprocessors_but_once() -> None:
+    decode, device = plan.attend_plan(4, 128, 2, 16), torch.device("cpu")
+    for programs, slots in ((8, 4096), (128, 65536), (3, 70), (10**6, 9)):
+        count, each = plan.splits(programs, slots, decode, device)
+        assert (count - 1) * each < slots <= count * each
+        assert each % decode.block == 0
+        assert count == 1 or programs * count <= decode.programs * plan.MULTIPROCESSORS
+    assert plan.splits(128, 4608, plan.attend_plan(2048, 128, 2, 16), device)[0] == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="they are run")
+def test_kernels_compile_for_a_gpu_without_spills(tmp_path: Path) -> None:
+    names = "decode 128 plain original mass", "prefill 64 int4 self_extend(8, 512)", "typicality 128 int4", "evict"
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "benchmarks"}
+    root = Path(__file__).parents[2]
+    told = subprocess.run(
+        [sys.executable, "-m", "gpu.code", *names],
+        env=environment,
+        cwd=root,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    made = [json.loads(line) for line in told.stdout.splitlines()]
+    attending, reading = (
+        ["attend_kernel", "join_kernel", "mass_kernel", "attend_kernel"],
+        ["sums_kernel", "cosines_kernel"],
+    )
+    assert [row["kernel"] for row in made] == [*attending, *reading, "_evict"]
+    for row in made:
+        assert row["spill_bytes"] == 0, row
+        assert row["shared_bytes"] <= 227 * 1024, row
+
+
+def test_tables_of_another_type_are_the_float32_ones_rounded(attached_model: Callable[[str], PreTrainedModel]) -> None:
+    rotary = KVCache(attached_model("llama")).layers[0].rotary
+    assert rotary is not None
+    for length in (30, 700):  # the second is built again
+        exact = rotary.tables(length, torch.device("cpu"))
+        narrow = rotary.tables(length, torch.device("cpu"), torch.float16)
+        assert rotary.tables(length, torch.device("cpu"), torch.float16)[0] is narrow[0]
+        assert all(a.dtype == torch.float32 and a.half().equal(b) for a, b in zip(exact, narrow, strict=True))
+    assert kernels.table_dtype(torch.empty(1, 1, 1, 1, dtype=torch.bfloat16)) == torch.float32
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
+def test_on_a_gpu_triton_serves_what_it_knows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    call = on("cuda", step(Case(dtype=torch.float16)))
+    call["queries"] = call["queries"].to(dtype)
+    other = triton if dtype == torch.float64 else reference
+    monkeypatch.setattr(other, "attend", lambda *_, **__: pytest.fail("not the one"))
+    assert kernels.attend(**call)[0].dtype == dtype
+    assert kernels.table_dtype(call["queries"]) == (torch.float32 if dtype == torch.float64 else dtype)
+
+
+WHOLE = [
+    {"policy": NAMES["h2o"](), "store": "int8(sinks=2, newest=4)", "positions": "compact"},
+    {"policy": NAMES["snapkv"](), "positions": "self_extend(4, 8)"},
+    {"store": "int4", "positions": "clamp(10)", "merge": "mean_count(nearest)"},
+]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="on a CPU, through the interpreter")
+@pytest.mark.parametrize("options", WHOLE, ids=str)
+@pytest.mark.usefixtures("_interpreter")
+def test_a_model_reads_the_same_through_triton(
+    options: dict[str, object],
+    attached_model: Callable[[str], PreTrainedModel],
+    text: Callable[..., Tensor],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plans(monkeypatch, 64, 64, 4)
+    model, ids, read = attached_model("llama"), text(23, rows=2), []
+    monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
+    for is_triton in (False, True):
+        monkeypatch.setattr(kernels, "_has_triton", lambda _, chosen=is_triton: chosen)
+        cache = KVCache(model, budget=15, sinks=2, window=4, chunk=11, batch=2, **options)
+        with torch.no_grad():
+            parts = *ids[:, :21].split(11, 1), *ids[:, 21:].split(1, 1)
+            read.append(torch.cat([model(part, past_key_values=cache).logits for part in parts], 1))
+    assert not read[1].equal(read[0])  # another order of sums, so it did run
+    assert (read[1] - read[0]).norm() <= 1e-5 * read[0].norm()

@@ -1,0 +1,84 @@
+"""Compactor against its formula in float64, token by token."""
+
+import math
+
+import pytest
+import torch
+
+import windlass.policies.compactor as module
+from tests.policies.test_policies_keys import GROUP, HEAD_DIM, HELD, KV_HEADS, SLOTS, assert_scores, slots_of, texts
+from windlass import Compactor, Leverage, PolicyError
+from windlass.policies import Observation
+from windlass.testing import check_policy
+
+
+@pytest.mark.parametrize("block", [4, 9, 256])
+@pytest.mark.parametrize("asked", [1, 5, 17])
+def test_what_all_queries_of_a_block_look_at(monkeypatch: pytest.MonkeyPatch, block: int, asked: int) -> None:
+    """Tokens of a block look at one another, at those before and after; padding queries at nothing."""
+    monkeypatch.setattr(module, "BLOCK", block)
+    # A turn that grows with the position, as rotation does: one that is left out shows.
+    slots = slots_of(block, ("attended",), rotated=lambda states, at: states * (1 + 0.01 * at[..., None]))
+    before = slots.state["attended"].clone()
+    draw = torch.Generator().manual_seed(asked)
+    queries = torch.randn(len(HELD), KV_HEADS * GROUP, asked, HEAD_DIM, generator=draw)
+    positions = torch.full((len(HELD), asked), -1)
+    for row, held in enumerate(HELD):
+        newest = sorted((int(p) for p in slots.positions[row, 0] if p >= 0), reverse=True)
+        count = max(0, min(held, asked - row))
+        positions[row, :count] = torch.tensor(newest[:count])
+    mass = torch.zeros(len(HELD), KV_HEADS, SLOTS)
+    Compactor().observe(slots, Observation(mass, queries, positions))
+    for row, head, order in texts(slots):
+        newest = order[-(asked + block) :]
+        total = dict.fromkeys(range(SLOTS), 0.0)
+        for query in range(asked):
+            at = int(positions[row, query])
+            near = [i for i in newest if at >= 0 and int(slots.positions[row, head, i]) // block == at // block]
+            for member in range(GROUP):
+                asking = queries[row, head * GROUP + member, query].double() * (1 + 0.01 * at)
+                weights = {}
+                for i in near:
+                    key = slots.keys()[row, head, i].double() * (1 + 0.01 * int(slots.positions[row, head, i]))
+                    weights[i] = math.exp(float(asking @ key) / math.sqrt(HEAD_DIM))
+                for i, weight in weights.items():
+                    total[i] += weight / math.fsum(weights.values())
+        for i in range(SLOTS):
+            added = float(slots.state["attended"][row, head, i] - before[row, head, i])
+            assert added == pytest.approx(total[i], abs=2e-4), (row, head, i)
+
+
+@pytest.mark.parametrize("blend", [0.0, 0.3, 1.0])
+def test_leverage_and_attention_in_standard_deviations(blend: float) -> None:
+    slots = slots_of(3, ("attended",))
+    leverage = Leverage().score(slots)
+
+    def deviations(numbers: list[float]) -> list[float]:
+        mean = math.fsum(numbers) / len(numbers)
+        deviation = math.sqrt(math.fsum((n - mean) ** 2 for n in numbers) / (len(numbers) - 1))
+        return [(n - mean) / deviation for n in numbers]
+
+    def expected(row: int, head: int, order: list[int]) -> list[float]:
+        if not order:
+            return []
+        norms = [math.sqrt(sum(float(v) ** 2 for v in slots.values()[row, head, i])) for i in order]
+        weighed = [float(slots.state["attended"][row, head, i]) * norm for i, norm in zip(order, norms, strict=True)]
+        evened = []
+        for at in range(len(order)):
+            near = weighed[max(0, at - 1) : at + 2]
+            evened.append(sum(near) / len(near))
+        first = deviations([float(leverage[row, head, i]) for i in order])
+        return [blend * a + b for a, b in zip(first, deviations(evened), strict=True)]
+
+    assert_scores(Compactor(blend), slots, expected, tolerance=1e-4)
+
+
+def test_it_keeps_the_contract() -> None:
+    check_policy(Compactor())
+    for made, words in (
+        (lambda: Compactor(1.5), "blend must be from 0 to 1, got 1.5"),
+        (lambda: Compactor(sketch=0), "sketch must be at least 1, got 0"),
+        (lambda: Compactor(observed_queries=0), "observed_queries must be at least 1, got 0"),
+    ):
+        with pytest.raises(PolicyError, match=f"Compactor: {words}"):
+            made()

@@ -1,0 +1,151 @@
+"""What policies keep of the queries of a text: right, never lost, and declared."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cache.test_cache import Models, read
+from tests.policies.test_policies_keys import BATCH, HEAD_DIM, KV_HEADS
+from tests.policies.test_policies_queries import HEADS, observe, turned_slots
+from tests.test_testing import policy as made
+from windlass import H2O, ExpectedAttention, KVCache, PolicyError, TriAttention, prompt_cache
+from windlass.cache import layer_rows as rows
+from windlass.cache.layer import LayerCache
+from windlass.core.rotary_index import EMPTY
+from windlass.core.step import AttentionCall, Limits, Step
+from windlass.policies import Observation, Policy, Slots
+from windlass.positions.modes import Original
+from windlass.stores.base import Plain
+from windlass.testing import check_policy
+
+STATISTICS = {ExpectedAttention: ("count", "covariance", "mean"), TriAttention: ("count", "lengths", "mean")}
+
+
+@pytest.mark.parametrize("kind", STATISTICS)
+def test_statistics_are_those_of_all_queries_so_far(kind: type[Policy]) -> None:
+    policy, slots = kind(), turned_slots()
+    seen = observe(policy, slots)
+    start = policy.skipped if isinstance(policy, ExpectedAttention) else 0
+    assert sorted(slots.statistics) == list(STATISTICS[kind])
+    for row in range(BATCH):
+        queries = [q for p, q in seen[row].items() if p >= start]
+        assert slots.statistics["count"][row].item() == len(queries)
+        stacked = torch.stack(queries, 1) if queries else torch.zeros(HEADS, 1, HEAD_DIM, dtype=torch.float64)
+        torch.testing.assert_close(slots.statistics["mean"][row].double(), stacked.mean(1), rtol=1e-5, atol=1e-6)
+        if kind is ExpectedAttention:
+            for head in range(HEADS):
+                truth = torch.cov(stacked[head].T, correction=0)
+                torch.testing.assert_close(
+                    slots.statistics["covariance"][row, head].double(), truth, atol=1e-5, rtol=1e-5
+                )
+
+
+def test_a_row_that_observes_nothing_keeps_its_statistics_to_the_bit() -> None:
+    policy, slots = ExpectedAttention(), turned_slots()
+    observe(policy, slots)
+    before = dict(slots.statistics)
+    nothing = torch.full((BATCH, 1), EMPTY)
+    policy.observe(
+        slots, Observation(torch.zeros(slots.positions.shape), torch.randn(BATCH, HEADS, 1, HEAD_DIM), nothing)
+    )
+    assert all(slots.statistics[name].equal(tensor) for name, tensor in before.items())
+
+
+def layer_with(policy: Policy, steps: tuple[int, ...], draw: torch.Generator) -> tuple[LayerCache, Tensor]:
+    """A layer that read steps of so many tokens, two rows, and all queries."""
+    layer, at, queries = LayerCache(0, Limits(12, 2, 3, 8, 16), policy, None, Plain()), 0, []
+    for tokens in steps:
+        end = at + tokens
+        q, k = (torch.randn(2, heads, tokens, HEAD_DIM, generator=draw) for heads in (HEADS, KV_HEADS))
+        step = Step(
+            torch.arange(at, end).expand(2, -1), (tokens,) * 2, torch.tensor([end] * 2), torch.tensor([end] * 2), end
+        )
+        layer.step(q, k, k, step, Original(), AttentionCall(0.4))
+        queries.append(q)
+        at = end
+    return layer, torch.cat(queries, 2)
+
+
+def test_a_layer_shows_its_policy_every_query_once() -> None:
+    layer, queries = layer_with(TriAttention(), (8, 8, 1, 1, 5, 1), torch.Generator().manual_seed(2))
+    torch.testing.assert_close(layer.statistics["mean"], queries.mean(2), rtol=1e-5, atol=1e-6)
+    assert layer.statistics["count"].flatten().tolist() == [24.0, 24.0]
+
+
+def test_only_the_last_queries_of_a_step_are_taken_where_so_asked() -> None:
+    layer, queries = layer_with(TriAttention(observed_queries=3), (8, 6), torch.Generator().manual_seed(3))
+    last = torch.cat((queries[:, :, 5:8], queries[:, :, 11:14]), 2)
+    torch.testing.assert_close(layer.statistics["mean"], last.mean(2), rtol=1e-5, atol=1e-6)
+
+
+def test_statistics_go_with_their_row() -> None:
+    layer, _ = layer_with(ExpectedAttention(), (8, 8, 1), torch.Generator().manual_seed(4))
+    before = {name: tensor.clone() for name, tensor in layer.statistics.items()}
+    assert not before["mean"][0].allclose(before["mean"][1])
+    rows.select_rows(layer, torch.tensor([1, 0, 1]))
+    assert all(layer.statistics[name].equal(tensor[[1, 0, 1]]) for name, tensor in before.items())
+    rows.copy_row(layer, 1, 2)
+    assert all(layer.statistics[name].equal(tensor[[1, 0, 0]]) for name, tensor in before.items())
+    assert layer.statistics.keys() == {name.removeprefix("statistics.") for name in layer.tensors() if "." in name}
+
+
+@pytest.mark.parametrize("kind", STATISTICS)
+def test_statistics_are_saved_and_taken_back(
+    kind: type[Policy], attached_model: Models, text: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    model, ids = attached_model("llama_yarn"), text(60, rows=2)
+    cache = KVCache(model, budget=20, policy=kind(), sinks=2, window=3, batch=2)
+    read(model, cache, ids[:, :40], 40)
+    before = [{name: tensor.clone() for name, tensor in layer.statistics.items()} for layer in cache.layers]
+    size = sum(tensor.nbytes for layer in cache.layers for tensor in layer.statistics.values())
+    assert size > 0
+    prompt_cache.save(cache, tmp_path / "cache", model)
+    loaded = prompt_cache.load(tmp_path / "cache", model)
+    read(model, cache, ids[:, 40:46], 6)
+    assert not cache.layers[0].statistics["mean"].equal(before[0]["mean"])
+    cache.rollback(6)
+    for one in (cache, loaded):
+        for layer, was in zip(one.layers, before, strict=True):
+            assert layer.statistics.keys() == was.keys()
+            assert all(layer.statistics[name].equal(tensor) for name, tensor in was.items())
+    plain = KVCache(model, budget=20, policy=H2O(), sinks=2, window=3, batch=2)
+    read(model, plain, ids[:, :40], 40)
+    read(model, plain, ids[:, 40:46], 6)
+    mass = sum(layer.state["mass"].nbytes for layer in plain.layers)
+    assert cache.nbytes() == plain.nbytes() - mass + size
+    loaded.reset()
+    assert all(not layer.statistics for layer in loaded.layers)
+
+
+def undeclared(_: Policy, slots: Slots, seen: Observation) -> None:
+    slots.statistics["other"] = seen.queries.mean(2)
+
+
+def in_place(_: Policy, slots: Slots, seen: Observation) -> None:
+    slots.statistics.setdefault("mean", torch.zeros_like(seen.queries[:, :, 0])).add_(1.0)
+
+
+def in_score(_: Policy, slots: Slots) -> Tensor:
+    slots.statistics["mean"] = slots.positions.float()
+    return slots.positions.float()
+
+
+@pytest.mark.parametrize(
+    ("broken", "words"),
+    [
+        ({"statistics": "mean"}, r"Made.statistics is 'mean'; declare a tuple of names"),
+        ({"observed_queries": 1, "observe": undeclared}, r"adds statistics 'other', not declared in `statistics` \(\)"),
+        (
+            {"observed_queries": 1, "observe": in_place, "statistics": ("mean",)},
+            r"observe writes into slots\.statistics\['mean'\]; put a new tensor in its place",
+        ),
+        ({"score": in_score, "statistics": ("mean",)}, r"score replaces slots\.statistics\['mean'\]; only observe may"),
+    ],
+    ids=["no tuple", "undeclared", "in place", "in score"],
+)
+def test_what_is_wrong_with_statistics_is_named(broken: dict[str, object], words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        check_policy(made(**broken))  # type: ignore[arg-type]

@@ -1,0 +1,202 @@
+"""Policies around policies: the formula on scores that are given, and what is inside goes on as it would alone."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.cache.test_cache import Models, read
+from tests.policies.test_policies_keys import KV_HEADS, assert_scores, slots_of, texts
+from windlass import (
+    H2O,
+    RKV,
+    TOVA,
+    ByValueNorm,
+    ExpectedAttention,
+    InChunks,
+    KeyDiff,
+    KVCache,
+    LagKV,
+    Policy,
+    PolicyError,
+    PromptCacheError,
+    Recent,
+    Smoothed,
+    SnapKV,
+    prompt_cache,
+)
+from windlass.core.shapes import Scores
+from windlass.policies import Slots
+from windlass.testing import check_policy
+
+
+@dataclass(frozen=True)
+class Given(Policy):
+    """Ranks by its state. Source: none. Differs: none."""
+
+    state: ClassVar[tuple[str, ...]] = ("given",)
+
+    def score(self, slots: Slots) -> Scores:
+        return slots.state["given"]
+
+
+@dataclass(frozen=True)
+class OneForAll(Policy):
+    """Ranks all heads by the positions. Source: none. Differs: none."""
+
+    per_head: ClassVar[bool] = False
+
+    def score(self, slots: Slots) -> Scores:
+        return (slots.positions.float() * 7) % 10
+
+
+def given(policy: Policy, seed: int = 0) -> Slots:
+    """Scores with many ties, some negative, in free slots the highest."""
+    slots = slots_of(seed, policy.state)
+    score = torch.randint(-3, 3, slots.positions.shape, generator=torch.Generator().manual_seed(seed)).float()
+    slots.state["given"].copy_(score.where(slots.positions >= 0, 99.0))
+    for name in set(policy.state) - {"given"}:
+        slots.state[name].zero_()
+    return slots
+
+
+def test_by_value_norm() -> None:
+    policy = ByValueNorm(Given())
+    slots = given(policy)
+    slots.state["given"][0, 1, texts(slots)[1][2][4]] = torch.nan
+
+    def expected(row: int, head: int, order: list[int]) -> list[float]:
+        score = [-math.inf if math.isnan(s) else s for s in slots.state["given"][row, head, order].tolist()]
+        ranked = sorted(range(len(order)), key=lambda i: (score[i], i))
+        norms = [math.sqrt(sum(float(v) ** 2 for v in slots.values()[row, head, i])) for i in order]
+        scores = [(ranked.index(i) + 1) / len(order) * norms[i] for i in range(len(order))]
+        return [0.0 if math.isinf(s) else was for s, was in zip(score, scores, strict=True)]
+
+    assert_scores(policy, slots, expected)
+
+
+def test_by_value_norm_of_a_ranking_for_all_heads() -> None:
+    slots = slots_of(1)
+    slots = replace(slots, positions=slots.positions[:, :1])
+    score = ByValueNorm(OneForAll()).score(slots)
+    norms = slots.values().norm(dim=-1)
+    for row, _, order in texts(slots):
+        ranked = sorted(order, key=lambda i, row=row: (int(slots.positions[row, 0, i]) * 7 % 10, order.index(i)))  # type: ignore[misc]
+        for place, slot in enumerate(ranked):
+            mean = sum(float(norms[row, head, slot]) for head in range(KV_HEADS)) / KV_HEADS
+            assert float(score[row, 0, slot]) == pytest.approx((place + 1) / len(order) * mean, rel=1e-5)
+
+
+@pytest.mark.parametrize("size", [1, 4, 10, 200])
+def test_in_chunks(size: int) -> None:
+    policy = InChunks(Given(), size)
+    slots = given(policy, size)
+
+    def expected(row: int, head: int, order: list[int]) -> list[float]:
+        positions = slots.positions[row, head].tolist()
+        score = slots.state["given"][row, head].tolist()
+        chunks = {i: [j for j in order if positions[j] // size == positions[i] // size] for i in order}
+        return [sum(score[j] for j in chunks[i]) / len(chunks[i]) for i in order]
+
+    assert_scores(policy, slots, expected)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
+def test_smoothed(decay: float) -> None:
+    """Three steps; in the second a slot gets a new token, whose past does not count."""
+    policy = Smoothed(Given(), decay)
+    slots = given(policy)
+    row, head, order = texts(slots)[0]
+    past: list[list[float]] = []
+    for step in range(3):
+        slots.state["given"].add_(torch.randn(slots.positions.shape, generator=torch.Generator().manual_seed(step)))
+        past.append(slots.state["given"][row, head, order].tolist())
+        if step == 1:
+            for name in ("smoothed", "weight"):  # what a layer does when it writes a token
+                slots.state[name][row, head, order[2]] = 0.0
+        score = policy.score(slots)[row, head, order]
+        for i in range(len(order)):
+            since = past[1:] if step >= 1 and i == 2 else past
+            weights = [decay**age for age in range(len(since))][::-1]
+            mean = sum(w * scores[i] for w, scores in zip(weights, since, strict=True)) / sum(weights)
+            assert float(score[i]) == pytest.approx(mean, rel=1e-4, abs=1e-5)
+
+
+WRAPPED = [
+    ByValueNorm(SnapKV()),
+    ByValueNorm(TOVA()),
+    Smoothed(KeyDiff()),
+    Smoothed(ExpectedAttention(), 0.5),
+    InChunks(RKV(), 4),
+    InChunks(LagKV(3), 3),
+    InChunks(Smoothed(ByValueNorm(H2O())), 4),
+]
+
+
+@pytest.mark.parametrize("policy", WRAPPED, ids=repr)
+def test_what_is_wrapped_keeps_the_contract(policy: Policy) -> None:
+    check_policy(policy)
+
+
+def test_it_prints_as_it_is_made() -> None:
+    assert repr(InChunks(Smoothed(SnapKV(pool=3), 0.5), 4)) == (
+        "InChunks(policy=Smoothed(policy=SnapKV(observed_queries=32, pool=3), decay=0.5), size=4)"
+    )
+    assert Smoothed(H2O()) == Smoothed(H2O())
+    assert Smoothed(H2O()).state == ("mass", "smoothed", "weight")
+    assert not ByValueNorm(Recent()).is_recency, "it no longer keeps just the newest"
+    assert ByValueNorm(SnapKV(7)).observed_queries == 7
+    assert ExpectedAttention.statistics == InChunks(ExpectedAttention()).statistics
+
+
+@pytest.mark.parametrize("policy", [ByValueNorm(Smoothed(H2O())), InChunks(ExpectedAttention(), 4)], ids=repr)
+def test_what_is_inside_observes_as_it_would_alone(
+    policy: Policy, attached_model: Models, text: Callable[..., Tensor]
+) -> None:
+    """Before anything is evicted, both see the same; after it, no slot is lost."""
+    model, ids = attached_model("llama"), text(60, rows=2)
+    while isinstance(inner := getattr(policy, "policy", None), Policy):
+        outer, policy = policy, inner
+        caches = [KVCache(model, budget=30, policy=each, window=3, batch=2) for each in (outer, policy)]
+        for cache in caches:
+            read(model, cache, ids[:, :28], 7)
+        for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
+            assert mine.positions.equal(theirs.positions)
+            assert all(mine.state[name].equal(tensor) for name, tensor in theirs.state.items())
+            assert all(mine.statistics[name].equal(tensor) for name, tensor in theirs.statistics.items())
+        read(model, caches[0], ids[:, 28:], 1)
+        assert all(((layer.positions >= 0).sum(-1) == 30).all() for layer in caches[0].layers)
+
+
+def test_a_file_of_a_wrapped_policy_is_read_with_that_policy(
+    attached_model: Models, text: Callable[..., Tensor], tmp_path: Path
+) -> None:
+    model = attached_model("llama")
+    cache = KVCache(model, budget=12, policy=Smoothed(H2O(), 0.5), window=3)
+    read(model, cache, text(30), 30)
+    prompt_cache.save(cache, tmp_path / "cache", model)
+    with pytest.raises(PromptCacheError, match=r"Smoothed\(policy=H2O\(\), decay=0.5\), which is not one of windlass'"):
+        prompt_cache.load(tmp_path / "cache", model)
+    with pytest.raises(PromptCacheError, match=r"not with Smoothed\(policy=H2O\(\), decay=0.6\)"):
+        prompt_cache.load(tmp_path / "cache", model, Smoothed(H2O(), 0.6))
+    loaded = prompt_cache.load(tmp_path / "cache", model, Smoothed(H2O(), 0.5))
+    again = [read(model, one, text(9, seed=1), 1) for one in (cache, loaded)]
+    torch.testing.assert_close(*again, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Smoothed(H2O(), 1.0), "Smoothed: decay must be at least 0 and below 1, got 1.0"),
+        (lambda: Smoothed(InChunks(Smoothed(H2O()))), "is smoothed already; wrap the policy inside"),
+        (lambda: InChunks(H2O(), 0), "InChunks: size must be at least 1, got 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(make: Callable[[], Policy], words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        make()

@@ -1,0 +1,109 @@
+"""Low-bit caches in files and on the command line."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from transformers import PreTrainedModel
+
+import windlass
+from tests.cache.test_cache import Models, read
+from tests.cache.test_edits import Text
+from windlass import H2O, KeyDiff, KVCache, Recent, UsageError, prompt_cache
+from windlass.cli.options import CacheOptions
+from windlass.cli.session import open_session
+from windlass.hf.attach import seam_of
+from windlass.policies import Policy
+from windlass.stores.base import Plain
+
+
+@pytest.fixture
+def model(attached_model: Models) -> PreTrainedModel:
+    return attached_model("llama")
+
+
+@pytest.mark.parametrize("policy", [Recent(), KeyDiff(), H2O()], ids=repr)
+@pytest.mark.parametrize("store", ["int8", "int4"])
+def test_a_saved_cache_goes_on_as_if_never_interrupted(
+    model: PreTrainedModel, text: Text, tmp_path: Path, store: str, policy: Policy
+) -> None:
+    ids = text(60, rows=2)
+    cache = KVCache(model, budget=20, policy=policy, window=3, chunk=7, batch=2, store=store)
+    windlass.prefill(model, cache, [ids[0, :40].tolist(), ids[1, :31].tolist()])
+    prompt_cache.save(cache, tmp_path / "file", model)
+    again = prompt_cache.load(tmp_path / "file", model)
+    assert again.store.name == store
+    for mine, other in zip(again.layers, cache.layers, strict=True):
+        orders = [layer.positions.sort(stable=True, descending=True).indices[..., :20] for layer in (mine, other)]
+        packed = [layer.store.take(0, order[:1]) for layer, order in zip((mine, other), orders, strict=True)]
+        for name, codes in packed[0].items():
+            assert codes.equal(packed[1][name]), name
+    theirs = read(model, cache, ids[:, 40:], 1)
+    # Sums over slots in another order differ in their last bits, which may round a code the other way.
+    torch.testing.assert_close(read(model, again, ids[:, 40:], 1), theirs, atol=2e-3, rtol=0)
+
+
+def test_a_file_brings_its_centres(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
+    seam = seam_of(model)
+    KVCache(model, store="int4")  # measures them
+    seam.centres = [None if centre is None else centre + 1 for centre in seam.centres or []]  # not what is measured
+    cache = KVCache(model, store="int4")
+    read(model, cache, text(30), 30)
+    prompt_cache.save(cache, tmp_path / "file", model)
+    measured, seam.centres = seam.centres, None
+    again = prompt_cache.load(tmp_path / "file", model)
+    for ours, theirs in zip(seam.centres or [], measured or [], strict=True):
+        assert ours is not None
+        assert theirs is not None
+        assert ours.equal(theirs)
+    again.splice(cache)
+    for mine, other in zip(again.layers, cache.layers, strict=True):
+        assert mine.tensors()["key_codes"][:, :, 30:60].equal(other.tensors()["key_codes"][:, :, :30])
+    seam.centres = None
+
+
+def test_a_plain_file_is_one_that_the_first_windlass_reads(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
+    for store, version in (("plain", "1"), ("int8", "2")):
+        cache = KVCache(model, store=store)
+        read(model, cache, text(9), 9)
+        prompt_cache.save(cache, tmp_path / store, model)
+        with safe_open(tmp_path / store, "pt") as file:
+            assert file.metadata()["version"] == version
+            assert ('"store"' in file.metadata()["contents"]) == (store != "plain")
+        assert prompt_cache.load(tmp_path / store, model).store.name == store
+
+
+def test_a_store_from_outside_cannot_be_saved(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
+    class Own(Plain):
+        def fresh(self, centres: object) -> "Own":
+            return Own()
+
+    cache = KVCache(model, store=Own())
+    read(model, cache, text(9), 9)
+    with pytest.raises(UsageError, match="cannot be saved; use a KVCache with one of: plain, int8, int4"):
+        prompt_cache.save(cache, tmp_path / "file", model)
+
+
+def test_from_rotated_and_back(model: PreTrainedModel, plain_model: Models, text: Text) -> None:
+    with torch.no_grad():
+        theirs = plain_model("llama")(text(20), use_cache=True).past_key_values
+    cache = KVCache.from_rotated(model, theirs, store="int8")
+    assert cache.layers[0].tensors()["key_codes"].dtype == torch.int8
+    for ours, truth in zip(cache.to_rotated().layers, theirs.layers, strict=True):
+        torch.testing.assert_close(ours.keys, truth.keys, atol=0.05, rtol=0)
+
+
+def test_a_store_that_contradicts_a_file(tmp_path: Path, text: Text) -> None:
+    folder = Path(__file__).parents[1] / "models" / "stories260K"
+    options = CacheOptions(store="int4")
+    session = open_session(str(folder), options, "float32", None)
+    assert session.cache.store.name == "int4"
+    windlass.prefill(session.model, session.cache, [text(9)[0].tolist()])
+    prompt_cache.save(session.cache, tmp_path / "file", session.model)
+    again = open_session(str(folder), CacheOptions(prompt_cache=tmp_path / "file"), "float32", None)
+    assert again.cache.store.name == "int4"
+    with pytest.raises(UsageError, match=r"--store int8 contradicts .*file, made with store int4; leave it out"):
+        open_session(str(folder), CacheOptions(store="int8", prompt_cache=tmp_path / "file"), "float32", None)
+    with pytest.raises(UsageError, match="'int5' is not a store"):
+        open_session("nowhere", CacheOptions(store="int5"), "float32", None)

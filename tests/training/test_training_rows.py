@@ -1,0 +1,184 @@
+"""Rows to learn from: what they tell, what they ask, and which of their tokens weigh."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+import windlass
+from training.books import Books, open_books
+from training.learner import check
+from training.lessons import ANSWER, GUESS, HAYSTACK, PROSE, QUESTION, lessons
+from training.options import MIX, mix_of
+from training.rows import Batches, Row, Rows
+from windlass.evals.tasks import vt
+from windlass.hf.load import open_model
+
+MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+
+NEEDLE = re.compile(r"One of the special magic \w+ for ([\w-]+) is: ([\w-]+)\.")
+
+
+def novel() -> str:
+    draw = random.Random(3)
+    names, verbs, things = ("Ann", "Tom", "The old man"), ("sold", "saw", "lost 7 of"), ("the boats", "his hats")
+    parts = (names, verbs, things)
+    return " ".join(" ".join(draw.choice(words) for words in parts) + "." for _ in range(1200)) + "\n"
+
+
+@pytest.fixture(scope="module")
+def rows() -> Rows:
+    taught = lessons(Books(novel()))
+    return Rows(AutoTokenizer.from_pretrained(MODEL), taught, dict.fromkeys(taught, 1.0), 5)
+
+
+@pytest.mark.parametrize("length", [257, 700, 1100])
+@pytest.mark.parametrize("name", list(lessons(Books("."))))
+def test_answers_are_what_weighs_most(name: str, length: int, rows: Rows):
+    made = [rows.row(f"{number}", length, name) for number in range(6)]
+    for row in made:
+        assert len(row.tokens) == len(row.weights) == length
+        assert row.tokens[0] == rows.tokenizer.bos_token_id
+        inside = {place for first, end in row.answers for place in range(first, end)}
+        heavy = {place for place, weight in enumerate(row.weights) if weight == ANSWER}
+        assert inside == heavy
+        assert row.weights[0] == 0
+    is_asked = name not in ("novel", "copy") and (name not in ("uuids", "cwe", "fwe", "vt_example") or length > 1000)
+    assert any(row.answers for row in made) or not is_asked
+
+
+@pytest.mark.parametrize("name", ["magic", "among", "ruler", "ruler_among", "word_values", "again"])
+def test_the_answer_is_the_value_that_the_text_tells_of_the_key(name: str, rows: Rows):
+    asked = 0
+    for number in range(8):
+        row = rows.row(f"{number}", 600, name)
+        first = row.answers[0][0] if row.answers else 0
+        told = dict(NEEDLE.findall(rows.tokenizer.decode(row.tokens[:first])))
+        for start, end in row.answers:
+            before = rows.tokenizer.decode(row.tokens[:start])
+            key = re.findall(r" for ([\w-]+)(?: mentioned in the provided text)? is:?$", before)[-1]
+            assert rows.tokenizer.decode(row.tokens[start:end]) == f" {told[key]}."
+            assert row.weights[start - 1] == QUESTION
+            asked += 1
+    assert asked >= 16
+
+
+def test_several_answers_are_listed_in_the_order_of_the_text(rows: Rows):
+    lengths = []
+    for number in range(12):
+        row = rows.row(f"{number}", 600, "several")
+        ((start, end),) = row.answers
+        values = [value for _, value in NEEDLE.findall(rows.tokenizer.decode(row.tokens[:start]))]
+        assert rows.tokenizer.decode(row.tokens[start:end]) == f" {', '.join(values)}."
+        lengths.append(len(values))
+    assert {2, 3, 4} == set(lengths)
+
+
+def test_pairs_come_again_in_another_order(rows: Rows):
+    kinds = set()
+    for number in range(40):
+        told, *again = rows.lessons["pairs"].pieces(random.Random(number), 999, 11)
+        pairs = [(key.text, value.text) for key, value in zip(again[::2], again[1::2], strict=True)]
+        assert len(pairs) == len({key for key, _ in pairs}) == 13
+        assert sorted(map("".join, pairs)) == sorted(re.findall(r".*?\d+\.", told.text))
+        assert {piece.is_answer for piece in again[1::2]} == {True}
+        kinds.add((len(pairs[0][1]), "-" in pairs[0][0], pairs[0][0][-1]))
+    assert len(kinds) > 10
+
+
+def test_a_pass_key_is_asked_with_its_weights(rows: Rows):
+    decode = rows.tokenizer.decode
+    for name, haystack in (("passkey", HAYSTACK), ("words", GUESS)):
+        row = next(
+            made for made in (rows.row(f"{number}", 300, name) for number in range(20)) if made.answers[0][1] == 300
+        )
+        ((start, end),) = row.answers
+        key = re.search(r"The pass key is ([\w-]+)\. Remember it\. \1 is the pass key\.", decode(row.tokens))
+        assert key is not None
+        assert decode(row.tokens[start:end]) == f" {key[1]}."
+        question = len(rows.tokenizer(" What is the pass key? The pass key is", add_special_tokens=False)["input_ids"])
+        assert row.weights == [0.0] + [haystack] * (start - question - 1) + [QUESTION] * question + [ANSWER] * (
+            end - start
+        )
+
+
+def test_a_chain_is_followed_by_all_its_names(rows: Rows):
+    row = rows.row("0", 500, "vt")
+    said = rows.tokenizer.decode(row.tokens)
+    assert said.count(vt.BEFORE) == 1
+    ((start, end),) = row.answers
+    names = re.findall(r"VAR (\w{5}) = ", said)
+    assert rows.tokenizer.decode(row.tokens[start:end]) == f" {' '.join(names)}\n"
+    shown = rows.row("0", 1000, "vt_example")
+    assert len(shown.answers) == 2
+    assert shown.weights[shown.answers[0][0] - 1] == GUESS
+
+
+def test_what_a_text_leaves_free_is_prose(rows: Rows):
+    for number in range(40):
+        row = rows.row(f"{number}", 200, "passkey_noise")
+        end = row.answers[0][1]
+        assert row.weights[end:] == [PROSE] * (200 - end)
+
+
+def test_a_row_depends_on_its_place_alone(rows: Rows):
+    batches = Batches(rows, [50, 50, 120], batch_tokens=240)
+    tokens, parts = batches[2]
+    assert tokens.shape == parts.shape == (2, 121)
+    assert batches[0][0].shape == (4, 51)
+    assert torch.equal(batches[2][0], tokens)
+    assert rows.row("2 1", 121).tokens == tokens[1].tolist()
+    assert len({tuple(row) for step in (0, 1) for row in batches[step][0].tolist()}) == 8
+
+
+def test_lessons_are_drawn_as_often_as_the_mix_says(rows: Rows):
+    mixed = Rows(rows.tokenizer, rows.lessons, {"passkey_noise": 1, "novel": 3}, 1)
+    drawn = [mixed.row(f"{number}", 128).lesson for number in range(200)]
+    assert set(drawn) == {"passkey_noise", "novel"}
+    assert 130 <= drawn.count("novel") <= 170
+    assert mix_of("vt=2,novel=0.5", ["novel", "vt"]) == {"vt": 2.0, "novel": 0.5}
+    assert set(mix_of(MIX, list(rows.lessons))) <= set(rows.lessons)
+
+
+def test_a_lesson_that_is_too_long_is_left_out(rows: Rows):
+    mixed = Rows(rows.tokenizer, rows.lessons, {"cwe": 5, "passkey_noise": 1}, 2)
+    made = [mixed.row(f"{number}", 200) for number in range(40)]
+    assert {row.lesson for row in made} == {"cwe", "passkey_noise"}
+    for row in made:
+        assert row.answers or row.weights[1:] == [PROSE] * 199
+
+
+def test_the_books_are_read_from_a_sentence_on_and_round():
+    text = "\nOne two. Three four! Five six?\n"
+    words = text.split()
+    for seed in range(30):
+        pieces = Books(text).pieces(random.Random(seed), 9)
+        assert [len(piece.split()) for piece in pieces] == [1] * 9
+        first = words.index(pieces[0].strip())
+        assert first % 2 == 0
+        assert [piece.strip() for piece in pieces] == (words * 3)[first : first + 9]
+        assert Books(text).pieces(random.Random(seed), 4) == pieces[:4]
+
+
+def test_books_get_plain_quotes(tmp_path: Path):
+    path = tmp_path / "novel.txt"
+    path.write_bytes("\u201cIt\u2019s so\u201d\u2014he said.\r\n".encode() * 1200)
+    assert open_books(path).text.startswith('\n"It\'s so"-he said.\n"It\'s so"')
+
+
+def test_a_check_counts_the_answers_that_are_right_in_every_token(rows: Rows):
+    model, _ = open_model(MODEL, "float32")
+    known = Rows(rows.tokenizer, {name: rows.lessons[name] for name in ("novel", "passkey_noise", "uuids")}, {}, 5)
+    known.lessons["novel"] = rows.lessons["novel"]
+    shares = check(model, known, 200)
+    assert shares.keys() == {"passkey_noise"}  # no questions, or no room for them
+    assert shares["passkey_noise"] > 0.8
+
+
+def test_a_row_that_is_cut_keeps_whole_answers_only():
+    row = Row("x", [0, 1, 2, 3, 4, 5], answers=[(1, 3), (4, 6)])
+    row.cut(5)
+    assert (row.tokens, row.weights, row.answers) == ([0, 1, 2, 3, 4], [0.0] * 5, [(1, 3)])

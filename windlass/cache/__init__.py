@@ -1,0 +1,1 @@
+"""The memory of a text: its layers and rows, in plain PyTorch."""

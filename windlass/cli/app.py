@@ -1,0 +1,291 @@
+"""The command line: what each command takes. What it does is in the module that it calls.
+
+Those modules are imported when a command runs, because torch and transformers take seconds.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from typer import Option
+
+from windlass.cli import options as take
+from windlass.core.errors import WindlassError
+
+INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
+app = typer.Typer(
+    help="Reads and writes texts far longer than a model's memory, in a cache of fixed size.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line (by default that of the process); returns the exit code.
+
+    What a user can mend is one line on stderr and exit code 2, without a traceback.
+    """
+    # On a busy machine, threads that spin while they wait make every token wait for them.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    try:
+        code = app(args=None if arguments is None else list(arguments), prog_name="windlass", standalone_mode=False)
+        sys.stdout.flush()
+    except (WindlassError, typer.TyperException) as error:
+        return _failed(str(error) if isinstance(error, WindlassError) else error.format_message())
+    except (KeyboardInterrupt, typer.Abort):
+        print("windlass: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read our output has gone; without this, Python complains once more at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except OSError as error:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _failed(f"{error.filename or 'the output'}: {error.strerror}")
+    except (MemoryError, RuntimeError) as error:
+        # torch tells that memory is out in a message only.
+        if isinstance(error, RuntimeError) and "memory" not in str(error):
+            raise
+        return _failed("there is not enough memory for this; lower --budget or --chunk, or use a smaller model")
+    return int(code or 0)
+
+
+def _failed(message: str) -> int:
+    line = re.sub(r"\s*\n\s*", " ", message.strip())
+    if line:
+        print(f"windlass: error: {line}", file=sys.stderr)
+    return 2
+
+
+@app.command()
+def demo(
+    depth: Annotated[
+        float | None, Option("--depth", min=0.0, max=1.0, help="Where the pass key is hidden; by default anywhere.")
+    ] = None,
+    budget: Annotated[int, Option("--budget", "--max-kv-size", help="Slots of the first two rows.")] = 256,
+    policy: Annotated[str, Option("--policy", metavar="NAME", help="The policy of the first row.")] = "key_diff",
+    text: Annotated[
+        Path | None, Option("--text", metavar="FILE", help="Another text; by default Three Men in a Boat.")
+    ] = None,
+    seed: take.Seed = 0,
+    has_numerals: Annotated[
+        bool, Option("--numerals", help="Leave the text's own numerals in, which this model takes for pass keys.")
+    ] = False,
+    threads: take.Threads = None,
+    is_json: take.Json = False,
+) -> int:
+    """Hide a pass key in a novel, read all of it in 256 slots, and ask. No download."""
+    from windlass.cli import demo as run
+
+    return run.demo(run.Options(depth, budget, policy, text, seed, threads, has_numerals), is_json)
+
+
+@app.command()
+def generate(
+    model: take.ModelName,
+    prompt: take.Prompt = None,
+    file: take.PromptFile = None,
+    budget: take.Budget = None,
+    sinks: take.Sinks = None,
+    window: take.Window = None,
+    policy: take.PolicySpec = None,
+    positions: take.Positions = None,
+    chunk: take.Chunk = None,
+    store: take.StoreSpec = None,
+    merge: take.MergeSpec = None,
+    prompt_cache: take.PromptCache = None,
+    max_tokens: take.MaxTokens = 256,
+    temperature: take.Temperature = 0.0,
+    top_k: take.TopK = 0,
+    top_p: take.TopP = 1.0,
+    min_p: take.MinP = 0.0,
+    repetition_penalty: take.RepetitionPenalty = 1.0,
+    seed: take.Seed = 0,
+    dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
+    threads: take.Threads = None,
+    is_json: take.Json = False,
+) -> int:
+    """Write the text that follows a prompt."""
+    from windlass.cli import session, terminal
+    from windlass.engine.sampling import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    given = terminal.read_prompt(prompt, file)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store, merge)
+    return session.generate(
+        session.open_session(model, options, dtype, threads, device), given, max_tokens, sampling, is_json
+    )
+
+
+@app.command()
+def chat(
+    model: take.ModelName,
+    budget: take.Budget = None,
+    sinks: take.Sinks = None,
+    window: take.Window = None,
+    policy: take.PolicySpec = None,
+    positions: take.Positions = None,
+    chunk: take.Chunk = None,
+    store: take.StoreSpec = None,
+    merge: take.MergeSpec = None,
+    prompt_cache: take.PromptCache = None,
+    max_tokens: take.MaxTokens = 256,
+    temperature: take.Temperature = 0.0,
+    top_k: take.TopK = 0,
+    top_p: take.TopP = 1.0,
+    min_p: take.MinP = 0.0,
+    repetition_penalty: take.RepetitionPenalty = 1.0,
+    seed: take.Seed = 0,
+    dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
+    threads: take.Threads = None,
+) -> int:
+    """Talk to a model, many turns on one cache; /reset, /describe, /quit."""
+    from windlass.cli import chat as run
+    from windlass.cli import session
+    from windlass.engine.sampling import Sampling
+
+    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store, merge)
+    return run.chat(session.open_session(model, options, dtype, threads, device), max_tokens, sampling)
+
+
+@app.command()
+def cache(
+    model: take.ModelName,
+    prompt_cache: take.PromptCacheOut,
+    prompt: take.Prompt = None,
+    file: take.PromptFile = None,
+    budget: take.Budget = None,
+    sinks: take.Sinks = None,
+    window: take.Window = None,
+    policy: take.PolicySpec = None,
+    positions: take.Positions = None,
+    chunk: take.Chunk = None,
+    store: take.StoreSpec = None,
+    merge: take.MergeSpec = None,
+    dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
+    threads: take.Threads = None,
+    is_json: take.Json = False,
+) -> int:
+    """Read a prompt once, into a file that `generate` and `chat` go on from."""
+    from windlass.cli import session, terminal
+
+    session.check_writable(prompt_cache, "prompt cache")
+    given = terminal.read_prompt(prompt, file)
+    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, None, store, merge)
+    return session.save_cache(
+        session.open_session(model, options, dtype, threads, device), given, prompt_cache, is_json
+    )
+
+
+@app.command()
+def bench(
+    model: take.BenchModel = None,
+    shape: take.Shape = None,
+    layers: take.Layers = None,
+    prompt_tokens: take.PromptTokens = "512",
+    decode_tokens: take.DecodeTokens = "128",
+    depth: take.Depths = "0",
+    budget: take.Budgets = "all",
+    policy: take.PolicySpecs = "recent",
+    positions: take.PositionModes = "original",
+    store: take.StoreSpecs = "plain",
+    storage: take.Storages = "unrotated",
+    threads: take.ThreadCounts = None,
+    batch: take.Batches = "1",
+    graph: take.Graphs = None,
+    chunk: take.Chunk = None,
+    repetitions: take.Repetitions = 5,
+    dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
+    output: take.Output = None,
+    is_json: take.JsonLines = False,
+) -> int:
+    """Measure tokens per second, as llama-bench does; lists (a,b) make every combination, in turn in one run.
+
+    Tokens, keys and values are random, for speed does not depend on them; there is no sampler.
+    """
+    from windlass.evals.speed import run
+    from windlass.evals.speed.grid import Lists
+
+    lists = Lists(prompt_tokens, decode_tokens, depth, budget, policy, positions, store, storage, threads, batch, graph)
+    tokens = 512 if chunk is None else chunk
+    return run.bench(run.Options(model, shape, layers, lists, tokens, repetitions, dtype, output, device), is_json)
+
+
+@app.command("eval")
+def evaluate(
+    model: take.ModelName,
+    output: take.ResultsOut,
+    tasks: take.EvalTasks = "passkey",
+    policies: take.EvalPolicies = "recent,key_diff",
+    budgets: take.EvalBudgets = "all,4x",
+    lengths: take.EvalLengths = "500",
+    merge: take.EvalMerges = "none",
+    positions: take.PositionModes = "original",
+    store: take.StoreSpecs = "plain",
+    samples: take.Samples = 20,
+    is_aware: take.IsAware = False,
+    seed: take.Seed = 0,
+    dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
+    threads: take.Threads = None,
+) -> int:
+    """Measure what a model still finds in texts that its cache has compressed; lists (a,b) make every combination.
+
+    A run that was stopped goes on where it was when the command is given again.
+    """
+    from windlass.evals import sweep
+    from windlass.evals.grid import Lists
+
+    lists = Lists(tasks, policies, budgets, lengths, merge, positions, store)
+    return sweep.evaluate(sweep.Options(model, lists, samples, seed, is_aware, output, dtype, threads, device))
+
+
+@app.command()
+def report(results: take.Results, output: take.Page = Path("report.html")) -> int:
+    """Make one HTML page, and figures as PNG, of results that `windlass eval` wrote."""
+    from windlass.cli import terminal
+    from windlass.evals.report.make import write_report
+
+    written = write_report(results, output)
+    for line in written.notes:
+        terminal.note(f"windlass: note: {line}")
+    counted = f"{written.cases:,} case{'' if written.cases == 1 else 's'}"
+    if written.figures:
+        counted += f", {written.figures} figure{'' if written.figures == 1 else 's'}, also in {written.folder}"
+    terminal.say(f"{written.page}: {counted}\n")
+    return 0
+
+
+@app.command()
+def calibrate(
+    model: take.ModelName,
+    text: take.CalibrationText,
+    output: take.PairsOut,
+    tokens: take.CalibrationTokens = 20_000,
+    seed: take.Seed = 0,
+    dtype: take.Dtype = "auto",
+    device: take.Device = "cpu",
+    threads: take.Threads = None,
+) -> int:
+    """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`."""
+    from windlass.evals import pair_costs
+
+    return pair_costs.calibrate(pair_costs.Options(model, text, output, tokens, seed, dtype, threads, device))
+
+
+@app.command()
+def policies(is_json: take.Json = False) -> int:
+    """List the policies: name, defaults, what is kept, and where it comes from."""
+    from windlass.cli import catalogue
+
+    return catalogue.show(is_json)

@@ -1,0 +1,205 @@
+"""The demo: a pass key hidden in a novel, read by a small model whose memory is a sliver of it.
+
+The text is read first and the question comes only afterwards, so that nothing can be kept because
+it was asked for. Numerals of the text are read in words: this model knows numbers as pass keys only,
+and a handful of them in the text already passes for one.
+"""
+
+import json
+import lzma
+import random
+import re
+from dataclasses import asdict, dataclass
+from importlib import resources
+from pathlib import Path
+
+import torch
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from windlass.cache.describe import in_units
+from windlass.cli.terminal import INTERRUPTED, Bar, note, read_text, say
+from windlass.engine import generate as engine
+from windlass.engine.text import encode
+from windlass.hf.kv_cache import KVCache
+from windlass.hf.load import open_model
+from windlass.policies import Policy, Recent
+from windlass.policies.load import load_policy
+
+NOVEL = "three_men_in_a_boat.txt.xz"
+MODEL = "passkey-3m"  # knows the sentences below from its training
+BEFORE = (
+    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
+    "I will quiz you about the important information there."
+)
+HIDDEN = " The pass key is {key}. Remember it. {key} is the pass key."
+QUESTION = " What is the pass key? The pass key is"
+SHORT = 3000  # tokens of the last two rows: at 2000 the bare model still finds 7 keys of 12, at 3000 none
+CHUNK = 128
+ANSWER_TOKENS = 8
+DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+SENTENCE_END = re.compile(r"[.!?][\"')]*(?=\s)")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user may play with; None draws the depth from the seed, or takes the novel.
+
+    `has_numerals` leaves the numerals of the text as they are.
+    """
+
+    depth: float | None = None
+    budget: int = 256
+    policy: str = "key_diff"
+    text: Path | None = None
+    seed: int = 0
+    threads: int | None = None
+    has_numerals: bool = False
+
+
+@dataclass(frozen=True)
+class Setup:
+    """One row before it is run: what to read, and with which cache."""
+
+    text: str
+    policy: Policy
+    budget: int | None
+    positions: str
+
+    @property
+    def label(self) -> str:
+        """As in the first column."""
+        memory = "full cache" if self.budget is None else repr(self.policy).removesuffix("()")
+        return f"{memory}, {self.positions}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of the table. `slots` counts those in use per layer, `bytes_held` all that is allocated."""
+
+    label: str
+    tokens_read: int
+    slots: int
+    bytes_held: int
+    tokens_per_s: float
+    answer: str
+    is_found: bool
+
+
+def demo(options: Options, is_json: bool) -> int:
+    """Run the four rows and print them side by side; returns the exit code.
+
+    Raises: WindlassError for a text, policy or budget that cannot be used.
+    """
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    policy = load_policy(options.policy)
+    text = novel() if options.text is None else read_text(options.text, f"text file {options.text}")
+    if not options.has_numerals:
+        text = in_words(text)
+    with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
+        model, tokenizer = open_model(str(folder), "float32")
+    draw = random.Random(options.seed)
+    key = "".join(draw.choice("0123456789") for _ in range(5))
+    depth = draw.random() if options.depth is None else options.depth
+    setups = _setups(options, policy, hide(text, key, depth), hide(beginning(tokenizer, text), key, depth))
+    # Wrong options must show before a minute of reading.
+    for setup in setups:
+        _cache(model, setup)
+    if not is_json:
+        source = "Three Men in a Boat" if options.text is None else options.text
+        note(f"The pass key {key} is hidden at {depth:.0%} of {source}; the model was trained on texts of 512 tokens.")
+        if not options.has_numerals:
+            note("Other numerals are read in words, because this model takes any number for a key; see --numerals.")
+    rows = []
+    code = 0
+    try:
+        for setup in setups:
+            rows.append(read_and_ask(model, tokenizer, setup, key))
+    except KeyboardInterrupt:
+        note("interrupted; these rows are done")
+        code = INTERRUPTED
+    if is_json:
+        say(
+            json.dumps({"key": key, "depth": depth, "seed": options.seed, "rows": [asdict(row) for row in rows]}) + "\n"
+        )
+    else:
+        Console().print(table(rows))
+    return code
+
+
+def novel() -> str:
+    """The novel that is shipped."""
+    packed = (resources.files("windlass") / "assets" / NOVEL).read_bytes()
+    return lzma.decompress(packed).decode()
+
+
+def in_words(text: str) -> str:
+    """`text` with its numerals spelled out digit by digit: 1889 becomes one-eight-eight-nine."""
+    return re.sub(r"[0-9]+", lambda numeral: "-".join(DIGITS[int(digit)] for digit in numeral[0]), text)
+
+
+def hide(text: str, key: str, depth: float) -> str:
+    """`text` with the pass key after the first sentence that ends at `depth` (0 to 1) of it or later."""
+    whole = f"{BEFORE} {text}"
+    end = SENTENCE_END.search(whole, len(BEFORE) - 1 + int(depth * len(text)))
+    at = len(whole) if end is None else end.end()
+    return whole[:at] + HIDDEN.format(key=key) + whole[at:]
+
+
+def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int = SHORT) -> str:
+    """As much of `text` as makes `tokens` tokens with all that is put around it."""
+    around = len(encode(tokenizer, hide("", "00000", 0.0), is_start=True))
+    offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
+    wanted = tokens - around
+    return text[: offsets[wanted][0]] if len(offsets) > wanted else text
+
+
+def read_and_ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setup: Setup, key: str) -> Row:
+    """Read all of the text, then ask."""
+    cache = _cache(model, setup)
+    ids = encode(tokenizer, setup.text, is_start=True)
+    with Bar(f"{setup.label}:") as bar:
+        engine.prefill(model, cache, [ids], bar)
+    stream = engine.stream(model, tokenizer, QUESTION, cache, ANSWER_TOKENS)
+    answer = "".join(stream).strip()
+    return Row(
+        label=setup.label,
+        tokens_read=len(ids),
+        slots=max(layer.most_held for layer in cache.layers),
+        bytes_held=stream.result.bytes_held,
+        tokens_per_s=bar.tokens_per_s,
+        answer=answer,
+        is_found=answer.startswith(key) and not answer[len(key) :][:1].isdigit(),
+    )
+
+
+def table(rows: list[Row]) -> Table:
+    """The rows side by side."""
+    shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
+    shown.add_column("cache", min_width=18, overflow="fold")
+    for head in ("tokens", "slots", "bytes", "tokens/s"):
+        shown.add_column(head, justify="right")
+    shown.add_column("answer", max_width=13, overflow="fold")
+    shown.add_column("found", no_wrap=True)
+    for row in rows:
+        numbers = f"{row.tokens_read:,}", f"{row.slots:,}", in_units(row.bytes_held), f"{row.tokens_per_s:,.0f}"
+        found = "[green]yes[/]" if row.is_found else "[red]no[/]"
+        shown.add_row(Text(row.label), *numbers, Text(" ".join(row.answer.split())), found)
+    return shown
+
+
+def _setups(options: Options, policy: Policy, whole: str, short: str) -> list[Setup]:
+    return [
+        Setup(whole, policy, options.budget, "compact"),
+        Setup(whole, Recent(), options.budget, "compact"),
+        Setup(short, Recent(), None, "original"),
+        Setup(short, Recent(), None, "self_extend(8, 64)"),
+    ]
+
+
+def _cache(model: PreTrainedModel, setup: Setup) -> KVCache:
+    return KVCache(model, budget=setup.budget, policy=setup.policy, positions=setup.positions, chunk=CHUNK)

@@ -1,0 +1,145 @@
+"""What the command line shows, and where prompts come from. Text goes to stdout, all else to stderr."""
+
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+from windlass.cache.describe import in_units
+from windlass.core.errors import UsageError
+from windlass.engine.result import Result
+
+INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
+
+
+def progress(unit: str, *, has_thread: bool = True, speed_s: float = 30.0) -> Progress:
+    """A bar on stderr that counts `unit` and leaves the screen at its end; none when stderr is no terminal.
+
+    A thread of its own draws it, unless `has_thread` is False. The time left is told from the speed of the
+    newest `speed_s` seconds.
+    """
+    console = Console(stderr=True)
+    return Progress(
+        TextColumn("{task.description}", markup=False),
+        BarColumn(),
+        TaskProgressColumn(),
+        MofNCompleteColumn(),
+        TextColumn(unit),
+        TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        auto_refresh=has_thread,
+        speed_estimate_period=speed_s,
+        disable=not console.is_terminal,
+    )
+
+
+class Bar:
+    """A progress bar on stderr while a text is read; only counts when stderr is no terminal.
+
+    Call it as the engine's `progress`. It leaves the screen when all is read.
+    """
+
+    def __init__(self, label: str) -> None:
+        self.done = 0
+        self._started = self._latest = time.perf_counter()
+        self._progress = progress("tokens")
+        self._task = self._progress.add_task(label, total=None)
+
+    def __enter__(self) -> "Bar":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def __call__(self, done: int, total: int) -> None:
+        self.done, self._latest = done, time.perf_counter()
+        self._progress.update(self._task, completed=done, total=total)
+        if done == total:
+            # The text that follows must not be drawn over by the bar's own thread.
+            self._progress.stop()
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens read a second until the last call."""
+        return self.done / (self._latest - self._started) if self.done else 0.0
+
+
+def speeds(result: Result, bar: Bar) -> str:
+    """One line: what was read and written, how fast, and the bytes held."""
+    read = f"{result.prompt_tokens:,}"
+    if bar.done < result.prompt_tokens:
+        read = f"{bar.done:,} of {read}"
+    speed = result.prefill_tokens_per_s or bar.tokens_per_s
+    return (
+        f"prefill {read} tokens, {per_s(speed)}; "
+        f"decode {len(result.tokens):,} tokens, {per_s(result.decode_tokens_per_s)}; "
+        f"{in_units(result.bytes_held)} held"
+    )
+
+
+def per_s(speed: float) -> str:
+    """Tokens per second with about three digits: `"1,025 tokens/s"`."""
+    return f"{speed:,.0f} tokens/s" if speed >= 100 else f"{speed:.1f} tokens/s"
+
+
+def note(line: str) -> None:
+    """One line on stderr, after whatever is on stdout."""
+    sys.stdout.flush()
+    print(line, file=sys.stderr, flush=True)
+
+
+def say(piece: str) -> None:
+    """Text on stdout, at once."""
+    sys.stdout.write(piece)
+    sys.stdout.flush()
+
+
+def read_prompt(prompt: str | None, file: Path | None) -> str:
+    """The text of the argument, the file, or stdin; one line end at its end is not part of it.
+
+    Raises: UsageError when there is none, more than one, or it is not UTF-8.
+    """
+    if prompt is not None and file is not None:
+        raise UsageError("both a prompt and --file were given; use one of them")
+    if file is not None and str(file) != "-":
+        return read_text(file, f"prompt file {file}")
+    if prompt is not None and prompt != "-":
+        # What the shell passes is decoded with stand-ins for bytes that are not UTF-8.
+        return _decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
+    if sys.stdin.isatty():
+        raise UsageError("no prompt; give it as an argument, with --file, or through a pipe")
+    return _decoded(sys.stdin.buffer.read(), "the prompt on stdin")
+
+
+def read_text(file: Path, what: str) -> str:
+    """The text of a file, which errors call `what`.
+
+    Raises: UsageError when it cannot be read, is empty, or not UTF-8.
+    """
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read: {error.strerror}") from None
+    return _decoded(data, what)
+
+
+def _decoded(data: bytes, what: str) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(
+            f"{what} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start}; convert it first"
+        ) from None
+    if "\0" in text:
+        raise UsageError(f"{what} is binary: it has a zero byte at offset {data.index(0)}; give a text")
+    text = text.replace("\r\n", "\n").removesuffix("\n")
+    if not text:
+        raise UsageError(f"{what} is empty; give some text")
+    return text

@@ -1,0 +1,1 @@
+"""Words that all rooms share: shapes, errors, records. It imports nothing of ours."""

@@ -1,0 +1,100 @@
+"""What a user asks for by name: one of ours, or a class in a Python file of theirs."""
+
+import difflib
+import re
+import sys
+import traceback
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeGuard
+
+from windlass.core.errors import WindlassError
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What can be asked for: subclasses of `base`, which users import as `imported_as`.
+
+    Errors call one of them `word` and several `words`, and are of class `error`.
+    """
+
+    word: str
+    words: str
+    base: type[Any]
+    imported_as: str
+    error: type[WindlassError]
+
+    def split(self, spec: str) -> tuple[Path | None, str]:
+        """The file, if any, and what is asked for: a name, perhaps with parentheses after it.
+
+        Raises: the kind's error for a file alone.
+        """
+        match = re.fullmatch(r"(.*):\s*([^\W\d]\w*\s*(?:\(.*\))?)\s*", spec, re.DOTALL)
+        if match is not None:
+            return Path(match[1]).expanduser(), match[2]
+        spec = spec.strip()
+        if spec.endswith(".py"):
+            raise self.error(f"{self.word} {spec!r} is a file but names no class; use {spec}:Class")
+        return None, spec
+
+    def name_of(self, typed: str, names: Iterable[str]) -> str:
+        """That of `names` which is meant; case, `_` and `-` do not matter.
+
+        Raises: the kind's error for an unknown name, with the one nearest to it.
+        """
+        known = {_plain(name): name for name in names}
+        if _plain(typed) in known:
+            return known[_plain(typed)]
+        near = difflib.get_close_matches(_plain(typed), list(known), n=1, cutoff=0.5)
+        offer = f"did you mean {known[near[0]]}? " if near else ""
+        all_names = ", ".join(known.values())
+        raise self.error(
+            f"{self.word} {typed!r} is unknown; {offer}the names are {all_names}, or path/to/file.py:Class"
+        )
+
+    def class_in(self, path: Path, name: str) -> type[Any]:
+        """The class `name` of a file, which is run for it.
+
+        Raises: the kind's error for a file that cannot be read or run, or that has no such class.
+        """
+        module = self._run(path)
+        found = vars(module).get(name)
+        if self._is_one(found):
+            return found
+        kinds = [each for each in vars(module).values() if self._is_one(each)]
+        own = ", ".join(kind.__name__ for kind in kinds if kind.__module__ == module.__name__)
+        what = "has no class" if found is None else f"has something else than a subclass of {self.imported_as} named"
+        raise self.error(f"{self.word} file {path} {what} {name!r}; its {self.words}: {own or 'none'}")
+
+    def _is_one(self, what: object) -> TypeGuard[type[Any]]:
+        return isinstance(what, type) and issubclass(what, self.base)
+
+    def _run(self, path: Path) -> ModuleType:
+        """Unlike `import`, leaves no byte code beside the file."""
+        file = f"{self.word} file {path}"
+        try:
+            code = compile(path.read_bytes(), str(path), "exec")
+        except OSError as error:
+            raise self.error(f"{file} cannot be read: {error.strerror}") from None
+        except SyntaxError as error:
+            raise self.error(f"{file}, line {error.lineno or 1}: syntax error: {error.msg}") from None
+        except ValueError as error:
+            raise self.error(f"{file} is not Python: {error}") from None
+        module = ModuleType(f"windlass_{self.word}_{path.stem}")
+        module.__file__ = str(path)
+        # `dataclass` looks its module up here to read annotations that are strings.
+        sys.modules[module.__name__] = module
+        try:
+            exec(code, module.__dict__)
+        except (Exception, SystemExit) as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+            at = f", line {lines[-1]}" if lines else ""
+            raise self.error(f"{file}{at}: {type(error).__name__}: {error}") from error
+        return module
+
+
+def _plain(name: str) -> str:
+    return name.lower().replace("_", "").replace("-", "")

@@ -1,0 +1,1 @@
+"""Reading prompts and writing text with an attached model."""

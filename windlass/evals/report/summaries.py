@@ -1,0 +1,228 @@
+"""Cases to means with intervals, in rows of tables, lines of figures and cells of heat maps."""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from statistics import NormalDist, fmean, stdev
+from typing import Final, TypeVar
+
+from windlass.evals.report.read import FULL, Case
+
+CONFIDENCE: Final = 0.95
+BINS: Final = 10  # of depths, where samples lie anywhere in the text
+Key = TypeVar("Key")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting of the cache at one budget, over `count` independent texts.
+
+    `value` is the mean score, with the ends of its 95 % interval, or the mean nll, with one standard error to
+    each side; the ends are None where one text gives no standard error. `slots` and `share` (of the full cache's
+    bytes) are means. `kl` is the mean of the `kl_count` texts that have one.
+    """
+
+    label: str
+    asked: str
+    count: int
+    slots: float
+    share: float
+    value: float
+    low: float | None
+    high: float | None
+    kl: float | None = None
+    kl_count: int = 0
+
+    @property
+    def is_full(self) -> bool:
+        """Whether this is what the others are compared with: nothing evicted, nothing else unusual."""
+        return self.label == FULL
+
+
+@dataclass(frozen=True)
+class Block:
+    """The rows of one length, largest budgets first, best first within a budget."""
+
+    length: int
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Turns:
+    """One setting at one budget: the row of each turn, None where no case has it."""
+
+    label: str
+    asked: str
+    length: int
+    rows: tuple[Row | None, ...]
+
+
+@dataclass(frozen=True)
+class DepthMap:
+    """One setting at one budget: mean scores, a row a depth, a column a length; None where there is no case."""
+
+    label: str
+    asked: str
+    cells: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class DepthMaps:
+    """All settings of a task on the same axes. `depths` are shares of the text, in words."""
+
+    depths: tuple[str, ...]
+    lengths: tuple[int, ...]
+    maps: tuple[DepthMap, ...]
+
+
+def wilson(mean: float, count: int) -> tuple[float, float]:
+    """The ends of the 95 % interval of a mean of `count` scores that are each from 0 to 1.
+
+    Never outside of 0 to 1, and of some width even where all scores are alike.
+
+    Source: Wilson 1927 (doi:10.1080/01621459.1927.10502953), the score interval of a share.
+    Differs: scores may lie between 0 and 1. Their variance is at most mean * (1 - mean), that of right or wrong
+    with the same mean, so that the interval is then wider than it need be, not narrower.
+    """
+    z = NormalDist().inv_cdf((1 + CONFIDENCE) / 2)
+    centre = (mean + z * z / (2 * count)) / (1 + z * z / count)
+    half = z / (1 + z * z / count) * math.sqrt(mean * (1 - mean) / count + (z / (2 * count)) ** 2)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def score_blocks(cases: Sequence[Case]) -> tuple[Block, ...]:
+    """The scores of one task, by length. Turns on one text are one sample: their mean."""
+    return _blocks([case for case in cases if case.score is not None], _score_row, True)
+
+
+def loss_blocks(cases: Sequence[Case]) -> tuple[Block, ...]:
+    """The negative log-likelihoods of one task, by length."""
+    return _blocks([case for case in cases if case.nll is not None], _loss_row, False)
+
+
+def turns(cases: Sequence[Case]) -> tuple[Turns, ...]:
+    """The scores of one task turn by turn, in the order of `score_blocks`; empty where there are no turns."""
+    scored = [case for case in cases if case.score is not None and case.turn is not None]
+    last = max((case.turn for case in scored if case.turn is not None), default=-1)
+    found = []
+    for block in score_blocks(scored):
+        for row in block.rows:
+            mine = [case for case in scored if (case.length, *_setting(case)) == (block.length, row.label, row.asked)]
+            of_turn = [[case for case in mine if case.turn == turn] for turn in range(last + 1)]
+            rows = tuple(_score_row(each) if each else None for each in of_turn)
+            found.append(Turns(row.label, row.asked, block.length, rows))
+    return tuple(found)
+
+
+def depth_maps(cases: Sequence[Case]) -> DepthMaps | None:
+    """Scores by depth and length; None where no case has a depth.
+
+    Depths are taken as they are when they are few, else in ten equal parts of the text.
+    """
+    deep = [case for case in cases if case.score is not None and case.depth is not None]
+    if not deep:
+        return None
+    depths = sorted({_depth(case) for case in deep})
+    if len(depths) <= BINS + 1:
+        names = [f"{depth:.0%}" if round(depth, 2) == depth else f"{depth:.1%}" for depth in depths]
+        places = {depth: index for index, depth in enumerate(depths)}
+    else:
+        names = [f"{part * 100 // BINS} to {(part + 1) * 100 // BINS}%" for part in range(BINS)]
+        places = {depth: min(int(depth * BINS), BINS - 1) for depth in depths}
+    lengths = sorted({case.length for case in deep})
+    of_setting = _grouped(deep, _setting)
+    maps = []
+    for label, asked in settings(deep):
+        by_cell = _grouped(of_setting[label, asked], lambda case: (places[_depth(case)], case.length))
+        rows = [[by_cell.get((place, length)) for length in lengths] for place in range(len(names))]
+        cells = tuple(tuple(_mean_score(cell) if cell else None for cell in row) for row in rows)
+        maps.append(DepthMap(label, asked, cells))
+    return DepthMaps(tuple(names), tuple(lengths), tuple(maps))
+
+
+def over_lengths(blocks: Sequence[Block]) -> dict[tuple[str, str], float | None]:
+    """The mean value of each setting, every length weighing the same; None where a setting lacks a length."""
+    values: dict[tuple[str, str], list[float]] = {}
+    for block in blocks:
+        for row in block.rows:
+            values.setdefault((row.label, row.asked), []).append(row.value)
+    return {setting: fmean(each) if len(each) == len(blocks) else None for setting, each in values.items()}
+
+
+def settings(cases: Sequence[Case]) -> list[tuple[str, str]]:
+    """Each label and budget of `cases`: the full cache first, then largest budgets first, then by name."""
+    order = _budget_order(cases)
+    return sorted({_setting(case) for case in cases}, key=lambda each: (each[0] != FULL, order[each[1]], each[0]))
+
+
+def labels(cases: Sequence[Case]) -> list[str]:
+    """Each label of `cases`, the full cache first, then by name."""
+    return sorted({case.label for case in cases}, key=lambda label: (label != FULL, label))
+
+
+def _blocks(cases: Sequence[Case], row_of: Callable[[Sequence[Case]], Row], is_most_best: bool) -> tuple[Block, ...]:
+    sign = -1 if is_most_best else 1
+    blocks = []
+    for length, of_length in sorted(_grouped(cases, lambda case: case.length).items()):
+        order = _budget_order(of_length)
+        rows = [row_of(each) for each in _grouped(of_length, _setting).values()]
+        rows.sort(key=lambda row: (order[row.asked], not row.is_full, sign * row.value, row.label))
+        blocks.append(Block(length, tuple(rows)))
+    return tuple(blocks)
+
+
+def _score_row(cases: Sequence[Case]) -> Row:
+    texts = _grouped(cases, _text)
+    mean = fmean(_mean_score(of_text) for of_text in texts.values())
+    return _row(cases, len(texts), mean, *wilson(mean, len(texts)))
+
+
+def _loss_row(cases: Sequence[Case]) -> Row:
+    losses = [case.nll for case in cases if case.nll is not None]
+    distances = [case.kl for case in cases if case.kl is not None]
+    mean = fmean(losses)
+    is_finite = all(map(math.isfinite, losses))
+    error = stdev(losses) / math.sqrt(len(losses)) if len(losses) > 1 and is_finite else None
+    low, high = (None, None) if error is None else (mean - error, mean + error)
+    row = _row(cases, len(losses), mean, low, high)
+    return replace(row, kl=fmean(distances) if distances else None, kl_count=len(distances))
+
+
+def _row(cases: Sequence[Case], count: int, value: float, low: float | None, high: float | None) -> Row:
+    slots, share = fmean(case.slots_held for case in cases), fmean(case.share for case in cases)
+    return Row(*_setting(cases[0]), count, slots, share, value, low, high)
+
+
+def _mean_score(cases: Sequence[Case]) -> float:
+    return fmean(case.score for case in cases if case.score is not None)
+
+
+def _setting(case: Case) -> tuple[str, str]:
+    return case.label, case.asked
+
+
+def _text(case: Case) -> tuple[object, ...]:
+    """What cases on one text share: every turn asks for a needle at a depth of its own."""
+    return case.seed, case.length, case.sample, case.depth if case.turn is None else None
+
+
+def _depth(case: Case) -> float:
+    assert case.depth is not None
+    return case.depth
+
+
+def _budget_order(cases: Sequence[Case]) -> dict[str, float]:
+    """The place of each budget as it was typed: what holds most comes first."""
+    held = {asked: fmean(case.slots_held for case in each) for asked, each in _grouped(cases, _asked).items()}
+    return {asked: -math.inf if asked == "all" else -slots for asked, slots in held.items()}
+
+
+def _asked(case: Case) -> str:
+    return case.asked
+
+
+def _grouped(cases: Sequence[Case], key: Callable[[Case], Key]) -> dict[Key, list[Case]]:
+    groups: dict[Key, list[Case]] = {}
+    for case in cases:
+        groups.setdefault(key(case), []).append(case)
+    return groups

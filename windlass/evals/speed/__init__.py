@@ -1,0 +1,1 @@
+"""Tokens per second: what `windlass bench` measures."""

@@ -1,0 +1,91 @@
+"""A cache as a long text would have left it, filled with random keys and values instead of read."""
+
+from dataclasses import dataclass
+
+import torch
+from transformers import PreTrainedModel
+
+from windlass.cache.layer import LayerCache
+from windlass.cache.rows import Standing
+from windlass.core.rotary_index import EMPTY
+from windlass.engine.generate import prefill
+from windlass.evals.speed.grid import Row
+from windlass.hf.kv_cache import KVCache
+
+GROWTH = 1.5  # of a cache without budget, see `LayerCache`
+BLOCK = 1024  # random tokens that are drawn; longer texts repeat them
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer of a model hands to its cache."""
+
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    sliding_window: int | None = None
+
+    def bytes_held(self, row: Row, chunk: int) -> int:
+        """About what the cache of `row` takes in this layer."""
+        task, budget = row.task, row.settings.budget
+        slots = GROWTH * (task.depth + task.tokens)
+        if self.sliding_window is not None:
+            budget = min(self.sliding_window, budget or self.sliding_window)
+        if budget is not None:
+            slots = budget + chunk
+        share = {"int8": 0.52, "int4": 0.27}.get(row.settings.store.name.partition("(")[0], 1.0)
+        return int(task.batch * slots * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize * share)
+
+
+def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """What each layer of an attached model hands to its cache, seen when one token is read."""
+    cache = KVCache(model)
+    prefill(model, cache, [[0]])
+    shapes = []
+    for layer in cache.layers:
+        kv_heads, head_dim, dtype = layer.store.layout
+        shapes.append(LayerShape(kv_heads, head_dim, layer.store.held_values().channels, dtype, layer.sliding_window))
+    return shapes
+
+
+def fill(cache: KVCache, shapes: list[LayerShape], depth: int) -> None:
+    """Let each row of a cache stand behind a text of `depth` tokens, whatever it held; memory stays allocated.
+
+    Speed does not depend on what is held, so keys and values are random, the same in every row and on every
+    device, and the text is not read.
+    Over budget, the sinks and the newest tokens are held, as after eviction under `Recent`; state that
+    a policy keeps is 0.
+    """
+    for layer, shape in zip(cache.layers, shapes, strict=True):
+        layer.edit(lambda positions: torch.full_like(positions, EMPTY))
+        layer.has_evicted = False
+        if depth:
+            _fill_layer(layer, shape, depth, cache)
+    batch = cache.batch_size
+    cache.standing = Standing.at_start(batch)
+    if depth:
+        each, spans = [depth] * batch, [[[0, depth]] for _ in range(batch)]
+        cache.standing = Standing(each, list(each), spans, depth, None, list(each))
+
+
+def _fill_layer(layer: LayerCache, shape: LayerShape, depth: int, cache: KVCache) -> None:
+    layer.fit_to(shape.sliding_window)
+    sinks, device = cache.limits.sinks, cache.device
+    positions = torch.arange(depth, device=device)
+    size = depth
+    if layer.budget is not None:
+        if depth > layer.budget:
+            sinks = 0 if layer.is_whole_window else sinks
+            positions = torch.cat((positions[:sinks], positions[depth - layer.budget + sinks :]))
+            layer.has_evicted = True
+        size = cache.chunk  # as a prompt comes, so that the slots are as many as after one
+    draw = torch.Generator().manual_seed(layer.index)
+    widest = max(shape.head_dim, shape.value_dim)
+    block = torch.randn(2, 1, shape.kv_heads, BLOCK, widest, generator=draw).to(device, shape.dtype)
+    keys, values = block.repeat(1, 1, 1, -(-len(positions) // BLOCK), 1).expand(-1, cache.batch_size, -1, -1, -1)
+    for start in range(0, len(positions), size):
+        here = slice(start, min(start + size, len(positions)))
+        new_keys, new_values = keys[:, :, here, : shape.head_dim], values[:, :, here, : shape.value_dim]
+        at = positions[here].expand(cache.batch_size, 1, -1)
+        layer.append(new_keys, new_values, at, shape.sliding_window)

@@ -1,0 +1,92 @@
+"""A cache whose keys are stored rotated, to measure against: what most libraries do, and we do not."""
+
+from torch import Tensor
+
+from windlass.core.errors import UsageError
+from windlass.core.shapes import TokenIds, TokenMask
+from windlass.hf.kv_cache import KVCache
+from windlass.positions.modes import Original, PositionMode, position_mode
+
+WAY_OUT = "use a KVCache, which stores keys un-rotated"
+
+
+class RotatedStorage(KVCache):
+    """A `KVCache` in all but one thing: the model's own rotary module turns a key before it is stored.
+
+    The same kernels read it, and find nothing to turn. So a run beside a `KVCache` shows what turning
+    keys at every read costs. A stored key can be read at its own position only; whatever would move
+    it is refused, and so is padding. Policies that look at keys are given rotated ones.
+
+    Raises: UsageError for positions other than "original", or a model that rotates neighbouring
+    channels: then keys of transformers' and ours are laid out differently.
+    """
+
+    is_rotated = True
+
+    def reset(self) -> None:
+        _check_mode(self.positions)
+        if any(rotary is not None and rotary.layout.is_interleaved for rotary in self._seam.rotaries):
+            raise UsageError(f"rotated storage is for models whose channel pairs are halves; {WAY_OUT}")
+        if self.merge is not None and self.merge.read != "plain":
+            raise UsageError(f"merge={self.merge}: rotated storage reads cells where they stand only; {WAY_OUT}")
+        super().reset()
+        for layer in self.layers:
+            layer.rotary = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "RotatedStorage":
+        """See `KVCache`."""
+        twin = RotatedStorage.__new__(RotatedStorage)
+        twin.__dict__.update(super().__deepcopy__(memo).__dict__)
+        memo[id(self)] = twin
+        return twin
+
+    @property
+    def positions(self) -> PositionMode:
+        """Always "original"."""
+        return self._positions
+
+    @positions.setter
+    def positions(self, mode: str | PositionMode) -> None:
+        self._positions = _check_mode(position_mode(mode))
+
+    def begin(
+        self, batch: int, tokens: int, mask: TokenMask | None, positions: Tensor | None, ids: TokenIds | None
+    ) -> None:
+        """See `KVCache.begin`. The model counts columns, so these must be the positions.
+
+        Raises: UsageError where they are not: padding, or rows rolled back to different lengths.
+        """
+        if (mask is not None and not bool(mask.all())) or (self.script and not all(self.script.lengths)):
+            raise UsageError(f"rotated storage takes no padding; {WAY_OUT}")
+        if any(at != self.columns_seen for at in self.next_positions):
+            raise UsageError(f"with rotated storage all rows must go on at {self.columns_seen}; {WAY_OUT}")
+        super().begin(batch, tokens, mask, positions, ids)
+
+    def drop(self, start: int, end: int, row: int | None = None) -> None:
+        if any(start < at <= end for at in self.next_positions):
+            raise _moved("drop of the newest tokens")
+        super().drop(start, end, row)
+
+    def keep(self, start: int, end: int, row: int | None = None) -> None:
+        if any(end < at for at in self.next_positions):
+            raise _moved("keep without the newest tokens")
+        super().keep(start, end, row)
+
+    def shift(self, start: int, end: int, by: int, row: int | None = None) -> None:
+        raise _moved("shift")
+
+    def divide(self, start: int, end: int, by: int, row: int | None = None) -> None:
+        raise _moved("divide")
+
+    def splice(self, other: KVCache, source: int = 0, row: int = 0) -> None:
+        raise _moved("splice")
+
+
+def _check_mode(mode: PositionMode) -> PositionMode:
+    if not isinstance(mode, Original):
+        raise UsageError(f'rotated storage reads at positions="original" only, got "{mode}"; {WAY_OUT}')
+    return mode
+
+
+def _moved(edit: str) -> UsageError:
+    return UsageError(f"{edit} would move positions, and rotated keys stay where they were stored; {WAY_OUT}")

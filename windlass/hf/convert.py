@@ -1,0 +1,115 @@
+"""Caches that travel between transformers and windlass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from transformers import Cache, DynamicCache
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+from windlass.cache.rows import Standing
+from windlass.core.errors import UsageError
+from windlass.merge import holds_cells
+from windlass.policies.base import BORN
+from windlass.positions.modes import Compact
+from windlass.positions.rotary import Rotary, rotate, unrotate
+
+if TYPE_CHECKING:
+    from windlass.hf.kv_cache import KVCache
+
+
+def rows_of(source: Cache) -> int:
+    """The batch of a `DynamicCache`. Raises: UsageError when it is something else, or empty."""
+    return _states_of(source)[0][0].shape[0]
+
+
+def fill_from_rotated(cache: KVCache, source: Cache) -> None:
+    """See `KVCache.from_rotated`; `cache` is new."""
+    missing = [said for name, said in BORN.items() if name in cache.policy.state]
+    if missing:
+        raise UsageError(f"from_rotated: {cache.policy!r} ranks by {missing[0]}, which a DynamicCache does not know")
+    states = _states_of(source)
+    if len(states) != len(cache.layers):
+        raise UsageError(f"the DynamicCache has {len(states)} layers, the model has {len(cache.layers)}")
+    seen = source.get_seq_length()
+    for layer, (keys, values, window) in zip(cache.layers, states, strict=True):
+        if layer.rotary is not None and layer.rotary.outgrows(seen):
+            raise UsageError(
+                f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.trained_length} up to which this "
+                "model's rotation is constant: each key was turned by the table of its moment; feed the text anew"
+            )
+        positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
+        keys = _turned(keys, positions, layer.rotary, seen, is_out=False)
+        layer.append(keys, values, positions.expand(keys.shape[0], 1, -1), window)
+    rows = cache.batch_size
+    cache.standing = Standing(
+        [seen] * rows, [seen] * rows, [[[0, seen]] for _ in range(rows)], seen, None, [seen] * rows
+    )
+
+
+def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
+    """Keys, values and sliding window of each layer."""
+    if not isinstance(source, DynamicCache):
+        raise UsageError(f"from_rotated takes a transformers DynamicCache, got {type(source).__name__}")
+    states: list[tuple[Tensor, Tensor, int | None]] = []
+    for index, layer in enumerate(source.layers):
+        if not isinstance(layer, DynamicLayer):
+            raise UsageError(f"layer {index} of the DynamicCache is a {type(layer).__name__}: not keys and values")
+        if layer.keys is None or layer.values is None or layer.keys.numel() == 0:
+            raise UsageError(f"layer {index} of the DynamicCache is empty")
+        window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
+        states.append((layer.keys, layer.values, window))
+    if not states:
+        raise UsageError("the DynamicCache is empty")
+    return states
+
+
+def to_rotated(cache: KVCache) -> DynamicCache:
+    """See `KVCache.to_rotated`."""
+    if any(holds_cells(layer.positions, layer.state) for layer in cache.layers):
+        raise UsageError("to_rotated: tokens of this cache were merged, and a DynamicCache does not know their counts")
+    result = DynamicCache(config=cache.config)
+    is_compact = isinstance(cache.positions, Compact)
+    most = max((int((layer.positions >= 0).sum(-1).max()) for layer in cache.layers if not layer.is_empty), default=0)
+    end = most if is_compact else max(cache.next_positions)
+    for layer in cache.layers:
+        if layer.is_empty:
+            raise UsageError("to_rotated: this cache is empty")
+        held = (layer.positions >= 0).sum(-1)
+        tokens = int(held.max())
+        text_order = layer.positions.where(layer.positions >= 0, 2**31 - 1).argsort(dim=-1, stable=True)[..., :tokens]
+        positions = layer.positions.gather(-1, text_order)
+        first = 0 if layer.sliding_window is None else end - tokens
+        expected = torch.arange(first, first + tokens, device=positions.device)
+        if is_compact and first + tokens == end and bool((held == tokens).all()):
+            positions = expected.expand_as(positions)
+        elif not bool((positions == expected).all()) or first + tokens != end:
+            raise UsageError(
+                f"to_rotated: layer {layer.index} does not hold positions {first} to {end - 1} in every row and head; "
+                'export a cache that has evicted under positions="compact"'
+            )
+        keys, values = (_gathered(states, text_order) for states in (layer.store.keys(), layer.store.values()))
+        result.update(_turned(keys, positions, layer.rotary, first + tokens, is_out=True), values, layer.index)
+        theirs = result.layers[layer.index]
+        if isinstance(theirs, DynamicSlidingWindowLayer):
+            theirs.cumulative_length = end
+    return result
+
+
+def _gathered(states: Tensor, order: Tensor) -> Tensor:
+    return states.gather(2, order.expand(-1, states.shape[1], -1)[..., None].expand(-1, -1, -1, states.shape[-1]))
+
+
+def _turned(keys: Tensor, positions: Tensor, rotary: Rotary | None, length: int, is_out: bool) -> Tensor:
+    """Keys between the model's frame, rotated, and ours, un-rotated with pairs as halves."""
+    if rotary is None:
+        return keys
+    cos, sin = (table[positions] for table in rotary.tables(length, keys.device))
+    states = keys.float()
+    if is_out:
+        states = rotary.layout.from_halves(rotate(states, cos, sin), rotary.pairs)
+    else:
+        states = unrotate(rotary.layout.to_halves(states, rotary.pairs), cos, sin)
+    return states.to(keys.dtype)

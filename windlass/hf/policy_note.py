@@ -1,0 +1,44 @@
+"""The policy of a cache as a prompt-cache file names it."""
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+from windlass.core.errors import PromptCacheError
+from windlass.policies import NAMES, Policy
+
+
+@dataclass(frozen=True)
+class PolicyNote:
+    """A policy by its name in `NAMES` (None: it came from elsewhere) and its fields."""
+
+    name: str | None
+    fields: dict[str, float | int | bool | None]
+    label: str
+
+
+def note_of(policy: Policy) -> PolicyNote:
+    """What a file says about `policy`."""
+    name = next((name for name, kind in NAMES.items() if type(policy) is kind), None)
+    numbers = {} if name is None else {field.name: getattr(policy, field.name) for field in fields(policy)}  # type: ignore[arg-type]  # our own policies are dataclasses
+    return PolicyNote(name, numbers, repr(policy))
+
+
+def policy_of(path: Path, note: PolicyNote, given: Policy | None) -> Policy:
+    """The policy of a file: rebuilt from its name and fields, or the one `given`, if it is the same.
+
+    Raises: PromptCacheError, naming the file, for another policy than the file's, or one that must be given.
+    """
+    if given is not None:
+        if note_of(given) != note:
+            raise PromptCacheError(
+                f"{path} was made with the policy {note.label}, not with {given!r}; give that one, or leave it out"
+            )
+        return given
+    if note.name is None:
+        raise PromptCacheError(
+            f"{path} was made with the policy {note.label}, which is not one of windlass' own; "
+            "give it: load(path, model, policy=...)"
+        )
+    if note.name not in NAMES:
+        raise PromptCacheError(f"{path} was made with the policy {note.name}, which this windlass lacks; upgrade it")
+    return NAMES[note.name](**note.fields)

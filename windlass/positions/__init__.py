@@ -1,0 +1,1 @@
+"""Where a kept token is read: position modes, and the rotary tables of a model."""

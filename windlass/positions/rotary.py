@@ -1,0 +1,188 @@
+"""Sin and cos tables out of a model's own rotary module.
+
+The module is asked, never re-implemented, so every scaling scheme works: linear, dynamic NTK,
+YaRN, llama3, longrope. `attention_scaling` is part of the table and so applied at read.
+"""
+
+import copy
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from windlass.core.shapes import RotaryTable
+
+LENGTH_DEPENDENT = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a model arranges the channels it rotates.
+
+    `stop` (a share of the table's width) and `step` pick one column per channel pair out of the
+    model's table; `is_interleaved` says that pairs are neighbours (2i, 2i+1), not halves (i, i + n).
+    """
+
+    name: str
+    stop: float
+    step: int
+    is_interleaved: bool
+
+    def columns(self, table: Tensor) -> Tensor:
+        """One column per channel pair."""
+        return table[..., : int(table.shape[-1] * self.stop) : self.step]
+
+    def to_halves(self, states: Tensor, pairs: int) -> Tensor:
+        """Channels reordered so that pair i is (i, i + pairs); a copy only where they are interleaved."""
+        if not self.is_interleaved:
+            return states
+        turned, rest = states[..., : 2 * pairs], states[..., 2 * pairs :]
+        return torch.cat((turned[..., 0::2], turned[..., 1::2], rest), -1)
+
+    def from_halves(self, states: Tensor, pairs: int) -> Tensor:
+        """The inverse of `to_halves`."""
+        if not self.is_interleaved:
+            return states
+        first, second, rest = states[..., :pairs], states[..., pairs : 2 * pairs], states[..., 2 * pairs :]
+        return torch.cat((torch.stack((first, second), -1).flatten(-2), rest), -1)
+
+
+LAYOUTS = (
+    Layout("halves", 0.5, 1, False),  # Llama and most others
+    Layout("halves, half table", 1.0, 1, False),  # gpt-oss
+    Layout("interleaved", 0.5, 1, True),  # GLM
+    Layout("interleaved, repeated table", 1.0, 2, True),  # Cohere
+)
+
+
+def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Each pair (i, i + n) of the first 2n channels turned by its angle; the other channels pass."""
+    pairs = cos.shape[-1]
+    first, second = states[..., :pairs], states[..., pairs : 2 * pairs]
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.cat((*turned, states[..., 2 * pairs :]) if states.shape[-1] > 2 * pairs else turned, -1)
+
+
+def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """The inverse of `rotate`, the table's scaling included."""
+    scale = cos.square() + sin.square()
+    return rotate(states, cos / scale, -sin / scale)
+
+
+class Rotary:
+    """The rotary embedding of some layers of a model: tables on demand, and the channel layout."""
+
+    def __init__(self, module: nn.Module, layer_type: str | None, layout: Layout, pairs: int) -> None:
+        # A private copy: some schemes keep the length they last saw inside the module.
+        self._module = _copied(module)
+        self.layer_type = layer_type
+        self._rope_type, self.trained_length = _scheme(module, layer_type)
+        self._tables: dict[torch.dtype, tuple[RotaryTable, RotaryTable]] = {}
+        self._built_for = 0
+        self.layout = layout
+        self.pairs = pairs
+
+    @property
+    def is_length_dependent(self) -> bool:
+        """Whether the table changes with the length it must cover."""
+        return any(name in self._rope_type for name in LENGTH_DEPENDENT)
+
+    @property
+    def built(self) -> dict[torch.dtype, tuple[RotaryTable, RotaryTable]]:
+        """The latest tables, by type. Longer ones come in other memory."""
+        return self._tables
+
+    def outgrows(self, length: int) -> bool:
+        """Whether a text of `length` tokens is read by other tables than a shorter one."""
+        return self.is_length_dependent and length > self.trained_length
+
+    def agrees(self, length: int, longer: int) -> bool:
+        """Whether a text of `length` tokens is read by the first rows of the tables for a `longer` one."""
+        if not self.outgrows(longer):
+            return True
+        return "longrope" in self._rope_type and self.outgrows(length)
+
+    @torch.no_grad()
+    def tables(
+        self, length: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> tuple[RotaryTable, RotaryTable]:
+        """Cos and sin for positions below `length`, or more, in `dtype`; one column per channel pair.
+
+        A length-dependent scheme is asked for exactly `length` once that exceeds what it was
+        trained on, and its table is built again whenever the length changes.
+        """
+        if self.is_length_dependent:
+            wanted = max(length, self.trained_length)
+            is_stale = self._built_for != wanted
+        else:
+            wanted = 256
+            while wanted < length:
+                wanted *= 2
+            is_stale = self._built_for < wanted
+        if not self._tables or is_stale or self._tables[torch.float32][0].device != device:
+            self._tables = {torch.float32: self._build(wanted, device)}
+            self._built_for = wanted
+        if dtype not in self._tables:
+            cos, sin = self._tables[torch.float32]
+            self._tables[dtype] = cos.to(dtype), sin.to(dtype)
+        return self._tables[dtype]
+
+    def _build(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
+        positions = torch.arange(length, device=device)[None]
+        probe = torch.empty(1, device=device, dtype=torch.float32)
+        module = self._module.to(device)
+        of_layers = () if self.layer_type is None else (self.layer_type,)
+        if self.is_length_dependent:
+            # Some schemes never shrink from one length to the next; one token takes them back to the start.
+            module(probe, positions[:, :1], *of_layers)
+        cos, sin = module(probe, positions, *of_layers)
+        return self.layout.columns(cos[0]).float().contiguous(), self.layout.columns(sin[0]).float().contiguous()
+
+
+@dataclass(frozen=True)
+class Turns:
+    """How a layer turns states in a text of `end` tokens; where `rotary` is None, not at all."""
+
+    rotary: Rotary | None
+    end: int
+    device: torch.device
+
+    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
+        """Float32 `states` (batch, heads, tokens, head_dim) at `positions` (batch, ranked, tokens) below `end`."""
+        if self.rotary is None:
+            return states
+        cos, sin = self.rotary.tables(self.end, self.device)
+        return rotate(states.float(), cos[positions], sin[positions])
+
+    def moved(self, states: Tensor, start: Tensor, end: Tensor) -> Tensor:
+        """Float32 `states` that are read at `end` as the given ones are at `start`, both as in `turned`."""
+        if self.rotary is None:
+            return states
+        cos, sin = self.rotary.tables(self.end, self.device)
+        return unrotate(rotate(states.float(), cos[start], sin[start]), cos[end], sin[end])
+
+    def one(self) -> tuple[Tensor, Tensor] | None:
+        """Cos and sin, per channel pair, of the turn from one position to the next; None where nothing turns."""
+        if self.rotary is None:
+            return None
+        cos, sin = self.rotary.tables(max(self.end, 2), self.device)
+        return cos[1], sin[1]
+
+
+def _copied(module: nn.Module) -> nn.Module:
+    """A copy without hooks: those of an attached model know the model, which would be copied too."""
+    hooks = (name for name in vars(module) if "_hooks" in name)
+    return copy.deepcopy(module, {id(vars(module)[name]): OrderedDict() for name in hooks})
+
+
+def _scheme(module: nn.Module, layer_type: str | None) -> tuple[str, int]:
+    """The name of a module's scaling scheme and the length below which it is constant."""
+    config = getattr(module, "config", None)
+    parameters = getattr(config, "rope_parameters", None) or {}
+    parameters = parameters.get(layer_type, parameters)
+    longest = int(getattr(config, "max_position_embeddings", 0))
+    rope_type = str(parameters.get("rope_type", "default"))
+    if rope_type == "longrope":
+        longest = int(parameters.get("original_max_position_embeddings", longest))
+    return rope_type, longest

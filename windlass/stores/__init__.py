@@ -1,0 +1,1 @@
+"""How the bytes of a layer's keys and values are held."""
