@@ -4,12 +4,14 @@ BIN := .venv/bin
 STAMP := .venv/installed
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard windlass/kernels/cpu/*.cpp windlass/kernels/cpu/*.hpp)
 PEERS := .venv-peers
+# Branch coverage takes longer: only where CI is set, as GitHub does.
+COVERAGE := $(if $(CI),--cov --cov-report=term:skip-covered)
 
 demo: install
 	$(BIN)/windlass demo
 
 test: install
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 $(COVERAGE)
 
 check: install
 	$(BIN)/ruff format --check .
@@ -26,8 +28,8 @@ $(STAMP): $(SOURCES)
 
 # Their own environments: none of them is needed by the package. An hour, on a quiet machine.
 bench-peers: install $(PEERS)/installed
-	$(BIN)/python benchmarks/peers/run.py
-	$(BIN)/python benchmarks/peers/tables.py $(PEERS)/samples.jsonl
+	PYTHONPATH=benchmarks $(BIN)/python -m peers.run
+	PYTHONPATH=benchmarks $(BIN)/python -m peers.tables $(PEERS)/samples.jsonl
 
 $(PEERS)/installed:
 	$(PYTHON) -m venv $(PEERS)/llama-cpp
@@ -37,4 +39,4 @@ $(PEERS)/installed:
 	touch $@
 
 clean:
-	rm -rf .venv $(PEERS) build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS) build .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,10 +19,10 @@ import torch
 from machine import machine
 from torch.nn.functional import scaled_dot_product_attention
 
-from windlass.core.packed import Held
+from windlass.core.attention import AttentionInput, Visibility
+from windlass.core.packed import PackedStates
 from windlass.evals.speed.shapes import SHAPES, Shape
 from windlass.kernels import cpu
-from windlass.kernels.reference import Visibility
 from windlass.positions.modes import Original
 
 LAYER_BYTES = 2**28  # that all layers together hold at least
@@ -54,20 +54,22 @@ class Layers:
         )
 
     def ours(self, layer: int, is_rotated: bool) -> None:
-        """One query, over keys that are turned when they are read, or as they are."""
+        """One query, over keys that are rotated when they are read, or as they are."""
         at = self.positions[0, :, -1:].long()
-        reading = None if is_rotated else Original().read(self.positions, at)
+        index = None if is_rotated else Original().rotary_index(self.positions, at)
         keys, values = self.keys[layer], self.values[layer]
         cpu.attend(
-            self.queries,
-            Held(keys, 16),
-            Held(values, 16),
-            self.positions,
-            at,
-            reading=reading,
-            tables=None if is_rotated else self.tables,
-            scale=keys.shape[-1] ** -0.5,
-            visibility=Visibility(),
+            AttentionInput(
+                self.queries,
+                PackedStates(keys),
+                PackedStates(values),
+                self.positions,
+                at,
+                rotary_index=index,
+                tables=None if is_rotated else self.tables,
+                scale=keys.shape[-1] ** -0.5,
+                visibility=Visibility(),
+            )
         )
 
     def pytorch(self, layer: int, is_repeated: bool) -> None:

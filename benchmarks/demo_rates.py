@@ -14,8 +14,9 @@ import torch
 import typer
 
 from windlass.cli import demo
-from windlass.hf.load import open_model
-from windlass.policies.load import load_policy
+from windlass.evals import texts
+from windlass.evals.load_policy import load_policy
+from windlass.hf.load import load
 
 SETTINGS = [
     # policy, budget, positions, tokens (None: the whole novel), numerals left as they are
@@ -37,15 +38,15 @@ def main(
     """Count the keys found."""
     torch.set_num_threads(threads)
     with resources.as_file(resources.files("windlass") / "assets" / demo.MODEL) as folder:
-        model, tokenizer = open_model(str(folder), "float32")
+        model, tokenizer = load(str(folder), "float32")
     for policy, budget, positions, tokens, has_numerals in SETTINGS:
-        novel = demo.novel() if has_numerals else demo.in_words(demo.novel())
+        novel = texts.novel() if has_numerals else texts.in_words(texts.novel())
         text = novel if tokens is None else demo.beginning(tokenizer, novel, tokens)
         found = []
         for seed in range(first, first + seeds):
             draw = Random(seed)
             key = "".join(draw.choice("0123456789") for _ in range(5))
-            setup = demo.Setup(demo.hide(text, key, draw.random()), load_policy(policy), budget, positions)
+            setup = demo.Setup(texts.hide_pass_key(text, key, draw.random()), load_policy(policy), budget, positions)
             found.append(demo.read_and_ask(model, tokenizer, setup, key).is_found)
         row = {"cache": setup.label, "tokens": tokens or "all", "numerals": has_numerals}
         print(json.dumps({**row, "found": sum(found), "of": seeds, "seeds": [first, first + seeds]}), flush=True)

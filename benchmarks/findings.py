@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from windlass.evals.report.markdown import table
 from windlass.evals.report.summaries import wilson
 
 HERE = Path(__file__).parent
@@ -49,12 +50,6 @@ def pivot(lines: Sequence[Line], rows: Sequence[str], column: str) -> str:
         cells.setdefault(tuple(line[name] for name in told), {})[line[column]] = scored(line)
     body = [[*map(_shown, key), *(found.get(each, "") for each in columns)] for key, found in cells.items()]
     return table([*told, *map(_shown, columns)], body, len(told))
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Markdown; the first `left` columns are text, the others numbers."""
-    line = ["---"] * left + ["---:"] * (len(heads) - left)
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, line, *rows))
 
 
 def of_full(name: str, **wanted: object) -> Callable[[], str]:
@@ -111,7 +106,7 @@ def counted(**wanted: object) -> Callable[[], str]:
 
 
 def scores(rows: Sequence[str], column: str, **wanted: object) -> Callable[[], str]:
-    """A pivot of `benchmarks/worth.py`."""
+    """A pivot of `results/worth.jsonl`: mean scores of tasks, as `windlass eval` measures them."""
     return lambda: pivot(chosen("worth", **wanted), rows, column)
 
 
@@ -144,7 +139,7 @@ def long_text() -> str:
         low, high = wilson(hits / keys, keys)
         rows.append([policy, *cells, f"{hits} of {keys} [{100 * low:.0f}, {100 * high:.0f}]"])
     depths = list(dict.fromkeys(f"{line['depth']:.0%}" for line in lines_of("long_text")))
-    return table(["policy", *depths, "all"], rows)
+    return table(["policy", *depths, "all"], rows, 1)
 
 
 def stream() -> str:
@@ -161,7 +156,7 @@ def stream() -> str:
         for line in lines_of("stream")
     ]
     tenths = [f"{n}/10" for n in range(1, 11)]
-    return table(["positions", "tokens", *tenths, "at the places", "afresh", "difference"], rows)
+    return table(["positions", "tokens", *tenths, "at the places", "afresh", "difference"], rows, 1)
 
 
 def heads() -> str:

@@ -17,7 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import windlass
-from windlass.policies.load import load_policy
+from windlass.evals.load_policy import load_policy
 
 BLOCK = 2_000
 
@@ -45,7 +45,11 @@ def main(
         text.append(piece)
         last = now
         if len(times) == BLOCK:
-            row = {"tokens_seen": cache.tokens_seen[0], "bytes_held": cache.nbytes(), "held": cache.layers[0].most_held}
+            row = {
+                "tokens_seen": cache.tokens_seen[0],
+                "bytes_held": cache.nbytes(),
+                "held": cache.layers[0].table.occupancy_bound,
+            }
             print(json.dumps({**row, "ms_per_token": round(statistics.median(times) * 1e3, 3)}), flush=True)
             times.clear()
     window = model.config.max_position_embeddings

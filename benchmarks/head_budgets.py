@@ -23,16 +23,17 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import KVCache, Policy
 from windlass.cache.compress import shared_budgets
+from windlass.cache.options import CacheOptions
 from windlass.cli.demo import MODEL
-from windlass.core.step import Limits, checked_limits
+from windlass.core.step import Limits
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
-from windlass.evals.fit import fit
+from windlass.evals.fit import SampleSpec, fit
 from windlass.evals.load import load_task
+from windlass.evals.load_policy import load_policy
 from windlass.evals.report.summaries import wilson
-from windlass.hf.load import open_model
-from windlass.policies.base import scores_of
-from windlass.policies.load import load_policy
+from windlass.hf.load import load
+from windlass.policies.calls import scores_of
 
 SHAPES = ("uniform", "heads", "composite", "all")
 FLOOR = 0.2  # of the mean budget, which each head of a layer is sure of
@@ -41,7 +42,7 @@ FLOOR = 0.2  # of the mean budget, which each head of a layer is sure of
 def scores(model: PreTrainedModel, cache: KVCache, ids: list[int]) -> list[Tensor]:
     """Read a text into an empty cache without budget; per layer the rank (heads, tokens) of each of its tokens."""
     engine.prefill(model, cache, [ids])
-    here = cache.standing.step(torch.empty(1, 0, dtype=torch.long), [0])
+    here = cache.rows.standstill(cache.device)
     ranks = []
     for layer in cache.layers:
         score = scores_of(cache.policy, layer.index, layer.slots_at(here))[0]
@@ -110,7 +111,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    model, tokenizer = open_model(str(options.model), "float32")
+    model, tokenizer = load(str(options.model), "float32")
     divisors = [int(each) for each in options.divisors.split()]
     for name in options.policies.split():
         policy = load_policy(name)
@@ -156,16 +157,18 @@ def asked(
 ) -> list[tuple[tuple[int, str], float, dict[str, float]]]:
     """The score of every setting on one text, all of them as rows of one batch, and what each keeps."""
     task = load_task(options.task)[1]
-    sample = fit(task, options.task, tokenizer, options.tokens, options.seed, number).sample
+    sample = fit(SampleSpec(task, options.task, options.tokens, options.seed, number), tokenizer).sample
     ids = encode(tokenizer, sample.context, is_start=True)
     cache = KVCache(model, policy=policy, chunk=len(ids))
     ranks = scores(model, cache, ids)
-    masks = [kept(ranks, checked_limits(len(ids) // divisor, 4, None, 1, 1, 0), shape) for divisor, shape in rows]
+    masks = [
+        kept(ranks, CacheOptions(len(ids) // divisor, chunk=1, rollback=0).limits, shape) for divisor, shape in rows
+    ]
     cache.select_rows(torch.zeros(len(rows), dtype=torch.long))
     for layer in cache.layers:
         stays = torch.stack([mask[layer.index] for mask in masks])  # (rows, heads, tokens)
         if layer.positions.shape[1] != stays.shape[1]:
-            layer.positions = layer.positions.expand(-1, stays.shape[1], -1).clone()
+            layer.table.split_heads()
         layer.edit(
             lambda positions, stays=stays: positions.where(  # type: ignore[misc]
                 stays.gather(-1, positions.clamp(min=0).long()) & (positions >= 0), -1

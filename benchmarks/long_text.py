@@ -18,11 +18,12 @@ import torch
 from machine import machine
 
 from windlass import KVCache
-from windlass.cli.demo import ANSWER_TOKENS, BEFORE, HIDDEN, MODEL, QUESTION, in_words, novel
+from windlass.cli.demo import ANSWER_TOKENS, MODEL
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
-from windlass.hf.load import open_model
-from windlass.policies.load import load_policy
+from windlass.evals.load_policy import load_policy
+from windlass.evals.texts import ASKED, BEFORE, HIDDEN, in_words, novel
+from windlass.hf.load import load
 
 
 def main() -> None:
@@ -38,9 +39,9 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
-        model, tokenizer = open_model(str(folder), "float32")
+        model, tokenizer = load(str(folder), "float32")
     ids = encode(tokenizer, f"{BEFORE} {in_words(novel())}", is_start=True)[: options.tokens]
-    ends = [at + 1 for at, token in enumerate(ids) if tokenizer.decode([token]).endswith(".")]
+    ends = [at + 1 for at, token in enumerate(ids) if str(tokenizer.decode([token])).endswith(".")]
     for policy in options.policies:
         draw = random.Random(0)
         cache = KVCache(
@@ -58,7 +59,7 @@ def main() -> None:
             rows.select_rows(torch.zeros(len(keys), dtype=torch.long))
             told = [encode(tokenizer, HIDDEN.format(key=key), is_start=False) for key in keys]
             engine.prefill(model, rows, [sentence + ids[place:] for sentence in told])
-            results = engine.generate(model, tokenizer, [QUESTION] * len(keys), rows, ANSWER_TOKENS)
+            results = engine.generate(model, tokenizer, [ASKED] * len(keys), rows, ANSWER_TOKENS)
             answers = [result.text.strip() for result in results]
             hits = [
                 answer.startswith(key) and not answer[len(key) :][:1].isdigit()

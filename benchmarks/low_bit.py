@@ -24,21 +24,26 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
-from windlass.cli import demo
+from windlass.cli.demo import MODEL
 from windlass.core.shapes import NewKeys, NewValues
-from windlass.hf.attach import seam_of, vocabulary_of
-from windlass.hf.load import open_model
-from windlass.stores.base import Parts, Plain, Store
-from windlass.stores.low_bit import LOW_BIT, Int4, Int8
+from windlass.evals.report import markdown
+from windlass.evals.texts import ASKED, BEFORE, HIDDEN, in_words, novel
+from windlass.hf.attach import attached
+from windlass.hf.forward import vocabulary_of
+from windlass.hf.load import load
+from windlass.stores.base import Parts, Store
+from windlass.stores.low_bit import Int4, Int8
+from windlass.stores.plain import Plain
+from windlass.stores.spec import store_of
 
 WINDOWS, CHUNK, PROMPT, SAMPLES, SLOTS = 8, 64, 500, 128, 64
 STATIC = {
     "": "",
     "channel": "keys: scale per channel of the first step",
     "pair": "keys: scale per pair of the first step",
-    "first step": "keys: centre of the first step",
-    "random": "keys: centre of 128 random tokens",
-    "own": "keys: centre of own text",
+    "first step": "keys: mean of the first step",
+    "random": "keys: mean of 128 random tokens",
+    "own": "keys: mean of own text",
 }
 
 
@@ -50,8 +55,8 @@ class Scheme:
     bits: int
     fit: str
     group: int | None = None
-    is_turned: bool = False  # Hadamard
-    static: str = ""  # of keys: scales per channel or pair, or a centre: of the first step, random or own text
+    is_hadamard: bool = False  # rotated by a Hadamard matrix
+    static: str = ""  # a key of STATIC: what of keys is constant, scales or a mean that is subtracted
 
     def bytes_per_token(self, width: int) -> float:
         scales = 2 * (width // min(self.group or width, width)) * (2 if self.fit == "offset" else 1)
@@ -61,7 +66,7 @@ class Scheme:
         notes = (
             self.fit,
             f"groups of {self.group}" if self.group else "",
-            "Hadamard" if self.is_turned else "",
+            "Hadamard" if self.is_hadamard else "",
             STATIC[self.static],
         )
         return f"int{self.bits} " + ", ".join(filter(None, notes))
@@ -71,8 +76,8 @@ def coded(numbers: Tensor, scheme: Scheme) -> Tensor:
     """`numbers` through codes and back."""
     width, top = numbers.shape[-1], 2 ** (scheme.bits - 1)
     group = min(scheme.group or width, width)
-    turn = hadamard(width)
-    rows = (numbers @ turn if scheme.is_turned else numbers).unflatten(-1, (width // group, group))
+    matrix = hadamard(width)
+    rows = (numbers @ matrix if scheme.is_hadamard else numbers).unflatten(-1, (width // group, group))
     low, high = rows.aminmax(dim=-1, keepdim=True)
     extreme = torch.where(-low > high, low, high)
     if scheme.fit == "symmetric":
@@ -87,7 +92,7 @@ def coded(numbers: Tensor, scheme: Scheme) -> Tensor:
         best = (tries - rows).square().sum(-1, keepdim=True).argmin(0, keepdim=True)
         out = tries.take_along_dim(best, 0)[0]
     out = out.flatten(-2)
-    return out @ turn.T if scheme.is_turned else out
+    return out @ matrix.T if scheme.is_hadamard else out
 
 
 def _nearest(rows: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
@@ -98,10 +103,10 @@ def _nearest(rows: Tensor, scales: Tensor, low: int, high: int) -> Tensor:
 
 def hadamard(width: int) -> Tensor:
     """Sylvester's, orthonormal."""
-    turn = torch.ones(1, 1)
-    while len(turn) < width:
-        turn = torch.cat((torch.cat((turn, turn), 1), torch.cat((turn, -turn), 1)))
-    return turn / math.sqrt(width)
+    matrix = torch.ones(1, 1)
+    while len(matrix) < width:
+        matrix = torch.cat((torch.cat((matrix, matrix), 1), torch.cat((matrix, -matrix), 1)))
+    return matrix / math.sqrt(width)
 
 
 class Simulated(Plain):
@@ -111,16 +116,16 @@ class Simulated(Plain):
         super().__init__()
         self._schemes = keys, values
         self._scales: Tensor | float = 1.0
-        self._centres: Tensor | float = 0.0 if given is None else given[:, None]
+        self._means: Tensor | float = 0.0 if given is None else given[:, None]
 
-    def fresh(self, centres: Tensor | None) -> "Simulated":
+    def fresh(self, key_means: Tensor | None) -> "Simulated":
         is_wanted = self._schemes[0] is not None and self._schemes[0].static in ("random", "own")
-        return Simulated(*self._schemes, given=centres if is_wanted else None)
+        return Simulated(*self._schemes, given=key_means if is_wanted else None)
 
-    def begin(self, keys: NewKeys) -> Parts:
+    def make_constants(self, keys: NewKeys) -> Parts:
         static = "" if self._schemes[0] is None else self._schemes[0].static
         if static == "first step":
-            self._centres = keys.mean(2, keepdim=True)
+            self._means = keys.mean(2, keepdim=True)
         elif static in ("channel", "pair"):
             self._scales = keys.abs().amax(2, keepdim=True)
             if static == "pair":
@@ -131,9 +136,7 @@ class Simulated(Plain):
     def encode(self, keys: NewKeys, values: NewValues) -> Parts:
         parts = {"keys": keys, "values": values}
         if self._schemes[0] is not None:
-            parts["keys"] = (
-                coded((keys - self._centres) / self._scales, self._schemes[0]) * self._scales + self._centres
-            )
+            parts["keys"] = coded((keys - self._means) / self._scales, self._schemes[0]) * self._scales + self._means
         if self._schemes[1] is not None:
             parts["values"] = coded(values, self._schemes[1])
         return parts
@@ -163,16 +166,16 @@ class Bench:
         self._truth: dict[int, Tensor] = {}
 
     @torch.no_grad()
-    def centre(self, how: str) -> None:
-        """Give the model's new low-bit caches the centres of `how`."""
-        seam = seam_of(self.model)
-        seam.centres = None
+    def set_key_means(self, how: str) -> None:
+        """Give the model's new low-bit caches the mean keys of `how`."""
+        seam = attached(self.model)
+        seam.key_means = None
         new_cache(self.model, Int8(), 1)  # measures them
         if how == "random":
             cache = new_cache(self.model, "plain", 1)
             ids = torch.randint(vocabulary_of(self.model), (1, 128), generator=torch.Generator().manual_seed(0))
             self.model(ids, past_key_values=cache)
-            seam.centres = [layer.store.keys()[:, :, :128].mean((0, 2)) for layer in cache.layers]
+            seam.key_means = [layer.store.keys()[:, :, :128].mean((0, 2)) for layer in cache.layers]
 
     def nats(self, store: str | Store, chunk: int = CHUNK) -> float:
         """Divergence from the float cache."""
@@ -184,18 +187,18 @@ class Bench:
     @torch.no_grad()
     def pass_keys(self, store: str | Store, budget: int | None) -> int:
         """Keys told right, of `SAMPLES`; the question comes after the text was read."""
-        draw, novel, found = Random(5), demo.in_words(demo.novel()), 0
+        draw, prose, found = Random(5), in_words(novel()), 0
         encode = self.tokenizer.encode
-        question = encode(demo.QUESTION, add_special_tokens=False)
+        question = encode(ASKED, add_special_tokens=False)
         texts, answers = [], []
         for n in range(SAMPLES):
             key = "".join(draw.choice("0123456789") for _ in range(5))
-            hidden = encode(demo.HIDDEN.format(key=key), add_special_tokens=False)
-            start = encode(demo.BEFORE, add_special_tokens=False)
+            hidden = encode(HIDDEN.format(key=key), add_special_tokens=False)
+            start = encode(BEFORE, add_special_tokens=False)
             answer = encode(f" {key}.", add_special_tokens=False)
             room = PROMPT - len(start) - len(hidden) - len(question) - len(answer) - 1
-            at = draw.randrange(len(novel) - 8 * room)
-            filler = encode(novel[at : at + 8 * room], add_special_tokens=False)[:room]
+            at = draw.randrange(len(prose) - 8 * room)
+            filler = encode(prose[at : at + 8 * room], add_special_tokens=False)[:room]
             cut = int(room * (n + 0.5) / SAMPLES)
             texts.append([self.model.config.bos_token_id, *start, *filler[:cut], *hidden, *filler[cut:]])
             answers.append(answer)
@@ -211,7 +214,7 @@ class Bench:
 
 def biased(bench: Bench, text: str) -> Bench:
     """The same model with a wide bias on the two slowest channel pairs of each key."""
-    model, tokenizer = open_model(str(bench.model.name_or_path), "float32")
+    model, tokenizer = load(str(bench.model.name_or_path), "float32")
     config = model.config
     cache = new_cache(model, "plain", WINDOWS)
     with torch.no_grad():
@@ -231,35 +234,35 @@ def main(
 ) -> None:
     """Print the table."""
     torch.set_num_threads(threads)
-    with resources.as_file(resources.files("windlass") / "assets" / demo.MODEL) as folder:
-        large = Bench(*open_model(str(folder), "float32"), demo.novel())
-    small = Bench(*open_model(str(baby), "float32"), stories.read_text())
-    benches = large, small, biased(large, demo.novel())
-    print("| bits, scale, and more | of bf16 | width 16 | keys | values | both | width 16: keys | values | both "
-          "| bias | pass keys | in 64 slots |")  # fmt: skip
-    print("|---|" + "---:|" * 11)
+    with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
+        large = Bench(*load(str(folder), "float32"), novel())
+    small = Bench(*load(str(baby), "float32"), stories.read_text())
+    benches = large, small, biased(large, novel())
+    heads = ["bits, scale, and more", "of bf16", "width 16", "keys", "values", "both"]
+    heads += ["width 16: keys", "values", "both", "bias", "pass keys", "in 64 slots"]
+    print("\n".join(markdown.top(heads, 1)))
     schemes = [Scheme(8, fit) for fit in ("symmetric", "extreme", "offset")]
     schemes += [Scheme(4, fit) for fit in ("symmetric", "extreme", "offset", "searched")]
     schemes += [Scheme(4, fit, group=32) for fit in ("extreme", "offset")]
-    schemes += [Scheme(4, fit, is_turned=True) for fit in ("extreme", "offset")]
+    schemes += [Scheme(4, fit, is_hadamard=True) for fit in ("extreme", "offset")]
     schemes += [Scheme(4, "extreme", static=static) for static in ("channel", "pair", "first step", "random", "own")]
     schemes += [Scheme(4, "offset", static="own")]
     for scheme in schemes:
         for bench in benches:
-            bench.centre(scheme.static)
+            bench.set_key_means(scheme.static)
         values = replace(scheme, static="")
-        stores = Simulated(scheme, None), Simulated(None, values), Simulated(scheme, values)
+        stores: tuple[Store, Store, Store] = Simulated(scheme, None), Simulated(None, values), Simulated(scheme, values)
         print(row(str(scheme), scheme, benches, stores), flush=True)
     for bits in (8, 4):
         for bench in benches:
-            bench.centre("own")
+            bench.set_key_means("own")
         scheme = Scheme(bits, "extreme", static="own")
-        stores = Simulated(scheme, None), Simulated(None, scheme), LOW_BIT[f"int{bits}"]()
+        stores = Simulated(scheme, None), Simulated(None, scheme), store_of(f"int{bits}")
         print(row(f'**`store="int{bits}"`**', scheme, benches, stores), flush=True)
     for store in (Int4(sinks=4), Int4(newest=32), Int4(sinks=4, newest=32)):
         label = f'`store="{store.name}"` and {copied(large.model, store)} tokens'
         # Few at a time, as when text is written: a chunk's own tokens are the newest.
-        print(row(label, scheme, benches, (None, None, store), 4 if store.exact.newest else CHUNK), flush=True)
+        print(row(label, scheme, benches, (None, None, store), 4 if store.full_precision.newest else CHUNK), flush=True)
 
 
 @torch.no_grad()
@@ -267,7 +270,7 @@ def copied(model: PreTrainedModel, store: Store) -> int:
     """Tokens of a row that the store makes room for beside its codes, as the model made them."""
     cache = new_cache(model, store, 1)
     model(torch.zeros(1, 1, dtype=torch.long), past_key_values=cache)
-    copies = cache.layers[0].store.exact.keys
+    copies = cache.layers[0].store.full_precision.keys
     return 0 if copies is None else copies.shape[2]
 
 
@@ -284,7 +287,7 @@ def row(
     cells += [f"{bench.nats(store, chunk):.1e}" if store else "" for bench in (large, small) for store in stores]
     cells += [f"{bias.nats(stores[2], chunk):.1e}", str(large.pass_keys(stores[2], None))]
     cells += [str(large.pass_keys(stores[2], SLOTS))]
-    return f"| {label} | " + " | ".join(cells) + " |"
+    return markdown.row([label, *cells])
 
 
 if __name__ == "__main__":

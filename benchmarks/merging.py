@@ -29,14 +29,15 @@ from machine import machine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import InGroups, KeyDiff, KeyNorm, KVCache, Leverage, Pairs, Policy, Recent
-from windlass.cli.demo import ANSWER_TOKENS, MODEL, QUESTION, hide, in_words, novel
+from windlass.cli.demo import ANSWER_TOKENS, MODEL
 from windlass.core.shapes import Scores
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
 from windlass.evals.report.summaries import wilson
-from windlass.hf.load import open_model
+from windlass.evals.texts import ASKED, hide_pass_key, in_words, novel
+from windlass.hf.load import load
 from windlass.merge import MERGES
-from windlass.policies import Random, Slots
+from windlass.policies import Needs, Random, Slots
 
 ROWS = 20  # texts that are read together
 WINDOW = 16
@@ -52,7 +53,8 @@ class Alternate(Policy):
     """
 
     group: int = 2
-    per_head = False
+
+    needs = Needs(per_head=False)
 
     def score(self, slots: Slots) -> Scores:
         return (slots.positions % self.group == self.group - 1).float()
@@ -60,14 +62,15 @@ class Alternate(Policy):
 
 def samples(tokenizer: PreTrainedTokenizerBase, count: int, tokens: int, seed: int) -> list[tuple[str, list[int]]]:
     """Pass keys, each with the ids of a stretch of the novel in which it is hidden; `tokens` or a few more or less."""
-    draw, text, drawn = random.Random(seed), in_words(novel()), []
-    around = len(encode(tokenizer, hide("", "00000", 0.0), is_start=True))
+    draw, text = random.Random(seed), in_words(novel())
+    drawn: list[tuple[str, list[int]]] = []
+    around = len(encode(tokenizer, hide_pass_key("", "00000", 0.0), is_start=True))
     while len(drawn) < count:
         start = draw.randrange(len(text) - 12 * tokens)
         piece = text[start : start + 12 * tokens]
         offsets = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
         key = f"{draw.randrange(10**5):05}"
-        hidden = hide(piece[: offsets[tokens - around][0]], key, draw.random())
+        hidden = hide_pass_key(piece[: offsets[tokens - around][0]], key, draw.random())
         drawn.append((key, encode(tokenizer, hidden, is_start=True)))
     return drawn
 
@@ -99,7 +102,7 @@ def found(
             window=window,
         )
         engine.prefill(model, cache, [ids for _, ids in some])
-        results = engine.generate(model, tokenizer, [QUESTION] * len(some), cache, ANSWER_TOKENS)
+        results = engine.generate(model, tokenizer, [ASKED] * len(some), cache, ANSWER_TOKENS)
         for (key, _), result in zip(some, results, strict=True):
             answer = result.text.strip()
             total += answer.startswith(key) and not answer[len(key) :][:1].isdigit()
@@ -147,20 +150,21 @@ def main() -> None:
         parser.error("pairs needs a --table")
     torch.set_num_threads(options.threads)
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
-        model, tokenizer = open_model(str(folder), "float32")
+        model, tokenizer = load(str(folder), "float32")
     texts = samples(tokenizer, options.samples, options.tokens, options.seed)
     for policy, budget, rule in settings(options):
         start = time.perf_counter()
         hits = found(model, tokenizer, texts, policy, budget, rule, options.positions, options.window, options.chunk)
-        line = {"kind": "merging", **machine(options.threads), "policy": repr(policy), "budget": budget}
+        line: dict[str, object] = {
+            "kind": "merging",
+            **machine(options.threads),
+            "policy": repr(policy),
+            "budget": budget,
+        }
         line |= {"merge": rule or "none", "positions": options.positions, "tokens": options.tokens}
         line |= {"window": options.window, "chunk": options.chunk}
-        line |= {
-            "seed": options.seed,
-            "samples": len(texts),
-            "found": hits,
-            "interval": wilson(hits / len(texts), len(texts)),
-        }
+        line |= {"seed": options.seed, "samples": len(texts), "found": hits}
+        line["interval"] = wilson(hits / len(texts), len(texts))
         print(json.dumps({**line, "seconds": time.perf_counter() - start}), flush=True)
 
 

@@ -21,7 +21,7 @@ from transformers import PreTrainedModel
 import windlass
 from windlass.cli.demo import MODEL
 from windlass.evals.speed.shapes import random_model, shape_of
-from windlass.hf.load import open_model
+from windlass.hf.load import load
 
 CHUNK = 512
 
@@ -31,7 +31,7 @@ def model_of(shape: str, layers: int | None) -> PreTrainedModel:
     if shape != MODEL:
         return windlass.attach(random_model(shape_of(shape, layers)[0], torch.bfloat16))
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
-        return open_model(str(folder), "float32")[0]
+        return load(str(folder), "float32")[0]
 
 
 def seconds_of(model: PreTrainedModel, ids: torch.Tensor, merge: str | None) -> float:

@@ -13,12 +13,14 @@ from typing import Any
 from gpu import tables as gpu_tables
 from peers.tables import tables as peer_tables
 
+from windlass.evals.report.markdown import table
+
 RESULTS = Path(__file__).parent / "results"
 INTRODUCTION = """# Benchmarks
 
 Made by `python benchmarks/page.py` out of `benchmarks/results/*.jsonl`; losing rows are left in. Ratios compare
 things that were measured in turn within one run, on random weights and texts (`windlass bench --shape`). The machine
-is a virtual one with two cores and noisy neighbours: believe ratios before rates.
+is virtual, has two cores, and shares its host with others, so ratios are more reliable than rates.
 """
 
 Line = dict[str, Any]
@@ -49,8 +51,9 @@ def attention(lines: Sequence[Line]) -> str:
     heads = ["shape", "depth", "un-rotated GB/s", "rotated GB/s", "plain read GB/s"]
     heads += ["PyTorch (repeat) / ours", "PyTorch (gqa) / ours", "rotated / un-rotated time", "of plain read"]
     text = (
-        "One query, one layer, bfloat16. A ratio above 1 means that ours is faster; `rotated / un-rotated time` is "
-        "what turning keys at read leaves of the speed of the same kernel over keys that were stored turned."
+        "One query, one layer, bfloat16. A ratio above 1 means that ours is faster. `rotated / un-rotated time` is the "
+        "kernel's time over keys stored after RoPE, divided by its time when it rotates them itself; 1 means that the "
+        "rotation is free."
     )
     return _section("Decode attention alone", "benchmarks/attention.py", text, heads, rows, lines[-1])
 
@@ -70,8 +73,8 @@ def share(lines: Sequence[Line]) -> str:
     ]
     heads = ["shape", "depth", "policy", "token ms", "weights ms", "attention ms", "cache", "transformers' own"]
     text = (
-        "Of a decode step: `cache` is all that a layer's step does beside its kernel (write, observe, evict, prepare "
-        "the call), `transformers' own` is norms, residuals, activations and the identity rotation."
+        "Shares of a decode step. `cache` is the work of a layer's step outside its kernel (write, observe, evict, "
+        "prepare the call); `transformers' own` is norms, residuals, activations and the identity rotation."
     )
     return _section("The share of everything else", "benchmarks/step_share.py", text, heads, rows, lines[-1])
 
@@ -118,9 +121,9 @@ def prefill(lines: Sequence[Line]) -> str:
         )
     heads = ["shape", "tokens", "way", "freed memory", "chunk", "tokens/s", "peak MiB above weights", "speed", "memory"]
     text = (
-        "A prompt read in chunks, at once, and at once by plain transformers, each in a process of its own; the last "
-        "two columns are against transformers. The cache itself is part of the peak. What a process frees is kept by "
-        "its allocator for later, as is usual, or given back at once (`--trim`)."
+        "A prompt read in chunks, at once, and at once by plain transformers, each in a separate process; the last "
+        "two columns compare with transformers. The cache itself is part of the peak. The allocator keeps freed "
+        "memory for later, as is usual, or gives it back at once (`--trim`)."
     )
     return _section("Prompts in chunks", "benchmarks/prefill.py", text, heads, rows, lines[-1])
 
@@ -152,21 +155,20 @@ def peers(lines: Sequence[Line]) -> str:
 
 
 def _section(title: str, command: str, text: str, heads: list[str], rows: list[list[str]], about: Line) -> str:
-    table = "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
     where = (
         f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}, "
     )
-    return f"## {title}\n\n{text}\n\n{table}\n\n`{command}`. {where}{about['date'][:10]}.\n"
+    return f"## {title}\n\n{text}\n\n{table(heads, rows)}\n\n`{command}`. {where}{about['date'][:10]}.\n"
 
 
 BENCH = "windlass bench --shape"
 SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
     "attention": attention,
     "storage": grid(
-        "What un-rotated storage costs",
+        "The cost of un-rotated storage",
         f"{BENCH} 1b -p 0 -n 16 -d ... --storage rotated,unrotated",
         "storage",
-        "The same kernel and the same model, keys stored turned (`rotated`, as everywhere else) and not.",
+        "The same kernel and model, with keys stored after RoPE (`rotated`, as other libraries do) and before it.",
     ),
     "policies": grid(
         "Policies",

@@ -3,7 +3,7 @@
     python benchmarks/paired.py --depth 0 >> benchmarks/results/paired.jsonl
     python benchmarks/paired.py --prompt 512 --pairs 12 >> benchmarks/results/paired.jsonl
 
-Two processes that take turns by the second meet different neighbours on a shared machine; here a pair is
+Two processes that take rotation by the second meet different neighbours on a shared machine; here a pair is
 as short as can be. Prints one JSON line: the medians, and the median of the pairs' ratios.
 """
 

@@ -7,8 +7,6 @@ Mean negative log-likelihood per token of the shipped novel (or of `--text FILE`
 trained window. The row "fresh" is transformers itself with half a trained window before each token.
 """
 
-import lzma
-from importlib import resources
 from pathlib import Path
 from typing import Annotated
 
@@ -19,6 +17,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import windlass
+from windlass.evals.report.markdown import table
+from windlass.evals.texts import novel
 
 
 @torch.no_grad()
@@ -45,8 +45,7 @@ def main(
     torch.set_num_threads(threads)
     model = windlass.attach(AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval())
     tokenizer = AutoTokenizer.from_pretrained(model_name, model_max_length=10**9)
-    novel = resources.files("windlass") / "assets" / "three_men_in_a_boat.txt.xz"
-    whole = lzma.decompress(novel.read_bytes()).decode() if text is None else text.read_text()
+    whole = novel() if text is None else text.read_text()
     trained = model.config.max_position_embeddings
     ids = torch.tensor([tokenizer(whole[skip : skip + 12 * windows * trained])["input_ids"][: windows * trained + 1]])
     half, slots = trained // 2, budget or trained // 2
@@ -65,11 +64,9 @@ def main(
     ):
         cache = windlass.KVCache(model, limit, positions=mode, chunk=chunk)
         rows[f"{mode}, {'full cache' if limit is None else f'budget {limit}'}"] = nats(model, ids, cache, chunk)
-    print(f"| nats per token, windows of {trained} | " + " | ".join(f"{n + 1}" for n in range(windows)) + " |")
-    print("|---|" + "---:|" * windows)
-    for label, losses in rows.items():
-        means = losses[: windows * trained].reshape(windows, trained).mean(-1).tolist()
-        print(f"| {label} | " + " | ".join(f"{mean:.2f}" for mean in means) + " |")
+    means = {label: losses[: windows * trained].reshape(windows, trained).mean(-1) for label, losses in rows.items()}
+    heads = [f"nats per token, windows of {trained}", *(str(window + 1) for window in range(windows))]
+    print(table(heads, [[label, *(f"{mean:.2f}" for mean in each.tolist())] for label, each in means.items()], 1))
 
 
 if __name__ == "__main__":

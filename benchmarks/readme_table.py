@@ -17,8 +17,10 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from windlass.cache.describe import in_units
-from windlass.cli.demo import MODEL, Row, Setup, hide, novel, read_and_ask
-from windlass.hf.load import open_model
+from windlass.cli.demo import MODEL, Row, Setup, read_and_ask
+from windlass.evals.report.markdown import table
+from windlass.evals.texts import hide_pass_key, novel
+from windlass.hf.load import load
 from windlass.policies import H2O, KeyDiff, Recent, SnapKV
 
 README = Path(__file__).parents[1] / "README.md"
@@ -45,7 +47,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
-        model, tokenizer = open_model(str(folder), "float32")
+        model, tokenizer = load(str(folder), "float32")
     rows: list[list[Row]] = [[] for _ in SETUPS]
     draw = random.Random(options.seed)
     for index in range(options.texts):
@@ -53,11 +55,11 @@ def main() -> None:
         for done, (policy, budget, positions) in zip(rows, SETUPS, strict=True):
             done.append(read_and_ask(model, tokenizer, Setup(text, policy, budget, positions), key))
         print(f"text {index + 1} of {options.texts}: found {[each[-1].is_found for each in rows]}", file=sys.stderr)
-    table = "\n".join([*lines(rows), "", conditions(rows, options.threads)])
-    print(table)
+    shown = f"{measured(rows)}\n\n{conditions(rows, options.threads)}"
+    print(shown)
     if options.write:
         before, rest = README.read_text().split(BEGIN)
-        README.write_text(f"{before}{BEGIN}\n{table}\n{END}{rest.split(END)[1]}")
+        README.write_text(f"{before}{BEGIN}\n{shown}\n{END}{rest.split(END)[1]}")
 
 
 def task(tokenizer: PreTrainedTokenizerBase, draw: random.Random, tokens: int) -> tuple[str, str]:
@@ -68,19 +70,19 @@ def task(tokenizer: PreTrainedTokenizerBase, draw: random.Random, tokens: int) -
     piece = text[start : start + 8 * tokens]
     offsets = tokenizer(piece, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     key = f"{draw.randrange(10**5):05}"
-    return key, hide(piece[: offsets[tokens][0]], key, draw.random())
+    return key, hide_pass_key(piece[: offsets[tokens][0]], key, draw.random())
 
 
-def lines(rows: list[list[Row]]) -> list[str]:
+def measured(rows: list[list[Row]]) -> str:
     """The table in Markdown, one line per cache."""
-    shown = ["| cache | positions | pass key found | tokens held | bytes | tokens/s |", "|---|---|--:|--:|--:|--:|"]
+    shown = []
     for done, (policy, budget, positions) in zip(rows, SETUPS, strict=True):
         name = "full cache" if budget is None else type(policy).__name__
         found = f"{sum(row.is_found for row in done)} of {len(done)}"
         speed = statistics.median(row.tokens_per_s for row in done)
-        most = max(row.slots for row in done), in_units(max(row.bytes_held for row in done))
-        shown.append(f"| {name} | {positions} | {found} | {most[0]:,} | {most[1]} | {speed:,.0f} |")
-    return shown
+        slots, held = max(row.slots for row in done), in_units(max(row.bytes_held for row in done))
+        shown.append([name, positions, found, f"{slots:,}", held, f"{speed:,.0f}"])
+    return table(["cache", "positions", "pass key found", "tokens held", "bytes", "tokens/s"], shown, 2)
 
 
 def conditions(rows: list[list[Row]], threads: int) -> str:

@@ -22,10 +22,10 @@ from torch import nn
 
 import windlass
 from windlass import kernels
-from windlass.cache.layer import LayerCache
+from windlass.cache.slot_layer import SlotLayer
 from windlass.engine.generate import prefill
+from windlass.evals.load_policy import load_policy
 from windlass.evals.speed.shapes import random_model, shape_of
-from windlass.policies.load import load_policy
 
 
 class Clock:
@@ -61,7 +61,7 @@ def main() -> None:
     cache = windlass.KVCache(model, budget=options.budget, policy=load_policy(options.policy))
     clock = Clock()
     kernels.attend = clock.wrap("attention", kernels.attend)
-    LayerCache.step = clock.wrap("step", LayerCache.step)  # type: ignore[method-assign]
+    SlotLayer.step = clock.wrap("step", SlotLayer.step)  # type: ignore[method-assign]
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.forward = clock.wrap("weights", module.forward)  # type: ignore[method-assign]

@@ -22,9 +22,9 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from windlass import KVCache, Recent
-from windlass.cli.demo import novel
 from windlass.engine.text import encode
-from windlass.hf.load import open_model
+from windlass.evals.texts import novel
+from windlass.hf.load import load
 
 ROWS = 16  # windows that are read together
 
@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
-    model, tokenizer = open_model(options.model, "float32")
+    model, tokenizer = load(options.model, "float32")
     text = novel() if options.text is None else options.text.read_text()
     ids = encode(tokenizer, text, is_start=True)[: options.tokens + 1]
     seen = options.budget + 1  # the kept tokens and the one that asks

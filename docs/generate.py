@@ -5,6 +5,7 @@ from pathlib import Path
 
 from windlass.cli.catalogue import made_by_default
 from windlass.policies import NAMES, Policy, base
+from windlass.policies.wrapper import scoring_chunk
 
 DOCS = Path(__file__).parent
 
@@ -28,7 +29,7 @@ def catalogue() -> str:
 def _entry(name: str, made: Policy) -> str:
     kind = type(made)
     file = Path(inspect.getfile(kind)).name
-    ranks = "each kv head by itself" if made.per_head else "all heads of a row alike"
+    ranks = "each kv head by itself" if made.needs.per_head else "all heads of a row alike"
     wanted = made.observed_queries
     counts = {None: "every query", 0: "no attention", 1: "the last query of a step"}
     sees = counts.get(wanted, f"the last {wanted} queries of a step")
@@ -36,9 +37,9 @@ def _entry(name: str, made: Policy) -> str:
     entry = f"## `{name}`: [`{made!r}`](../windlass/policies/{file})\n\n{text}"
     if name not in NAMES:
         return f"{entry}\n\nGoes around any other: `{name}(snapkv)`, `{name}(snapkv(pool=7))`."
-    if made.repeat:
-        sees = f"the text a second time, {made.repeat} tokens at once"
-    return f"{entry}\n\nRanks {ranks}; observes {sees}; state per slot: {', '.join(made.state) or 'none'}."
+    if scoring_chunk(made):
+        sees = f"the text a second time, {scoring_chunk(made)} tokens at once"
+    return f"{entry}\n\nRanks {ranks}; observes {sees}; state per slot: {', '.join(made.needs.state) or 'none'}."
 
 
 def main() -> None:

@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import windlass
-from windlass.cli.demo import QUESTION, hide, novel
-from windlass.hf.load import open_model
+from windlass.evals.texts import ASKED, hide_pass_key, novel
 
-model, tokenizer = open_model(str(Path(windlass.__file__).parent / "assets" / "passkey-3m"), "float32")
-text = hide(novel()[30_000:50_000], key="48213", depth=0.3)
+model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", "float32")
+text = hide_pass_key(novel()[30_000:50_000], key="48213", depth=0.3)
 
 cache = windlass.KVCache(model, budget=256, policy=windlass.KeyDiff(), positions="compact", chunk=128)
-stream = windlass.stream(model, tokenizer, text + QUESTION, cache, max_tokens=8)
-print(QUESTION, end="")
+stream = windlass.stream(model, tokenizer, text + ASKED, cache, max_tokens=8)
+print(ASKED, end="")
 for piece in stream:
     print(piece, end="", flush=True)
 print(f"\n\nread {stream.result.prompt_tokens} tokens at {stream.result.prefill_tokens_per_s:.0f} tokens/s\n")

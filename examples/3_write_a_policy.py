@@ -6,10 +6,10 @@ The command line takes it as `--policy examples/3_write_a_policy.py:LargeValues`
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
+
 import windlass
-from windlass.cli.demo import QUESTION, hide, novel
-from windlass.core.shapes import Scores
-from windlass.hf.load import open_model
+from windlass.evals.texts import ASKED, hide_pass_key, novel
 from windlass.policies import Slots
 from windlass.testing import check_policy
 
@@ -22,7 +22,7 @@ class LargeValues(windlass.Policy):
     Differs: it has no source to differ from.
     """
 
-    def score(self, slots: Slots) -> Scores:
+    def score(self, slots: Slots) -> torch.Tensor:
         return slots.values().float().norm(dim=-1)
 
 
@@ -30,9 +30,9 @@ def main() -> None:
     """Check the policy, then let it read."""
     check_policy(LargeValues())
     print("LargeValues keeps the contract")
-    model, tokenizer = open_model(str(Path(windlass.__file__).parent / "assets" / "passkey-3m"), "float32")
+    model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", "float32")
     cache = windlass.KVCache(model, budget=128, policy=LargeValues(), positions="compact", chunk=128)
-    prompt = hide(novel()[30_000:34_000], key="48213", depth=0.5) + QUESTION
+    prompt = hide_pass_key(novel()[30_000:34_000], key="48213", depth=0.5) + ASKED
     [result] = windlass.generate(model, tokenizer, [prompt], cache, max_tokens=8)
     print(f"read {result.prompt_tokens} tokens, kept 128; hidden: 48213, answered:{result.text}")
 

@@ -4,20 +4,19 @@ import random
 from pathlib import Path
 
 import windlass
-from windlass.cli.demo import QUESTION, hide, novel
-from windlass.hf.load import open_model
+from windlass.evals.texts import ASKED, hide_pass_key, novel
 from windlass.policies import NAMES
 
 TEXTS = 3
 BUDGET = 96
 
-model, tokenizer = open_model(str(Path(windlass.__file__).parent / "assets" / "passkey-3m"), "float32")
+model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", "float32")
 draw = random.Random(0)
 text = novel()
 tasks = []
 for _ in range(TEXTS):
     key, start = f"{draw.randrange(10**5):05}", draw.randrange(len(text) - 1500)
-    tasks.append((key, hide(text[start : start + 1500], key, draw.random())))
+    tasks.append((key, hide_pass_key(text[start : start + 1500], key, draw.random())))
 
 print(f"pass key found in {TEXTS} texts, budget {BUDGET}, positions compact")
 for policy in (kind() for kind in NAMES.values()):
@@ -26,6 +25,6 @@ for policy in (kind() for kind in NAMES.values()):
         cache = windlass.KVCache(model, budget=BUDGET, policy=policy, positions="compact", chunk=128)
         # The text is read before the question is known, so nothing can be kept because it was asked for.
         windlass.prefill(model, cache, [tokenizer(story)["input_ids"]])
-        [answer] = windlass.generate(model, tokenizer, [QUESTION], cache, max_tokens=8)
+        [answer] = windlass.generate(model, tokenizer, [ASKED], cache, max_tokens=8)
         found += answer.text.strip().startswith(key)
     print(f"{policy!r:40} {found} of {TEXTS}   {answer.bytes_held:,} bytes")

@@ -5,9 +5,8 @@ from pathlib import Path
 import torch
 
 import windlass
-from windlass.hf.load import open_model
 
-model, tokenizer = open_model(str(Path(windlass.__file__).parent / "assets" / "passkey-3m"), "float32")
+model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", "float32")
 QUESTION = " What is the pass key? The pass key is"
 
 

@@ -1,12 +1,16 @@
 """What is written is what is there: documents are run, or compared with the code they tell of."""
 
 import importlib.util
+import os
 import re
 import runpy
+import subprocess
+import sys
 import types
 from pathlib import Path
 
 import pytest
+from mypy import api as mypy_api
 
 import windlass
 from windlass import policies
@@ -87,11 +91,33 @@ def test_the_public_names() -> None:
         home = getattr(getattr(windlass, name), "__module__", f"windlass.{name}")
         assert home.startswith("windlass."), name
     with pytest.raises(AttributeError, match="has no attribute 'KVCash'"):
-        _ = windlass.KVCash
-    hints = re.findall(r"^    from [\w.]+ import (\w+) as \1$", Path(windlass.__file__).read_text(), re.MULTILINE)
+        _ = windlass.KVCash  # type: ignore[attr-defined]
+    stub = Path(windlass.__file__).with_suffix(".pyi").read_text()
+    hints = re.findall(r"^from [\w.]+ import (\w+) as \1$", stub, re.MULTILINE)
     assert sorted(hints) == windlass.__all__, "what type checkers see"
     assert {kind.__name__ for kind in NAMES.values()} <= set(windlass.__all__)
-    assert set(policies.__all__) == set(policies.__all__) & set(vars(policies))
+
+
+def test_dir_shows_the_public_names_and_nothing_else() -> None:
+    import windlass.hf.load  # a room that is imported is an attribute of the package, but not one of its names
+
+    assert dir(windlass) == sorted([*windlass.__all__, "__version__"])
+
+
+def test_a_typo_is_told_the_nearest_name() -> None:
+    wrong = subprocess.run([sys.executable, "-c", "import windlass; windlass.KVCash"], capture_output=True, text=True)
+    assert wrong.stderr.endswith("module 'windlass' has no attribute 'KVCash'. Did you mean: 'KVCache'?\n")
+
+
+def test_type_checkers_see_a_typo(tmp_path: Path) -> None:
+    code = tmp_path / "code.py"
+    code.write_text("import windlass\n\nwindlass.KVCache\nwindlass.policies\nwindlass.KVCash\n")
+    # Only the stub is read: what it imports is not followed, which would take a minute.
+    options = ["--follow-imports=skip", "--no-incremental", f"--config-file={os.devnull}"]
+    said, _, code_of_mypy = mypy_api.run([*options, str(Path(windlass.__file__).with_suffix(".pyi")), str(code)])
+    assert code_of_mypy == 1
+    assert 'code.py:5: error: Module has no attribute "KVCash"' in said
+    assert said.count("error") == 2  # and once in the line that counts them
 
 
 def test_the_map_names_files_that_exist() -> None:
@@ -100,6 +126,15 @@ def test_the_map_names_files_that_exist() -> None:
     files = re.findall(r"`([^`]*/[^`]*)`", rows[1])
     assert len(files) >= 10
     assert [name for name in files if not (ROOT / name).is_file()] == []
+
+
+def test_the_architecture_names_every_room() -> None:
+    page = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = {path.parent.name for path in (ROOT / "windlass").glob("*/__init__.py")}
+    assert [room for room in sorted(rooms) if f"`{room}`" not in page] == []
+    files = re.findall(r"`((?:windlass|tests)/[^`]*)`", page)
+    assert len(files) >= 10
+    assert [name for name in files if not (ROOT / name).exists()] == []
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
@@ -113,6 +148,7 @@ def test_the_first_screen() -> None:
     before = README[: README.index("```sh")]
     words = re.sub(r"<!-- table:begin -->.*<!-- table:end -->", "", before, flags=re.DOTALL).split()
     assert len(words) <= 70
+    assert {"RoPE", "Llama,", f"{windlass.__version__}:"} <= set(words), "the idea, the models, the state"
     assert "<!-- table:begin -->" in before
     assert "make demo" in README
     assert "make test" in README
@@ -126,7 +162,7 @@ def test_contributing_is_short() -> None:
 def test_a_policy_file_tells_its_source(path: Path) -> None:
     """One method a file, and each is in `NAMES` if it can be made from nothing; it holds `Source:` and `Differs:`."""
     text = path.read_text()
-    if re.search(r"^class \w+\(Policy\)", text, re.MULTILINE):
+    if re.search(r"^class \w+\(Policy(, (?!ABC)\w+)*\)", text, re.MULTILINE):
         assert path.stem in NAMES or path.stem == "pairs"  # which needs a table
         assert "Source: " in text
         assert "Differs: " in text

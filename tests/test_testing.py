@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from windlass import Policy, PolicyError, UsageError
-from windlass.policies import NAMES, Observation, Slots
-from windlass.policies.base import Arrival
+from windlass.policies import NAMES, Needs, NewTokens, Observation, Slots, Trained
 from windlass.testing import check_policy, tiny_model
 
 Score = Callable[[Policy, Slots], object]
@@ -22,7 +21,15 @@ def by_position(_: Policy, slots: Slots) -> torch.Tensor:
 def policy(score: Score = by_position, is_frozen: bool = True, **attributes: object) -> Policy:
     """An instance of a policy class made of `score` and `attributes`."""
     names = {"score": score, "__doc__": "Made up.\n\nSource: none.\nDiffers: none.", **attributes}
-    return dataclass(frozen=is_frozen)(type("Made", (Policy,), names))()
+    bases = (Policy, Trained) if "preprocess" in attributes else (Policy,)
+    return dataclass(frozen=is_frozen)(type("Made", bases, names))()
+
+
+def unchecked(**names: object) -> Needs:
+    """What a policy needs, of types that the tests would refuse."""
+    needs = Needs()
+    vars(needs).update(names)
+    return needs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -32,7 +39,7 @@ def test_ours_pass(name: str) -> None:
 
 def test_a_policy_that_keeps_the_contract_passes() -> None:
     check_policy(policy())
-    check_policy(policy(per_head=False))
+    check_policy(policy(needs=Needs(per_head=False)))
 
 
 def written(_: Policy, slots: Slots) -> torch.Tensor:
@@ -55,20 +62,20 @@ def by_slot(_: Policy, slots: Slots) -> torch.Tensor:
     return torch.arange(slots.positions.shape[-1]).expand(slots.positions.shape).float()
 
 
-def state_replaced(_: Policy, slots: Slots, seen: Observation) -> None:
-    slots.state["mass"] = seen.mass
+def state_replaced(_: Policy, slots: Slots, observation: Observation) -> None:
+    slots.state["mass"] = observation.mass
 
 
-def keys_hidden(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> Arrival:
-    return Arrival(queries, keys.mul_(2))
+def keys_hidden(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> NewTokens:
+    return NewTokens(queries, keys.mul_(2))
 
 
-def state_given(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> Arrival:
-    return Arrival(queries, keys, {"mass": keys[:, :1].sum(-1)})
+def state_given(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> NewTokens:
+    return NewTokens(queries, keys, {"mass": keys[:, :1].sum(-1)})
 
 
-def a_head_left_out(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> Arrival:
-    return Arrival(queries, keys[:, 1:])
+def a_head_left_out(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> NewTokens:
+    return NewTokens(queries, keys[:, 1:])
 
 
 def observing_fails(*_: object) -> None:
@@ -86,10 +93,10 @@ BROKEN: dict[str, tuple[Policy, str]] = {
     "undeclared": (policy(lambda _, s: s.state["mass"]), "score uses state 'mass', which is not declared"),
     "added": (policy(state_added), "score adds state 'mass', which is not declared"),
     "replaced": (
-        policy(state=("mass",), observed_queries=1, observe=state_replaced),
+        policy(needs=Needs(state=("mass",)), observed_queries=1, observe=state_replaced),
         r"replaces slots\.state\['mass'\]",
     ),
-    "state": (policy(state="mass"), "declare a tuple of names"),
+    "state": (policy(needs=unchecked(state="mass")), "declare a tuple of names"),
     "observed": (policy(observed_queries=-1), "observed_queries is -1"),
     "frozen": (policy(is_frozen=False), "Made is not a frozen dataclass"),
     "field": (policy(__annotations__={"how": "str"}, how="max"), "Made.how is 'max'; .* plain numbers"),
@@ -97,13 +104,16 @@ BROKEN: dict[str, tuple[Policy, str]] = {
     "order": (policy(by_slot), "depends on the order of the slots"),
     "raises": (policy(lambda _, s: s.positions / s.nowhere), "score raises AttributeError: .*nowhere"),
     "observes": (policy(observed_queries=None, observe=observing_fails), "observe raises ValueError: out of luck"),
-    "arrives": (policy(arrive=keys_hidden), "arrive writes into the model's queries or keys"),
-    "given": (policy(arrive=state_given), r"arrive gives state 'mass', which is not declared in `state` \(\)"),
+    "arrives": (policy(preprocess=keys_hidden), "preprocess writes into the model's queries or keys"),
+    "given": (policy(preprocess=state_given), r"preprocess gives state 'mass', which is not declared in `state` \(\)"),
     "given shape": (
-        policy(arrive=state_given, state=("mass",)),
-        r"arrive gives state 'mass' of shape \(2, 1, 7\), expected \(2, 3, 7\)",
+        policy(preprocess=state_given, needs=Needs(state=("mass",))),
+        r"preprocess gives state 'mass' of shape \(2, 1, 7\), expected \(2, 3, 7\)",
     ),
-    "left out": (policy(arrive=a_head_left_out), r"arrive gives keys of shape \(2, 2, 7, 8\), expected \(2, 3, 7, 8\)"),
+    "left out": (
+        policy(preprocess=a_head_left_out),
+        r"preprocess gives keys of shape \(2, 2, 7, 8\), expected \(2, 3, 7, 8\)",
+    ),
     "docstring": (policy(__doc__="Made up. Source: none."), "docstring of Made lacks Differs:"),
 }
 

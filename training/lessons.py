@@ -11,13 +11,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from training.books import Books
-from windlass.cli.demo import BEFORE, HIDDEN
 from windlass.evals import Sample, Task, Turn, keys
 from windlass.evals.filler import NOISE, NOISE_LINES, Filler, hide
 from windlass.evals.tasks import vt
 from windlass.evals.tasks.multiturn import Multiturn
 from windlass.evals.tasks.niah import ABOVE, RULER, Needles, Wording
 from windlass.evals.tasks.words import CommonWords, FrequentWords
+from windlass.evals.texts import BEFORE, HIDDEN
 
 ANSWER, COPY, PROSE, QUESTION, HAYSTACK, GUESS = 4.0, 1.5, 1.0, 0.3, 0.3, 0.0
 SOLVED = re.compile(r"(?<=are:) [^\n]+(?=\n)")  # the answer of an example within a text

@@ -1,7 +1,7 @@
 """A part of `python -m gpu`: the attention kernel alone, over keys and values of several layers.
 
 One query per row reads every slot. Each kind is recorded as a CUDA graph over all layers, so that what is
-timed is the device's work and not the host's; PyTorch's attention, which gets keys that were turned
+timed is the device's work and not the host's; PyTorch's attention, which gets keys that were rotated
 beforehand, likewise.
 """
 
@@ -14,12 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from gpu.part import Part, Work
 from windlass import kernels
 from windlass.cache.describe import in_units
-from windlass.core.packed import Held
+from windlass.core.attention import AttentionInput, Visibility
+from windlass.core.packed import PackedStates
 from windlass.evals.speed.run import free_bytes
 from windlass.evals.speed.shapes import SHAPES, Shape
-from windlass.kernels.reference import Visibility
 from windlass.positions.modes import Original
-from windlass.stores.low_bit import store_of
+from windlass.stores.spec import store_of
 
 MOST_LAYERS = 128
 STORES = ("plain", "int8", "int4")
@@ -71,12 +71,11 @@ class Layers:
         self._positions = torch.arange(slots, dtype=torch.int32, device=device).expand(batch, 1, -1).contiguous()
         self._at = torch.full((batch, 1), slots - 1, device=device)
         self._observed = torch.zeros_like(self._at)
-        self._reading = Original().read(self._positions, self._at)
+        self._rotary_index = Original().rotary_index(self._positions, self._at)
         pairs = shape.head_dim // 2
-        turns = torch.arange(pairs, device=device) / pairs
-        angles = torch.arange(slots, device=device)[:, None] / 10000**turns
+        angles = torch.arange(slots, device=device)[:, None] / 10000 ** (torch.arange(pairs, device=device) / pairs)
         self._tables = angles.cos(), angles.sin()
-        self._held: dict[str, list[tuple[Held, Held]]] = {name: [] for name in STORES}
+        self._held: dict[str, list[tuple[PackedStates, PackedStates]]] = {name: [] for name in STORES}
         index = self._positions.long()
         for _ in range(count):
             keys, values = (torch.randn(size, device=device, dtype=torch.bfloat16) for _ in range(2))
@@ -84,30 +83,32 @@ class Layers:
                 store = store_of(name).fresh(None)
                 store.allocate(keys, values, slots)
                 store.write(index, keys, values, index)
-                self._held[name].append((store.held_keys(), store.held_values()))
+                self._held[name].append((store.packed_keys(), store.packed_values()))
 
     def nbytes(self, store: str) -> int:
         """Of the keys, values and scales of all layers."""
-        tensors: list[Tensor | None] = [t for pair in self._held[store] for h in pair for t in (h.codes, h.scales)]
+        tensors: list[Tensor | None] = [t for pair in self._held[store] for h in pair for t in (h.data, h.scales)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     def ours(self, store: str, is_rotated: bool = False, is_observed: bool = False) -> None:
-        """Our kernel over all layers, keys turned when they are read, or taken as they are."""
+        """Our kernel over all layers, keys rotated when they are read, or taken as they are."""
         for keys, values in self._held[store]:
             kernels.attend(
-                self._queries,
-                keys,
-                values,
-                self._positions,
-                self._at,
-                reading=None if is_rotated else self._reading,
-                tables=None if is_rotated else self._tables,
-                scale=self._scale,
-                visibility=Visibility(),
-                observed=self._observed if is_observed else None,
+                AttentionInput(
+                    self._queries,
+                    keys,
+                    values,
+                    self._positions,
+                    self._at,
+                    rotary_index=None if is_rotated else self._rotary_index,
+                    tables=None if is_rotated else self._tables,
+                    scale=self._scale,
+                    visibility=Visibility(),
+                    observed=self._observed if is_observed else None,
+                )
             )
 
     def pytorch(self) -> None:
         """PyTorch's attention over all layers."""
         for keys, values in self._held["plain"]:
-            scaled_dot_product_attention(self._queries, keys.codes, values.codes, enable_gqa=self._is_grouped)
+            scaled_dot_product_attention(self._queries, keys.data, values.data, enable_gqa=self._is_grouped)

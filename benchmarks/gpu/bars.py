@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.evals.speed.grid import AXES
+from windlass.evals.speed.rows import AXES
 
 Line = dict[str, Any]
 Found = Iterator[tuple[float, str]]  # a value, and where it was measured

@@ -17,14 +17,15 @@ import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from windlass.core.packed import Held
-from windlass.kernels.reference import Visibility
+from windlass.core.attention import AttentionInput, EvictionInput, Visibility
+from windlass.core.packed import Format, PackedStates
 from windlass.positions.modes import position_mode
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -33,8 +34,8 @@ TOKENS = {"decode": 1, "prefill": 512}
 STORES = {"plain": 16, "int8": 8, "int4": 4}
 KERNELS = {
     "attend": ("attend_kernel", "join_kernel", "mass_kernel"),
-    "typicality": ("sums_kernel", "cosines_kernel"),
-    "slots": ("_first_free", "_text_order", "_evict", "_write"),
+    "mean_key_cosine": ("sums_kernel", "cosines_kernel"),
+    "slots": ("_first_free", "_argsort_positions", "_evict", "_write"),
     "codes": ("_encode",),
 }
 MODULES = {name: importlib.import_module(f"windlass.kernels.triton.{name}") for name in KERNELS}
@@ -94,21 +95,20 @@ def attended() -> Iterator[tuple[str, Callable[[], object]]]:
         if tokens == 1 and mode != "original":
             continue  # one branch serves a single token
         where = torch.arange(SLOTS - tokens, SLOTS, dtype=torch.int32)[None]
-        call = partial(
-            MODULES["attend"].attend,
+        call = AttentionInput(
             queries=torch.zeros(1, tokens, KV_HEADS * GROUP, head_dim, dtype=torch.bfloat16).transpose(1, 2),
             keys=held(head_dim, bits, torch.zeros(KV_HEADS, head_dim)),
             values=held(head_dim, bits, None),
             slot_positions=positions(),
             query_positions=where,
-            reading=position_mode(mode).read(positions(), where),
+            rotary_index=position_mode(mode).rotary_index(positions(), where),
             tables=(torch.zeros(SLOTS, head_dim // 2, dtype=torch.float16),) * 2,
             scale=head_dim**-0.5,
             visibility=Visibility(),
             observed=torch.arange(min(tokens, 32))[None] if mass else None,
             is_rest_wanted=bool(mass) and tokens > 1,
         )
-        yield " ".join((step, str(head_dim), store, mode, mass)).strip(), call
+        yield " ".join((step, str(head_dim), store, mode, mass)).strip(), partial(MODULES["attend"].attend, call)
 
 
 def of_slots() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -116,33 +116,36 @@ def of_slots() -> Iterator[tuple[str, Callable[[], object]]]:
     slots, codes = MODULES["slots"], MODULES["codes"]
     for head_dim, (store, bits) in itertools.product((64, 128), STORES.items()):
         keys = held(head_dim, bits, torch.zeros(KV_HEADS, head_dim))
-        yield f"typicality {head_dim} {store}", partial(MODULES["typicality"].typicality, keys, positions())
+        call = partial(MODULES["mean_key_cosine"].mean_key_cosine, keys, positions())
+        yield f"mean_key_cosine {head_dim} {store}", call
         new = torch.zeros(1, KV_HEADS, 1, head_dim, dtype=torch.bfloat16)
         if bits < 16:
-            yield f"encode {head_dim} {store}", partial(codes.encode, new, keys.centres, bits)
+            yield f"encode {head_dim} {store}", partial(codes.encode, new, keys.means, bits)
             continue
         index, at = torch.zeros(1, KV_HEADS, 1, dtype=torch.int64), torch.zeros(1, KV_HEADS, 1, dtype=torch.int32)
-        writes = [(keys.codes, new), (keys.codes, new), (positions(), at), (positions().float(), 0.0)]
+        writes = [(keys.data, new), (keys.data, new), (positions(), at), (positions().float(), 0.0)]
         yield f"write {head_dim}", partial(slots.write_all, index, writes)
     yield "first_free", partial(slots.first_free, positions(), 1)
-    yield "text_order", partial(slots.text_order, positions())
+    yield "argsort_positions", partial(slots.argsort_positions, positions())
     ends = torch.full((1,), SLOTS)
     for name, window in (("evict", None), ("evict sliding", 1024)):
-        yield name, partial(slots.evict, positions().float(), positions(), ends, 4, 64, window, 32)
+        eviction = EvictionInput(positions().float(), positions(), ends, 4, 64, window, 32)
+        yield name, partial(slots.evict, eviction)
 
 
 def positions() -> Tensor:
     return torch.arange(SLOTS, dtype=torch.int32).repeat(1, KV_HEADS, 1)
 
 
-def held(width: int, bits: int, centres: Tensor | None) -> Held:
+def held(width: int, bits: int, means: Tensor | None) -> PackedStates:
     if bits == 16:
-        return Held(torch.zeros(1, KV_HEADS, SLOTS, width, dtype=torch.bfloat16), 16)
-    codes = torch.zeros(1, KV_HEADS, SLOTS, width * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
-    return Held(codes, bits, torch.zeros(1, KV_HEADS, SLOTS, 1, dtype=torch.float16), centres)
+        return PackedStates(torch.zeros(1, KV_HEADS, SLOTS, width, dtype=torch.bfloat16))
+    kind, dtype = (Format.INT8, torch.int8) if bits == 8 else (Format.INT4, torch.uint8)
+    data = torch.zeros(1, KV_HEADS, SLOTS, width * bits // 8, dtype=dtype)
+    return PackedStates(data, kind, torch.zeros(1, KV_HEADS, SLOTS, 1, dtype=torch.float16), means)
 
 
-def resources(made: object) -> dict[str, int]:
+def resources(made: Any) -> dict[str, int]:
     """Of a compiled kernel, per thread and per program."""
     ptxas = triton.knobs.nvidia.ptxas.path
     with tempfile.TemporaryDirectory() as folder:
@@ -153,7 +156,7 @@ def resources(made: object) -> dict[str, int]:
             capture_output=True, text=True, check=True,
         ).stderr  # fmt: skip
     numbers = {"registers": r"Used (\d+) registers", "spill_bytes": r"(\d+) bytes spill stores"}
-    found = {name: int(re.search(pattern, told)[1]) for name, pattern in numbers.items()}
+    found = {name: int(re.findall(pattern, told)[0]) for name, pattern in numbers.items()}
     fetched = len(re.findall(r"cp\.async\.c[ag]", made.asm["ptx"]))
     return {**found, "shared_bytes": made.metadata.shared, "async_copies": fetched, "warps": made.metadata.num_warps}
 

@@ -1,4 +1,4 @@
-"""Parts of `python -m gpu`: whole decode steps of Windlass, as `windlass bench` times them; rows take turns."""
+"""Parts of `python -m gpu`: whole decode steps of Windlass, as `windlass bench` times them; rows take rotation."""
 
 import copy
 import functools
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from gpu.part import Part
 from windlass import attach
 from windlass.evals.speed.depth import layer_shapes
-from windlass.evals.speed.grid import Lists, rows_of
+from windlass.evals.speed.rows import BenchLists, rows_of
 from windlass.evals.speed.run import cache_bytes, check_memory, free_bytes, gpu_name
 from windlass.evals.speed.shapes import SHAPES, random_model
 from windlass.evals.speed.table import Conditions, as_json
@@ -25,13 +25,14 @@ def measure(part: Part, shape: str) -> None:
     """What un-rotated storage costs at every depth, then policies and stores at the budget."""
     sizes = part.sizes
     models = {"as it is": attach(random_model(SHAPES[shape], torch.bfloat16, part.device))}
-    groups: list[tuple[str, Lists]] = []
+    groups: list[tuple[str, BenchLists]] = []
     for graph, batch in itertools.product(part.graphs, map(str, sizes.batches)):
-        base = Lists("0", str(sizes.tokens), graph=graph)
+        base = BenchLists("0", str(sizes.tokens), graph=graph)
         for depth in map(str, sizes.depths):
             groups.append(("storage", replace(base, depth=depth, batch=batch, storage="rotated,unrotated")))
-        at = replace(base, depth=str(sizes.policy_depth), budget=str(sizes.budget), batch=batch)
-        groups += [("policies", replace(at, policy=POLICIES)), ("stores", replace(at, store=STORES))]
+        at, budget = replace(base, depth=str(sizes.policy_depth), batch=batch), {"budget": str(sizes.budget)}
+        groups.append(("policies", replace(at, options=budget | {"policy": POLICIES})))
+        groups.append(("stores", replace(at, options=budget | {"store": STORES})))
     for index, (name, lists) in enumerate(groups):
         _attempt(part, name, shape, models, lists, 1 / (len(groups) - index))
 
@@ -50,8 +51,13 @@ def compiled(part: Part, shape: str) -> None:
         module.compile(backend=part.compiler)
     sizes = part.sizes
     for index, batch in enumerate(sizes.batches):
-        lists = Lists(
-            "0", str(sizes.tokens), str(sizes.policy_depth), str(sizes.budget), batch=str(batch), graph=part.graphs[0]
+        lists = BenchLists(
+            "0",
+            str(sizes.tokens),
+            str(sizes.policy_depth),
+            {"budget": str(sizes.budget)},
+            batch=str(batch),
+            graph=part.graphs[0],
         )
         models = {"as it is": model, "norms and MLPs compiled": twin}
         _attempt(part, "compiled", shape, models, lists, 1 / (len(sizes.batches) - index))
@@ -63,18 +69,23 @@ def pair(shape: str, device: torch.device) -> tuple[PreTrainedModel, PreTrainedM
     return model, copy.deepcopy(model, {id(each): each for each in model.parameters()})
 
 
-def _attempt(part: Part, name: str, shape: str, models: dict[str, PreTrainedModel], lists: Lists, share: float) -> None:
-    what = f"{name} of {shape}, batch {lists.batch}, depth {lists.depth}, budget {lists.budget}, graph {lists.graph}"
+def _attempt(
+    part: Part, name: str, shape: str, models: dict[str, PreTrainedModel], lists: BenchLists, share: float
+) -> None:
+    budget = lists.options.get("budget", "all")
+    what = f"{name} of {shape}, batch {lists.batch}, depth {lists.depth}, budget {budget}, graph {lists.graph}"
     part.attempt(what, functools.partial(_measure, part, name, shape, models, lists, share))
 
 
-def _measure(part: Part, name: str, shape: str, models: dict[str, PreTrainedModel], lists: Lists, share: float) -> None:
+def _measure(
+    part: Part, name: str, shape: str, models: dict[str, PreTrainedModel], lists: BenchLists, share: float
+) -> None:
     """One group: every row of `lists` by every model, in turn; a line for each."""
     chunk, shapes = part.sizes.chunk, layer_shapes(next(iter(models.values())))
     rows = [(way, row) for way in models for row in rows_of(lists, chunk)]
-    check_memory(0, cache_bytes(shapes, [row for _, row in rows], chunk), free_bytes(part.device))
-    timers = [Timer(models[way], shapes, row, chunk) for way, row in rows]
-    samples, step_bytes = part.turns(timers, share)
+    check_memory(0, cache_bytes(shapes, [row for _, row in rows]), free_bytes(part.device))
+    timers = [Timer(models[way], shapes, row) for way, row in rows]
+    samples, step_bytes = part.rotation(timers, share)
     parameters = list(models[rows[0][0]].parameters())
     numbers, size = sum(each.numel() for each in parameters), sum(each.nbytes for each in parameters)
     about = Conditions(shape, size, numbers, "bfloat16", chunk, len(samples[0]), gpu=gpu_name(part.device))

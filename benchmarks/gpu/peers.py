@@ -9,6 +9,7 @@ import itertools
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from gpu.part import Part, Timed, summary
 from windlass.core.errors import UsageError
 from windlass.engine.graph import wait_for
 from windlass.evals.speed.depth import LayerShape, layer_shapes
-from windlass.evals.speed.grid import Lists, rows_of
+from windlass.evals.speed.rows import BenchLists, rows_of
 from windlass.evals.speed.run import check_memory, free_bytes
 from windlass.evals.speed.timer import Clock, Timer
 
@@ -65,9 +66,9 @@ def _measure(part: Part, what: str, shape: str, models: Models, batch: int, dept
     timed: dict[str, Timed] = {}
     budgets = ["all", str(sizes.budget)] if depth > sizes.budget else ["all"]
     for budget, graph in itertools.product(budgets, part.graphs):
-        lists = Lists("0", str(sizes.tokens), str(depth), budget, batch=str(batch), graph=graph)
+        lists = BenchLists("0", str(sizes.tokens), str(depth), {"budget": budget}, batch=str(batch), graph=graph)
         [row] = rows_of(lists, sizes.chunk)
-        timer, name = Timer(models.ours, models.shapes, row, sizes.chunk), f"windlass, budget {budget}, graph {graph}"
+        timer, name = Timer(models.ours, models.shapes, row), f"windlass, budget {budget}, graph {graph}"
         try:
             timer.warm_up(time.perf_counter)
         except UsageError as error:
@@ -76,7 +77,7 @@ def _measure(part: Part, what: str, shape: str, models: Models, batch: int, dept
             timed[name] = timer
     timed["transformers static, compiled"] = Static(models, part, batch, depth)
     timed["transformers dynamic"] = Dynamic(models, part, batch, depth)
-    samples, step_bytes = part.turns(list(timed.values()), share)
+    samples, step_bytes = part.rotation(list(timed.values()), share)
     about = {"shape": shape, "batch": batch, "depth": depth, "tokens": sizes.tokens}
     for name, samples_s, most in zip(timed, samples, step_bytes, strict=True):
         rate = batch * sizes.tokens / summary(samples_s)["median_s"]
@@ -107,6 +108,7 @@ class Static(Transformers):
         self._cache = StaticCache(config=config, max_cache_len=depth + max(self._tokens, COMPILED_STEPS))
         shape = models.shapes[0]
         self._cache.early_initialization(batch, shape.kv_heads, shape.head_dim, shape.dtype, part.device)
+        layer: Any  # of StaticCache, which is typed as a list of any cache's layers
         for layer in self._cache.layers:
             layer.keys[:, :, :depth], layer.values[:, :, :depth] = self.random_layer()
 
@@ -126,6 +128,7 @@ class Static(Transformers):
 
     def take_back(self) -> None:
         """Behind the text again; what was written stays in place, unseen."""
+        layer: Any
         for layer in self._cache.layers:
             layer.cumulative_length.fill_(self._depth)
 

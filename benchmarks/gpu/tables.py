@@ -12,10 +12,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpu.bars import BARS, STATIC, Line, against, copy_rate, of_kind
+from windlass.evals.report.markdown import table
 
 COMMAND = "benchmarks/gpu.sh OUT"
-MISSING = f"""No figure of a GPU is here: none was ever measured. What the kernels compute is tested in Triton's
-interpreter; how fast they are is not known. On a CUDA machine with PyTorch, Triton and transformers, this measures
+MISSING = f"""This page has no figures of a GPU: none was ever measured. The kernels' results are tested in Triton's
+interpreter; their speed is not known. On a CUDA machine with PyTorch, Triton and transformers, this measures
 all of it in under ten minutes, without the internet, and puts it here:
 
 ```sh
@@ -24,7 +25,7 @@ cp OUT/gpu.jsonl benchmarks/results/
 python benchmarks/page.py > docs/benchmarks.md
 ```
 
-What is asked:"""
+The bars:"""
 
 
 def section(lines: Sequence[Line]) -> str:
@@ -36,11 +37,6 @@ def section(lines: Sequence[Line]) -> str:
         return f"## On a GPU\n\n{MISSING}\n\n{table(['bar', 'asked'], [bar.cells([])[:2] for bar in BARS])}\n"
     parts = [_about(run), bars, _attention(run), _decode(run), _settings(run), _peers(run), _memory(run), _lacking(run)]
     return "## On a GPU\n\n" + "\n\n".join(part for part in parts if part) + "\n"
-
-
-def table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A Markdown table."""
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in (heads, ["---"] * len(heads), *rows))
 
 
 def _titled(title: str, text: str, heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -1,6 +1,6 @@
 """The weights of a shape as a GGUF file, from the folder that `weights` wrote. Runs in the environment of llama.cpp.
 
-    python gguf_weights.py 1b
+    PYTHONPATH=benchmarks python -m peers.gguf_weights 1b
 
 There is no tokenizer in it: ids are fed.
 """
@@ -9,10 +9,11 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType
-from shape import CONTEXT, NORM_EPS, ROPE_THETA, Shape, shape_of
+from peers.shape import CONTEXT, NORM_EPS, ROPE_THETA, Shape, shape_of
 
 NAMES = {
     "model.embed_tokens": "token_embd",
@@ -42,7 +43,7 @@ def tensors_of(shape: Shape) -> Iterator[tuple[str, np.ndarray]]:
     path = shape.folder / "model.safetensors"
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header: dict[str, dict] = json.loads(file.read(length))
+        header: dict[str, dict[str, Any]] = json.loads(file.read(length))
     whole = np.memmap(path, np.uint8, "r", offset=8 + length)
     for name, entry in header.items():
         if name == "__metadata__":

@@ -8,15 +8,15 @@ from importlib.metadata import version
 
 import llama_cpp
 from gguf import GGMLQuantizationType
-from shape import Shape
-from worker import CHUNK, About, Peer, options, serve
+from peers.shape import Shape
+from peers.worker import CHUNK, About, Peer, options, serve
 
 CACHE_TYPES = {"f16": GGMLQuantizationType.F16, "bf16": GGMLQuantizationType.BF16, "f32": GGMLQuantizationType.F32}
 ATTENTION = {"flash": llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED, "plain": llama_cpp.LLAMA_FLASH_ATTN_TYPE_DISABLED}
 ROOM = 4096
 
 
-@llama_cpp.llama_log_callback
+@llama_cpp.llama_log_callback  # type: ignore[untyped-decorator]
 def _is_silent(level: int, text: bytes, data: ctypes.c_void_p) -> None:
     """Takes what llama.cpp would print."""
 
@@ -72,7 +72,8 @@ class LlamaCpp(Peer):
         llama_cpp.llama_synchronize(self.context)
 
     def logits(self) -> list[float]:
-        return llama_cpp.llama_get_logits_ith(self.context, -1)[: self.vocabulary]
+        logits: list[float] = llama_cpp.llama_get_logits_ith(self.context, -1)[: self.vocabulary]
+        return logits
 
 
 def main() -> None:

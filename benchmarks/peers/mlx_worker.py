@@ -9,8 +9,8 @@ from importlib.metadata import version
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 from mlx_lm.utils import load_model
-from shape import Shape
-from worker import About, Peer, options, serve
+from peers.shape import Shape
+from peers.worker import About, Peer, options, serve
 
 MOST_PROMPT = 32
 
@@ -47,7 +47,8 @@ class Mlx(Peer):
         mx.eval(self.last, [(cache.keys, cache.values) for cache in self.caches])
 
     def logits(self) -> list[float]:
-        return self.last.astype(mx.float32).flatten().tolist()
+        logits: list[float] = self.last.astype(mx.float32).flatten().tolist()
+        return logits
 
 
 def main() -> None:

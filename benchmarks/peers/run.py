@@ -1,8 +1,8 @@
 """Decode and prefill of Windlass and of public peers, in one run that alternates between them.
 
-    python benchmarks/peers/run.py                                # the shape 1b, all peers
-    python benchmarks/peers/run.py --shape 7b-mha --layers 4 --depths 0 4096 --peers windlass llama-cpp
-    python benchmarks/peers/run.py --shape tiny --depths 0 64 --rounds 2 --out /dev/null
+    PYTHONPATH=benchmarks python -m peers.run                # the shape 1b, all peers
+    PYTHONPATH=benchmarks python -m peers.run --shape 7b-mha --layers 4 --depths 0 4096 --peers windlass llama-cpp
+    PYTHONPATH=benchmarks python -m peers.run --shape tiny --depths 0 64 --rounds 2 --out /dev/null
 
 Every peer is a process that keeps its model; only one works at a time, the others sleep. A test at
 a depth is run once by each to warm up, then by each in turn, round after round, in an order that
@@ -23,20 +23,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
-from shape import PEERS, Shape, shape_of
-from weights import write_weights
-from worker import About, Answer
+from peers.shape import PEERS, Shape, shape_of
+from peers.weights import write_weights
+from peers.worker import About, Answer
 
-HERE = Path(__file__).parent
-# Python's own and the environment's, the worker's file, its kind.
+from windlass.evals.report.markdown import row
+
+# Workers run in environments of their own, which find the modules of this folder by this path.
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+# Python's own and the environment's, the worker's module, its kind.
 WORKERS = {
-    "windlass": (Path(sys.executable), "torch_worker.py", "windlass"),
-    "transformers-dynamic": (Path(sys.executable), "torch_worker.py", "dynamic"),
-    "transformers-static": (Path(sys.executable), "torch_worker.py", "static"),
-    "llama-cpp": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker.py", "f16-flash"),
-    "llama-cpp-plain": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker.py", "f16-plain"),
-    "mlx": (PEERS / "mlx" / "bin" / "python", "mlx_worker.py", ""),
+    "windlass": (Path(sys.executable), "torch_worker", "windlass"),
+    "transformers-dynamic": (Path(sys.executable), "torch_worker", "dynamic"),
+    "transformers-static": (Path(sys.executable), "torch_worker", "static"),
+    "llama-cpp": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker", "f16-flash"),
+    "llama-cpp-plain": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker", "f16-plain"),
+    "mlx": (PEERS / "mlx" / "bin" / "python", "mlx_worker", ""),
 }
 # A library's threads spin for some milliseconds before they sleep.
 PAUSE_S = 0.05
@@ -48,11 +52,11 @@ class Worker:
     """A process that runs one peer."""
 
     def __init__(self, name: str, shape: Shape, threads: int) -> None:
-        python, file, kind = WORKERS[name]
-        command = [python, HERE / file, shape.name, f"--layers={shape.layers}", f"--threads={threads}"]
+        python, module, kind = WORKERS[name]
+        command = [str(python), "-m", f"peers.{module}", shape.name, f"--layers={shape.layers}", f"--threads={threads}"]
         if kind:
             command.append(f"--kind={kind}")
-        environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+        environment = {**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
@@ -79,13 +83,13 @@ class Worker:
 
     def _line(self) -> str:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline()
+        line: str = self.process.stdout.readline()
         if not line:
             raise RuntimeError(f"the worker of {WORKERS[self.name][1]} ended with status {self.process.wait()}")
         return line
 
 
-def machine(threads: int, shape: Shape) -> dict:
+def machine(threads: int, shape: Shape) -> dict[str, Any]:
     """The first line of a run: where, when and what."""
     cpu = Path("/proc/cpuinfo")
     names = [line for line in cpu.read_text().splitlines() if line.startswith("model name")] if cpu.exists() else []
@@ -107,8 +111,9 @@ def machine(threads: int, shape: Shape) -> dict:
 def prepare(shape: Shape, names: list[str]) -> None:
     """Write the weights that these peers load."""
     write_weights(shape)
-    for python in {WORKERS[name][0] for name in names if WORKERS[name][1] == "llama_worker.py"}:
-        subprocess.run([python, HERE / "gguf_weights.py", shape.name, f"--layers={shape.layers}"], check=True)
+    for python in {WORKERS[name][0] for name in names if WORKERS[name][1] == "llama_worker"}:
+        command = [str(python), "-m", "peers.gguf_weights", shape.name, f"--layers={shape.layers}"]
+        subprocess.run(command, env=ENVIRONMENT, check=True)
 
 
 def check(workers: list[Worker]) -> None:
@@ -141,15 +146,10 @@ def measure(
     return rates
 
 
-def write(out: Path, line: dict) -> None:
+def write(out: Path, line: dict[str, Any]) -> None:
     """Append one line."""
     with out.open("a") as file:
         file.write(json.dumps(line) + "\n")
-
-
-def row(cells: list[str]) -> str:
-    """One line of a Markdown table."""
-    return "| " + " | ".join(cells) + " |"
 
 
 def main() -> None:
@@ -181,7 +181,7 @@ def main() -> None:
         said = {"version": about.version, "settings": about.settings, "threads": about.threads}
         write(options.out, {"kind": "peer", "peer": about.peer, **said})
     print(row(["model", "size", "params", "backend", "threads", "test", "t/s"]))
-    print("|---|--:|--:|---|--:|--:|--:|")
+    print(row(["---", "--:", "--:", "---", "--:", "--:", "--:"]))
     sizes = [f"llama {shape.name} BF16", f"{shape.nbytes / 2**30:.2f} GiB", f"{shape.params / 1e9:.2f} B"]
     for depth in options.depths:
         prompts = options.prompts if depth == 0 or options.prompts_at_depth else []

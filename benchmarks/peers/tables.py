@@ -1,6 +1,6 @@
 """The documentation's tables, out of the samples that `run.py` wrote.
 
-    python benchmarks/peers/tables.py .venv-peers/samples.jsonl
+    PYTHONPATH=benchmarks python -m peers.tables .venv-peers/samples.jsonl
 
 One section per run: medians, each with Windlass' ratio to it. Rows and columns are
 those that were measured; none is left out for its result. A pure function of the lines.
@@ -12,6 +12,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from typing import Any
+
+from windlass.evals.report.markdown import table
 
 OURS = "windlass"
 ABSENT = "-"
@@ -21,8 +24,8 @@ ABSENT = "-"
 class Run:
     """One run: its first line, its peers in order, and the rates of each test by peer."""
 
-    about: dict
-    peers: dict[str, dict] = field(default_factory=dict)
+    about: dict[str, Any]
+    peers: dict[str, dict[str, Any]] = field(default_factory=dict)
     rates: dict[tuple[str, int, int], dict[str, list[float]]] = field(default_factory=dict)
 
 
@@ -39,7 +42,7 @@ def _runs(lines: Iterable[str]) -> list[Run]:
     runs: list[Run] = []
     current: Run | None = None
     for line in lines:
-        entry: dict = json.loads(line)
+        entry: dict[str, Any] = json.loads(line)
         if entry["kind"] == "run":
             current = Run(entry)
             runs.append(current)
@@ -59,12 +62,9 @@ def _section(run: Run) -> str:
     about = run.about
     others = [peer for peer in run.peers if peer != OURS]
     title = f"### `{about['shape']}`: {about['layers']} layers, {about['params'] / 1e9:.2f}B parameters, bfloat16"
-    header = ["test", OURS, *(cell for peer in others for cell in (peer, "ratio"))]
-    rows = [header, ["---", *("--:" for _ in header[1:])]]
-    for test in sorted(run.rates, key=lambda test: (test[0], test[1], test[2])):
-        rows.append([_label(*test), *_cells(run.rates[test], others)])
-    table = "\n".join("| " + " | ".join(cells) + " |" for cells in rows)
-    return f"{title}\n\n{table}\n\n{_conditions(run)}"
+    heads = ["test", OURS, *(cell for peer in others for cell in (peer, "ratio"))]
+    rows = [[_label(*test), *_cells(run.rates[test], others)] for test in sorted(run.rates)]
+    return f"{title}\n\n{table(heads, rows, 1, number='--:')}\n\n{_conditions(run)}"
 
 
 def _label(test: str, tokens: int, depth: int) -> str:
@@ -99,7 +99,7 @@ def _conditions(run: Run) -> str:
             f"Tokens per second, median of {about['rounds']} rounds that alternate between the peers; ratio: "
             f"{OURS} over the peer, above 1 where {OURS} is faster. `pp` reads a prompt, `tg` decodes, `@ d` behind so "
             f"many tokens. {about['cpu']}, {about['cores']} cores, {about['system']}, Python {about['python']}, "
-            f"{about['date']}. The samples of one cell lie at most {spread:.0%} of their median apart.",
+            f"{about['date']}. Largest range of the samples of one cell, over their median: {spread:.0%}.",
             "",
             *said,
         ]

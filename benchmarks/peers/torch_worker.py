@@ -1,10 +1,12 @@
 """The worker of transformers (`--kind dynamic` or `static`) and of Windlass (`--kind windlass`), on the same model."""
 
+from typing import Any
+
 import torch
 import transformers
-from shape import Shape
+from peers.shape import Shape
+from peers.worker import CHUNK, About, Peer, options, serve
 from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, StaticCache
-from worker import CHUNK, About, Peer, options, serve
 
 import windlass
 from windlass.engine.generate import prefill
@@ -62,6 +64,7 @@ class Static(TorchPeer):
     def restore(self, room: int) -> None:
         if room != self.room:
             self.cache, self.room = self._copied(room), room
+        layer: Any
         for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.depth)
 
@@ -70,6 +73,8 @@ class Static(TorchPeer):
         config = self.model.config
         cache = StaticCache(config=config, max_cache_len=self.depth + room)
         cache.early_initialization(1, config.num_key_value_heads, config.head_dim, self.model.dtype, self.model.device)
+        layer: Any  # of StaticCache, which is typed as a list of any cache's layers
+        source: Any
         if self.depth:
             for layer, source in zip(cache.layers, self.source.layers, strict=True):
                 layer.keys[:, :, : self.depth] = source.keys
@@ -100,6 +105,7 @@ class Windlass(TorchPeer):
 
 def loaded(shape: Shape) -> PreTrainedModel:
     """The model, its weights in memory of its own."""
+    model: PreTrainedModel
     model = LlamaForCausalLM.from_pretrained(shape.folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()

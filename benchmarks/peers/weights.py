@@ -1,7 +1,7 @@
 """Random weights of a shape, written once as a folder that transformers and mlx-lm load."""
 
 import torch
-from shape import CONTEXT, NORM_EPS, ROPE_THETA, Shape
+from peers.shape import CONTEXT, NORM_EPS, ROPE_THETA, Shape
 from transformers import LlamaConfig, LlamaForCausalLM
 
 

@@ -12,8 +12,9 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from typing import Any
 
-from shape import Shape, shape_of
+from peers.shape import Shape, shape_of
 
 # What llama.cpp computes at once by default, and Windlass too.
 CHUNK = 512
@@ -91,7 +92,7 @@ def serve(peer: Peer, vocabulary: int) -> None:
     held, slept_at = -1, time.process_time()
     for line in sys.stdin:
         idle_cpu_s = time.process_time() - slept_at
-        command: dict = json.loads(line)
+        command: dict[str, Any] = json.loads(line)
         tokens, depth, test = command["tokens"], command["depth"], command["test"]
         if depth != held:
             peer.hold(random_ids(depth, vocabulary, seed=1))

@@ -1,10 +1,12 @@
 """`benchmarks/gpu.sh`: what it makes of its lines, that no part starves another, and its parts on the CPU."""
 
+import argparse
 import contextlib
 import io
 import json
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -21,6 +23,9 @@ from gpu import memory as gpu_memory
 from gpu import peers as gpu_peers
 from gpu import tables as gpu_tables
 from gpu.part import TINY, OutOfTime, Part, Sizes, summary
+
+import windlass
+from windlass.evals.speed.depth import layer_shapes
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
@@ -96,7 +101,7 @@ def test_bars_worked_by_hand():
 
 
 def test_what_was_not_measured_is_told():
-    lines = [
+    lines: list[dict[str, Any]] = [
         {**RUN, "date": "of an older run"},
         {"kind": "skipped", "part": "attention", "what": "something older", "why": "a reason"},
         RUN,
@@ -154,7 +159,7 @@ def test_a_summary_worked_by_hand():
 
 def test_works_alternate(part: Part):
     order: list[str] = []
-    timed = part.alternate({name: (lambda name=name: order.append(name)) for name in "abc"})
+    timed = part.alternate({name: partial(order.append, name) for name in "abc"})
     assert "".join(order) == "aabbcc" + "cbaabc" * 4 + "cba"
     assert [line["rounds"] for line in timed.values()] == [9] * 3
 
@@ -208,7 +213,7 @@ def test_peers_write_the_same_tokens(part: Part, tmp_path: Path, monkeypatch: py
     with torch.no_grad():
         gpu_peers.measure(part, "tiny")
         plain, _ = gpu_decode.pair("tiny", CPU)
-        shapes = gpu_peers.layer_shapes(gpu_peers.windlass.attach(gpu_decode.pair("tiny", CPU)[1]))
+        shapes = layer_shapes(windlass.attach(gpu_decode.pair("tiny", CPU)[1]))
         models = gpu_peers.Models(plain, plain, plain.forward, shapes)
         for kind in (gpu_peers.Static, gpu_peers.Dynamic):
             each = kind(models, part, 3, 48)
@@ -229,7 +234,7 @@ def test_peers_write_the_same_tokens(part: Part, tmp_path: Path, monkeypatch: py
 
 def test_a_part_that_takes_too_long_is_cut(tmp_path: Path):
     out = tmp_path / "out"
-    options = gpu.argparse.Namespace(out=out, device="cpu", tiny=True, seconds=0.2, parts=["machine", "memory"])
+    options = argparse.Namespace(out=out, device="cpu", tiny=True, seconds=0.2, parts=["machine", "memory"])
     assert gpu.run_all(options) == 2
     run, first, second = lines_of(out)
     assert run["kind"] == "run"

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import windlass
 from windlass import KVCache, UsageError
-from windlass.cache.layer import LayerCache
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import EMPTY
 from windlass.policies import NAMES, Policy
 
@@ -251,11 +251,13 @@ def test_finished_rows_cost_the_others_nothing(attached_model: Models, text: Cal
     assert [_votes(layer, 1) for layer in cache.layers] == before
 
 
-def _votes(layer: LayerCache, row: int) -> dict[tuple[int, int], float]:
+def _votes(layer: SlotLayer, row: int) -> dict[tuple[int, int], float]:
     """SnapKV's votes of what a row holds, by (head, position)."""
     return {
         (head, int(position)): float(vote)
-        for head, (positions, votes) in enumerate(zip(layer.positions[row], layer.state["votes"][row], strict=True))
+        for head, (positions, votes) in enumerate(
+            zip(layer.positions[row], layer.table.state["votes"][row], strict=True)
+        )
         for position, vote in zip(positions, votes, strict=True)
         if position >= 0
     }

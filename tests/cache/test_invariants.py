@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from tests.cache.test_cache import Models
 from windlass import KVCache, UsageError
 from windlass.policies import NAMES, Policy
+from windlass.policies.wrapper import keeps_newest
 from windlass.testing import SLIDING_WINDOW, VOCABULARY
 
 BATCH, SINKS, WINDOW = 2, 2, 3
@@ -196,12 +197,12 @@ class Run:
         layer = self.cache.layers[0]
         if layer.is_empty:
             return
-        assert layer.most_held >= (layer.positions >= 0).sum(-1).max()
+        assert layer.table.occupancy_bound >= (layer.positions >= 0).sum(-1).max()
         for b, row in enumerate(self.rows):
             for h, keys in enumerate(layer.store.keys()[b]):
                 positions = layer.positions[b, h % layer.positions.shape[1]].tolist()
                 held = sorted(p for p in positions if p >= 0)
-                if self.policy.is_recency:
+                if keeps_newest(self.policy):
                     assert held == sorted(row.held)
                 for slot, position in enumerate(positions):
                     if position >= 0:

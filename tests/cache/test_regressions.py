@@ -11,10 +11,11 @@ from tests.cache.test_cache import Models, masked, read
 from tests.cache.test_edits import Text, held
 from tests.policies.test_policies import BATCH, BUDGET, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
 from windlass import H2O, KeyDiff, KVCache, Random, Recent, Sampling, UsageError
-from windlass.cache.layer import LayerCache
+from windlass.cache.options import CacheOptions
+from windlass.cache.slot_layer import SlotLayer
 from windlass.engine.sampling import Sampler
 from windlass.policies import Policy, Slots
-from windlass.stores.base import Plain
+from windlass.stores.plain import Plain
 
 
 def test_slots_reserved_for_a_forgotten_step_stay_free(attached_model: Models, text: Text) -> None:
@@ -40,7 +41,7 @@ def test_what_exceeds_the_budget_is_not_held_back_for_rollback(
     with torch.no_grad():
         plain_model("llama")(ids, past_key_values=source)
     model = attached_model("llama")
-    cache = KVCache.from_rotated(model, source, budget=20, policy=policy)
+    cache = KVCache.from_rotated(model, source, CacheOptions(budget=20, policy=policy))
     for token in text(20, seed=1).split(1, 1):
         read(model, cache, token, 1)
         assert all(len(head) == 20 for head in held(cache))
@@ -55,7 +56,7 @@ def test_a_plain_dynamic_cache_of_a_sliding_model_keeps_to_the_window(
         plain_model("mistral")(ids[:, :39], past_key_values=source)
         truth = plain_model("mistral")(ids).logits[:, 39:]
     for policy in (Recent(), H2O()):
-        cache = KVCache.from_rotated(attached_model("mistral"), source, budget=20, policy=policy)
+        cache = KVCache.from_rotated(attached_model("mistral"), source, CacheOptions(budget=20, policy=policy))
         ours = read(attached_model("mistral"), cache, ids[:, 39:], 2)
         torch.testing.assert_close(ours, truth, atol=1e-5, rtol=0)
 
@@ -148,7 +149,7 @@ def test_rollback_does_not_make_a_prompt_of_generated_tokens(attached_model: Mod
     caches[0].rollback(3)
     for cache in caches:
         read(model, cache, text(30, seed=3), 1)
-        assert cache.standing.prompt_ends == [8]
+        assert cache.rows.prompt_ends == [8]
     assert held(caches[0]) == held(caches[1])
 
 
@@ -158,7 +159,7 @@ def test_a_row_that_idles_gets_no_longer_prompt(attached_model: Models, text: Te
     read(model, cache, text(3, rows=2), 1)
     with torch.no_grad():
         model(text(4, rows=2), attention_mask=torch.tensor([[1] * 4, [0] * 4]), past_key_values=cache)
-    assert cache.standing.prompt_ends == [13, 6]
+    assert cache.rows.prompt_ends == [13, 6]
 
 
 def test_a_divided_text_goes_on_after_its_last_token(attached_model: Models, text: Text) -> None:
@@ -190,7 +191,7 @@ def test_taking_steps_back_costs_no_slots(attached_model: Models, text: Text) ->
     model, cache = attached_model("llama"), KVCache(attached_model("llama"))
     read(model, cache, text(30), 30)
     size = cache.nbytes()
-    limited = LayerCache(0, LIMITS, Broken(), None, Plain())
+    limited = SlotLayer(0, LIMITS, Broken(), None, Plain())
     states = torch.randn(BATCH, KV_HEADS, 8, HEAD_DIM)
     layer_step(limited, states.repeat_interleave(2, 1), states, states, 0, 8)
     for _ in range(10):
@@ -199,7 +200,7 @@ def test_taking_steps_back_costs_no_slots(attached_model: Models, text: Text) ->
         with pytest.raises(Exception, match="broken"):
             layer_step(limited, states.repeat_interleave(2, 1), states, states, 8, 16)
     assert cache.nbytes() == size
-    assert limited.most_held == 8
+    assert limited.table.occupancy_bound == 8
 
 
 class Broken(Policy):
@@ -217,7 +218,7 @@ class Half(Policy):
 
 
 def test_nan_ranks_lowest() -> None:
-    layer = LayerCache(0, LIMITS, Half(), None, Plain())
+    layer = SlotLayer(0, LIMITS, Half(), None, Plain())
     states = torch.randn(BATCH, KV_HEADS, 30, HEAD_DIM)
     layer_step(layer, states.repeat_interleave(2, 1), states, states, 0, 30)
     odd = [p for p in range(SINKS, 30 - WINDOW) if p % 2][-(BUDGET - SINKS - WINDOW) :]
@@ -256,7 +257,7 @@ def test_a_copied_row_stands_where_its_source_does(attached_model: Models, text:
     cache.copy(0, 1)
     assert cache.next_positions == [20, 20]
     for layer in cache.layers:
-        assert layer.state["mass"][0].equal(layer.state["mass"][1])
+        assert layer.table.state["mass"][0].equal(layer.table.state["mass"][1])
 
 
 def test_a_repetition_penalty_remembers_all_of_a_row() -> None:

@@ -67,7 +67,7 @@ def test_part_of_a_long_step_can_be_taken_back(attached_model: Models, text: Tex
     assert_same(*caches)
 
 
-@pytest.mark.parametrize("policy", [p for p in POLICIES if not (p.state or p.statistics)], ids=repr)
+@pytest.mark.parametrize("policy", [p for p in POLICIES if not (p.needs.state or p.needs.statistics)], ids=repr)
 def test_single_token_steps_can_be_taken_back(attached_model: Models, text: Text, policy: Policy) -> None:
     model, ids = attached_model("llama"), text(60)
     caches = [KVCache(model, budget=14, policy=policy, window=2) for _ in range(2)]

@@ -13,8 +13,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
 from windlass.cli.app import main
-from windlass.cli.chat import Turns
-from windlass.hf.load import open_model
+from windlass.cli.chat import Conversation
+from windlass.hf.load import load
 from windlass.policies import NAMES, WRAPPERS, KeyDiff
 
 MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
@@ -47,12 +47,12 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.fixture(scope="module")
 def model() -> PreTrainedModel:
-    return open_model(MODEL, "float32")[0]
+    return load(MODEL, "float32")[0]
 
 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerBase:
-    return open_model(MODEL, "float32")[1]
+    return load(MODEL, "float32")[1]
 
 
 @pytest.fixture
@@ -117,7 +117,27 @@ def test_json_is_one_object_with_the_result(
         "policy": repr(policy),
         "positions": "clamp(7)",
         "store": "int8",
+        "merge": "none",
     }
+
+
+def test_json_says_by_which_rule_tokens_were_merged(run: Callable[..., Ran], tmp_path: Path):
+    options = ("--budget", "12", "--merge", "mean_count(next)", "--json")
+    assert json.loads(run(*generate(PROMPT, *options)).out)["merge"] == "mean_count(next)"
+    file = str(tmp_path / "merged")
+    saved = run("cache", MODEL, PROMPT, *options, "--dtype", "float32", "--prompt-cache", file)
+    assert json.loads(saved.out)["merge"] == "mean_count(next)"
+    ran = run(*generate("and", "--prompt-cache", file, "--merge", "mean_count"))
+    assert_refused(ran, f"--merge mean_count contradicts {file}, made with merge mean_count(next); leave it out")
+    assert run(*generate("and", "--prompt-cache", file, "--merge", "mean_count( next )")).code == 0
+
+
+def test_numbers_are_checked_against_the_file_not_the_defaults(run: Callable[..., Ran], tmp_path: Path):
+    """A budget of 5 has no room for the default sinks, but for those of the file."""
+    file = str(tmp_path / "small")
+    small = ("--budget", "5", "--sinks", "1", "--window", "2")
+    assert run("cache", MODEL, PROMPT, *small, "--dtype", "float32", "--prompt-cache", file).code == 0
+    assert run(*generate("and", "--prompt-cache", file, "--budget", "5")).code == 0
 
 
 def test_sampling_options_reach_the_sampler(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
@@ -212,7 +232,7 @@ TEMPLATE = (
 def test_turns_add_up_to_the_template(is_stopped: bool):
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = TEMPLATE
-    turns, held, messages = Turns(tokenizer), tokenizer.bos_token, []
+    turns, held, messages = Conversation(tokenizer), tokenizer.bos_token, []
     for line, reply in (("Hello?", "Yes, here."), ("And now?", "Still\nhere."), ("Bye", "")):
         held += turns.missing(line)
         messages.append({"role": "user", "content": line})
@@ -226,7 +246,7 @@ def test_turns_add_up_to_the_template(is_stopped: bool):
 def test_a_template_that_drops_replies_is_refused():
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     tokenizer.chat_template = "{{ messages[-1].content }}"
-    turns = Turns(tokenizer)
+    turns = Conversation(tokenizer)
     turns.missing("a")
     with pytest.raises(windlass.UsageError, match="leaves earlier replies out"):
         turns.missing("b")

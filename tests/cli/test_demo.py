@@ -14,7 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from windlass.cli import demo
 from windlass.cli.app import main
-from windlass.hf.load import open_model
+from windlass.evals import texts
+from windlass.hf.load import load
 
 MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
 NEEDLE = " The pass key is 48213. Remember it. 48213 is the pass key."
@@ -23,14 +24,14 @@ TEXT = 'One came. "Two came!" Three?\nFour came to 3 p.m.-ish tea'
 
 @pytest.fixture(scope="module")
 def opened() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return open_model(MODEL, "float32")
+    return load(MODEL, "float32")
 
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The start of the novel, some 4,000 tokens: 16 times the budget, 8 times what was trained."""
     file = tmp_path_factory.mktemp("demo") / "short.txt"
-    file.write_text(demo.novel()[:12_500])
+    file.write_text(texts.novel()[:12_500])
     return file
 
 
@@ -45,7 +46,7 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_the_whole_novel_is_shipped():
-    text = demo.novel()
+    text = texts.novel()
     assert text.startswith("CHAPTER I.")
     assert len(text) > 350_000
     assert "Montmorency" in text[-2_000:]
@@ -62,27 +63,27 @@ def test_the_whole_novel_is_shipped():
     ],
 )
 def test_the_key_is_hidden_between_sentences(depth: float, before: str):
-    assert demo.hide(TEXT, "48213", depth) == demo.BEFORE + before + NEEDLE + f" {TEXT}"[len(before) :]
+    assert texts.hide_pass_key(TEXT, "48213", depth) == texts.BEFORE + before + NEEDLE + f" {TEXT}"[len(before) :]
 
 
 def test_depth_is_a_share_of_the_text():
-    text = demo.novel()
+    text = texts.novel()
     for depth in (0.1, 0.5, 0.9):
-        at = demo.hide(text, "48213", depth).index(NEEDLE)
+        at = texts.hide_pass_key(text, "48213", depth).index(NEEDLE)
         assert depth * len(text) <= at < depth * len(text) + 1_000
 
 
 def test_numerals_are_read_in_words():
-    assert demo.in_words("At 6.30, in 1889, No. 7") == "At six.three-zero, in one-eight-eight-nine, No. seven"
-    assert not re.search("[0-9]", demo.in_words(demo.novel()))
+    assert texts.in_words("At 6.30, in 1889, No. 7") == "At six.three-zero, in one-eight-eight-nine, No. seven"
+    assert not re.search("[0-9]", texts.in_words(texts.novel()))
 
 
 def test_the_beginning_fills_its_tokens(opened: tuple[PreTrainedModel, PreTrainedTokenizerBase]):
     _, tokenizer = opened
-    text = demo.novel()
+    text = texts.novel()
     start = demo.beginning(tokenizer, text)
     assert text.startswith(start)
-    tokens = len(tokenizer(demo.hide(start, "48213", 0.5))["input_ids"])
+    tokens = len(tokenizer(texts.hide_pass_key(start, "48213", 0.5))["input_ids"])
     assert abs(tokens - demo.SHORT) <= 3
     assert demo.beginning(tokenizer, TEXT) == TEXT
 
@@ -98,9 +99,9 @@ def test_rows_tell_what_the_library_does(
     assert re.fullmatch(r"\d{5}", key)
     assert (found["depth"], found["seed"]) == (0.25, 3)
 
-    text = demo.in_words(short.read_text())
-    whole = demo.hide(text, key, 0.25)
-    part = demo.hide(demo.beginning(tokenizer, text), key, 0.25)
+    text = texts.in_words(short.read_text())
+    whole = texts.hide_pass_key(text, key, 0.25)
+    part = texts.hide_pass_key(demo.beginning(tokenizer, text), key, 0.25)
     caches = [
         (whole, windlass.KVCache(model, 256, windlass.KeyDiff(), chunk=128, positions="compact")),
         (whole, windlass.KVCache(model, 256, windlass.Recent(), chunk=128, positions="compact")),
@@ -111,7 +112,7 @@ def test_rows_tell_what_the_library_does(
     for row, (read, cache) in zip(found["rows"], caches, strict=True):
         ids = tokenizer(read)["input_ids"]
         windlass.prefill(model, cache, [ids])
-        stream = windlass.stream(model, tokenizer, demo.QUESTION, cache, max_tokens=8)
+        stream = windlass.stream(model, tokenizer, texts.ASKED, cache, max_tokens=8)
         answer = "".join(stream).strip()
         assert row["answer"] == answer
         assert row["is_found"] == (re.match(r"\d*", answer)[0] == key)

@@ -9,7 +9,7 @@ import pytest
 
 from windlass.core.errors import PolicyError, UsageError, WindlassError
 from windlass.evals.load import load_task
-from windlass.policies.load import load_policy
+from windlass.evals.load_policy import load_policy
 
 POLICY = '''
 from __future__ import annotations

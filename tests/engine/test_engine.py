@@ -191,7 +191,7 @@ def test_wrong_calls_are_refused(model: PreTrainedModel, tokenizer: PreTrainedTo
 def test_sampling_numbers_out_of_range_are_refused(options: dict[str, float]) -> None:
     (name,) = options
     with pytest.raises(UsageError, match=f"{name} must be"):
-        Sampling(**options)
+        Sampling(**options)  # type: ignore[arg-type]
 
 
 def drawn_from(sampler: Sampler, logits: Tensor) -> list[int]:

@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from windlass import DMC, KeyDiff, KVCache, Pairs, Recent
-from windlass.cache.layer import LayerCache
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.merge import FRAMES, MERGES, READS, TARGETS, Merge, merge_of
+from windlass.merge import MERGES, TARGETS, Merge, merge_of
 from windlass.policies import NAMES, WRAPPERS, Policy, pair_table
 from windlass.policies.pair_table import PairTable
 from windlass.positions.modes import position_mode
-from windlass.stores.low_bit import store_of
+from windlass.stores.spec import store_of
 
 DEVICE = torch.device("meta")
 BATCH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 15, 3, 8, 6
@@ -74,7 +74,7 @@ def run(attached_model: Callable[[str], PreTrainedModel]) -> Callable[..., None]
         positions: str = "original",
         sliding_window: int | None = None,
     ) -> None:
-        layer = LayerCache(0, LIMITS, policy or KeyDiff(), rotary, store_of(store), merge_of(merge))
+        layer = SlotLayer(0, LIMITS, policy or KeyDiff(), rotary, store_of(store), merge_of(merge))
         end = 0
         for number, tokens in enumerate(STEPS):
             queries, keys, values = (
@@ -88,7 +88,7 @@ def run(attached_model: Callable[[str], PreTrainedModel]) -> Callable[..., None]
             call = AttentionCall(HEAD_DIM**-0.5, sliding_window)
             with watched() if number == len(STEPS) - 1 else nullcontext():
                 layer.step(queries, keys, values, step, position_mode(positions), call)
-        assert layer.has_evicted
+        assert layer.history.has_evicted
 
     return steps
 
@@ -120,13 +120,12 @@ def test_no_merge_rule_waits(run: Callable[..., None], name: str, target: str) -
     run(DMC() if MERGES[name].weighs_by is not None else None, merge=MERGES[name](target))
 
 
-@pytest.mark.parametrize("setting", [*FRAMES, *READS, "rare=0.3", "threshold=0.5"])
-def test_no_setting_of_a_merge_waits(run: Callable[..., None], setting: str) -> None:
-    run(merge=f"mean_count({setting})")
+def test_a_merge_with_a_threshold_does_not_wait(run: Callable[..., None]) -> None:
+    run(merge="mean_count(threshold=0.5)")
 
 
-def test_low_bit_cells_do_not_wait(run: Callable[..., None]) -> None:
-    run(store="int4", merge="d2o(rotated, rare=0.2)")
+def test_low_bit_merged_tokens_do_not_wait(run: Callable[..., None]) -> None:
+    run(store="int4", merge="mean_count(threshold=0.2)")
 
 
 @pytest.mark.parametrize("sliding_window", [38, 60])

@@ -12,12 +12,13 @@ import torch
 from transformers import PreTrainedModel
 
 import windlass
+from windlass.cli import bench as cli_bench
 from windlass.cli.app import main
 from windlass.engine.generate import prefill
 from windlass.evals.speed import run as bench
 from windlass.evals.speed.depth import LayerShape, fill, layer_shapes
-from windlass.evals.speed.grid import Lists, rows_of
 from windlass.evals.speed.rotated import RotatedStorage
+from windlass.evals.speed.rows import BenchLists, rows_of
 from windlass.evals.speed.shapes import SHAPES, random_model
 from windlass.evals.speed.timer import Clock
 
@@ -57,14 +58,19 @@ def cells(markdown: str) -> list[dict[str, str]]:
 
 def test_lists_make_every_combination():
     names = ["pp512", "tg16", "tg32"]
-    typed = Lists("512,0", "16, 32", "0,4096", "all,64", "SnapKV(observed_queries=8, pool=7),recent")
+    typed = BenchLists(
+        "512,0", "16, 32", "0,4096", {"budget": "all,64", "policy": "SnapKV(observed_queries=8, pool=7),recent"}
+    )
     rows = rows_of(typed, 512)
-    assert [str(each.task) for each in rows[::4]] == names + [f"{n} @ d4096" for n in names]
-    assert [each.settings.labels["budget"] for each in rows[:4]] == ["all", "all", "64", "64"]
-    assert [each.settings.labels["policy"][:12] for each in rows[:4]] == ["SnapKV(obser", "Recent"] * 2
-    modes = rows_of(Lists(positions="self_extend(8, 64),original,clamp(9)", store="int4,plain", threads="1,3"), 512)
-    assert len({(tuple(each.settings.labels.items()), each.task) for each in modes}) == len(modes) == 2 * 3 * 2 * 2
-    assert {each.settings.labels["positions"] for each in modes} == {"self_extend(8, 64)", "original", "clamp(9)"}
+    assert [str(each.workload) for each in rows[::4]] == names + [f"{n} @ d4096" for n in names]
+    assert [each.setup.texts["budget"] for each in rows[:4]] == ["all", "all", "64", "64"]
+    assert [each.setup.texts["policy"][:12] for each in rows[:4]] == ["SnapKV(obser", "Recent"] * 2
+    modes = rows_of(
+        BenchLists(options={"positions": "self_extend(8, 64),original,clamp(9)", "store": "int4,plain"}, threads="1,3"),
+        512,
+    )
+    assert len({(tuple(each.setup.texts.items()), each.workload) for each in modes}) == len(modes) == 2 * 3 * 2 * 2
+    assert {each.setup.texts["positions"] for each in modes} == {"self_extend(8, 64)", "original", "clamp(9)"}
 
 
 @pytest.mark.parametrize(
@@ -131,9 +137,9 @@ def squares() -> Iterator[float]:
 
 def test_rows_take_turns(capsys: pytest.CaptureFixture[str]):
     times = squares()
-    lists = Lists("7", "3", "0,20", storage="unrotated,rotated", threads="1")
-    options = bench.Options(None, "tiny", None, lists, 512, 3, "auto", None)
-    assert bench.bench(options, True, lambda: next(times)) == 0
+    lists = BenchLists("7", "3", "0,20", storage="unrotated,rotated", threads="1")
+    request = bench.BenchRequest(None, "tiny", None, lists, 512, 3, "auto")
+    assert cli_bench.bench(request, None, True, lambda: next(times)) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["test"], each["storage"]) for each in rows[:3]] == [
         ("pp7", "unrotated"),
@@ -165,8 +171,10 @@ def test_rows_take_turns(capsys: pytest.CaptureFixture[str]):
 def test_each_run_starts_at_its_depth(
     model: PreTrainedModel, prompt: int, decode: int, depth: int, budget: str, policy: str, storage: str
 ):
-    [each] = rows_of(Lists(str(prompt), str(decode), str(depth), budget, policy, storage=storage), 32)
-    timer = bench.Timer(model, layer_shapes(model), each, 32)
+    [each] = rows_of(
+        BenchLists(str(prompt), str(decode), str(depth), {"budget": budget, "policy": policy}, storage), 32
+    )
+    timer = bench.Timer(model, layer_shapes(model), each)
     assert isinstance(timer.cache, RotatedStorage) == (storage == "rotated")
     timer.warm_up(lambda: 0.0)
     held = depth if budget == "all" else min(depth, 64)
@@ -177,7 +185,7 @@ def test_each_run_starts_at_its_depth(
         for layer in timer.cache.layers:
             positions = layer.positions[0, 0]
             assert positions[positions >= 0].sort().values.tolist() == expected
-            assert layer.most_held == held
+            assert layer.table.occupancy_bound == held
         if is_last:
             return
         timer.run(lambda: 0.0)
@@ -193,10 +201,10 @@ def test_a_filled_cache_is_as_after_reading(model: PreTrainedModel):
         prefill(model, read, [ids])
         fill(filled, layer_shapes(model), 200)
         assert filled.describe() == read.describe()
-        assert filled.standing.prompts == read.standing.prompts
+        assert filled.rows.prompts == read.rows.prompts
         for ours, theirs in zip(filled.layers, read.layers, strict=True):
             assert torch.equal(ours.positions.clamp(min=-1).sort().values, theirs.positions.clamp(min=-1).sort().values)
-            assert ours.has_evicted == theirs.has_evicted
+            assert ours.history.has_evicted == theirs.history.has_evicted
             assert ours.store.keys().isfinite().all()
             held = ours.store.keys()[ours.positions.expand(1, 3, -1) >= 0]
             assert 0.9 < float(held.float().std()) < 1.1
@@ -211,12 +219,16 @@ def test_a_sliding_window_is_filled_as_the_model_would(attached_model: Callable[
     read, filled = windlass.KVCache(model), windlass.KVCache(model)
     prefill(model, read, [list(range(50))])
     fill(filled, shapes, 50)
-    assert [layer.most_held for layer in filled.layers] == [layer.most_held for layer in read.layers] == [11, 50] * 2
+    assert (
+        [layer.table.occupancy_bound for layer in filled.layers]
+        == [layer.table.occupancy_bound for layer in read.layers]
+        == [11, 50] * 2
+    )
     for ours, theirs in zip(filled.layers, read.layers, strict=True):
         held = [layer.positions[layer.positions >= 0].sort().values for layer in (ours, theirs)]
         assert torch.equal(*held)
     prefill(model, filled, [[5]])
-    assert [layer.most_held for layer in filled.layers] == [11, 51] * 2
+    assert [layer.table.occupancy_bound for layer in filled.layers] == [11, 51] * 2
 
 
 def test_an_interrupt_shows_what_was_measured(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

@@ -10,24 +10,22 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-import windlass
 from tests.evals import test_bench as test_bench
 from tests.evals.test_bench import Ran, cells
+from windlass.cache.options import CacheOptions
 from windlass.evals.speed import run as bench
 from windlass.evals.speed.depth import layer_shapes
-from windlass.evals.speed.grid import Lists, Row, Settings, Task, rows_of
+from windlass.evals.speed.rows import BenchLists, BenchRow, BenchSetup, Workload, rows_of
 from windlass.evals.speed.shapes import SHAPES, random_model, shape_of
 from windlass.evals.speed.table import Conditions, as_json, footnote, ratios, table
 from windlass.evals.speed.timer import weight_bytes
-from windlass.positions.modes import position_mode
-from windlass.stores.low_bit import store_of
 
 run, model = test_bench.run, test_bench.model  # fixtures
 CONDITIONS = Conditions("tiny", 130440, 65220, "bfloat16", 512, 2, "2026-01-02T03:04:05+00:00")
 
 
-def row(storage: str, *samples_s: float, place: int = 0, is_prompt: bool = False) -> Row:
-    settings = Settings(None, windlass.Recent(), position_mode("original"), store_of("plain"), storage, 1, "off")
+def row(storage: str, *samples_s: float, place: int = 0, is_prompt: bool = False) -> BenchRow:
+    setup = BenchSetup(CacheOptions(), storage, 1, "off")
     places = {
         "task": 0,
         "budget": 0,
@@ -38,7 +36,7 @@ def row(storage: str, *samples_s: float, place: int = 0, is_prompt: bool = False
         "threads": 0,
         "graph": 0,
     }
-    return Row(Task(is_prompt, 8, 4096), settings, places, list(samples_s))
+    return BenchRow(Workload(is_prompt, 8, 4096), setup, places, list(samples_s))
 
 
 def test_shapes_are_those_of_the_models_they_are_named_for():
@@ -78,12 +76,12 @@ def test_bytes_and_speeds_worked_by_hand(model: PreTrainedModel):
         ("102", "plain"): 2 * 3 * (8 + 8) * 2 * (101 + 102 + 103 + 103) / 4,
     }
     for (budget, store), read in expected.items():
-        [each] = rows_of(Lists("0", "4", "100", budget, store=store, threads="1"), 512)
-        timer = bench.Timer(model, layer_shapes(model), each, 512)
+        [each] = rows_of(BenchLists("0", "4", "100", {"budget": budget, "store": store}, threads="1"), 512)
+        timer = bench.Timer(model, layer_shapes(model), each)
         timer.warm_up(lambda: 0.0)
         assert each.bytes_per_token == pytest.approx(weights + read)
-        [rows] = rows_of(Lists("0", "4", "100", budget, store=store, threads="1", batch="3"), 512)
-        timer = bench.Timer(model, layer_shapes(model), rows, 512)
+        [rows] = rows_of(BenchLists("0", "4", "100", {"budget": budget, "store": store}, threads="1", batch="3"), 512)
+        timer = bench.Timer(model, layer_shapes(model), rows)
         timer.warm_up(lambda: 0.0)
         assert rows.bytes_per_token == pytest.approx(weights / 3 + read), "a batch shares the weights"
     each.samples_s = [0.5, 0.25, 0.1, 0.2]  # 8, 16, 40 and 20 tokens a second

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 from windlass import KVCache, UsageError
 from windlass.cli.app import main
 from windlass.evals import pair_costs
-from windlass.hf.load import open_model
+from windlass.hf.load import load
 from windlass.policies import pair_table
 from windlass.policies.pair_table import PairTable
 
@@ -57,7 +57,7 @@ def test_the_cost_of_a_pair_is_that_of_merging_it_by_hand(
 
 
 def test_a_table_is_the_mean_over_all_that_was_met(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, tokenizer = open_model(MODEL, "float32")
+    model, tokenizer = load(MODEL, "float32")
     met: list[tuple[tuple[int, int], float]] = []
 
     def costs(_: PreTrainedModel, stretch: list[int], firsts: range) -> list[float]:

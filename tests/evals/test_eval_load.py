@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.evals import test_eval_tasks as test_eval_tasks
 from windlass.core.errors import UsageError
-from windlass.evals.fit import fit
+from windlass.evals.fit import SampleSpec, fit
 from windlass.evals.grid import Lists, grid_of
 from windlass.evals.load import load_task
 from windlass.evals.tasks import NAMES
@@ -51,7 +51,7 @@ def test_names_ignore_case(typed: str):
 def test_a_task_of_ones_own_is_a_file(file: Path, tokenizer: PreTrainedTokenizerBase):
     label, task = load_task(f"{file}:Colour")
     assert label == f"{file}:Colour"
-    fitted = fit(task, label, tokenizer, 100, 0, 0)
+    fitted = fit(SampleSpec(task, label, 100, 0, 0), tokenizer)
     assert 90 < fitted.total_tokens <= 100
     assert fitted.sample.context.count("Here") == fitted.units
     assert list(file.parent.iterdir()) == [file]
@@ -63,10 +63,10 @@ def test_another_text_can_be_read(name: str, tmp_path: Path, tokenizer: PreTrain
     file.write_text("A zebra ran. " * 400)
     label, task = load_task(f"{name}({file})")
     assert label == f"{name}({file})"
-    fitted = fit(task, label, tokenizer, 700, 0, 0)
+    fitted = fit(SampleSpec(task, label, 700, 0, 0), tokenizer)
     assert fitted.sample.context.count("zebra") > 30
     with pytest.raises(UsageError, match=r"length 99999 is more than task .* can fill: all it has makes \d{4} tokens"):
-        fit(task, label, tokenizer, 99999, 0, 0)
+        fit(SampleSpec(task, label, 99999, 0, 0), tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -87,23 +87,33 @@ def test_one_clear_line_for_what_is_no_task(spec: str, says: str, file: Path):
 def test_a_task_that_fails_is_named(file: Path, tokenizer: PreTrainedTokenizerBase):
     label, task = load_task(f"{file}:Broken")
     with pytest.raises(UsageError, match=r"task .*mine.py:Broken: ZeroDivisionError: division by zero"):
-        fit(task, label, tokenizer, 100, 0, 0)
+        fit(SampleSpec(task, label, 100, 0, 0), tokenizer)
 
 
 @pytest.mark.parametrize("name", ["passkey", "cwe", "niah_multikey_2", "vt", "perplexity"])
 def test_a_length_that_is_too_short_is_told(name: str, tokenizer: PreTrainedTokenizerBase):
     with pytest.raises(UsageError, match=rf"length 3 is too short for task {name}, which takes (\d+) tokens") as caught:
-        fit(NAMES[name], name, tokenizer, 3, 0, 0)
+        fit(SampleSpec(NAMES[name], name, 3, 0, 0), tokenizer)
     least = int(str(caught.value).split("takes ")[1].split()[0])
     # Another length draws other words.
-    assert fit(NAMES[name], name, tokenizer, least + 30, 0, 0).total_tokens <= least + 30
+    assert fit(SampleSpec(NAMES[name], name, least + 30, 0, 0), tokenizer).total_tokens <= least + 30
     with pytest.raises(UsageError, match="too short"):
-        fit(NAMES[name], name, tokenizer, max(least - 30, 1), 0, 0)
+        fit(SampleSpec(NAMES[name], name, max(least - 30, 1), 0, 0), tokenizer)
 
 
 def test_lists_make_every_combination():
     grid = grid_of(
-        Lists("vt,fwe,vt", "recent,key_diff,SnapKV(pool=7)", "all,64,2.5x", "80,90,80", "none", "compact", "int8")
+        Lists(
+            "vt,fwe,vt",
+            "80,90,80",
+            {
+                "policies": "recent,key_diff,SnapKV(pool=7)",
+                "budgets": "all,64,2.5x",
+                "merge": "none",
+                "positions": "compact",
+                "store": "int8",
+            },
+        )
     )
     assert list(grid.tasks) == ["vt", "fwe"]
     assert grid.lengths == [80, 90]
@@ -121,7 +131,9 @@ def test_lists_make_every_combination():
 
 
 def test_rules_of_merging_are_a_list_too_and_a_cache_without_budget_has_none():
-    grid = grid_of(Lists(policies="key_diff", budgets="all,4x", merge="none,mean_count,mean_count(next)"))
+    grid = grid_of(
+        Lists("vt", "80", {"policies": "key_diff", "budgets": "all,4x", "merge": "none,mean_count,mean_count(next)"})
+    )
     assert [(each.labels["policy"], each.labels["asked_budget"], each.labels["merge"]) for each in grid.settings] == [
         ("Recent()", "all", "none"),
         ("KeyDiff()", "4x", "none"),
@@ -133,13 +145,17 @@ def test_rules_of_merging_are_a_list_too_and_a_cache_without_budget_has_none():
 @pytest.mark.parametrize(
     ("lists", "says"),
     [
-        (Lists(budgets="64,"), "--budgets '64,' has an empty value"),
-        (Lists(budgets="0.5x"), "--budgets '0.5x' is not a part of the text; write 4x for a quarter of it"),
-        (Lists(budgets="x"), "--budgets 'x' is not a part of the text"),
-        (Lists(budgets="many"), "--budgets 'many' is not a whole number from 1 to 1073741824"),
-        (Lists(lengths="1k"), "--lengths '1k' is not a whole number from 1 to 1073741824"),
-        (Lists(merge="blur"), "merge='blur' is not a rule; use one of: mean_count"),
-        (Lists(tasks="passkey,,vt"), "--tasks 'passkey,,vt' has an empty value"),
+        (Lists("vt", "80", {"budgets": "64,"}), "--budgets '64,' has an empty value"),
+        (
+            Lists("vt", "80", {"budgets": "0.5x"}),
+            "--budgets '0.5x' is not a part of the text; write 4x for a quarter of it",
+        ),
+        (Lists("vt", "80", {"budgets": "x"}), "--budgets 'x' is not a part of the text"),
+        (Lists("vt", "80", {"budgets": "many"}), "--budgets 'many' is not a whole number from 1 to 1073741824"),
+        (Lists("vt", "1k", {}), "--lengths '1k' is not a whole number from 1 to 1073741824"),
+        (Lists("vt", "80", {"merge": "mean_count,d2o"}), "merge='d2o' is not a rule; use one of: mean_count"),
+        (Lists("vt", "80", {"merge": "blur"}), "merge='blur' is not a rule; use one of: mean_count"),
+        (Lists("passkey,,vt", "80", {}), "--tasks 'passkey,,vt' has an empty value"),
     ],
 )
 def test_wrong_lists_are_told(lists: Lists, says: str):

@@ -1,14 +1,18 @@
 """The results file: whole lines, resumed after any cut, refused where it belongs to another run."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 from rich.console import Console
 
+from windlass.cli.terminal import note
 from windlass.core.errors import UsageError
-from windlass.evals.results import IDENTITY, MEASURED, open_results
+from windlass.evals.case import Case, Header, Line
+from windlass.evals.results import ResultsFile
+from windlass.evals.results import open_results as opened
 from windlass.evals.summary import summary, wilson
 
 HEADER: dict[str, Any] = {
@@ -54,25 +58,33 @@ def case(sample: int, **fields: object) -> dict[str, Any]:
     return {**CASE, "sample": sample, **fields}
 
 
+def read(lines: Sequence[dict[str, Any]]) -> list[Case]:
+    return [Case.from_json(Line(line, "a line"), seed=3) for line in lines]
+
+
+def open_results(path: Path, header: dict[str, Any]) -> ResultsFile:
+    return opened(path, Header.from_json(Line(header, "a header")), note)
+
+
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     """A file with three cases."""
     path = tmp_path / "results.jsonl"
-    open_results(path, HEADER).add([case(0), case(1), case(2, score=0.0)])
+    open_results(path, HEADER).add(read([case(0), case(1), case(2, score=0.0)]))
     return path
 
 
 def test_lines_have_the_fields_that_are_promised(path: Path):
-    assert set(CASE) == {"kind", *IDENTITY, *MEASURED}
+    assert set(CASE) == set(read([CASE])[0].to_json())
     lines = [json.loads(line) for line in path.read_bytes().split(b"\n")[:-1]]
     assert lines == [HEADER, case(0), case(1), case(2, score=0.0)]
 
 
 def test_a_file_is_gone_on_with(path: Path):
     results = open_results(path, {**HEADER, "date": "later", "torch": "2.10", "windlass": "0.2.0"})
-    assert list(results.lines.values()) == [case(0), case(1), case(2, score=0.0)]
+    assert [each.to_json() for each in results.cases.values()] == [case(0), case(1), case(2, score=0.0)]
     before = path.read_text()
-    results.add([case(1, seconds=9.9), case(3)])  # what is there is not there twice
+    results.add(read([case(1, seconds=9.9), case(3)]))  # what is there is not there twice
     assert path.read_text() == before + json.dumps(case(3), ensure_ascii=False) + "\n"
 
 
@@ -83,11 +95,11 @@ def test_any_cut_loses_its_own_line_only(path: Path, capsys: pytest.CaptureFixtu
         path.write_bytes(whole[:size])
         results = open_results(path, HEADER)
         kept = sum(end <= size for end in ends)
-        assert len(results.lines) == max(kept - 1, 0)
+        assert len(results.cases) == max(kept - 1, 0)
         is_cut = size not in (0, *ends)
         note = f"the last line of {path} was cut in half; it is taken off, and its case run again\n"
         assert capsys.readouterr().err == (note if is_cut else "")
-        results.add([case(0), case(1), case(2, score=0.0)])
+        results.add(read([case(0), case(1), case(2, score=0.0)]))
         assert path.read_bytes() == whole
 
 
@@ -95,7 +107,7 @@ def test_a_line_that_is_there_twice_counts_once(path: Path):
     with path.open("a") as file:
         file.write(json.dumps(case(1, score=0.5)) + "\n")
     results = open_results(path, HEADER)
-    assert len(results.lines) == 3
+    assert len(results.cases) == 3
 
 
 @pytest.mark.parametrize(
@@ -162,7 +174,7 @@ def test_intervals_are_those_of_wilson(mean: float, samples: int, low: float, hi
 def shown(lines: list[dict[str, Any]]) -> list[list[str]]:
     console = Console(width=200)
     with console.capture() as capture:
-        console.print(summary(lines))
+        console.print(summary(read(lines)))
     rows = [row.split("  ") for row in capture.get().splitlines() if row.strip() and "─" not in row]
     return [[cell.strip() for cell in row if cell.strip()] for row in rows]
 

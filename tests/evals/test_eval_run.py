@@ -19,8 +19,9 @@ from tests.cli.test_cli import MODEL, Ran, assert_refused
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
 from windlass.evals import Sample, Turn, sweep
+from windlass.evals.case import Case
 from windlass.evals.filler import NOVEL
-from windlass.evals.fit import Fitted, fit
+from windlass.evals.fit import Fitted, SampleSpec, fit
 from windlass.evals.grid import Lists, grid_of
 from windlass.evals.measure import STRIDE, answered, cache_of, predicted
 from windlass.evals.tasks import NAMES
@@ -41,7 +42,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def setting(**lists: str) -> Any:
-    return grid_of(Lists(**lists)).settings[0]
+    return grid_of(Lists("passkey", "500", lists)).settings[0]
 
 
 @pytest.fixture
@@ -82,12 +83,12 @@ def test_a_stopped_run_goes_on(run: Callable[..., Ran], output: Path, monkeypatc
     assert run(*both).code == 0
     whole = output.read_bytes()
     assert len(lines(output)) == 1 + 5
-    ask = sweep.Runner.lines
+    ask = sweep.Runner.measured
     # Nothing is run again.
-    monkeypatch.setattr(sweep.Runner, "lines", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(sweep.Runner, "measured", Mock(side_effect=AssertionError))
     assert run(*both).code == 0
     assert output.read_bytes() == whole
-    monkeypatch.setattr(sweep.Runner, "lines", ask)
+    monkeypatch.setattr(sweep.Runner, "measured", ask)
     # Killed in the middle of the third question on one text.
     rows = whole.split(b"\n")
     place = next(place for place, row in enumerate(rows) if b'"turn": 2' in row)
@@ -101,16 +102,77 @@ def test_a_stopped_run_goes_on(run: Callable[..., Ran], output: Path, monkeypatc
     assert timeless[0] == timeless[1]
 
 
-def test_an_interrupt_leaves_whole_lines(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
-    ask, count = sweep.Runner.lines, []
+@pytest.mark.parametrize("mode", ["--blind", "--aware"])
+def test_texts_side_by_side_are_answered_as_alone(
+    run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
+):
+    rows: list[int] = []
+    read = engine.prefill
 
-    def interrupted(runner: sweep.Runner, case: sweep.Case) -> list[dict[str, Any]]:
+    def counted(model: PreTrainedModel, cache: windlass.KVCache, prompts: Any, progress: Any = None) -> Any:
+        rows.append(len(prompts))
+        return read(model, cache, prompts, progress)
+
+    monkeypatch.setattr(engine, "prefill", counted)
+    found = {}
+    for batch in ("1", "3"):
+        rows.clear()
+        output = tmp_path / f"{batch}.jsonl"
+        given = ("eval", MODEL, *QUICK, "--tasks", "passkey_novel,magic_multiturn", "--budgets", "64,2x", mode)
+        given = (*given, "--policies", "key_diff", "--samples", "3", "--lengths", "220", "-o", str(output))
+        assert run(*given, "--batch", batch).code == 0
+        sized = ("bytes_held", "seconds")
+        found[batch] = {
+            (line["task"], line["asked_budget"], line["sample"], line["turn"]): {
+                name: value for name, value in line.items() if name not in sized
+            }
+            for line in lines(output)
+        }
+        assert max(rows) == int(batch)
+    assert len(found["1"]) == 2 * 3 * (1 + 5)
+    assert found["3"] == found["1"]
+    assert 0 < sum(line["score"] for line in found["1"].values()) < len(found["1"])
+    assert len({line["context_tokens"] for line in found["1"].values()}) >= 2
+
+
+def test_what_layers_share_is_not_shared_by_texts(run: Callable[..., Ran], output: Path):
+    """`composite` gives a layer one budget for all rows of a cache, so each of its texts has a cache of its own."""
+    given = ("eval", MODEL, *QUICK, "--policies", "composite(key_diff)", "--budgets", "48", "--samples", "3")
+    assert run(*given, "-o", str(output), "--batch", "3").code == 0
+    alone = output.with_name("alone.jsonl")
+    assert run(*given, "-o", str(alone)).code == 0
+    timeless = [[{**line, "seconds": 0} for line in lines(path)] for path in (output, alone)]
+    assert timeless[0] == timeless[1]
+
+
+def test_a_batch_is_gone_on_with(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
+    given = ("eval", MODEL, *QUICK, "--budgets", "24", "--policies", "recent", "--samples", "5", "-o", str(output))
+    ask, batches = sweep.Runner.measured, []
+
+    def interrupted(runner: sweep.Runner, batch: list[sweep.PlannedCase]) -> list[Case]:
+        batches.append([case.spec.number for case in batch])
+        if len(batches) == 2:
+            raise KeyboardInterrupt
+        return ask(runner, batch)
+
+    monkeypatch.setattr(sweep.Runner, "measured", interrupted)
+    ran = run(*given, "--batch", "2")
+    assert ran.err == "interrupted; 2 of 5 cases are done; the same command goes on from here\n"
+    assert run(*given, "--batch", "4").code == 0
+    assert batches == [[0, 1], [2, 3], [2, 3, 4]]
+    assert [line["sample"] for line in lines(output)] == [0, 1, 2, 3, 4]
+
+
+def test_an_interrupt_leaves_whole_lines(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
+    ask, count = sweep.Runner.measured, []
+
+    def interrupted(runner: sweep.Runner, batch: list[sweep.PlannedCase]) -> list[Case]:
         count.append(1)
         if len(count) == 3:
             raise KeyboardInterrupt
-        return ask(runner, case)
+        return ask(runner, batch)
 
-    monkeypatch.setattr(sweep.Runner, "lines", interrupted)
+    monkeypatch.setattr(sweep.Runner, "measured", interrupted)
     given = ("eval", MODEL, *QUICK, "--budgets", "24", "--samples", "2", "-o", str(output))
     ran = run(*given)
     assert ran.code == 130
@@ -125,7 +187,7 @@ def test_the_question_is_read_with_the_text_or_after_it(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ):
     task = Multiturn(Needles(keys=5, haystack=NOVEL, wording=ABOVE, answer_tokens=1))
-    fitted = fit(task, "any", tokenizer, 300, 0, 0)
+    fitted = fit(SampleSpec(task, "any", 300, 0, 0), tokenizer)
     text = encode(tokenizer, fitted.sample.context, is_start=True)
     asked = [encode(tokenizer, turn.question, is_start=False) for turn in fitted.sample.turns]
     begun = [encode(tokenizer, turn.prefix, is_start=False) for turn in fitted.sample.turns]
@@ -134,7 +196,7 @@ def test_the_question_is_read_with_the_text_or_after_it(
     for is_aware in (False, True):
         read.reset_mock()
         cache = cache_of(model, setting(budgets="64"), 64, True)
-        answered(model, tokenizer, cache, "any", task, fitted, is_aware)
+        answered(model, tokenizer, cache, "any", task, [fitted], is_aware)
         fed = [call.args[2][0] for call in read.call_args_list]
         prompts = [question + prefix for question, prefix in zip(asked, begun, strict=True)]
         wanted = [text + asked[0], begun[0], *prompts[1:]] if is_aware else [text, *prompts]
@@ -149,7 +211,8 @@ def test_each_question_finds_the_cache_as_the_text_left_it(model: PreTrainedMode
     sample = Sample(context, (key, magic, replace(key, question=" He looked at the river."), key))
     settings = setting(policies="key_diff", budgets="90", positions="compact")
     cache = cache_of(model, settings, 90, True)
-    outcomes = answered(model, tokenizer, cache, "any", PassKey(answer_tokens=6), Fitted(sample, 90, 0, 0), False)
+    fitted = [Fitted(sample, 90, 0, 0)]
+    [outcomes] = answered(model, tokenizer, cache, "any", PassKey(answer_tokens=6), fitted, False)
     assert len({outcome.output for outcome in outcomes}) >= 2
     assert outcomes[0].output == outcomes[3].output
     for outcome, turn in zip(outcomes, sample.turns, strict=True):
@@ -161,7 +224,7 @@ def test_each_question_finds_the_cache_as_the_text_left_it(model: PreTrainedMode
 
 
 def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
-    fitted = fit(NAMES["perplexity"], "perplexity", tokenizer, 150, 0, 0)
+    fitted = fit(SampleSpec(NAMES["perplexity"], "perplexity", 150, 0, 0), tokenizer)
     ids = encode(tokenizer, fitted.sample.context, is_start=True)
     assert len(ids) == fitted.context_tokens <= 150
     plain = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval()

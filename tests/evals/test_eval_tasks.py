@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 import windlass
 from windlass.evals import Sample, Turn
 from windlass.evals.filler import SENTENCES, Noise, Novel, hide
-from windlass.evals.fit import fit
+from windlass.evals.fit import SampleSpec, fit
 from windlass.evals.keys import PAIRS
 from windlass.evals.tasks import NAMES
 from windlass.evals.tasks.niah import Needles
@@ -44,7 +44,7 @@ def count(text: str, word: str) -> int:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_text_just_fits(name: str, length: int, tokenizer: PreTrainedTokenizerBase):
     task = NAMES[name]
-    fitted = fit(task, name, tokenizer, length, 3, 5)
+    fitted = fit(SampleSpec(task, name, length, 3, 5), tokenizer)
     assert fitted.context_tokens == len(tokenizer.encode(fitted.sample.context))
     assert fitted.total_tokens == total_tokens(tokenizer, fitted.sample, task.answer_tokens)
     assert length - 90 < fitted.total_tokens <= length  # a needle of uuids is the longest unit
@@ -72,9 +72,9 @@ def test_the_answer_is_there_as_often_as_it_should_be(name: str):
 @pytest.mark.parametrize("name", NAMES)
 def test_samples_are_the_same_each_time_and_differ_among_each_other(name: str, tokenizer: PreTrainedTokenizerBase):
     task = NAMES[name]
-    first = fit(task, name, tokenizer, 1500, 3, 0)
-    assert fit(task, name, tokenizer, 1500, 3, 0) == first
-    others = [fit(task, name, tokenizer, 1500, seed, number).sample for seed, number in ((3, 1), (4, 0))]
+    first = fit(SampleSpec(task, name, 1500, 3, 0), tokenizer)
+    assert fit(SampleSpec(task, name, 1500, 3, 0), tokenizer) == first
+    others = [fit(SampleSpec(task, name, 1500, seed, number), tokenizer).sample for seed, number in ((3, 1), (4, 0))]
     assert len({first.sample, *others}) == 3
     # Whatever the size that fits, it asks for the same.
     small, large = (task.compose(random.Random(2), 1500, units) for units in (60, 97))
@@ -227,11 +227,11 @@ def test_frequent_words_are_the_three_most_frequent(units: int):
     sample = FrequentWords().compose(random.Random(3), 1500, units)
     (turn,) = sample.turns
     counts = Counter(sample.context.partition("coded words. ")[2].split())
-    (dots, most), *ranked = counts.most_common()
+    (dots, most), *rest = counts.most_common()
     assert dots == "..."
     assert most == int(units * 6 / 9.8696044)
-    assert tuple(word for word, _ in ranked[:3]) == turn.expected
-    assert ranked[2][1] > (ranked[3][1] if len(ranked) > 3 else 0)
+    assert tuple(word for word, _ in rest[:3]) == turn.expected
+    assert rest[2][1] > (rest[3][1] if len(rest) > 3 else 0)
 
 
 @pytest.mark.parametrize(

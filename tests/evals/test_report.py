@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from windlass.evals.report.read import Case, read_results
+from windlass.evals.case import Case
+from windlass.evals.report.read import read_results
 from windlass.evals.report.summaries import (
     depth_maps,
     labels,

@@ -129,6 +129,22 @@ def test_damaged_fields_are_told(file: Path, change: Line, says: str):
     assert f"line 2: {says}" in refused(write(file, case(**change)))
 
 
+def test_fields_that_no_table_needs_may_be_missing(file: Path):
+    line = case(depth=0.5, turn=2)
+    for name in ("context_tokens", "expected", "output", "measures", "seconds"):
+        del line[name]
+    (found,) = cases(file, line)
+    assert (found.score, found.turn, found.depth, found.slots_held, found.expected) == (1.0, 2, 0.5, 250, ())
+    assert found.context_tokens is found.output is found.nll is found.seconds is None
+
+
+def test_a_case_is_written_as_it_was_read(file: Path):
+    lines = [case(), full(depth=0.25, turn=1), case(task="perplexity", score=None, measures={"nll": 2.5, "kl": None})]
+    assert [each.to_json() for each in cases(file, *lines)] == lines
+    (header,) = read_results([file]).headers
+    assert header.to_json() == HEADER
+
+
 def test_missing_fields_are_told(file: Path):
     line = case()
     del line["is_aware"]

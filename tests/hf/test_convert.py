@@ -1,18 +1,20 @@
 """Caches that travel between transformers and windlass."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from windlass import KVCache, UsageError
+from windlass import KeyDiff, KVCache, UsageError
+from windlass.cache.options import CacheOptions
 
 TOLERANCE = 1e-5
 GREEDY = {"do_sample": False, "pad_token_id": 0}
 
-Models = Callable[[str], PreTrainedModel]
+Models = Callable[[str], Any]  # PreTrainedModel, which does not declare `generate`
 Texts = Callable[..., Tensor]
 
 
@@ -30,9 +32,9 @@ def test_a_cache_travels_there_and_back(family: str, plain_model: Models, attach
     theirs = DynamicCache(config=plain.config)
     logits_of(plain, ids[:, :30], theirs)
     kept = [(layer.keys.clone(), layer.values.clone()) for layer in theirs.layers]
-    ours = KVCache.from_rotated(model, theirs)
+    ours: Any = KVCache.from_rotated(model, theirs)
     assert (ours.tokens_seen, ours.next_positions) == ([30, 30], [30, 30])
-    back = ours.to_rotated()
+    back: Any = ours.to_rotated()
     for layer, (keys, values) in zip(back.layers, kept, strict=True):
         assert torch.allclose(layer.keys, keys, rtol=0, atol=TOLERANCE)
         assert torch.equal(layer.values, values)
@@ -69,3 +71,19 @@ def test_from_rotated_refuses_what_it_cannot_know(attached_model: Models, text: 
         KVCache.from_rotated(model, theirs)
     with pytest.raises(UsageError, match="is empty"):
         KVCache.from_rotated(attached_model("llama"), DynamicCache(config=attached_model("llama").config))
+
+
+def test_an_imported_cache_has_every_option(plain_model: Models, attached_model: Models, text: Texts) -> None:
+    """Its twin read the same text itself; both evict and merge afterwards, and take three steps back."""
+    model, ids = attached_model("llama"), text(60, rows=2)
+    logits_of(plain_model("llama"), ids[:, :20], theirs := DynamicCache(config=model.config))
+    options = CacheOptions(24, KeyDiff(), 2, 5, 7, "compact", 2, 3, "plain", "mean_count(next)")
+    ours, twin = KVCache.from_rotated(model, theirs, options), KVCache.from_options(model, options)
+    logits_of(model, ids[:, :20], twin)
+    assert ours.options == twin.options == options
+    for start in range(20, 60, 5):
+        expected, got = (logits_of(model, ids[:, start : start + 5], each) for each in (twin, ours))
+        assert torch.allclose(got, expected, rtol=0, atol=1e-4)
+    for cache in (ours, twin):
+        assert all(float(layer.table.state["merged"].max()) > 0 for layer in cache.layers)
+    assert ours.limits.rollback == 3

@@ -1,5 +1,7 @@
 """Every family: a cache that has room for the whole text gives what transformers gives."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor
@@ -7,7 +9,7 @@ from transformers import PreTrainedModel
 
 import windlass
 from windlass import H2O, KVCache, Policy, Recent
-from windlass.hf.attach import seam_of
+from windlass.hf.attach import attached
 from windlass.testing import FAMILIES, TRAINED_LENGTH, tiny_model
 
 TOKENS, SHORTER = 45, 29  # both longer than the sliding windows, within every trained length
@@ -79,7 +81,8 @@ def test_row_of_ragged_batch_equals_row_alone(
     ids, mask = padded(texts, side)
     model = attached_model(family)
     # One text without and one with a budget: a scored policy has slots per head.
-    cache = KVCache(model, *((None, Recent()) if side == "left" else (ROOMY, H2O())), batch=2)
+    budget, policy = (None, Recent()) if side == "left" else (ROOMY, H2O())
+    cache = KVCache(model, budget, policy, batch=2)
     logits = fed(model, cache, ids, chunk, mask)
     for row, alone in enumerate(texts):
         assert_close(logits[row][mask[row].bool()][None], one_shot(plain_model(family), alone))
@@ -125,9 +128,9 @@ def test_table_does_not_remember_longer_texts(family: str, attached_model, text)
 
 
 @each_family
-def test_layouts_are_found_in_low_precision_too(family: str, attached_model) -> None:
+def test_layouts_are_found_in_low_precision_too(family: str, attached_model: Callable[[str], PreTrainedModel]) -> None:
     found = []
-    for model in (attached_model(family), windlass.attach(tiny_model(family).to(torch.bfloat16))):
-        rotaries = seam_of(model).rotaries
-        found.append([rotary and (rotary.layout, rotary.pairs, rotary.layer_type) for rotary in rotaries])
+    for model in (attached_model(family), windlass.attach(tiny_model(family).bfloat16())):
+        rotaries = attached(model).rotaries
+        found.append([rotary and (rotary.layout, rotary.rotary_pairs, rotary.layer_type) for rotary in rotaries])
     assert found[0] == found[1]

@@ -1,5 +1,6 @@
 """Save and load: going on after a load is going on, and a bad file is one clear line."""
 
+import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -7,11 +8,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import windlass
 from windlass import KVCache, Policy, PromptCacheError, UsageError, prompt_cache
+from windlass.cache.options import CacheOptions
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import Scores
 from windlass.policies import NAMES, Random, Slots
@@ -119,10 +122,10 @@ def test_everything_but_the_tensors_comes_back(model: PreTrainedModel, tmp_path:
     read(model, cache)
     prompt_cache.save(cache, tmp_path / "cache", model)
     loaded = prompt_cache.load(tmp_path / "cache", model)
-    for name in ("limits", "policy", "positions", "batch_size", "standing"):
+    for name in ("limits", "policy", "positions", "batch_size", "rows"):
         assert getattr(loaded, name) == getattr(cache, name), name
     assert loaded.tokens == cache.tokens
-    held, again = ([layer.most_held for layer in each.layers] for each in (cache, loaded))
+    held, again = ([layer.table.occupancy_bound for layer in each.layers] for each in (cache, loaded))
     assert again == held == [25, 25]
 
 
@@ -194,3 +197,59 @@ def test_a_policy_from_outside(model: PreTrainedModel, tmp_path: Path) -> None:
         prompt_cache.load(path, model)
     with pytest.raises(PromptCacheError, match=r"Oldest\(slope=-1.0\), not with Oldest\(slope=2.0\)"):
         prompt_cache.load(path, model, Oldest(2.0))
+
+
+@pytest.mark.parametrize("given", [None, 9])
+def test_the_window_follows_the_budget_after_a_load_too(
+    given: int | None, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    """`compress` takes the window that was given; where none was, it takes the default of the new budget."""
+    cache = KVCache(model, budget=64, window=given, chunk=64, batch=2)
+    logits = read(model, cache)
+    prompt_cache.save(cache, tmp_path / "cache", model)
+    loaded = prompt_cache.load(tmp_path / "cache", model)
+    assert loaded.limits == cache.limits
+    for each in (cache, loaded):
+        each.compress(16)
+    assert loaded.limits == cache.limits
+    assert cache.limits.window == (3 if given is None else 9)  # a quarter of what 4 sinks leave of 16
+    expected, got = (write(model, each, logits, 5) for each in (cache, loaded))
+    assert torch.equal(got, expected)
+
+
+def test_all_options_travel(model: PreTrainedModel, tmp_path: Path) -> None:
+    options = CacheOptions(40, windlass.H2O(), 3, None, 7, "clamp(9)", 2, 5, "int8", "mean_count(next)")
+    cache = KVCache.from_options(model, options)
+    read(model, cache)
+    prompt_cache.save(cache, tmp_path / "cache", model)
+    loaded = prompt_cache.load(tmp_path / "cache", model).options
+    assert loaded.document() == options.document()
+    assert loaded.policy == options.policy
+
+
+def test_a_file_of_before_the_window_could_be_left_open_loads(model: PreTrainedModel, tmp_path: Path) -> None:
+    """Such a file of format 4 has the number that the window had."""
+    cache = small(model, windlass.H2O(), budget=40)
+    logits = read(model, cache)
+    cache.compress(20)
+    cache.layers[0].rules = cache.layers[0].rules.with_budget(18)  # what makes it a file of format 4
+    path = tmp_path / "cache"
+    prompt_cache.save(cache, path, model)
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert metadata["version"] == "4"
+    document = json.loads(metadata["contents"])
+    assert document["limits"] == {"budget": 20, "sinks": 2, "window": 3, "chunk": 7, "rollback": 16}
+    assert set(document) == {
+        *("model", "dtype", "fingerprint", "batch", "positions", "limits", "policy", "standing", "has_tokens"),
+        *("layers", "store", "merge"),
+    }
+    # Written as then: the keys in another order, and so another checksum.
+    metadata["contents"] = json.dumps(dict(sorted(document.items())))
+    metadata["checksum"] = prompt_cache._checksum(metadata["contents"], tensors)
+    save_file(tensors, path, metadata)
+    loaded = prompt_cache.load(path, model)
+    assert loaded.limits == cache.limits
+    assert loaded.options.window == 3
+    expected, got = (write(model, each, logits, 5) for each in (cache, loaded))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

@@ -87,7 +87,7 @@ def test_the_fingerprint_survives_what_changes_no_key(tmp_path: Path) -> None:
     assert fingerprint(windlass.attach(model).train()) == mark
     model.save_pretrained(tmp_path)
     assert fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path)) == mark
-    code = "from windlass.hf.fingerprint import *; from windlass.testing import *; print(fingerprint(tiny_model('gemma2')))"
+    code = "import windlass.hf.fingerprint as f, windlass.testing as t; print(f.fingerprint(t.tiny_model('gemma2')))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == mark
 

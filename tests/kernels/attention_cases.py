@@ -3,14 +3,14 @@
 import itertools
 import random
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from windlass.core.packed import Held
+from windlass.core.attention import AttentionInput, Mass, Visibility
+from windlass.core.packed import Format, PackedStates
 from windlass.kernels import cpu, reference
-from windlass.kernels.reference import Mass, Visibility
 from windlass.positions.modes import position_mode
 
 BATCH, OBSERVED = 4, 3
@@ -71,79 +71,77 @@ def noise(case: Case, seed: int = 0) -> Callable[..., Tensor]:
     return lambda *shape: torch.randn(*shape, generator=g)
 
 
-def held(case: Case, randn: Callable[..., Tensor], width: int, has_centres: bool) -> Held:
+def held(case: Case, randn: Callable[..., Tensor], width: int, has_means: bool) -> PackedStates:
     """Random keys or values about as large as 1; scales of either sign."""
     kv_heads = case.shape[0]
     if case.bits is None:
-        return Held(randn(BATCH, kv_heads, case.slots, width).to(case.dtype), 8 * case.dtype.itemsize)
+        return PackedStates(randn(BATCH, kv_heads, case.slots, width).to(case.dtype))
     most = 2 ** (case.bits - 1)
     codes = (randn(BATCH, kv_heads, case.slots, width * case.bits // 8) * most).to(torch.int64)
     scales = (randn(BATCH, kv_heads, case.slots, 1) / most).half()
-    centres = randn(kv_heads, width) if has_centres else None
+    means = randn(kv_heads, width) if has_means else None
     if case.bits == 4:
-        return Held((codes * 37 % 256).to(torch.uint8), 4, scales, centres)
-    return Held(codes.clamp(-128, 127).to(torch.int8), 8, scales, centres)
+        return PackedStates((codes * 37 % 256).to(torch.uint8), Format.INT4, scales, means)
+    return PackedStates(codes.clamp(-128, 127).to(torch.int8), Format.INT8, scales, means)
 
 
 def positions(case: Case, seed: int = 0) -> Tensor:
     """Rows with free and reserved slots in the middle or none yet evicted; row 2 is empty."""
     g = torch.Generator().manual_seed(seed + case.slots)
-    ranked = case.shape[0] if case.is_per_head else 1
+    score_heads = case.shape[0] if case.is_per_head else 1
     if case.is_evicted:
-        drawn = [torch.randperm(2 * case.slots, generator=g)[: case.slots] for _ in range(BATCH * ranked)]
-        where = torch.stack(drawn).reshape(BATCH, ranked, case.slots)
+        drawn = [torch.randperm(2 * case.slots, generator=g)[: case.slots] for _ in range(BATCH * score_heads)]
+        where = torch.stack(drawn).reshape(BATCH, score_heads, case.slots)
         where[torch.rand(where.shape, generator=g) < 0.2] = -1
         where[0, :, case.slots // 3 : case.slots // 2] = -2
         where[1, :, case.slots // 4 : case.slots // 4 * 3] = -1  # more than one block of slots
     else:
         where = torch.arange(case.slots) + case.slots // 3
-        where = (where + case.slots + 1).where(where < case.slots, -1).repeat(BATCH, ranked, 1)
+        where = (where + case.slots + 1).where(where < case.slots, -1).repeat(BATCH, score_heads, 1)
     where[2] = -1
     return where.to(torch.int32)
 
 
-def step(case: Case, seed: int = 0) -> dict[str, object]:
-    """The arguments of `attend`; queries are a transposed view, as transformers gives them."""
+def step(case: Case, seed: int = 0) -> AttentionInput:
+    """A call of `attend`; queries are a transposed view, as transformers gives them."""
     kv_heads, group, head_dim, value_dim, pairs = case.shape
     randn, where = noise(case, seed), positions(case, seed)
     end = 2 * case.slots + 1
     queries = torch.arange(end - case.tokens, end).clamp(min=-1).repeat(BATCH, 1)
     queries[3, : (case.tokens + 1) // 2] = -1  # padding
-    reading = tables = None
+    rotary_index = tables = None
     if case.mode is not None:
         mode = position_mode(case.mode)
-        reading = mode.read(where, queries)
+        rotary_index = mode.rotary_index(where, queries)
         most_held = int((where >= 0).sum(-1).max()) + 1  # the queries' own tokens count, too
         length = mode.bound(end, most_held, case.tokens)  # no more: reading past it shows under a sanitizer
         angles = torch.arange(length)[:, None] / 10000 ** (torch.arange(pairs) / pairs)
         tables = angles.cos() * 1.1, angles.sin() * 1.1
     columns = torch.stack([torch.randperm(case.tokens + 2)[:OBSERVED] for _ in range(BATCH)])
     columns = columns.where(columns < case.tokens, -1)
-    return {
-        "queries": randn(BATCH, case.tokens, kv_heads * group, head_dim).to(case.dtype).transpose(1, 2),
-        "keys": held(case, randn, head_dim, has_centres=True),
-        "values": held(case, randn, value_dim, has_centres=False),
-        "slot_positions": where,
-        "query_positions": queries,
-        "reading": reading,
-        "tables": tables,
-        "scale": head_dim**-0.5,
-        "visibility": case.visibility,
-        "softcap": 5.0 if "softcap" in case.extras and case.tokens <= cpu.MOST_TOKENS else None,
-        "sink_logits": randn(kv_heads * group) if "sinks" in case.extras else None,
-        "log_counts": randn(*where.shape).abs() if "counts" in case.extras else None,
-        "observed": None if case.mass is None else columns,
-        "is_rest_wanted": case.mass == "rest",
-    }
-
-
-def exactly(call: dict[str, object]) -> tuple[Tensor, Mass | None]:
-    """What the reference gives in float64."""
-    keys, values = (Held(call[name].floats().double(), 64) for name in ("keys", "values"))
-    tables = call["tables"] and tuple(table.double() for table in call["tables"])
-    return reference.attend(
-        **{**call, "queries": call["queries"].double(), "keys": keys, "values": values, "tables": tables}
+    return AttentionInput(
+        queries=randn(BATCH, case.tokens, kv_heads * group, head_dim).to(case.dtype).transpose(1, 2),
+        keys=held(case, randn, head_dim, has_means=True),
+        values=held(case, randn, value_dim, has_means=False),
+        slot_positions=where,
+        query_positions=queries,
+        rotary_index=rotary_index,
+        tables=tables,
+        scale=head_dim**-0.5,
+        visibility=case.visibility,
+        softcap=5.0 if "softcap" in case.extras and case.tokens <= cpu.MAX_TOKENS else None,
+        sink_logits=randn(kv_heads * group) if "sinks" in case.extras else None,
+        log_counts=randn(*where.shape).abs() if "counts" in case.extras else None,
+        observed=None if case.mass is None else columns,
+        is_rest_wanted=case.mass == "rest",
     )
+
+
+def exactly(call: AttentionInput) -> tuple[Tensor, Mass | None]:
+    """What the reference gives in float64."""
+    keys, values = (PackedStates(states.floats().double()) for states in (call.keys, call.values))
+    tables = call.tables and tuple(table.double() for table in call.tables)
+    return reference.attend(replace(call, queries=call.queries.double(), keys=keys, values=values, tables=tables))
 
 
 def compare(ours: Tensor, truth: Tensor, tolerance: float) -> None:

@@ -22,13 +22,13 @@ import sys
 sys.modules["windlass.kernels.cpu._native"] = None  # its import fails, as where it was never built
 
 import torch, windlass
-from windlass.kernels import blocks, cpu, reference
+from windlass.kernels import cpu, reference, sdpa
 from windlass.testing import VOCABULARY, tiny_model
 
 torch.set_num_threads(1)
 plain, calls = reference.attend, []
 reference.attend = lambda *args, **options: calls.append(args) or plain(*args, **options)
-cpu.attend = blocks.attend = None
+cpu.attend = sdpa.attend = None
 model = windlass.attach(tiny_model("llama"))
 ids = torch.randint(VOCABULARY, (1, 45), generator=torch.Generator().manual_seed(0))
 for _ in range(2):

@@ -1,6 +1,7 @@
 """The reference backend against sums written out by hand, one query and one key at a time."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,11 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from windlass.core.packed import Held
-from windlass.core.rotary_index import Branch, Reading
+from windlass.core.attention import AttentionInput, Visibility
+from windlass.core.packed import PackedStates
+from windlass.core.rotary_index import RotaryBranch, RotaryIndex
+from windlass.core.rotate import rotate, unrotate
 from windlass.kernels import reference
-from windlass.kernels.reference import Visibility, attend
-from windlass.positions.rotary import rotate, unrotate
+from windlass.kernels.reference import attend
 
 BATCH, KV_HEADS, GROUP, TOKENS, SLOTS, HEAD_DIM, VALUE_DIM, PAIRS = 2, 3, 5, 4, 11, 8, 6, 3
 
@@ -35,9 +37,9 @@ def make(seed: int, tokens: int = TOKENS) -> dict[str, Tensor]:
     }
 
 
-def held(step: dict[str, Tensor]) -> dict[str, Tensor | Held]:
+def held(step: dict[str, Tensor]) -> dict[str, Tensor | PackedStates]:
     """The step as a kernel takes it."""
-    return {name: Held(t, 8 * t.itemsize) if name in ("keys", "values") else t for name, t in step.items()}
+    return {name: PackedStates(t) if name in ("keys", "values") else t for name, t in step.items()}
 
 
 def tables(length: int = 40) -> tuple[Tensor, Tensor]:
@@ -45,7 +47,7 @@ def tables(length: int = 40) -> tuple[Tensor, Tensor]:
     return angles.cos() * 1.1, angles.sin() * 1.1
 
 
-def turned(vector: Tensor, angle_row: int, table: tuple[Tensor, Tensor]) -> list[float]:
+def rotated(vector: Tensor, angle_row: int, table: tuple[Tensor, Tensor]) -> list[float]:
     out = vector.tolist()
     for i in range(PAIRS):
         a, b = out[i], out[i + PAIRS]
@@ -56,7 +58,7 @@ def turned(vector: Tensor, angle_row: int, table: tuple[Tensor, Tensor]) -> list
 
 def by_hand(
     step: dict[str, Tensor],
-    reading: Reading | None,
+    index: RotaryIndex | None,
     scale: float,
     visibility: Visibility,
     softcap: float | None,
@@ -82,10 +84,10 @@ def by_hand(
                     if visibility.reach is not None and d >= visibility.reach and position >= visibility.sinks:
                         continue
                     q, k = step["queries"][b, head, t].tolist(), step["keys"][b, kv, s].tolist()
-                    if reading is not None:
-                        branch = reading.near if reading.far is None or d < reading.near_window else reading.far
-                        q = turned(step["queries"][b, head, t], int(branch.queries[b, kv, t]), tables())
-                        k = turned(step["keys"][b, kv, s], int(branch.keys[b, kv, s]), tables())
+                    if index is not None:
+                        branch = index.near if index.far is None or d < index.near_window else index.far
+                        q = rotated(step["queries"][b, head, t], int(branch.queries[b, kv, t]), tables())
+                        k = rotated(step["keys"][b, kv, s], int(branch.keys[b, kv, s]), tables())
                     logit = scale * sum(x * y for x, y in zip(q, k, strict=True))
                     logits[s] = logit if softcap is None else softcap * math.tanh(logit / softcap)
                 divisor = sum(math.exp(x) for x in logits.values())
@@ -97,18 +99,18 @@ def by_hand(
     return out, mass
 
 
-def readings() -> dict[str, Reading | None]:
+def indexes() -> dict[str, RotaryIndex | None]:
     g = torch.Generator().manual_seed(1)
     q = torch.randint(40, (BATCH, KV_HEADS, TOKENS), generator=g)
     k = torch.randint(40, (BATCH, KV_HEADS, SLOTS), generator=g)
     return {
         "not rotated": None,
-        "one branch": Reading(Branch(q, k)),
-        "near and far": Reading(Branch(q, k), Branch(q.flip(-1), k.flip(-1)), 6),
+        "one branch": RotaryIndex(RotaryBranch(q, k)),
+        "near and far": RotaryIndex(RotaryBranch(q, k), RotaryBranch(q.flip(-1), k.flip(-1)), 6),
     }
 
 
-@pytest.mark.parametrize("reading", readings())
+@pytest.mark.parametrize("index", indexes())
 @pytest.mark.parametrize(
     "visibility",
     [Visibility(), Visibility(sliding_window=7), Visibility(reach=4, sinks=9), Visibility(9, 5, 13)],
@@ -116,9 +118,9 @@ def readings() -> dict[str, Reading | None]:
 )
 @pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (0.7, False), (None, True)])
 def test_attend_equals_loops(
-    reading: str, visibility: Visibility, softcap: float | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    index: str, visibility: Visibility, softcap: float | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step, where = make(2), readings()[reading]
+    step, where = make(2), indexes()[index]
     sinks = torch.linspace(-1, 2, KV_HEADS * GROUP, dtype=torch.float64) if has_sinks else None
     observed = torch.tensor([[3, 1], [2, -1]])
     options = {"scale": 0.4, "visibility": visibility, "softcap": softcap, "sink_logits": sinks}
@@ -126,9 +128,10 @@ def test_attend_equals_loops(
     for block in (None, 1):  # all queries at once, and one block a query
         if block is not None:
             monkeypatch.setattr(reference, "SCORE_BYTES", block)
-        out, seen = attend(
-            **held(step), reading=where, tables=tables(), observed=observed, is_rest_wanted=True, **options
+        call = AttentionInput(
+            **held(step), rotary_index=where, tables=tables(), observed=observed, is_rest_wanted=True, **options
         )
+        out, seen = attend(call)
         torch.testing.assert_close(out, truth, atol=1e-12, rtol=0)
         assert seen is not None
         assert seen.rest is not None
@@ -143,7 +146,7 @@ def test_a_query_that_sees_nothing_gives_zeros_not_nan() -> None:
     step = make(3)
     step["values"][0, 0, 4] = torch.inf  # a free slot may hold anything finite; even so it is not read
     step["values"][0, 0, 4] = 1e30
-    out, _ = attend(**held(step), reading=None, tables=None, scale=1.0, visibility=Visibility())
+    out, _ = attend(AttentionInput(**held(step), rotary_index=None, tables=None, scale=1.0, visibility=Visibility()))
     assert out[1, :, -1].eq(0).all()
     assert out.isfinite().all()
     assert out.abs().max() < 10
@@ -159,9 +162,9 @@ def test_low_precision_stays_near_float64(dtype: torch.dtype, tolerance: float, 
         "slot_positions": torch.arange(slots, dtype=torch.int32).expand(2, 1, -1),
         "query_positions": torch.arange(slots - 1, slots + 2).expand(2, -1),
     }
-    call = {"reading": None, "tables": None, "scale": 0.35, "visibility": Visibility(), **positions}
-    ours, _ = attend(**held(low), **call)
-    truth, _ = attend(**held({name: tensor.double() for name, tensor in low.items()}), **call)
+    call = {"rotary_index": None, "tables": None, "scale": 0.35, "visibility": Visibility(), **positions}
+    ours, _ = attend(AttentionInput(**held(low), **call))
+    truth, _ = attend(AttentionInput(**held({name: tensor.double() for name, tensor in low.items()}), **call))
     assert ours.dtype == dtype
     assert (ours.double() - truth).norm() / truth.norm() <= tolerance
 
@@ -176,3 +179,10 @@ def test_unrotate_undoes_rotate_and_products_depend_on_the_distance_alone(a: int
     near = rotate(q, cos[a], sin[a]) @ rotate(k, cos[b], sin[b])
     far = rotate(q, cos[a + 40], sin[a + 40]) @ rotate(k, cos[b + 40], sin[b + 40])
     torch.testing.assert_close(near, far)
+
+
+def test_the_shapes_of_a_call_are_checked_against_one_another() -> None:
+    call = AttentionInput(**held(make(4)), rotary_index=None, tables=None, scale=1.0, visibility=Visibility())
+    for name, tensor in (("query_positions", call.query_positions[:1]), ("queries", call.queries[:, :, 1:])):
+        with pytest.raises(TypeError):
+            replace(call, **{name: tensor})

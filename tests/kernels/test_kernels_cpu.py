@@ -8,11 +8,10 @@ import torch
 
 from tests.kernels.attention_cases import BATCH, TOLERANCE, Case, compare, exactly, step, table
 from windlass import kernels
-from windlass.core.packed import Held
-from windlass.kernels import cpu, reference
-from windlass.kernels import sdpa as blocks
-from windlass.kernels.reference import Visibility
-from windlass.positions.rotary import rotate
+from windlass.core.attention import EvictionInput, Visibility
+from windlass.core.packed import PackedStates
+from windlass.core.rotate import rotate
+from windlass.kernels import cpu, reference, sdpa
 
 # Every test here runs compiled code, of which there is none where no compiler was found at installation.
 if not cpu.instruction_sets():
@@ -35,11 +34,11 @@ def _threads() -> Iterator[None]:
 @pytest.mark.parametrize("case", [*table()], ids=lambda case: " ".join(str(x) for x in vars(case).values()))
 @pytest.mark.usefixtures("instruction_set")
 def test_attend_equals_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "MASK_BYTES", 2**16)  # so that a chunk takes several blocks
-    monkeypatch.setattr(blocks, "SCORE_BYTES", 2**18)
+    monkeypatch.setattr(sdpa, "MASK_BYTES", 2**16)  # so that a chunk takes several blocks
+    monkeypatch.setattr(sdpa, "SCORE_BYTES", 2**18)
     call = step(case)
-    kernel = cpu.attend if case.tokens <= cpu.MOST_TOKENS else blocks.attend
-    ours, mass = kernel(**call)
+    kernel = cpu.attend if case.tokens <= cpu.MAX_TOKENS else sdpa.attend
+    ours, mass = kernel(call)
     truth, expected = exactly(call)
     assert ours.dtype == case.dtype
     compare(ours, truth, TOLERANCE[case.dtype])
@@ -55,14 +54,14 @@ def test_attend_equals_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.usefixtures("instruction_set")
-def test_turned_equals_rotate(shape: tuple[int, ...], bits: int | None, dtype: torch.dtype) -> None:
+def test_rotated_equals_rotate(shape: tuple[int, ...], bits: int | None, dtype: torch.dtype) -> None:
     case = Case(shape, dtype, bits, slots=301)
     call, used = step(case), 299
-    keys, (cos, sin), places = call["keys"], call["tables"], call["reading"].near.keys
+    keys, (cos, sin), places = call.keys, call.tables, call.rotary_index.near.keys
     floats = keys.floats().double()[:, :, :used]
     angles = cos[places].double()[:, :, :used], sin[places].double()[:, :, :used]
-    compare(cpu.turned(keys, places, (cos, sin), used, dtype), rotate(floats, *angles), TOLERANCE[dtype])
-    compare(cpu.turned(keys, None, None, used, torch.float32), floats, TOLERANCE[torch.float32])
+    compare(cpu.rotated(keys, places, (cos, sin), used, dtype), rotate(floats, *angles), TOLERANCE[dtype])
+    compare(cpu.rotated(keys, None, None, used, torch.float32), floats, TOLERANCE[torch.float32])
 
 
 STEADY = [
@@ -79,13 +78,13 @@ def test_any_number_of_threads_gives_the_same_bits(case: Case) -> None:
     order = torch.rand(BATCH, 3, 9001), torch.randperm(BATCH * 3 * 9001).view(BATCH, 3, 9001).int(), torch.arange(BATCH)
     for threads in (1, 2, 3):
         torch.set_num_threads(1)
-        cpu.attend(**step(case, seed=1))  # so that nothing of the same result is left in the scratch space
+        cpu.attend(step(case, seed=1))  # so that nothing of the same result is left in the scratch space
         torch.set_num_threads(threads)
-        out, mass = cpu.attend(**call)
-        near = call["reading"].near.keys
-        turned = cpu.turned(call["keys"], near, call["tables"], case.slots, case.dtype)
-        lowest = cpu.lowest(*order, 4, 7, None, 2000)
-        seen.append((out, mass.rows, mass.rest, turned, lowest, cpu.text_order(order[1])))
+        out, mass = cpu.attend(call)
+        near = call.rotary_index.near.keys
+        rotated = cpu.rotated(call.keys, near, call.tables, case.slots, case.dtype)
+        lowest = cpu.lowest(EvictionInput(*order, 4, 7, None, 2000))
+        seen.append((out, mass.rows, mass.rest, rotated, lowest, cpu.argsort_positions(order[1])))
     for other in seen[1:]:
         assert all(a.equal(b) for a, b in zip(seen[0], other, strict=True))
 
@@ -94,13 +93,13 @@ def test_any_number_of_threads_gives_the_same_bits(case: Case) -> None:
 @pytest.mark.usefixtures("instruction_set")
 def test_what_an_earlier_call_left_in_the_scratch_space_is_never_read(case: Case) -> None:
     call = step(case)
-    before, mass = cpu.attend(**call)
+    before, mass = cpu.attend(call)
     for poison in (torch.nan, 3e4):
         spoilt = step(replace(case, bits=None, dtype=torch.float32, slots=3 * case.slots))
-        for tensor in (spoilt["queries"], spoilt["keys"].codes, spoilt["values"].codes):
+        for tensor in (spoilt.queries, spoilt.keys.data, spoilt.values.data):
             tensor.fill_(poison)
-        cpu.attend(**spoilt)
-        after, again = cpu.attend(**call)
+        cpu.attend(spoilt)
+        after, again = cpu.attend(call)
         assert after.equal(before)
         assert again.rows.equal(mass.rows)
         assert again.rest.equal(mass.rest)
@@ -109,22 +108,22 @@ def test_what_an_earlier_call_left_in_the_scratch_space_is_never_read(case: Case
 @pytest.mark.usefixtures("instruction_set")
 def test_queries_may_have_any_strides() -> None:
     call = step(Case(dtype=torch.bfloat16))
-    truth, _ = cpu.attend(**call)
-    queries = call["queries"]
+    truth, _ = cpu.attend(call)
+    queries = call.queries
     spread = torch.empty(*queries.shape, 2, dtype=queries.dtype)[..., 1].copy_(queries)
     for same in (queries.contiguous(), queries.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0), spread):
-        assert cpu.attend(**{**call, "queries": same})[0].equal(truth)
+        assert cpu.attend(replace(call, queries=same))[0].equal(truth)
 
 
 @pytest.mark.parametrize("case", [Case(), Case(tokens=40), Case(tokens=40, extras=("softcap",))], ids=str)
 def test_float64_and_what_no_kernel_knows_goes_to_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     call = step(case)
     if case.extras:
-        call["softcap"] = 5.0
+        call = replace(call, softcap=5.0)
     else:
-        call.update(queries=call["queries"].double(), tables=tuple(table.double() for table in call["tables"]))
-    if case.tokens <= cpu.MOST_TOKENS:
-        call.update({name: Held(call[name].codes.double(), 64) for name in ("keys", "values")})
-    for module in (cpu, blocks):
+        call = replace(call, queries=call.queries.double(), tables=tuple(table.double() for table in call.tables))
+    if case.tokens <= cpu.MAX_TOKENS:
+        call = replace(call, keys=PackedStates(call.keys.data.double()), values=PackedStates(call.values.data.double()))
+    for module in (cpu, sdpa):
         monkeypatch.setattr(module, "attend", lambda *_, **__: pytest.fail("not the reference"))
-    assert kernels.attend(**call)[0].equal(reference.attend(**call)[0])
+    assert kernels.attend(call)[0].equal(reference.attend(call)[0])

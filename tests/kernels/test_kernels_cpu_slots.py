@@ -6,6 +6,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from windlass.core.attention import EvictionInput
 from windlass.kernels import cpu, reference
 from windlass.kernels.ranking import total_order
 
@@ -13,14 +14,16 @@ from windlass.kernels.ranking import total_order
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
 
-MOST = torch.finfo(torch.float32).max
+FLOAT32_MAX = torch.finfo(torch.float32).max
 SLOTS = st.integers(1, 33)
-SCORES = st.floats(width=32) | st.sampled_from([torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, MOST, -MOST])
+SCORES = st.floats(width=32) | st.sampled_from(
+    [torch.nan, torch.inf, -torch.inf, 0.0, -0.0, 1.0, FLOAT32_MAX, -FLOAT32_MAX]
+)
 
 
 @st.composite
-def ranked_slots(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores and positions (batch 2, ranked 3, slots), and one past each row's newest token."""
+def scored_slots(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
+    """Scores and positions (batch 2, score_heads 3, slots), and one past each row's newest token."""
     slots = draw(SLOTS)
     many = {"min_size": 6 * slots, "max_size": 6 * slots}
     score = torch.tensor(draw(st.lists(SCORES, **many)))
@@ -30,36 +33,38 @@ def ranked_slots(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
     return score.reshape(2, 3, slots), where.int(), where.flatten(1).amax(1).clamp(min=-1) + 1
 
 
-@given(ranked_slots(), st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(1, 40), st.integers(0, 10**6))
+@given(scored_slots(), st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(1, 40), st.integers(0, 10**6))
 @settings(max_examples=300, deadline=None)
 def test_lowest_takes_the_first_of_the_total_order(
     step: tuple[Tensor, Tensor, Tensor], sinks: int, window: int, sliding_window: int | None, count: int
 ) -> None:
-    order = total_order(*step, sinks, window, sliding_window)
-    count %= order.shape[-1] + 1
-    chosen = cpu.lowest(*step, sinks, window, sliding_window, count)
+    count %= step[0].shape[-1] + 1
+    call = EvictionInput(*step, sinks, window, sliding_window, count)
+    order, chosen = total_order(call), cpu.lowest(call)
     assert chosen.sort(-1).values.diff(dim=-1).ne(0).all()
     assert order.gather(-1, chosen).sort(-1).values.equal(order.sort(-1).values[..., :count])
 
 
-@given(ranked_slots(), st.integers(0, 10**6))
+@given(scored_slots(), st.integers(0, 10**6))
 @example((torch.zeros(2, 3, 2), torch.tensor([[[-2, -1]] * 3, [[5, -2]] * 3]).int(), torch.tensor([0, 6])), 2)
 @settings(max_examples=200, deadline=None)
-def test_first_free_and_text_order_equal_the_reference(step: tuple[Tensor, Tensor, Tensor], count: int) -> None:
+def test_first_free_and_argsort_positions_equal_the_reference(step: tuple[Tensor, Tensor, Tensor], count: int) -> None:
     where, count = step[1], count % (step[1].shape[-1] + 1)
     assert cpu.first_free(where, count).equal(reference.first_free(where, count))
-    ours, truth = (where.clamp(min=-1).gather(-1, kernel(where)) for kernel in (cpu.text_order, reference.text_order))
+    ours, truth = (
+        where.clamp(min=-1).gather(-1, kernel(where)) for kernel in (cpu.argsort_positions, reference.argsort_positions)
+    )
     assert ours.equal(truth)
-    assert cpu.text_order(where).sort(-1).values.equal(torch.arange(where.shape[-1]).expand_as(where))
+    assert cpu.argsort_positions(where).sort(-1).values.equal(torch.arange(where.shape[-1]).expand_as(where))
 
 
-@pytest.mark.parametrize("ranked", [1, 3])
+@pytest.mark.parametrize("score_heads", [1, 3])
 @pytest.mark.parametrize("part", [(torch.float32, 7), (torch.bfloat16, 8), (torch.uint8, 5), (torch.half, 1)], ids=str)
-def test_write_equals_the_reference(ranked: int, part: tuple[torch.dtype, int]) -> None:
+def test_write_equals_the_reference(score_heads: int, part: tuple[torch.dtype, int]) -> None:
     dtype, width = part
     ours = (torch.randn(2, 3, 11, width) * 50).to(dtype)
     truth = ours.clone()
-    index = torch.stack([torch.randperm(11)[:4] for _ in range(2 * ranked)]).reshape(2, ranked, 4)
+    index = torch.stack([torch.randperm(11)[:4] for _ in range(2 * score_heads)]).reshape(2, score_heads, 4)
     for new in (torch.randn(2, 4, 3, width).transpose(1, 2) * 50, torch.ones(2, 3, 4, 1).expand(2, 3, 4, width)):
         new = new.to(dtype) if dtype == torch.uint8 else new
         cpu.write(ours, index.flip(0), new)

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 
 from tests.kernels.attention_cases import BATCH, TOLERANCE, Case, compare, exactly, noise, step, table
 from windlass import KVCache, kernels
-from windlass.core.packed import Held
+from windlass.core.attention import AttentionInput, Mass, Visibility
+from windlass.core.packed import PackedStates
 from windlass.kernels import reference
-from windlass.kernels.reference import Mass, Visibility
 from windlass.policies import NAMES
 
 if importlib.util.find_spec("triton") is None:
@@ -58,8 +58,8 @@ def plans(monkeypatch: pytest.MonkeyPatch, rows: int, block: int, multiprocessor
     monkeypatch.setattr(plan, "multiprocessors", lambda _: multiprocessors)
 
 
-def on(device: str, call: dict[str, object]) -> dict[str, object]:
-    """The arguments of `attend`, there."""
+def on(device: str, call: AttentionInput) -> AttentionInput:
+    """The same call, with its tensors there."""
 
     def moved(value: object) -> object:
         if isinstance(value, Tensor):
@@ -70,7 +70,7 @@ def on(device: str, call: dict[str, object]) -> dict[str, object]:
             return dataclasses.replace(value, **{name: moved(part) for name, part in vars(value).items()})
         return value
 
-    return {name: moved(value) for name, value in call.items()}
+    return moved(call)
 
 
 def check(ours: tuple[Tensor, Mass | None], truth: tuple[Tensor, Mass | None], dtype: torch.dtype) -> None:
@@ -94,7 +94,7 @@ def test_attend_equals_the_reference(case: Case, device: str, monkeypatch: pytes
         large = 256 if case.slots > 100 else 32
         plans(monkeypatch, 128 if rows > 64 else 64, large, 24 if case.tokens == 1 else 1)
     call = step(case)
-    check(triton.attend(**on(device, call)), exactly(call), case.dtype)
+    check(triton.attend(on(device, call)), exactly(call), case.dtype)
 
 
 SPLIT = [
@@ -112,7 +112,7 @@ def test_slots_may_be_read_in_any_number_of_parts(case: Case, device: str, monke
     truth = exactly(call)
     for multiprocessors in (14, 1000):
         plans(monkeypatch, 32, 32, multiprocessors)
-        check(triton.attend(**on(device, call)), truth, case.dtype)
+        check(triton.attend(on(device, call)), truth, case.dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -120,27 +120,29 @@ def test_slots_may_be_read_in_any_number_of_parts(case: Case, device: str, monke
 def test_queries_may_have_any_strides(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans(monkeypatch, 32, 64, 1)
     call = on(device, step(Case(tokens=2)))
-    truth, _ = triton.attend(**call)
-    queries = call["queries"]
+    truth, _ = triton.attend(call)
+    queries = call.queries
     spread = torch.empty(*queries.shape, 2, dtype=queries.dtype, device=device)[..., 1].copy_(queries)
     for same in (queries.contiguous(), queries.permute(3, 2, 0, 1).contiguous().permute(2, 3, 1, 0), spread):
-        assert triton.attend(**{**call, "queries": same})[0].equal(truth)
+        assert triton.attend(dataclasses.replace(call, queries=same))[0].equal(truth)
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("bits", [8, 4])
 @pytest.mark.usefixtures("_interpreter")
-def test_slots_held_exactly_are_read_so(bits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slots_at_full_precision_are_read_so(bits: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans(monkeypatch, 16, 64, 1)
     case = Case(bits=bits, tokens=3, slots=70)
     call, randn = step(case), noise(case, seed=1)
-    places = torch.full((BATCH, case.shape[0], case.slots), -1, dtype=torch.int32)
-    for place, slot in enumerate((3, 20, 21, 66)):
-        places[:, :, slot] = 3 - place
+    ring_index = torch.full((BATCH, case.shape[0], case.slots), -1, dtype=torch.int32)
+    for entry, slot in enumerate((3, 20, 21, 66)):
+        ring_index[:, :, slot] = 3 - entry
     for name in ("keys", "values"):
-        exact = randn(BATCH, case.shape[0], 5, call[name].channels)
-        call[name] = dataclasses.replace(call[name], exact=exact, places=places)
-    check(triton.attend(**on(device, call)), exactly(call), case.dtype)
+        states = getattr(call, name)
+        ring = randn(BATCH, case.shape[0], 5, states.channels)
+        states = dataclasses.replace(states, full_precision=ring, ring_index=ring_index)
+        call = dataclasses.replace(call, **{name: states})
+    check(triton.attend(on(device, call)), exactly(call), case.dtype)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -149,8 +151,8 @@ def test_slots_held_exactly_are_read_so(bits: int, device: str, monkeypatch: pyt
 def test_tables_of_any_float_type_are_read(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans(monkeypatch, 32, 64, 1)
     call = step(Case((3, 2, 40, 24, 10), tokens=2))
-    call["tables"] = tuple(table.to(dtype) for table in call["tables"])
-    check(triton.attend(**on(device, call)), exactly(call), torch.float32)
+    call = dataclasses.replace(call, tables=tuple(table.to(dtype) for table in call.tables))
+    check(triton.attend(on(device, call)), exactly(call), torch.float32)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -163,27 +165,28 @@ def test_what_lies_in_free_slots_and_beyond_the_last_is_never_read(
     case = Case(slots=75, tokens=tokens, mass="rest")
     call = step(case)
     truth = exactly(call)
-    where = call["slot_positions"]
+    where = call.slot_positions
     for name in ("keys", "values"):
-        held = call[name].codes.masked_fill((where < 0)[..., None], torch.nan)
+        held = getattr(call, name).data.masked_fill((where < 0)[..., None], torch.nan)
         beyond = torch.full((held.shape[0] + 1, *held.shape[1:]), torch.nan)
         beyond[:-1] = held
-        call[name] = Held(beyond[:-1], call[name].bits)
+        call = dataclasses.replace(call, **{name: PackedStates(beyond[:-1])})
     beyond = torch.full((BATCH + 1, *where.shape[1:]), 0, dtype=torch.int32)
     beyond[:-1] = where
-    call["slot_positions"] = beyond[:-1]
-    cos, sin = call["tables"]
-    call["tables"] = tuple(torch.cat((table, torch.full((200, 3), torch.nan)))[: len(table)] for table in (cos, sin))
-    check(triton.attend(**on(device, call)), truth, case.dtype)
+    call = dataclasses.replace(call, slot_positions=beyond[:-1])
+    cos, sin = call.tables
+    tables = tuple(torch.cat((table, torch.full((200, 3), torch.nan)))[: len(table)] for table in (cos, sin))
+    call = dataclasses.replace(call, tables=tables)
+    check(triton.attend(on(device, call)), truth, case.dtype)
 
 
 def test_a_type_that_no_kernel_knows_is_refused() -> None:
     call = step(Case())
-    queries, keys, values = call["queries"], call["keys"], call["values"]
+    queries, keys, values = call.queries, call.keys, call.values
     assert triton.can_read(queries, keys, values)
     assert not triton.can_read(queries.double(), keys, values)
-    assert not triton.can_read(queries, Held(keys.codes.double(), 64), values)
-    assert not triton.can_read(queries, keys, Held(torch.zeros(BATCH, 3, 63, 300), 32))
+    assert not triton.can_read(queries, PackedStates(keys.data.double()), values)
+    assert not triton.can_read(queries, keys, PackedStates(torch.zeros(BATCH, 3, 63, 300)))
 
 
 def test_parts_of_the_slots_fill_the_multiprocessors_but_once() -> None:
@@ -192,13 +195,13 @@ def test_parts_of_the_slots_fill_the_multiprocessors_but_once() -> None:
         count, each = plan.splits(programs, slots, decode, device)
         assert (count - 1) * each < slots <= count * each
         assert each % decode.block == 0
-        assert count == 1 or programs * count <= decode.programs * plan.MULTIPROCESSORS
+        assert count == 1 or programs * count <= decode.programs * plan.DEFAULT_MULTIPROCESSORS
     assert plan.splits(128, 4608, plan.attend_plan(2048, 128, 2, 16), device)[0] == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are run")
 def test_kernels_compile_for_a_gpu_without_spills(tmp_path: Path) -> None:
-    names = "decode 128 plain original mass", "prefill 64 int4 self_extend(8, 512)", "typicality 128 int4", "evict"
+    names = "decode 128 plain original mass", "prefill 64 int4 self_extend(8, 512)", "mean_key_cosine 128 int4", "evict"
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": "benchmarks"}
     root = Path(__file__).parents[2]
     told = subprocess.run(
@@ -235,11 +238,11 @@ def test_tables_of_another_type_are_the_float32_ones_rounded(attached_model: Cal
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float64])
 def test_on_a_gpu_triton_serves_what_it_knows(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     call = on("cuda", step(Case(dtype=torch.float16)))
-    call["queries"] = call["queries"].to(dtype)
+    call = dataclasses.replace(call, queries=call.queries.to(dtype))
     other = triton if dtype == torch.float64 else reference
     monkeypatch.setattr(other, "attend", lambda *_, **__: pytest.fail("not the one"))
-    assert kernels.attend(**call)[0].dtype == dtype
-    assert kernels.table_dtype(call["queries"]) == (torch.float32 if dtype == torch.float64 else dtype)
+    assert kernels.attend(call)[0].dtype == dtype
+    assert kernels.table_dtype(call.queries) == (torch.float32 if dtype == torch.float64 else dtype)
 
 
 WHOLE = [

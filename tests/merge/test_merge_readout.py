@@ -1,4 +1,4 @@
-"""Frames and reads: what a query gets from cells, against lists of the tokens that they stand for."""
+"""What a query gets from merged tokens, against lists of the tokens that they stand for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,16 +10,16 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass import KVCache, UsageError
-from windlass.cache.layer import LayerCache
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.shapes import Scores
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.evals.speed.rotated import RotatedStorage
 from windlass.merge import merge_of
-from windlass.policies import H2O, Observation, Policy, Recent, Slots
+from windlass.policies import Needs, Observation, Policy, Recent, Slots
 from windlass.positions.modes import Clamp, Original, PositionMode, SelfExtend
 from windlass.positions.rotary import Rotary
-from windlass.stores.base import Plain, Store
+from windlass.stores.base import Store
 from windlass.stores.low_bit import Int8
+from windlass.stores.plain import Plain
 
 Models = Callable[[str], PreTrainedModel]
 Text = Callable[..., Tensor]
@@ -30,7 +30,7 @@ HEADS, GROUP, KEY_DIM, VALUE_DIM, TOKENS, BUDGET, SINKS, WINDOW, SCALE = 3, 5, 1
 class Third(Policy):
     """Keeps every third token, each head others; remembers the last mass that it was shown."""
 
-    state = ("mass",)
+    needs = Needs(state=("mass",))
     observed_queries = 1
 
     def observe(self, slots: Slots, seen: Observation) -> None:
@@ -49,7 +49,7 @@ class Told:
     values: Tensor
     query: Tensor
     out: Tensor
-    layer: LayerCache
+    layer: SlotLayer
     cells: list[dict[int, list[int]]]  # per row and head: the places of the members of the cell at a place
 
 
@@ -57,7 +57,7 @@ def told(merge: str, rotary: Rotary | None, mode: PositionMode, store: Store, ch
     """40 tokens in steps of `chunk`, then one more query; which token went where, by lists."""
     g = torch.Generator().manual_seed(3)
     rule = merge_of(merge)
-    layer = LayerCache(0, Limits(BUDGET, SINKS, WINDOW, chunk, 0), Third(), rotary, store, rule)
+    layer = SlotLayer(0, Limits(BUDGET, SINKS, WINDOW, chunk, 0), Third(), rotary, store, rule)
     keys = torch.randn(2, HEADS, TOKENS, KEY_DIM, generator=g)
     values = torch.randn(2, HEADS, TOKENS, VALUE_DIM, generator=g)
     cells: list[dict[int, list[int]]] = [{} for _ in range(2 * HEADS)]
@@ -88,12 +88,10 @@ def told(merge: str, rotary: Rotary | None, mode: PositionMode, store: Store, ch
     return Told(keys, values, query.double(), out, layer, cells)
 
 
-def turned(states: Tensor, angles: Tensor, strength: Tensor | float = 1.0) -> Tensor:
-    """Channel pairs (i, i + n) as complex numbers, times exp(i angle) and `strength`."""
+def turned(states: Tensor, angles: Tensor) -> Tensor:
+    """Channel pairs (i, i + n) as complex numbers, times exp(i angle)."""
     n = len(angles)
-    pairs = (
-        torch.complex(states[..., :n], states[..., n : 2 * n]) * torch.polar(torch.ones(n).double(), angles) * strength
-    )
+    pairs = torch.complex(states[..., :n], states[..., n : 2 * n]) * torch.polar(torch.ones(n).double(), angles)
     return torch.cat((pairs.real, pairs.imag, states[..., 2 * n :]), -1)
 
 
@@ -108,22 +106,10 @@ def expected(
         mass, held = dict.fromkeys(run.cells[i], 0.0), {}
         for at, members in run.cells[i].items():
             n, ks = len(members), run.keys[row, head, members]
-            if rule.frame == "rotated":
-                turns = [turned(k, speeds * (p - at)) for k, p in zip(ks, members, strict=True)]
-                read = [turned(torch.stack(turns).mean(0), speeds * read_at(at))]
-            elif rule.read == "damped":
-                places = torch.tensor(members).double()
-                soft = (-speeds.square() * places.var(correction=0) / 2).exp().clamp(min=1e-3)
-                read = [turned(ks.mean(0), speeds * places.mean(), soft)]
-            elif rule.read == "anchors" and n > 1:
-                three = min(members), (min(members) + max(members)) // 2, max(members)
-                read = [turned(ks.mean(0), speeds * read_at(p)) for p in three]
-            else:
-                read = [turned(ks.mean(0), speeds * read_at(at))]
-            held[at] = torch.stack(read), (n if rule.is_counted else 1) / len(read)
+            held[at] = turned(ks.mean(0), speeds * read_at(at)), n if rule.is_counted else 1
         for q in range(head * GROUP, (head + 1) * GROUP):
             query = turned(run.query[row, q, 0], speeds * read_at(TOKENS))
-            weights = {at: share * float((SCALE * ks @ query).exp().sum()) for at, (ks, share) in held.items()}
+            weights = {at: share * float((SCALE * key @ query).exp()) for at, (key, share) in held.items()}
             total = sum(weights.values())
             for at, members in run.cells[i].items():
                 mass[at] += weights[at] / total
@@ -141,23 +127,15 @@ def check(run: Told, merge: str, speeds: Tensor, read_at: Callable[[int], float]
         there = run.layer.positions[row, head].tolist()
         for slot, at in enumerate(there):
             if at >= 0:
-                assert abs(float(run.layer.state["mass"][row, head, slot]) - masses[i][at]) < 5 * tolerance
+                assert abs(float(run.layer.table.state["mass"][row, head, slot]) - masses[i][at]) < 5 * tolerance
 
 
-RULES = [
-    "mean_count(next)",
-    "mean_count(next, rotated)",
-    "mean_count(next, damped)",
-    "mean_count(next, anchors)",
-    "mean(next, rotated)",
-    "mean(next, damped)",
-    "mean(next, anchors)",
-]
+RULES = ["mean_count(next)", "mean(next)"]
 
 
 @pytest.mark.parametrize("chunk", [3, TOKENS])
 @pytest.mark.parametrize("merge", RULES)
-def test_a_query_reads_the_members_of_every_cell(attached_model: Models, merge: str, chunk: int) -> None:
+def test_a_query_reads_all_merged_tokens(attached_model: Models, merge: str, chunk: int) -> None:
     rotary = KVCache(attached_model("llama")).layers[0].rotary
     assert rotary is not None
     cos, sin = (table[1].double() for table in rotary.tables(2, torch.device("cpu")))
@@ -165,9 +143,8 @@ def test_a_query_reads_the_members_of_every_cell(attached_model: Models, merge: 
 
 
 @pytest.mark.parametrize("merge", RULES)
-def test_where_nothing_turns_all_frames_and_reads_are_one(merge: str) -> None:
-    rule = f"{merge.split('(')[0]}(next)"
-    check(told(merge, None, Original(), Plain(), 7), rule, torch.zeros(4).double(), float, 1e-5)
+def test_a_layer_without_rotation_reads_them_too(merge: str) -> None:
+    check(told(merge, None, Original(), Plain(), 7), merge, torch.zeros(4).double(), float, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -178,19 +155,19 @@ def test_where_nothing_turns_all_frames_and_reads_are_one(merge: str) -> None:
     ],
     ids=["self_extend", "clamp"],
 )
-def test_every_anchor_is_read_where_the_mode_has_it(
+def test_merged_tokens_are_read_where_the_mode_has_them(
     attached_model: Models, mode: PositionMode, read_at: Callable[[int], float]
 ) -> None:
     rotary = KVCache(attached_model("llama")).layers[0].rotary
     assert rotary is not None
     cos, sin = (table[1].double() for table in rotary.tables(2, torch.device("cpu")))
     at = (lambda p: TOKENS // 4 + 6 if p == TOKENS else read_at(p)) if isinstance(mode, SelfExtend) else read_at
-    merge = "mean_count(next, anchors)"
+    merge = "mean_count(next)"
     check(told(merge, rotary, mode, Plain(), 7), merge, torch.atan2(sin, cos), at, 1e-4)
 
 
-@pytest.mark.parametrize("merge", ["mean_count(next, rotated)", "mean_count(next, anchors)"])
-def test_low_bit_cells_are_read_alike(attached_model: Models, merge: str) -> None:
+@pytest.mark.parametrize("merge", RULES)
+def test_low_bit_merged_tokens_are_read_alike(attached_model: Models, merge: str) -> None:
     rotary = KVCache(attached_model("llama")).layers[0].rotary
     assert rotary is not None
     cos, sin = (table[1].double() for table in rotary.tables(2, torch.device("cpu")))
@@ -202,25 +179,8 @@ def read(model: PreTrainedModel, cache: KVCache, ids: Tensor, size: int) -> Tens
         return torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split(size, 1)], 1)
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_yarn", "gemma2", "smollm3"])
-@pytest.mark.parametrize("rule", ["mean_count", "mean", "sum", "pick", "keepkv(threshold=-1)"])
-def test_the_rotated_frame_is_what_a_rotated_cache_averages(
-    attached_model: Models, text: Text, family: str, rule: str
-) -> None:
-    """Two ways to the same numbers: keys are turned as they join, or were turned before they were stored."""
-    model, ids = attached_model(family), text(60)
-    ours = f"{rule.removesuffix(')')}{', ' if '(' in rule else '('}next, rotated)"
-    theirs = f"{rule.removesuffix(')')}{', ' if '(' in rule else '('}next)"
-    options = {"budget": 20, "policy": H2O(), "window": 5}
-    cache, twin = KVCache(model, merge=ours, **options), RotatedStorage(model, merge=theirs, **options)
-    here, there = (read(model, each, ids, 15) for each in (cache, twin))
-    torch.testing.assert_close(here, there, atol=2e-4, rtol=0)
-    unrotated = KVCache(model, merge=theirs, **options)
-    assert (read(model, unrotated, ids, 15) - there).abs().max() > 1e-2
-
-
 def test_merging_shows_all_that_was_not_yet_merged(attached_model: Models, text: Text) -> None:
-    """Recent hides what it would have evicted; where that lives on in cells there is nothing to hide."""
+    """Recent hides what it would have evicted; where that was merged there is nothing to hide."""
     model, ids = attached_model("llama"), text(50)
     full = read(model, KVCache(model), ids, 50)
     once = read(model, KVCache(model, budget=20, policy=Recent(), merge="mean_count(next)"), ids, 50)
@@ -230,24 +190,11 @@ def test_merging_shows_all_that_was_not_yet_merged(attached_model: Models, text:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"merge": "mean_count(anchors)", "positions": "compact"},
-            'with positions "compact": ranks count slots',
-        ),
-        ({"merge": "mean_count(damped)", "positions": "self_extend"}, 'must be "original", not "self_extend'),
-        ({"merge": "mean_count(damped)", "store": "int8"}, "does not go with store int8: codes lose channels"),
-        ({"merge": "sum(damped)"}, r"merge=sum\(damped\): only cells of mean keys may be read damped"),
-        (
-            {"merge": "mean(rotated, anchors)"},
-            "keys hold their distances already; leave out rotated or anchors",
-        ),
-        ({"merge": "values(rotated)"}, "this rule leaves keys as they are, so it has no frame"),
-        ({"merge": "mean(rare=0.6)"}, "rare of a merge must be a share from 0 to 0.5, got 0.6"),
         ({"merge": "mean(threshold=2)"}, "threshold of a merge must be a cosine from -1 to 1, got 2"),
-        ({"merge": "mean(rare=a)"}, "rare must be a number, got 'a'"),
-        ({"merge": "mean(rate=0.1)"}, "'rate' is not a setting; the numbers are: rare, threshold"),
+        ({"merge": "mean(threshold=a)"}, "threshold must be a number, got 'a'"),
+        ({"merge": "mean(rate=0.1)"}, "'rate' is not a setting; the only number is threshold"),
         ({"merge": "mean(next, nearest)"}, "target is given twice"),
-        ({"merge": "mean(rare=0.1, rare=0.2)"}, "rare is given twice"),
+        ({"merge": "mean(threshold=0.1, threshold=0.2)"}, "threshold is given twice"),
     ],
 )
 def test_what_does_not_go_together_is_refused(attached_model: Models, options: dict[str, object], message: str) -> None:
@@ -255,31 +202,14 @@ def test_what_does_not_go_together_is_refused(attached_model: Models, options: d
         KVCache(attached_model("llama"), budget=20, **options)  # type: ignore[arg-type]
 
 
-def test_cells_of_places_are_not_moved(attached_model: Models, text: Text) -> None:
-    model = attached_model("llama")
-    for merge in ("mean_count(damped)", "mean_count(anchors)"):
-        cache = KVCache(model, budget=20, merge=merge)
-        cache.divide(0, 0, 2)
-        read(model, cache, text(40), 20)
-        with pytest.raises(UsageError, match="divide: the distances inside this cache's cells"):
-            cache.divide(0, 20, 2)
-        with pytest.raises(UsageError, match=f"{merge[11:-1]}"):
-            cache.positions = "compact"
-        cache.shift(10, 40, 3)
-        with pytest.raises(UsageError, match="rotated storage reads cells where they stand only"):
-            RotatedStorage(model, budget=20, merge=merge)
-
-
 @pytest.mark.parametrize(
     ("typed", "shown"),
     [
         ("mean_count", "mean_count"),
-        ("mean_count( nearest, unrotated, plain, rare=0, threshold=-1)", "mean_count"),
-        ("mean_count(rare=.1, rotated, next)", "mean_count(next, rotated, rare=0.1)"),
-        ("mean(anchors,rare=0.25)", "mean(anchors, rare=0.25)"),
-        ("keepkv(threshold=0.80)", "keepkv"),
-        ("keepkv(threshold=-1)", "keepkv(threshold=-1)"),
-        ("d2o(next, rotated)", "d2o(next, rotated)"),
+        ("mean_count( nearest, threshold=-1)", "mean_count"),
+        ("mean_count(threshold=.1, next)", "mean_count(next, threshold=0.1)"),
+        ("weighted(next)", "weighted"),
+        ("mean(threshold=1)", "mean(threshold=1)"),
         ("sum(threshold=0.123456789)", "sum(threshold=0.123456789)"),
     ],
 )

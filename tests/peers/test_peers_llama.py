@@ -33,7 +33,7 @@ from tests.cache.test_cache import Models, read
 from tests.cache.test_edits import held
 from tests.peers.test_peers_mlx import assert_holds, contents, greedy
 from windlass import H2O, KVCache, SnapKV, prompt_cache
-from windlass.positions.rotary import rotate
+from windlass.core.rotate import rotate
 
 Text = Callable[..., Tensor]
 
@@ -57,7 +57,7 @@ def test_keys_turned_by_100_and_back_by_67_stand_at_33(
         positions, keys, rotary = layer.positions[0, 0, order].long(), layer.store.keys()[:, :, order], layer.rotary
         assert rotary is not None
         cos, sin = rotary.tables(53, keys.device)
-        turned = rotary.layout.from_halves(rotate(keys, cos[positions], sin[positions]), rotary.pairs)
+        turned = rotary.layout.from_halves(rotate(keys, cos[positions], sin[positions]), rotary.rotary_pairs)
         assert float((turned - truth.keys).abs().sum() / truth.keys.abs().sum()) < 1e-4
 
 
@@ -169,7 +169,8 @@ def test_caches_of_one_model_do_not_meet(attached_model: Models, text: Text) -> 
         lambda: KVCache(model, 15, window=3, positions="compact", batch=2),
         lambda: KVCache(model, 14, SnapKV(observed_queries=3), window=3, positions="self_extend(3, 5)", batch=2),
     ]
-    caches, together = [make() for make in makes], [[] for _ in makes]
+    caches = [make() for make in makes]
+    together: list[list[Tensor]] = [[] for _ in makes]
     for piece in ids.split([7, 1, 12, 1, 1, 9, 1, 1], 1):
         for cache, logits in zip(caches, together, strict=True):
             logits.append(read(model, cache, piece, piece.shape[1]))

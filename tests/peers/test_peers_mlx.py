@@ -30,6 +30,7 @@ Not ours: `..._quantized_cache`, `test_cache_to_quantized`, `test_quantized_sdpa
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -63,7 +64,7 @@ def assert_holds(cache: KVCache, truth: Sequence[Tensor], row: int = 0, toleranc
 
 
 @torch.no_grad()
-def greedy(model: object, cache: KVCache, ids: Tensor, tokens: int) -> list[int]:
+def greedy(model: Callable[..., Any], cache: KVCache, ids: Tensor, tokens: int) -> list[int]:
     """The tokens that follow; all of them are fed."""
     written = []
     for _ in range(tokens):
@@ -190,7 +191,7 @@ def test_rows_are_filtered_and_joined(attached_model: Models, text: Text, budget
     model, lengths = attached_model("llama"), (6, 7, 6, 1, 4)
     prompts = [text(n, seed=i)[0].tolist() for i, n in enumerate(lengths)]
     more = [text(n, seed=20 + i)[0].tolist() for i, n in enumerate((2, 5, 1, 9, 3))]
-    limits = {"budget": budget, "sinks": 1, "window": 1}
+    limits: dict[str, Any] = {"budget": budget, "sinks": 1, "window": 1}
     first, second = KVCache(model, **limits, batch=3), KVCache(model, **limits, batch=3)
     windlass.prefill(model, first, [prompts[1], prompts[0] * 2, prompts[0]])
     windlass.prefill(model, second, prompts[2:])

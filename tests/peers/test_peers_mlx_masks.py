@@ -8,12 +8,11 @@ import pytest
 import torch
 
 from windlass import Recent
-from windlass.cache import layer_rows as rows
-from windlass.cache.layer import LayerCache
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.positions.modes import Original
-from windlass.stores.base import Plain
+from windlass.stores.plain import Plain
 
 LONGEST = 48  # tokens of a watched row
 
@@ -23,7 +22,7 @@ class Watched:
 
     def __init__(self, budget: int | None, sinks: int = 0, sliding_window: int | None = None, rows: int = 1) -> None:
         limits = Limits(budget, sinks, window=1, chunk=1, rollback=0)
-        self.layer = LayerCache(0, limits, Recent(), None, Plain())
+        self.layer = SlotLayer(0, limits, Recent(), None, Plain())
         self._call = AttentionCall(1.0, sliding_window)
         self.ends = [0] * rows
 
@@ -109,7 +108,7 @@ def test_masks_of_ragged_rows_in_a_ring() -> None:
     assert watched.append(2, 6, 3) == [newest(0, 2, 5), newest(0, 6, 5), newest(0, 3, 5)]
     assert [watched.held(row) for row in range(3)] == [[0, 1], [2, 3, 4, 5], [0, 1, 2]]
     assert watched.append(1, 1, 1) == [[[0, 1, 2]], [[2, 3, 4, 5, 6]], [[0, 1, 2, 3]]]
-    rows.select_rows(watched.layer, torch.tensor([2, 1]))
+    watched.layer.select_rows(torch.tensor([2, 1]))
     watched.ends = [4, 7]
     assert watched.append(3, 1) == [[[0, 1, 2, 3, 4], [1, 2, 3, 4, 5], [2, 3, 4, 5, 6]], [[3, 4, 5, 6, 7]]]
     assert [watched.held(row) for row in range(2)] == [[3, 4, 5, 6], [4, 5, 6, 7]]

@@ -24,8 +24,9 @@ from windlass import (
     prompt_cache,
 )
 from windlass.cache.compress import shared_budgets
-from windlass.core.step import SPARE, Limits
-from windlass.policies import Policy
+from windlass.core.step import HEADROOM, Limits
+from windlass.policies import Budgeter, OneShot, Policy
+from windlass.policies.wrapper import find, keeps_newest, scoring_chunk
 from windlass.testing import check_policy
 
 
@@ -101,15 +102,15 @@ def test_each_layer_takes_its_own_memory(
     cache = KVCache(model, 20, policy, sinks=2, window=3, chunk=16, batch=2, rollback=5)
     windlass.prefill(model, cache, [text(60)[0].tolist(), text(41, seed=1)[0].tolist()])
     read(model, cache, text(1, rows=2), 1)
-    free = [layer for layer in cache.layers if not layer.is_whole_window]
-    budgets = [layer.limits.budget for layer in cache.layers]
+    free = [layer for layer in cache.layers if not layer.rules.is_whole_window]
+    budgets = [layer.rules.limits.budget for layer in cache.layers]
     assert len(set(budgets)) > 1
     if family == "smollm3":
         assert sum(filter(None, budgets)) == 20 * len(budgets)
     for layer in free:
         assert layer.budget is not None
-        assert layer.most_held == layer.budget >= 6
-        assert layer.store.slots == layer.budget + SPARE + (0 if policy.state else 5)
+        assert layer.table.occupancy_bound == layer.budget >= 6
+        assert layer.store.slots == layer.budget + HEADROOM + (0 if policy.needs.state else 5)
         assert (layer.positions >= 0).sum(-1).unique().tolist() == [layer.budget]
     least, most = min(filter(None, budgets)), max(filter(None, budgets))
     assert f"budget   20 tokens a layer on average, from {least} to {most}, sinks 2" in cache.describe()
@@ -118,11 +119,11 @@ def test_each_layer_takes_its_own_memory(
     )
     prompt_cache.save(cache, tmp_path / "cache", model)
     loaded = prompt_cache.load(tmp_path / "cache", model, policy)
-    assert [layer.limits.budget for layer in loaded.layers] == budgets
+    assert [layer.rules.limits.budget for layer in loaded.layers] == budgets
     more = text(30, rows=2, seed=3)
     torch.testing.assert_close(*(read(model, each, more, 1) for each in (cache, loaded)), atol=1e-5, rtol=0)
     assert_same(cache, loaded)
-    assert [layer.limits.budget for layer in cache.layers] == budgets
+    assert [layer.rules.limits.budget for layer in cache.layers] == budgets
 
 
 def test_a_composite_keeps_the_best_ranks_of_all_layers(attached_model: Models, text: Text) -> None:
@@ -130,13 +131,13 @@ def test_a_composite_keeps_the_best_ranks_of_all_layers(attached_model: Models, 
     model, ids = attached_model("llama"), text(50, rows=2)
     cache = KVCache(model, None, Composite(H2O()), sinks=2, window=3, chunk=64, batch=2)
     windlass.prefill(model, cache, ids.tolist())
-    scores = [layer.state["mass"][:, :, :45].clone() for layer in cache.layers]  # slots in the order of the text
+    scores = [layer.table.state["mass"][:, :, :45].clone() for layer in cache.layers]  # slots in the order of the text
     scores = [score[:, :, 2:] for score in scores]
     cache.compress(20, window=5)
     budgets = by_hand([score.tolist() for score in scores], cache.limits)
     assert budgets != [20, 20]
     for layer, score, budget in zip(cache.layers, scores, budgets, strict=True):
-        assert layer.budget == layer.limits.budget == budget
+        assert layer.budget == layer.rules.limits.budget == budget
         for row in range(2):
             for head, positions in enumerate(held(cache, layer.index, row)):
                 best = score[row, head].argsort(descending=True)[: budget - 7] + 2
@@ -163,17 +164,19 @@ def test_what_is_wrapped_keeps_the_contract(policy: Policy, attached_model: Mode
     model = attached_model("llama")
     cache = KVCache(model, 14, policy, window=3, chunk=9)
     windlass.prefill(model, cache, text(50).tolist())
-    assert sum(layer.most_held for layer in cache.layers) == 28
-    if policy.repeat:
-        assert all((layer.state["peak"] > 0).any() for layer in cache.layers)
+    assert sum(layer.table.occupancy_bound for layer in cache.layers) == 28
+    if scoring_chunk(policy):
+        assert all((layer.table.state["peak"] > 0).any() for layer in cache.layers)
 
 
 def test_declarations_pass_through() -> None:
-    assert Composite(KVzip(7)).repeat == 7
-    assert Pyramid(KVzip()).is_one_shot
-    assert not Pyramid(SnapKV()).is_one_shot
-    assert Pyramid(Recent()).is_recency
-    assert not Composite(Recent()).is_recency
-    assert ByValueNorm(Pyramid(H2O())).budgets(50, 5, 11) == [88, 69, 50, 31, 12]
+    assert scoring_chunk(Composite(KVzip(7))) == 7
+    assert find(Pyramid(KVzip()), OneShot)
+    assert not find(Pyramid(SnapKV()), OneShot)
+    assert keeps_newest(Pyramid(Recent()))
+    assert not keeps_newest(Composite(Recent()))
+    pyramid = find(ByValueNorm(Pyramid(H2O())), Budgeter)  # type: ignore[type-abstract]
+    assert pyramid is not None
+    assert pyramid.budgets(50, 5, 11) == [88, 69, 50, 31, 12]
     with pytest.raises(PolicyError, match=r"Pyramid: beta must be at least 1, got 0.5"):
         Pyramid(H2O(), 0.5)

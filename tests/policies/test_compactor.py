@@ -18,7 +18,7 @@ def test_what_all_queries_of_a_block_look_at(monkeypatch: pytest.MonkeyPatch, bl
     """Tokens of a block look at one another, at those before and after; padding queries at nothing."""
     monkeypatch.setattr(module, "BLOCK", block)
     # A turn that grows with the position, as rotation does: one that is left out shows.
-    slots = slots_of(block, ("attended",), rotated=lambda states, at: states * (1 + 0.01 * at[..., None]))
+    slots = slots_of(block, ("attended",), rotate=lambda states, at: states * (1 + 0.01 * at[..., None]))
     before = slots.state["attended"].clone()
     draw = torch.Generator().manual_seed(asked)
     queries = torch.randn(len(HELD), KV_HEADS * GROUP, asked, HEAD_DIM, generator=draw)

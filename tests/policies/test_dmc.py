@@ -11,12 +11,13 @@ from torch import Tensor
 from tests.cache.test_cache import Models, read
 from tests.cache.test_rollback import assert_same
 from windlass import DMC, Composite, KeyDiff, KVCache, Policy, PolicyError, Smoothed, UsageError, prompt_cache
-from windlass.cache.layer import LayerCache
+from windlass.cache.options import CacheOptions
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.step import AttentionCall, Limits, Step
+from windlass.evals.load_policy import load_policy
 from windlass.merge import merge_of
-from windlass.policies.load import load_policy
 from windlass.positions.modes import Original
-from windlass.stores.base import Plain
+from windlass.stores.plain import Plain
 from windlass.testing import tiny_model
 
 Text = Callable[..., Tensor]
@@ -64,7 +65,7 @@ def test_the_cells_of_a_text_are_those_of_the_recurrence(policy: DMC, steps: tup
     for seed in range(2):
         queries, keys, values = decided(seed, policy)
         limits = Limits(budget=RUNS, sinks=0, window=1, chunk=TOKENS, rollback=0)
-        layer, at = LayerCache(0, limits, policy, None, Plain(), merge_of("weighted")), 0
+        layer, at = SlotLayer(0, limits, policy, None, Plain(), merge_of("weighted")), 0
         for tokens in steps:
             now, ends = slice(at, at + tokens), torch.tensor([at + tokens] * BATCH)
             step = Step(torch.arange(at, at + tokens).expand(BATCH, -1), (tokens,) * BATCH, ends, ends, at + tokens)
@@ -77,11 +78,11 @@ def test_the_cells_of_a_text_are_those_of_the_recurrence(policy: DMC, steps: tup
             places = layer.positions[row, head]
             order = [places.tolist().index(at) for at, *_ in cells]
             assert len(cells) == RUNS == int((places >= 0).sum())
-            held = layer.store.keys(), layer.store.values(), layer.state["token_weight"]
+            held = layer.store.keys(), layer.store.values(), layer.table.state["token_weight"]
             for mine, truth in zip(held, zip(*(cell[1:] for cell in cells), strict=True), strict=True):
                 expected = torch.stack([torch.as_tensor(each, dtype=torch.float64) for each in truth])
                 torch.testing.assert_close(mine[row, head, order].double(), expected, atol=1e-5, rtol=0)
-            merged = layer.state["merged"][row, head, order]
+            merged = layer.table.state["merged"][row, head, order]
             assert merged.tolist() == [b - a - 1 for a, b in zip([-1, *places[order]], places[order], strict=False)]
 
 
@@ -112,7 +113,7 @@ def test_each_head_goes_by_its_own_decisions(
     whole, weighed = KVCache(model, batch=BATCH), KVCache(model, policy=policy, batch=BATCH)
     for each in (whole, weighed):
         read(model, each, ids, 36)
-    taken, weights = whole.layers[0].store.keys()[:, :, :36], weighed.layers[0].state["token_weight"].double()
+    taken, weights = whole.layers[0].store.keys()[:, :, :36], weighed.layers[0].table.state["token_weight"].double()
     cache = KVCache(model, budget, policy, sinks=2, window=3, batch=BATCH, merge="weighted")
     read(model, cache, ids, 1)
     layer, seen = cache.layers[0], set[str]()
@@ -132,7 +133,7 @@ def test_each_head_goes_by_its_own_decisions(
             key[0] = 0
             truths.append((key, value, w.sum()))
         slots = [places.index(cell[-1]) for cell in cells]
-        held = layer.store.keys(), layer.store.values(), layer.state["token_weight"]
+        held = layer.store.keys(), layer.store.values(), layer.table.state["token_weight"]
         for mine, truth in zip(held, zip(*truths, strict=True), strict=True):
             torch.testing.assert_close(mine[row, head, slots].double(), torch.stack(truth), atol=2e-5, rtol=0)
     assert len(seen) > 2 if bias >= 0 else len(seen) == 1
@@ -184,7 +185,7 @@ def test_it_can_be_taken_back_saved_and_spliced(attached_model: Models, text: Te
     for mine, theirs in zip(fresh.layers, one.layers, strict=True):
         for name in ("token_weight", "token_accumulates", "merged"):
             at = [layer.positions.where(layer.positions >= 0, 2**30).argsort(-1)[..., :30] for layer in (mine, theirs)]
-            assert mine.state[name].gather(-1, at[0]).equal(theirs.state[name].gather(-1, at[1]))
+            assert mine.table.state[name].gather(-1, at[0]).equal(theirs.table.state[name].gather(-1, at[1]))
 
 
 def test_without_merging_what_joins_is_dropped(attached_model: Models, text: Text) -> None:
@@ -195,8 +196,8 @@ def test_without_merging_what_joins_is_dropped(attached_model: Models, text: Tex
         read(model, cache, ids, 40)
     mine, theirs = (cache.layers[0] for cache in caches)
     assert mine.positions.equal(theirs.positions)
-    is_cell = (mine.state["merged"] > 0) & (mine.positions >= 0)
-    is_alone = (mine.state["merged"] == 0) & (mine.positions >= 0)
+    is_cell = (mine.table.state["merged"] > 0) & (mine.positions >= 0)
+    is_alone = (mine.table.state["merged"] == 0) & (mine.positions >= 0)
     assert is_cell.any(-1).all()
     assert mine.store.keys()[is_alone].equal(theirs.store.keys()[is_alone])
     assert (mine.store.keys() - theirs.store.keys())[is_cell].abs().amax(-1).min() > 1e-4
@@ -210,8 +211,8 @@ def test_a_policy_around_it_lets_tokens_in_as_it_does(attached_model: Models, te
     assert logits[0].equal(logits[1])
     for mine, theirs in zip(*(cache.layers for cache in caches), strict=True):
         for name in ("token_weight", "token_accumulates"):
-            assert mine.state[name].equal(theirs.state[name])
-        assert mine.state["token_weight"].max() > 0
+            assert mine.table.state[name].equal(theirs.table.state[name])
+        assert mine.table.state["token_weight"].max() > 0
 
 
 def test_what_cannot_be_honoured_is_refused(plain_model: Models, attached_model: Models, text: Text) -> None:
@@ -223,13 +224,12 @@ def test_what_cannot_be_honoured_is_refused(plain_model: Models, attached_model:
     with torch.no_grad():
         elsewhere = plain_model("llama")(text(30), use_cache=True).past_key_values
     with pytest.raises(UsageError, match=r"from_rotated: DMC\(.*\) ranks by learned weights, which a DynamicCache"):
-        KVCache.from_rotated(model, elsewhere, policy=DMC())
+        KVCache.from_rotated(model, elsewhere, CacheOptions(policy=DMC()))
     with pytest.raises(UsageError, match=r"splice: DMC\(.*\) ranks by learned weights, which the other cache's policy"):
         KVCache(model, 20, DMC()).splice(KVCache(model, policy=KeyDiff()))
 
 
 def test_it_has_a_name(attached_model: Models) -> None:
     assert load_policy("dmc(bias=0, channel=-1)") == DMC(0, 5.0, -1)
-    assert str(merge_of("weighted(rotated)")) == "weighted(rotated)"
     assert str(merge_of("weighted(nearest)")) == "weighted(nearest)"
     assert KVCache(attached_model("llama"), 20, load_policy("dmc"), merge="weighted").merge is not None

@@ -11,7 +11,7 @@ from tests.cache.test_cache import Models, read
 from tests.cache.test_edits import Text, held
 from tests.cache.test_rollback import assert_same
 from windlass import KeyNorm, KVCache, KVzip, PolicyError, UsageError
-from windlass.core.step import SPARE
+from windlass.core.step import HEADROOM
 from windlass.testing import SLIDING_WINDOW
 
 KV_HEADS, GROUP = 3, 5
@@ -56,7 +56,7 @@ def test_the_best_by_what_the_repeated_text_looks_at_are_kept(
             order = layer.positions[0, head].clamp(min=0)
             is_held = layer.positions[0, head] >= 0
             expected = torch.tensor(score)[order][is_held]
-            torch.testing.assert_close(layer.state["peak"][0, head][is_held], expected, atol=1e-6, rtol=1e-4)
+            torch.testing.assert_close(layer.table.state["peak"][0, head][is_held], expected, atol=1e-6, rtol=1e-4)
 
 
 def test_the_second_reading_leaves_nothing_but_scores(attached_model: Models, text: Text) -> None:
@@ -69,7 +69,7 @@ def test_the_second_reading_leaves_nothing_but_scores(attached_model: Models, te
     torch.testing.assert_close(*logits, atol=1e-5, rtol=0)
     assert zipped.tokens_seen == [40, 23]
     for layer in zipped.layers:
-        layer.state = {}
+        layer.table.state = {}
     twin.compress(60)
     assert_same(zipped, twin)
 
@@ -98,8 +98,7 @@ def test_memory_falls_to_that_of_the_budget(attached_model: Models, text: Text) 
     cache, twin = (KVCache(model, 12, KVzip(8), chunk=20) for _ in range(2))
     windlass.prefill(model, cache, [text(50)[0].tolist()])
     read(model, twin, text(1), 1)
-    assert cache.nbytes() == twin.nbytes() == 2 * 3 * (12 + SPARE) * (2 * 8 * 4 + 2 * 4)
-    assert not any(layer.is_whole for layer in cache.layers)
+    assert cache.nbytes() == twin.nbytes() == 2 * 3 * (12 + HEADROOM) * (2 * 8 * 4 + 2 * 4)
 
 
 def test_later_tokens_push_out_the_text_lowest_first_and_are_never_scored(attached_model: Models, text: Text) -> None:
@@ -107,7 +106,7 @@ def test_later_tokens_push_out_the_text_lowest_first_and_are_never_scored(attach
     cache = KVCache(model, 16, KVzip(8), sinks=2, window=3)
     windlass.prefill(model, cache, [text(30)[0].tolist()])
     layer = cache.layers[1]
-    peak = layer.state["peak"]
+    peak = layer.table.state["peak"]
     score = {int(p): float(s) for p, s in zip(layer.positions[0, 2], peak[0, 2], strict=True) if p >= 0}
     before = held(cache, 1)[2]
     gone = sorted(before[2:], key=lambda p: score[p])[:4]
@@ -131,9 +130,9 @@ def test_an_interrupt_leaves_a_cache_within_its_budget(attached_model: Models, t
         windlass.prefill(model, cache, [text(30)[0].tolist()], interrupt)
     assert calls == [(5, 30), (10, 30), (15, 30), (19, 30), (24, 30), (28, 30), (30, 30)][:at]
     assert cache.tokens_seen == [min(10 * at, 30)]
-    assert {layer.most_held for layer in cache.layers} == {min(10 * at, 16)}
+    assert {layer.table.occupancy_bound for layer in cache.layers} == {min(10 * at, 16)}
     assert read(model, cache, text(30, seed=1), 10).isfinite().all()
-    assert {layer.most_held for layer in cache.layers} == {16}
+    assert {layer.table.occupancy_bound for layer in cache.layers} == {16}
 
 
 def test_without_a_first_prompt_it_keeps_the_newest(attached_model: Models, text: Text) -> None:
@@ -141,7 +140,7 @@ def test_without_a_first_prompt_it_keeps_the_newest(attached_model: Models, text
     cache = KVCache(model, 16, KVzip(), sinks=2, window=3)
     read(model, cache, ids, 8)
     assert held(cache, 1) == [[0, 1, *range(26, 40)]] * KV_HEADS
-    with pytest.raises(PolicyError, match="KVzip: repeat must be at least 1, got 0"):
+    with pytest.raises(PolicyError, match="KVzip: scoring_chunk must be at least 1, got 0"):
         KVzip(0)
 
 

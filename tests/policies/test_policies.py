@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 from windlass import H2O, TOVA, KeyDiff, KeyNorm, PolicyError, Random, Recent, SnapKV
-from windlass.cache.layer import LayerCache
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.policies import NAMES, Policy, Slots
+from windlass.policies import NAMES, Policy, Recency, Slots
 from windlass.positions.modes import Original
-from windlass.stores.base import Plain
+from windlass.stores.plain import Plain
 from windlass.testing import check_policy
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM = 2, 3, 2, 4
@@ -100,12 +100,17 @@ ORACLES: list[tuple[Policy, Rule]] = [
 ]
 
 
-def layer_step(layer: LayerCache, q: Tensor, k: Tensor, v: Tensor, at: int, prompt_end: int) -> None:
+def layer_step(layer: SlotLayer, q: Tensor, k: Tensor, v: Tensor, at: int, prompt_end: int) -> None:
     tokens, end = k.shape[2], at + k.shape[2]
     positions = torch.arange(at, end).expand(BATCH, -1)
     ends = torch.full((BATCH,), end)
     step = Step(positions, (tokens,) * BATCH, ends, torch.full((BATCH,), prompt_end), end)
-    layer.step(q, k, v, step, Original(), AttentionCall(0.5))
+    try:
+        layer.step(q, k, v, step, Original(), AttentionCall(0.5))
+    except BaseException:  # as a cache does
+        layer.take_back(step)
+        raise
+    layer.commit()
 
 
 @pytest.mark.parametrize("steps", [(1,) * 30, (12, 1, 1, 5, 1, 8, 1), (40,)], ids=str)
@@ -117,7 +122,7 @@ def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: t
     total = sum(steps)
     q = torch.randn(BATCH, KV_HEADS * GROUP, total, HEAD_DIM, generator=g) * 2
     k = torch.randn(BATCH, KV_HEADS, total, HEAD_DIM, generator=g)
-    layer = LayerCache(0, LIMITS, policy, None, Plain())
+    layer = SlotLayer(0, LIMITS, policy, None, Plain())
     rows = [[Head() for _ in range(KV_HEADS)] for _ in range(BATCH)]
     at = prompt_end = 0
     for tokens in steps:
@@ -129,7 +134,7 @@ def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: t
                 head.held += range(at, end)
                 head.keys.update({p: k[b, h, p] for p in range(at, end)})
                 queries = q[b, h * GROUP : (h + 1) * GROUP]
-                if policy.is_recency:  # masked to its window, so what it attends to says nothing
+                if isinstance(policy, Recency):  # masked to its window, so what it attends to says nothing
                     continue
                 head.steps.append([head.attend(queries[:, p], p) for p in range(at, end)])
                 for seen in head.steps[-1]:
@@ -139,7 +144,7 @@ def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: t
                 for head, score in zip(heads, rule(heads), strict=True):
                     head.keep(score, end)
             for h, head in enumerate(heads):
-                ranked = layer.positions[b, h if policy.per_head else 0]
+                ranked = layer.positions[b, h if policy.needs.per_head else 0]
                 assert sorted(p for p in ranked.tolist() if p >= 0) == sorted(head.held), f"row {b}, head {h}, at {end}"
         at = end
 
@@ -147,7 +152,7 @@ def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: t
 def test_random_keeps_the_prompt_and_thins_the_rest_evenly() -> None:
     """Of 4,000 generated tokens each head keeps its own few; over many heads, any age is as likely
     as under a fresh draw at every step: the chance to survive falls geometrically with age."""
-    layer = LayerCache(0, Limits(40, 2, 1, 8, 0), Random(), None, Plain())
+    layer = SlotLayer(0, Limits(40, 2, 1, 8, 0), Random(), None, Plain())
     heads = 64
     empty = torch.zeros(1, heads, 1, 1)
     at, prompt = 0, 20
@@ -173,7 +178,7 @@ def test_random_draws_depend_on_the_seed_only() -> None:
     positions = torch.arange(50)[None, None].expand(1, 3, -1)
     ends = torch.tensor([50])
     slots = [
-        Slots(LayerCache(0, LIMITS, Random(), None, Plain()).store, positions, {}, at, at, lambda k: k)
+        Slots(SlotLayer(0, LIMITS, Random(), None, Plain()).store, positions, {}, at, at, lambda k: k)
         for at in (ends, ends + 1)
     ]
     first = Random(seed=3, keep_prompt=False).score(slots[0])
@@ -212,7 +217,7 @@ class Scores(Policy):
 
 @pytest.mark.parametrize("what", ["nan", "infinite"])
 def test_no_score_can_evict_sinks_or_window(what: str) -> None:
-    layer = LayerCache(0, LIMITS, Scores(what), None, Plain())
+    layer = SlotLayer(0, LIMITS, Scores(what), None, Plain())
     states = torch.randn(BATCH, KV_HEADS, 30, HEAD_DIM)
     layer_step(layer, states.repeat_interleave(2, 1), states, states, 0, 30)
     held = layer.positions.sort(-1).values[..., -BUDGET:]
@@ -221,11 +226,11 @@ def test_no_score_can_evict_sinks_or_window(what: str) -> None:
 
 
 def test_a_score_of_the_wrong_shape_names_both_and_leaves_the_layer_whole() -> None:
-    layer = LayerCache(3, LIMITS, Scores("flat"), None, Plain())
+    layer = SlotLayer(3, LIMITS, Scores("flat"), None, Plain())
     states = torch.randn(BATCH, KV_HEADS, 30, HEAD_DIM)
     with pytest.raises(
         PolicyError, match=r"Scores\(what='flat'\) in layer 3: score has shape \(2, 3\), expected \(2, 3, 39\)"
     ):
         layer_step(layer, states.repeat_interleave(2, 1), states, states, 0, 30)
     assert (layer.positions < 0).all()
-    assert layer.most_held == 0
+    assert layer.table.occupancy_bound == 0

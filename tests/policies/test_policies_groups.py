@@ -10,8 +10,8 @@ from tests.cache.test_cache import Models, read
 from tests.policies.test_policies_keys import texts
 from tests.policies.test_policies_wrappers import Given, OneForAll, given
 from windlass import InGroups, KeyDiff, KVCache, Leverage, Policy, PolicyError, Recent, Smoothed, SnapKV
+from windlass.evals.load_policy import load_policy
 from windlass.policies import H2O
-from windlass.policies.load import load_policy
 from windlass.testing import check_policy
 
 
@@ -47,7 +47,7 @@ def test_a_group_of_four_becomes_two_pairs_and_then_one(attached_model: Models, 
         read(attached_model("llama"), cache, ids[:, at : at + 1], 1)
         layer = cache.layers[0]
         order = layer.positions[0, 0].argsort()
-        held = [(int(layer.positions[0, 0, i]), int(layer.state["merged"][0, 0, i]) + 1) for i in order]
+        held = [(int(layer.positions[0, 0, i]), int(layer.table.state["merged"][0, 0, i]) + 1) for i in order]
         seen.append([(at, count) for at, count in held if 4 <= at < 12])
     single = [(at, 1) for at in range(4, 12)]
     assert seen[19] == single
@@ -70,7 +70,9 @@ def test_a_cell_holds_one_group_and_every_token_is_in_a_cell(
     read(model, cache, ids, chunk)
     whole = 0
     for layer in cache.layers:
-        for places, merged in zip(layer.positions.flatten(0, 1), layer.state["merged"].flatten(0, 1), strict=True):
+        for places, merged in zip(
+            layer.positions.flatten(0, 1), layer.table.state["merged"].flatten(0, 1), strict=True
+        ):
             held = {int(at): int(n) + 1 for at, n in zip(places, merged, strict=True) if at >= 0}
             assert sum(held.values()) == 77
             assert {*range(3), *range(71, 77)} <= set(held)

@@ -11,9 +11,9 @@ from torch.nn.functional import normalize
 
 from windlass import RKV, LagKV, Leverage, PolicyError
 from windlass.core.rotary_index import EMPTY
+from windlass.evals.load_policy import load_policy
 from windlass.policies import Observation, Policy, Slots
-from windlass.policies.load import load_policy
-from windlass.stores.base import Plain
+from windlass.stores.plain import Plain
 from windlass.testing import check_policy
 
 BATCH, KV_HEADS, GROUP, SLOTS, HEAD_DIM, VALUE_DIM = 3, 2, 4, 29, 6, 5
@@ -25,8 +25,8 @@ Texts = list[tuple[int, int, list[int]]]  # row, head, and its slots in the orde
 def slots_of(
     seed: int = 0,
     names: tuple[str, ...] = (),
-    rotated: Callable[[Tensor, Tensor], Tensor] = lambda states, _: states,
-    one_turn: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None,
+    rotate: Callable[[Tensor, Tensor], Tensor] = lambda states, _: states,
+    step_angles: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None,
 ) -> Slots:
     """Rows of different lengths with gaps in their text, in any order of slots; free slots hold what must not count."""
     draw = torch.Generator().manual_seed(seed)
@@ -42,7 +42,7 @@ def slots_of(
     store.restore({"keys": keys.where(~is_free, 40.0), "values": values.where(~is_free, -30.0)})
     state = {name: torch.rand(positions.shape, generator=draw) for name in names}
     ends = torch.tensor([3 * SLOTS, 0, 3 * SLOTS + 5])
-    return Slots(store, positions, state, ends, ends, rotated, one_turn, {})
+    return Slots(store, positions, state, ends, ends, rotate, step_angles, {})
 
 
 def texts(slots: Slots) -> Texts:
@@ -147,14 +147,14 @@ def test_leverage_finds_the_one_key_in_a_direction_of_its_own() -> None:
         assert score[row, head].where(held, -1.0).argmax() == slot
 
 
-def votes_of(seen: Observation, votes: Tensor, wanted: int) -> list[list[dict[int, float]]]:
+def votes_of(observation: Observation, votes: Tensor, wanted: int) -> list[list[dict[int, float]]]:
     """Per row and head: what each slot has after one more step."""
     after = []
     for row in range(BATCH):
-        share = sum(p >= 0 for p in seen.positions[row].tolist()) / wanted
+        share = sum(p >= 0 for p in observation.positions[row].tolist()) / wanted
         heads = []
         for head in range(KV_HEADS):
-            mass, old = seen.mass[row, head].tolist(), votes[row, head].tolist()
+            mass, old = observation.mass[row, head].tolist(), votes[row, head].tolist()
             heads.append({i: old[i] * (1 - share) + mass[i] / wanted / GROUP for i in range(SLOTS)})
         after.append(heads)
     return after

@@ -4,7 +4,6 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -13,10 +12,11 @@ from transformers import PreTrainedModel
 
 from tests.cache.test_cache import Models, read
 from windlass import InGroups, KVCache, Pairs, Policy, PolicyError, Smoothed, UsageError, prompt_cache
+from windlass.cache.options import CacheOptions
 from windlass.core.shapes import Scores
+from windlass.evals.load_policy import load_policy
 from windlass.hf.fingerprint import fingerprint
-from windlass.policies import Slots, pair_table, pairs
-from windlass.policies.load import load_policy
+from windlass.policies import Needs, Slots, pair_table, pairs
 from windlass.policies.pair_table import PairTable
 from windlass.testing import SLIDING_WINDOW, check_policy
 
@@ -40,7 +40,7 @@ def test_turns_are_those_of_joining_the_cheapest_of_the_smallest(seed: int, monk
     positions = torch.randperm(60, generator=draw)[:31].sort().values[None, None]
     place = torch.randint(0, 12, (1, 1, 31), generator=draw)
     place[..., -1] = 0  # the last has none to join
-    turn = pairs.turns(positions, place)[0, 0].tolist()
+    turn = pairs.merge_order(positions, place)[0, 0].tolist()
     at, costs = positions[0, 0].tolist(), place[0, 0].tolist()
     cells, greedy = list(range(31)), []
     while True:
@@ -53,7 +53,9 @@ def test_turns_are_those_of_joining_the_cheapest_of_the_smallest(seed: int, monk
             break
         greedy.append(min(keys)[2])
         cells.remove(greedy[-1])
-    assert [i for i, when in enumerate(turn) if when == pairs.NEVER] == [i for i, cost in enumerate(costs) if not cost]
+    assert [i for i, when in enumerate(turn) if when == pairs.UNMERGED] == [
+        i for i, cost in enumerate(costs) if not cost
+    ]
     joined = sorted((i for i in range(31) if costs[i]), key=lambda i: (turn[i], i))
     assert joined == greedy
 
@@ -70,7 +72,7 @@ def test_pairs_then_fours_and_what_is_in_no_pair_stays(attached_model: Models, t
         cache = KVCache(model, budget, policy, sinks=1, window=1, merge="mean_count(next)")
         read(model, cache, torch.tensor([text]), 14)
         for layer in cache.layers:
-            held = dict(zip(layer.positions[0, 0].tolist(), layer.state["merged"][0, 0].tolist(), strict=True))
+            held = dict(zip(layer.positions[0, 0].tolist(), layer.table.state["merged"][0, 0].tolist(), strict=True))
         cells[budget] = {at: int(held[at]) + 1 for at in sorted(held) if at >= 0}
     assert {at for at, count in cells[13].items() if count == 2} == {4}  # 1 3
     assert {at for at, count in cells[12].items() if count == 2} == {4, 9}  # 2 6
@@ -105,7 +107,7 @@ def test_tokens_of_a_sliding_window_are_in_no_pair(attached_model: Models, tmp_p
     read(model, cache, torch.tensor([[9]]), 1)
     for layer in cache.layers:
         held = {at: slot for slot, at in enumerate(layer.positions[0, 0].tolist()) if at >= 0}
-        ids = [int(layer.state["token"][0, 0, held[at]]) for at in sorted(held)]
+        ids = [int(layer.table.state["token"][0, 0, held[at]]) for at in sorted(held)]
         assert (sorted(held), ids) == ([7, 8, 9, 10, 11, 13, 14, 15], [-1] * 5 + [4, 8, 9])
 
 
@@ -120,7 +122,7 @@ def test_token_by_token_is_as_at_once(attached_model: Models, text: Text, tmp_pa
         for layer in cache.layers:
             held = layer.positions[0, 0] >= 0
             order = layer.positions[0, 0][held].argsort()
-            place, merged = (layer.state[name][0, 0][held][order] for name in ("place", "merged"))
+            place, merged = (layer.table.state[name][0, 0][held][order] for name in ("place", "merged"))
             ranking = sorted(costs.values())
             for at, found in zip(layer.positions[0, 0][held][order].tolist()[:-1], place.tolist(), strict=False):
                 cost = costs[ids[0, at].item(), ids[0, at + 1].item()]
@@ -133,7 +135,7 @@ def test_token_by_token_is_as_at_once(attached_model: Models, text: Text, tmp_pa
 class Known(Policy):
     """Keeps tokens with large ids. Source: none. Differs: none."""
 
-    state: ClassVar[tuple[str, ...]] = ("token", "other")
+    needs = Needs(state=("token", "other"))
 
     def score(self, slots: Slots) -> Scores:
         return slots.state["token"] % 53
@@ -144,7 +146,7 @@ def assert_known(cache: KVCache, ids: Tensor) -> None:
     for layer in cache.layers:
         held = layer.positions >= 0
         truth = ids[:, None].expand(-1, held.shape[1], -1).gather(-1, layer.positions.clamp(min=0).long())
-        assert layer.state["token"][held].equal(truth[held].float())
+        assert layer.table.state["token"][held].equal(truth[held].float())
         assert held.any()
 
 
@@ -203,7 +205,7 @@ def test_a_text_without_ids_is_refused(attached_model: Models, plain_model: Mode
     read(model, cache, ids, 9)
     theirs = plain_model("llama")(ids, use_cache=True).past_key_values
     with pytest.raises(UsageError, match=r"from_rotated: Known\(\) ranks by token ids, which a DynamicCache does not"):
-        KVCache.from_rotated(model, theirs, 24, Known())
+        KVCache.from_rotated(model, theirs, CacheOptions(24, Known()))
 
 
 def test_it_is_made_from_a_file_and_prints_so(attached_model: Models, tmp_path: Path) -> None:

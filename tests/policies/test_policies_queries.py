@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.policies.test_policies_keys import BATCH, GROUP, HEAD_DIM, KV_HEADS, assert_scores, slots_of
 from windlass import ExpectedAttention, PolicyError, TriAttention
 from windlass.core.rotary_index import EMPTY
+from windlass.core.rotate import rotate
+from windlass.evals.load_policy import load_policy
 from windlass.policies import Observation, Policy, Slots
-from windlass.policies.load import load_policy
-from windlass.positions.rotary import rotate
 from windlass.testing import check_policy
 
 HEADS = KV_HEADS * GROUP

@@ -11,14 +11,14 @@ from tests.cache.test_cache import Models, read
 from tests.policies.test_policies_keys import BATCH, HEAD_DIM, KV_HEADS
 from tests.policies.test_policies_queries import HEADS, observe, turned_slots
 from tests.test_testing import policy as made
+from tests.test_testing import unchecked
 from windlass import H2O, ExpectedAttention, KVCache, PolicyError, TriAttention, prompt_cache
-from windlass.cache import layer_rows as rows
-from windlass.cache.layer import LayerCache
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.policies import Observation, Policy, Slots
+from windlass.policies import Needs, Observation, Policy, Slots
 from windlass.positions.modes import Original
-from windlass.stores.base import Plain
+from windlass.stores.plain import Plain
 from windlass.testing import check_policy
 
 STATISTICS = {ExpectedAttention: ("count", "covariance", "mean"), TriAttention: ("count", "lengths", "mean")}
@@ -54,9 +54,9 @@ def test_a_row_that_observes_nothing_keeps_its_statistics_to_the_bit() -> None:
     assert all(slots.statistics[name].equal(tensor) for name, tensor in before.items())
 
 
-def layer_with(policy: Policy, steps: tuple[int, ...], draw: torch.Generator) -> tuple[LayerCache, Tensor]:
+def layer_with(policy: Policy, steps: tuple[int, ...], draw: torch.Generator) -> tuple[SlotLayer, Tensor]:
     """A layer that read steps of so many tokens, two rows, and all queries."""
-    layer, at, queries = LayerCache(0, Limits(12, 2, 3, 8, 16), policy, None, Plain()), 0, []
+    layer, at, queries = SlotLayer(0, Limits(12, 2, 3, 8, 16), policy, None, Plain()), 0, []
     for tokens in steps:
         end = at + tokens
         q, k = (torch.randn(2, heads, tokens, HEAD_DIM, generator=draw) for heads in (HEADS, KV_HEADS))
@@ -71,25 +71,27 @@ def layer_with(policy: Policy, steps: tuple[int, ...], draw: torch.Generator) ->
 
 def test_a_layer_shows_its_policy_every_query_once() -> None:
     layer, queries = layer_with(TriAttention(), (8, 8, 1, 1, 5, 1), torch.Generator().manual_seed(2))
-    torch.testing.assert_close(layer.statistics["mean"], queries.mean(2), rtol=1e-5, atol=1e-6)
-    assert layer.statistics["count"].flatten().tolist() == [24.0, 24.0]
+    torch.testing.assert_close(layer.table.statistics["mean"], queries.mean(2), rtol=1e-5, atol=1e-6)
+    assert layer.table.statistics["count"].flatten().tolist() == [24.0, 24.0]
 
 
 def test_only_the_last_queries_of_a_step_are_taken_where_so_asked() -> None:
     layer, queries = layer_with(TriAttention(observed_queries=3), (8, 6), torch.Generator().manual_seed(3))
     last = torch.cat((queries[:, :, 5:8], queries[:, :, 11:14]), 2)
-    torch.testing.assert_close(layer.statistics["mean"], last.mean(2), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer.table.statistics["mean"], last.mean(2), rtol=1e-5, atol=1e-6)
 
 
 def test_statistics_go_with_their_row() -> None:
     layer, _ = layer_with(ExpectedAttention(), (8, 8, 1), torch.Generator().manual_seed(4))
-    before = {name: tensor.clone() for name, tensor in layer.statistics.items()}
+    before = {name: tensor.clone() for name, tensor in layer.table.statistics.items()}
     assert not before["mean"][0].allclose(before["mean"][1])
-    rows.select_rows(layer, torch.tensor([1, 0, 1]))
-    assert all(layer.statistics[name].equal(tensor[[1, 0, 1]]) for name, tensor in before.items())
-    rows.copy_row(layer, 1, 2)
-    assert all(layer.statistics[name].equal(tensor[[1, 0, 0]]) for name, tensor in before.items())
-    assert layer.statistics.keys() == {name.removeprefix("statistics.") for name in layer.tensors() if "." in name}
+    layer.select_rows(torch.tensor([1, 0, 1]))
+    assert all(layer.table.statistics[name].equal(tensor[[1, 0, 1]]) for name, tensor in before.items())
+    layer.copy_row(1, 2)
+    assert all(layer.table.statistics[name].equal(tensor[[1, 0, 0]]) for name, tensor in before.items())
+    assert layer.table.statistics.keys() == {
+        name.removeprefix("statistics.") for name in layer.tensors() if "." in name
+    }
 
 
 @pytest.mark.parametrize("kind", STATISTICS)
@@ -99,33 +101,33 @@ def test_statistics_are_saved_and_taken_back(
     model, ids = attached_model("llama_yarn"), text(60, rows=2)
     cache = KVCache(model, budget=20, policy=kind(), sinks=2, window=3, batch=2)
     read(model, cache, ids[:, :40], 40)
-    before = [{name: tensor.clone() for name, tensor in layer.statistics.items()} for layer in cache.layers]
-    size = sum(tensor.nbytes for layer in cache.layers for tensor in layer.statistics.values())
+    before = [{name: tensor.clone() for name, tensor in layer.table.statistics.items()} for layer in cache.layers]
+    size = sum(tensor.nbytes for layer in cache.layers for tensor in layer.table.statistics.values())
     assert size > 0
     prompt_cache.save(cache, tmp_path / "cache", model)
     loaded = prompt_cache.load(tmp_path / "cache", model)
     read(model, cache, ids[:, 40:46], 6)
-    assert not cache.layers[0].statistics["mean"].equal(before[0]["mean"])
+    assert not cache.layers[0].table.statistics["mean"].equal(before[0]["mean"])
     cache.rollback(6)
     for one in (cache, loaded):
         for layer, was in zip(one.layers, before, strict=True):
-            assert layer.statistics.keys() == was.keys()
-            assert all(layer.statistics[name].equal(tensor) for name, tensor in was.items())
+            assert layer.table.statistics.keys() == was.keys()
+            assert all(layer.table.statistics[name].equal(tensor) for name, tensor in was.items())
     plain = KVCache(model, budget=20, policy=H2O(), sinks=2, window=3, batch=2)
     read(model, plain, ids[:, :40], 40)
     read(model, plain, ids[:, 40:46], 6)
-    mass = sum(layer.state["mass"].nbytes for layer in plain.layers)
+    mass = sum(layer.table.state["mass"].nbytes for layer in plain.layers)
     assert cache.nbytes() == plain.nbytes() - mass + size
     loaded.reset()
-    assert all(not layer.statistics for layer in loaded.layers)
+    assert all(not layer.table.statistics for layer in loaded.layers)
 
 
-def undeclared(_: Policy, slots: Slots, seen: Observation) -> None:
-    slots.statistics["other"] = seen.queries.mean(2)
+def undeclared(_: Policy, slots: Slots, observation: Observation) -> None:
+    slots.statistics["other"] = observation.queries.mean(2)
 
 
-def in_place(_: Policy, slots: Slots, seen: Observation) -> None:
-    slots.statistics.setdefault("mean", torch.zeros_like(seen.queries[:, :, 0])).add_(1.0)
+def in_place(_: Policy, slots: Slots, observation: Observation) -> None:
+    slots.statistics.setdefault("mean", torch.zeros_like(observation.queries[:, :, 0])).add_(1.0)
 
 
 def in_score(_: Policy, slots: Slots) -> Tensor:
@@ -136,13 +138,16 @@ def in_score(_: Policy, slots: Slots) -> Tensor:
 @pytest.mark.parametrize(
     ("broken", "words"),
     [
-        ({"statistics": "mean"}, r"Made.statistics is 'mean'; declare a tuple of names"),
+        ({"needs": unchecked(statistics="mean")}, r"Made.needs.statistics is 'mean'; declare a tuple of names"),
         ({"observed_queries": 1, "observe": undeclared}, r"adds statistics 'other', not declared in `statistics` \(\)"),
         (
-            {"observed_queries": 1, "observe": in_place, "statistics": ("mean",)},
+            {"observed_queries": 1, "observe": in_place, "needs": Needs(statistics=("mean",))},
             r"observe writes into slots\.statistics\['mean'\]; put a new tensor in its place",
         ),
-        ({"score": in_score, "statistics": ("mean",)}, r"score replaces slots\.statistics\['mean'\]; only observe may"),
+        (
+            {"score": in_score, "needs": Needs(statistics=("mean",))},
+            r"score replaces slots\.statistics\['mean'\]; only observe may",
+        ),
     ],
     ids=["no tuple", "undeclared", "in place", "in score"],
 )

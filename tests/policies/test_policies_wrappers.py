@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import ClassVar
 
 import pytest
 import torch
@@ -31,7 +30,8 @@ from windlass import (
     prompt_cache,
 )
 from windlass.core.shapes import Scores
-from windlass.policies import Slots
+from windlass.policies import Needs, Slots
+from windlass.policies.wrapper import keeps_newest
 from windlass.testing import check_policy
 
 
@@ -39,7 +39,7 @@ from windlass.testing import check_policy
 class Given(Policy):
     """Ranks by its state. Source: none. Differs: none."""
 
-    state: ClassVar[tuple[str, ...]] = ("given",)
+    needs = Needs(state=("given",))
 
     def score(self, slots: Slots) -> Scores:
         return slots.state["given"]
@@ -49,7 +49,7 @@ class Given(Policy):
 class OneForAll(Policy):
     """Ranks all heads by the positions. Source: none. Differs: none."""
 
-    per_head: ClassVar[bool] = False
+    needs = Needs(per_head=False)
 
     def score(self, slots: Slots) -> Scores:
         return (slots.positions.float() * 7) % 10
@@ -57,10 +57,10 @@ class OneForAll(Policy):
 
 def given(policy: Policy, seed: int = 0) -> Slots:
     """Scores with many ties, some negative, in free slots the highest."""
-    slots = slots_of(seed, policy.state)
+    slots = slots_of(seed, policy.needs.state)
     score = torch.randint(-3, 3, slots.positions.shape, generator=torch.Generator().manual_seed(seed)).float()
     slots.state["given"].copy_(score.where(slots.positions >= 0, 99.0))
-    for name in set(policy.state) - {"given"}:
+    for name in set(policy.needs.state) - {"given"}:
         slots.state[name].zero_()
     return slots
 
@@ -72,9 +72,9 @@ def test_by_value_norm() -> None:
 
     def expected(row: int, head: int, order: list[int]) -> list[float]:
         score = [-math.inf if math.isnan(s) else s for s in slots.state["given"][row, head, order].tolist()]
-        ranked = sorted(range(len(order)), key=lambda i: (score[i], i))
+        score_heads = sorted(range(len(order)), key=lambda i: (score[i], i))
         norms = [math.sqrt(sum(float(v) ** 2 for v in slots.values()[row, head, i])) for i in order]
-        scores = [(ranked.index(i) + 1) / len(order) * norms[i] for i in range(len(order))]
+        scores = [(score_heads.index(i) + 1) / len(order) * norms[i] for i in range(len(order))]
         return [0.0 if math.isinf(s) else was for s, was in zip(score, scores, strict=True)]
 
     assert_scores(policy, slots, expected)
@@ -86,8 +86,8 @@ def test_by_value_norm_of_a_ranking_for_all_heads() -> None:
     score = ByValueNorm(OneForAll()).score(slots)
     norms = slots.values().norm(dim=-1)
     for row, _, order in texts(slots):
-        ranked = sorted(order, key=lambda i, row=row: (int(slots.positions[row, 0, i]) * 7 % 10, order.index(i)))  # type: ignore[misc]
-        for place, slot in enumerate(ranked):
+        score_heads = sorted(order, key=lambda i, row=row: (int(slots.positions[row, 0, i]) * 7 % 10, order.index(i)))  # type: ignore[misc]
+        for place, slot in enumerate(score_heads):
             mean = sum(float(norms[row, head, slot]) for head in range(KV_HEADS)) / KV_HEADS
             assert float(score[row, 0, slot]) == pytest.approx((place + 1) / len(order) * mean, rel=1e-5)
 
@@ -148,10 +148,10 @@ def test_it_prints_as_it_is_made() -> None:
         "InChunks(policy=Smoothed(policy=SnapKV(observed_queries=32, pool=3), decay=0.5), size=4)"
     )
     assert Smoothed(H2O()) == Smoothed(H2O())
-    assert Smoothed(H2O()).state == ("mass", "smoothed", "weight")
-    assert not ByValueNorm(Recent()).is_recency, "it no longer keeps just the newest"
+    assert Smoothed(H2O()).needs.state == ("mass", "smoothed", "weight")
+    assert not keeps_newest(ByValueNorm(Recent())), "it no longer keeps just the newest"
     assert ByValueNorm(SnapKV(7)).observed_queries == 7
-    assert ExpectedAttention.statistics == InChunks(ExpectedAttention()).statistics
+    assert ExpectedAttention.needs.statistics == InChunks(ExpectedAttention()).needs.statistics
 
 
 @pytest.mark.parametrize("policy", [ByValueNorm(Smoothed(H2O())), InChunks(ExpectedAttention(), 4)], ids=repr)
@@ -167,8 +167,8 @@ def test_what_is_inside_observes_as_it_would_alone(
             read(model, cache, ids[:, :28], 7)
         for mine, theirs in zip(caches[0].layers, caches[1].layers, strict=True):
             assert mine.positions.equal(theirs.positions)
-            assert all(mine.state[name].equal(tensor) for name, tensor in theirs.state.items())
-            assert all(mine.statistics[name].equal(tensor) for name, tensor in theirs.statistics.items())
+            assert all(mine.table.state[name].equal(tensor) for name, tensor in theirs.table.state.items())
+            assert all(mine.table.statistics[name].equal(tensor) for name, tensor in theirs.table.statistics.items())
         read(model, caches[0], ids[:, 28:], 1)
         assert all(((layer.positions >= 0).sum(-1) == 30).all() for layer in caches[0].layers)
 

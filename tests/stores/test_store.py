@@ -11,10 +11,12 @@ import windlass
 from tests.cache.test_cache import POLICIES, Models, read
 from tests.cache.test_edits import Text
 from windlass import KeyDiff, KVCache, UsageError, kernels
-from windlass.core.shapes import KeyCentres, NewKeys, NewValues
+from windlass.core.shapes import KeyMeans, NewKeys, NewValues
 from windlass.policies import Policy
-from windlass.stores.base import Parts, Plain
-from windlass.stores.low_bit import CENTRES, Int4, Int8, LowBit, store_of
+from windlass.stores.base import Parts
+from windlass.stores.low_bit import KEY_MEANS, Int4, Int8, LowBit
+from windlass.stores.plain import Plain
+from windlass.stores.spec import store_of
 
 STORES = ("int8", "int4")
 BITS = {8: Int8, 4: Int4}
@@ -27,11 +29,11 @@ class Rounded(Plain):
         super().__init__()
         self._like = like
 
-    def fresh(self, centres: KeyCentres | None) -> "Rounded":
-        return Rounded(self._like.fresh(centres))
+    def fresh(self, key_means: KeyMeans | None) -> "Rounded":
+        return Rounded(self._like.fresh(key_means))
 
-    def begin(self, keys: NewKeys) -> Parts:
-        self._like._constants = self._like.begin(keys)
+    def make_constants(self, keys: NewKeys) -> Parts:
+        self._like._constants = self._like.make_constants(keys)
         return {}
 
     def encode(self, keys: NewKeys, values: NewValues) -> Parts:
@@ -57,7 +59,7 @@ def assert_equal(ours: Tensor, theirs: Tensor) -> None:
 
 
 def packed_codes(store: LowBit, numbers: list[float]) -> tuple[Tensor, Tensor]:
-    """Codes and scale of one key in a store without centres."""
+    """Codes and scale of one key in a store without key means."""
     keys = torch.tensor(numbers)[None, None, None]
     store.allocate(keys, keys, 3)
     parts = store.encode(keys, keys)
@@ -78,12 +80,12 @@ def test_codes_worked_by_hand() -> None:
 def test_no_number_is_off_by_more_than_half_a_step(bits: int) -> None:
     keys, values = torch.randn(2, 3, 7, 10) * 4, torch.randn(2, 3, 7, 6) / 50
     keys[0, 0, 0], values[1, 1, 3] = 0.0, 0.0
-    store = BITS[bits](centres=torch.randn(3, 10))
+    store = BITS[bits](key_means=torch.randn(3, 10))
     store.allocate(keys, values, 9)
     store.write(torch.arange(7).expand(2, 1, 7), keys, values, torch.arange(7).expand(2, 1, 7))
-    centres = store.tensors()[CENTRES][:, None]
+    key_means = store.tensors()[KEY_MEANS][:, None]
     for ours, truth, scales in (
-        (store.keys() - centres, keys - centres, store.tensors()["key_scales"]),
+        (store.keys() - key_means, keys - key_means, store.tensors()["key_scales"]),
         (store.values(), values, store.tensors()["value_scales"]),
     ):
         step = scales[:, :, :7].float()
@@ -100,7 +102,7 @@ def test_a_slot_is_overwritten_without_touching_its_neighbours(store: str) -> No
     one = store_of(store).fresh(None)
     one.allocate(keys, values, 5)
     one.write(torch.arange(5).expand(2, 1, 5), keys, values, torch.arange(5).expand(2, 1, 5))
-    before = {name: tensor.clone() for name, tensor in one.tensors().items() if name != CENTRES}
+    before = {name: tensor.clone() for name, tensor in one.tensors().items() if name != KEY_MEANS}
     one.write(torch.tensor([[[3]], [[1]]]), keys[:, :, :1] + 9, values[:, :, :1] + 9, torch.tensor([[[3]], [[1]]]))
     for name, was in before.items():
         changed = (one.tensors()[name] != was).any(-1)
@@ -234,14 +236,14 @@ def test_splice_into_another_store_converts_once(attached_model: Models, text: T
         assert mine.store.values()[1:, :, at].equal(mine.store.decode_values(parts))
 
 
-def test_splice_of_codes_around_other_centres_converts(attached_model: Models, text: Text) -> None:
+def test_splice_of_codes_around_other_key_means_converts(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(30)
     ours, theirs = (KVCache(model, store="int8") for _ in range(2))
     for layer in theirs.layers:
-        layer.store = layer.store.fresh(None)
+        layer.table.store = layer.store.fresh(None)
     read(model, ours, ids[:, :10], 10)
     read(model, theirs, ids[:, 10:], 20)
-    assert not ours.layers[0].store.reads_like(theirs.layers[0].store)
+    assert not ours.layers[0].store.is_compatible(theirs.layers[0].store)
     ours.splice(theirs)
     for mine, other in zip(ours.layers, theirs.layers, strict=True):
         parts = mine.store.encode(other.store.keys()[:, :, :20], other.store.values()[:, :, :20])
@@ -252,16 +254,16 @@ def test_splice_of_codes_around_other_centres_converts(attached_model: Models, t
 def test_bytes_and_dtypes(dtype: torch.dtype) -> None:
     keys, values = torch.randn(1, 2, 50, 64).to(dtype), torch.randn(1, 2, 50, 64).to(dtype)
     for bits, share in ((8, 66 / 128), (4, 34 / 128)):
-        store = BITS[bits](centres=torch.randn(2, 64))
+        store = BITS[bits](key_means=torch.randn(2, 64))
         store.allocate(keys, values, 50)
         store.write(torch.arange(50)[None, None], keys, values, torch.arange(50)[None, None])
-        sizes = {name: tensor.nbytes for name, tensor in store.tensors().items() if name != CENTRES}
+        sizes = {name: tensor.nbytes for name, tensor in store.tensors().items() if name != KEY_MEANS}
         assert sum(sizes.values()) == share * 2 * 2 * 50 * 64 * 2
         assert store.keys().dtype == store.values().dtype == dtype
-        held_keys, held_values = store.held_keys(), store.held_values()
+        held_keys, held_values = store.packed_keys(), store.packed_values()
         assert held_keys.bits == held_values.bits == bits
         assert held_keys.floats().to(dtype).equal(store.keys())
         assert held_values.floats().to(dtype).equal(store.values())
-        assert held_keys.centres is not None
-        assert held_keys.centres.dtype == torch.float32
-        assert held_values.centres is None
+        assert held_keys.means is not None
+        assert held_keys.means.dtype == torch.float32
+        assert held_values.means is None

@@ -11,11 +11,12 @@ import windlass
 from tests.cache.test_cache import Models, read
 from tests.cache.test_edits import Text
 from windlass import H2O, KeyDiff, KVCache, Recent, UsageError, prompt_cache
-from windlass.cli.options import CacheOptions
+from windlass.cache.options import CacheOptions
+from windlass.cli.options import CacheArguments, LoadOptions
 from windlass.cli.session import open_session
-from windlass.hf.attach import seam_of
+from windlass.hf.attach import attached
 from windlass.policies import Policy
-from windlass.stores.base import Plain
+from windlass.stores.plain import Plain
 
 
 @pytest.fixture
@@ -44,23 +45,23 @@ def test_a_saved_cache_goes_on_as_if_never_interrupted(
     torch.testing.assert_close(read(model, again, ids[:, 40:], 1), theirs, atol=2e-3, rtol=0)
 
 
-def test_a_file_brings_its_centres(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
-    seam = seam_of(model)
+def test_a_file_brings_its_key_means(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
+    seam = attached(model)
     KVCache(model, store="int4")  # measures them
-    seam.centres = [None if centre is None else centre + 1 for centre in seam.centres or []]  # not what is measured
+    seam.key_means = [None if mean is None else mean + 1 for mean in seam.key_means or []]  # not what is measured
     cache = KVCache(model, store="int4")
     read(model, cache, text(30), 30)
     prompt_cache.save(cache, tmp_path / "file", model)
-    measured, seam.centres = seam.centres, None
+    measured, seam.key_means = seam.key_means, None
     again = prompt_cache.load(tmp_path / "file", model)
-    for ours, theirs in zip(seam.centres or [], measured or [], strict=True):
+    for ours, theirs in zip(seam.key_means or [], measured or [], strict=True):
         assert ours is not None
         assert theirs is not None
         assert ours.equal(theirs)
     again.splice(cache)
     for mine, other in zip(again.layers, cache.layers, strict=True):
         assert mine.tensors()["key_codes"][:, :, 30:60].equal(other.tensors()["key_codes"][:, :, :30])
-    seam.centres = None
+    seam.key_means = None
 
 
 def test_a_plain_file_is_one_that_the_first_windlass_reads(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
@@ -76,7 +77,7 @@ def test_a_plain_file_is_one_that_the_first_windlass_reads(model: PreTrainedMode
 
 def test_a_store_from_outside_cannot_be_saved(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
     class Own(Plain):
-        def fresh(self, centres: object) -> "Own":
+        def fresh(self, key_means: object) -> "Own":
             return Own()
 
     cache = KVCache(model, store=Own())
@@ -88,7 +89,7 @@ def test_a_store_from_outside_cannot_be_saved(model: PreTrainedModel, text: Text
 def test_from_rotated_and_back(model: PreTrainedModel, plain_model: Models, text: Text) -> None:
     with torch.no_grad():
         theirs = plain_model("llama")(text(20), use_cache=True).past_key_values
-    cache = KVCache.from_rotated(model, theirs, store="int8")
+    cache = KVCache.from_rotated(model, theirs, CacheOptions(store="int8"))
     assert cache.layers[0].tensors()["key_codes"].dtype == torch.int8
     for ours, truth in zip(cache.to_rotated().layers, theirs.layers, strict=True):
         torch.testing.assert_close(ours.keys, truth.keys, atol=0.05, rtol=0)
@@ -96,14 +97,14 @@ def test_from_rotated_and_back(model: PreTrainedModel, plain_model: Models, text
 
 def test_a_store_that_contradicts_a_file(tmp_path: Path, text: Text) -> None:
     folder = Path(__file__).parents[1] / "models" / "stories260K"
-    options = CacheOptions(store="int4")
-    session = open_session(str(folder), options, "float32", None)
+    options = CacheArguments(store="int4")
+    session = open_session(str(folder), options, LoadOptions("float32"))
     assert session.cache.store.name == "int4"
     windlass.prefill(session.model, session.cache, [text(9)[0].tolist()])
     prompt_cache.save(session.cache, tmp_path / "file", session.model)
-    again = open_session(str(folder), CacheOptions(prompt_cache=tmp_path / "file"), "float32", None)
+    again = open_session(str(folder), CacheArguments(), LoadOptions("float32"), tmp_path / "file")
     assert again.cache.store.name == "int4"
     with pytest.raises(UsageError, match=r"--store int8 contradicts .*file, made with store int4; leave it out"):
-        open_session(str(folder), CacheOptions(store="int8", prompt_cache=tmp_path / "file"), "float32", None)
+        open_session(str(folder), CacheArguments(store="int8"), LoadOptions("float32"), tmp_path / "file")
     with pytest.raises(UsageError, match="'int5' is not a store"):
-        open_session("nowhere", CacheOptions(store="int5"), "float32", None)
+        open_session("nowhere", CacheArguments(store="int5"), LoadOptions("float32"))

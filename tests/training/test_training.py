@@ -16,7 +16,7 @@ from tests.training.test_training_rows import novel
 from training.__main__ import main
 from training.learner import Schedule, loss_of
 from training.options import contexts_of
-from windlass.hf.load import open_model
+from windlass.hf.load import load
 from windlass.testing import VOCABULARY
 
 MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
@@ -63,7 +63,7 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def test_a_new_model_opens_and_its_tokenizer_keeps_digits_apart(started: Path):
-    model, tokenizer = open_model(str(started))
+    model, tokenizer = load(str(started))
     assert model.dtype == torch.bfloat16
     assert model.config.max_position_embeddings == tokenizer.model_max_length == 96
     assert tokenizer.convert_ids_to_tokens(tokenizer(" The 4071")["input_ids"])[-4:] == list("4071")

@@ -15,11 +15,15 @@ from training.lessons import ANSWER, GUESS, HAYSTACK, PROSE, QUESTION, lessons
 from training.options import MIX, mix_of
 from training.rows import Batches, Row, Rows
 from windlass.evals.tasks import vt
-from windlass.hf.load import open_model
+from windlass.hf.load import load
 
 MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
 
 NEEDLE = re.compile(r"One of the special magic \w+ for ([\w-]+) is: ([\w-]+)\.")
+
+
+def decoded(rows: Rows, tokens: list[int]) -> str:
+    return str(rows.tokenizer.decode(tokens))
 
 
 def novel() -> str:
@@ -56,9 +60,9 @@ def test_the_answer_is_the_value_that_the_text_tells_of_the_key(name: str, rows:
     for number in range(8):
         row = rows.row(f"{number}", 600, name)
         first = row.answers[0][0] if row.answers else 0
-        told = dict(NEEDLE.findall(rows.tokenizer.decode(row.tokens[:first])))
+        told = dict(NEEDLE.findall(decoded(rows, row.tokens[:first])))
         for start, end in row.answers:
-            before = rows.tokenizer.decode(row.tokens[:start])
+            before = decoded(rows, row.tokens[:start])
             key = re.findall(r" for ([\w-]+)(?: mentioned in the provided text)? is:?$", before)[-1]
             assert rows.tokenizer.decode(row.tokens[start:end]) == f" {told[key]}."
             assert row.weights[start - 1] == QUESTION
@@ -71,7 +75,7 @@ def test_several_answers_are_listed_in_the_order_of_the_text(rows: Rows):
     for number in range(12):
         row = rows.row(f"{number}", 600, "several")
         ((start, end),) = row.answers
-        values = [value for _, value in NEEDLE.findall(rows.tokenizer.decode(row.tokens[:start]))]
+        values = [value for _, value in NEEDLE.findall(decoded(rows, row.tokens[:start]))]
         assert rows.tokenizer.decode(row.tokens[start:end]) == f" {', '.join(values)}."
         lengths.append(len(values))
     assert {2, 3, 4} == set(lengths)
@@ -96,7 +100,7 @@ def test_a_pass_key_is_asked_with_its_weights(rows: Rows):
             made for made in (rows.row(f"{number}", 300, name) for number in range(20)) if made.answers[0][1] == 300
         )
         ((start, end),) = row.answers
-        key = re.search(r"The pass key is ([\w-]+)\. Remember it\. \1 is the pass key\.", decode(row.tokens))
+        key = re.search(r"The pass key is ([\w-]+)\. Remember it\. \1 is the pass key\.", str(decode(row.tokens)))
         assert key is not None
         assert decode(row.tokens[start:end]) == f" {key[1]}."
         question = len(rows.tokenizer(" What is the pass key? The pass key is", add_special_tokens=False)["input_ids"])
@@ -107,7 +111,7 @@ def test_a_pass_key_is_asked_with_its_weights(rows: Rows):
 
 def test_a_chain_is_followed_by_all_its_names(rows: Rows):
     row = rows.row("0", 500, "vt")
-    said = rows.tokenizer.decode(row.tokens)
+    said = decoded(rows, row.tokens)
     assert said.count(vt.BEFORE) == 1
     ((start, end),) = row.answers
     names = re.findall(r"VAR (\w{5}) = ", said)
@@ -170,7 +174,7 @@ def test_books_get_plain_quotes(tmp_path: Path):
 
 
 def test_a_check_counts_the_answers_that_are_right_in_every_token(rows: Rows):
-    model, _ = open_model(MODEL, "float32")
+    model, _ = load(MODEL, "float32")
     known = Rows(rows.tokenizer, {name: rows.lessons[name] for name in ("novel", "passkey_noise", "uuids")}, {}, 5)
     known.lessons["novel"] = rows.lessons["novel"]
     shares = check(model, known, 200)

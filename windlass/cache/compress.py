@@ -1,72 +1,59 @@
 """From more tokens to a budget at once: what each layer may keep, and the cut.
 
 A cache that reads and writes evicts as it goes. Here it holds more than it is to keep, because its
-budget is lowered, or because its policy wants a first text whole (`Policy.is_one_shot`).
+budget is lowered, or because its policy wants a first text whole (`OneShot`).
 """
 
-from __future__ import annotations
-
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from windlass.cache.layer import LayerCache
+from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError
+from windlass.core.record import StepRecord
 from windlass.core.shapes import Scores
-from windlass.core.step import Limits, Record, Step, checked_limits, outlasting
+from windlass.core.step import Limits, Step, no_inference_mode
 from windlass.policies import Policy, Recent
-from windlass.policies.base import scores_of
+from windlass.policies.calls import scores_of
+from windlass.policies.interfaces import Budgeter, OneShot
+from windlass.policies.wrapper import find
 
-if TYPE_CHECKING:
-    from windlass.hf.kv_cache import KVCache
 
+@no_inference_mode
+def compress(cache: CacheState, budget: int, window: int | None = None) -> None:
+    """Keep `budget` tokens a layer from now on; the others go at once, their memory too, and can't be rolled back.
 
-@outlasting
-def compress(cache: KVCache, budget: int, window: int | None = None) -> None:
-    """See `KVCache.compress`."""
-    was = cache.limits
-    window = window if window is not None else cache.given_window
-    limits = checked_limits(budget, was.sinks, window, was.chunk, cache.batch_size, was.rollback)
+    `window`: None takes what the cache was made with. A sliding window that no longer fits keeps its newest, if
+    the policy keeps state. Raises: UsageError for what cannot be honoured, or a higher budget; nothing is changed.
+    """
+    was = cache.options
+    options = replace(was, budget=budget, window=was.window if window is None else window)
     if was.budget is not None and budget > was.budget:
         raise UsageError(f"compress to {budget} tokens, but the cache keeps {was.budget}; a budget can only be lowered")
     for layer in cache.layers:
-        if layer.policy.statistics and layer.most_held > budget and not layer.statistics:
+        table = layer.table
+        if layer.policy.needs.statistics and table.occupancy_bound > budget and not table.statistics:
             raise UsageError(f"compress: {layer.policy!r} has seen no queries yet; let the model read a token first")
-    cache.limits, cache.given_window = limits, window
-    _cut(cache)
-    cache.standing.edited()
-
-
-@contextmanager
-def held_whole(cache: KVCache) -> Iterator[None]:
-    """Hold all that is read meanwhile, whatever the budget, and cut to it at the end, even after an error."""
-    for layer in cache.layers:
-        layer.is_whole = True
-    try:
-        yield
-    finally:
-        for layer in cache.layers:
-            layer.is_whole = False
-        _cut(cache)
-        cache.standing.edited()
+    cache.options = options
+    cut_to_budget(cache)
 
 
 def layer_limits(policy: Policy, limits: Limits, layers: int) -> list[Limits]:
     """The limits of each layer: those of the cache, but for what the policy lets it keep."""
-    if limits.budget is None:
+    budgeter = find(policy, Budgeter)  # type: ignore[type-abstract]  # none is made
+    if limits.budget is None or budgeter is None:
         return [limits] * layers
-    budgets = policy.budgets(limits.budget, layers, limits.sinks + limits.window + 1)
+    budgets = budgeter.budgets(limits.budget, layers, limits.sinks + limits.window + 1)
     return [replace(limits, budget=budget) for budget in budgets]
 
 
-def budgets_apart(cache: KVCache) -> list[int | None]:
+def budgets_apart(cache: CacheState) -> list[int | None]:
     """Per layer the budget that a cut gave it, or None where it is the one that it began with."""
     planned = layer_limits(cache.policy, cache.limits, len(cache.layers))
-    pairs = zip(cache.layers, planned, strict=True)
-    return [None if layer.limits.budget == limits.budget else layer.limits.budget for layer, limits in pairs]
+    pairs = [(layer.rules.limits.budget, limits.budget) for layer, limits in zip(cache.layers, planned, strict=True)]
+    return [None if budget == plan else budget for budget, plan in pairs]
 
 
 def shared_budgets(scores: Sequence[Scores], limits: Limits) -> list[int]:
@@ -79,8 +66,8 @@ def shared_budgets(scores: Sequence[Scores], limits: Limits) -> list[int]:
     protected = limits.sinks + limits.window
     table = torch.full((max(score.shape[-1] for score in scores), len(scores)), -torch.inf, dtype=torch.float64)
     for layer, score in enumerate(scores):
-        ranked = score.double().sort(dim=-1, descending=True).values.flatten(0, 1)
-        means = ranked.masked_fill(ranked == -torch.inf, torch.nan).nanmean(0)
+        score_heads = score.double().sort(dim=-1, descending=True).values.flatten(0, 1)
+        means = score_heads.masked_fill(score_heads == -torch.inf, torch.nan).nanmean(0)
         table[: len(means), layer] = means.nan_to_num(nan=-torch.inf)
     # The best rank of each layer is kept, whatever it is worth.
     wanted = (limits.budget - protected - 1) * len(scores)
@@ -92,49 +79,53 @@ def shared_budgets(scores: Sequence[Scores], limits: Limits) -> list[int]:
     return [protected + 1 + number for number in kept.bincount(minlength=len(scores)).tolist()]
 
 
-@outlasting
-def _cut(cache: KVCache) -> None:
-    """Bring every layer to its budget, and its memory to what that takes."""
-    nothing = torch.empty(cache.batch_size, 0, dtype=torch.long, device=cache.device)
-    here = cache.standing.step(nothing, [0] * cache.batch_size)
+@no_inference_mode
+def cut_to_budget(cache: CacheState) -> None:
+    """Bring every layer to its budget, and its memory to what that takes; earlier steps can't be rolled back."""
+    here = cache.rows.standstill(cache.device)
     blind = []
     for layer, limits in zip(cache.layers, layer_limits(cache.policy, cache.limits, len(cache.layers)), strict=True):
         assert limits.budget is not None, "a cut to no budget"
-        layer.forget_records(0)
-        is_window, window = layer.is_whole_window, layer.budget
-        layer.limits, layer.budget = limits, limits.budget
-        if is_window and window is not None and window <= limits.budget:
-            layer.budget = window
-        elif is_window:
-            layer.leave_window()
-            if layer.policy.state or layer.policy.statistics:
+        layer.forget_steps(0)
+        rules = layer.rules
+        layer.rules = replace(rules, limits=limits, budget=limits.budget)
+        if rules.is_whole_window and rules.budget is not None and rules.budget <= limits.budget:
+            layer.rules = replace(layer.rules, budget=rules.budget)
+        elif rules.is_whole_window:
+            layer.restore_policy()
+            if layer.policy.needs.state or layer.policy.needs.statistics:
                 blind.append(layer)
-    if cache.policy.shares_budget:
-        sharing = [layer for layer in cache.layers if not (layer.is_empty or layer.is_whole_window or layer in blind)]
+    one_shot = find(cache.policy, OneShot)
+    if one_shot is not None and one_shot.shares_budget:
+        sharing = [layer for layer in cache.layers if not (layer.is_empty or layer.rules.is_whole_window)]
+        sharing = [layer for layer in sharing if layer not in blind]
         budgets = shared_budgets([_contested(layer, here) for layer in sharing], cache.limits) if sharing else []
         for layer, budget in zip(sharing, budgets, strict=True):
-            layer.limit_to(budget)
+            layer.rules = layer.rules.with_budget(budget)
     for layer in cache.layers:
         if not layer.is_empty:
             _cut_layer(layer, here, Recent() if layer in blind else layer.policy)
+    cache.rows = cache.rows.edited(None)
 
 
-def _cut_layer(layer: LayerCache, here: Step, ranking: Policy) -> None:
+def _cut_layer(layer: SlotLayer, here: Step, ranking: Policy) -> None:
     """Evict by `ranking` what is over the layer's budget, as if at the end of a step, and give its memory back."""
-    policy, layer.policy = layer.policy, ranking
+    rules, table = layer.rules, layer.table
+    layer.rules = replace(rules, policy=ranking)
     try:
-        nothing, batch = layer.positions.new_empty(*layer.positions.shape[:2], 0, dtype=torch.long), len(here.lengths)
-        layer.settle(Record(here, (0,) * batch, layer.most_held, nothing, {}, {}, {}, None, None, None))
+        nothing = layer.positions.new_empty(*layer.positions.shape[:2], 0, dtype=torch.long)
+        none_yet = (0,) * len(here.lengths)
+        layer.observe_and_evict(StepRecord(here, none_yet, table.occupancy_bound, dict(table.statistics), nothing))
     finally:
-        layer.policy = policy
-    assert layer.budget is not None, "a cut to no budget"
-    layer.resize(layer.budget + layer.spare)
+        layer.rules = rules
+    assert rules.budget is not None, "a cut to no budget"
+    layer.resize(rules.budget + rules.headroom)
 
 
-def _contested(layer: LayerCache, here: Step) -> Scores:
+def _contested(layer: SlotLayer, here: Step) -> Scores:
     """The scores of tokens that may be evicted, -inf elsewhere; NaN ranks lowest, as it does in a layer."""
     least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
     score = scores_of(layer.policy, layer.index, layer.slots_at(here)).float()
-    ends = here.next_positions[:, None, None]
-    is_free = (layer.positions >= layer.limits.sinks) & (layer.positions < ends - layer.limits.window)
+    ends, limits = here.next_positions[:, None, None], layer.rules.limits
+    is_free = (layer.positions >= limits.sinks) & (layer.positions < ends - limits.window)
     return score.nan_to_num(nan=least, posinf=most, neginf=least).masked_fill(~is_free, -torch.inf).cpu()

@@ -1,16 +1,11 @@
 """What a cache holds and what it takes, read from what is allocated."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from windlass.hf.kv_cache import KVCache
+from windlass.cache.state import CacheState
 
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def bytes_by_tensor(cache: KVCache) -> dict[str, int]:
+def bytes_by_tensor(cache: CacheState) -> dict[str, int]:
     """Bytes allocated over all layers, by the name of the tensor: keys, values, positions, state."""
     total: dict[str, int] = {}
     for layer in cache.layers:
@@ -27,11 +22,12 @@ def in_units(count: int) -> str:
     return f"{count} B"
 
 
-def describe(cache: KVCache) -> str:
-    """See `KVCache.describe`."""
+def describe(cache: CacheState) -> str:
+    """What is held and what it takes, from what is allocated."""
     limits = cache.limits
     budget = "unbounded" if limits.budget is None else f"{limits.budget} tokens a layer"
-    budgets = {layer.limits.budget for layer in cache.layers if layer.limits.budget is not None}
+    each = [layer.rules.limits.budget for layer in cache.layers]
+    budgets = {budget for budget in each if budget is not None}
     if len(budgets) > 1:
         budget += f" on average, from {min(budgets)} to {max(budgets)}"
     lines = [
@@ -39,11 +35,11 @@ def describe(cache: KVCache) -> str:
         f"  policy   {cache.policy!r}",
         f"  store    {cache.store.name}" + (f", merge {cache.merge}" if cache.merge is not None else ""),
         f"  budget   {budget}, sinks {limits.sinks}, window {limits.window}, chunk {limits.chunk}",
-        f"  seen     {', '.join(map(str, cache.tokens_seen))} tokens",
+        f"  seen     {', '.join(map(str, cache.rows.tokens_seen))} tokens",
     ]
     groups: dict[str, list[int]] = {}
     for layer in cache.layers:
-        held = "nothing yet" if layer.is_empty else f"{layer.most_held} of {layer.store.slots} slots"
+        held = "nothing yet" if layer.is_empty else f"{layer.table.occupancy_bound} of {layer.table.slots} slots"
         if layer.sliding_window is not None:
             held += f", sliding window {layer.sliding_window}"
         groups.setdefault(held, []).append(layer.index)

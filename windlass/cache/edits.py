@@ -7,31 +7,29 @@ tokens copies these as the other cache reads them. Ranges are half-open. After a
 `rollback`, the steps before it can no longer be rolled back.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.cache import layer_rows as rows
-from windlass.cache.undo import can_roll_back, holds_copies, roll_back
+from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError
 from windlass.core.rotary_index import EMPTY
-from windlass.core.step import outlasting
-from windlass.merge import holds_cells
-from windlass.policies.base import BORN
-
-if TYPE_CHECKING:
-    from windlass.cache.layer import LayerCache
-    from windlass.hf.kv_cache import KVCache
+from windlass.core.step import no_inference_mode
+from windlass.policies.base import INITIAL_STATE
 
 
-@outlasting
-def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
-    """See `KVCache.rollback`."""
+@no_inference_mode
+def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
+    """Forget the newest `tokens` of every row (or one number per row), exactly.
+
+    The cache is then as if they had never been written, evictions and policy state included.
+
+    Raises: UsageError when they reach further back than can be rolled back; nothing is changed.
+    """
     counts = [tokens] * cache.batch_size if isinstance(tokens, int) else list(tokens)
     if len(counts) != cache.batch_size or min(counts) < 0:
         raise UsageError(
@@ -41,53 +39,56 @@ def rollback(cache: KVCache, tokens: int | Sequence[int]) -> None:
     for row, (count, end) in enumerate(zip(counts, cache.next_positions, strict=True)):
         if count > end:
             raise UsageError(f"rollback of {count} tokens, but row {row} stands at position {end}")
-        since = cache.standing.since_edit[row]
+        since = cache.rows.rows[row].since_edit
         if count > since:
             raise UsageError(f"rollback of {count} tokens, but row {row} was edited {since} tokens ago; use drop")
     if not any(counts):
         return
     for layer in cache.layers:
-        if not can_roll_back(layer, counts):
+        if not layer.can_roll_back(counts):
             raise UsageError(
                 f"rollback of {max(counts)} tokens reaches past what layer {layer.index} ({layer.policy!r}) can take "
                 "back: the last step, and before it whole steps of up to `rollback` tokens for a policy without "
                 "state; use drop, or a KVCache with a larger rollback"
             )
-        if not holds_copies(layer, counts):
+        if not layer.holds_full_precision(counts):
             raise UsageError(
                 f"rollback of {max(counts)} tokens reaches past what store {cache.store.name} still holds exactly in "
                 f"layer {layer.index}: the last step, or `rollback` + 16 tokens; use drop, after which the tokens that "
                 "are left are read as codes, or a KVCache with a larger rollback"
             )
-    standing = cache.standing
-    standing.move_to([end - n for end, n in zip(standing.next_positions, counts, strict=True)])
-    standing.forget(counts)
-    here = standing.step(
-        torch.empty(cache.batch_size, 0, dtype=torch.long, device=cache.device), [0] * cache.batch_size
-    )
+    rows = cache.rows.rolled_back(counts)
+    here = rows.standstill(cache.device)
     for layer in cache.layers:
-        roll_back(layer, counts, here)
+        layer.roll_back(counts, here)
+    cache.rows = rows
 
 
-@outlasting
-def drop(cache: KVCache, start: int, end: int, row: int | None) -> None:
-    """See `KVCache.drop`."""
+@no_inference_mode
+def drop(cache: CacheState, start: int, end: int, row: int | None = None) -> None:
+    """Free the tokens at positions `start` up to `end`; the others keep their places.
+
+    Dropping the newest tokens moves the end of the text back to `start`.
+    """
     _check_range(start, end)
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), EMPTY, p))
-    cache.standing.move_to([start if start < at <= end else at for at in cache.next_positions], row)
+    cache.rows = cache.rows.moved_to([start if start < at <= end else at for at in cache.next_positions], row)
 
 
-@outlasting
-def keep(cache: KVCache, start: int, end: int, row: int | None) -> None:
-    """See `KVCache.keep`."""
+@no_inference_mode
+def keep(cache: CacheState, start: int, end: int, row: int | None = None) -> None:
+    """Free every token but those at positions `start` up to `end`."""
     _check_range(start, end)
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p, EMPTY))
-    cache.standing.move_to([min(at, end) for at in cache.next_positions], row)
+    cache.rows = cache.rows.moved_to([min(at, end) for at in cache.next_positions], row)
 
 
-@outlasting
-def shift(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
-    """See `KVCache.shift`."""
+@no_inference_mode
+def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = None) -> None:
+    """Add `by` to the positions from `start` up to `end`.
+
+    Raises: UsageError when a token would stand before 0 or where another one stands.
+    """
     _check_range(start, end)
     if row is not None:
         _check_row(cache, row, "row")
@@ -99,40 +100,43 @@ def shift(cache: KVCache, start: int, end: int, by: int, row: int | None) -> Non
             if not layer.is_empty:
                 _check_shift(layer.positions[index], start, end, by, ends[index])
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p + by, p))
-    cache.standing.move_to(ends, row)
+    cache.rows = cache.rows.moved_to(ends, row)
 
 
-@outlasting
-def divide(cache: KVCache, start: int, end: int, by: int, row: int | None) -> None:
-    """See `KVCache.divide`."""
+@no_inference_mode
+def divide(cache: CacheState, start: int, end: int, by: int, row: int | None = None) -> None:
+    """Divide the positions from `start` up to `end`, rounding down: several tokens may share one."""
     _check_range(start, end)
     if by < 1:
         raise UsageError(f"divide by {by}: must be at least 1")
-    is_placed = cache.merge is not None and cache.merge.read != "plain"
-    if is_placed and any(holds_cells(layer.positions, layer.state) for layer in cache.layers):
-        raise UsageError(
-            f"divide: the distances inside this cache's cells, merge={cache.merge}, would stay as they are"
-        )
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p // by, p))
-    cache.standing.move_to([(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions], row)
+    ends = [(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions]
+    cache.rows = cache.rows.moved_to(ends, row)
 
 
-@outlasting
-def copy(cache: KVCache, source: int, target: int) -> None:
-    """See `KVCache.copy`."""
+@no_inference_mode
+def copy(cache: CacheState, source: int, target: int) -> None:
+    """Overwrite row `target` with row `source`: its tokens, positions and policy state."""
     for name, row in (("source", source), ("target", target)):
         _check_row(cache, row, name)
     for layer in cache.layers:
-        rows.copy_row(layer, source, target)
-    cache.standing.copy_row(source, target)
+        layer.copy_row(source, target)
+    copied = cache.rows.rows[source].copied()
+    cache.rows = cache.rows.changed(lambda *_: copied, target)
 
 
-@outlasting
-def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
-    """See `KVCache.splice`."""
+@no_inference_mode
+def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) -> None:
+    """Append the kept tokens of row `source` of another cache to row `row`, as text that goes on here.
+
+    Keys are copied (converted once, into another kind of store); distances among them stay. They have
+    not seen the text before them, as after any join. What exceeds the budget goes at the next step.
+
+    Raises: UsageError when the caches differ in model or layout.
+    """
     _check_row(cache, row, "row")
     _check_row(other, source, "source")
-    if other.seam is not cache.seam:
+    if other.model_id is not cache.model_id:
         raise UsageError("splice: the other cache was made for another model")
     if other.is_rotated != cache.is_rotated:
         raise UsageError("splice: one of the caches holds rotated keys, the other does not")
@@ -142,7 +146,11 @@ def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
         raise UsageError(
             f"splice: the other cache merges tokens by {other.merge}, this one {cache.merge or 'does not'}"
         )
-    missing = [said for name, said in BORN.items() if name in {*cache.policy.state} - {*other.policy.state}]
+    missing = [
+        said
+        for name, said in INITIAL_STATE.items()
+        if name in {*cache.policy.needs.state} - {*other.policy.needs.state}
+    ]
     if missing:
         raise UsageError(
             f"splice: {cache.policy!r} ranks by {missing[0]}, which the other cache's policy does not keep"
@@ -153,7 +161,7 @@ def splice(cache: KVCache, other: KVCache, source: int, row: int) -> None:
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         if not theirs.is_empty:
             _splice_layer(mine, theirs, source, row, at, cache.batch_size)
-    cache.standing.splice(other.standing, source, row)
+    cache.rows = cache.rows.spliced(other.rows.rows[source], row)
 
 
 def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int) -> None:
@@ -172,31 +180,31 @@ def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int
         )
 
 
-def _splice_layer(mine: LayerCache, theirs: LayerCache, source: int, row: int, at: int, batch: int) -> None:
+def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at: int, batch: int) -> None:
     held = theirs.positions[source : source + 1]
     # In the order of the text: the store counts them as they come.
-    order = kernels.text_order(held)[..., : int((held >= 0).sum(-1).max())]
+    order = kernels.argsort_positions(held)[..., : int((held >= 0).sum(-1).max())]
     parts = {name: part.expand(batch, -1, -1, -1) for name, part in theirs.store.take(source, order).items()}
     positions = held.gather(-1, order)
     positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
     is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
     keys, values = (states.expand(batch, -1, -1, -1) for states in theirs.store.read(source, order))
     slots = mine.append(keys, values, positions.where(is_row, EMPTY), theirs.sliding_window)
-    if mine.store.reads_like(theirs.store):  # else they were converted, once
+    if mine.store.is_compatible(theirs.store):  # else they were converted, once
         mine.store.put(slots, parts)
-    kept = {*BORN, *(() if mine.merge is None else mine.merge.state)}
-    for name in kept & set(mine.state) & set(theirs.state):
-        there = theirs.state[name][source : source + 1].gather(-1, order).expand_as(slots)
-        here = mine.state[name]
+    kept = {*INITIAL_STATE, *(() if mine.rules.merge is None else mine.rules.merge.state)}
+    for name in kept & set(mine.table.state) & set(theirs.table.state):
+        there = theirs.table.state[name][source : source + 1].gather(-1, order).expand_as(slots)
+        here = mine.table.state[name]
         here.scatter_(-1, slots, there.where(is_row, here.gather(-1, slots)))
 
 
-def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:
+def _check_same_layout(mine: SlotLayer, theirs: SlotLayer) -> None:
     if theirs.is_empty:
         return
     if mine.is_empty:
-        mine.fit_to(theirs.sliding_window)
-        _check_ranks(mine, theirs, theirs.store.layout[0] if mine.policy.per_head else 1)
+        mine.use_sliding_window(theirs.sliding_window)
+        _check_ranks(mine, theirs, theirs.store.layout[0] if mine.policy.needs.per_head else 1)
         return
     ours, other = mine.store.layout, theirs.store.layout
     if ours != other:
@@ -204,32 +212,32 @@ def _check_same_layout(mine: LayerCache, theirs: LayerCache) -> None:
     _check_ranks(mine, theirs, mine.positions.shape[1])
 
 
-def _check_ranks(mine: LayerCache, theirs: LayerCache, ranked: int) -> None:
-    if ranked < theirs.positions.shape[1]:
+def _check_ranks(mine: SlotLayer, theirs: SlotLayer, score_heads: int) -> None:
+    if score_heads < theirs.positions.shape[1]:
         raise UsageError(
             f"splice: the other cache's policy {theirs.policy!r} kept other tokens in each head, {mine.policy!r} "
             "holds the same in all; make this cache with a policy that ranks per head"
         )
 
 
-@outlasting
-def select_rows(cache: KVCache, indices: Tensor) -> int:
-    """See `KVCache.select_rows`; returns how many rows there are then."""
+@no_inference_mode
+def select_rows(cache: CacheState, rows: Tensor) -> None:
+    """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
     for layer in cache.layers:
-        rows.select_rows(layer, indices.to(cache.device))
-    cache.standing.select_rows(indices.tolist())
-    return len(indices)
+        layer.select_rows(rows.to(cache.device))
+    cache.rows = cache.rows.selected(rows.tolist())
+    cache.options = replace(cache.options, batch=len(rows))
 
 
-def _apply(cache: KVCache, row: int | None, change: Callable[[Tensor], Tensor]) -> None:
+def _apply(cache: CacheState, row: int | None, change: Callable[[Tensor], Tensor]) -> None:
     if row is not None:
         _check_row(cache, row, "row")
     for layer in cache.layers:
         layer.edit(change, row)
-    cache.standing.edited(row)
+    cache.rows = cache.rows.edited(row)
 
 
-def _check_row(cache: KVCache, row: int, name: str) -> None:
+def _check_row(cache: CacheState, row: int, name: str) -> None:
     if not 0 <= row < cache.batch_size:
         raise UsageError(f"{name} {row} is not one of the cache's {cache.batch_size} rows")
 

@@ -1,37 +1,21 @@
 """A text shown to the policy for a second time: each layer attends, lets its policy observe, and keeps nothing."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from windlass import kernels
-from windlass.cache.layer import LayerCache
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.shapes import Attended, NewKeys, NewValues, PerSlot, Queries
 from windlass.core.step import AttentionCall, Step
-from windlass.policies.base import Observation, arrived, policy_errors
+from windlass.policies.base import Observation
+from windlass.policies.calls import policy_errors, preprocess
+from windlass.policies.wrapper import scoring_chunk
 from windlass.positions.modes import PositionMode
 
-if TYPE_CHECKING:
-    from windlass.hf.kv_cache import KVCache
 
-
-@contextmanager
-def rereading(cache: KVCache) -> Iterator[None]:
-    """What the model is fed meanwhile is shown to the policy alone; the cache stays as it is."""
-    cache.is_rereading = True
-    try:
-        yield
-    finally:
-        cache.is_rereading = False
-
-
-def reread(
-    layer: LayerCache,
+def second_pass(
+    layer: SlotLayer,
     queries: Queries,
     keys: NewKeys,
     values: NewValues,
@@ -40,26 +24,27 @@ def reread(
     call: AttentionCall,
 ) -> Attended:
     """What the queries read, as in a step; afterwards the layer holds what it held, but for what its policy noted."""
-    layer.make_room(keys, values)
-    queries, keys, born = arrived(layer.own[0], layer.index, queries, keys, step.ids)
-    positions = step.positions[:, None].expand(-1, layer.positions.shape[1], -1)
-    most_held, copies = layer.most_held, layer.store.exact.copies
-    written = kernels.first_free(layer.positions, keys.shape[2])
-    try:
-        layer.write(written, keys, values, positions, born)
-        layer.most_held += max(step.lengths)
-        out, peak = _attended(layer, queries, step, mode, call)
-        if layer.policy.repeat:
-            with policy_errors(layer.policy, layer.index):
-                layer.policy.observe(layer.slots_at(step), Observation(peak, queries.flip(2), step.positions.flip(1)))
-    finally:
-        layer.unwrite(written, {}, layer.statistics, most_held)
-        layer.store.exact.copies = copies
+    before = layer.protect(step)
+    layer.make_room(keys, values, step.defer_eviction)
+    table = layer.table
+    before.table.copies.extend((tensor, tensor.clone()) for tensor in table.state.values())
+    queries, keys, initial_state = preprocess(layer.configured_policy, layer.index, queries, keys, step.ids)
+    positions = step.positions[:, None].expand(-1, table.score_heads, -1)
+    held, ring = table.occupancy_bound, table.store.full_precision.tensors
+    written = kernels.first_free(table.positions, keys.shape[2])
+    table.write(written, keys, values, positions, initial_state)
+    table.occupancy_bound += max(step.lengths)
+    out, peak = _attended(layer, queries, step, mode, call)
+    if scoring_chunk(layer.policy):
+        with policy_errors(layer.policy, layer.index):
+            layer.policy.observe(layer.slots_at(step), Observation(peak, queries.flip(2), step.positions.flip(1)))
+    table.free(written)
+    table.occupancy_bound, table.store.full_precision.tensors = held, ring
     return out
 
 
 def _attended(
-    layer: LayerCache, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall
+    layer: SlotLayer, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall
 ) -> tuple[Attended, PerSlot]:
     """What the queries read, and the largest probability that any of them gave each slot.
 

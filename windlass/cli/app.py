@@ -14,6 +14,7 @@ import typer
 from typer import Option
 
 from windlass.cli import options as take
+from windlass.cli.options import expanded
 from windlass.core.errors import WindlassError
 
 INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
@@ -86,107 +87,68 @@ def demo(
 
 
 @app.command()
+@expanded
 def generate(
     model: take.ModelName,
-    prompt: take.Prompt = None,
-    file: take.PromptFile = None,
-    budget: take.Budget = None,
-    sinks: take.Sinks = None,
-    window: take.Window = None,
-    policy: take.PolicySpec = None,
-    positions: take.Positions = None,
-    chunk: take.Chunk = None,
-    store: take.StoreSpec = None,
-    merge: take.MergeSpec = None,
+    prompt: take.PromptArguments,
+    cache: take.CacheArguments,
+    *,
     prompt_cache: take.PromptCache = None,
     max_tokens: take.MaxTokens = 256,
-    temperature: take.Temperature = 0.0,
-    top_k: take.TopK = 0,
-    top_p: take.TopP = 1.0,
-    min_p: take.MinP = 0.0,
-    repetition_penalty: take.RepetitionPenalty = 1.0,
-    seed: take.Seed = 0,
-    dtype: take.Dtype = "auto",
-    device: take.Device = "cpu",
-    threads: take.Threads = None,
+    sampling: take.SamplingArguments,
+    load: take.LoadOptions,
     is_json: take.Json = False,
 ) -> int:
     """Write the text that follows a prompt."""
     from windlass.cli import session, terminal
     from windlass.engine.sampling import Sampling
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    given = terminal.read_prompt(prompt, file)
-    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store, merge)
-    return session.generate(
-        session.open_session(model, options, dtype, threads, device), given, max_tokens, sampling, is_json
-    )
+    how = Sampling(**vars(sampling))
+    given = terminal.read_prompt(prompt.prompt, prompt.file)
+    return session.generate(session.open_session(model, cache, load, prompt_cache), given, max_tokens, how, is_json)
 
 
 @app.command()
+@expanded
 def chat(
     model: take.ModelName,
-    budget: take.Budget = None,
-    sinks: take.Sinks = None,
-    window: take.Window = None,
-    policy: take.PolicySpec = None,
-    positions: take.Positions = None,
-    chunk: take.Chunk = None,
-    store: take.StoreSpec = None,
-    merge: take.MergeSpec = None,
+    cache: take.CacheArguments,
+    *,
     prompt_cache: take.PromptCache = None,
     max_tokens: take.MaxTokens = 256,
-    temperature: take.Temperature = 0.0,
-    top_k: take.TopK = 0,
-    top_p: take.TopP = 1.0,
-    min_p: take.MinP = 0.0,
-    repetition_penalty: take.RepetitionPenalty = 1.0,
-    seed: take.Seed = 0,
-    dtype: take.Dtype = "auto",
-    device: take.Device = "cpu",
-    threads: take.Threads = None,
+    sampling: take.SamplingArguments,
+    load: take.LoadOptions,
 ) -> int:
-    """Talk to a model, many turns on one cache; /reset, /describe, /quit."""
+    """Talk to a model, many rotation on one cache; /reset, /describe, /quit."""
     from windlass.cli import chat as run
     from windlass.cli import session
     from windlass.engine.sampling import Sampling
 
-    sampling = Sampling(temperature, top_k, top_p, min_p, repetition_penalty, seed)
-    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, prompt_cache, store, merge)
-    return run.chat(session.open_session(model, options, dtype, threads, device), max_tokens, sampling)
+    how = Sampling(**vars(sampling))
+    return run.chat(session.open_session(model, cache, load, prompt_cache), max_tokens, how)
 
 
-@app.command()
-def cache(
+@app.command("cache")
+@expanded
+def save_cache(
     model: take.ModelName,
     prompt_cache: take.PromptCacheOut,
-    prompt: take.Prompt = None,
-    file: take.PromptFile = None,
-    budget: take.Budget = None,
-    sinks: take.Sinks = None,
-    window: take.Window = None,
-    policy: take.PolicySpec = None,
-    positions: take.Positions = None,
-    chunk: take.Chunk = None,
-    store: take.StoreSpec = None,
-    merge: take.MergeSpec = None,
-    dtype: take.Dtype = "auto",
-    device: take.Device = "cpu",
-    threads: take.Threads = None,
+    prompt: take.PromptArguments,
+    cache: take.CacheArguments,
+    load: take.LoadOptions,
     is_json: take.Json = False,
 ) -> int:
     """Read a prompt once, into a file that `generate` and `chat` go on from."""
     from windlass.cli import session, terminal
+    from windlass.core.files import check_writable
 
-    session.check_writable(prompt_cache, "prompt cache")
-    given = terminal.read_prompt(prompt, file)
-    options = take.CacheOptions(budget, sinks, window, policy, positions, chunk, None, store, merge)
-    return session.save_cache(
-        session.open_session(model, options, dtype, threads, device), given, prompt_cache, is_json
-    )
+    check_writable(prompt_cache, "prompt cache")
+    given = terminal.read_prompt(prompt.prompt, prompt.file)
+    return session.save_cache(session.open_session(model, cache, load), given, prompt_cache, is_json)
 
 
 @app.command()
+@expanded
 def bench(
     model: take.BenchModel = None,
     shape: take.Shape = None,
@@ -194,10 +156,8 @@ def bench(
     prompt_tokens: take.PromptTokens = "512",
     decode_tokens: take.DecodeTokens = "128",
     depth: take.Depths = "0",
-    budget: take.Budgets = "all",
-    policy: take.PolicySpecs = "recent",
-    positions: take.PositionModes = "original",
-    store: take.StoreSpecs = "plain",
+    *,
+    cache: take.BenchCacheLists,
     storage: take.Storages = "unrotated",
     threads: take.ThreadCounts = None,
     batch: take.Batches = "1",
@@ -213,41 +173,41 @@ def bench(
 
     Tokens, keys and values are random, for speed does not depend on them; there is no sampler.
     """
-    from windlass.evals.speed import run
-    from windlass.evals.speed.grid import Lists
+    from windlass.cli import bench as show
+    from windlass.evals.speed.rows import BenchLists
+    from windlass.evals.speed.run import BenchRequest
 
-    lists = Lists(prompt_tokens, decode_tokens, depth, budget, policy, positions, store, storage, threads, batch, graph)
+    lists = BenchLists(prompt_tokens, decode_tokens, depth, vars(cache), storage, threads, batch, graph)
     tokens = 512 if chunk is None else chunk
-    return run.bench(run.Options(model, shape, layers, lists, tokens, repetitions, dtype, output, device), is_json)
+    request = BenchRequest(model, shape, layers, lists, tokens, repetitions, dtype, device)
+    return show.bench(request, output, is_json)
 
 
 @app.command("eval")
+@expanded
 def evaluate(
     model: take.ModelName,
     output: take.ResultsOut,
-    tasks: take.EvalTasks = "passkey",
-    policies: take.EvalPolicies = "recent,key_diff",
-    budgets: take.EvalBudgets = "all,4x",
-    lengths: take.EvalLengths = "500",
-    merge: take.EvalMerges = "none",
-    positions: take.PositionModes = "original",
-    store: take.StoreSpecs = "plain",
+    lists: take.EvalLists,
+    *,
     samples: take.Samples = 20,
     is_aware: take.IsAware = False,
+    batch: take.EvalBatch = 1,
     seed: take.Seed = 0,
-    dtype: take.Dtype = "auto",
-    device: take.Device = "cpu",
-    threads: take.Threads = None,
+    load: take.LoadOptions,
 ) -> int:
     """Measure what a model still finds in texts that its cache has compressed; lists (a,b) make every combination.
 
     A run that was stopped goes on where it was when the command is given again.
     """
-    from windlass.evals import sweep
+    from windlass.cli import evaluation
     from windlass.evals.grid import Lists
+    from windlass.evals.sweep import EvalOptions
 
-    lists = Lists(tasks, policies, budgets, lengths, merge, positions, store)
-    return sweep.evaluate(sweep.Options(model, lists, samples, seed, is_aware, output, dtype, threads, device))
+    typed = Lists(lists.tasks, lists.lengths, lists.of_cache)
+    return evaluation.evaluate(
+        EvalOptions(model, typed, samples, seed, is_aware, output, load.dtype, load.threads, load.device, batch)
+    )
 
 
 @app.command()
@@ -267,20 +227,22 @@ def report(results: take.Results, output: take.Page = Path("report.html")) -> in
 
 
 @app.command()
+@expanded
 def calibrate(
     model: take.ModelName,
     text: take.CalibrationText,
     output: take.PairsOut,
+    *,
     tokens: take.CalibrationTokens = 20_000,
     seed: take.Seed = 0,
-    dtype: take.Dtype = "auto",
-    device: take.Device = "cpu",
-    threads: take.Threads = None,
+    load: take.LoadOptions,
 ) -> int:
     """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`."""
-    from windlass.evals import pair_costs
+    from windlass.cli import evaluation
 
-    return pair_costs.calibrate(pair_costs.Options(model, text, output, tokens, seed, dtype, threads, device))
+    return evaluation.calibrate(
+        evaluation.CalibrationOptions(model, text, output, tokens, seed, load.dtype, load.threads, load.device)
+    )
 
 
 @app.command()

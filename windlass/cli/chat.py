@@ -15,8 +15,8 @@ HELP = "/reset forgets everything, /describe shows the cache, /quit ends"
 REPLY = "\u2042reply\u2042"  # stands for a reply in a template; no text has it
 
 
-class Turns:
-    """Turns a user's lines into the text that the cache is still missing.
+class Conversation:
+    """Rotation a user's lines into the text that the cache is still missing.
 
     With a chat template, that is the template from the end of the last reply up to the start of the
     next; without one, the line itself, begun on a new line.
@@ -72,7 +72,7 @@ def chat(session: Session, max_tokens: int, sampling: Sampling) -> int:
     """
     is_terminal = sys.stdin.isatty()
     read = _ask if is_terminal else _next_line
-    turns = Turns(session.tokenizer)
+    rotation = Conversation(session.tokenizer)
     if is_terminal:
         note(HELP)
     while True:
@@ -84,15 +84,15 @@ def chat(session: Session, max_tokens: int, sampling: Sampling) -> int:
         if line is None or line.strip() == "/quit":
             return 0
         if line.startswith("/"):
-            _command(line.strip(), session, turns)
+            _command(line.strip(), session, rotation)
         elif line.strip():
-            code = _turn(session, turns, line, max_tokens, sampling)
+            code = _turn(session, rotation, line, max_tokens, sampling)
             if code and not is_terminal:
                 return code
 
 
-def _turn(session: Session, turns: Turns, line: str, max_tokens: int, sampling: Sampling) -> int:
-    prompt = turns.missing(line)
+def _turn(session: Session, rotation: Conversation, line: str, max_tokens: int, sampling: Sampling) -> int:
+    prompt = rotation.missing(line)
     with Bar("reading") as bar:
         stream = engine.stream(
             session.model, session.tokenizer, prompt, session.cache, max_tokens, sampling, progress=bar
@@ -100,15 +100,15 @@ def _turn(session: Session, turns: Turns, line: str, max_tokens: int, sampling: 
         code = write(stream, is_shown=True)
     result = stream.result
     is_stopped = result.finish_reason == "stop"
-    turns.replied(str(session.tokenizer.decode(result.tokens[-1:])) if is_stopped else "")
+    rotation.replied(str(session.tokenizer.decode(result.tokens[-1:])) if is_stopped else "")
     note(("interrupted; " if code else "") + speeds(result, bar))
     return code
 
 
-def _command(command: str, session: Session, turns: Turns) -> None:
+def _command(command: str, session: Session, rotation: Conversation) -> None:
     if command == "/reset":
         session.cache.reset()
-        turns.reset()
+        rotation.reset()
         note("the cache is empty")
     elif command == "/describe":
         say(session.cache.describe() + "\n")

@@ -6,9 +6,7 @@ and a handful of them in the text already passes for one.
 """
 
 import json
-import lzma
 import random
-import re
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -21,27 +19,20 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.describe import in_units
-from windlass.cli.terminal import INTERRUPTED, Bar, note, read_text, say
+from windlass.cli.terminal import INTERRUPTED, Bar, note, say
+from windlass.core.files import read_text
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
+from windlass.evals.load_policy import load_policy
+from windlass.evals.texts import ASKED, hide_pass_key, in_words, novel
 from windlass.hf.kv_cache import KVCache
-from windlass.hf.load import open_model
+from windlass.hf.load import load
 from windlass.policies import Policy, Recent
-from windlass.policies.load import load_policy
 
-NOVEL = "three_men_in_a_boat.txt.xz"
-MODEL = "passkey-3m"  # knows the sentences below from its training
-BEFORE = (
-    "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. "
-    "I will quiz you about the important information there."
-)
-HIDDEN = " The pass key is {key}. Remember it. {key} is the pass key."
-QUESTION = " What is the pass key? The pass key is"
+MODEL = "passkey-3m"  # knows the sentences around a pass key from its training
 SHORT = 3000  # tokens of the last two rows: at 2000 the bare model still finds 7 keys of 12, at 3000 none
 CHUNK = 128
 ANSWER_TOKENS = 8
-DIGITS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-SENTENCE_END = re.compile(r"[.!?][\"')]*(?=\s)")
 
 
 @dataclass(frozen=True)
@@ -101,11 +92,13 @@ def demo(options: Options, is_json: bool) -> int:
     if not options.has_numerals:
         text = in_words(text)
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
-        model, tokenizer = open_model(str(folder), "float32")
+        model, tokenizer = load(str(folder), "float32")
     draw = random.Random(options.seed)
     key = "".join(draw.choice("0123456789") for _ in range(5))
     depth = draw.random() if options.depth is None else options.depth
-    setups = _setups(options, policy, hide(text, key, depth), hide(beginning(tokenizer, text), key, depth))
+    setups = _setups(
+        options, policy, hide_pass_key(text, key, depth), hide_pass_key(beginning(tokenizer, text), key, depth)
+    )
     # Wrong options must show before a minute of reading.
     for setup in setups:
         _cache(model, setup)
@@ -131,28 +124,9 @@ def demo(options: Options, is_json: bool) -> int:
     return code
 
 
-def novel() -> str:
-    """The novel that is shipped."""
-    packed = (resources.files("windlass") / "assets" / NOVEL).read_bytes()
-    return lzma.decompress(packed).decode()
-
-
-def in_words(text: str) -> str:
-    """`text` with its numerals spelled out digit by digit: 1889 becomes one-eight-eight-nine."""
-    return re.sub(r"[0-9]+", lambda numeral: "-".join(DIGITS[int(digit)] for digit in numeral[0]), text)
-
-
-def hide(text: str, key: str, depth: float) -> str:
-    """`text` with the pass key after the first sentence that ends at `depth` (0 to 1) of it or later."""
-    whole = f"{BEFORE} {text}"
-    end = SENTENCE_END.search(whole, len(BEFORE) - 1 + int(depth * len(text)))
-    at = len(whole) if end is None else end.end()
-    return whole[:at] + HIDDEN.format(key=key) + whole[at:]
-
-
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int = SHORT) -> str:
     """As much of `text` as makes `tokens` tokens with all that is put around it."""
-    around = len(encode(tokenizer, hide("", "00000", 0.0), is_start=True))
+    around = len(encode(tokenizer, hide_pass_key("", "00000", 0.0), is_start=True))
     offsets = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     wanted = tokens - around
     return text[: offsets[wanted][0]] if len(offsets) > wanted else text
@@ -164,12 +138,12 @@ def read_and_ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, set
     ids = encode(tokenizer, setup.text, is_start=True)
     with Bar(f"{setup.label}:") as bar:
         engine.prefill(model, cache, [ids], bar)
-    stream = engine.stream(model, tokenizer, QUESTION, cache, ANSWER_TOKENS)
+    stream = engine.stream(model, tokenizer, ASKED, cache, ANSWER_TOKENS)
     answer = "".join(stream).strip()
     return Row(
         label=setup.label,
         tokens_read=len(ids),
-        slots=max(layer.most_held for layer in cache.layers),
+        slots=max(layer.table.occupancy_bound for layer in cache.layers),
         bytes_held=stream.result.bytes_held,
         tokens_per_s=bar.tokens_per_s,
         answer=answer,

@@ -1,8 +1,10 @@
 """The options of the command line, each declared once; they are named as in the library."""
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, fields, is_dataclass
+from inspect import Parameter, Signature, signature
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from typer import Argument, Option
 
@@ -53,8 +55,8 @@ MergeSpec = Annotated[
     Option(
         "--merge",
         metavar="RULE",
-        help="What happens to evicted tokens: by mean_count, mean, sum, pick, values, keepkv, d2o or weighted a kept "
-        "one stands for them too, as in mean_count(next, rotated, rare=0.1); by default they are dropped.",
+        help="How evicted tokens are merged into kept ones: mean_count, mean, sum, pick or weighted, also as "
+        "mean_count(next, threshold=0.5); by default they are dropped.",
     ),
 ]
 Chunk = Annotated[int | None, Option("--chunk", help="Most tokens taken in one step of the prompt; by default 512.")]
@@ -145,6 +147,16 @@ EvalMerges = Annotated[
     str, Option("--merge", metavar="LIST", help="What happens to evicted tokens, as in `generate`; none drops them.")
 ]
 Samples = Annotated[int, Option("--samples", min=1, max=1_000_000, help="Texts for each combination.")]
+EvalBatch = Annotated[
+    int,
+    Option(
+        "--batch",
+        min=1,
+        max=65_536,
+        help="Most texts that are read side by side, which is faster; the answers are the same. Texts that share no "
+        "budget, or ask nothing, are read alone.",
+    ),
+]
 IsAware = Annotated[
     bool,
     Option(
@@ -173,15 +185,103 @@ Page = Annotated[
 
 
 @dataclass(frozen=True)
-class CacheOptions:
-    """What was asked of the cache; None where nothing was, so that a prompt cache may decide."""
+class PromptArguments:
+    """Where the prompt comes from."""
 
-    budget: int | None = None
-    sinks: int | None = None
-    window: int | None = None
-    policy: str | None = None
-    positions: str | None = None
-    chunk: int | None = None
-    prompt_cache: Path | None = None
-    store: str | None = None
-    merge: str | None = None
+    prompt: Prompt = None
+    file: PromptFile = None
+
+
+@dataclass(frozen=True)
+class CacheArguments:
+    """What was asked of the cache; None where nothing was, so that the defaults or a prompt cache decide."""
+
+    budget: Budget = None
+    sinks: Sinks = None
+    window: Window = None
+    policy: PolicySpec = None
+    positions: Positions = None
+    chunk: Chunk = None
+    store: StoreSpec = None
+    merge: MergeSpec = None
+
+    def given(self) -> dict[str, Any]:
+        """What was asked, by the names of `CacheOptions`."""
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class SamplingArguments:
+    """How the next token is chosen, by the names of `Sampling`."""
+
+    temperature: Temperature = 0.0
+    top_k: TopK = 0
+    top_p: TopP = 1.0
+    min_p: MinP = 0.0
+    repetition_penalty: RepetitionPenalty = 1.0
+    seed: Seed = 0
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """How the model is loaded, and what runs it."""
+
+    dtype: Dtype = "auto"
+    device: Device = "cpu"
+    threads: Threads = None
+
+
+@dataclass(frozen=True)
+class BenchCacheLists:
+    """Lists of values of the cache's options, by their names."""
+
+    budget: Budgets = "all"
+    policy: PolicySpecs = "recent"
+    positions: PositionModes = "original"
+    store: StoreSpecs = "plain"
+
+
+@dataclass(frozen=True)
+class EvalLists:
+    """Lists of everything that an evaluation combines."""
+
+    tasks: EvalTasks = "passkey"
+    policies: EvalPolicies = "recent,key_diff"
+    budgets: EvalBudgets = "all,4x"
+    lengths: EvalLengths = "500"
+    merge: EvalMerges = "none"
+    positions: PositionModes = "original"
+    store: StoreSpecs = "plain"
+
+    @property
+    def of_cache(self) -> dict[str, str]:
+        """Those of the cache's options, by the names of their flags."""
+        return {name: typed for name, typed in vars(self).items() if name not in ("tasks", "lengths")}
+
+
+def expanded(command: Callable[..., int]) -> Callable[..., int]:
+    """`command` for Typer: in place of each parameter that is a dataclass of this file, the fields of it."""
+    groups: dict[str, Any] = {}
+    flat: list[Parameter] = []
+    for parameter in signature(command).parameters.values():
+        kind: Any = parameter.annotation
+        if is_dataclass(kind):
+            groups[parameter.name] = kind
+            flat += [_parameter(each.name, each.type, each.default) for each in fields(kind)]
+        else:
+            flat.append(_parameter(parameter.name, kind, parameter.default))
+
+    def run(**given: Any) -> int:
+        made = {
+            name: group(**{each.name: given.pop(each.name) for each in fields(group)}) for name, group in groups.items()
+        }
+        return command(**given, **made)
+
+    run.__name__, run.__doc__ = command.__name__, command.__doc__
+    run.__annotations__ = {each.name: each.annotation for each in flat}
+    run.__signature__ = Signature(flat)  # type: ignore[attr-defined]  # where `inspect` looks first
+    return run
+
+
+def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

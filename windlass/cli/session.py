@@ -1,7 +1,7 @@
 """One model, tokenizer and cache, as the options of the command line ask for, and what is done with them."""
 
 import json
-import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -9,20 +9,18 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.describe import in_units
-from windlass.cli.options import CacheOptions
+from windlass.cache.options import CacheOptions
+from windlass.cli.options import CacheArguments, LoadOptions
 from windlass.cli.terminal import INTERRUPTED, Bar, note, per_s, say, speeds
 from windlass.core.errors import UsageError
 from windlass.engine import generate as engine
 from windlass.engine.generate import Stream
 from windlass.engine.sampling import Sampling
 from windlass.engine.text import encode
+from windlass.evals.load_policy import load_policy
 from windlass.hf import prompt_cache
 from windlass.hf.kv_cache import KVCache
-from windlass.hf.load import open_model
-from windlass.merge import merge_of
-from windlass.policies.load import load_policy
-from windlass.positions.modes import position_mode
-from windlass.stores.low_bit import store_of
+from windlass.hf.load import load as load_model
 
 
 @dataclass(frozen=True)
@@ -34,40 +32,42 @@ class Session:
     cache: KVCache
 
 
-def open_session(name: str, options: CacheOptions, dtype: str, threads: int | None, device: str = "cpu") -> Session:
+def open_session(
+    name: str, arguments: CacheArguments, load: LoadOptions, prompt_cache_file: Path | None = None
+) -> Session:
     """Load the model and make its cache, or load that too; options are read before the model.
 
     A prompt cache decides everything but `positions`, which may change at any time.
 
     Raises: WindlassError for whatever cannot be honoured.
     """
-    policy = None if options.policy is None else load_policy(options.policy)
-    mode = None if options.positions is None else position_mode(options.positions)
-    store = store_of(options.store or "plain")
-    path = options.prompt_cache
+    given = arguments.given()
+    if "policy" in given:
+        given["policy"] = load_policy(given["policy"])
+    path = prompt_cache_file
+    numbers = {name: value for name, value in given.items() if isinstance(value, int)}
+    # Numbers are checked together, and those that were not given are the file's, where there is one.
+    asked = CacheOptions(**{name: value for name, value in given.items() if path is None or name not in numbers})
     if path is not None and not path.is_file():
         raise UsageError(f"prompt cache {path} is not there; make it with `windlass cache`")
-    if threads is not None:
-        torch.set_num_threads(threads)
-    model, tokenizer = open_model(name, dtype, device)
-    limits = {"budget": options.budget, "sinks": options.sinks, "window": options.window, "chunk": options.chunk}
-    given = {name: value for name, value in limits.items() if value is not None}
+    if load.threads is not None:
+        torch.set_num_threads(load.threads)
+    model, tokenizer = load_model(name, load.dtype, load.device)
     if path is None:
-        cache = KVCache(model, policy=policy, positions=mode or "original", store=store, merge=options.merge, **given)
-        return Session(model, tokenizer, cache)
-    cache = prompt_cache.load(path, model, policy)
-    held = asdict(cache.limits)
-    for name, value in given.items():
-        if held[name] != value:
-            raise UsageError(f"--{name} {value} contradicts {path}, made with {name} {held[name]}; leave it out")
-    if options.store is not None and store.name != cache.store.name:
-        raise UsageError(f"--store {store.name} contradicts {path}, made with store {cache.store.name}; leave it out")
-    if options.merge is not None and merge_of(options.merge) != cache.merge:
-        made = "without merging" if cache.merge is None else f"with merge {cache.merge}"
-        raise UsageError(f"--merge {options.merge} contradicts {path}, made {made}; leave it out")
-    if mode is not None:
-        cache.positions = mode
+        return Session(model, tokenizer, KVCache.from_options(model, asked))
+    cache = prompt_cache.load(path, model, given.get("policy"))
+    wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
+    _check_same(path, wanted, cache.options.labels())
+    if "positions" in given:
+        cache.positions = asked.positions
     return Session(model, tokenizer, cache)
+
+
+def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, object]) -> None:
+    """Raises: UsageError for an option that is another one than that of the prompt cache."""
+    for name, label in wanted.items():
+        if name not in ("policy", "positions") and label != made[name]:
+            raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {made[name]}; leave it out")
 
 
 def generate(session: Session, prompt: str, max_tokens: int, sampling: Sampling, is_json: bool) -> int:
@@ -116,26 +116,6 @@ def save_cache(session: Session, prompt: str, path: Path, is_json: bool) -> int:
     return 0
 
 
-def check_writable(path: Path, what: str) -> None:
-    """Raises: UsageError that calls `path` `what`, when it cannot be written: better now than after a long text."""
-    folder = path.expanduser().resolve().parent
-    if path.is_dir():
-        raise UsageError(f"{what} {path} is a folder; give the name of a file")
-    if not folder.is_dir():
-        raise UsageError(f"{what} {path}: the folder {folder} does not exist; make it first")
-    if not os.access(folder, os.W_OK):
-        raise UsageError(f"{what} {path}: the folder {folder} is not writable; save elsewhere")
-
-
 def labels(cache: KVCache) -> dict[str, object]:
     """What a result was made with, for a JSON object."""
-    return {
-        "tokens_seen": cache.tokens_seen[0],
-        "budget": cache.budget,
-        "sinks": cache.limits.sinks,
-        "window": cache.limits.window,
-        "chunk": cache.chunk,
-        "policy": repr(cache.policy),
-        "positions": str(cache.positions),
-        "store": cache.store.name,
-    }
+    return {"tokens_seen": cache.tokens_seen[0], **cache.options.labels()}

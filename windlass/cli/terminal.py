@@ -10,6 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 
 from windlass.cache.describe import in_units
 from windlass.core.errors import UsageError
+from windlass.core.files import decoded, read_text
 from windlass.engine.result import Result
 
 INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
@@ -112,34 +113,7 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
         return read_text(file, f"prompt file {file}")
     if prompt is not None and prompt != "-":
         # What the shell passes is decoded with stand-ins for bytes that are not UTF-8.
-        return _decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
+        return decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
     if sys.stdin.isatty():
         raise UsageError("no prompt; give it as an argument, with --file, or through a pipe")
-    return _decoded(sys.stdin.buffer.read(), "the prompt on stdin")
-
-
-def read_text(file: Path, what: str) -> str:
-    """The text of a file, which errors call `what`.
-
-    Raises: UsageError when it cannot be read, is empty, or not UTF-8.
-    """
-    try:
-        data = file.read_bytes()
-    except OSError as error:
-        raise UsageError(f"{what} cannot be read: {error.strerror}") from None
-    return _decoded(data, what)
-
-
-def _decoded(data: bytes, what: str) -> str:
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UsageError(
-            f"{what} is not UTF-8 text: byte {data[error.start]:#04x} at offset {error.start}; convert it first"
-        ) from None
-    if "\0" in text:
-        raise UsageError(f"{what} is binary: it has a zero byte at offset {data.index(0)}; give a text")
-    text = text.replace("\r\n", "\n").removesuffix("\n")
-    if not text:
-        raise UsageError(f"{what} is empty; give some text")
-    return text
+    return decoded(sys.stdin.buffer.read(), "the prompt on stdin")

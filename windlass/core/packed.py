@@ -1,44 +1,62 @@
-"""The keys or the values of a layer as they lie in memory."""
+"""The keys or the values of a layer as they lie in memory, for kernels that read them in place."""
 
 from dataclasses import dataclass
+from enum import Enum
 
 import torch
 from torch import Tensor
 
-from windlass.core.shapes import KeyCentres, Scales
+from windlass.core.shapes import KeyMeans, Scales
+
+
+class Format(Enum):
+    """How a number is stored. Kernels decode the formats named here and no others.
+
+    A store with a format of its own hands over decoded floats: slower to read, and correct.
+    """
+
+    FLOAT = "float"  # the tensor's own dtype
+    INT8 = "int8"  # one signed byte for each channel
+    INT4 = "int4"  # channel j, plus 8, in the low half of byte j, channel j + channels / 2 in its high half
 
 
 @dataclass(frozen=True)
-class Held:
-    """The keys or the values of a layer as they lie in memory, for kernels that read them in place.
+class PackedStates:
+    """Keys or values of all slots: `data` (batch, kv_heads, slots, width) in a `format`.
 
-    `bits` is the width of a number: that of the floats themselves, or 8 or 4 for codes. Codes stand
-    for code * scale, plus the centre of their channel where there is one.
+    A number of INT8 or INT4 is code * scale + mean: one scale for each slot and head, one mean for each
+    channel (None: 0). Some slots are also held at full precision and are read from there: slot s at entry
+    `ring_index[s]` of `full_precision`, -1 for none.
     """
 
-    codes: Tensor
-    bits: int
+    data: Tensor
+    format: Format = Format.FLOAT
     scales: Scales | None = None
-    centres: KeyCentres | None = None
-    exact: Tensor | None = None  # (batch, kv_heads, places, channels), of slots that are held exactly, too
-    places: Tensor | None = None  # (batch, kv_heads, slots) int32: where a slot stands in `exact`, -1 for nowhere
+    means: KeyMeans | None = None
+    full_precision: Tensor | None = None  # (batch, kv_heads, entries, channels)
+    ring_index: Tensor | None = None  # (batch, kv_heads, slots) int32
 
     @property
     def channels(self) -> int:
         """Numbers per slot and head."""
-        return self.codes.shape[-1] * (2 if self.bits == 4 else 1)
+        return self.data.shape[-1] * (2 if self.format is Format.INT4 else 1)
+
+    @property
+    def bits(self) -> int:
+        """Bits per number."""
+        return 4 if self.format is Format.INT4 else 8 * self.data.itemsize
 
     def floats(self) -> Tensor:
-        """The numbers that the codes stand for, float32; what is held as floats comes as it is."""
+        """The decoded numbers, float32; floats come as they are."""
         if self.scales is None:
-            return self.codes
-        codes = self.codes
-        if self.bits == 4:
+            return self.data
+        codes = self.data
+        if self.format is Format.INT4:
             codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
         floats = codes.float() * self.scales.float()
-        if self.centres is not None:
-            floats = floats + self.centres[:, None]
-        if self.exact is None or self.places is None:
+        if self.means is not None:
+            floats = floats + self.means[:, None]
+        if self.full_precision is None or self.ring_index is None:
             return floats
-        places = self.places.long().clamp(min=0)[..., None].expand_as(floats)
-        return torch.where(self.places[..., None] >= 0, self.exact.float().gather(2, places), floats)
+        entries = self.ring_index.long().clamp(min=0)[..., None].expand_as(floats)
+        return torch.where(self.ring_index[..., None] >= 0, self.full_precision.float().gather(2, entries), floats)

@@ -14,7 +14,7 @@ from windlass.core.errors import WindlassError
 
 
 @dataclass(frozen=True)
-class Kind:
+class PluginKind:
     """What can be asked for: subclasses of `base`, which users import as `imported_as`.
 
     Errors call one of them `word` and several `words`, and are of class `error`.

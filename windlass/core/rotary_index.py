@@ -1,4 +1,4 @@
-"""Where a step's keys and queries are read: what position modes give and kernels take."""
+"""At which rotary positions a step's keys and queries are read: position modes compute it, kernels apply it."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ RESERVED = -2  # position of a slot whose token was evicted but can still be rol
 
 
 @dataclass(frozen=True)
-class Branch:
+class RotaryBranch:
     """Rotary positions of one set of logits; all are at least 0 and below `PositionMode.bound`."""
 
     queries: RotaryQueries
@@ -17,13 +17,13 @@ class Branch:
 
 
 @dataclass(frozen=True)
-class Reading:
-    """Where each key is read by each query.
+class RotaryIndex:
+    """The rotary position of each query and of each slot's key.
 
     Keys at distance `near_window` and beyond take their logit from `far`; `far` is None when one
     branch serves every distance.
     """
 
-    near: Branch
-    far: Branch | None = None
+    near: RotaryBranch
+    far: RotaryBranch | None = None
     near_window: int = 0

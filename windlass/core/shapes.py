@@ -1,7 +1,7 @@
 """Every tensor shape of the package, named once.
 
-`ranked` is the axis along which slots may hold different tokens: 1 when a policy ranks all
-heads of a row alike, else `kv_heads`.
+`score_heads` is the axis along which slots may hold different tokens: 1 where a policy gives one score to a token
+for all heads of a row, else `kv_heads`.
 """
 
 from jaxtyping import Bool, Float, Int
@@ -20,13 +20,13 @@ ObservedColumns = Int[Tensor, "batch observed"]
 
 SlotKeys = Float[Tensor, "batch kv_heads slots head_dim"]
 SlotValues = Float[Tensor, "batch kv_heads slots value_dim"]
-KeyCentres = Float[Tensor, "kv_heads head_dim"]
+KeyMeans = Float[Tensor, "kv_heads head_dim"]
 Scales = Float[Tensor, "batch kv_heads slots 1"]
-SlotPositions = Int[Tensor, "batch ranked slots"]
-SlotIndex = Int[Tensor, "batch ranked chosen"]
+SlotPositions = Int[Tensor, "batch score_heads slots"]
+SlotIndex = Int[Tensor, "batch score_heads chosen"]
 PerSlot = Float[Tensor, "batch kv_heads slots"]
-Scores = Float[Tensor, "batch ranked slots"]
+Scores = Float[Tensor, "batch score_heads slots"]
 
-RotaryQueries = Int[Tensor, "batch ranked tokens"]
-RotaryKeys = Int[Tensor, "batch ranked slots"]
+RotaryQueries = Int[Tensor, "batch score_heads tokens"]
+RotaryKeys = Int[Tensor, "batch score_heads slots"]
 RotaryTable = Float[Tensor, "length half_rotary_dim"]

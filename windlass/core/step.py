@@ -1,26 +1,24 @@
-"""What travels through a step: the limits, the step itself, the model's call, and the way back."""
+"""One forward pass with a cache: its limits, how it is taken, and what the model asks of its attention."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ParamSpec, TypeVar
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
-from windlass.core.errors import UsageError
-from windlass.core.shapes import ObservedColumns, Queries, RowCounts, SlotIndex, TokenIds
-from windlass.kernels.reference import Mass
+from windlass.core.shapes import RowCounts, TokenIds
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-MOST = 2**30  # positions are 32-bit
-MOST_WINDOW = 64  # of the default window
-SPARE = 16  # free slots of a layer in decode: the longest step it takes without growing
+MAX_NUMBER: Final = 2**30  # positions are 32-bit
+MAX_DEFAULT_WINDOW: Final = 64
+HEADROOM: Final = 16  # free slots of a layer in decode: the longest step it takes without growing
 
 
-def outlasting(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Let what `function` keeps be changed later, though it is called under `torch.inference_mode`."""
+def no_inference_mode(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """`function`, whose tensors may be changed later even if it is called under `torch.inference_mode`."""
     return torch.inference_mode(False)(torch.no_grad()(function))
 
 
@@ -35,72 +33,45 @@ class Limits:
     rollback: int
 
 
-def checked_limits(budget: int | None, sinks: int, window: int | None, chunk: int, batch: int, rollback: int) -> Limits:
-    """The limits, with a window where None was given. Raises: UsageError, see `KVCache`."""
-    least = {"budget": 1, "sinks": 0, "window": 1, "chunk": 1, "batch": 1, "rollback": 0}
-    given = {"budget": budget, "sinks": sinks, "window": window, "chunk": chunk, "batch": batch, "rollback": rollback}
-    for name, value in given.items():
-        if value is not None and not least[name] <= value <= MOST:
-            raise UsageError(f"{name} must be from {least[name]} to {MOST}, got {value}")
-    if window is None:
-        window = MOST_WINDOW if budget is None else max(1, min(MOST_WINDOW, (budget - sinks) // 4))
-    if budget is not None and budget < sinks + window + 1:
-        raise UsageError(
-            f"budget ({budget} tokens) must be at least sinks ({sinks}) + window ({window}) + 1, "
-            f"which is {sinks + window + 1}; raise budget, or lower sinks or window"
-        )
-    return Limits(budget, sinks, window, chunk, rollback)
-
-
 @dataclass(frozen=True)
 class Step:
-    """One forward pass, as every layer sees it.
+    """The tokens of one forward pass, as every layer sees them.
 
     `positions` are those of the step's tokens, EMPTY where padding, and `ids` their ids, if known. `lengths`
-    counts the real ones per row, `next_positions` and `end` tell where the rows go on after the step. A step
-    that `is_reread` shows a text to the policy for a second time and leaves nothing behind. `ahead` is how many
-    more tokens may come before anyone looks at these numbers again: `end` counts them.
+    counts the tokens per row. `next_positions` and `end` tell where the rows go on after the step.
     """
 
-    positions: Tensor  # (batch, tokens) int32
+    positions: Tensor  # (batch, tokens) int32 or int64
     lengths: tuple[int, ...]
     next_positions: RowCounts
     prompt_ends: RowCounts
     end: int
     ids: TokenIds | None = None
-    is_reread: bool = False
-    ahead: int = 0
+    is_second_pass: bool = False
+    """Whether the policy observes a text that was read before; the layers then hold what they held."""
+    defer_eviction: bool = False
+    """Whether all tokens are held, whatever the budget, until `compress.cut_to_budget`."""
+    graph_headroom: int = 0
+    """Further decode steps for which this step must stay valid when a graph replays it; included in `end`."""
+    is_captured: bool = False
+    """Whether the step is being recorded as a graph: nothing is done then, so nothing has to be taken back."""
 
 
 @dataclass(frozen=True)
-class Record:
-    """What is needed to take a step back, whole or in part.
+class Pass:
+    """How the next forward pass is taken. By default it reads the tokens it is fed, and evicts.
 
-    `step` counts the tokens that still stand, `undone` those already taken back, per row.
+    `step` was prepared by the caller, who knows the `token_ids` of each row, if they are on the host already:
+    then nothing is read back from the device. The other fields are those of the `Step` that is made without one.
     """
 
-    step: Step
-    undone: tuple[int, ...]
-    most_held: int
-    written: SlotIndex
-    state: dict[str, Tensor]
-    statistics: dict[str, Tensor]  # the tensors of before the step: none is ever written to
-    copies: dict[str, Tensor]  # of the store, see `Exact`
-    observed: ObservedColumns | None
-    mass: Mass | None
-    queries: Queries | None  # kept only if a policy is shown them, or a merge asks
-    scale: float = 1.0  # of their logits
-    born: dict[str, Tensor] = field(default_factory=dict)  # state that its tokens came with
-    cells: Tensor | None = None  # (batch, kv_heads, evicted) slots that evicted tokens joined, and what was there
-    cells_before: dict[str, Tensor] | None = None
-    evicted: Tensor | None = None  # (batch, ranked, evicted) slots
-    evicted_positions: Tensor | None = None
-    freed: int = 0  # most tokens of a row that were evicted
+    step: Step | None = None
+    token_ids: Sequence[Sequence[int]] | None = None
+    is_second_pass: bool = False
+    defer_eviction: bool = False
 
-    @property
-    def size(self) -> int:
-        """Tokens written or slots reserved, whichever is more: what the record takes of the spare slots."""
-        return max(self.freed, *self.step.lengths)
+
+READ: Final = Pass()
 
 
 @dataclass(frozen=True)

@@ -9,20 +9,24 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from windlass.cache.history import History
+from windlass.core.record import StepRecord
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import RotaryTable
-from windlass.core.step import Record, Step, outlasting
-from windlass.engine.graph import Graph, free_reserved, in_place, undone
+from windlass.core.step import Pass, Step, no_inference_mode
+from windlass.engine.graph import Graph, freeing_reserved, in_place, undone
 from windlass.engine.sampling import Sampler
-from windlass.hf.attach import forward
+from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 from windlass.positions.modes import PositionMode
 
-LEAST: Final = 1024  # positions for which a step is recorded, and then twice as many each time they are used up
+FIRST_CAPTURE: Final = (
+    1024  # positions that the first captured step serves; then twice as many each time they are used up
+)
 
 
 @dataclass(frozen=True, eq=False)
-class Phase:
+class GraphKey:
     """What holds for all steps that one graph serves: the cache's memory, which layers evict, where slots are read."""
 
     tensors: list[Tensor]
@@ -30,15 +34,13 @@ class Phase:
     mode: PositionMode
 
     @classmethod
-    def of(cls, cache: KVCache) -> "Phase":
+    def of(cls, cache: KVCache) -> "GraphKey":
         """That of the next step."""
         layers = cache.layers
-        is_evicting = [
-            layer.budget is not None and not layer.is_whole and layer.most_held >= layer.budget for layer in layers
-        ]
+        is_evicting = [layer.budget is not None and layer.table.occupancy_bound >= layer.budget for layer in layers]
         return cls([tensor for layer in layers for tensor in layer.tensors().values()], is_evicting, cache.positions)
 
-    def is_like(self, other: "Phase | None") -> bool:
+    def is_like(self, other: "GraphKey | None") -> bool:
         """Whether the same graph serves both."""
         return (
             other is not None
@@ -49,14 +51,14 @@ class Phase:
         )
 
 
-class Decoding:
-    """Writes on from a prompt's `logits` (batch, vocabulary), one token per row and step.
+class Decoder:
+    """Greedy or sampled decode from a prompt's `logits` (batch, vocabulary), one token per row and step.
 
-    `chosen` gives the next token of each row, `go_on` says which rows get one more; then the tokens are in the
-    cache. With a `graph` they are in it before: the device works on a step while the host looks at the token of
-    the one before. A step is then run once as it comes and recorded the second time, and can be taken back while
-    it is the last. What cannot be recorded is run as it comes, after a warning. Edits of the cache between
-    two tokens are seen.
+    Call `next_tokens()`, then `advance(rows)` with the rows that get one more; then the tokens are in the cache.
+    With a `graph` step n + 1 is launched before the host reads token n, so the cache is one step ahead until
+    `advance`. The first step runs as it comes, the second is captured; a step that can't be captured runs as it
+    comes, after one warning, and one that was replayed can be rolled back while it is the last. Edits of the
+    cache between two tokens are seen.
     """
 
     def __init__(
@@ -64,84 +66,87 @@ class Decoding:
     ) -> None:
         self._model, self._cache, self._sampler, self._graph = model, cache, sampler, graph
         self._is_recordable = graph is not None
-        self._rows = self._fed = [True] * cache.batch_size
+        self._active = self._fed = [True] * cache.batch_size
         self._waiting: Callable[[], list[int]] | None = None
         sampler.prepare()
         self._ids = sampler.choose(logits)
-        self._stand()
+        self._sync_rows()
 
-    def chosen(self) -> list[int]:
+    def next_tokens(self) -> list[int]:
         """The next token of each row; of a row that has ended, any."""
         if self._graph is None:
             return self._read()
         waiting = self._waiting or self._graph.copied(self._ids)
-        self._feed(is_last=False)
+        self._feed(None, is_last=False)
         self._waiting = self._graph.copied(self._ids)
         try:
             return waiting()
         finally:  # also where an interrupt ends the wait
-            self._count(waiting())
+            self._cache.rows = self._cache.rows.told(self._of_active(waiting(), self._fed))
 
-    @outlasting
-    def go_on(self, rows: Sequence[bool], is_last: bool) -> None:
+    @no_inference_mode
+    def advance(self, rows: Sequence[bool], is_last: bool) -> None:
         """Feed the tokens chosen last, where that is not done, and choose others unless it `is_last`."""
         if self._graph is None:
-            tokens = self._read()
-            self._feed(is_last)
-            self._count(tokens)
-        if list(rows) != self._rows:
-            self._rows = list(rows)
-            self._is_going.copy_(torch.tensor(self._rows))
+            self._feed(self._of_active(self._read(), self._active), is_last)
+        if list(rows) != self._active:
+            self._active = list(rows)
+            self._is_active.copy_(torch.tensor(self._active))
 
     def _read(self) -> list[int]:
         tokens: list[int] = self._ids[:, 0].tolist()
         return tokens
 
-    def _count(self, tokens: list[int]) -> None:
-        """Tell the cache which tokens it was fed."""
-        self._cache.standing.remember([[token] * is_fed for token, is_fed in zip(tokens, self._fed, strict=True)])
+    def _of_active(self, tokens: list[int], active: list[bool]) -> list[list[int]]:
+        return [[token] * is_active for token, is_active in zip(tokens, active, strict=True)]
 
-    @outlasting
-    def _stand(self) -> None:
-        """Put where the rows stand on the device; what was recorded for another place is forgotten."""
-        standing, device = self._cache.standing, self._cache.device
-        self._ends = list(standing.next_positions)
+    @no_inference_mode
+    def _sync_rows(self) -> None:
+        """Put where the rows stand on the device; a graph that was captured for another place is forgotten."""
+        rows, device = self._cache.rows, self._cache.device
+        self._ends = rows.next_positions
         self._next = torch.tensor(self._ends, device=device)
-        self._prompt_ends = torch.tensor(standing.prompt_ends, device=device)
-        self._is_going = torch.tensor(self._rows, device=device)
-        self._serves = 0  # positions below this, as recorded
-        self._tried: Phase | None = None
-        self._recorded: Phase | None = None
-        self._records: list[Record] = []
+        self._prompt_ends = torch.tensor(rows.prompt_ends, device=device)
+        self._is_active = torch.tensor(self._active, device=device)
+        self._captured_end = 0  # the captured step is valid for positions below this
+        self._warm_key: GraphKey | None = None
+        self._captured_key: GraphKey | None = None
+        self._records: list[StepRecord] = []
         self._tables: list[dict[torch.dtype, tuple[RotaryTable, RotaryTable]]] = []  # which the graph reads
 
-    @outlasting
-    def _feed(self, is_last: bool) -> None:
-        """One step of the model. The cache is told what it needs to know, but for the tokens."""
-        standing = self._cache.standing
-        if standing.next_positions != self._ends:
-            self._stand()
+    @no_inference_mode
+    def _feed(self, tokens: list[list[int]] | None, is_last: bool) -> None:
+        """One step of the model, of `tokens` where the host knows them already."""
+        if self._cache.next_positions != self._ends:
+            self._sync_rows()
         if not is_last:
             self._sampler.prepare()
-        lengths = tuple(map(int, self._rows))
+        lengths = tuple(map(int, self._active))
         if not self._is_recordable or not self._is_replayed(lengths):
-            self._step(lengths, is_last)
-        self._fed = self._rows
-        standing.count(lengths, 1)
-        self._ends = list(standing.next_positions)
+            self._step(lengths, tokens, is_last)
+        self._fed = self._active
+        self._ends = self._cache.next_positions
 
-    def _step(self, lengths: tuple[int, ...], is_last: bool) -> None:
-        """One step as it comes, or as it is recorded: what one leaves to the next stays in the same memory."""
-        positions = self._next.where(self._is_going, EMPTY)[:, None]
-        after, ids = self._next + self._is_going, self._ids.clone()
+    def _step(
+        self, lengths: tuple[int, ...], tokens: list[list[int]] | None, is_last: bool, is_captured: bool = False
+    ) -> None:
+        """One step as it comes, or as it is captured: what one leaves to the next stays in the same memory."""
+        positions = self._next.where(self._is_active, EMPTY)[:, None]
+        after, ids = self._next + self._is_active, self._ids.clone()
         end = max(self._ends) + 1
-        ahead = max(self._serves - end, 0)
-        step = Step(positions, lengths, after, self._prompt_ends, end + ahead, ids, ahead=ahead)
-        self._cache.script = step
-        try:
-            logits = forward(self._model, ids, None, self._cache, [] if is_last else [0], positions)
-        finally:
-            self._cache.script = None
+        headroom = max(self._captured_end - end, 0)
+        step = Step(
+            positions,
+            lengths,
+            after,
+            self._prompt_ends,
+            end + headroom,
+            ids,
+            graph_headroom=headroom,
+            is_captured=is_captured,
+        )
+        columns = [] if is_last else [0]
+        logits = forward(self._model, ids, None, self._cache, columns, positions, Pass(step, tokens))
         self._next.copy_(after)
         if not is_last:
             self._ids.copy_(self._sampler.choose(logits[:, 0]))
@@ -150,62 +155,65 @@ class Decoding:
         """Run the step from its graph, where there is one or can be; False where nothing was done."""
         cache, end = self._cache, max(self._ends) + 1
         rotaries = [layer.rotary for layer in cache.layers if layer.rotary is not None]
-        if end > self._serves:
-            self._serves, self._tried, self._recorded = LEAST, None, None
-            while self._serves < end:
-                self._serves *= 2
-            changes = [each.trained_length for each in rotaries if each.outgrows(self._serves)]
-            self._serves = min([self._serves, *(length for length in changes if length >= end)])
-        if not all(each.agrees(end, self._serves) for each in rotaries):
-            self._give_up("its rotary tables change with the length of the text")
+        if end > self._captured_end:
+            # A graph reads tables of one length: it serves up to a round number, and no further than a scheme that
+            # changes with the length allows.
+            self._captured_end, self._warm_key, self._captured_key = FIRST_CAPTURE, None, None
+            while self._captured_end < end:
+                self._captured_end *= 2
+            changes = [each.trained_length for each in rotaries if each.table_changes_at(self._captured_end)]
+            self._captured_end = min([self._captured_end, *(length for length in changes if length >= end)])
+        if not all(each.same_table(end, self._captured_end) for each in rotaries):
+            self._fall_back("its rotary tables change with the length of the text")
             return False
-        phase = Phase.of(cache)
-        grows = any(layer.budget is None and layer.most_held >= layer.store.slots for layer in cache.layers)
-        if grows or not phase.is_like(self._recorded):
-            if grows or not phase.is_like(self._tried):
-                self._step(lengths, is_last=False)
+        key = GraphKey.of(cache)
+        grows = any(layer.budget is None and layer.table.occupancy_bound >= layer.table.slots for layer in cache.layers)
+        if grows or not key.is_like(self._captured_key):
+            if grows or not key.is_like(self._warm_key):
+                self._step(lengths, None, is_last=False)
                 # The step may have moved the slots, as the first after a prompt does.
-                self._tried = replace(phase, tensors=Phase.of(cache).tensors)
+                self._warm_key = replace(key, tensors=GraphKey.of(cache).tensors)
                 return True
-            if not self._is_recorded(lengths):
+            if not self._is_captured(lengths):
                 return False
-            self._recorded = phase
-        assert self._graph is not None, "a recorded step without a graph"
+            self._captured_key = key
+        assert self._graph is not None, "a captured step without a graph"
         self._graph.replay()
-        self._settle(phase, lengths)
+        self._note_replay(key, lengths)
         return True
 
-    def _is_recorded(self, lengths: tuple[int, ...]) -> bool:
-        """Record a step; False, after a warning, where that cannot be."""
-        layers = self._cache.layers
+    def _is_captured(self, lengths: tuple[int, ...]) -> bool:
+        """Capture a step; False, after a warning, where that cannot be."""
+        layers, text = self._cache.layers, self._cache.text
 
         def work() -> None:
-            for layer in layers:
-                free_reserved(layer)
-            with in_place(layers):
-                self._step(lengths, is_last=False)
-            self._records = [layer.records[-1] for layer in layers]
+            with freeing_reserved(layers), in_place(layers):
+                self._step(lengths, None, is_last=False, is_captured=True)
+            self._records = [layer.history.records[-1] for layer in layers]
             self._tables = [layer.rotary.built for layer in layers if layer.rotary is not None]
 
-        assert self._graph is not None, "nothing to record with"
+        assert self._graph is not None, "nothing to capture with"
         try:
             with undone(layers):
                 self._graph.capture(work)
         except Exception as error:
-            self._give_up(f"{type(error).__name__}: {error}")
+            self._fall_back(f"{type(error).__name__}: {error}")
             return False
+        finally:
+            self._cache.text = text
         return True
 
-    def _settle(self, phase: Phase, lengths: tuple[int, ...]) -> None:
-        """What the layers know of themselves, after a step that the device was given without them."""
-        step = replace(self._records[0].step, lengths=lengths)
-        for layer, record, is_evicting in zip(self._cache.layers, self._records, phase.is_evicting, strict=True):
-            layer.records.clear()
-            layer.records.append(replace(record, step=step, most_held=layer.most_held))
-            layer.most_held += 0 if is_evicting else 1
+    def _note_replay(self, key: GraphKey, lengths: tuple[int, ...]) -> None:
+        """What the cache knows of itself, after a step that the device took without it."""
+        step = replace(self._records[0].step, lengths=lengths, is_captured=False)
+        for layer, record, is_evicting in zip(self._cache.layers, self._records, key.is_evicting, strict=True):
+            held = layer.table.occupancy_bound
+            layer.history = History((replace(record, step=step, occupancy_bound=held),), layer.history.has_evicted)
+            layer.table.occupancy_bound = held if is_evicting else held + 1
+        self._cache.rows = self._cache.rows.fed(lengths, 1)
 
-    def _give_up(self, reason: str) -> None:
-        self._is_recordable, self._serves = False, 0
+    def _fall_back(self, reason: str) -> None:
+        self._is_recordable, self._captured_end = False, 0
         warnings.warn(
             f"a step of {type(self._model).__name__} can't be recorded as one graph, so each runs as it comes, which "
             f"is slower: {reason}",

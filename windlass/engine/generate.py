@@ -6,22 +6,24 @@ every token that was given out, so that the next call goes on from there.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.compress import held_whole
-from windlass.cache.second_pass import rereading
+from windlass.cache.compress import cut_to_budget
 from windlass.core.errors import UsageError
-from windlass.engine.decode import Decoding
+from windlass.core.step import READ, Pass
+from windlass.engine.decode import Decoder
 from windlass.engine.graph import graph_for, wait_for
 from windlass.engine.result import FinishReason, Result
 from windlass.engine.sampling import Sampler, Sampling
 from windlass.engine.text import TextStream, encode
-from windlass.hf.attach import forward, vocabulary_of
+from windlass.hf.forward import forward, vocabulary_of
 from windlass.hf.kv_cache import KVCache
+from windlass.policies.interfaces import OneShot
+from windlass.policies.wrapper import find, scoring_chunk
 
 Progress = Callable[[int, int], None]
 
@@ -38,27 +40,31 @@ def prefill(
     The logits are those of each row's last token, and no others are computed. Prompts may differ in
     length. `progress` is called with (tokens done, tokens of the longest prompt) after each chunk.
 
-    A policy that `is_one_shot` has prompts to an empty cache held whole, read a second time if it wants
-    to `repeat` them, and then cut to the budget, if there is one; after an interrupt, too.
+    For a policy that is `OneShot`, prompts to an empty cache are held whole, read a second time if it has a
+    `scoring_chunk`, and then cut to the budget, if there is one; after an interrupt, too.
 
     Raises: UsageError for an empty prompt, ids outside the vocabulary, or another number of rows;
     nothing is then written.
     """
     _check_prompts(model, cache, prompts)
-    policy = cache.policy
-    if not policy.is_one_shot or any(cache.tokens_seen):
+    if find(cache.policy, OneShot) is None or any(cache.tokens_seen):
         return _read(model, cache, prompts, progress)
-    with nullcontext() if cache.budget is None else held_whole(cache):
-        if not policy.repeat:
-            return _read(model, cache, prompts, progress)
+    how = Pass(defer_eviction=cache.budget is not None)
+    try:
+        tokens = scoring_chunk(cache.policy)
+        if not tokens:
+            return _read(model, cache, prompts, progress, how)
         read, again = _halves(progress)
-        logits = _read(model, cache, prompts, read)
+        logits = _read(model, cache, prompts, read, how)
         longest = max(map(len, prompts))
-        for start in range(0, longest, policy.repeat):
-            with rereading(cache):
-                _feed(model, cache, [list(prompt[start : start + policy.repeat]) for prompt in prompts], [])
-            again(min(start + policy.repeat, longest), longest)
-    return logits
+        for start in range(0, longest, tokens):
+            pieces = [list(prompt[start : start + tokens]) for prompt in prompts]
+            _feed(model, cache, pieces, [], replace(how, is_second_pass=True))
+            again(min(start + tokens, longest), longest)
+        return logits
+    finally:
+        if cache.budget is not None:
+            cut_to_budget(cache)
 
 
 def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
@@ -71,17 +77,21 @@ def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
 
 
 def _read(
-    model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]], progress: Progress | None
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    progress: Progress | None,
+    how: Pass = READ,
 ) -> Tensor:
     """Feed the prompts in chunks; the logits of each row's last token."""
     longest = max(map(len, prompts))
-    cache.reserve(longest + cache.policy.repeat)
+    cache.reserve(longest + scoring_chunk(cache.policy))
     last: dict[int, Tensor] = {}
     for start in range(0, longest, cache.chunk):
         pieces = [list(prompt[start : start + cache.chunk]) for prompt in prompts]
         ends = {row: len(piece) - 1 for row, piece in enumerate(pieces) if 0 < len(prompts[row]) - start <= len(piece)}
         columns = sorted(set(ends.values()))
-        logits = _feed(model, cache, pieces, columns)
+        logits = _feed(model, cache, pieces, columns, how)
         for row, column in ends.items():
             last[row] = logits[row, columns.index(column)]
         if progress is not None:
@@ -216,16 +226,16 @@ class _Run:
         wait_for(logits.device)
         self._prefill_s = time.perf_counter() - started
         sampler = Sampler(self._sampling, self._prompts, logits.device)
-        decoding = Decoding(self._model, self._cache, sampler, logits, graph_for(logits.device))
+        decoder = Decoder(self._model, self._cache, sampler, logits, graph_for(logits.device))
         while True:
             started = time.perf_counter()
-            tokens = decoding.chosen()
+            tokens = decoder.next_tokens()
             pairs = zip(tokens, self._reasons, strict=True)
             chosen = [token if reason == "interrupted" else None for token, reason in pairs]
             reasons = [self._reason(row, token) for row, token in enumerate(chosen)]
             is_last = "interrupted" not in reasons
             # Fed before it is given out, so that whoever stops here finds it in the cache.
-            decoding.go_on([reason == "interrupted" for reason in reasons], is_last)
+            decoder.advance([reason == "interrupted" for reason in reasons], is_last)
             self._decode_s += time.perf_counter() - started
             self._reasons = reasons
             yield [self._pushed(row, token) for row, token in enumerate(chosen)]
@@ -250,14 +260,14 @@ class _Run:
 
 
 @torch.no_grad()
-def _feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], columns: list[int]) -> Tensor:
+def _feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], columns: list[int], how: Pass) -> Tensor:
     """One step of the model over rows of different lengths; logits of `columns` only."""
     width = max(map(len, pieces))
     ids = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=model.device)
     mask = None
     if any(len(piece) < width for piece in pieces):
         mask = torch.tensor([[1] * len(piece) + [0] * (width - len(piece)) for piece in pieces], device=model.device)
-    return forward(model, ids, mask, cache, columns)
+    return forward(model, ids, mask, cache, columns, how=how)
 
 
 def _check_prompts(model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]]) -> None:

@@ -14,8 +14,9 @@ from typing import final
 import torch
 from torch import Tensor
 
-from windlass.cache.layer import LayerCache
-from windlass.core.rotary_index import EMPTY
+from windlass.cache.history import History
+from windlass.cache.slot_layer import SlotLayer
+from windlass.core.rotary_index import EMPTY, RESERVED
 
 
 class Graph(ABC):
@@ -79,14 +80,23 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def free_reserved(layer: LayerCache) -> None:
-    """Forget the layer's records as `forget_records` would, in a way that may be recorded."""
-    layer.positions.clamp_(min=EMPTY)  # RESERVED is below it
-    layer.records.clear()
+@contextmanager
+def freeing_reserved(layers: list[SlotLayer]) -> Iterator[None]:
+    """Let the step inside keep what it reserves, and free what steps before it reserved, in a way that can be captured.
+
+    The records of those steps name slots of one moment; a graph has to find them anew each time it is replayed.
+    """
+    bounded = [layer for layer in layers if layer.budget is not None]
+    reserved = [layer.positions == RESERVED for layer in bounded]
+    for layer in layers:
+        layer.history = History((), layer.history.has_evicted)
+    yield
+    for layer, mask in zip(bounded, reserved, strict=True):
+        layer.positions.masked_fill_(mask, EMPTY)
 
 
 @contextmanager
-def in_place(layers: list[LayerCache]) -> Iterator[None]:
+def in_place(layers: list[SlotLayer]) -> Iterator[None]:
     """Let a step that puts new tensors in the place of old ones leave their content in the old ones' memory.
 
     Its records keep what was there before.
@@ -98,29 +108,29 @@ def in_place(layers: list[LayerCache]) -> Iterator[None]:
 
 
 @contextmanager
-def _in_place(layer: LayerCache) -> Iterator[None]:
-    exact = layer.store.exact
-    statistics, copies = layer.statistics, exact.copies
-    layer.statistics = {name: tensor.clone() for name, tensor in statistics.items()}
-    exact.copies = {name: tensor.clone() for name, tensor in copies.items()}
+def _in_place(layer: SlotLayer) -> Iterator[None]:
+    table, ring = layer.table, layer.store.full_precision
+    statistics, tensors = table.statistics, ring.tensors
+    table.statistics = {name: tensor.clone() for name, tensor in statistics.items()}
+    ring.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     yield
-    for own, new in ((statistics, layer.statistics), (copies, exact.copies)):
+    for own, new in ((statistics, table.statistics), (tensors, ring.tensors)):
         for name, tensor in own.items():
             tensor.copy_(new[name])
     # Other dictionaries: what was found out for the old ones no longer holds.
-    layer.statistics, exact.copies = dict(statistics), dict(copies)
+    table.statistics, ring.tensors = dict(statistics), dict(tensors)
 
 
 @contextmanager
-def undone(layers: list[LayerCache]) -> Iterator[None]:
+def undone(layers: list[SlotLayer]) -> Iterator[None]:
     """What the host knows of the layers is afterwards as it was, whatever was recorded meanwhile."""
-    before = [(each, each.statistics, each.store.exact.copies, each.most_held, each.has_evicted) for each in layers]
-    records = [list(layer.records) for layer in layers]
+    before = [
+        (each, each.table.statistics, each.store.full_precision.tensors, each.table.occupancy_bound, each.history)
+        for each in layers
+    ]
     try:
         yield
     finally:
-        for (layer, statistics, copies, held, has_evicted), kept in zip(before, records, strict=True):
-            layer.statistics, layer.store.exact.copies = statistics, dict(copies)
-            layer.most_held, layer.has_evicted = held, has_evicted
-            layer.records.clear()
-            layer.records.extend(kept)
+        for layer, statistics, copies, held, history in before:
+            layer.table.statistics, layer.store.full_precision.tensors = statistics, dict(copies)
+            layer.table.occupancy_bound, layer.history = held, history

@@ -15,7 +15,7 @@ from transformers import (
 )
 
 from windlass.core.errors import UsageError
-from windlass.core.step import outlasting
+from windlass.core.step import no_inference_mode
 
 DRAWS: Final = 256  # made at a time
 
@@ -61,7 +61,7 @@ class Sampler:
     in a graph; `prepare` comes before each step, captured or not.
     """
 
-    @outlasting
+    @no_inference_mode
     def __init__(self, sampling: Sampling, texts: Sequence[Sequence[int]], device: torch.device) -> None:
         self._is_greedy = sampling.temperature == 0.0
         self._penalty, self._texts = sampling.repetition_penalty, texts
@@ -82,7 +82,7 @@ class Sampler:
         if sampling.min_p:
             self._warpers.append(MinPLogitsWarper(sampling.min_p))
 
-    @outlasting
+    @no_inference_mode
     def prepare(self) -> None:
         """Make draws for the next step, where there are none left."""
         self._drawn += 1
@@ -92,7 +92,7 @@ class Sampler:
             self._column.fill_(-1)
             self._drawn = 0
 
-    @outlasting
+    @no_inference_mode
     def choose(self, logits: Tensor) -> Tensor:
         """One token a row, (batch, 1), from `logits` (batch, vocabulary); the first call must not be captured."""
         if self._penalty != 1.0:

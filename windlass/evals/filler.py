@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from windlass.cli import demo
-from windlass.cli.terminal import read_text
+from windlass.core.files import read_text
+from windlass.evals.texts import in_words, novel
 
 SENTENCES = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
 
@@ -75,8 +75,8 @@ class Novel(Filler):
 
     @cached_property
     def _words(self) -> list[str]:
-        text = demo.novel() if self.file is None else read_text(self.file, f"text file {self.file}")
-        return re.findall(r"\s+\S+", "\n\n" + (text if self.has_numerals else demo.in_words(text))) or [text]
+        text = novel() if self.file is None else read_text(self.file, f"text file {self.file}")
+        return re.findall(r"\s+\S+", "\n\n" + (text if self.has_numerals else in_words(text))) or [text]
 
     @cached_property
     def _starts(self) -> list[int]:

@@ -13,6 +13,25 @@ from windlass.evals.task import Sample, Task
 
 
 @dataclass(frozen=True)
+class SampleSpec:
+    """Which sample: number `number` of those that the task makes with this seed, up to `length` tokens.
+
+    `label` names the task, in errors and in what is drawn. The same specification gives the same sample.
+    """
+
+    task: Task
+    label: str
+    length: int
+    seed: int
+    number: int
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        """What tells it from others: tasks of users need not be hashable."""
+        return self.label, self.length, self.seed, self.number
+
+
+@dataclass(frozen=True)
 class Fitted:
     """A sample and its size.
 
@@ -25,55 +44,52 @@ class Fitted:
     total_tokens: int
 
 
-def fit(task: Task, label: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, number: int) -> Fitted:
-    """Sample `number` of the task, with as many units as fit: text, question and answer take up to `length` tokens.
-
-    The same arguments give the same sample. `label` names the task, in errors and in what is drawn.
+def fit(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> Fitted:
+    """The sample with as many units as fit: text, question and answer take up to `spec.length` tokens.
 
     Raises: UsageError as `shortest` does, and for a length that there is not enough filler for.
     Source: length and search as in RULER, Hsieh et al. 2024 (arXiv:2404.06654).
     """
-    fits = shortest(task, label, tokenizer, length, seed, number)
+    fits = shortest(spec, tokenizer)
     over: Fitted | None = None
     while over is None or over.units - fits.units > 1:
         if over is None:
-            units = _more(fits.units, task.most_units)
+            units = _more(fits.units, spec.task.most_units)
             if units == fits.units:
-                return _all_of_it(fits, label, length)
+                return _all_of_it(fits, spec)
         else:
             gap = over.units - fits.units
-            share = (length - fits.total_tokens) / (over.total_tokens - fits.total_tokens)
+            share = (spec.length - fits.total_tokens) / (over.total_tokens - fits.total_tokens)
             units = fits.units + min(max(int(share * gap), 1), gap - 1)
-        tried = _made(task, label, tokenizer, length, seed, number, units)
-        if tried.total_tokens <= length:
+        tried = _made(spec, tokenizer, units)
+        if tried.total_tokens <= spec.length:
             fits = tried
         else:
             over = tried
     return fits
 
 
-def shortest(task: Task, label: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, number: int) -> Fitted:
+def shortest(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> Fitted:
     """The same sample with as few units as the task allows.
 
-    Raises: UsageError when even that is longer than `length`; or for a task that fails.
+    Raises: UsageError when even that is longer than `spec.length`; or for a task that fails.
     """
-    made = _made(task, label, tokenizer, length, seed, number, task.least_units)
-    if made.total_tokens > length:
+    made = _made(spec, tokenizer, spec.task.least_units)
+    if made.total_tokens > spec.length:
         raise UsageError(
-            f"length {length} is too short for task {label}, which takes {made.total_tokens} tokens of this model's "
-            f"at the least in text {number}, question and answer included; raise --lengths"
+            f"length {spec.length} is too short for task {spec.label}, which takes {made.total_tokens} tokens of this "
+            f"model's at the least in text {spec.number}, question and answer included; raise --lengths"
         )
     return made
 
 
-def _made(
-    task: Task, label: str, tokenizer: PreTrainedTokenizerBase, length: int, seed: int, number: int, units: int
-) -> Fitted:
-    with task_errors(label):
-        sample = task.compose(random.Random(f"{seed} {label} {length} {number}"), length, units)
+def _made(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, units: int) -> Fitted:
+    with task_errors(spec.label):
+        draw = random.Random(f"{spec.seed} {spec.label} {spec.length} {spec.number}")
+        sample = spec.task.compose(draw, spec.length, units)
     context = len(encode(tokenizer, sample.context, is_start=True))
     asking = [len(encode(tokenizer, turn.question + turn.prefix, is_start=False)) for turn in sample.turns]
-    return Fitted(sample, units, context, context + max(asking, default=0) + task.answer_tokens)
+    return Fitted(sample, units, context, context + max(asking, default=0) + spec.task.answer_tokens)
 
 
 @contextmanager
@@ -91,11 +107,11 @@ def _more(units: int, most: int | None) -> int:
     return 2 * units + 1 if most is None else min(2 * units + 1, most)
 
 
-def _all_of_it(fits: Fitted, label: str, length: int) -> Fitted:
+def _all_of_it(fits: Fitted, spec: SampleSpec) -> Fitted:
     """What all there is makes, where that is just enough."""
-    if fits.total_tokens < length:
+    if fits.total_tokens < spec.length:
         raise UsageError(
-            f"length {length} is more than task {label} can fill: all it has makes {fits.total_tokens} tokens of this "
-            "model's; lower --lengths"
+            f"length {spec.length} is more than task {spec.label} can fill: all it has makes {fits.total_tokens} "
+            "tokens of this model's; lower --lengths"
         )
     return fits

@@ -1,16 +1,16 @@
 """A task out of what a user typed: a name, a name with a text file, or a class in a file."""
 
 import inspect
-import re
 from pathlib import Path
 
 from windlass.core.errors import UsageError
-from windlass.core.plugin import Kind
+from windlass.core.plugin import PluginKind
+from windlass.core.spec import parse_spec
 from windlass.evals.fit import task_errors
 from windlass.evals.task import Task
 from windlass.evals.tasks import NAMES
 
-TASKS = Kind("task", "tasks", Task, "windlass.evals.Task", UsageError)
+TASKS = PluginKind("task", "tasks", Task, "windlass.evals.Task", UsageError)
 
 
 def load_task(spec: str) -> tuple[str, Task]:
@@ -20,13 +20,13 @@ def load_task(spec: str) -> tuple[str, Task]:
 
     Raises: UsageError for what cannot be found, read or made.
     """
-    with_file = re.fullmatch(r"([\w-]+)\((.+)\)", spec)
-    if with_file is not None:
-        name = TASKS.name_of(with_file[1], NAMES)
-        made = NAMES[name].reading(Path(with_file[2]).expanduser())
+    typed = parse_spec(spec)
+    if typed is not None and typed.inside:
+        name = TASKS.name_of(typed.name, NAMES)
+        made = NAMES[name].reading(Path(typed.inside).expanduser())
         if made is None:
             raise UsageError(f"task {name} reads no text, so it takes no file; use {name}")
-        return f"{name}({with_file[2]})", made
+        return f"{name}({typed.inside})", made
     path, name = TASKS.split(spec)
     if path is not None:
         return spec, _made(path, name)

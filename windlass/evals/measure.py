@@ -2,7 +2,8 @@
 
 import copy
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,7 +14,7 @@ from windlass.engine.text import encode
 from windlass.evals.fit import Fitted, task_errors
 from windlass.evals.grid import Settings
 from windlass.evals.task import Task, Turn
-from windlass.hf.attach import forward
+from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 
 CHUNK = 128  # tokens of a text with questions per step, or the budget where that is less
@@ -37,22 +38,16 @@ class Outcome:
     seconds: float
 
 
-def cache_of(model: PreTrainedModel, settings: Settings, budget: int | None, has_questions: bool) -> KVCache:
-    """An empty cache of `budget` slots.
+def cache_of(
+    model: PreTrainedModel, settings: Settings, budget: int | None, has_questions: bool, batch: int = 1
+) -> KVCache:
+    """An empty cache of `budget` slots for each of `batch` texts.
 
     Raises: UsageError for a budget that leaves no room beside sinks and window.
     """
     chunk = (CHUNK if budget is None else min(CHUNK, budget)) if has_questions else STRIDE
-    return KVCache(
-        model,
-        budget=budget,
-        policy=settings.policy,
-        chunk=chunk,
-        positions=settings.positions,
-        rollback=0,
-        store=settings.store,
-        merge=settings.merge,
-    )
+    options = replace(settings.options, budget=budget, chunk=chunk, batch=batch, rollback=0)
+    return KVCache.from_options(model, options)
 
 
 def answered(
@@ -61,31 +56,41 @@ def answered(
     cache: KVCache,
     label: str,
     task: Task,
-    fitted: Fitted,
+    fitted: Sequence[Fitted],
     is_aware: bool,
-) -> list[Outcome]:
-    """The model's answers, greedy, to every question on the text.
+) -> list[list[Outcome]]:
+    """The model's answers, greedy, to every question on each text; one text per row of the cache.
 
     Aware, the first question is read with the text. Each question finds the cache as the text left it.
+    Bytes and seconds are those of all rows, divided by their number.
     """
     started = time.perf_counter()
-    turns = fitted.sample.turns
-    ids = encode(tokenizer, fitted.sample.context, is_start=True)
+    prompts = [encode(tokenizer, each.sample.context, is_start=True) for each in fitted]
     if is_aware:
-        ids = ids + encode(tokenizer, turns[0].question, is_start=False)
-    engine.prefill(model, cache, [ids])
-    slots_held = max(layer.most_held for layer in cache.layers)
-    outcomes = []
-    for number, turn in enumerate(turns):
-        asked = copy.deepcopy(cache) if len(turns) > 1 else cache
-        prompt = turn.prefix if is_aware and number == 0 else turn.question + turn.prefix
-        result = engine.generate(model, tokenizer, [prompt], asked, task.answer_tokens)[0]
+        for each, prompt in zip(fitted, prompts, strict=True):
+            prompt += encode(tokenizer, each.sample.turns[0].question, is_start=False)
+    engine.prefill(model, cache, prompts)
+    slots_held = _slots_held(cache)
+    outcomes: list[list[Outcome]] = [[] for _ in fitted]
+    for number, turns in enumerate(zip(*(each.sample.turns for each in fitted), strict=True)):
+        asked = copy.deepcopy(cache) if len(fitted[0].sample.turns) > 1 else cache
+        asking = [turn.prefix if is_aware and number == 0 else turn.question + turn.prefix for turn in turns]
+        results = engine.generate(model, tokenizer, asking, asked, task.answer_tokens)
         with task_errors(label):
-            score = task.score(turn, result.text)
+            scores = [float(task.score(turn, result.text)) for turn, result in zip(turns, results, strict=True)]
         now = time.perf_counter()
-        outcomes.append(Outcome(turn, result.text, score, {}, slots_held, result.bytes_held, now - started))
+        bytes_held, seconds = round(asked.nbytes() / len(fitted)), (now - started) / len(fitted)
+        for row, (turn, result, score) in enumerate(zip(turns, results, scores, strict=True)):
+            outcomes[row].append(Outcome(turn, result.text, score, {}, slots_held[row], bytes_held, seconds))
         started = now
     return outcomes
+
+
+def _slots_held(cache: KVCache) -> list[int]:
+    """Per row, the slots in use in the layer and head that has most."""
+    held = [(layer.positions >= 0).sum(-1).amax(-1) for layer in cache.layers]
+    counts: list[int] = torch.stack(held).amax(0).tolist()
+    return counts
 
 
 @torch.no_grad()
@@ -109,7 +114,7 @@ def predicted(model: PreTrainedModel, cache: KVCache, ids: list[int], full: KVCa
             wanted = _log_probabilities(model, full, piece)
             kl += float((wanted.exp() * (wanted - ours)).sum())
     measures = {"nll": nll / tokens, "kl": None if full is None else kl / tokens}
-    slots_held = max(layer.most_held for layer in cache.layers)
+    slots_held = max(layer.table.occupancy_bound for layer in cache.layers)
     return Outcome(None, "", None, measures, slots_held, cache.nbytes(), time.perf_counter() - started)
 
 

@@ -11,23 +11,19 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import ClassVar, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cli.session import check_writable
-from windlass.cli.terminal import INTERRUPTED, Bar, note, read_text, say
 from windlass.core.errors import UsageError
 from windlass.core.shapes import Scores
 from windlass.engine.text import encode
-from windlass.hf.attach import forward
 from windlass.hf.fingerprint import fingerprint
+from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
-from windlass.hf.load import open_model
-from windlass.policies import Policy, Slots, pair_table
+from windlass.policies import Needs, Policy, Slots
 from windlass.policies.pair_table import PairTable
 
 RULE: Final = "mean_count(next)"
@@ -35,44 +31,6 @@ SINKS: Final = 4  # first tokens of a stretch, which are in no pair
 CONTEXT: Final = 128  # tokens of a stretch, in which pairs are merged
 FOLLOWING: Final = 32  # tokens after it, whose predictions are compared
 ROWS: Final = 32  # pairs that are measured side by side
-SHOWN: Final = 5  # cheapest and dearest pairs in the summary
-
-
-@dataclass(frozen=True)
-class Options:
-    """What the user asked for."""
-
-    model: str
-    text: Path
-    output: Path
-    tokens: int
-    seed: int
-    dtype: str
-    threads: int | None
-    device: str = "cpu"
-
-
-def calibrate(options: Options) -> int:
-    """Measure the pairs of a text and write their table; returns the exit code. After Ctrl-C nothing is written.
-
-    Raises: WindlassError for what cannot be honoured.
-    """
-    check_writable(options.output, "-o")
-    text = read_text(options.text, f"text {options.text}")
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    model, tokenizer = open_model(options.model, options.dtype, options.device)
-    with Bar("measuring") as bar:
-        try:
-            table = measured(model, tokenizer, text, options.tokens, options.seed, bar)
-        except KeyboardInterrupt:
-            note(f"interrupted; {bar.done:,} of {options.tokens:,} tokens; {options.output} was not written")
-            return INTERRUPTED
-    pair_table.write(table, options.output)
-    if table.tokens < options.tokens:
-        note(f"windlass: note: the text has room for {table.tokens:,} tokens only")
-    say(_summary(table, tokenizer, options.output))
-    return 0
 
 
 def measured(
@@ -84,6 +42,8 @@ def measured(
     progress: Callable[[int, int], None],
 ) -> PairTable:
     """The costs of about `tokens` pairs, in stretches of the text that `seed` chooses.
+
+    `progress` is called with (pairs measured, pairs to measure).
 
     Raises: UsageError for a text too short for one stretch.
     """
@@ -141,7 +101,7 @@ class Successive(Policy):
 
     first: int
 
-    per_head: ClassVar[bool] = False
+    needs = Needs(per_head=False)
 
     def score(self, slots: Slots) -> Scores:
         rows = torch.arange(slots.positions.shape[0], device=slots.positions.device)
@@ -156,16 +116,3 @@ def _predicted(model: PreTrainedModel, cache: KVCache, ids: Tensor, rows: int) -
     forward(model, ids[:, CONTEXT : CONTEXT + 1], None, cache, [])
     following = ids[:, CONTEXT + 1 :]
     return forward(model, following, None, cache, list(range(following.shape[1]))).float().log_softmax(-1)
-
-
-def _summary(table: PairTable, tokenizer: PreTrainedTokenizerBase, path: Path) -> str:
-    def shown(pair: tuple[int, int, int, float]) -> str:
-        return f"  {pair[3]:.5f} nats  {pair[2]:>5,} times  {tokenizer.decode(list(pair[:2]))!r}\n"
-
-    often = [pair for pair in table.pairs if pair[2] > 1] or table.pairs
-    return (
-        f"{path}: {len(table.pairs):,} pairs of {table.tokens:,} tokens; of those met more than once the cheapest\n"
-        + "".join(map(shown, often[:SHOWN]))
-        + "and the dearest\n"
-        + "".join(map(shown, often[-SHOWN:]))
-    )

@@ -1,60 +1,40 @@
 """The results file: one line of JSON for the run, then one per question. A run that was stopped goes on from it."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
-from windlass.cli.terminal import note
 from windlass.core.errors import UsageError
+from windlass.evals.case import VERSION, Case, Header, Identity, JsonObject, Line
 
-VERSION = 2
 START = b'{"kind": "'  # of every line
-HEADER = ("version", "model", "parameters", "dtype", "seed")  # that a run must share with the file that it goes on with
-IDENTITY = ("task", "policy", "asked_budget", "merge", "positions", "store", "is_aware", "length", "sample", "turn")
-MEASURED = (
-    "budget",
-    "depth",
-    "context_tokens",
-    "slots_held",
-    "bytes_held",
-    "bytes_full",
-    "expected",
-    "output",
-    "score",
-    "measures",
-    "seconds",
-)
-Line = dict[str, Any]
-Identity = tuple[str | int | bool | None, ...]
+SHARED = ("model", "parameters", "dtype", "seed")  # of the header: what a run must share with the file that it goes on
 
 
-def identity(line: Line) -> Identity:
-    """What tells a line from every other of its file."""
-    return tuple(line[name] for name in IDENTITY)
+class ResultsFile:
+    """A results file that is open for more: the `cases` that it holds, each once, by identity."""
 
-
-class Results:
-    """A results file that is open for more: the `lines` that it holds, each once, by identity."""
-
-    def __init__(self, path: Path, lines: Sequence[Line]) -> None:
+    def __init__(self, path: Path, cases: Sequence[Case]) -> None:
         self._path = path
-        self.lines = {identity(line): line for line in lines}
+        self.cases = {case.identity: case for case in cases}
 
-    def add(self, lines: Sequence[Line]) -> None:
-        """Write those lines that the file lacks, whole and at once.
+    def __contains__(self, identity: Identity) -> bool:
+        return identity in self.cases
+
+    def add(self, cases: Sequence[Case]) -> None:
+        """Write those cases that the file lacks, whole and at once.
 
         Raises: UsageError when they cannot be written.
         """
-        new = [line for line in lines if identity(line) not in self.lines]
-        _append(self._path, new)
-        self.lines |= {identity(line): line for line in new}
+        new = [case for case in cases if case.identity not in self.cases]
+        _append(self._path, [case.to_json() for case in new])
+        self.cases |= {case.identity: case for case in new}
 
 
-def open_results(path: Path, header: Line) -> Results:
+def open_results(path: Path, header: Header, note: Callable[[str], None]) -> ResultsFile:
     """The file at `path`, made with this header where there is none.
 
-    A last line that was cut in half is taken off, with a note. A file that cannot be gone on with
+    A last line that was cut in half is taken off, and `note` told so. A file that cannot be gone on with
     stays as it is.
 
     Raises: UsageError for such a file: not one of results, or of another version, model or seed.
@@ -67,15 +47,16 @@ def open_results(path: Path, header: Line) -> Results:
     rows = data[:end].splitlines()
     if rows:
         # A file of another version may look like anything after its header.
-        _check_header(path, _parsed(path, 1, rows[0], "header"), header)
-    lines = [_parsed(path, number, row, "case") for number, row in enumerate(rows[1:], 2)]
+        _check_header(path, _line(path, 1, rows[0], "header"), header)
+    lines = [_line(path, number, row, "case") for number, row in enumerate(rows[1:], 2)]
+    cases = [Case.from_json(line, header.seed) for line in lines]
     if cut:
         note(f"the last line of {path} was cut in half; it is taken off, and its case run again")
         with path.open("r+b") as file:
             file.truncate(end)
     if not rows:
-        _append(path, [header])
-    return Results(path, lines)
+        _append(path, [header.to_json()])
+    return ResultsFile(path, cases)
 
 
 def _read(path: Path) -> bytes:
@@ -87,7 +68,7 @@ def _read(path: Path) -> bytes:
         raise UsageError(f"-o {path} cannot be read: {error.strerror}") from None
 
 
-def _append(path: Path, lines: Sequence[Line]) -> None:
+def _append(path: Path, lines: Sequence[JsonObject]) -> None:
     text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
     try:
         with path.open("ab") as file:
@@ -96,20 +77,23 @@ def _append(path: Path, lines: Sequence[Line]) -> None:
         raise UsageError(f"-o {path} cannot be written: {error.strerror}") from None
 
 
-def _parsed(path: Path, number: int, data: bytes, kind: str) -> Line:
+def _line(path: Path, number: int, data: bytes, kind: str) -> Line:
     try:
-        line = json.loads(data)
+        found = json.loads(data)
     except ValueError:
-        line = None
-    wanted = HEADER if kind == "header" else IDENTITY + MEASURED
-    if not isinstance(line, dict) or line.get("kind") != kind or set(wanted) - set(line):
-        raise UsageError(f"-o {path}, line {number}: not a {kind} line of results; give another file")
-    return line
+        found = None
+    where = f"-o {path}, line {number}: not a {kind} line of results"
+    if not isinstance(found, dict) or found.get("kind") != kind:
+        raise UsageError(f"{where}; give another file")
+    return Line(found, where)
 
 
-def _check_header(path: Path, found: Line, header: Line) -> None:
-    for name in HEADER:
-        if found[name] != header[name]:
-            raise UsageError(
-                f"-o {path} was made with {name} {found[name]}, and this run has {header[name]}; give another file"
-            )
+def _check_header(path: Path, line: Line, header: Header) -> None:
+    version = line.whole("version")
+    pairs = [("version", version, VERSION)]
+    if version == VERSION:
+        found = Header.from_json(line)
+        pairs = [(name, getattr(found, name), getattr(header, name)) for name in SHARED]
+    for name, theirs, ours in pairs:
+        if theirs != ours:
+            raise UsageError(f"-o {path} was made with {name} {theirs}, and this run has {ours}; give another file")

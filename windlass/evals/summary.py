@@ -8,21 +8,21 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.cache.describe import in_units
+from windlass.evals.case import Case
 from windlass.evals.report.summaries import wilson
-from windlass.evals.results import Line
 
 ALWAYS = ("task", "policy", "asked_budget")
 VARIED = ("length", "merge", "positions", "store", "is_aware")  # shown where they differ
 
 
-def summary(lines: Sequence[Line]) -> Table:
-    """One row per combination, in the order of their first lines."""
-    shown = [*ALWAYS, *(name for name in VARIED if len({line[name] for line in lines}) > 1)]
-    groups: dict[tuple[object, ...], list[Line]] = {}
-    for line in lines:
-        groups.setdefault(tuple(line[name] for name in (*ALWAYS, *VARIED)), []).append(line)
-    has_scores = any(line["score"] is not None for line in lines)
-    has_losses = any(line["measures"] for line in lines)
+def summary(cases: Sequence[Case]) -> Table:
+    """One row per combination, in the order of their first cases."""
+    shown = [*ALWAYS, *(name for name in VARIED if len({getattr(case, name) for case in cases}) > 1)]
+    groups: dict[tuple[object, ...], list[Case]] = {}
+    for case in cases:
+        groups.setdefault(tuple(getattr(case, name) for name in (*ALWAYS, *VARIED)), []).append(case)
+    has_scores = any(case.score is not None for case in cases)
+    has_losses = any(case.nll is not None for case in cases)
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for name in shown:
         table.add_column(name.removeprefix("asked_"), overflow="fold")
@@ -32,21 +32,20 @@ def summary(lines: Sequence[Line]) -> Table:
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     for group in groups.values():
-        first = group[0]
-        held = fmean(line["bytes_held"] for line in group)
-        cells = [str(len({line["sample"] for line in group})), in_units(round(held))]
+        held = fmean(case.bytes_held for case in group)
+        cells = [str(len({case.sample for case in group})), in_units(round(held))]
         cells += _scores(group) if has_scores else []
-        cells += [_mean(group, name) for name in ("nll", "kl")] if has_losses else []
-        table.add_row(*(Text(str(first[name])) for name in shown), *cells)
+        cells += [_mean([case.nll for case in group]), _mean([case.kl for case in group])] if has_losses else []
+        table.add_row(*(Text(str(getattr(group[0], name))) for name in shown), *cells)
     return table
 
 
-def _scores(group: Sequence[Line]) -> list[str]:
+def _scores(group: Sequence[Case]) -> list[str]:
     """The mean and its interval; the questions on one text are one sample."""
     texts: dict[int, list[float]] = {}
-    for line in group:
-        if line["score"] is not None:
-            texts.setdefault(line["sample"], []).append(line["score"])
+    for case in group:
+        if case.score is not None:
+            texts.setdefault(case.sample, []).append(case.score)
     if not texts:
         return ["-", "-"]
     mean = fmean(fmean(scores) for scores in texts.values())
@@ -54,7 +53,6 @@ def _scores(group: Sequence[Line]) -> list[str]:
     return [f"{100 * mean:.1f} %", f"{100 * low:.1f} to {100 * high:.1f}"]
 
 
-def _mean(group: Sequence[Line], name: str) -> str:
-    measured = [line["measures"].get(name) for line in group]
+def _mean(measured: Sequence[float | None]) -> str:
     known = [number for number in measured if number is not None]
     return f"{fmean(known):.4f}" if known else "-"

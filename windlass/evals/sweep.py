@@ -1,39 +1,38 @@
-"""`windlass eval`: runs the grid of tasks, policies and budgets, and writes a line for every question.
+"""`windlass eval`: the grid of tasks, policies and budgets, a case for every question.
 
 Samples are the outermost loop, so that a run that is stopped has about as many of each combination.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import groupby
 from pathlib import Path
 
 import torch
-from rich.console import Console
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cli.terminal import INTERRUPTED, note, progress
 from windlass.core.errors import UsageError
 from windlass.engine.text import encode
-from windlass.evals.fit import Fitted, fit, shortest
+from windlass.evals.case import IDENTITY, Case, Header, Identity
+from windlass.evals.fit import Fitted, SampleSpec, fit, shortest
 from windlass.evals.grid import Grid, Lists, Settings, grid_of
 from windlass.evals.measure import Outcome, answered, cache_of, predicted
-from windlass.evals.results import VERSION, Identity, Line, Results, identity, open_results
+from windlass.evals.results import open_results
 from windlass.evals.speed.depth import LayerShape, layer_shapes
-from windlass.evals.summary import summary
-from windlass.evals.task import Task
 from windlass.hf.kv_cache import KVCache
-from windlass.hf.load import open_model
+from windlass.hf.load import load
+from windlass.policies.interfaces import OneShot
+from windlass.policies.wrapper import find
 
 FULL_TOKENS = 4096  # of texts that a full cache reads too, if a model does not tell how long those of its training were
-PIPE_WIDTH = 240
-SPEED_S = 3600.0  # of the newest cases, whose speed tells the time that is left
+POOL = 8  # texts per row of a batch, among which those of one budget are found
 
 
 @dataclass(frozen=True)
-class Options:
-    """What the user asked for."""
+class EvalOptions:
+    """What the user asked for; `batch` is the most texts that are read side by side."""
 
     model: str
     lists: Lists
@@ -44,73 +43,89 @@ class Options:
     dtype: str
     threads: int | None
     device: str = "cpu"
+    batch: int = 1
 
 
 @dataclass(frozen=True)
-class Case:
-    """One sample under one setting."""
+class PlannedCase:
+    """One sample under one setting, before it is run. It gives a `Case` for each of its questions."""
 
-    label: str
-    task: Task
-    length: int
-    sample: int
+    spec: SampleSpec
     settings: Settings
     is_aware: bool
 
     @property
-    def labels(self) -> Line:
-        """What its lines have in common."""
-        return {
-            "kind": "case",
-            "task": self.label,
-            **self.settings.labels,
-            "is_aware": self.is_aware,
-            "length": self.length,
-            "sample": self.sample,
-        }
-
-    @property
     def turns(self) -> list[int | None]:
-        """Of its lines; a single question has no number."""
-        return [*range(self.task.turns)] if self.task.turns > 1 else [None]
+        """The number of each question; a single question has none."""
+        return [*range(self.spec.task.turns)] if self.spec.task.turns > 1 else [None]
 
     @property
     def identities(self) -> list[Identity]:
-        """Of its lines."""
-        return [identity({**self.labels, "turn": turn}) for turn in self.turns]
+        """Of its cases."""
+        labels: dict[str, str | int] = {
+            **self.settings.labels,
+            "task": self.spec.label,
+            "is_aware": self.is_aware,
+            "length": self.spec.length,
+            "sample": self.spec.number,
+        }
+        return [(*(labels[name] for name in IDENTITY), turn) for turn in self.turns]
 
 
-def evaluate(options: Options) -> int:
-    """Run every case that the output lacks and show the means of all; returns the exit code.
+class Sweep:
+    """Everything that was asked for, and the file that its cases go to."""
 
-    Ctrl-C leaves whole lines; the same command goes on from there.
+    def __init__(self, options: EvalOptions, note: Callable[[str], None]) -> None:
+        """Load the model, check what was asked for, and open the file; `note` is told what was amended in it.
 
-    Raises: WindlassError for what cannot be honoured, before anything is run.
-    """
-    if options.threads is not None:
-        torch.set_num_threads(options.threads)
-    grid = grid_of(options.lists)
-    model, tokenizer = open_model(options.model, options.dtype, options.device)
-    runner = Runner(model, tokenizer, options.seed)
-    runner.check(grid, options.samples, options.is_aware)
-    results = open_results(options.output, _header(options, model))
-    cases = cases_of(grid, options.samples, options.is_aware)
-    is_whole = run(runner, cases, results)
-    wanted = {each for case in cases for each in case.identities}
-    lines = [line for key, line in results.lines.items() if key in wanted]
-    if lines:
-        # A pipe gets whole lines, whatever the width of a terminal.
-        Console(width=None if Console().is_terminal else PIPE_WIDTH).print(summary(lines))
-    if not is_whole:
-        missing = sum(any(each not in results.lines for each in case.identities) for case in cases)
-        note(f"interrupted; {len(cases) - missing} of {len(cases)} cases are done; the same command goes on from here")
-    return 0 if is_whole else INTERRUPTED
+        Raises: WindlassError for what cannot be honoured, before anything is run.
+        """
+        if options.threads is not None:
+            torch.set_num_threads(options.threads)
+        grid = grid_of(options.lists)
+        model, tokenizer = load(options.model, options.dtype, options.device)
+        self._runner = Runner(model, tokenizer, options.seed)
+        self._runner.check(grid, options.samples, options.is_aware)
+        self._results = open_results(options.output, _header(options, model), note)
+        self._batch = options.batch
+        self._planned = planned(grid, options.samples, options.seed, options.is_aware)
+
+    def run(self, progress: Callable[[int, int, str], None]) -> bool:
+        """Run what the file lacks, and write it there; whether that was done before an interrupt.
+
+        `progress` is called with (cases done, cases to run, what comes next). Ctrl-C leaves whole lines; a further
+        run goes on from there.
+        """
+        left = [case for case in self._planned if not self._is_done(case)]
+        done = 0
+        try:
+            for batch in self._runner.batches(left, self._batch):
+                progress(done, len(left), f"{batch[0].spec.label} {batch[0].settings.labels['asked_budget']}")
+                self._results.add(self._runner.measured(batch))
+                done += len(batch)
+        except KeyboardInterrupt:
+            return False
+        return True
+
+    @property
+    def cases(self) -> list[Case]:
+        """Those of the file that were asked for."""
+        wanted = {each for case in self._planned for each in case.identities}
+        return [case for identity, case in self._results.cases.items() if identity in wanted]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many cases are done, and of how many."""
+        return sum(map(self._is_done, self._planned)), len(self._planned)
+
+    def _is_done(self, case: PlannedCase) -> bool:
+        return all(each in self._results.cases for each in case.identities)
 
 
-def cases_of(grid: Grid, samples: int, is_aware: bool) -> list[Case]:
+def planned(grid: Grid, samples: int, seed: int, is_aware: bool) -> list[PlannedCase]:
     """Every combination; cases with the same text are neighbours."""
     return [
-        Case(label, task, length, sample, settings, is_aware)
+        PlannedCase(SampleSpec(task, label, length, seed, sample), settings, is_aware)
         for sample in range(samples)
         for label, task in grid.tasks.items()
         for length in grid.lengths
@@ -118,28 +133,13 @@ def cases_of(grid: Grid, samples: int, is_aware: bool) -> list[Case]:
     ]
 
 
-def run(runner: "Runner", cases: Sequence[Case], results: Results) -> bool:
-    """Add the lines of all cases that are not there; whether it was done before an interrupt."""
-    left = [case for case in cases if any(each not in results.lines for each in case.identities)]
-    try:
-        with progress("cases", speed_s=SPEED_S) as bars:
-            bar = bars.add_task("", total=len(left))
-            for case in left:
-                bars.update(bar, description=f"{case.label} {case.settings.labels['asked_budget']}")
-                results.add(runner.lines(case))
-                bars.advance(bar)
-    except KeyboardInterrupt:
-        return False
-    return True
-
-
 class Runner:
-    """A model to ask, and the sample that was made last."""
+    """A model to ask, and the samples that were made last."""
 
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self._model, self._tokenizer, self._seed = model, tokenizer, seed
         self._shapes = layer_shapes(model)
-        self._latest: tuple[tuple[str, int, int], Fitted] | None = None
+        self._made: dict[tuple[str, int, int], Fitted] = {}
 
     def check(self, grid: Grid, samples: int, is_aware: bool) -> None:
         """Check every length on all texts, and every budget on the first of each task and length.
@@ -148,45 +148,96 @@ class Runner:
         """
         for label, task in grid.tasks.items():
             for length in grid.lengths:
-                for sample in range(samples):
-                    shortest(task, label, self._tokenizer, length, self._seed, sample)
-                fitted = self._fitted(label, task, length, 0)
+                specs = [SampleSpec(task, label, length, self._seed, sample) for sample in range(samples)]
+                for spec in specs:
+                    shortest(spec, self._tokenizer)
+                fitted = self._fitted(specs[0])
                 if is_aware and not fitted.sample.turns:
                     raise UsageError(f"task {label} asks nothing, so it cannot be run --aware of a question")
                 for settings in grid.settings:
                     self._check(settings, fitted, f"task {label} at length {length}")
 
-    def lines(self, case: Case) -> list[Line]:
-        """Run the case; returns a line per question."""
-        fitted = self._fitted(case.label, case.task, case.length, case.sample)
-        budget = case.settings.budget.of(fitted.context_tokens)
-        cache = cache_of(self._model, case.settings, budget, bool(fitted.sample.turns))
-        if fitted.sample.turns:
-            outcomes = answered(self._model, self._tokenizer, cache, case.label, case.task, fitted, case.is_aware)
+    def batches(self, cases: Iterable[PlannedCase], batch: int) -> Iterator[list[PlannedCase]]:
+        """`cases` in their order, but up to `batch` of them together, which can share a cache.
+
+        Those have the same task, length and setting, and a budget that comes to as many slots, so that each is read
+        as it would be alone. They are looked for among `POOL` times as many texts.
+        """
+        pool = 1 if batch == 1 else batch * POOL
+        for _, texts in groupby(cases, lambda case: case.spec.number // pool):
+            self._made.clear()
+            groups: dict[tuple[object, ...], list[PlannedCase]] = {}
+            for case in texts:
+                key = case.spec.label, case.spec.length, *case.settings.labels.values(), *self._apart(case)
+                groups.setdefault(key, []).append(case)
+            for group in groups.values():
+                yield from (group[start : start + batch] for start in range(0, len(group), batch))
+
+    def measured(self, batch: Sequence[PlannedCase]) -> list[Case]:
+        """Run cases that can share a cache; returns a case per question, text by text."""
+        planned, fitted = batch[0], [self._fitted(case.spec) for case in batch]
+        has_questions = bool(fitted[0].sample.turns)
+        budget = planned.settings.budget.of(fitted[0].context_tokens)
+        cache = cache_of(self._model, planned.settings, budget, has_questions, len(batch))
+        if has_questions:
+            task, label = planned.spec.task, planned.spec.label
+            outcomes = answered(self._model, self._tokenizer, cache, label, task, fitted, planned.is_aware)
         else:
-            outcomes = [self._predicted(cache, case.settings, fitted)]
-        shared = {
-            **case.labels,
-            "budget": budget,
-            "context_tokens": fitted.context_tokens,
-            "bytes_full": bytes_full(self._shapes, fitted.context_tokens),
-        }
+            outcomes = [[self._predicted(cache, each)] for each in fitted]
         return [
-            {**shared, "turn": turn, **_measured(outcome)} for turn, outcome in zip(case.turns, outcomes, strict=True)
+            self._case(case, text, budget, turn, outcome)
+            for case, text, of_case in zip(batch, fitted, outcomes, strict=True)
+            for turn, outcome in zip(case.turns, of_case, strict=True)
         ]
 
-    def _predicted(self, cache: KVCache, settings: Settings, fitted: Fitted) -> Outcome:
+    def _case(
+        self, planned: PlannedCase, fitted: Fitted, budget: int | None, number: int | None, outcome: Outcome
+    ) -> Case:
+        turn = outcome.turn
+        return Case(
+            **planned.settings.labels,
+            task=planned.spec.label,
+            is_aware=planned.is_aware,
+            length=planned.spec.length,
+            sample=planned.spec.number,
+            budget=budget,
+            context_tokens=fitted.context_tokens,
+            bytes_full=bytes_full(self._shapes, fitted.context_tokens),
+            turn=number,
+            depth=None if turn is None else turn.depth,
+            slots_held=outcome.slots_held,
+            bytes_held=outcome.bytes_held,
+            expected=() if turn is None else turn.expected,
+            output=outcome.output,
+            score=outcome.score,
+            nll=outcome.measures.get("nll"),
+            kl=outcome.measures.get("kl"),
+            seconds=outcome.seconds,
+            seed=planned.spec.seed,
+        )
+
+    def _apart(self, case: PlannedCase) -> tuple[object, ...]:
+        """What cases of one batch must share beside their task, length and setting."""
+        fitted, settings = self._fitted(case.spec), case.settings
+        budget = settings.budget.of(fitted.context_tokens)
+        # A text without questions is read alone; and where layers share a budget, all rows of a cache decide on it.
+        one_shot = find(settings.options.policy, OneShot)
+        is_shared = budget is not None and one_shot is not None and one_shot.shares_budget
+        is_alone = not fitted.sample.turns or is_shared
+        return budget, case.spec.number if is_alone else None
+
+    def _predicted(self, cache: KVCache, fitted: Fitted) -> Outcome:
         """A text that is predicted, with a full cache beside it while the model was trained on texts as long."""
         ids = encode(self._tokenizer, fitted.sample.context, is_start=True)
         is_long = len(ids) > (trained_length(self._model) or FULL_TOKENS)
         full = None if is_long else KVCache(self._model, chunk=cache.chunk)
         return predicted(self._model, cache, ids, full)
 
-    def _fitted(self, label: str, task: Task, length: int, sample: int) -> Fitted:
-        key = (label, length, sample)
-        if self._latest is None or self._latest[0] != key:
-            self._latest = key, fit(task, label, self._tokenizer, length, self._seed, sample)
-        return self._latest[1]
+    def _fitted(self, spec: SampleSpec) -> Fitted:
+        key = spec.label, spec.length, spec.number
+        if key not in self._made:
+            self._made[key] = fit(spec, self._tokenizer)
+        return self._made[key]
 
     def _check(self, settings: Settings, fitted: Fitted, where: str) -> None:
         """Raises: UsageError, as the cache does, for a budget that it cannot have."""
@@ -210,29 +261,15 @@ def bytes_full(shapes: Sequence[LayerShape], tokens: int) -> int:
     return sum(min(tokens, shape.sliding_window or tokens) * count * shape.dtype.itemsize for shape, count in per_token)
 
 
-def _measured(outcome: Outcome) -> Line:
-    turn = outcome.turn
-    return {
-        "depth": None if turn is None else turn.depth,
-        "slots_held": outcome.slots_held,
-        "bytes_held": outcome.bytes_held,
-        "expected": [] if turn is None else list(turn.expected),
-        "output": outcome.output,
-        "score": outcome.score,
-        "measures": outcome.measures,
-        "seconds": outcome.seconds,
-    }
-
-
-def _header(options: Options, model: PreTrainedModel) -> Line:
-    return {
-        "kind": "header",
-        "version": VERSION,
-        **{name: version(name) for name in ("windlass", "torch", "transformers")},
-        "model": options.model,
-        "parameters": sum(each.numel() for each in model.parameters()),
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "trained_length": trained_length(model),
-        "seed": options.seed,
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-    }
+def _header(options: EvalOptions, model: PreTrainedModel) -> Header:
+    return Header(
+        windlass=version("windlass"),
+        torch=version("torch"),
+        transformers=version("transformers"),
+        model=options.model,
+        parameters=sum(each.numel() for each in model.parameters()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        trained_length=trained_length(model),
+        seed=options.seed,
+        date=datetime.now(UTC).isoformat(timespec="seconds"),
+    )

@@ -6,8 +6,7 @@ and its attention function is ours, which lets the cache write, attend, observe 
 """
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -15,16 +14,16 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
+from windlass.cache.cache import TextCache
 from windlass.core.errors import UnsupportedModel, UsageError
 from windlass.core.step import AttentionCall
 from windlass.hf.probe import Mask, Probe, rotaries_of, run
-from windlass.hf.transformers_cache import TransformersCache
 from windlass.positions.rotary import Rotary
 
 NAME = "windlass"  # of the attention function, and of the attribute on an attached model
 
 
-class Seam:
+class AttachedModel:
     """What `attach` found out about a model, and the cache of the pass that is running."""
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, rotary_modules: list[nn.Module]) -> None:
@@ -39,8 +38,8 @@ class Seam:
         ]
         decoder.forward = self.forward
         self.rotaries: list[Rotary | None] = []  # per layer; None where a layer does not rotate
-        self.centres: list[Tensor | None] | None = None  # see `calibrate`; measured when first asked for
-        self.active: TransformersCache | None = None
+        self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
+        self.current_cache: TextCache | None = None
         self.probe: Probe | None = None
 
     def remove(self) -> None:
@@ -60,33 +59,46 @@ class Seam:
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         bound = {**bound.pop("kwargs", {}), **bound}
         cache = bound.get("past_key_values")
-        if not isinstance(cache, TransformersCache):
+        if not isinstance(cache, TextCache):
             return self._forward(*args, **kwargs)
-        self._begin(cache, bound)
-        self.active, is_complete = cache, False
+        fed = self._checked(cache, bound)
+        names, before = self._attention_names(), cache.text
+        # However a pass ends but well, at whatever line an interrupt meets it, nothing of it is left.
         try:
-            with self._our_attention():
+            try:
+                cache.begin(*fed)
+                self.current_cache = cache
+                self._use_attention([NAME] * len(names))
                 output = self._forward(*args, **kwargs)
-            is_complete = True
-        finally:
-            self.active = None
-            cache.end(is_complete)
-        return output
+            finally:
+                self.current_cache = None
+                self._use_attention(names)
+            cache.commit()
+            return output
+        except BaseException:
+            self.current_cache = None
+            self._use_attention(names)
+            cache.take_back(before)
+            raise
 
     def probed(self, model: PreTrainedModel, is_identity: bool) -> Probe:
         """One pass of one token, with or without rotation."""
+        names = self._attention_names()
         self.probe = Probe(is_identity)
         try:
-            with self._our_attention():
-                return run(self.probe, model, self._decoder)
+            self._use_attention([NAME] * len(names))
+            return run(self.probe, model, self._decoder)
         finally:
             self.probe = None
+            self._use_attention(names)
 
-    def _begin(self, cache: TransformersCache, bound: dict[str, Any]) -> None:
-        """Let the cache give the new columns their positions, or refuse the pass."""
-        if cache.seam is not self:
+    def _checked(
+        self, cache: TextCache, bound: dict[str, Any]
+    ) -> tuple[int, int, Tensor | None, Tensor | None, Tensor | None]:
+        """What `TextCache.begin` takes of a pass with these arguments. Raises: UsageError for one that can't be."""
+        if cache.model_id is not self:
             raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
-        if self.active is not None:
+        if self.current_cache is not None:
             raise UsageError("a pass with a KVCache runs in another thread; give each thread a model of its own")
         if self._decoder.training and torch.is_grad_enabled():
             raise UsageError("a KVCache is for inference: call model.eval(), or leave past_key_values out to train")
@@ -97,18 +109,14 @@ class Seam:
         if columns is None:
             raise UsageError("the model was called with neither input_ids nor inputs_embeds")
         batch, tokens = columns.shape[:2]
-        cache.begin(batch, tokens, _real_columns(mask, cache, tokens), bound.get("position_ids"), ids)
+        return batch, tokens, _real_columns(mask, cache, tokens), bound.get("position_ids"), ids
 
-    @contextmanager
-    def _our_attention(self) -> Iterator[None]:
-        saved = [config._attn_implementation for config in self._configs]
-        try:
-            for config in self._configs:
-                config._attn_implementation_internal = NAME
-            yield
-        finally:
-            for config, name in zip(self._configs, saved, strict=True):
-                config._attn_implementation_internal = name
+    def _attention_names(self) -> list[str | None]:
+        return [config._attn_implementation for config in self._configs]
+
+    def _use_attention(self, names: Sequence[str | None]) -> None:
+        for config, name in zip(self._configs, names, strict=True):
+            config._attn_implementation_internal = name
 
     def _turned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs.
@@ -117,7 +125,7 @@ class Seam:
         """
         if self.probe is not None:
             return self.probe.turned(module, args, kwargs, output)
-        if self.active is None or self.active.is_rotated:
+        if self.current_cache is None or self.current_cache.is_rotated:
             return output
         cos, sin = output
         return torch.ones_like(cos), torch.zeros_like(sin)
@@ -132,14 +140,14 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
 
     Raises: UnsupportedModel, naming the model and the reason; the model is then as it was.
     """
-    if isinstance(getattr(model, NAME, None), Seam):
+    if isinstance(getattr(model, NAME, None), AttachedModel):
         return model
     _refuse(model)
     decoder = model.get_decoder() if model.can_generate() else model
     modules = [module for module in decoder.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     if not modules:
         raise UnsupportedModel(f"{_name(model)} has no rotary module: its positions are not RoPE, or built in")
-    seam = Seam(model, decoder, modules)
+    seam = AttachedModel(model, decoder, modules)
     for module in (model, *decoder.modules()):
         if module is model or isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, NAME, seam)
@@ -161,48 +169,19 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
     """Undo `attach`; returns the same model. Its caches can no longer be used with it."""
-    seam_of(model).remove()
+    attached(model).remove()
     for module in model.modules():
-        if isinstance(getattr(module, NAME, None), Seam):
+        if isinstance(getattr(module, NAME, None), AttachedModel):
             delattr(module, NAME)
     return model
 
 
-def seam_of(model: PreTrainedModel) -> Seam:
+def attached(model: PreTrainedModel) -> AttachedModel:
     """What `attach` left on the model. Raises: UsageError when it is not attached."""
     seam = getattr(model, NAME, None)
-    if not isinstance(seam, Seam):
+    if not isinstance(seam, AttachedModel):
         raise UsageError(f"{_name(model)} is not attached to windlass; call windlass.attach(model) first")
     return seam
-
-
-def forward(
-    model: PreTrainedModel,
-    ids: Tensor,
-    mask: Tensor | None,
-    cache: TransformersCache,
-    columns: list[int],
-    positions: Tensor | None = None,
-) -> Tensor:
-    """One pass; returns (batch, len(columns), vocabulary) logits of these columns and computes no others.
-
-    Without columns hidden states come back. `positions` are for a model that rotates keys itself.
-    """
-    given = {"input_ids": ids, "attention_mask": mask} | ({"position_ids": positions} if cache.is_rotated else {})
-    out: Tensor
-    if columns:  # for the last one, which decode asks for, nothing is sent to a device
-        wanted = 1 if columns == [ids.shape[1] - 1] else torch.tensor(columns, device=ids.device)
-        out = model(**given, past_key_values=cache, logits_to_keep=wanted).logits
-    else:
-        out = model.get_decoder()(**given, past_key_values=cache).last_hidden_state
-    return out
-
-
-def vocabulary_of(model: PreTrainedModel) -> int:
-    """How many token ids the model can read."""
-    weight = model.get_input_embeddings().weight
-    assert isinstance(weight, Tensor)
-    return weight.shape[0]
 
 
 def _attention(
@@ -222,19 +201,19 @@ def _attention(
     pass it in every layer. The mask is what their own attention obeys.
     """
     seam, layer = getattr(module, NAME), module.layer_idx
-    assert isinstance(seam, Seam), "windlass attention outside of an attached model"
+    assert isinstance(seam, AttachedModel), "windlass attention outside of an attached model"
     assert isinstance(layer, int), "an attention layer without a number"
     if seam.probe is not None:
         return seam.probe.attention(layer, query, key, value, attention_mask), None
-    assert seam.active is not None, "windlass attention outside of a pass with its cache"
+    assert seam.current_cache is not None, "windlass attention outside of a pass with its cache"
     assert isinstance(attention_mask, Mask), "a mask that was not there when the model was attached"
     rotary = seam.rotaries[layer]
     if rotary is not None:
-        pairs = rotary.pairs
+        pairs = rotary.rotary_pairs
         query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(scale, attention_mask.window, softcap, s_aux)
-    out = seam.active.attend(layer, query, key, value, call)
+    out = seam.current_cache.attend(layer, query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
 
 
@@ -257,7 +236,7 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _mask)
 
 
-def _real_columns(mask: Any, cache: TransformersCache, tokens: int) -> Tensor | None:
+def _real_columns(mask: Any, cache: TextCache, tokens: int) -> Tensor | None:
     """Which of the pass's columns are not padding; None when all are."""
     if mask is None:
         return None

@@ -1,23 +1,18 @@
 """Caches that travel between transformers and windlass."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-from windlass.cache.rows import Standing
+from windlass.cache.rows import RowTable
+from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError
-from windlass.merge import holds_cells
-from windlass.policies.base import BORN
+from windlass.core.rotate import rotate, unrotate
+from windlass.merge import holds_merged_tokens
+from windlass.policies.base import INITIAL_STATE
 from windlass.positions.modes import Compact
-from windlass.positions.rotary import Rotary, rotate, unrotate
-
-if TYPE_CHECKING:
-    from windlass.hf.kv_cache import KVCache
+from windlass.positions.rotary import Rotary
 
 
 def rows_of(source: Cache) -> int:
@@ -25,9 +20,9 @@ def rows_of(source: Cache) -> int:
     return _states_of(source)[0][0].shape[0]
 
 
-def fill_from_rotated(cache: KVCache, source: Cache) -> None:
+def fill_from_rotated(cache: CacheState, source: Cache) -> None:
     """See `KVCache.from_rotated`; `cache` is new."""
-    missing = [said for name, said in BORN.items() if name in cache.policy.state]
+    missing = [said for name, said in INITIAL_STATE.items() if name in cache.policy.needs.state]
     if missing:
         raise UsageError(f"from_rotated: {cache.policy!r} ranks by {missing[0]}, which a DynamicCache does not know")
     states = _states_of(source)
@@ -35,7 +30,7 @@ def fill_from_rotated(cache: KVCache, source: Cache) -> None:
         raise UsageError(f"the DynamicCache has {len(states)} layers, the model has {len(cache.layers)}")
     seen = source.get_seq_length()
     for layer, (keys, values, window) in zip(cache.layers, states, strict=True):
-        if layer.rotary is not None and layer.rotary.outgrows(seen):
+        if layer.rotary is not None and layer.rotary.table_changes_at(seen):
             raise UsageError(
                 f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.trained_length} up to which this "
                 "model's rotation is constant: each key was turned by the table of its moment; feed the text anew"
@@ -43,10 +38,7 @@ def fill_from_rotated(cache: KVCache, source: Cache) -> None:
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
         keys = _turned(keys, positions, layer.rotary, seen, is_out=False)
         layer.append(keys, values, positions.expand(keys.shape[0], 1, -1), window)
-    rows = cache.batch_size
-    cache.standing = Standing(
-        [seen] * rows, [seen] * rows, [[[0, seen]] for _ in range(rows)], seen, None, [seen] * rows
-    )
+    cache.rows = RowTable.after_prompt(cache.batch_size, seen)
 
 
 def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
@@ -66,11 +58,11 @@ def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
     return states
 
 
-def to_rotated(cache: KVCache) -> DynamicCache:
+def to_rotated(cache: CacheState, config: PreTrainedConfig) -> DynamicCache:
     """See `KVCache.to_rotated`."""
-    if any(holds_cells(layer.positions, layer.state) for layer in cache.layers):
+    if any(holds_merged_tokens(layer.positions, layer.table.state) for layer in cache.layers):
         raise UsageError("to_rotated: tokens of this cache were merged, and a DynamicCache does not know their counts")
-    result = DynamicCache(config=cache.config)
+    result = DynamicCache(config=config)
     is_compact = isinstance(cache.positions, Compact)
     most = max((int((layer.positions >= 0).sum(-1).max()) for layer in cache.layers if not layer.is_empty), default=0)
     end = most if is_compact else max(cache.next_positions)
@@ -109,7 +101,7 @@ def _turned(keys: Tensor, positions: Tensor, rotary: Rotary | None, length: int,
     cos, sin = (table[positions] for table in rotary.tables(length, keys.device))
     states = keys.float()
     if is_out:
-        states = rotary.layout.from_halves(rotate(states, cos, sin), rotary.pairs)
+        states = rotary.layout.from_halves(rotate(states, cos, sin), rotary.rotary_pairs)
     else:
-        states = unrotate(rotary.layout.to_halves(states, rotary.pairs), cos, sin)
+        states = unrotate(rotary.layout.to_halves(states, rotary.rotary_pairs), cos, sin)
     return states.to(keys.dtype)

@@ -2,6 +2,8 @@
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,37 +18,60 @@ from windlass.hf.attach import attach
 
 DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_SECONDS = 10.0
+# The key under which a tokenizer notes that it has given this warning.
+TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
-def open_model(name: str, dtype: str = "auto", device: str = "cpu") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The attached model in eval mode on a device, and its tokenizer; a folder never reaches for the network.
+def load(
+    name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu"
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model of a folder, or of a name on the Hugging Face hub, and its tokenizer.
 
-    Silences transformers' bars and warnings for the whole process.
+    A `Path` is always a folder, and a folder is read without the network. The model is attached, in eval
+    mode, on `device`: `cpu`, `cuda` or `cuda:1`; a GPU becomes the process's current one. `dtype` is `auto`
+    (that of the file), `float32`, `bfloat16` or `float16`. The tokenizer does not warn of texts longer than
+    the trained window.
 
     Raises: UsageError when a part is missing, damaged or unknown; UnsupportedModel from `attach`.
     """
     if dtype not in DTYPES:
         raise UsageError(f"dtype {dtype!r} is unknown; use one of: {', '.join(DTYPES)}")
     place = device_of(device)
+    with _quiet():
+        tokenizer, model = _from_folder_or_hub(name, dtype)
+    tokenizer.deprecation_warnings[TOO_LONG] = True
+    return attach(model.eval().to(place)), tokenizer
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without transformers' warnings and progress bars: what they tell of a damaged model, our errors tell."""
+    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bars:
+            logging.enable_progress_bar()
+
+
+def _from_folder_or_hub(name: str | os.PathLike[str], dtype: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     folder = Path(name).expanduser()
-    is_local = folder.exists() or _is_path(name)
-    if is_local:
+    if not isinstance(name, str) or folder.exists() or _is_path(name):
         _check_folder(folder)
-        tokenizer, model = _loaded(str(folder), True, dtype)
-    else:
-        problem = _hub_problem(name)
-        try:
-            tokenizer, model = _loaded(name, problem is not None, dtype)
-        except UsageError as error:
-            if problem is None:
-                raise
-            raise UsageError(
-                f"model {name!r} is no folder here, was not fetched before, and the hub cannot give it: {problem}"
-            ) from error
-    return attach(model.eval().to(place)), tokenizer
+        return _loaded(str(folder), True, dtype)
+    problem = _hub_problem(name)
+    try:
+        return _loaded(name, problem is not None, dtype)
+    except UsageError as error:
+        if problem is None:
+            raise
+        raise UsageError(
+            f"model {name!r} is no folder here, was not fetched before, and the hub cannot give it: {problem}"
+        ) from error
 
 
 def device_of(name: str) -> torch.device:

@@ -41,4 +41,10 @@ def policy_of(path: Path, note: PolicyNote, given: Policy | None) -> Policy:
         )
     if note.name not in NAMES:
         raise PromptCacheError(f"{path} was made with the policy {note.name}, which this windlass lacks; upgrade it")
-    return NAMES[note.name](**note.fields)
+    kind = NAMES[note.name]
+    if {field.name for field in fields(kind)} != {*note.fields}:  # type: ignore[arg-type]  # our own are dataclasses
+        raise PromptCacheError(
+            f"{path} was written by a windlass whose policy was {note.label}; this one has {kind()!r}: "
+            "read the text again"
+        )
+    return kind(**note.fields)

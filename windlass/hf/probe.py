@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
-from windlass.positions.rotary import LAYOUTS, Layout, Rotary, rotate
+from windlass.core.rotate import rotate
+from windlass.positions.rotary import LAYOUTS, Layout, Rotary
 
 POSITION = 7  # small enough for any trained length, large enough to tell two rotary bases apart
 

@@ -6,15 +6,11 @@ bound to the model that made it. What was fed before the save can no longer be r
 layer has evicted.
 """
 
-import copy
 import hashlib
 import json
-import os
-from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
-from uuid import uuid4
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,22 +19,24 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.cache.compress import budgets_apart
-from windlass.cache.layer import LayerCache
-from windlass.cache.rows import Standing
+from windlass.cache.options import CacheOptions
+from windlass.cache.rows import RowTable
 from windlass.core.errors import PromptCacheError, UsageError
-from windlass.core.rotary_index import EMPTY
-from windlass.core.step import Limits, outlasting
-from windlass.hf.attach import seam_of
+from windlass.core.files import replacing
+from windlass.core.step import no_inference_mode
+from windlass.hf.attach import attached
 from windlass.hf.fingerprint import fingerprint, raw_bytes
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.policy_note import PolicyNote, note_of, policy_of
 from windlass.policies import Policy
 from windlass.positions.modes import MODES
-from windlass.stores.low_bit import CENTRES, STORES
+from windlass.stores.low_bit import KEY_MEANS
+from windlass.stores.spec import STORES
 
 KIND = "windlass prompt cache"
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
 PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, VERSION = 1, 2, 3, 4
+COLUMNS = "columns"  # a tensor: how many each row was fed, where rows were rolled back by different numbers
 
 
 def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
@@ -53,9 +51,13 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
         )
     if cache.is_rotated:
         raise UsageError("a cache of rotated keys can't be saved: files hold keys as they are before rotation")
-    tensors = {f"layers.{layer.index}.{name}": t for layer in cache.layers for name, t in _packed(layer).items()}
+    packed = {layer.index: layer.table.packed().tensors() for layer in cache.layers}
+    tensors = {f"layers.{index}.{name}": tensor for index, held in packed.items() for name, tensor in held.items()}
     for row, ids in enumerate(cache.tokens or []):
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
+    columns = [row.columns for row in cache.rows.rows]
+    if len(set(columns)) > 1:
+        tensors[COLUMNS] = torch.tensor(columns)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     document, version = _document(_contents(cache, model))
     contents = json.dumps(document)
@@ -63,7 +65,7 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     _write(Path(path), tensors, {"kind": KIND, "version": str(version), "checksum": checksum, "contents": contents})
 
 
-@outlasting
+@no_inference_mode
 def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None) -> KVCache:
     """The cache that `save` wrote: going on with it is as if the text had never been interrupted.
 
@@ -75,25 +77,13 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
     path = Path(path)
     contents, tensors = _read(path)
     _check_model(path, contents, model)
-    limits = contents.limits
-    seam = seam_of(model)
-    centres = [tensors.get(f"layers.{layer}.{CENTRES}") for layer in range(len(contents.layers))]
-    if seam.centres is None and any(centre is not None for centre in centres):
+    seam = attached(model)
+    means = [tensors.get(f"layers.{layer}.{KEY_MEANS}") for layer in range(len(contents.layers))]
+    if seam.key_means is None and any(mean is not None for mean in means):
         # The same model measured them: no need to do it again, and caches that share them move codes.
-        seam.centres = centres
-    cache = KVCache(
-        model,
-        budget=limits.budget,
-        policy=policy_of(path, contents.policy, policy),
-        sinks=limits.sinks,
-        window=limits.window,
-        chunk=limits.chunk,
-        positions=contents.positions,
-        batch=contents.batch,
-        rollback=limits.rollback,
-        store=contents.store,
-        merge=contents.merge,
-    )
+        seam.key_means = means
+    options = CacheOptions.from_document(contents.options, policy_of(path, contents.policy, policy))
+    cache = KVCache.from_options(model, options)
     for layer, note in zip(cache.layers, contents.layers, strict=True):
         if note is not None:
             start = f"layers.{layer.index}."
@@ -103,10 +93,11 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
                 if name.startswith(start)
             }
             if note.budget is not None:
-                layer.limit_to(note.budget)
-            layer.restore(held, note.sliding_window, note.has_evicted)
-    tokens = [tensors[f"tokens.{row}"].tolist() for row in range(contents.batch)] if contents.has_tokens else None
-    cache.standing = replace(contents.standing, tokens=tokens)
+                layer.rules = layer.rules.with_budget(note.budget)
+            layer.load(held, note.sliding_window, note.has_evicted)
+    tokens = [tensors[f"tokens.{row}"].tolist() for row in range(cache.batch_size)] if contents.has_tokens else None
+    columns = tensors[COLUMNS].tolist() if COLUMNS in tensors else None
+    cache.rows = RowTable.from_json(contents.standing, tokens, columns)
     return cache
 
 
@@ -121,20 +112,19 @@ class _LayerNote:
 
 @dataclass(frozen=True)
 class _Contents:
-    """The JSON document of a file. A layer that never held a token has no note."""
+    """The JSON document of a file, with the options beside the other fields. A layer without tokens has no note."""
 
     model: str
     dtype: str
     fingerprint: str
-    batch: int
-    positions: str
-    limits: Limits
     policy: PolicyNote
-    standing: Standing
+    standing: dict[str, Any]  # see `RowTable.to_json`
     has_tokens: bool
     layers: list[_LayerNote | None]
-    store: str = "plain"
-    merge: str | None = None
+    options: dict[str, Any]  # see `CacheOptions.document`
+
+
+_NOTES = {each.name for each in fields(_Contents)}
 
 
 def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
@@ -142,39 +132,34 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
         raise UsageError(f"positions {cache.positions!r} cannot be saved; set cache.positions to one of {list(MODES)}")
     if type(cache.store) not in STORES.values():
         raise UsageError(f"store {cache.store!r} cannot be saved; use a KVCache with one of: {', '.join(STORES)}")
-    # The tokens travel as tensors.
-    standing = replace(cache.standing, tokens=None)
     return _Contents(
         model=type(model).__name__,
         dtype=_dtype(model),
         fingerprint=fingerprint(model),
-        batch=cache.batch_size,
-        positions=str(cache.positions),
-        limits=cache.limits,
         policy=note_of(cache.policy),
-        standing=standing,
+        standing=cache.rows.to_json(),
         has_tokens=cache.tokens is not None,
         layers=[
-            None if layer.is_empty else _LayerNote(layer.sliding_window, layer.has_evicted, budget)
+            None if layer.is_empty else _LayerNote(layer.sliding_window, layer.history.has_evicted, budget)
             for layer, budget in zip(cache.layers, budgets_apart(cache), strict=True)
         ],
-        store=cache.store.name,
-        merge=None if cache.merge is None else str(cache.merge),
+        options=cache.options.document(),
     )
 
 
 def _document(contents: _Contents) -> tuple[dict[str, Any], int]:
     """What goes into the file, and the oldest format version that can say it."""
     document = asdict(contents)
+    document |= document.pop("options")
     if any(note is not None and note.budget is not None for note in contents.layers):
         return document, VERSION
     for note in document["layers"]:
         if note is not None:
             del note["budget"]
-    if contents.merge is not None:
+    if document["merge"] is not None:
         return document, MERGE_VERSION
     del document["merge"]
-    if contents.store != "plain":
+    if document["store"] != "plain":
         return document, STORE_VERSION
     del document["store"]
     return document, PLAIN_VERSION
@@ -182,26 +167,10 @@ def _document(contents: _Contents) -> tuple[dict[str, Any], int]:
 
 def _parsed(text: str) -> _Contents:
     document: dict[str, Any] = json.loads(text)
-    document["limits"] = Limits(**document["limits"])
     document["policy"] = PolicyNote(**document["policy"])
-    document["standing"] = Standing(**document["standing"])
     document["layers"] = [None if note is None else _LayerNote(**note) for note in document["layers"]]
-    return _Contents(**document)
-
-
-def _packed(layer: LayerCache) -> dict[str, Tensor]:
-    """A layer's tensors with its tokens in the first slots and no more slots than tokens."""
-    if layer.is_empty:
-        return {}
-    is_held = layer.positions >= 0
-    slots = max(1, int(is_held.sum(-1).max()))
-    # The order in which `LayerCache.resize` packs, so that later ties between scores fall the same way.
-    order = is_held.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :slots]
-    store = copy.deepcopy(layer.store)
-    store.rearrange(order, slots)
-    state = {f"state.{name}": tensor.gather(-1, order) for name, tensor in layer.state.items()}
-    statistics = {f"statistics.{name}": tensor for name, tensor in layer.statistics.items()}
-    return {**store.tensors(), "positions": layer.positions.gather(-1, order).clamp(min=EMPTY), **state, **statistics}
+    options = {name: document.pop(name) for name in list(document) if name not in _NOTES}
+    return _Contents(**document, options=options)
 
 
 def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
@@ -209,23 +178,14 @@ def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> 
     target = path.resolve()
     if target.exists() and not target.is_file():
         raise PromptCacheError(f"{path} is not a regular file; give the name of a file to write")
-    temporary = target.with_name(f".windlass-{uuid4().hex}.tmp")
     try:
-        temporary.touch(exist_ok=False)
-        mode = (target if target.exists() else temporary).stat().st_mode
-        save_file(tensors, temporary, metadata)
-        temporary.chmod(mode)
-        with temporary.open("rb") as file:
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata)
     except (OSError, SafetensorError) as error:
         left = "the older file there is unchanged" if target.exists() else "nothing was left there"
         raise PromptCacheError(
             f"{path} cannot be written: {error}; {left}; free some space or save elsewhere"
         ) from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def _read(path: Path) -> tuple[_Contents, dict[str, Tensor]]:

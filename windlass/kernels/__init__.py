@@ -1,7 +1,8 @@
-"""The arithmetic over slots. `reference` says what each function means; each call takes the fastest that fits.
+"""Arithmetic over slots: attention, eviction, and reading and writing slots.
 
-On a CPU that is the compiled module, see `cpu`; on a GPU, Triton's; elsewhere, and for types that
-these do not know, plain PyTorch. What runs where is decided by the arguments alone.
+`reference` says what each function means. Here each call goes to the fastest backend that can serve it: on a
+CPU the compiled module (`cpu`) or PyTorch's own attention (`sdpa`), on a GPU `triton`, elsewhere and for types
+that these do not know `reference`. The arguments alone decide.
 """
 
 import warnings
@@ -13,91 +14,47 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from windlass.core.packed import Held
-from windlass.core.rotary_index import Reading
-from windlass.core.shapes import (
-    Attended,
-    ObservedColumns,
-    PerSlot,
-    Queries,
-    QueryPositions,
-    RotaryTable,
-    RowCounts,
-    Scores,
-    SlotIndex,
-    SlotPositions,
-)
-from windlass.kernels import cpu, reference
-from windlass.kernels import sdpa as blocks
-from windlass.kernels.reference import Mass, Visibility, Writes
+from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
+from windlass.core.packed import PackedStates
+from windlass.core.shapes import Attended, PerSlot, Queries, SlotIndex, SlotPositions
+from windlass.kernels import cpu, reference, sdpa
 
 
-def attend(
-    queries: Queries,
-    keys: Held,
-    values: Held,
-    slot_positions: SlotPositions,
-    query_positions: QueryPositions,
-    *,
-    reading: Reading | None,
-    tables: tuple[RotaryTable, RotaryTable] | None,
-    scale: float,
-    visibility: Visibility,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    log_counts: Scores | None = None,
-    observed: ObservedColumns | None = None,
-    is_rest_wanted: bool = False,
-) -> tuple[Attended, Mass | None]:
+def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`."""
-    kernel = reference.attend
-    if _is_compiled(queries.device.type) and cpu.can_read(queries, keys, values):
-        if queries.shape[2] <= cpu.MOST_TOKENS:
-            kernel = cpu.attend
-        elif softcap is None:
-            kernel = blocks.attend
-    elif _has_triton(queries.device.type):
+    device = call.queries.device.type
+    if _is_compiled(device) and cpu.can_read(call.queries, call.keys, call.values):
+        if call.queries.shape[2] <= cpu.MAX_TOKENS:
+            return cpu.attend(call)
+        if call.softcap is None:
+            return sdpa.attend(call)
+    elif _has_triton(device):
         from windlass.kernels import triton  # late: where there is no GPU, Triton itself is not imported
 
-        if triton.can_read(queries, keys, values):
-            kernel = triton.attend
-    return kernel(
-        queries,
-        keys,
-        values,
-        slot_positions,
-        query_positions,
-        reading=reading,
-        tables=tables,
-        scale=scale,
-        visibility=visibility,
-        softcap=softcap,
-        sink_logits=sink_logits,
-        log_counts=log_counts,
-        observed=observed,
-        is_rest_wanted=is_rest_wanted,
-    )
+        if triton.can_read(call.queries, call.keys, call.values):
+            return triton.attend(call)
+    return reference.attend(call)
 
 
 def table_dtype(queries: Queries) -> torch.dtype:
-    """The type of the rotary tables that `attend` should be given.
+    """The dtype that the rotary tables of a call of `attend` should have.
 
-    On a GPU a row of cos and sin is read with every key, and float32 ones would be as many bytes as a
-    key and a value of 16 bits.
+    On a GPU one row of cos and sin is read per key; in float32 that would be as many bytes as a key and a
+    value of 16 bits.
     """
     return torch.float16 if queries.device.type == "cuda" and queries.itemsize == 2 else torch.float32
 
 
-def typicality(keys: Held, positions: SlotPositions) -> PerSlot:
-    """See `reference.typicality`."""
-    kernel = reference.typicality
+def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
+    """See `reference.mean_key_cosine`."""
+    kernel = reference.mean_key_cosine
     if _is_compiled(positions.device.type) and cpu.knows(keys):
-        kernel = cpu.typicality
+        kernel = cpu.mean_key_cosine
     elif _has_triton(positions.device.type):
         from windlass.kernels import triton  # late, as above
 
         if triton.knows(keys):
-            kernel = triton.typicality
+            kernel = triton.mean_key_cosine
     return kernel(keys, positions)
 
 
@@ -107,24 +64,15 @@ def first_free(positions: SlotPositions, count: int) -> SlotIndex:
     return free
 
 
-def text_order(positions: SlotPositions) -> SlotIndex:
-    """See `reference.text_order`."""
-    order: SlotIndex = _slots_of(positions).text_order(positions)
+def argsort_positions(positions: SlotPositions) -> SlotIndex:
+    """See `reference.argsort_positions`."""
+    order: SlotIndex = _slots_of(positions).argsort_positions(positions)
     return order
 
 
-def evict(
-    score: Scores,
-    positions: SlotPositions,
-    next_positions: RowCounts,
-    sinks: int,
-    window: int,
-    sliding_window: int | None,
-    count: int,
-) -> tuple[SlotIndex, SlotIndex]:
+def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:
     """See `reference.evict`."""
-    kernel = _slots_of(positions).evict
-    index, before = kernel(score, positions, next_positions, sinks, window, sliding_window, count)
+    index, before = _slots_of(call.positions).evict(call)
     return index, before
 
 
@@ -133,17 +81,17 @@ def write_all(index: SlotIndex, writes: Writes) -> None:
     _slots_of(index).write_all(index, writes)
 
 
-def encode(states: Tensor, centres: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
     """See `reference.encode`."""
     has_triton = _has_triton(states.device.type)
     backend = import_module("windlass.kernels.triton.codes") if has_triton else reference
-    codes, scales = backend.encode(states, centres, bits)
+    codes, scales = backend.encode(states, means, bits)
     return codes, scales
 
 
-def read(held: Tensor, index: SlotIndex) -> Tensor:
+def read(states: Tensor, index: SlotIndex) -> Tensor:
     """See `reference.read`."""
-    return reference.read(held, index)
+    return reference.read(states, index)
 
 
 @cache
@@ -166,7 +114,7 @@ def _is_compiled(device: str) -> bool:
 
 
 def _slots_of(tensor: Tensor) -> ModuleType:
-    """Where the book-keeping of slots is done for tensors beside this one."""
+    """The backend whose slot functions (first_free, evict, write_all and so on) serve this tensor's device."""
     device = tensor.device.type
     if _has_triton(device):
         return import_module("windlass.kernels.triton.slots")

@@ -1,7 +1,7 @@
-"""Attention of a chunk of a prompt over slots: keys are turned once, then PyTorch's own kernel works.
+"""Attention of a chunk of a prompt over slots: keys are rotated once, then PyTorch's own kernel works.
 
-Measured against a matrix of probabilities per head, which takes ten times as long. Queries come in
-blocks, so that no mask of slots x slots is ever made, and slots that no query sees are left out.
+Ten times as fast as a matrix of probabilities for each head. Queries come in blocks, so that no mask of
+slots x slots is ever made, and slots that no query sees are left out.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,68 +11,53 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from windlass.core.packed import Held
-from windlass.core.rotary_index import Branch, Reading
-from windlass.core.shapes import Attended, ObservedColumns, Queries, QueryPositions, RotaryTable, Scores, SlotPositions
+from windlass.core.attention import AttentionInput, Mass, Visibility
+from windlass.core.packed import Format, PackedStates
+from windlass.core.rotary_index import RotaryBranch
+from windlass.core.rotate import rotate
+from windlass.core.shapes import Attended, ObservedColumns, Queries, QueryPositions, RotaryTable, SlotPositions
 from windlass.kernels import cpu
-from windlass.kernels.reference import SCORE_BYTES, Mass, Visibility, visible
-from windlass.positions.rotary import rotate
+from windlass.kernels.reference import SCORE_BYTES, visible
 
 MASK_BYTES = SCORE_BYTES // 4  # of one block of queries
 
 
-def attend(
-    queries: Queries,
-    keys: Held,
-    values: Held,
-    slot_positions: SlotPositions,
-    query_positions: QueryPositions,
-    *,
-    reading: Reading | None,
-    tables: tuple[RotaryTable, RotaryTable] | None,
-    scale: float,
-    visibility: Visibility,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    log_counts: Scores | None = None,
-    observed: ObservedColumns | None = None,
-    is_rest_wanted: bool = False,
-) -> tuple[Attended, Mass | None]:
+def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`; any number of queries, no softcap."""
-    assert softcap is None, "a softcap, which PyTorch's kernel does not know"
-    slots, used = slot_positions.shape[2], _used(slot_positions >= 0)
-    where = slot_positions[..., :used]
-    if log_counts is None and where.shape[1] > 1 and bool((where == where[:, :1]).all()):
+    assert call.softcap is None, "a softcap, which PyTorch's kernel does not know"
+    queries, index, slots = call.queries, call.rotary_index, call.slot_positions.shape[2]
+    used = _used(call.slot_positions >= 0)
+    where = call.slot_positions[..., :used]
+    if call.log_counts is None and where.shape[1] > 1 and bool((where == where[:, :1]).all()):
         where = where[:, :1]  # nothing was evicted yet: one mask serves all heads
-    near_branch = None if reading is None or tables is None else reading.near
-    far_branch = None if reading is None or tables is None else reading.far
-    near_window = reading.near_window if reading is not None and far_branch is not None else None
-    counts = None if log_counts is None else log_counts[..., :used]
-    sight = _Sight(where, query_positions.to(torch.int32), visibility, near_window, counts)
-    branches = [_turned(queries, keys, near_branch, tables, used)]
-    if far_branch is not None:
-        branches.append(_turned(queries, keys, far_branch, tables, used))
-    is_plain = values.scales is None and values.codes.dtype == queries.dtype
-    read = values.codes[:, :, :used] if is_plain else cpu.turned(values, None, None, used, queries.dtype)
-    out, divisor = _attended(branches, read, sight, scale, sink_logits)
-    if observed is None:
+    near = None if index is None or call.tables is None else index.near
+    far = None if index is None or call.tables is None else index.far
+    near_window = index.near_window if index is not None and far is not None else None
+    counts = None if call.log_counts is None else call.log_counts[..., :used]
+    masks = _Masks(where, call.query_positions.to(torch.int32), call.visibility, near_window, counts)
+    branches = [_rotated(queries, call.keys, near, call.tables, used)]
+    if far is not None:
+        branches.append(_rotated(queries, call.keys, far, call.tables, used))
+    values = _floats(call.values, used, queries.dtype)
+    out, lse = _attended(branches, values, masks, call.scale, call.sink_logits)
+    if call.observed is None:
         return out, None
-    mass = _mass(branches, sight, divisor, scale, observed, is_rest_wanted)
+    mass = _mass(branches, masks, lse, call.scale, call.observed, call.is_rest_wanted)
     beyond = (0, slots - used)
     return out, Mass(pad(mass.rows, beyond), None if mass.rest is None else pad(mass.rest, beyond))
 
 
 @dataclass(frozen=True)
-class _Turned:
-    """Queries and keys of one branch, at their rotary positions."""
+class _Rotated:
+    """Queries and keys at the rotary positions of one branch."""
 
     queries: Tensor  # (batch, heads, tokens, head_dim)
     keys: Tensor  # (batch, kv_heads, used, head_dim)
 
 
 @dataclass(frozen=True)
-class _Sight:
-    """Which query sees which slot, and in which branch; asked for some queries at a time."""
+class _Masks:
+    """Makes the masks of some queries at a time: which query sees which slot, and through which branch."""
 
     slots: SlotPositions
     queries: QueryPositions
@@ -81,7 +66,7 @@ class _Sight:
     log_counts: Tensor | None
 
     def masks(self, queries: QueryPositions, used: int) -> list[Tensor]:
-        """Per branch, whether (batch, ranked, queries, used) is seen through it."""
+        """Per branch, whether (batch, score_heads, queries, used) is seen through it."""
         slots = self.slots[..., :used]
         distance = queries[:, None, :, None] - slots[:, :, None, :]
         seen = visible(distance, slots, self.visibility)
@@ -97,11 +82,11 @@ class _Sight:
             counts = self.log_counts[:, :, None, : mask.shape[-1]].to(dtype)
         return torch.where(mask, counts, -torch.inf)
 
-    def blocks(self, itemsize: int) -> Iterator[tuple[slice, int]]:
-        """Queries whose masks take MASK_BYTES at most, and how many of the first slots they see."""
-        batch, ranked, used = self.slots.shape
+    def spans(self, itemsize: int) -> Iterator[tuple[slice, int]]:
+        """Blocks of queries whose masks take MASK_BYTES at most, and how many of the first slots each block sees."""
+        batch, score_heads, used = self.slots.shape
         tokens = self.queries.shape[1]
-        size = max(1, MASK_BYTES // (batch * ranked * used * itemsize))
+        size = max(1, MASK_BYTES // (batch * score_heads * used * itemsize))
         for start in range(0, tokens, size):
             newest = self.queries[:, start : start + size].amax(1)
             yield (
@@ -110,88 +95,91 @@ class _Sight:
             )
 
 
-def _turned(
+def _rotated(
     queries: Queries,
-    keys: Held,
-    branch: Branch | None,
+    keys: PackedStates,
+    branch: RotaryBranch | None,
     tables: tuple[RotaryTable, RotaryTable] | None,
     used: int,
-) -> _Turned:
+) -> _Rotated:
     if branch is None or tables is None:
-        is_plain = keys.scales is None and keys.codes.dtype == queries.dtype
-        plain = keys.codes[:, :, :used] if is_plain else cpu.turned(keys, None, None, used, queries.dtype)
-        return _Turned(queries, plain)
+        return _Rotated(queries, _floats(keys, used, queries.dtype))
     cos, sin = tables
     at = branch.queries
     if at.shape[1] > 1:
         at = at.repeat_interleave(queries.shape[1] // at.shape[1], 1)
-    turned = rotate(queries.float(), cos[at], sin[at]).to(queries.dtype)
-    return _Turned(turned, cpu.turned(keys, branch.keys, tables, used, queries.dtype))
+    rotated = rotate(queries.float(), cos[at], sin[at]).to(queries.dtype)
+    return _Rotated(rotated, cpu.rotated(keys, branch.keys, tables, used, queries.dtype))
+
+
+def _floats(states: PackedStates, used: int, dtype: torch.dtype) -> Tensor:
+    """The first `used` slots as `dtype`; a view where they are."""
+    if states.format is Format.FLOAT and states.data.dtype == dtype:
+        return states.data[:, :, :used]
+    return cpu.rotated(states, None, None, used, dtype)
 
 
 def _attended(
-    branches: Sequence[_Turned], values: Tensor, sight: _Sight, scale: float, sink_logits: Tensor | None
+    branches: Sequence[_Rotated], values: Tensor, masks: _Masks, scale: float, sink_logits: Tensor | None
 ) -> tuple[Attended, Tensor]:
-    """The result, and the logarithm of each query's divisor, (batch, heads, tokens)."""
-    outs, divisors = [], []
+    """The result, and each query's log-sum-exp of logits, (batch, heads, tokens)."""
+    outs, lses = [], []
     queries = branches[0].queries
-    for span, used in sight.blocks(queries.itemsize):
-        parts = []
-        for branch, mask in zip(branches, sight.masks(sight.queries[:, span], used), strict=True):
-            bias = sight.bias(mask, queries.dtype)
-            out, divisor = _flash(
-                branch.queries[:, :, span], branch.keys[:, :, :used], values[:, :, :used], bias, scale
-            )
+    for span, used in masks.spans(queries.itemsize):
+        partials = []
+        for branch, mask in zip(branches, masks.masks(masks.queries[:, span], used), strict=True):
+            bias = masks.bias(mask, queries.dtype)
+            out, lse = _flash(branch.queries[:, :, span], branch.keys[:, :, :used], values[:, :, :used], bias, scale)
             seen = mask.any(-1)
             if seen.shape[1] > 1:
                 seen = seen.repeat_interleave(queries.shape[1] // seen.shape[1], 1)
-            parts.append((out, divisor.masked_fill(~seen, -torch.inf)))
-        out, divisor = _joined(parts, sink_logits)
+            partials.append((out, lse.masked_fill(~seen, -torch.inf)))
+        out, lse = _joined(partials, sink_logits)
         outs.append(out)
-        divisors.append(divisor)
-    return torch.cat(outs, 2), torch.cat(divisors, 2)
+        lses.append(lse)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
 
 
 def _flash(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """PyTorch's blocked attention; returns also the logarithms of the divisors."""
+    """PyTorch's blocked attention, and the log-sum-exp of its logits."""
     kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     kv_heads, width = keys.shape[1], values.shape[-1]
     widest = max(keys.shape[-1], width)  # the kernel wants one width
     queries, keys, values = (pad(x, (0, widest - x.shape[-1])) for x in (queries, keys, values))
     group = queries.shape[1] // kv_heads
-    outs, divisors = [], []
+    outs, lses = [], []
     step = kv_heads if bias.shape[1] == 1 else 1
     for head in range(0, kv_heads, step):
         own = slice(head, head + step)
         shared = slice(head * group, (head + step) * group)
         mask = bias if bias.shape[1] == 1 else bias[:, own]
-        out, divisor = kernel(queries[:, shared], keys[:, own], values[:, own], 0.0, False, attn_mask=mask, scale=scale)
+        out, lse = kernel(queries[:, shared], keys[:, own], values[:, own], 0.0, False, attn_mask=mask, scale=scale)
         outs.append(out[..., :width])
-        divisors.append(divisor)
-    return (outs[0], divisors[0]) if len(outs) == 1 else (torch.cat(outs, 1), torch.cat(divisors, 1))
+        lses.append(lse)
+    return (outs[0], lses[0]) if len(outs) == 1 else (torch.cat(outs, 1), torch.cat(lses, 1))
 
 
-def _joined(parts: Sequence[tuple[Tensor, Tensor]], sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One softmax over the slots of all parts, and over the learned sinks; zeros where all is hidden."""
-    divisors = torch.stack([divisor for _, divisor in parts])
+def _joined(partials: Sequence[tuple[Tensor, Tensor]], sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
+    """One softmax over the slots of all partials, and over the learned sinks; zeros where all is hidden."""
+    lses = torch.stack([lse for _, lse in partials])
     if sink_logits is not None:
-        sinks = sink_logits.to(divisors.dtype)[None, None, :, None]
-        divisors = torch.cat((divisors, sinks.expand(1, *divisors.shape[1:])))
-    total = divisors.logsumexp(0)
+        sinks = sink_logits.to(lses.dtype)[None, None, :, None]
+        lses = torch.cat((lses, sinks.expand(1, *lses.shape[1:])))
+    total = lses.logsumexp(0)
     total = total.masked_fill(total == -torch.inf, 0.0)
-    out, divisor = parts[0]
-    if len(parts) == 1 and sink_logits is None:
-        return out.masked_fill((divisor == -torch.inf)[..., None], 0.0), total
+    out, lse = partials[0]
+    if len(partials) == 1 and sink_logits is None:
+        return out.masked_fill((lse == -torch.inf)[..., None], 0.0), total
     joined = sum(
-        (part * (own - total).exp()[..., None] for part, own in parts), start=torch.zeros((), device=out.device)
+        (part * (own - total).exp()[..., None] for part, own in partials), start=torch.zeros((), device=out.device)
     )
     return joined.to(out.dtype), total
 
 
 def _mass(
-    branches: Sequence[_Turned],
-    sight: _Sight,
-    divisor: Tensor,
+    branches: Sequence[_Rotated],
+    masks: _Masks,
+    lse: Tensor,
     scale: float,
     observed: ObservedColumns,
     is_rest_wanted: bool,
@@ -200,22 +188,22 @@ def _mass(
 
     def mass_of(columns: ObservedColumns) -> Tensor:
         """Attention of these queries, summed over heads that share keys: (batch, kv_heads, n, used)."""
-        masks = sight.masks(sight.queries.gather(1, columns), sight.slots.shape[2])
+        seen = masks.masks(masks.queries.gather(1, columns), masks.slots.shape[2])
         kv_heads = branches[0].keys.shape[1]
-        at = columns[:, None, :].expand(-1, divisor.shape[1], -1)
-        tops = divisor.gather(2, at).unflatten(1, (kv_heads, -1))[..., None]
-        mass = torch.zeros((), device=divisor.device)
-        for branch, turned, mask in zip(branches, keys, masks, strict=True):
+        at = columns[:, None, :].expand(-1, lse.shape[1], -1)
+        totals = lse.gather(2, at).unflatten(1, (kv_heads, -1))[..., None]
+        mass = torch.zeros((), device=lse.device)
+        for branch, rotated, mask in zip(branches, keys, seen, strict=True):
             queries = branch.queries.gather(2, at[..., None].expand(-1, -1, -1, branch.queries.shape[-1])).float()
-            logits = queries.unflatten(1, (kv_heads, -1)) @ turned * scale
-            mass = mass + (logits + sight.bias(mask, torch.float32)[:, :, None] - tops).exp().sum(2)
+            logits = queries.unflatten(1, (kv_heads, -1)) @ rotated * scale
+            mass = mass + (logits + masks.bias(mask, torch.float32)[:, :, None] - totals).exp().sum(2)
         return mass
 
-    size = max(1, SCORE_BYTES // (divisor.shape[0] * divisor.shape[1] * sight.slots.shape[2] * 4))
+    size = max(1, SCORE_BYTES // (lse.shape[0] * lse.shape[1] * masks.slots.shape[2] * 4))
     rows = [mass_of(columns.clamp(min=0)) * (columns >= 0)[:, None, :, None] for columns in observed.split(size, dim=1)]
     if not is_rest_wanted:
         return Mass(torch.cat(rows, 2), None)
-    batch, tokens = sight.queries.shape
+    batch, tokens = masks.queries.shape
     others = torch.ones(batch, tokens + 1, device=observed.device)
     others = others.scatter(1, observed.where(observed >= 0, tokens), 0.0)[:, :-1]
     columns = torch.arange(tokens, device=observed.device).expand(batch, -1)

@@ -1,117 +1,106 @@
-"""The step of a layer in which evicted tokens join cells."""
+"""One merge of a layer's evicted tokens into kept slots: first a plan, then the writes."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.core.shapes import SlotIndex, SlotPositions
-from windlass.core.step import Limits, Record
-from windlass.merge.base import FRAMES, LIKENESS, Groups, Joined, Members, Merge, groups_of
-from windlass.merge.newest import newest
-from windlass.merge.readout import MERGED, OFFSET, SPREAD, damped, take_places, undamped
-from windlass.merge.targets import FINENESS, TARGETS, Seekers, likeness_of, without_rare
-from windlass.positions.rotary import Turns
-from windlass.stores.base import Store
+from windlass.core.shapes import RowCounts, SlotIndex, SlotPositions
+from windlass.merge.base import Merge, MergeBatch, TokenStates
+from windlass.merge.groups import TokenGroups, group_by_target
+from windlass.merge.state import MERGED
+from windlass.merge.targets import COSINE_STEPS, TARGETS, Candidates, cosine_with_target
+from windlass.stores.base import Parts, Store
 
-MOVED = 0.5  # of the way from the running mean of cosines to that of a step
-LEAST = 1e-30  # weight, of a slot that holds nothing, which is divided by
-UNKNOWN = -2.0  # a running mean before the first token
+MIN_WEIGHT: Final = 1e-30  # weights are divided by, and that of a free slot is 0
 
 
 @dataclass(frozen=True)
-class Room:
-    """The layer in which tokens join cells: `absorb` changes `store`, `state` and `statistics`."""
+class LayerView:
+    """One layer after an eviction, as merging reads it."""
 
     store: Store
     positions: SlotPositions  # after the eviction
     state: dict[str, Tensor]
-    statistics: dict[str, Tensor]
-    limits: Limits
+    next_positions: RowCounts
+    sinks: int
+    window: int
     sliding_window: int | None
-    turns: Turns
 
 
-def absorb(merge: Merge, room: Room, record: Record) -> Record:
-    """Let the tokens that `record` evicted join cells; returns it with what the cells held before.
+@dataclass(frozen=True)
+class SlotContent:
+    """What some slots hold: the parts of their keys and values in the store, and state, both by name."""
 
-    A token that no later one could see, that is less like its cell than the rule wants, or for which a row
-    has no cell, is let go.
+    parts: Parts
+    state: dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class MergePlan:
+    """What a merge will write, and what is there before. It holds copies: making it changes nothing.
+
+    `targets` names for each evicted token the slot that takes it. A token that is dropped has its own slot there:
+    the eviction emptied it, so that what is written to it is never read.
     """
-    evicted, before, ends = record.evicted, record.evicted_positions, record.step.next_positions[:, None, None]
-    assert evicted is not None, "a step that evicted nothing"
-    assert before is not None, "evicted tokens without positions"
-    oldest = torch.zeros_like(ends) if room.sliding_window is None else ends - room.sliding_window + 1
-    is_cell = (room.positions >= room.limits.sinks) & (room.positions >= oldest)
-    is_cell &= room.positions < ends - room.limits.window
-    is_joined = (before >= 0) & (before >= oldest) & is_cell.any(-1, keepdim=True)
-    keys = _raw_keys(merge, room)
-    seekers = Seekers(keys, room.positions.scatter(-1, evicted, before), is_cell, evicted)
-    if merge.rare:
-        seekers = replace(seekers, is_cell=without_rare(seekers, merge.rare))
-    cells, likeness = TARGETS[merge.target](seekers), None
-    if merge.is_relative or merge.threshold > -1:
-        likeness = likeness_of(keys, evicted, cells)
-        is_joined &= _is_alike(merge, room.statistics, likeness, is_joined)
-    groups = groups_of(cells.where(is_joined, evicted), is_joined, is_cell.shape[-1])
-    return _take_in(merge, room, record, seekers, groups, likeness)
+
+    targets: SlotIndex
+    before: SlotContent
+    after: SlotContent
+
+    def apply(self, store: Store, state: dict[str, Tensor]) -> None:
+        """Write the merged tokens into the layer's `store` and `state`, in place."""
+        _write(store, state, self.targets, self.after)
+
+    def revert(self, store: Store, state: dict[str, Tensor]) -> None:
+        """Write back what the slots held before, whether `apply` was done, done in part, or not at all."""
+        _write(store, state, self.targets, self.before)
 
 
-def _raw_keys(merge: Merge, room: Room) -> Tensor:
-    """Keys as they join: before rotation and damping."""
-    keys = room.store.keys()
-    if merge.read != "damped":
-        return keys
-    offsets, spreads = (room.state[name].expand(-1, keys.shape[1], -1) for name in (OFFSET, SPREAD))
-    return undamped(keys.float(), offsets, spreads, room.turns)
+def plan_merge(merge: Merge, layer: LayerView, evicted: SlotIndex, evicted_positions: SlotIndex) -> MergePlan:
+    """How `merge` takes in the tokens of the slots `evicted`, which stood at `evicted_positions` (below 0: no token).
+
+    A kept slot may take tokens unless it is a sink, in the window, or past the model's sliding window. A token is
+    dropped where a row and head has no such slot, where its key is too unlike its target's, or where the sliding
+    window hides it from all later queries. Changes nothing.
+    """
+    ends = layer.next_positions[:, None, None]
+    oldest = torch.zeros_like(ends) if layer.sliding_window is None else ends - layer.sliding_window + 1
+    is_target = (layer.positions >= layer.sinks) & (layer.positions >= oldest)
+    is_target &= layer.positions < ends - layer.window
+    is_merged = (evicted_positions >= 0) & (evicted_positions >= oldest) & is_target.any(-1, keepdim=True)
+    positions = layer.positions.scatter(-1, evicted, evicted_positions)
+    candidates = Candidates(layer.store.keys(), positions, is_target, evicted)
+    targets = TARGETS[merge.target](candidates)
+    if merge.threshold > -1:
+        is_merged &= cosine_with_target(candidates.keys, evicted, targets) >= merge.threshold - 1 / COSINE_STEPS
+    groups = group_by_target(targets.where(is_merged, evicted), is_merged, is_target.shape[-1])
+    return _plan_of(merge, layer, candidates, groups)
 
 
-def _is_alike(merge: Merge, statistics: dict[str, Tensor], likeness: Tensor, is_joined: Tensor) -> Tensor:
-    """Whether each token is enough like its cell, up to rounding; may move the running mean in `statistics`."""
-    least = likeness.new_full((*likeness.shape[:2], 1), merge.threshold)
-    if merge.is_relative:
-        number = is_joined.sum(-1)
-        now = (likeness * is_joined).sum(-1) / number.clamp(min=1)
-        was = statistics.get(LIKENESS, torch.full_like(now, UNKNOWN))
-        moved = torch.where(was == UNKNOWN, now, was + MOVED * (now - was))
-        statistics[LIKENESS] = moved.where(number > 0, was)
-        least = torch.maximum(least, statistics[LIKENESS][..., None])
-    return likeness >= least - 1 / FINENESS
-
-
-def _take_in(
-    merge: Merge, room: Room, record: Record, seekers: Seekers, groups: Groups, likeness: Tensor | None
-) -> Record:
-    """Write the cells of `groups` with their tokens taken in."""
-    keys, values, state = seekers.keys, room.store.values(), room.state
-    heads, head_dim = keys.shape[1:4:2]
-    counts, joins = state[MERGED] + 1, groups.expand(heads)
-    weights = counts if merge.weighs_by is None else state[merge.weighs_by].clamp(min=LEAST)
-
-    def members(index: SlotIndex, is_token: bool) -> Members:
-        index = index.expand(-1, heads, -1)
-        places = seekers.positions.expand(-1, heads, -1).gather(-1, index)
-        own: Tensor = kernels.read(keys, index)
-        if is_token and merge.frame != FRAMES[0]:
-            own = room.turns.moved(own, places.clamp(min=0), cells.positions.clamp(min=0))
-        states = torch.cat((own, kernels.read(values, index)), -1).float()
-        number = weights.expand(-1, heads, -1).gather(-1, index)
-        return Members(states, (number * joins.is_joined if is_token else number)[..., None], places)
-
-    cells = members(groups.cells, is_token=False)
-    tokens = members(seekers.evicted, is_token=True)
-    alike = None if likeness is None else likeness.expand(-1, heads, -1)
-    asked = newest(record, heads, room.turns)
-    written = merge.join(Joined(cells, tokens, joins, head_dim, alike, asked.logits))
-    take_places(state, weights, seekers.positions, seekers.evicted, groups)
-    state[MERGED].scatter_add_(-1, groups.cells, counts.gather(-1, seekers.evicted) * groups.is_joined)
+def _plan_of(merge: Merge, layer: LayerView, candidates: Candidates, groups: TokenGroups) -> MergePlan:
+    keys, values, evicted, targets = candidates.keys, layer.store.values(), candidates.evicted, groups.targets
+    heads, head_dim = keys.shape[1], keys.shape[3]
+    adds = {MERGED: layer.state[MERGED] + 1}
     if merge.weighs_by is not None:
-        state[merge.weighs_by].scatter_add_(-1, groups.cells, weights.gather(-1, seekers.evicted) * groups.is_joined)
-    new_keys, new_values = written.split((head_dim, written.shape[-1] - head_dim), -1)
-    if merge.read == "damped":
-        offsets, spreads = (state[name].gather(-1, groups.cells).expand(-1, heads, -1) for name in (OFFSET, SPREAD))
-        new_keys = damped(new_keys, offsets, spreads, room.turns)
-    held = room.store.take_all(joins.cells)
-    room.store.put(joins.cells, room.store.encode(new_keys.to(room.store.layout[2]), new_values.to(values.dtype)))
-    return replace(record, cells=joins.cells, cells_before=held)
+        adds[merge.weighs_by] = layer.state[merge.weighs_by].clamp(min=MIN_WEIGHT)
+    weights = adds[merge.weighs_by or MERGED]
+
+    def states_at(index: SlotIndex, scale: Tensor | float) -> TokenStates:
+        states = torch.cat((kernels.read(keys, index), kernels.read(values, index)), -1).float()
+        chosen = (weights.gather(-1, index) * scale).expand(-1, heads, -1)[..., None]
+        return TokenStates(states, chosen, candidates.positions.gather(-1, index).expand(-1, heads, -1))
+
+    batch = MergeBatch(states_at(targets, 1.0), states_at(evicted, groups.is_merged), groups.expand(heads))
+    merged = merge.combine(batch)
+    parts = layer.store.encode(merged[..., :head_dim].to(keys.dtype), merged[..., head_dim:].to(values.dtype))
+    state = {name: layer.state[name].gather(-1, targets) for name in adds}
+    grown = {name: state[name] + groups.sum(adds[name].gather(-1, evicted)) for name in adds}
+    return MergePlan(targets, SlotContent(layer.store.take_all(targets), state), SlotContent(parts, grown))
+
+
+def _write(store: Store, state: dict[str, Tensor], targets: SlotIndex, content: SlotContent) -> None:
+    # Tokens of one group write the same numbers to the same slot, so the order does not matter.
+    store.put(targets, content.parts, [(state[name], new) for name, new in content.state.items()])

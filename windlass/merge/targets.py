@@ -1,4 +1,4 @@
-"""Which cell takes an evicted token, by name."""
+"""Which kept slot takes an evicted token, by name."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,87 +9,77 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from windlass import kernels
-from windlass.core.packed import Held
-from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import SlotIndex, SlotKeys, SlotPositions
 
-FINENESS: Final = 2.0**16  # steps of a cosine, so that rounding does not choose between equal keys
-BLOCK: Final = 256  # tokens whose cosines with all cells are alive at once
-BEYOND: Final = 2**31 - 1
+COSINE_STEPS: Final = 2.0**16  # cosines are compared in steps, so that rounding does not choose between equal keys
+BLOCK: Final = 256  # evicted tokens whose cosines with all targets are in memory at once
+NO_POSITION: Final = 2**31 - 1  # above any position
 
 
 @dataclass(frozen=True)
-class Seekers:
-    """Evicted tokens that look for a cell, as slots.
+class Candidates:
+    """Evicted tokens, and the kept slots that may take them.
 
-    `keys` are those of all slots, un-rotated. `positions` are of before the eviction.
+    `keys` are those of all slots, before RoPE. `positions` are those before the eviction.
     """
 
     keys: SlotKeys
     positions: SlotPositions
-    is_cell: Tensor  # (batch, ranked, slots)
+    is_target: Tensor  # (batch, score_heads, slots): whether a slot may take tokens
     evicted: SlotIndex
 
 
-def next_cell(seekers: Seekers) -> SlotIndex:
-    """For each evicted slot the first cell at or after its place in the text, else the last one."""
-    places, order = seekers.positions.where(seekers.is_cell, BEYOND).sort(dim=-1)
-    found = torch.searchsorted(places, seekers.positions.gather(-1, seekers.evicted))
-    last = seekers.is_cell.sum(-1, keepdim=True) - 1
-    return order.gather(-1, torch.minimum(found, last).clamp(min=0))
+def next_target(candidates: Candidates) -> SlotIndex:
+    """For each evicted token the first target at or after its position, else the last one."""
+    positions, order = candidates.positions.where(candidates.is_target, NO_POSITION).sort(dim=-1)
+    rank = torch.searchsorted(positions, candidates.positions.gather(-1, candidates.evicted))
+    last = candidates.is_target.sum(-1, keepdim=True) - 1
+    return order.gather(-1, torch.minimum(rank, last).clamp(min=0))
 
 
-def nearest_cell(seekers: Seekers) -> SlotIndex:
-    """For each evicted slot the cell whose key has the largest cosine with its own; of equal ones the newer.
+def nearest_target(candidates: Candidates) -> SlotIndex:
+    """For each evicted token the target whose key has the largest cosine with its own; of equal ones the newest.
 
-    Where all heads of a row hold the same tokens, their mean cosine decides.
+    Where the policy ranks all heads of a row alike, the mean cosine over the heads decides.
     """
-    most = max(1, seekers.is_cell.shape[-1] - seekers.evicted.shape[-1])  # no more are held
-    places, order = seekers.positions.where(seekers.is_cell, -1).sort(dim=-1, descending=True, stable=True)
-    # What is no cell stands last, and is replaced by the newest cell: of equal ones the first is found.
-    cells = order.where(places >= 0, order[..., :1])[..., :most]
-    theirs, own = (_units(seekers.keys, index) for index in (cells, seekers.evicted))
-    theirs = theirs.mT * (FINENESS / (seekers.keys.shape[1] if cells.shape[1] == 1 else 1))
-    newness = torch.arange(most, 0, -1, dtype=own.dtype, device=own.device)
-    newest = []
-    for some in own.split(BLOCK, dim=2):
-        cosines = (some @ theirs).round_()
-        below = cosines.sub_(cosines.amax(-1, keepdim=True))  # 0 or a step at least: only equal ones stay above 0
-        newest.append(torch.add(newness, below, alpha=most, out=below).amax(-1))  # in half the time of argmax
-    return cells.gather(-1, most - torch.cat(newest, -1).long())
+    count = max(1, candidates.is_target.shape[-1] - candidates.evicted.shape[-1])  # no more slots are held
+    positions, order = candidates.positions.where(candidates.is_target, -1).sort(dim=-1, descending=True, stable=True)
+    # Slots that are no targets are sorted last. The newest target replaces them: of equal ones the first is found.
+    targets = order.where(positions >= 0, order[..., :1])[..., :count]
+    own_keys = _unit_keys(candidates.keys, candidates.evicted)
+    target_keys = _unit_keys(candidates.keys, targets).mT * (COSINE_STEPS / _heads_in_one(candidates.keys, targets))
+    newness = torch.arange(count, 0, -1, dtype=own_keys.dtype, device=own_keys.device)
+    best = []
+    for keys in own_keys.split(BLOCK, dim=2):
+        cosines = (keys @ target_keys).round_()
+        below = cosines.sub_(cosines.amax(-1, keepdim=True))  # 0, or -1 and less: only equal ones stay above 0
+        best.append(torch.add(newness, below, alpha=count, out=below).amax(-1))  # in half the time of argmax
+    return targets.gather(-1, count - torch.cat(best, -1).long())
 
 
-Target = Callable[[Seekers], SlotIndex]
-TARGETS: dict[str, Target] = {"nearest": nearest_cell, "next": next_cell}
-"""A slot for each evicted one. Where a row and head has no cell at all, any slot."""
+Target = Callable[[Candidates], SlotIndex]
+TARGETS: dict[str, Target] = {"nearest": nearest_target, "next": next_target}
+"""A target slot for each evicted token. Where a row and head has no target at all, any slot."""
 
 
-def without_rare(seekers: Seekers, share: float) -> Tensor:
-    """The cells without the `share` of them whose keys are least like the mean key; of equal ones the newer stay out.
+def cosine_with_target(keys: SlotKeys, evicted: SlotIndex, targets: SlotIndex) -> Tensor:
+    """The cosine of each evicted token's key with that of its target, (batch, score_heads, evicted).
 
-    Source: the measure of KeyDiff, Park et al. 2025 (arXiv:2504.15364).
+    Where the policy ranks all heads of a row alike, the mean over the heads.
     """
-    keys = Held(seekers.keys.contiguous(), 8 * seekers.keys.itemsize)
-    cosines = kernels.typicality(keys, seekers.positions.scatter(-1, seekers.evicted, EMPTY))
-    if seekers.positions.shape[1] == 1:
-        cosines = cosines.mean(1, keepdim=True)
-    steps = (cosines * FINENESS).round().long()
-    order = ((steps << 32) - seekers.positions).masked_fill(~seekers.is_cell, torch.iinfo(torch.int64).max)
-    ranks = order.argsort(dim=-1, stable=True).argsort(dim=-1)
-    is_left: Tensor = ranks >= (seekers.is_cell.sum(-1, keepdim=True) * share).long()
-    return seekers.is_cell & is_left
+    products = _unit_keys(keys, targets) * _unit_keys(keys, evicted)
+    return products.sum(-1) / _heads_in_one(keys, targets)
 
 
-def likeness_of(keys: SlotKeys, evicted: SlotIndex, cells: SlotIndex) -> Tensor:
-    """The cosine of each evicted slot's key with that of its cell, (batch, ranked, evicted).
+def _heads_in_one(keys: SlotKeys, index: SlotIndex) -> int:
+    """How many heads each row of `_unit_keys` holds."""
+    return keys.shape[1] // index.shape[1]
 
-    Where all heads of a row hold the same tokens, their mean.
+
+def _unit_keys(keys: SlotKeys, index: SlotIndex) -> Tensor:
+    """The keys at `index` as float32 unit vectors, (batch, score_heads, n, channels).
+
+    Where `index` has one row for all heads, their vectors stand side by side.
     """
-    theirs, own = (_units(keys, index) for index in (cells, evicted))
-    return (theirs * own).sum(-1) / (keys.shape[1] if cells.shape[1] == 1 else 1)
-
-
-def _units(keys: SlotKeys, index: SlotIndex) -> Tensor:
-    """The keys at `index` as float32 unit vectors: (batch, ranked, n, channels), the heads of a ranked row in one."""
     units = normalize(kernels.read(keys, index).float(), dim=-1)
     return units if index.shape[1] == keys.shape[1] else units.transpose(1, 2).flatten(2)[:, None]

@@ -1,80 +1,60 @@
-"""Which tokens to keep: one method a file, all named in `NAMES`; and what goes around one, in `WRAPPERS`."""
+"""Which tokens to keep: one method a file. A line here names a policy and exports it.
 
-from windlass.policies.allotments import Composite, Pyramid
-from windlass.policies.base import Observation, Policy, Slots
-from windlass.policies.compactor import Compactor
-from windlass.policies.dmc import DMC
-from windlass.policies.expected_attention import ExpectedAttention
-from windlass.policies.h2o import H2O
-from windlass.policies.in_groups import InGroups
-from windlass.policies.key_diff import KeyDiff
-from windlass.policies.key_norm import KeyNorm
-from windlass.policies.kvzip import KVzip
-from windlass.policies.lag_kv import LagKV
-from windlass.policies.leverage import Leverage
-from windlass.policies.pairs import Pairs
-from windlass.policies.r_kv import RKV
-from windlass.policies.random import Random
-from windlass.policies.recent import Recent
-from windlass.policies.snapkv import SnapKV
-from windlass.policies.tova import TOVA
-from windlass.policies.tri_attention import TriAttention
-from windlass.policies.wrappers import ByValueNorm, InChunks, Smoothed, Wrapper
+`NAMES` holds those that can be made without arguments, by the names of their files, and `WRAPPERS` those that go
+around another one.
+"""
 
-NAMES: dict[str, type[Policy]] = {
-    "recent": Recent,
-    "random": Random,
-    "h2o": H2O,
-    "tova": TOVA,
-    "snapkv": SnapKV,
-    "key_norm": KeyNorm,
-    "key_diff": KeyDiff,
-    "lag_kv": LagKV,
-    "leverage": Leverage,
-    "compactor": Compactor,
-    "r_kv": RKV,
-    "expected_attention": ExpectedAttention,
-    "tri_attention": TriAttention,
-    "kvzip": KVzip,
-    "dmc": DMC,
+from dataclasses import MISSING, fields
+from inspect import isabstract
+from typing import Any
+
+from windlass.policies.base import Needs as Needs
+from windlass.policies.base import Observation as Observation
+from windlass.policies.base import Policy as Policy
+from windlass.policies.base import Slots as Slots
+from windlass.policies.interfaces import Budgeter as Budgeter
+from windlass.policies.interfaces import NewTokens as NewTokens
+from windlass.policies.interfaces import OneShot as OneShot
+from windlass.policies.interfaces import Recency as Recency
+from windlass.policies.interfaces import Trained as Trained
+from windlass.policies.wrapper import Wrapper as Wrapper
+from windlass.policies.wrapper import find as find
+
+# Lists and documents have this order: the simplest first.
+# isort: off
+from windlass.policies.recent import Recent as Recent
+from windlass.policies.random import Random as Random
+from windlass.policies.h2o import H2O as H2O
+from windlass.policies.tova import TOVA as TOVA
+from windlass.policies.snapkv import SnapKV as SnapKV
+from windlass.policies.key_norm import KeyNorm as KeyNorm
+from windlass.policies.key_diff import KeyDiff as KeyDiff
+from windlass.policies.lag_kv import LagKV as LagKV
+from windlass.policies.leverage import Leverage as Leverage
+from windlass.policies.compactor import Compactor as Compactor
+from windlass.policies.r_kv import RKV as RKV
+from windlass.policies.expected_attention import ExpectedAttention as ExpectedAttention
+from windlass.policies.tri_attention import TriAttention as TriAttention
+from windlass.policies.kvzip import KVzip as KVzip
+from windlass.policies.dmc import DMC as DMC
+from windlass.policies.pairs import Pairs as Pairs
+from windlass.policies.by_value_norm import ByValueNorm as ByValueNorm
+from windlass.policies.smoothed import Smoothed as Smoothed
+from windlass.policies.in_chunks import InChunks as InChunks
+from windlass.policies.in_groups import InGroups as InGroups
+from windlass.policies.pyramid import Pyramid as Pyramid
+from windlass.policies.composite import Composite as Composite
+# isort: on
+
+
+def _takes_nothing(kind: type[Any]) -> bool:
+    return all(each.default is not MISSING for each in fields(kind))
+
+
+_CLASSES: list[type[Any]] = [each for each in list(vars().values()) if isinstance(each, type)]
+_POLICIES: dict[str, type[Policy]] = {
+    kind.__module__.rpartition(".")[2]: kind for kind in _CLASSES if issubclass(kind, Policy) and not isabstract(kind)
 }
 
-WRAPPERS: dict[str, type[Wrapper]] = {
-    "by_value_norm": ByValueNorm,
-    "smoothed": Smoothed,
-    "in_chunks": InChunks,
-    "in_groups": InGroups,
-    "pyramid": Pyramid,
-    "composite": Composite,
-}
-
-__all__ = [
-    "DMC",
-    "H2O",
-    "NAMES",
-    "RKV",
-    "TOVA",
-    "WRAPPERS",
-    "ByValueNorm",
-    "Compactor",
-    "Composite",
-    "ExpectedAttention",
-    "InChunks",
-    "InGroups",
-    "KeyDiff",
-    "KVzip",
-    "KeyNorm",
-    "LagKV",
-    "Leverage",
-    "Observation",
-    "Pairs",
-    "Policy",
-    "Pyramid",
-    "Random",
-    "Recent",
-    "SnapKV",
-    "Slots",
-    "Smoothed",
-    "TriAttention",
-    "Wrapper",
-]
+NAMES = {name: kind for name, kind in _POLICIES.items() if _takes_nothing(kind)}
+WRAPPERS: dict[str, type[Wrapper]] = {name: kind for name, kind in _POLICIES.items() if issubclass(kind, Wrapper)}

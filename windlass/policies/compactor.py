@@ -1,7 +1,6 @@
-"""Keys that stand out, and that a whole piece of text looks at."""
+"""Compactor: key leverage plus attention without a causal mask, within blocks of the text."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,8 +9,8 @@ from torch.nn.functional import avg_pool1d
 from windlass import kernels
 from windlass.core.errors import PolicyError
 from windlass.core.shapes import Scores
-from windlass.policies.along_text import along_text, to_slots
-from windlass.policies.base import Observation, Policy, Slots
+from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.by_position import gather_sorted, scatter_sorted
 from windlass.policies.leverage import Leverage
 
 BLOCK = 256  # positions of a text that look at one another
@@ -19,11 +18,11 @@ BLOCK = 256  # positions of a text that look at one another
 
 @dataclass(frozen=True)
 class Compactor(Policy):
-    """Keeps keys of high leverage, and tokens that all queries around them look at, later or earlier ones.
+    """Keeps keys of high leverage, and tokens that all queries around them attend to, later or earlier ones.
 
-    The second is attention without a causal mask among the tokens of a block of 256, summed over its queries,
-    times the norm of the value, and evened out over three neighbours. `blend` is the weight of leverage;
-    both are counted in standard deviations.
+    The second part is attention without a causal mask among the tokens of a block of 256, summed over its queries,
+    times the norm of the value, and averaged over three neighbours. `blend` is the weight of leverage. Both parts
+    are in standard deviations.
 
     Source: Compactor, Chari and Van Durme 2025 (arXiv:2507.08143).
     Differs: works at decode too. A query sees what its block holds when it comes: give a `chunk` that is a
@@ -36,7 +35,7 @@ class Compactor(Policy):
     observed_queries: int = 512
     sketch: int = 48
 
-    state: ClassVar[tuple[str, ...]] = ("attended",)
+    needs = Needs(state=("attended",))
 
     def __post_init__(self) -> None:
         if not 0 <= self.blend <= 1:
@@ -45,32 +44,32 @@ class Compactor(Policy):
             if value < 1:
                 raise PolicyError(f"Compactor: {name} must be at least 1, got {value}")
 
-    def observe(self, slots: Slots, seen: Observation) -> None:
-        order = kernels.text_order(slots.positions)
+    def observe(self, slots: Slots, observation: Observation) -> None:
+        order = kernels.argsort_positions(slots.positions)
         held = (slots.positions >= 0).sum(-1, keepdim=True)
         # The observed queries are the newest tokens, so that what shares a block with them is new, too.
-        newest = min(order.shape[-1], seen.positions.shape[1] + BLOCK)
+        newest = min(order.shape[-1], observation.positions.shape[1] + BLOCK)
         places = (held - newest).clamp(min=0) + torch.arange(newest, device=order.device)
         is_key = places < held
         index = order.gather(-1, places.clamp(max=order.shape[-1] - 1))
         at = slots.positions.gather(-1, index)
-        keys = slots.rotated(along_text(slots.keys(), index), at.clamp(min=0)).float()
-        queries = slots.rotated(seen.queries, seen.positions.clamp(min=0)[:, None]).float()
+        keys = slots.rotate(gather_sorted(slots.keys(), index), at.clamp(min=0)).float()
+        queries = slots.rotate(observation.queries, observation.positions.clamp(min=0)[:, None]).float()
         logits = queries.unflatten(1, (keys.shape[1], -1)) @ keys.mT[:, :, None] / keys.shape[-1] ** 0.5
-        blocks = [positions.div(BLOCK, rounding_mode="floor") for positions in (seen.positions, at)]
+        blocks = [positions.div(BLOCK, rounding_mode="floor") for positions in (observation.positions, at)]
         is_seen = (blocks[0][:, None, :, None] == blocks[1][:, :, None]) & is_key[:, :, None]
-        is_seen &= (seen.positions >= 0)[:, None, :, None]
+        is_seen &= (observation.positions >= 0)[:, None, :, None]
         shares = logits.masked_fill(~is_seen[:, :, None], -torch.inf).softmax(-1).nan_to_num(nan=0.0)
         slots.state["attended"].scatter_add_(-1, index, shares.sum((2, 3)))
 
     def score(self, slots: Slots) -> Scores:
-        order = kernels.text_order(slots.positions)
+        order = kernels.argsort_positions(slots.positions)
         is_held = (slots.positions >= 0).gather(-1, order)
         weighed = (slots.state["attended"] * slots.values().float().norm(dim=-1)).gather(-1, order) * is_held
         near = avg_pool1d(is_held.float(), 3, stride=1, padding=1)
         evened = avg_pool1d(weighed, 3, stride=1, padding=1) / near.clamp(min=1 / 3)
         leverage = Leverage(self.sketch).score(slots).gather(-1, order)
-        return to_slots(self.blend * _deviation(leverage, is_held) + _deviation(evened, is_held), order)
+        return scatter_sorted(self.blend * _deviation(leverage, is_held) + _deviation(evened, is_held), order)
 
 
 def _deviation(score: Tensor, is_held: Tensor) -> Tensor:

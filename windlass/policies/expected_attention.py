@@ -1,16 +1,15 @@
-"""What later queries will attend to, if they are like those seen so far."""
+"""Expected Attention: what later queries will attend to, if they are distributed like those so far."""
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from windlass.core.errors import PolicyError
 from windlass.core.shapes import Scores
-from windlass.policies.base import Observation, Policy, Slots
-from windlass.policies.query_means import carried, counted, products, take_in
+from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.query_means import head_products, is_from, rotate_ahead, update_means
 
 
 @dataclass(frozen=True)
@@ -18,8 +17,8 @@ class ExpectedAttention(Policy):
     """Keeps the tokens that queries at the next `future` positions are expected to attend to.
 
     Queries are taken to be normally distributed. Their mean and covariance are measured before rotation,
-    over the whole text so far, per query head, then turned to the mean of the next positions. What a token
-    is expected to get is weighed by the norm of its value, `epsilon` added first: more of it, and the norm
+    over the whole text so far, per query head, then rotated to the mean of the next positions. The
+    expected attention, plus `epsilon`, is multiplied by the norm of the value: with a larger `epsilon` the norm
     counts for more. Without `has_covariance` the mean query alone decides, for a fraction of the work.
 
     Source: Devoto et al. 2025 (arXiv:2510.00636).
@@ -35,7 +34,7 @@ class ExpectedAttention(Policy):
     has_covariance: bool = True
     epsilon: float = 0.0
 
-    statistics: ClassVar[tuple[str, ...]] = ("count", "mean", "covariance")
+    needs = Needs(statistics=("count", "mean", "covariance"))
 
     def __post_init__(self) -> None:
         for name, value in (("future", self.future), ("observed_queries", self.observed_queries)):
@@ -45,11 +44,11 @@ class ExpectedAttention(Policy):
             if not least >= 0:
                 raise PolicyError(f"ExpectedAttention: {name} must be at least 0, got {least}")
 
-    def observe(self, slots: Slots, seen: Observation) -> None:
-        queries, is_counted = seen.queries.float(), counted(seen, self.skipped)
+    def observe(self, slots: Slots, observation: Observation) -> None:
+        queries, is_counted = observation.queries.float(), is_from(observation, self.skipped)
         mean = slots.statistics.get("mean", torch.zeros_like(queries[:, :, 0]))
         covariance = slots.statistics.get("covariance")
-        take_in(slots.statistics, is_counted, {"mean": queries})
+        update_means(slots.statistics, is_counted, {"mean": queries})
         if not self.has_covariance:
             return
         # Welford's: what the old mean leaves, times what the new one leaves.
@@ -65,15 +64,15 @@ class ExpectedAttention(Policy):
         keys = slots.rotated_keys().float()
         head_dim = keys.shape[-1]
         mean = slots.statistics["mean"][:, :, None]
-        turn = slots.one_turn()
-        if turn is not None:
-            mean = carried(slots, mean, *self._mean_turn(*turn))
-        logits = products(mean, keys) / head_dim**0.5
+        rotation = slots.step_angles()
+        if rotation is not None:
+            mean = rotate_ahead(slots, mean, *self._mean_rotation(*rotation))
+        logits = head_products(mean, keys) / head_dim**0.5
         if self.has_covariance:
             covariance = slots.statistics["covariance"]
-            if turn is not None:
+            if rotation is not None:
                 for _ in range(2):  # rows, then columns
-                    covariance = carried(slots, covariance, *self._mean_turn(*turn)).mT
+                    covariance = rotate_ahead(slots, covariance, *self._mean_rotation(*rotation)).mT
             # As in `products`, the heads of a kv head side by side.
             side_by_side = covariance.unflatten(1, (keys.shape[1], -1)).transpose(2, 3).flatten(3)
             spread = (keys @ side_by_side).unflatten(-1, (-1, head_dim)).mul_(keys.unsqueeze(3)).sum(-1)
@@ -87,8 +86,8 @@ class ExpectedAttention(Policy):
         top = score.masked_fill(~takes_part, least).amax(-1, keepdim=True)
         return torch.where(takes_part, score, top + 1)
 
-    def _mean_turn(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """The mean of the turns by 1, 2, ... `future` positions, out of that by one."""
+    def _mean_rotation(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean cos and sin of the rotations by 1, 2, ... `future` positions, from those of one position."""
         half = torch.atan2(sin, cos).double() / 2
         sines = half.sin()
         size = torch.where(sines == 0, 1.0, (self.future * half).sin() / (self.future * sines))

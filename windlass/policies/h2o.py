@@ -1,10 +1,9 @@
-"""Heavy hitters."""
+"""H2O: attention that tokens received, summed over the text."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from windlass.core.shapes import Scores
-from windlass.policies.base import Observation, Policy, Slots
+from windlass.policies.base import Needs, Observation, Policy, Slots
 
 
 @dataclass(frozen=True)
@@ -16,12 +15,11 @@ class H2O(Policy):
     Each kv head ranks by the sum over its query heads.
     """
 
-    state: ClassVar[tuple[str, ...]] = ("mass",)
-
+    needs = Needs(state=("mass",))
     observed_queries = None
 
-    def observe(self, slots: Slots, seen: Observation) -> None:
-        slots.state["mass"] += seen.mass
+    def observe(self, slots: Slots, observation: Observation) -> None:
+        slots.state["mass"] += observation.mass
 
     def score(self, slots: Slots) -> Scores:
         return slots.state["mass"]

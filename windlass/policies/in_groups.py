@@ -1,4 +1,4 @@
-"""Groups of neighbours that become one cell."""
+"""Groups of neighbours, each shrunk to its newest token."""
 
 from dataclasses import dataclass
 
@@ -7,24 +7,24 @@ import torch
 from windlass import kernels
 from windlass.core.errors import PolicyError
 from windlass.core.shapes import Scores
-from windlass.policies.along_text import ranks, to_slots
 from windlass.policies.base import Slots
-from windlass.policies.wrappers import Wrapper
+from windlass.policies.by_position import lexsort_ranks, scatter_sorted
+from windlass.policies.wrapper import Wrapper
 
-MOST_GROUP = 2**16
+MAX_GROUP = 2**16
 
 
 @dataclass(frozen=True)
 class InGroups(Wrapper):
-    """Shrinks groups of `group` neighbours to their newest token, those first whose best score is lowest.
+    """Shrinks groups of `group` neighbours to their newest token. The group with the lowest best score comes first.
 
-    The groups are those that `self_extend(group, window)` reads at one position each. With
-    `merge="mean_count(next)"` a group becomes one cell: first every second token joins the one after it, so
-    that pairs are left, then pairs become fours, and so on; then the next group begins. All other groups are
-    whole, and nothing is dropped. A group that reaches into the window waits. Once every group has shrunk,
-    groups go by their scores, and a cell joins the next one.
+    A group is the positions that `self_extend(group, window)` reads at one position. With
+    `merge="mean_count(next)"` it becomes one merged token: every second token is merged into the next one, then
+    every second pair, and so on; only then the next group begins. So at most one group is partly merged, and no
+    token is dropped. A group that reaches into the window waits. Once every group is one token, these are merged
+    into the next one, the lowest score first.
 
-    Source: after llama.cpp PR 5719, which merges the cells that self-extend reads at one position.
+    Source: after llama.cpp PR 5719, which merges the tokens that self-extend reads at one position.
     Differs: a policy chooses which groups, and keeps the others whole; there, all of them are merged.
     """
 
@@ -32,11 +32,11 @@ class InGroups(Wrapper):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 2 <= self.group <= MOST_GROUP:
-            raise PolicyError(f"InGroups: group must be from 2 to {MOST_GROUP}, got {self.group}")
+        if not 2 <= self.group <= MAX_GROUP:
+            raise PolicyError(f"InGroups: group must be from 2 to {MAX_GROUP}, got {self.group}")
 
     def score(self, slots: Slots) -> Scores:
-        order = kernels.text_order(slots.positions)
+        order = kernels.argsort_positions(slots.positions)
         positions = slots.positions.gather(-1, order)
         score = self.policy.score(slots).float().nan_to_num(nan=-torch.inf).gather(-1, order)
         groups = positions.div(self.group, rounding_mode="floor")
@@ -46,4 +46,4 @@ class InGroups(Wrapper):
         age = newest - positions
         waits = newest >= slots.next_positions[:, None, None] - slots.window
         tier = (age == 0).int().where(~waits, 2)
-        return to_slots(ranks(tier, best, age & -age), order)
+        return scatter_sorted(lexsort_ranks(tier, best, age & -age), order)

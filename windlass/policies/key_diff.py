@@ -1,4 +1,4 @@
-"""Keys unlike the others."""
+"""KeyDiff: the cosine of each key with the mean direction of all keys held."""
 
 from dataclasses import dataclass
 
@@ -20,4 +20,4 @@ class KeyDiff(Policy):
 
     def score(self, slots: Slots) -> Scores:
         # The sum over slots rounds by their order, which must not decide what is kept.
-        return -(kernels.typicality(slots.held_keys(), slots.positions) * 2**16).round()
+        return -(kernels.mean_key_cosine(slots.packed_keys(), slots.positions) * 2**16).round()

@@ -1,4 +1,4 @@
-"""Small keys matter."""
+"""Key norms: small keys receive much attention."""
 
 from dataclasses import dataclass
 

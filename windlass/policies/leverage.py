@@ -1,4 +1,4 @@
-"""Keys that the others cannot stand for."""
+"""Leverage scores: keys that a combination of the other keys replaces badly."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -15,10 +15,9 @@ from windlass.policies.base import Policy, Slots
 class Leverage(Policy):
     """Keeps the tokens whose keys have the highest statistical leverage: outliers in any direction.
 
-    A key's leverage is how much of it ridge regression on all keys held reproduces by that key alone.
-    Heads wider than `sketch` channels are projected to that many by a fixed random matrix. Needs no
-    attention weights; every step that evicts reads all keys, and takes `sketch` multiplications for each
-    of their numbers.
+    A key's leverage is its own weight when ridge regression on all keys held reproduces it. Heads wider than
+    `sketch` channels are projected to that many by a fixed random matrix. Needs no attention weights. Each step
+    that evicts reads all keys, with `sketch` multiplications for each of their numbers.
 
     Source: Compactor, Chari and Van Durme 2025 (arXiv:2507.08143).
     Differs: works at decode too, over the tokens held, sinks among them. The random matrix is the same

@@ -1,14 +1,12 @@
 """A file beside a model: at what cost its neighbouring tokens can be merged, pair by pair of token ids."""
 
 import json
-import os
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Final
-from uuid import uuid4
 
 from windlass.core.errors import UsageError
+from windlass.core.files import replacing
 
 KIND: Final = "windlass pairs"
 VERSION: Final = 1
@@ -37,19 +35,11 @@ def write(table: PairTable, path: Path) -> None:
     document = {"kind": KIND, "version": VERSION, **asdict(table)}
     pairs = ",\n".join(json.dumps(pair) for pair in document.pop("pairs"))
     text = json.dumps(document)[:-1] + f', "pairs": [\n{pairs}\n]}}\n'
-    target = path.expanduser().resolve()
-    temporary = target.with_name(f".windlass-{uuid4().hex}.tmp")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(target)
+        with replacing(path.expanduser()) as temporary:
+            temporary.write_text(text, encoding="utf-8")
     except OSError as error:
         raise UsageError(f"-o {path} cannot be written: {error.strerror}; give another name") from None
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def read(path: Path) -> PairTable:

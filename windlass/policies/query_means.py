@@ -1,20 +1,20 @@
-"""Running means over the queries that a layer has seen, and these queries carried to positions ahead."""
+"""Running means of the queries that a layer has observed, and how they read keys from positions ahead."""
 
 import torch
 from torch import Tensor
 
+from windlass.core.rotate import rotate
 from windlass.core.shapes import SlotKeys
 from windlass.policies.base import Observation, Slots
-from windlass.positions.rotary import rotate
 
 
-def counted(seen: Observation, start: int) -> Tensor:
-    """Which of the observed queries stand at `start` or later: (batch, 1, tokens, 1)."""
-    return (seen.positions >= start)[:, None, :, None]
+def is_from(observation: Observation, start: int) -> Tensor:
+    """Which of the observed queries have position `start` or a later one: (batch, 1, tokens, 1)."""
+    return (observation.positions >= start)[:, None, :, None]
 
 
-def take_in(statistics: dict[str, Tensor], is_counted: Tensor, new: dict[str, Tensor]) -> None:
-    """Carry the running means named in `new` on by these states (batch, heads, tokens, channels), and "count".
+def update_means(statistics: dict[str, Tensor], is_counted: Tensor, new: dict[str, Tensor]) -> None:
+    """Update the running means named in `new` by these states (batch, heads, tokens, channels), and "count".
 
     A mean is (batch, heads, channels), and 0 before anything was counted.
     """
@@ -28,16 +28,16 @@ def take_in(statistics: dict[str, Tensor], is_counted: Tensor, new: dict[str, Te
     statistics.update(new, count=count)
 
 
-def carried(slots: Slots, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """States (batch, heads, n, head_dim) turned to each row's newest position, and on from there by cos and sin.
+def rotate_ahead(slots: Slots, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """States (batch, heads, n, head_dim) rotated to each row's newest position, and from there by cos and sin.
 
-    These need not be of one angle: a mean over several carries to the mean of as many positions.
+    With means of several cosines and sines, the mean of the states rotated by as many angles.
     """
     newest = (slots.next_positions - 1).clamp(min=0)[:, None, None]
-    return slots.rotated(rotate(states, cos, sin), newest)
+    return slots.rotate(rotate(states, cos, sin), newest)
 
 
-def products(states: Tensor, keys: SlotKeys) -> Tensor:
+def head_products(states: Tensor, keys: SlotKeys) -> Tensor:
     """Every head's state (batch, heads, 1, channels) times the keys of its kv head: (batch, kv_heads, group, slots).
 
     In one product for a kv head: one for each of its heads would copy the keys as often.

@@ -1,7 +1,6 @@
-"""Attended to, and not said again."""
+"""R-KV: attention votes minus redundancy (cosine to other keys)."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -10,19 +9,19 @@ from torch.nn.functional import max_pool1d, normalize
 from windlass import kernels
 from windlass.core.errors import PolicyError
 from windlass.core.shapes import Scores
-from windlass.policies.along_text import along_text, to_slots
-from windlass.policies.base import Observation, Policy, Slots
+from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.by_position import gather_sorted, scatter_sorted
 
 BLOCK_BYTES = 4 * 2**20  # of cosines alive at once: few enough for the cache of a CPU
 
 
 @dataclass(frozen=True)
 class RKV(Policy):
-    """Keeps what the last queries attended to, less what is near to the other keys held.
+    """Keeps tokens that the last queries attended to, unless other keys held are similar to theirs.
 
-    Among near duplicates, keys of a cosine above `threshold`, the newest is charged least and survives.
-    `importance` is the weight of attention, the rest that of redundancy. Every step that evicts compares
-    all keys held with one another.
+    Of near duplicates, keys of a cosine above `threshold`, the newest loses least and survives. `importance` is
+    the weight of attention, the rest that of redundancy. Every step that evicts compares all keys held with one
+    another.
 
     Source: R-KV, Cai et al. 2025 (arXiv:2505.24133).
     Differs: compares un-rotated keys, so a repetition far away counts as one nearby does. Works at any
@@ -35,7 +34,7 @@ class RKV(Policy):
     importance: float = 0.07
     threshold: float = 0.5
 
-    state: ClassVar[tuple[str, ...]] = ("votes",)
+    needs = Needs(state=("votes",))
 
     def __post_init__(self) -> None:
         if self.observed_queries < 1:
@@ -47,25 +46,25 @@ class RKV(Policy):
         if not 0 <= self.threshold < 1:
             raise PolicyError(f"RKV: threshold must be at least 0 and below 1, got {self.threshold}")
 
-    def observe(self, slots: Slots, seen: Observation) -> None:
-        share = (seen.positions >= 0).sum(-1)[:, None, None] / self.observed_queries
-        group = seen.queries.shape[1] // seen.mass.shape[1]
-        slots.state["votes"].mul_(1 - share).add_(seen.mass, alpha=1 / (self.observed_queries * group))
+    def observe(self, slots: Slots, observation: Observation) -> None:
+        share = (observation.positions >= 0).sum(-1)[:, None, None] / self.observed_queries
+        group = observation.queries.shape[1] // observation.mass.shape[1]
+        slots.state["votes"].mul_(1 - share).add_(observation.mass, alpha=1 / (self.observed_queries * group))
 
     def score(self, slots: Slots) -> Scores:
-        order = kernels.text_order(slots.positions)
+        order = kernels.argsort_positions(slots.positions)
         is_held = (slots.positions >= 0).gather(-1, order)
         votes = slots.state["votes"].gather(-1, order) * is_held
         pooled = max_pool1d(votes, self.pool, stride=1, padding=self.pool // 2)
-        keys = normalize(along_text(slots.keys(), order).float(), dim=-1) * is_held[..., None]
+        keys = normalize(gather_sorted(slots.keys(), order).float(), dim=-1) * is_held[..., None]
         near = self._nearness(keys) / is_held.sum(-1, keepdim=True).clamp(min=1)
         # Sums over slots round by how many there are, which must not decide what is kept.
         near = ((near * 2**16).round() / 2**16).masked_fill(~is_held, torch.finfo(torch.float32).min)
         score = self.importance * pooled - (1 - self.importance) * near.softmax(-1)
-        return to_slots(score, order)
+        return scatter_sorted(score, order)
 
     def _nearness(self, keys: Tensor) -> Tensor:
-        """Per key, in the order of the text, the sum of its cosines with the others, as far as they charge it."""
+        """Per key, in the order of the text, the sum of its cosines with the others, without those that spare it."""
         places = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
         total = (keys.sum(2, keepdim=True) @ keys.mT).squeeze(2) - keys.square().sum(-1)
         block = max(1, BLOCK_BYTES // (4 * total.numel()))

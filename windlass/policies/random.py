@@ -1,4 +1,4 @@
-"""The baseline that every other policy has to beat."""
+"""Random eviction: the baseline that every other policy has to beat."""
 
 from dataclasses import dataclass
 

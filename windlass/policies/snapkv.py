@@ -1,7 +1,6 @@
-"""Votes of an observation window."""
+"""SnapKV: attention from an observation window, pooled over neighbours in the text."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch.nn.functional import max_pool1d
@@ -9,7 +8,7 @@ from torch.nn.functional import max_pool1d
 from windlass import kernels
 from windlass.core.errors import PolicyError
 from windlass.core.shapes import Scores
-from windlass.policies.base import Observation, Policy, Slots
+from windlass.policies.base import Needs, Observation, Policy, Slots
 
 
 @dataclass(frozen=True)
@@ -25,7 +24,7 @@ class SnapKV(Policy):
     observed_queries: int = 32
     pool: int = 5
 
-    state: ClassVar[tuple[str, ...]] = ("votes",)
+    needs = Needs(state=("votes",))
 
     def __post_init__(self) -> None:
         if self.observed_queries < 1:
@@ -33,14 +32,14 @@ class SnapKV(Policy):
         if self.pool < 1 or self.pool % 2 == 0:
             raise PolicyError(f"SnapKV: pool must be an odd number of at least 1, got {self.pool}")
 
-    def observe(self, slots: Slots, seen: Observation) -> None:
-        share = (seen.positions >= 0).sum(-1)[:, None, None] / self.observed_queries
-        slots.state["votes"].mul_(1 - share).add_(seen.mass, alpha=1 / self.observed_queries)
+    def observe(self, slots: Slots, observation: Observation) -> None:
+        share = (observation.positions >= 0).sum(-1)[:, None, None] / self.observed_queries
+        slots.state["votes"].mul_(1 - share).add_(observation.mass, alpha=1 / self.observed_queries)
 
     def score(self, slots: Slots) -> Scores:
         votes = slots.state["votes"]
         is_held = slots.positions >= 0
-        text_order = kernels.text_order(slots.positions)
+        text_order = kernels.argsort_positions(slots.positions)
         in_order = votes.masked_fill(~is_held, 0.0).gather(-1, text_order)
         pooled = max_pool1d(in_order, self.pool, stride=1, padding=self.pool // 2)
         return torch.empty_like(votes).scatter_(-1, text_order, pooled)

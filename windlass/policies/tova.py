@@ -1,12 +1,11 @@
-"""What the newest token looks at."""
+"""TOVA: the attention of the newest query."""
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 
 from windlass.core.shapes import Scores
-from windlass.policies.base import Observation, Policy, Slots
+from windlass.policies.base import Needs, Observation, Policy, Slots
 
 
 @dataclass(frozen=True)
@@ -17,15 +16,13 @@ class TOVA(Policy):
     Differs: nothing at chunk 1; in a longer chunk only its last query is asked.
     """
 
-    state: ClassVar[tuple[str, ...]] = ("last",)
-    per_head: ClassVar[bool] = False
-
+    needs = Needs(state=("last",), per_head=False)
     observed_queries = 1
 
-    def observe(self, slots: Slots, seen: Observation) -> None:
+    def observe(self, slots: Slots, observation: Observation) -> None:
         last = slots.state["last"]
-        is_observing = (seen.positions >= 0).any(-1)[:, None, None]
-        last.copy_(torch.where(is_observing, seen.mass.sum(1, keepdim=True), last))
+        is_observing = (observation.positions >= 0).any(-1)[:, None, None]
+        last.copy_(torch.where(is_observing, observation.mass.sum(1, keepdim=True), last))
 
     def score(self, slots: Slots) -> Scores:
         return slots.state["last"]

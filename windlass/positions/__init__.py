@@ -1,1 +1,6 @@
-"""Where a kept token is read: position modes, and the rotary tables of a model."""
+"""At which position a kept token's key is read, and the rotation that this takes.
+
+`modes` has the position modes, `MODES` by name: `Original`, `Compact`, `SelfExtend`, `Clamp`; `position_mode` makes
+one of what a user typed. `rotary` takes cos and sin tables out of a model's own rotary module (`Rotary`) and rotates
+a layer's states with them (`Rotation`).
+"""

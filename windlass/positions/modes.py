@@ -1,51 +1,65 @@
-"""Stored positions to rotary positions.
+"""Position modes: from stored positions to rotary positions.
 
-A slot stores the index of its token in the text and nothing else. Where that token is *read* is
-decided here, anew at every step, by a pure function of stored and query positions. So a mode may
-be exchanged between two steps, and no edit of positions ever touches a key.
+A slot stores the index of its token in the text and nothing else. A position mode decides at which
+rotary position the token's key is *read*: a pure function of stored and query positions, called at
+every step. So a mode may be exchanged between two steps, and no edit of positions touches a key.
+
+To add a mode, write a frozen dataclass of whole numbers that subclasses `PositionMode`, and add it to `MODES`.
 """
 
-import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields
+from dataclasses import astuple, dataclass, fields
+from typing import ClassVar, Final
 
 import torch
 
 from windlass import kernels
 from windlass.core.errors import UsageError
-from windlass.core.rotary_index import Branch, Reading
+from windlass.core.rotary_index import RotaryBranch, RotaryIndex
 from windlass.core.shapes import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
-from windlass.core.spec import whole_numbers
+from windlass.core.spec import parse_ints, parse_spec
 
 
+@dataclass(frozen=True)
 class PositionMode(ABC):
-    """Decides at which rotary distance a kept token is read."""
+    """Decides at which rotary distance a kept token is read. Its fields are whole numbers."""
+
+    name: ClassVar[str]
+    """The name that a user types, with the fields in parentheses: `"self_extend(8, 64)"`."""
 
     @abstractmethod
-    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
-        """The rotary positions of one step. `slots` already holds the tokens of `queries`."""
+    def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
+        """The rotary positions of one step. `slots` already holds the positions of `queries`, the newest tokens.
+
+        Positions below 0 are those of free slots and of padding; what is given for them is not used, but must
+        be from 0 and below `bound`.
+        """
 
     @abstractmethod
-    def bound(self, end: int, held: int, tokens: int) -> int:
-        """A length no rotary position of the step reaches.
+    def bound(self, end: int, occupancy: int, tokens: int) -> int:
+        """The length of rotary table that a step needs: every rotary position is below it.
 
-        `end` is one past the newest position of any row, `held` the most tokens that a row holds, and
+        `end` is one past the newest position of any row, `occupancy` the most tokens that a row holds, and
         `tokens` the columns of the step.
         """
+
+    def __str__(self) -> str:
+        """The text that `position_mode` reads back."""
+        numbers = ", ".join(map(str, astuple(self)))
+        return f"{self.name}({numbers})" if numbers else self.name
 
 
 @dataclass(frozen=True)
 class Original(PositionMode):
-    """A key at distance d is read at d: what the model itself does."""
+    """A key at distance d is read at d, as the model itself does."""
 
-    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
-        return Reading(Branch(_per_rank(queries, slots), slots.clamp(min=0)))
+    name = "original"
 
-    def bound(self, end: int, held: int, tokens: int) -> int:
+    def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
+        return RotaryIndex(RotaryBranch(_per_rank(queries, slots), slots.clamp(min=0)))
+
+    def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return end
-
-    def __str__(self) -> str:
-        return "original"
 
 
 @dataclass(frozen=True)
@@ -57,22 +71,21 @@ class Compact(PositionMode):
     a chunk distances may reach `budget + chunk`.
     """
 
-    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
+    name = "compact"
+
+    def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
         held = slots >= 0
-        order = kernels.text_order(slots)
+        order = kernels.argsort_positions(slots)
         ranks = torch.arange(slots.shape[-1], device=slots.device).expand_as(order)
         keys = torch.empty_like(order).scatter_(-1, order, ranks).where(held, 0)
         # The queries are the newest tokens of their row, so their ranks end at the number held.
         real = queries >= 0
         newer = real.flip(-1).cumsum(-1).flip(-1).clamp(min=1)  # padding at the end reads nothing, within the bound
-        ranked = held.sum(-1, keepdim=True) - newer[:, None, :]
-        return Reading(Branch(ranked.clamp(min=0), keys))
+        query_ranks = held.sum(-1, keepdim=True) - newer[:, None, :]
+        return RotaryIndex(RotaryBranch(query_ranks.clamp(min=0), keys))
 
-    def bound(self, end: int, held: int, tokens: int) -> int:
-        return held
-
-    def __str__(self) -> str:
-        return "compact"
+    def bound(self, end: int, occupancy: int, tokens: int) -> int:
+        return occupancy
 
 
 @dataclass(frozen=True)
@@ -84,6 +97,8 @@ class SelfExtend(PositionMode):
     and keeps the rotary table short.
     """
 
+    name = "self_extend"
+
     group: int = 8
     window: int = 64
 
@@ -91,20 +106,18 @@ class SelfExtend(PositionMode):
         _at_least("group", self.group, 1)
         _at_least("window", self.window, 1)
 
-    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
+    def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
         q, k = _per_rank(queries, slots), slots.clamp(min=0)
         far_q = q // self.group + self.window - self.window // self.group
         far_k = k // self.group
         if queries.shape[1] == 1:
             distance = (q - k).clamp(min=0)  # a padding query stands at 0, before its keys
-            return Reading(Branch(far_q, torch.where(distance < self.window, far_q - distance, far_k).clamp(min=0)))
-        return Reading(_rebased(q, k, self.window), Branch(far_q, far_k), self.window)
+            keys = torch.where(distance < self.window, far_q - distance, far_k)
+            return RotaryIndex(RotaryBranch(far_q, keys.clamp(min=0)))
+        return RotaryIndex(_rebased(q, k, self.window), RotaryBranch(far_q, far_k), self.window)
 
-    def bound(self, end: int, held: int, tokens: int) -> int:
+    def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return max(end // self.group + self.window, self.window + tokens) + 1
-
-    def __str__(self) -> str:
-        return f"self_extend({self.group}, {self.window})"
 
 
 @dataclass(frozen=True)
@@ -114,31 +127,25 @@ class Clamp(PositionMode):
     Source: ReRoPE, Su 2023 (github.com/bojone/rerope); InfLLM, Xiao et al. 2024 (arXiv:2402.04617).
     """
 
+    name = "clamp"
+
     limit: int = 256
 
     def __post_init__(self) -> None:
         _at_least("limit", self.limit, 1)
 
-    def read(self, slots: SlotPositions, queries: QueryPositions) -> Reading:
+    def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
         q, k = _per_rank(queries, slots), slots.clamp(min=0)
         far_q = torch.full_like(q, self.limit)
         if queries.shape[1] == 1:
-            return Reading(Branch(far_q, (far_q - (q - k)).clamp(0, self.limit)))
-        return Reading(_rebased(q, k, self.limit), Branch(far_q, torch.zeros_like(k)), self.limit)
+            return RotaryIndex(RotaryBranch(far_q, (far_q - (q - k)).clamp(0, self.limit)))
+        return RotaryIndex(_rebased(q, k, self.limit), RotaryBranch(far_q, torch.zeros_like(k)), self.limit)
 
-    def bound(self, end: int, held: int, tokens: int) -> int:
+    def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return self.limit + tokens + 1
 
-    def __str__(self) -> str:
-        return f"clamp({self.limit})"
 
-
-MODES: dict[str, type[PositionMode]] = {
-    "original": Original,
-    "compact": Compact,
-    "self_extend": SelfExtend,
-    "clamp": Clamp,
-}
+MODES: Final[dict[str, type[PositionMode]]] = {mode.name: mode for mode in (Original, Compact, SelfExtend, Clamp)}
 
 
 def position_mode(spec: str | PositionMode) -> PositionMode:
@@ -148,25 +155,29 @@ def position_mode(spec: str | PositionMode) -> PositionMode:
     """
     if isinstance(spec, PositionMode):
         return spec
-    match = re.fullmatch(r"\s*(\w+)\s*(?:\(([^()]*)\))?\s*", spec)
-    if match is None or match[1] not in MODES:
-        forms = "original, compact, self_extend(group, window), clamp(limit)"
+    typed = parse_spec(spec)
+    if typed is None or typed.name not in MODES:
+        forms = ", ".join(map(_form, MODES.values()))
         raise UsageError(f"positions={spec!r} is not a position mode; use one of: {forms}")
-    mode = MODES[match[1]]
-    names = [each.name for each in fields(mode)]  # type: ignore[arg-type]  # every mode is a dataclass
-    return mode(**whole_numbers(f"positions={spec!r}", match[1], names, match[2] or ""))
+    mode = MODES[typed.name]
+    return mode(**parse_ints(f"positions={spec!r}", typed, [field.name for field in fields(mode)]))
+
+
+def _form(mode: type[PositionMode]) -> str:
+    names = ", ".join(field.name for field in fields(mode))
+    return f"{mode.name}({names})" if names else mode.name
 
 
 def _per_rank(queries: QueryPositions, slots: SlotPositions) -> RotaryQueries:
     return queries.clamp(min=0)[:, None, :].expand(-1, slots.shape[1], -1)
 
 
-def _rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> Branch:
+def _rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> RotaryBranch:
     """Positions counted from the oldest key that any query reaches within `window`."""
     # Padding queries stand at 0 and would pull the base down, but never below a real one minus the chunk.
     base = (q.amax(-1, keepdim=True) - q.shape[-1] - window).clamp(min=0)
     # A row of padding only stands at 0 as a whole: its keys are beyond reach, and must stay within the bound.
-    return Branch((q - base).clamp(min=0), (k - base).clamp(0, q.shape[-1] + window))
+    return RotaryBranch((q - base).clamp(min=0), (k - base).clamp(0, q.shape[-1] + window))
 
 
 def _at_least(name: str, value: int, least: int) -> None:

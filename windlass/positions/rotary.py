@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from windlass.core.rotate import rotate
 from windlass.core.shapes import RotaryTable
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
@@ -18,10 +19,10 @@ LENGTH_DEPENDENT = ("dynamic", "longrope")
 
 @dataclass(frozen=True)
 class Layout:
-    """How a model arranges the channels it rotates.
+    """How a model arranges the channels that RoPE rotates, two by two.
 
     `stop` (a share of the table's width) and `step` pick one column per channel pair out of the
-    model's table; `is_interleaved` says that pairs are neighbours (2i, 2i+1), not halves (i, i + n).
+    model's table. `is_interleaved`: a pair is two neighbours (2i, 2i + 1), else one of each half (i, i + n).
     """
 
     name: str
@@ -33,18 +34,18 @@ class Layout:
         """One column per channel pair."""
         return table[..., : int(table.shape[-1] * self.stop) : self.step]
 
-    def to_halves(self, states: Tensor, pairs: int) -> Tensor:
-        """Channels reordered so that pair i is (i, i + pairs); a copy only where they are interleaved."""
+    def to_halves(self, states: Tensor, rotary_pairs: int) -> Tensor:
+        """Channels reordered so that pair i is (i, i + rotary_pairs); a copy only where they are interleaved."""
         if not self.is_interleaved:
             return states
-        turned, rest = states[..., : 2 * pairs], states[..., 2 * pairs :]
-        return torch.cat((turned[..., 0::2], turned[..., 1::2], rest), -1)
+        rotary, rest = states[..., : 2 * rotary_pairs], states[..., 2 * rotary_pairs :]
+        return torch.cat((rotary[..., 0::2], rotary[..., 1::2], rest), -1)
 
-    def from_halves(self, states: Tensor, pairs: int) -> Tensor:
+    def from_halves(self, states: Tensor, rotary_pairs: int) -> Tensor:
         """The inverse of `to_halves`."""
         if not self.is_interleaved:
             return states
-        first, second, rest = states[..., :pairs], states[..., pairs : 2 * pairs], states[..., 2 * pairs :]
+        first, second, rest = states.tensor_split((rotary_pairs, 2 * rotary_pairs), -1)
         return torch.cat((torch.stack((first, second), -1).flatten(-2), rest), -1)
 
 
@@ -56,24 +57,13 @@ LAYOUTS = (
 )
 
 
-def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (i, i + n) of the first 2n channels turned by its angle; the other channels pass."""
-    pairs = cos.shape[-1]
-    first, second = states[..., :pairs], states[..., pairs : 2 * pairs]
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.cat((*turned, states[..., 2 * pairs :]) if states.shape[-1] > 2 * pairs else turned, -1)
-
-
-def unrotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The inverse of `rotate`, the table's scaling included."""
-    scale = cos.square() + sin.square()
-    return rotate(states, cos / scale, -sin / scale)
-
-
 class Rotary:
-    """The rotary embedding of some layers of a model: tables on demand, and the channel layout."""
+    """The rotary embedding of some layers of a model: tables on demand, and the channel layout.
 
-    def __init__(self, module: nn.Module, layer_type: str | None, layout: Layout, pairs: int) -> None:
+    `rotary_pairs` is half of the field's `rotary_dim`: the other channels of a head pass unrotated.
+    """
+
+    def __init__(self, module: nn.Module, layer_type: str | None, layout: Layout, rotary_pairs: int) -> None:
         # A private copy: some schemes keep the length they last saw inside the module.
         self._module = _copied(module)
         self.layer_type = layer_type
@@ -81,7 +71,7 @@ class Rotary:
         self._tables: dict[torch.dtype, tuple[RotaryTable, RotaryTable]] = {}
         self._built_for = 0
         self.layout = layout
-        self.pairs = pairs
+        self.rotary_pairs = rotary_pairs
 
     @property
     def is_length_dependent(self) -> bool:
@@ -90,18 +80,18 @@ class Rotary:
 
     @property
     def built(self) -> dict[torch.dtype, tuple[RotaryTable, RotaryTable]]:
-        """The latest tables, by type. Longer ones come in other memory."""
+        """The latest tables, by dtype. Longer ones are new tensors; a CUDA graph must keep alive those it reads."""
         return self._tables
 
-    def outgrows(self, length: int) -> bool:
-        """Whether a text of `length` tokens is read by other tables than a shorter one."""
+    def table_changes_at(self, length: int) -> bool:
+        """Whether a text of `length` tokens needs other tables than one within the trained length."""
         return self.is_length_dependent and length > self.trained_length
 
-    def agrees(self, length: int, longer: int) -> bool:
-        """Whether a text of `length` tokens is read by the first rows of the tables for a `longer` one."""
-        if not self.outgrows(longer):
+    def same_table(self, length: int, longer: int) -> bool:
+        """Whether the tables for a `longer` text begin with those for a text of `length` tokens."""
+        if not self.table_changes_at(longer):
             return True
-        return "longrope" in self._rope_type and self.outgrows(length)
+        return "longrope" in self._rope_type and self.table_changes_at(length)
 
     @torch.no_grad()
     def tables(
@@ -141,29 +131,28 @@ class Rotary:
 
 
 @dataclass(frozen=True)
-class Turns:
-    """How a layer turns states in a text of `end` tokens; where `rotary` is None, not at all."""
+class Rotation:
+    """The rotation of one layer in a text of `end` tokens. Where `rotary` is None, the layer does not rotate.
+
+    States are (batch, heads, tokens, head_dim), positions (batch, 1 or heads, 1 or tokens), from 0 and below `end`.
+    """
 
     rotary: Rotary | None
     end: int
     device: torch.device
 
-    def turned(self, states: Tensor, positions: Tensor) -> Tensor:
-        """Float32 `states` (batch, heads, tokens, head_dim) at `positions` (batch, ranked, tokens) below `end`."""
+    def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
+        """`states` rotated to `positions`, in float32; the same tensor where the layer does not rotate."""
         if self.rotary is None:
             return states
         cos, sin = self.rotary.tables(self.end, self.device)
         return rotate(states.float(), cos[positions], sin[positions])
 
-    def moved(self, states: Tensor, start: Tensor, end: Tensor) -> Tensor:
-        """Float32 `states` that are read at `end` as the given ones are at `start`, both as in `turned`."""
-        if self.rotary is None:
-            return states
-        cos, sin = self.rotary.tables(self.end, self.device)
-        return unrotate(rotate(states.float(), cos[start], sin[start]), cos[end], sin[end])
+    def step_angles(self) -> tuple[Tensor, Tensor] | None:
+        """Cos and sin of each channel pair's angle from one position to the next; None without rotation.
 
-    def one(self) -> tuple[Tensor, Tensor] | None:
-        """Cos and sin, per channel pair, of the turn from one position to the next; None where nothing turns."""
+        They are scaled as the model scales what it rotates.
+        """
         if self.rotary is None:
             return None
         cos, sin = self.rotary.tables(max(self.end, 2), self.device)

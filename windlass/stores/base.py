@@ -1,97 +1,149 @@
-"""How the bytes of a layer's keys and values are held."""
+"""The contract of a store: how the bytes of one layer's keys and values are held.
 
+A store turns a token into its *parts*: one row in each of a few tensors of shape (batch, kv_heads, slots, width).
+`Store` allocates these tensors and reads, writes, moves, copies and saves their rows without a look inside. Only
+`encode`, `decode_keys` and `decode_values` know what the parts mean.
+
+To write a store, subclass `Store` in a file of its own:
+
+1. name the parts in `part_names`, and make them in `encode`: new keys and values to parts;
+2. give keys and values back in `decode_keys` and `decode_values`, in the dtype of the model;
+3. return a new, empty store of the same settings in `fresh`;
+4. return in `name` what a user types; where it takes whole numbers, as in `int4(sinks=4)`, list them in `parameters`;
+5. add one line to `STORES` in `windlass/stores/spec.py`. Without it, `KVCache(store=MyStore())` works, too.
+
+Optional: `make_constants` and `constant_names` for tensors that all tokens share, `needs_key_means` for a store that
+encodes keys relative to their mean, and `packed_keys` and `packed_values` for bytes that kernels read in place. By
+default kernels are given decoded keys and values: correct for every store, at the price of decoding all slots at
+each step.
+"""
+
+import copy
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.core.packed import Held
-from windlass.core.shapes import KeyCentres, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
-from windlass.kernels.reference import Writes
-from windlass.stores.exact import Exact
+from windlass.core.attention import Writes
+from windlass.core.packed import PackedStates
+from windlass.core.shapes import KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
+from windlass.stores.full_precision import FullPrecisionRing
 
 Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, width of its own)
 
 
-class Store(ABC):
-    """Keys (un-rotated) and values of one layer, addressed by slot.
+@dataclass(frozen=True)
+class StoreSnapshot:
+    """The tensors of a store at some moment, as they were, not copied."""
 
-    A token is one row of every part, and what `exact` may hold of it beside. So whatever moves tokens
-    moves bytes, and only `encode` and the two `decode` look into them.
+    parts: Parts
+    constants: Parts
+    full_precision: Parts
+
+
+class Store(ABC):
+    """Keys (un-rotated) and values of one layer, addressed by slot. The module's docstring says how to write one.
+
+    `full_precision` holds some tokens unquantised beside their parts; it is empty unless a store asks for it.
     """
 
     part_names: ClassVar[tuple[str, ...]]
-    """Of the tensors that `encode` makes."""
+    """Names of the tensors that `encode` makes."""
 
     constant_names: ClassVar[tuple[str, ...]] = ()
-    """Of the tensors that `begin` makes: the same for all tokens."""
+    """Names of the tensors that `make_constants` makes."""
 
-    needs_centres: ClassVar[bool] = False
-    """Whether the mean key of a layer is of use, see `calibrate`."""
+    parameters: ClassVar[tuple[str, ...]] = ()
+    """Whole numbers that a user may give in parentheses after the name: arguments of the constructor."""
 
-    def __init__(self, exact: Exact | None = None) -> None:
-        self.exact = exact or Exact()
+    needs_key_means: ClassVar[bool] = False
+    """Whether `fresh` should be given the mean keys of a layer, which are measured once per model."""
+
+    def __init__(self, full_precision: FullPrecisionRing | None = None) -> None:
+        self.full_precision = full_precision or FullPrecisionRing()
         self._parts: Parts = {}
         self._constants: Parts = {}
 
     @property
     @abstractmethod
     def name(self) -> str:
-        """What a user calls it."""
+        """The text that stands for this store in options, result rows and files; `store_of` reads it."""
 
     @abstractmethod
-    def fresh(self, centres: KeyCentres | None) -> "Store":
-        """An empty store of the same kind, for a layer whose mean keys are `centres` (None: unknown)."""
+    def fresh(self, key_means: KeyMeans | None) -> "Store":
+        """An empty store with the same settings, for a layer whose mean keys are `key_means` (None: unknown)."""
 
     @abstractmethod
     def encode(self, keys: NewKeys, values: NewValues) -> Parts:
-        """The parts that stand for these tokens."""
+        """The parts of these tokens. `make_constants` was called before."""
 
     @abstractmethod
     def decode_keys(self, parts: Parts) -> SlotKeys:
-        """The keys that such parts stand for, in the dtype attention reads."""
+        """The keys that such parts stand for, in the model's dtype."""
 
     @abstractmethod
     def decode_values(self, parts: Parts) -> SlotValues:
-        """The values, likewise."""
+        """The values that such parts stand for, in the model's dtype."""
 
-    @abstractmethod
-    def held_keys(self) -> Held:
-        """The keys as they lie in memory."""
-
-    @abstractmethod
-    def held_values(self) -> Held:
-        """The values as they lie in memory."""
-
-    @abstractmethod
-    def reads_like(self, other: "Store") -> bool:
-        """Whether the parts of `other` stand for the same tokens here."""
-
-    def begin(self, keys: NewKeys) -> Parts:
-        """The constants, once the first keys show their layout."""
+    def make_constants(self, keys: NewKeys) -> Parts:
+        """The tensors that all tokens share; called once, with the first keys, which show shape, dtype and device."""
         return {}
 
-    def allocate(self, keys: NewKeys, values: NewValues, slots: int, spare: int = 0) -> None:
+    def packed_keys(self) -> PackedStates:
+        """All keys as kernels read them. The default decodes them first."""
+        keys = self.keys()
+        return PackedStates(keys)
+
+    def packed_values(self) -> PackedStates:
+        """All values as kernels read them. The default decodes them first."""
+        values = self.values()
+        return PackedStates(values)
+
+    def is_compatible(self, other: "Store") -> bool:
+        """Whether the parts of `other` stand for the same tokens here, so that `put` may take them as they are.
+
+        Both stores must be allocated. Compares constants, so it waits for the device.
+        """
+        return type(other) is type(self) and all(
+            self._constants[name].equal(other._constants[name]) for name in self.constant_names
+        )
+
+    def bytes_per_token(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
+        """Bytes that a token takes per kv head, in a model of these sizes and this dtype.
+
+        Counts parts only: constants and `full_precision`, which do not grow with the slots, come on top.
+
+        Raises: UsageError where the store cannot hold such keys or values.
+        """
+        keys, values = (torch.zeros(1, 1, 1, width, dtype=dtype) for width in (head_dim, value_dim))
+        store = self.fresh(None)
+        store._constants = store.make_constants(keys)
+        return sum(part.nbytes for part in store.encode(keys, values).values())
+
+    def allocate(self, keys: NewKeys, values: NewValues, slots: int, rollback: int = 0) -> None:
         """Make room for `slots` slots shaped and typed like one step's keys and values.
 
-        `spare` tokens can be taken back, and what then is to be exact is.
+        After a rollback of up to `rollback` tokens `full_precision` still holds all it should.
+
+        Raises: UsageError where the store cannot hold such keys or values.
         """
-        self.exact.allocate(keys, values, spare)
-        self._constants = self.begin(keys)
+        self.full_precision.allocate(keys, values, rollback)
+        self._constants = self.make_constants(keys)
         sample = self.encode(keys[:, :, :1], values[:, :, :1])
         self._parts = {name: part.new_zeros(*part.shape[:2], slots, part.shape[3]) for name, part in sample.items()}
 
     @property
     def slots(self) -> int:
-        """Places per (row, kv head); 0 before `allocate`."""
+        """Slots per (row, kv head); 0 before `allocate`."""
         return self._parts[self.part_names[0]].shape[2] if self._parts else 0
 
     @property
     def layout(self) -> tuple[int, int, torch.dtype]:
-        """(kv_heads, head_dim, dtype) of the keys that are held."""
-        keys = self.decode_keys({name: part[:1, :, :0] for name, part in self._held().items()})
+        """(kv_heads, head_dim, dtype) of the keys."""
+        keys = self.decode_keys({name: part[:1, :, :0] for name, part in self._allocated().items()})
         return keys.shape[1], keys.shape[3], keys.dtype
 
     def write(
@@ -99,101 +151,80 @@ class Store(ABC):
     ) -> None:
         """Overwrite the slots at `index` with new tokens; leaves every other slot's bytes alone.
 
-        `positions` are EMPTY for padding, which is written, but is not one of the newest tokens. What a layer
-        keeps `beside` is written with them, see `kernels.write_all`.
+        `positions` are EMPTY for padding, which is written, but does not count as a token of the row.
+        `beside`: other tensors to write at the same slots, see `kernels.write_all`.
         """
         self.put(index, self.encode(keys, values), beside)
-        self.exact.write(index, keys, values, positions)
+        self.full_precision.write(index, keys, values, positions)
 
     def put(self, index: SlotIndex, parts: Parts, beside: Writes = ()) -> None:
-        """Overwrite the parts at `index` with those of a store that this one `reads_like`."""
-        kernels.write_all(index, [*((held, parts[name]) for name, held in self._held().items()), *beside])
+        """Overwrite the parts at `index` with those of this store, or of one that `is_compatible`."""
+        kernels.write_all(index, [*((held, parts[name]) for name, held in self._allocated().items()), *beside])
 
     def take(self, row: int, index: SlotIndex) -> Parts:
-        """A copy of the parts at `index` (1, ranked, tokens) of one row."""
-        return {name: kernels.read(part[row : row + 1], index) for name, part in self._held().items()}
+        """A copy of the parts at `index` (1, score_heads, tokens) of one row."""
+        return {name: kernels.read(part[row : row + 1], index) for name, part in self._allocated().items()}
 
     def take_all(self, index: SlotIndex) -> Parts:
         """A copy of the parts at `index` of every row."""
-        return {name: kernels.read(part, index) for name, part in self._held().items()}
+        return {name: kernels.read(part, index) for name, part in self._allocated().items()}
 
     def read(self, row: int, index: SlotIndex) -> tuple[NewKeys, NewValues]:
-        """The keys and values at `index` (1, ranked, tokens) of one row."""
+        """The keys and values at `index` (1, score_heads, tokens) of one row."""
         keys, values = (kernels.read(states[row : row + 1], index) for states in (self.keys(), self.values()))
         return keys, values
 
     def keys(self) -> SlotKeys:
-        """All keys, in the dtype attention reads; free slots hold anything finite."""
-        return self.exact.over(self.decode_keys(self._held()), self.exact.keys)
+        """All keys, in the model's dtype; free slots hold anything finite."""
+        return self.full_precision.overlay(self.decode_keys(self._allocated()), self.full_precision.keys)
 
     def values(self) -> SlotValues:
-        """All values, likewise."""
-        return self.exact.over(self.decode_values(self._held()), self.exact.values)
+        """All values, in the model's dtype; free slots hold anything finite."""
+        return self.full_precision.overlay(self.decode_values(self._allocated()), self.full_precision.values)
 
     def rearrange(self, order: SlotIndex, slots: int) -> None:
         """Keep the slots at `order`, in that order, then free slots up to `slots`."""
-        kept = order.shape[-1]
-        self.exact.rearrange(order, self.slots)
-        for name, part in self._held().items():
-            fresh = part.new_zeros(*part.shape[:2], slots, part.shape[3])
-            fresh[:, :, :kept] = kernels.read(part, order)
-            self._parts[name] = fresh
+        kept, parts = order.shape[-1], {}
+        for name, part in self._allocated().items():
+            parts[name] = part.new_zeros(*part.shape[:2], slots, part.shape[3])
+            parts[name][:, :, :kept] = kernels.read(part, order)
+        self.full_precision.rearrange(order, self.slots)
+        self._parts = parts
+
+    def snapshot(self) -> StoreSnapshot:
+        """What is allocated now, for `restore_snapshot`. Writing to free slots changes nothing of it that is read."""
+        return StoreSnapshot(self._parts, self._constants, self.full_precision.tensors)
+
+    def restore_snapshot(self, snapshot: StoreSnapshot) -> None:
+        """Go back to the memory of `snapshot`."""
+        self._parts, self._constants = snapshot.parts, snapshot.constants
+        self.full_precision.tensors = snapshot.full_precision
+
+    def copied(self) -> "Store":
+        """The same in memory of its own."""
+        return copy.deepcopy(self)
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
-        self.exact.select_rows(rows)
-        self._parts = {name: part.index_select(0, rows) for name, part in self._held().items()}
+        self.full_precision.select_rows(rows)
+        self._parts = {name: part.index_select(0, rows) for name, part in self._allocated().items()}
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`, byte for byte."""
-        self.exact.copy_row(source, target)
-        for part in self._held().values():
+        self.full_precision.copy_row(source, target)
+        for part in self._allocated().values():
             part[target] = part[source]
 
     def tensors(self) -> Parts:
-        """Every tensor allocated, by name: what is counted, and what is saved."""
-        return {**self._parts, **self._constants, **self.exact.copies} if self._parts else {}
+        """Every tensor allocated, by name: those that `nbytes` of a cache counts, and that a file holds."""
+        return {**self._parts, **self._constants, **self.full_precision.tensors} if self._parts else {}
 
     def restore(self, tensors: Parts) -> None:
-        """Take back what `tensors` gave; other names are passed over."""
-        self.exact.restore(tensors)
+        """Hold what `tensors()` gave, in place of what is held now; other names are ignored."""
+        self.full_precision.restore(tensors)
         self._parts = {name: tensors[name] for name in self.part_names}
         self._constants = {name: tensors[name] for name in self.constant_names}
 
-    def _held(self) -> Parts:
+    def _allocated(self) -> Parts:
         assert self._parts, "tokens of a store that was never allocated"
         return self._parts
-
-
-class Plain(Store):
-    """Keys and values as the model made them."""
-
-    part_names = ("keys", "values")
-
-    def __repr__(self) -> str:
-        return "Plain()"
-
-    @property
-    def name(self) -> str:
-        return "plain"
-
-    def fresh(self, centres: KeyCentres | None) -> "Plain":
-        return Plain()
-
-    def encode(self, keys: NewKeys, values: NewValues) -> Parts:
-        return {"keys": keys, "values": values}
-
-    def decode_keys(self, parts: Parts) -> SlotKeys:
-        return parts["keys"]
-
-    def decode_values(self, parts: Parts) -> SlotValues:
-        return parts["values"]
-
-    def held_keys(self) -> Held:
-        return Held(self.keys(), 8 * self.keys().itemsize)
-
-    def held_values(self) -> Held:
-        return Held(self.values(), 8 * self.values().itemsize)
-
-    def reads_like(self, other: Store) -> bool:
-        return isinstance(other, Plain)

@@ -1,6 +1,5 @@
 """From results files to a page and its figures."""
 
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -8,9 +7,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from windlass.core.errors import UsageError
+from windlass.core.files import check_writable
+from windlass.evals.case import Case
 from windlass.evals.report import summaries
 from windlass.evals.report.page import MODES, ModePart, Picture, TaskPart, page
-from windlass.evals.report.read import Case, read_results
+from windlass.evals.report.read import read_results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,12 +55,7 @@ def write_report(files: Sequence[Path], output: Path) -> Written:
 def _check_output(output: Path) -> None:
     if output.suffix.lower() not in SUFFIXES:
         raise UsageError(f"output {output} must end in .html, so that no results file is written over")
-    if output.is_dir():
-        raise UsageError(f"output {output} is a folder; give the name of a file")
-    if not output.parent.is_dir():
-        raise UsageError(f"output {output}: the folder {output.parent} does not exist; make it first")
-    if not os.access(output.parent, os.W_OK):
-        raise UsageError(f"output {output}: the folder {output.parent} is not writable; write elsewhere")
+    check_writable(output, "output")
 
 
 def _modes(cases: Sequence[Case]) -> list[ModePart]:

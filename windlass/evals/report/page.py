@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from html import escape
 from typing import Final
 
-from windlass.evals.report.read import FULL, Header, Results
+from windlass.evals.case import FULL, Header
+from windlass.evals.report.read import LoadedResults
 from windlass.evals.report.style import CSS
-from windlass.evals.report.summaries import Block, Row, Turns, over_lengths
+from windlass.evals.report.summaries import Block, SettingRow, TurnRows, over_lengths
 
 NONE: Final = "\N{EN DASH}"
 MODES: Final = {
@@ -29,7 +30,7 @@ COLUMNS: Final = {
     "budget": "As it was asked for: tokens that a layer keeps (64), or the text's tokens divided (4x), or all.",
     "slots": "Tokens that a layer held when the question was answered, on average.",
     "bytes": "Bytes allocated, in percent of those that the keys and values of the whole text take.",
-    "texts": "Independent texts. Turns on one text are not independent: they count as one, with their mean.",
+    "texts": "Independent texts. TurnRows on one text are not independent: they count as one, with their mean.",
     "score": "Mean score in percent; 100: everything that was asked for is in the answer.",
     "95 %": "Wilson's interval for that mean, by the number of texts. Where scores lie between 0 and 1 it is wider "
     "than it need be, not narrower, because right-or-wrong scores vary most. It is about one row: rows were asked the "
@@ -57,7 +58,7 @@ class TaskPart:
 
     task: str
     scores: tuple[Block, ...]
-    turns: tuple[Turns, ...]
+    turns: tuple[TurnRows, ...]
     losses: tuple[Block, ...]
     pictures: tuple[Picture, ...]
 
@@ -71,7 +72,7 @@ class ModePart:
     tasks: tuple[TaskPart, ...]
 
 
-def page(results: Results, modes: Sequence[ModePart], files: Sequence[str], folder: str) -> str:
+def page(results: LoadedResults, modes: Sequence[ModePart], files: Sequence[str], folder: str) -> str:
     """The whole HTML text. `files` are the results' names and `folder` is where the figures lie too, as shown."""
     model = escape(results.headers[0].model)
     return "\n".join(
@@ -97,7 +98,7 @@ def _footer(modes: Sequence[ModePart], folder: str) -> str:
     return f"<footer>The figures are PNG files too, in {escape(folder)}.</footer>\n" if has_figures else ""
 
 
-def _facts(results: Results, files: Sequence[str]) -> str:
+def _facts(results: LoadedResults, files: Sequence[str]) -> str:
     first = results.headers[0]
     trained = "" if first.trained_length is None else f", trained on {first.trained_length:,} tokens"
     several = "" if len(files) == 1 else "s"
@@ -197,7 +198,7 @@ def _score_table(blocks: Sequence[Block]) -> str:
     return _table("Scores.", heads, bodies)
 
 
-def _turn_table(turns: Sequence[Turns]) -> str:
+def _turn_table(turns: Sequence[TurnRows]) -> str:
     heads = ["policy", "budget", *(f"turn {turn + 1}" for turn in range(len(turns[0].rows)))]
     bodies = []
     for length in dict.fromkeys(each.length for each in turns):
@@ -232,7 +233,7 @@ def _loss_table(blocks: Sequence[Block]) -> str:
     return _table("Negative log-likelihood, lower is better.", heads, bodies)
 
 
-def _shared(row: Row) -> list[str]:
+def _shared(row: SettingRow) -> list[str]:
     """The cells that tables of scores and of losses begin with."""
     return [row.label, row.asked, f"{row.slots:,.0f}", _percent(row.share), f"{row.count:,}"]
 
@@ -241,7 +242,7 @@ def _percent(share: float) -> str:
     return f"{share * 100:.1f}"
 
 
-def _interval(row: Row) -> str:
+def _interval(row: SettingRow) -> str:
     return NONE if row.low is None or row.high is None else f"{_percent(row.low)} to {_percent(row.high)}"
 
 
@@ -249,7 +250,7 @@ def _perplexity(nll: float) -> str:
     return f"{math.exp(nll):,.2f}" if nll < 20 else f"{math.exp(min(nll, 700.0)):.1e}"
 
 
-def _divergence(row: Row) -> str:
+def _divergence(row: SettingRow) -> str:
     if row.kl is None:
         return NONE
     return f"{row.kl:.4f}" + (f" ({row.kl_count} of {row.count})" if row.kl_count < row.count else "")

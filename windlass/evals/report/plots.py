@@ -15,8 +15,8 @@ from matplotlib.colors import LinearSegmentedColormap
 from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 
-from windlass.evals.report.read import FULL
-from windlass.evals.report.summaries import Block, DepthMap, DepthMaps, Row
+from windlass.evals.case import FULL
+from windlass.evals.report.summaries import Block, DepthMap, DepthMaps, SettingRow
 
 MOST_LINES: Final = 12  # in one figure, as many as there are markers
 MOST_MAPS: Final = 6  # rows of heat maps in one figure
@@ -123,7 +123,7 @@ def _curve_figure(blocks: Sequence[Block], places: Mapping[str, int], measure: M
     return figure
 
 
-def _draw(panel: Axes, rows: Sequence[Row], place: int, measure: Measure) -> None:
+def _draw(panel: Axes, rows: Sequence[SettingRow], place: int, measure: Measure) -> None:
     rows = sorted((row for row in rows if math.isfinite(row.value)), key=lambda row: row.share)
     shares = [row.share * 100 for row in rows]
     values = [row.value * measure.scale for row in rows]

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, stdev
 from typing import Final, TypeVar
 
-from windlass.evals.report.read import FULL, Case
+from windlass.evals.case import FULL, Case
 
 CONFIDENCE: Final = 0.95
 BINS: Final = 10  # of depths, where samples lie anywhere in the text
@@ -14,7 +14,7 @@ Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
-class Row:
+class SettingRow:
     """One setting of the cache at one budget, over `count` independent texts.
 
     `value` is the mean score, with the ends of its 95 % interval, or the mean nll, with one standard error to
@@ -44,17 +44,17 @@ class Block:
     """The rows of one length, largest budgets first, best first within a budget."""
 
     length: int
-    rows: tuple[Row, ...]
+    rows: tuple[SettingRow, ...]
 
 
 @dataclass(frozen=True)
-class Turns:
+class TurnRows:
     """One setting at one budget: the row of each turn, None where no case has it."""
 
     label: str
     asked: str
     length: int
-    rows: tuple[Row | None, ...]
+    rows: tuple[SettingRow | None, ...]
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 
 def score_blocks(cases: Sequence[Case]) -> tuple[Block, ...]:
-    """The scores of one task, by length. Turns on one text are one sample: their mean."""
+    """The scores of one task, by length. TurnRows on one text are one sample: their mean."""
     return _blocks([case for case in cases if case.score is not None], _score_row, True)
 
 
@@ -100,7 +100,7 @@ def loss_blocks(cases: Sequence[Case]) -> tuple[Block, ...]:
     return _blocks([case for case in cases if case.nll is not None], _loss_row, False)
 
 
-def turns(cases: Sequence[Case]) -> tuple[Turns, ...]:
+def turns(cases: Sequence[Case]) -> tuple[TurnRows, ...]:
     """The scores of one task turn by turn, in the order of `score_blocks`; empty where there are no turns."""
     scored = [case for case in cases if case.score is not None and case.turn is not None]
     last = max((case.turn for case in scored if case.turn is not None), default=-1)
@@ -110,7 +110,7 @@ def turns(cases: Sequence[Case]) -> tuple[Turns, ...]:
             mine = [case for case in scored if (case.length, *_setting(case)) == (block.length, row.label, row.asked)]
             of_turn = [[case for case in mine if case.turn == turn] for turn in range(last + 1)]
             rows = tuple(_score_row(each) if each else None for each in of_turn)
-            found.append(Turns(row.label, row.asked, block.length, rows))
+            found.append(TurnRows(row.label, row.asked, block.length, rows))
     return tuple(found)
 
 
@@ -160,7 +160,9 @@ def labels(cases: Sequence[Case]) -> list[str]:
     return sorted({case.label for case in cases}, key=lambda label: (label != FULL, label))
 
 
-def _blocks(cases: Sequence[Case], row_of: Callable[[Sequence[Case]], Row], is_most_best: bool) -> tuple[Block, ...]:
+def _blocks(
+    cases: Sequence[Case], row_of: Callable[[Sequence[Case]], SettingRow], is_most_best: bool
+) -> tuple[Block, ...]:
     sign = -1 if is_most_best else 1
     blocks = []
     for length, of_length in sorted(_grouped(cases, lambda case: case.length).items()):
@@ -171,13 +173,13 @@ def _blocks(cases: Sequence[Case], row_of: Callable[[Sequence[Case]], Row], is_m
     return tuple(blocks)
 
 
-def _score_row(cases: Sequence[Case]) -> Row:
+def _score_row(cases: Sequence[Case]) -> SettingRow:
     texts = _grouped(cases, _text)
     mean = fmean(_mean_score(of_text) for of_text in texts.values())
     return _row(cases, len(texts), mean, *wilson(mean, len(texts)))
 
 
-def _loss_row(cases: Sequence[Case]) -> Row:
+def _loss_row(cases: Sequence[Case]) -> SettingRow:
     losses = [case.nll for case in cases if case.nll is not None]
     distances = [case.kl for case in cases if case.kl is not None]
     mean = fmean(losses)
@@ -188,9 +190,9 @@ def _loss_row(cases: Sequence[Case]) -> Row:
     return replace(row, kl=fmean(distances) if distances else None, kl_count=len(distances))
 
 
-def _row(cases: Sequence[Case], count: int, value: float, low: float | None, high: float | None) -> Row:
+def _row(cases: Sequence[Case], count: int, value: float, low: float | None, high: float | None) -> SettingRow:
     slots, share = fmean(case.slots_held for case in cases), fmean(case.share for case in cases)
-    return Row(*_setting(cases[0]), count, slots, share, value, low, high)
+    return SettingRow(*_setting(cases[0]), count, slots, share, value, low, high)
 
 
 def _mean_score(cases: Sequence[Case]) -> float:

@@ -5,14 +5,15 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedModel
 
-from windlass.cache.layer import LayerCache
-from windlass.cache.rows import Standing
+from windlass.cache.history import History
+from windlass.cache.rows import RowTable
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import EMPTY
 from windlass.engine.generate import prefill
-from windlass.evals.speed.grid import Row
+from windlass.evals.speed.rows import BenchRow
 from windlass.hf.kv_cache import KVCache
 
-GROWTH = 1.5  # of a cache without budget, see `LayerCache`
+GROWTH = 1.5  # of a cache without budget, see `SlotLayer`
 BLOCK = 1024  # random tokens that are drawn; longer texts repeat them
 
 
@@ -26,16 +27,16 @@ class LayerShape:
     dtype: torch.dtype
     sliding_window: int | None = None
 
-    def bytes_held(self, row: Row, chunk: int) -> int:
+    def bytes_held(self, row: BenchRow) -> int:
         """About what the cache of `row` takes in this layer."""
-        task, budget = row.task, row.settings.budget
-        slots = GROWTH * (task.depth + task.tokens)
+        work, budget = row.workload, row.setup.options.budget
+        slots = GROWTH * (work.depth + work.tokens)
         if self.sliding_window is not None:
             budget = min(self.sliding_window, budget or self.sliding_window)
         if budget is not None:
-            slots = budget + chunk
-        share = {"int8": 0.52, "int4": 0.27}.get(row.settings.store.name.partition("(")[0], 1.0)
-        return int(task.batch * slots * self.kv_heads * (self.head_dim + self.value_dim) * self.dtype.itemsize * share)
+            slots = budget + row.setup.options.chunk
+        per_token = row.setup.options.store.bytes_per_token(self.head_dim, self.value_dim, self.dtype)
+        return int(work.batch * slots * self.kv_heads * per_token)
 
 
 def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
@@ -45,7 +46,7 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
     shapes = []
     for layer in cache.layers:
         kv_heads, head_dim, dtype = layer.store.layout
-        shapes.append(LayerShape(kv_heads, head_dim, layer.store.held_values().channels, dtype, layer.sliding_window))
+        shapes.append(LayerShape(kv_heads, head_dim, layer.store.packed_values().channels, dtype, layer.sliding_window))
     return shapes
 
 
@@ -59,26 +60,23 @@ def fill(cache: KVCache, shapes: list[LayerShape], depth: int) -> None:
     """
     for layer, shape in zip(cache.layers, shapes, strict=True):
         layer.edit(lambda positions: torch.full_like(positions, EMPTY))
-        layer.has_evicted = False
+        layer.history = History()
         if depth:
             _fill_layer(layer, shape, depth, cache)
     batch = cache.batch_size
-    cache.standing = Standing.at_start(batch)
-    if depth:
-        each, spans = [depth] * batch, [[[0, depth]] for _ in range(batch)]
-        cache.standing = Standing(each, list(each), spans, depth, None, list(each))
+    cache.rows = RowTable.after_prompt(batch, depth) if depth else RowTable.at_start(batch)
 
 
-def _fill_layer(layer: LayerCache, shape: LayerShape, depth: int, cache: KVCache) -> None:
-    layer.fit_to(shape.sliding_window)
+def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache) -> None:
+    layer.use_sliding_window(shape.sliding_window)
     sinks, device = cache.limits.sinks, cache.device
     positions = torch.arange(depth, device=device)
     size = depth
     if layer.budget is not None:
         if depth > layer.budget:
-            sinks = 0 if layer.is_whole_window else sinks
+            sinks = 0 if layer.rules.is_whole_window else sinks
             positions = torch.cat((positions[:sinks], positions[depth - layer.budget + sinks :]))
-            layer.has_evicted = True
+            layer.history = History((), has_evicted=True)
         size = cache.chunk  # as a prompt comes, so that the slots are as many as after one
     draw = torch.Generator().manual_seed(layer.index)
     widest = max(shape.head_dim, shape.value_dim)

@@ -1,13 +1,16 @@
 """A cache whose keys are stored rotated, to measure against: what most libraries do, and we do not."""
 
+from dataclasses import replace
+
 from torch import Tensor
 
+from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError
 from windlass.core.shapes import TokenIds, TokenMask
 from windlass.hf.kv_cache import KVCache
 from windlass.positions.modes import Original, PositionMode, position_mode
 
-WAY_OUT = "use a KVCache, which stores keys un-rotated"
+HINT = "use a KVCache, which stores keys un-rotated"
 
 
 class RotatedStorage(KVCache):
@@ -25,29 +28,20 @@ class RotatedStorage(KVCache):
 
     def reset(self) -> None:
         _check_mode(self.positions)
-        if any(rotary is not None and rotary.layout.is_interleaved for rotary in self._seam.rotaries):
-            raise UsageError(f"rotated storage is for models whose channel pairs are halves; {WAY_OUT}")
-        if self.merge is not None and self.merge.read != "plain":
-            raise UsageError(f"merge={self.merge}: rotated storage reads cells where they stand only; {WAY_OUT}")
+        if any(rotary is not None and rotary.layout.is_interleaved for rotary in self.rotaries):
+            raise UsageError(f"rotated storage is for models whose channel pairs are halves; {HINT}")
         super().reset()
         for layer in self.layers:
             layer.rotary = None
 
-    def __deepcopy__(self, memo: dict[int, object]) -> "RotatedStorage":
-        """See `KVCache`."""
-        twin = RotatedStorage.__new__(RotatedStorage)
-        twin.__dict__.update(super().__deepcopy__(memo).__dict__)
-        memo[id(self)] = twin
-        return twin
-
     @property
     def positions(self) -> PositionMode:
         """Always "original"."""
-        return self._positions
+        return self.options.positions
 
     @positions.setter
     def positions(self, mode: str | PositionMode) -> None:
-        self._positions = _check_mode(position_mode(mode))
+        self.options = replace(self.options, positions=_check_mode(position_mode(mode)))
 
     def begin(
         self, batch: int, tokens: int, mask: TokenMask | None, positions: Tensor | None, ids: TokenIds | None
@@ -56,10 +50,11 @@ class RotatedStorage(KVCache):
 
         Raises: UsageError where they are not: padding, or rows rolled back to different lengths.
         """
-        if (mask is not None and not bool(mask.all())) or (self.script and not all(self.script.lengths)):
-            raise UsageError(f"rotated storage takes no padding; {WAY_OUT}")
+        step = self.next_pass.step
+        if (mask is not None and not bool(mask.all())) or (step is not None and not all(step.lengths)):
+            raise UsageError(f"rotated storage takes no padding; {HINT}")
         if any(at != self.columns_seen for at in self.next_positions):
-            raise UsageError(f"with rotated storage all rows must go on at {self.columns_seen}; {WAY_OUT}")
+            raise UsageError(f"with rotated storage all rows must go on at {self.columns_seen}; {HINT}")
         super().begin(batch, tokens, mask, positions, ids)
 
     def drop(self, start: int, end: int, row: int | None = None) -> None:
@@ -78,15 +73,15 @@ class RotatedStorage(KVCache):
     def divide(self, start: int, end: int, by: int, row: int | None = None) -> None:
         raise _moved("divide")
 
-    def splice(self, other: KVCache, source: int = 0, row: int = 0) -> None:
+    def splice(self, other: CacheState, source: int = 0, row: int = 0) -> None:
         raise _moved("splice")
 
 
 def _check_mode(mode: PositionMode) -> PositionMode:
     if not isinstance(mode, Original):
-        raise UsageError(f'rotated storage reads at positions="original" only, got "{mode}"; {WAY_OUT}')
+        raise UsageError(f'rotated storage reads at positions="original" only, got "{mode}"; {HINT}')
     return mode
 
 
 def _moved(edit: str) -> UsageError:
-    return UsageError(f"{edit} would move positions, and rotated keys stay where they were stored; {WAY_OUT}")
+    return UsageError(f"{edit} would move positions, and rotated keys stay where they were stored; {HINT}")

@@ -4,9 +4,8 @@ Rows take turns, so that any two of them were measured under the same conditions
 and there is neither a tokenizer nor a sampler in what is timed, as in llama-bench.
 """
 
-import json
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -14,92 +13,68 @@ import torch
 from transformers import PreTrainedModel
 
 from windlass.cache.describe import in_units
-from windlass.cli.terminal import INTERRUPTED, note, progress, say
 from windlass.core.errors import UsageError
 from windlass.engine.graph import graph_for
 from windlass.evals.speed.depth import LayerShape, layer_shapes
-from windlass.evals.speed.grid import Lists, Row, rows_of
+from windlass.evals.speed.rows import BenchLists, BenchRow, rows_of
 from windlass.evals.speed.shapes import random_model, shape_of
-from windlass.evals.speed.table import Conditions, as_json, footnote, ratios, table
+from windlass.evals.speed.table import Conditions
 from windlass.evals.speed.timer import Clock, Timer
 from windlass.hf.attach import attach
-from windlass.hf.load import DTYPES, device_of, open_model
+from windlass.hf.load import DTYPES, device_of, load
+
+Progress = Callable[[str, int, int], None]  # what is run next, how many runs are done, and of how many
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchRequest:
     """What the user asked for: a `model` by name, or a `shape` (of so many `layers`) with random weights."""
 
     model: str | None
     shape: str | None
     layers: int | None
-    lists: Lists
+    lists: BenchLists
     chunk: int
     repetitions: int
     dtype: str
-    output: Path | None
     device: str = "cpu"
 
 
-def bench(options: Options, is_json: bool, clock: Clock = time.perf_counter) -> int:
-    """Measure all rows in turn and show them; returns the exit code. Ctrl-C shows what was measured.
-
-    `output` gets one JSON object per row after what is already there.
+class Benchmark:
+    """The `rows` of a request, and what they have in common; `run` measures them.
 
     Raises: WindlassError for what cannot be honoured, before anything is measured.
     """
-    if (options.model is None) == (options.shape is None):
-        raise UsageError("give either a model or --shape with one of its names")
-    rows = rows_of(_with_graph(options), options.chunk)
-    _check_output(options.output)
-    model, conditions, shapes = _opened(options, rows)
-    timers = [Timer(model, shapes, row, options.chunk) for row in rows]
-    code = 0
-    try:
-        with Turns(timers, options.repetitions) as turns:
-            turns.measure(clock)
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    finally:
-        # Whatever ended it: what was measured took minutes.
-        _show([row for row in rows if row.samples_s], conditions, options.output, is_json)
-    if code:
-        timed = sum(len(row.samples_s) for row in rows)
-        note(f"interrupted; {timed} of {len(rows) * options.repetitions} runs are done")
-    return code
 
+    def __init__(self, request: BenchRequest) -> None:
+        if (request.model is None) == (request.shape is None):
+            raise UsageError("give either a model or --shape with one of its names")
+        self.rows = rows_of(_with_graph(request), request.chunk)
+        model, self.conditions, shapes = _opened(request, self.rows)
+        self._timers = [Timer(model, shapes, row) for row in self.rows]
+        self._repetitions = request.repetitions
 
-class Turns:
-    """The rows of a run in turn, and a bar of it on stderr that is drawn between runs only."""
+    @property
+    def runs(self) -> int:
+        """How many runs count in all."""
+        return len(self.rows) * self._repetitions
 
-    def __init__(self, timers: Sequence[Timer], repetitions: int) -> None:
-        self._timers, self._repetitions = timers, repetitions
-        # A thread that draws would take its time from what is measured.
-        self._progress = progress("runs", has_thread=False)
-        self._task = self._progress.add_task("", total=len(timers) * (repetitions + 1))
+    def run(self, progress: Progress, clock: Clock = time.perf_counter) -> None:
+        """Warm up every row once, then time every row once per round. What is timed is in the rows at once.
 
-    def __enter__(self) -> "Turns":
-        self._progress.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._progress.stop()
-
-    def measure(self, clock: Clock) -> None:
-        """Warm up every row once, then time every row once per round."""
+        `progress` is called between runs: nothing that it does is timed.
+        """
+        done, total = 0, len(self.rows) + self.runs
         for timer in self._timers:
-            self._tell("warming up", timer)
+            progress(f"warming up {timer.row.workload}", done, total)
             timer.warm_up(clock)
-            self._progress.advance(self._task)
+            done += 1
         for _ in range(self._repetitions):
             for timer in self._timers:
-                self._tell("timing", timer)
+                progress(f"timing {timer.row.workload}", done, total)
                 timer.row.samples_s.append(timer.run(clock))
                 timer.take_back()
-                self._progress.advance(self._task)
-
-    def _tell(self, what: str, timer: Timer) -> None:
-        self._progress.update(self._task, description=f"{what} {timer.row.task}", refresh=True)
+                done += 1
 
 
 def check_memory(weights: int, caches: int, free: int | None) -> None:
@@ -112,50 +87,50 @@ def check_memory(weights: int, caches: int, free: int | None) -> None:
         )
 
 
-def _with_graph(options: Options) -> Lists:
+def _with_graph(request: BenchRequest) -> BenchLists:
     """The lists, with a graph by default where there can be one. Raises: UsageError where one is asked for in vain."""
-    has_graphs = graph_for(device_of(options.device)) is not None
-    asked = options.lists.graph
+    has_graphs = graph_for(device_of(request.device)) is not None
+    asked = request.lists.graph
     if asked is None:
-        return replace(options.lists, graph="on" if has_graphs else "off")
+        return replace(request.lists, graph="on" if has_graphs else "off")
     if "on" in asked and not has_graphs:
-        raise UsageError(f"--graph {asked}: on a {options.device} steps run as they come; use --device cuda, or off")
-    return options.lists
+        raise UsageError(f"--graph {asked}: on a {request.device} steps run as they come; use --device cuda, or off")
+    return request.lists
 
 
-def _opened(options: Options, rows: Sequence[Row]) -> tuple[PreTrainedModel, Conditions, list[LayerShape]]:
+def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrainedModel, Conditions, list[LayerShape]]:
     """The attached model, what to say of it, and what its layers hold."""
-    if options.dtype not in DTYPES:
-        raise UsageError(f"dtype {options.dtype!r} is unknown; use one of: {', '.join(DTYPES)}")
-    device = device_of(options.device)
-    if device.type != "cpu" and options.lists.threads is not None:
-        raise UsageError(f"--threads are those of a CPU; leave it out, or use --device cpu instead of {options.device}")
-    if options.shape is not None:
-        shape, label = shape_of(options.shape, options.layers)
-        asked = DTYPES[options.dtype]
+    if request.dtype not in DTYPES:
+        raise UsageError(f"dtype {request.dtype!r} is unknown; use one of: {', '.join(DTYPES)}")
+    device = device_of(request.device)
+    if device.type != "cpu" and request.lists.threads is not None:
+        raise UsageError(f"--threads are those of a CPU; leave it out, or use --device cpu instead of {request.device}")
+    if request.shape is not None:
+        shape, label = shape_of(request.shape, request.layers)
+        asked = DTYPES[request.dtype]
         dtype = asked if isinstance(asked, torch.dtype) else torch.bfloat16
         layers = [LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, dtype)] * shape.layers
-        check_memory(shape.parameters * dtype.itemsize, cache_bytes(layers, rows, options.chunk), free_bytes(device))
+        check_memory(shape.parameters * dtype.itemsize, cache_bytes(layers, rows), free_bytes(device))
         model = attach(random_model(shape, dtype, device))
     else:
-        if options.layers is not None:
+        if request.layers is not None:
             raise UsageError("--layers goes with --shape; a model has the layers that it has")
-        label = str(options.model)
-        model = open_model(label, options.dtype, options.device)[0]
+        label = str(request.model)
+        model = load(label, request.dtype, request.device)[0]
     shapes = layer_shapes(model)
-    if options.shape is None:
-        check_memory(0, cache_bytes(shapes, rows, options.chunk), free_bytes(device))
+    if request.shape is None:
+        check_memory(0, cache_bytes(shapes, rows), free_bytes(device))
     parameters = list(model.parameters())
     numbers = sum(each.numel() for each in parameters)
     name = str(model.dtype).removeprefix("torch.")
     size = sum(each.nbytes for each in parameters)
-    conditions = Conditions(label, size, numbers, name, options.chunk, options.repetitions, gpu=gpu_name(device))
+    conditions = Conditions(label, size, numbers, name, request.chunk, request.repetitions, gpu=gpu_name(device))
     return model, conditions, shapes
 
 
-def cache_bytes(shapes: Sequence[LayerShape], rows: Sequence[Row], chunk: int) -> int:
+def cache_bytes(shapes: Sequence[LayerShape], rows: Sequence[BenchRow]) -> int:
     """About what the caches of all rows take."""
-    return sum(shape.bytes_held(row, chunk) for shape in shapes for row in rows)
+    return sum(shape.bytes_held(row) for shape in shapes for row in rows)
 
 
 def free_bytes(device: torch.device) -> int | None:
@@ -172,31 +147,3 @@ def free_bytes(device: torch.device) -> int | None:
 def gpu_name(device: torch.device) -> str | None:
     """What the maker calls it; None for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None
-
-
-def _check_output(output: Path | None) -> None:
-    """Raises: UsageError when nothing can be written there: better now than after the run."""
-    if output is not None:
-        _append(output, "")
-
-
-def _append(output: Path, lines: str) -> None:
-    try:
-        with output.open("a", encoding="utf-8") as file:
-            file.write(lines)
-    except OSError as error:
-        raise UsageError(f"-o {output} cannot be written: {error.strerror}") from None
-
-
-def _show(rows: Sequence[Row], conditions: Conditions, output: Path | None, is_json: bool) -> None:
-    """The table and the ratios, or JSON objects, on stdout; JSON objects in the file."""
-    if not rows:
-        return
-    lines = "".join(json.dumps(as_json(row, conditions), ensure_ascii=False) + "\n" for row in rows)
-    if is_json:
-        say(lines)
-    else:
-        tables = [table(rows, conditions), footnote(rows, conditions), *ratios(rows)]
-        say("\n\n".join(tables) + "\n")
-    if output is not None:
-        _append(output, lines)

@@ -9,10 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from windlass.cache.describe import in_units
-from windlass.evals.speed.grid import AXES, Lists, Row
+from windlass.evals.report.markdown import padded
+from windlass.evals.speed.rows import AXES, BenchRow, BenchSetup
 from windlass.kernels import cpu
 
-Cells = list[str]
 NUMBERS = ("size", "params", "threads", "t/s", "GB/s", "ratio", "rounds")  # columns that align at the right
 
 
@@ -47,7 +47,7 @@ class Conditions:
         return {name: version(name) for name in ("windlass", "torch", "transformers")}
 
 
-def table(rows: Sequence[Row], conditions: Conditions) -> str:
+def table(rows: Sequence[BenchRow], conditions: Conditions) -> str:
     """The rows that were timed, as llama-bench shows them; settings have a column where one is not the default."""
     shared = {
         "model": conditions.model,
@@ -57,24 +57,25 @@ def table(rows: Sequence[Row], conditions: Conditions) -> str:
     }
     unusual = {"chunk": str(conditions.chunk)} if conditions.chunk != 512 else {}
     unusual |= {"dtype": conditions.dtype} if conditions.dtype != "bfloat16" else {}
-    usual = _usual()
-    shown = [axis for axis in usual if any(row.settings.labels[axis] != usual[axis] for row in rows)]
+    # Threads have a column of their own.
+    usual = BenchSetup().texts
+    shown = [axis for axis in AXES if axis != "threads" and any(row.setup.texts[axis] != usual[axis] for row in rows)]
     lines = []
     for row in rows:
-        labels = row.settings.labels
+        labels = row.setup.texts
         bandwidth = row.gb_per_s
         lines.append(
             shared
             | {"threads": conditions.gpu or labels["threads"]}
             | unusual
             | {axis: labels[axis] for axis in shown}
-            | {"test": str(row.task), "t/s": f"{row.tokens_per_s:.2f} ± {row.half_range:.2f}"}
+            | {"test": str(row.workload), "t/s": f"{row.tokens_per_s:.2f} ± {row.half_range:.2f}"}
             | {"GB/s": "-" if bandwidth is None else f"{bandwidth:.2f}"}
         )
-    return _markdown(lines)
+    return padded(lines, NUMBERS)
 
 
-def footnote(rows: Sequence[Row], conditions: Conditions) -> str:
+def footnote(rows: Sequence[BenchRow], conditions: Conditions) -> str:
     """What the numbers of the table are, and where they were measured."""
     counts = sorted({len(row.samples_s) for row in rows})
     runs = " or ".join(map(str, counts)) + (" run" if counts == [1] else " runs")
@@ -85,7 +86,7 @@ def footnote(rows: Sequence[Row], conditions: Conditions) -> str:
     )
 
 
-def ratios(rows: Sequence[Row]) -> list[str]:
+def ratios(rows: Sequence[BenchRow]) -> list[str]:
     """For each list of several settings, a table of speeds against its first value, all else being equal."""
     varied = [axis for axis in AXES if any(row.places[axis] for row in rows)]
     tables = []
@@ -95,38 +96,34 @@ def ratios(rows: Sequence[Row]) -> list[str]:
             base = _base_of(row, axis, rows)
             if base is None:
                 continue
-            labels = row.settings.labels
+            labels = row.setup.texts
             paired = [mine / other for mine, other in zip(row.speeds, base.speeds, strict=False)]
             lines.append(
                 {other: labels[other] for other in varied if other != axis}
-                | {"test": str(row.task), axis: labels[axis], "against": base.settings.labels[axis]}
+                | {"test": str(row.workload), axis: labels[axis], "against": base.setup.texts[axis]}
                 | {"ratio": f"{row.tokens_per_s / base.tokens_per_s:.3f}"}
                 | {"rounds": f"{min(paired):.3f} to {max(paired):.3f}"}
             )
         if lines:
-            tables.append(_markdown(lines))
+            tables.append(padded(lines, NUMBERS))
     return tables
 
 
-def as_json(row: Row, conditions: Conditions) -> dict[str, object]:
+def as_json(row: BenchRow, conditions: Conditions) -> dict[str, object]:
     """All that is known of a row, for a JSON object."""
-    settings, task = row.settings, row.task
+    work = row.workload
     return {
         "model": conditions.model,
         "size_bytes": conditions.size_bytes,
         "parameters": conditions.parameters,
         "backend": conditions.backend,
         "dtype": conditions.dtype,
-        "chunk": conditions.chunk,
-        **settings.labels,
-        "budget": settings.budget,
-        "policy": repr(settings.policy),
-        "threads": settings.threads,
-        "test": str(task),
-        "prompt_tokens": task.tokens if task.is_prompt else 0,
-        "decode_tokens": 0 if task.is_prompt else task.tokens,
-        "depth": task.depth,
-        "batch": task.batch,
+        **row.setup.labels(),
+        "test": str(work),
+        "prompt_tokens": work.tokens if work.is_prompt else 0,
+        "decode_tokens": 0 if work.is_prompt else work.tokens,
+        "depth": work.depth,
+        "batch": work.batch,
         "repetitions": conditions.repetitions,
         "samples_s": row.samples_s,
         "tokens_per_s": row.tokens_per_s,
@@ -150,7 +147,7 @@ def cpu_name() -> str:
     return names[0] if names else platform.processor() or platform.machine()
 
 
-def _base_of(row: Row, axis: str, rows: Sequence[Row]) -> Row | None:
+def _base_of(row: BenchRow, axis: str, rows: Sequence[BenchRow]) -> BenchRow | None:
     """The timed row that differs from `row` in having the first value of `axis`; None where that is `row`."""
     if row.places[axis] == 0:
         return None
@@ -158,38 +155,5 @@ def _base_of(row: Row, axis: str, rows: Sequence[Row]) -> Row | None:
     return next((each for each in rows if each.places == wanted), None)
 
 
-def _usual() -> dict[str, str]:
-    """The defaults of the settings that have no column of their own."""
-    lists = Lists()
-    return {
-        "budget": lists.budget,
-        "policy": lists.policy.title(),
-        "positions": lists.positions,
-        "store": lists.store,
-        "storage": lists.storage,
-        "graph": "off",
-    }
-
-
 def _in_millions(count: int) -> str:
     return f"{count / 1e9:.2f} B" if count >= 1e9 else f"{count / 1e6:.2f} M"
-
-
-def _markdown(lines: Sequence[dict[str, str]]) -> str:
-    """A table whose columns are the keys of `lines`, padded so that it reads as plain text too."""
-    cells = [[text.replace("|", "\\|") for text in line.values()] for line in lines]
-    heads = list(lines[0])
-    widths = [max(len(text) for text in column) for column in zip(heads, *cells, strict=True)]
-    is_number = [head in NUMBERS for head in heads]
-
-    def joined(texts: Cells) -> str:
-        placed = (
-            text.rjust(width) if right else text.ljust(width)
-            for text, width, right in zip(texts, widths, is_number, strict=True)
-        )
-        return f"| {' | '.join(placed)} |"
-
-    rule = " | ".join(
-        "-" * (width - 1) + ":" if right else "-" * width for width, right in zip(widths, is_number, strict=True)
-    )
-    return "\n".join([joined(heads), f"| {rule} |", *map(joined, cells)])

@@ -5,10 +5,10 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from windlass.cli.demo import BEFORE, HIDDEN
 from windlass.evals import keys
 from windlass.evals.filler import NOISE, Filler, from_file, hide
 from windlass.evals.task import Sample, Task, Turn
+from windlass.evals.texts import BEFORE, HIDDEN, PREFIX, QUESTION
 
 MOST_KEY = 50_000
 
@@ -33,7 +33,7 @@ class PassKey(Task):
         key = keys.triple(draw) if self.is_words else str(draw.randint(1, MOST_KEY))
         depth = draw.random()
         text, (stood,) = hide(self.filler.pieces(draw, units), [HIDDEN.format(key=key)], [depth])
-        return Sample(BEFORE + text, (Turn(" What is the pass key?", " The pass key is", (key,), stood),))
+        return Sample(BEFORE + text, (Turn(QUESTION, PREFIX, (key,), stood),))
 
     def score(self, turn: Turn, output: str) -> float:
         """1 where the first number of the output is the key, or the words of the key are in it."""

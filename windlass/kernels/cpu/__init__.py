@@ -1,4 +1,4 @@
-"""The kernels in C++, for tensors in a CPU's memory; what each means is told in `kernels.reference`."""
+"""The kernels in C++, for tensors in a CPU's memory; `kernels.reference` says what each function means."""
 
 import os
 from functools import cache
@@ -7,24 +7,12 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
 from windlass.core.errors import UsageError
-from windlass.core.packed import Held
-from windlass.core.rotary_index import Branch, Reading
-from windlass.core.shapes import (
-    Attended,
-    ObservedColumns,
-    PerSlot,
-    Queries,
-    QueryPositions,
-    RotaryKeys,
-    RotaryTable,
-    RowCounts,
-    Scores,
-    SlotIndex,
-    SlotPositions,
-)
+from windlass.core.packed import Format, PackedStates
+from windlass.core.rotary_index import RotaryBranch
+from windlass.core.shapes import Attended, PerSlot, Queries, RotaryKeys, RotaryTable, SlotIndex, SlotPositions
 from windlass.kernels import reference
-from windlass.kernels.reference import Mass, Visibility, Writes, reserve
 
 WHY_MISSING = ""
 try:
@@ -33,11 +21,11 @@ except ImportError as error:  # installed without a compiler, or built for anoth
     _native = None  # type: ignore[assignment]
     WHY_MISSING = str(error)
 
-MOST_TOKENS: Final = 16  # queries per row
-MOST_CHANNELS: Final = 1024
-NEVER: Final = 2**31 - 1
+MAX_TOKENS: Final = 16  # queries per row in one call of `attend`
+MAX_CHANNELS: Final = 1024
+NO_LIMIT: Final = 2**31 - 1  # a distance that no token reaches
 FLOATS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-CODES: Final = {8: 3, 4: 4}
+LOW_BIT: Final = {Format.INT8: 3, Format.INT4: 4}
 
 
 def chosen() -> str | None:
@@ -46,13 +34,13 @@ def chosen() -> str | None:
 
 
 def instruction_sets() -> tuple[str, ...]:
-    """Those that this CPU runs, best first; none without the compiled module."""
+    """The instruction sets that this CPU runs, best first; none without the compiled module."""
     return () if _native is None else tuple(_native.instruction_sets().split())
 
 
 @cache
 def instruction_set() -> str:
-    """The one in use; "none" where plain PyTorch does the work.
+    """The instruction set in use; "none" where plain PyTorch does the work.
 
     Raises: UsageError when WINDLASS_CPU asks for one that this CPU does not run.
     """
@@ -66,72 +54,53 @@ def instruction_set() -> str:
     return wanted or known[0]
 
 
-def can_read(queries: Queries, keys: Held, values: Held) -> bool:
-    """Whether these kernels know the types."""
-    return (
-        instruction_set() != "none"
-        and queries.device.type == "cpu"
-        and queries.dtype in FLOATS
-        and knows(keys)
-        and knows(values)
-        and _format(keys) == _format(values)
-    )
+def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool:
+    """Whether `attend` knows the types of these tensors, which are in a CPU's memory."""
+    is_known = queries.dtype in FLOATS and _format(keys) == _format(values)
+    return is_known and knows(keys) and values.channels <= MAX_CHANNELS
 
 
-def knows(held: Held) -> bool:
+def knows(states: PackedStates) -> bool:
     """Whether these kernels can read it."""
-    return _format(held) >= 0 and held.channels <= MOST_CHANNELS
+    return _format(states) >= 0 and states.channels <= MAX_CHANNELS
 
 
-def attend(
-    queries: Queries,
-    keys: Held,
-    values: Held,
-    slot_positions: SlotPositions,
-    query_positions: QueryPositions,
-    *,
-    reading: Reading | None,
-    tables: tuple[RotaryTable, RotaryTable] | None,
-    scale: float,
-    visibility: Visibility,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    log_counts: Scores | None = None,
-    observed: ObservedColumns | None = None,
-    is_rest_wanted: bool = False,
-) -> tuple[Attended, Mass | None]:
-    """Attention of up to MOST_TOKENS queries per row."""
+def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
+    """See `reference.attend`; up to MAX_TOKENS queries per row."""
+    queries, keys, values, index = call.queries, call.keys, call.values, call.rotary_index
     batch, heads, tokens, _ = queries.shape
-    kv_heads, slots = keys.codes.shape[1:3]
+    kv_heads, slots = keys.data.shape[1:3]
     if queries.stride(-1) != 1:
         queries = queries.contiguous()
     out = queries.new_empty(batch, tokens, heads, values.channels)
-    is_turned = reading is not None and tables is not None
-    near, far = (_Places(reading.near), _Places(reading.far)) if is_turned and reading else (_Places(None),) * 2
-    rows = rest = None
+    is_rotated = index is not None and call.tables is not None
+    near_queries, near_keys = _positions(index.near if is_rotated and index else None)
+    far_queries, far_keys = _positions(index.far if is_rotated and index else None)
+    near, far = (_address(near_queries), _address(near_keys)), (_address(far_queries), _address(far_keys))
+    observed, rows, rest = call.observed, None, None
     if observed is not None:
         observed = observed.contiguous()
         rows = torch.empty(batch, kv_heads, observed.shape[1], slots)
-        rest = torch.empty(batch, kv_heads, slots) if is_rest_wanted else None
-    query_positions = query_positions.to(torch.int64).contiguous()
-    sink_logits = None if sink_logits is None else sink_logits.float().contiguous()
-    log_counts = None if log_counts is None else log_counts.float().contiguous()
-    key_centres = _contiguous_centres(keys)
+        rest = torch.empty(batch, kv_heads, slots) if call.is_rest_wanted else None
+    query_positions = call.query_positions.to(torch.int64).contiguous()
+    sink_logits = None if call.sink_logits is None else call.sink_logits.float().contiguous()
+    log_counts = None if call.log_counts is None else call.log_counts.float().contiguous()
+    key_means, visibility = _contiguous_means(keys), call.visibility
     _native.attend(
-        (batch, heads, kv_heads, slot_positions.shape[1], tokens, slots),
+        (batch, heads, kv_heads, call.slot_positions.shape[1], tokens, slots),
         _format(keys),
         FLOATS[queries.dtype],
         queries.data_ptr(),
         queries.stride()[:3],
-        _held(keys, key_centres),
-        _held(values, None),
-        slot_positions.data_ptr(),
+        _states(keys, key_means),
+        _states(values, None),
+        call.slot_positions.data_ptr(),
         query_positions.data_ptr(),
-        (*near.addresses, *far.addresses, reading.near_window if reading is not None else 0),
-        _tables(tables),
-        scale,
-        softcap or 0.0,
-        (visibility.sliding_window or NEVER, visibility.reach or NEVER, visibility.sinks),
+        (*near, *far, 0 if index is None else index.near_window),
+        _tables(call.tables),
+        call.scale,
+        call.softcap or 0.0,
+        (visibility.sliding_window or NO_LIMIT, visibility.reach or NO_LIMIT, visibility.sinks),
         _address(sink_logits),
         _address(log_counts),
         (_address(observed), 0 if observed is None else observed.shape[1], _address(rows), _address(rest)),
@@ -142,24 +111,24 @@ def attend(
     return out.transpose(1, 2), None if rows is None else Mass(rows, rest)
 
 
-def turned(
-    held: Held,
+def rotated(
+    states: PackedStates,
     positions: RotaryKeys | None,
     tables: tuple[RotaryTable, RotaryTable] | None,
     used: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The first `used` slots as floats, keys turned to `positions` (None: not turned)."""
-    batch, kv_heads, slots = held.codes.shape[:3]
-    out = torch.empty(batch, kv_heads, used, held.channels, dtype=dtype)
-    places = None if positions is None else positions.to(torch.int32).contiguous()
-    centres = _contiguous_centres(held)
-    _native.turn(
-        (batch, kv_heads, 1 if places is None else places.shape[1], slots, used),
-        _format(held),
+    """The first `used` slots as floats, rotated to `positions` (None: not rotated)."""
+    batch, kv_heads, slots = states.data.shape[:3]
+    out = torch.empty(batch, kv_heads, used, states.channels, dtype=dtype)
+    positions = None if positions is None else positions.to(torch.int32).contiguous()
+    means = _contiguous_means(states)
+    _native.rotate(
+        (batch, kv_heads, 1 if positions is None else positions.shape[1], slots, used),
+        _format(states),
         FLOATS[dtype],
-        _held(held, centres),
-        _address(places),
+        _states(states, means),
+        _address(positions),
         _tables(tables),
         out.data_ptr(),
         instruction_set(),
@@ -168,16 +137,16 @@ def turned(
     return out
 
 
-def typicality(keys: Held, positions: SlotPositions) -> PerSlot:
-    """See `reference.typicality`."""
-    batch, kv_heads, slots = keys.codes.shape[:3]
+def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
+    """See `reference.mean_key_cosine`."""
+    batch, kv_heads, slots = keys.data.shape[:3]
     out = torch.empty(batch, kv_heads, slots)
-    places, centres = positions.to(torch.int32).contiguous(), _contiguous_centres(keys)
-    _native.typicality(
-        (batch, kv_heads, places.shape[1], slots),
+    positions, means = positions.to(torch.int32).contiguous(), _contiguous_means(keys)
+    _native.mean_key_cosine(
+        (batch, kv_heads, positions.shape[1], slots),
         _format(keys),
-        _held(keys, centres),
-        places.data_ptr(),
+        _states(keys, means),
+        positions.data_ptr(),
         out.data_ptr(),
         instruction_set(),
         torch.get_num_threads(),
@@ -186,105 +155,89 @@ def typicality(keys: Held, positions: SlotPositions) -> PerSlot:
 
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:
-    """The first `count` slots of each row and head that hold nothing, then any."""
-    batch, ranked, slots = positions.shape
-    out = torch.empty(batch, ranked, count, dtype=torch.int64)
-    _native.first_free(positions.data_ptr(), batch * ranked, slots, count, out.data_ptr())
+    """See `reference.first_free`."""
+    batch, score_heads, slots = positions.shape
+    out = torch.empty(batch, score_heads, count, dtype=torch.int64)
+    _native.first_free(positions.data_ptr(), batch * score_heads, slots, count, out.data_ptr())
     return out
 
 
-def text_order(positions: SlotPositions) -> SlotIndex:
-    """Slots in the order of their positions, free ones last."""
-    batch, ranked, slots = positions.shape
-    out = torch.empty(batch, ranked, slots, dtype=torch.int64)
+def argsort_positions(positions: SlotPositions) -> SlotIndex:
+    """See `reference.argsort_positions`."""
+    batch, score_heads, slots = positions.shape
+    out = torch.empty(batch, score_heads, slots, dtype=torch.int64)
     positions = positions.contiguous()
-    _native.text_order(positions.data_ptr(), batch * ranked, slots, out.data_ptr(), torch.get_num_threads())
+    threads = torch.get_num_threads()
+    _native.argsort_positions(positions.data_ptr(), batch * score_heads, slots, out.data_ptr(), threads)
     return out
 
 
-def lowest(
-    score: Scores,
-    positions: SlotPositions,
-    next_positions: RowCounts,
-    sinks: int,
-    window: int,
-    sliding_window: int | None,
-    count: int,
-) -> SlotIndex:
-    """The `count` slots of each row and head that rank lowest."""
-    score = score.float().contiguous()
-    ends = next_positions.to(torch.int64).contiguous()
-    out = torch.empty(*positions.shape[:2], count, dtype=torch.int64)
-    limits = (sinks, window, sliding_window or 0)
+def lowest(call: EvictionInput) -> SlotIndex:
+    """See `reference.lowest`."""
+    score, positions = call.score.float().contiguous(), call.positions
+    ends = call.next_positions.to(torch.int64).contiguous()
+    out = torch.empty(*positions.shape[:2], call.count, dtype=torch.int64)
+    limits = (call.sinks, call.window, call.sliding_window or 0)
     addresses = score.data_ptr(), positions.data_ptr(), ends.data_ptr()
-    _native.lowest(tuple(positions.shape), *addresses, limits, count, out.data_ptr(), torch.get_num_threads())
+    _native.lowest(tuple(positions.shape), *addresses, limits, call.count, out.data_ptr(), torch.get_num_threads())
     return out
 
 
-def evict(
-    score: Scores,
-    positions: SlotPositions,
-    next_positions: RowCounts,
-    sinks: int,
-    window: int,
-    sliding_window: int | None,
-    count: int,
-) -> tuple[SlotIndex, SlotIndex]:
-    """The `count` lowest slots, marked RESERVED, and the positions that stood there."""
-    index = lowest(score, positions, next_positions, sinks, window, sliding_window, count)
-    return index, reserve(positions, index)
+def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:
+    """See `reference.evict`."""
+    index = lowest(call)
+    return index, reference.reserve(call.positions, index)
 
 
 def write_all(index: SlotIndex, writes: Writes) -> None:
-    """Overwrite the slots at `index` of each of `writes`."""
-    for held, new in writes:
-        if isinstance(new, Tensor) and held.ndim == 4:
-            write(held, index, new)
+    """See `reference.write_all`."""
+    for states, new in writes:
+        if isinstance(new, Tensor) and states.ndim == 4:
+            write(states, index, new)
         else:
-            reference.write(held, index, new)
+            reference.write(states, index, new)
 
 
-def write(held: Tensor, index: SlotIndex, new: Tensor) -> None:
-    """Overwrite the slots of `held` at `index` with `new`."""
-    new = new.to(held.dtype)
+def write(states: Tensor, index: SlotIndex, new: Tensor) -> None:
+    """Overwrite the slots of `states` (batch, kv_heads, slots, width) at `index` with `new`."""
+    new = new.to(states.dtype)
     if new.stride(-1) != 1:
         new = new.contiguous()
     index = index.contiguous()
-    batch, kv_heads, slots, width = held.shape
-    sizes = (batch, kv_heads, index.shape[1], index.shape[2], slots, width * held.itemsize)
+    batch, kv_heads, slots, width = states.shape
+    sizes = (batch, kv_heads, index.shape[1], index.shape[2], slots, width * states.itemsize)
     strides = tuple(stride * new.itemsize for stride in new.stride()[:3])
-    _native.write(sizes, strides, index.data_ptr(), new.data_ptr(), held.data_ptr())
+    _native.write(sizes, strides, index.data_ptr(), new.data_ptr(), states.data_ptr())
 
 
-class _Places:
-    """A branch's positions, kept alive while their addresses are in use."""
-
-    def __init__(self, branch: Branch | None) -> None:
-        self.addresses = (0, 0)
-        if branch is not None:
-            self._queries = branch.queries.to(torch.int64).contiguous()
-            self._keys = branch.keys.to(torch.int32).contiguous()
-            self.addresses = self._queries.data_ptr(), self._keys.data_ptr()
+def _positions(branch: RotaryBranch | None) -> tuple[Tensor | None, Tensor | None]:
+    """Rotary positions of queries and keys, as `call.hpp` wants them."""
+    if branch is None:
+        return None, None
+    return branch.queries.to(torch.int64).contiguous(), branch.keys.to(torch.int32).contiguous()
 
 
-def _format(held: Held) -> int:
-    """As in `call.hpp`; -1 for a type that is not known there."""
-    if held.exact is not None and held.exact.dtype not in FLOATS:
+def _format(states: PackedStates) -> int:
+    """The number of a format in `call.hpp`; -1 where it is not known there."""
+    if states.full_precision is not None and states.full_precision.dtype not in FLOATS:
         return -1
-    return FLOATS.get(held.codes.dtype, -1) if held.scales is None else CODES[held.bits]
+    if states.format is Format.FLOAT:
+        return FLOATS.get(states.data.dtype, -1)
+    return LOW_BIT.get(states.format, -1)
 
 
-def _contiguous_centres(held: Held) -> Tensor | None:
-    return None if held.centres is None else held.centres.float().contiguous()
+def _contiguous_means(states: PackedStates) -> Tensor | None:
+    return None if states.means is None else states.means.float().contiguous()
 
 
-def _held(held: Held, centres: Tensor | None) -> tuple[int, int, int, int, int, int, int, int, int]:
-    codes, exact = held.codes, held.exact
-    copies = (0, 0, 0, 0)
-    if exact is not None and held.places is not None:
-        copies = exact.data_ptr(), held.places.data_ptr(), exact.shape[2], FLOATS[exact.dtype]
-    row_bytes = codes.shape[-1] * codes.itemsize
-    return codes.data_ptr(), _address(held.scales), _address(centres), held.channels, row_bytes, *copies
+def _states(states: PackedStates, means: Tensor | None) -> tuple[int, int, int, int, int, int, int, int, int]:
+    """`PackedStates` of `_native.pyi`; `means` are those of `states`, contiguous."""
+    data, ring = states.data, states.full_precision
+    in_ring = (0, 0, 0, 0)
+    if ring is not None and states.ring_index is not None:
+        in_ring = ring.data_ptr(), states.ring_index.data_ptr(), ring.shape[2], FLOATS[ring.dtype]
+    row_bytes = data.shape[-1] * data.itemsize
+    return data.data_ptr(), _address(states.scales), _address(means), states.channels, row_bytes, *in_ring
 
 
 def _tables(tables: tuple[RotaryTable, RotaryTable] | None) -> tuple[int, int, int]:

@@ -1,20 +1,20 @@
 """The compiled module, see `module.cpp`. Tensors are passed by address, 0 for none."""
 
-# codes, scales, centres, channels, bytes of a slot; exact copies, places, count of places, their format
-Held = tuple[int, int, int, int, int, int, int, int, int]
+# data, scales, means, channels, bytes of a slot; ring at full precision, index into it, its entries, their format
+PackedStates = tuple[int, int, int, int, int, int, int, int, int]
 
 def instruction_sets() -> str: ...
 def attend(
     sizes: tuple[int, int, int, int, int, int],
     format: int,
-    number: int,
+    float_format: int,
     queries: int,
     strides: tuple[int, ...],
-    keys: Held,
-    values: Held,
+    keys: PackedStates,
+    values: PackedStates,
     slot_positions: int,
     query_positions: int,
-    reading: tuple[int, int, int, int, int],
+    rotary_index: tuple[int, int, int, int, int],
     tables: tuple[int, int, int],
     scale: float,
     softcap: float,
@@ -26,28 +26,28 @@ def attend(
     instruction_set: str,
     threads: int,
 ) -> None: ...
-def turn(
+def rotate(
     sizes: tuple[int, int, int, int, int],
     format: int,
-    number: int,
-    held: Held,
+    float_format: int,
+    states: PackedStates,
     positions: int,
     tables: tuple[int, int, int],
     out: int,
     instruction_set: str,
     threads: int,
 ) -> None: ...
-def typicality(
+def mean_key_cosine(
     sizes: tuple[int, int, int, int],
     format: int,
-    keys: Held,
+    keys: PackedStates,
     positions: int,
     out: int,
     instruction_set: str,
     threads: int,
 ) -> None: ...
 def first_free(positions: int, rows: int, slots: int, count: int, out: int) -> None: ...
-def text_order(positions: int, rows: int, slots: int, out: int, threads: int) -> None: ...
+def argsort_positions(positions: int, rows: int, slots: int, out: int, threads: int) -> None: ...
 def lowest(
     sizes: tuple[int, ...],
     scores: int,

@@ -8,37 +8,37 @@ namespace windlass {
 enum class Format : int { float32, bfloat16, float16, int8, int4 };
 
 // The keys or the values of a layer, (batch, kv_heads, slots, row_bytes), contiguous.
-// A low-bit code stands for code * scale + centre: one scale per slot and kv head, one centre per channel.
-struct Held {
-    const std::uint8_t *codes;
+// A number of int8 or int4 is code * scale + mean: one scale per slot and kv head, one mean per channel.
+struct PackedStates {
+    const std::uint8_t *data;
     const std::uint16_t *scales;  // float16; null unless low-bit
-    const float *centres;         // (kv_heads, channels); null where all are 0
+    const float *means;           // (kv_heads, channels); null where all are 0
     int channels;
     std::size_t row_bytes;
-    // Some slots are held a second time, as they were: slot s at place places[s], -1 for none.
-    const std::uint8_t *exact;   // (batch, kv_heads, exact_places, channels) in `exact_number`; may be null
-    const std::int32_t *places;  // (batch, kv_heads, slots)
-    int exact_places;
-    Format exact_number;
+    // Some slots are held at full precision, too: slot s at entry ring_index[s], -1 for none; may be null.
+    const std::uint8_t *full_precision;  // (batch, kv_heads, ring_entries, channels) in `ring_format`
+    const std::int32_t *ring_index;      // (batch, kv_heads, slots)
+    int ring_entries;
+    Format ring_format;
 
-    std::int32_t place(std::size_t slot) const { return exact ? places[slot] : -1; }
+    std::int32_t ring_entry(std::size_t slot) const { return full_precision ? ring_index[slot] : -1; }
 };
 
 // Rotary positions of one set of logits; no rotation where `keys` is null.
 struct Branch {
-    const std::int64_t *queries;  // (batch, ranked, tokens)
-    const std::int32_t *keys;     // (batch, ranked, slots)
+    const std::int64_t *queries;  // (batch, score_heads, tokens)
+    const std::int32_t *keys;     // (batch, score_heads, slots)
 };
 
 struct Attend {
-    int batch, heads, kv_heads, ranked, tokens, slots;
-    Format format;  // of keys and values
-    Format number;  // of queries and the result
-    Held keys, values;
+    int batch, heads, kv_heads, score_heads, tokens, slots;
+    Format format;        // of keys and values
+    Format float_format;  // of queries and the result
+    PackedStates keys, values;
     const std::uint8_t *queries;          // innermost dimension contiguous
     std::int64_t query_strides[3];        // of batch, heads, tokens; in numbers
     std::uint8_t *out;                    // (batch, tokens, heads, value channels)
-    const std::int32_t *slot_positions;   // (batch, ranked, slots)
+    const std::int32_t *slot_positions;   // (batch, score_heads, slots)
     const std::int64_t *query_positions;  // (batch, tokens)
     Branch near, far;                     // `far` beyond `near_window`; its `keys` null: near everywhere
     int near_window;
@@ -47,7 +47,7 @@ struct Attend {
     float scale, softcap;              // softcap 0: none
     int sliding_window, reach, sinks;  // window and reach: INT32_MAX for none
     const float *sink_logits;          // (heads); may be null
-    const float *log_counts;           // (batch, ranked, slots); may be null
+    const float *log_counts;           // (batch, score_heads, slots); may be null
     const std::int64_t *observed;      // (batch, observations) columns or -1
     int observations;
     float *mass_rows;  // (batch, kv_heads, observations, slots); may be null
@@ -58,30 +58,30 @@ struct Attend {
     bool has_mass() const { return mass_rows != nullptr || mass_rest != nullptr; }
 };
 
-// Keys turned to rotary positions, or values as they are, of the first `used` slots.
-struct Turn {
-    int batch, kv_heads, ranked, slots, used;
-    Format format, number;  // of what is held and of the result
-    Held held;
-    const std::int32_t *positions;  // (batch, ranked, slots); null: no rotation
+// Keys rotated to rotary positions, or values as they are, of the first `used` slots.
+struct Rotate {
+    int batch, kv_heads, score_heads, slots, used;
+    Format format, float_format;  // of `packed` and of the result
+    PackedStates packed;
+    const std::int32_t *positions;  // (batch, score_heads, slots); null: no rotation
     const float *cos, *sin;         // (length, pairs)
     int pairs;
     std::uint8_t *out;  // (batch, kv_heads, used, channels)
 };
 
-// How like the mean direction of its row and head each held key is.
-struct Typicality {
-    int batch, kv_heads, ranked, slots;
+// The cosine of each key with the mean direction of its row and head.
+struct MeanKeyCosine {
+    int batch, kv_heads, score_heads, slots;
     Format format;
-    Held keys;
-    const std::int32_t *positions;  // (batch, ranked, slots)
+    PackedStates keys;
+    const std::int32_t *positions;  // (batch, score_heads, slots)
     float *out;                     // (batch, kv_heads, slots)
 };
 
-inline constexpr int BLOCK = 32;        // slots whose logits are alive at once
-inline constexpr int MOST_TOKENS = 16;  // queries per row
-inline constexpr int MOST_CHANNELS = 1024;
-inline constexpr int MOST_LANES = 16;  // of any instruction set
+inline constexpr int BLOCK = 32;       // slots whose logits are alive at once
+inline constexpr int MAX_TOKENS = 16;  // queries per row
+inline constexpr int MAX_CHANNELS = 1024;
+inline constexpr int MAX_LANES = 16;  // of any instruction set
 
 // Slots that one piece of work covers: by the number of slots alone, so that the number of threads
 // never changes a result.
@@ -91,24 +91,22 @@ inline int piece(int slots) {
     return BLOCK * (wanted < 1 ? 1 : wanted > 16 ? 16 : wanted);
 }
 inline int pieces(int slots) { return (slots + piece(slots) - 1) / piece(slots); }
-inline std::size_t padded(int count) {
-    return (count + MOST_LANES - 1) / MOST_LANES * std::size_t(MOST_LANES);
-}
+inline std::size_t padded(int count) { return (count + MAX_LANES - 1) / MAX_LANES * std::size_t(MAX_LANES); }
 
 // Floats of scratch that a call needs: one sum of keys for each piece.
-inline std::size_t scratch_size(const Typicality &call) {
+inline std::size_t scratch_size(const MeanKeyCosine &call) {
     return std::size_t(call.batch) * call.kv_heads * pieces(call.slots) * padded(call.keys.channels);
 }
 
 // Floats of scratch that a call needs, by part.
 struct Scratch {
-    std::size_t queries, partials, summed, logits, keys_turned, probabilities;
+    std::size_t queries, partials, summed, logits, keys_rotated, probabilities;
     std::size_t key_width, value_width, partial_width, slot_width;
 
     Scratch(const Attend &call, int threads) {
         key_width = padded(call.keys.channels);
         value_width = padded(call.values.channels);
-        partial_width = value_width + MOST_LANES;  // its maximum and its sum stand in front
+        partial_width = value_width + MAX_LANES;  // its maximum and its sum stand in front
         slot_width = padded(call.slots);
         std::size_t rows = std::size_t(call.batch) * call.heads * call.tokens;
         std::size_t shared = std::size_t(call.group()) * call.tokens;
@@ -116,10 +114,10 @@ struct Scratch {
         partials = rows * pieces(call.slots) * partial_width;
         summed = padded(int(rows * 2));
         logits = call.has_mass() ? rows * slot_width : 0;
-        keys_turned = threads * std::size_t(BLOCK) * (key_width > value_width ? key_width : value_width);
+        keys_rotated = threads * std::size_t(BLOCK) * (key_width > value_width ? key_width : value_width);
         probabilities = threads * 2 * shared * BLOCK;
     }
-    std::size_t total() const { return queries + partials + summed + logits + keys_turned + probabilities; }
+    std::size_t total() const { return queries + partials + summed + logits + keys_rotated + probabilities; }
 };
 
 }  // namespace windlass

@@ -19,24 +19,24 @@ using namespace windlass;
 namespace windlass {
 namespace plain {
 void attend(const Attend &call, float *scratch, int threads);
-void turn(const Turn &call, int threads);
-void typicality(const Typicality &call, float *scratch, int threads);
+void rotate(const Rotate &call, int threads);
+void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
 }  // namespace plain
 #ifdef WINDLASS_X86
 namespace avx2 {
 void attend(const Attend &call, float *scratch, int threads);
-void turn(const Turn &call, int threads);
-void typicality(const Typicality &call, float *scratch, int threads);
+void rotate(const Rotate &call, int threads);
+void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
 }  // namespace avx2
 namespace avx512 {
 void attend(const Attend &call, float *scratch, int threads);
-void turn(const Turn &call, int threads);
-void typicality(const Typicality &call, float *scratch, int threads);
+void rotate(const Rotate &call, int threads);
+void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
 }  // namespace avx512
 namespace avx512_bf16 {
 void attend(const Attend &call, float *scratch, int threads);
-void turn(const Turn &call, int threads);
-void typicality(const Typicality &call, float *scratch, int threads);
+void rotate(const Rotate &call, int threads);
+void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
 }  // namespace avx512_bf16
 #endif
 }  // namespace windlass
@@ -97,86 +97,91 @@ float *scratch_of(std::size_t floats) {
     return scratch.get();
 }
 
-using HeldArguments = std::tuple<Address, Address, Address, int, std::size_t, Address, Address, int, int>;
+using PackedArguments = std::tuple<Address, Address, Address, int, std::size_t, Address, Address, int, int>;
 
-Held held(const HeldArguments &from) {
-    const auto &[codes, scales, centres, channels, row_bytes, exact, places, exact_places, exact_number] =
-        from;
-    return {at<const std::uint8_t>(codes),
+PackedStates packed_states(const PackedArguments &from) {
+    const auto &[data, scales, means, channels, row_bytes, full_precision, ring_index, ring_entries,
+                 ring_format] = from;
+    return {at<const std::uint8_t>(data),
             at<const std::uint16_t>(scales),
-            at<const float>(centres),
+            at<const float>(means),
             channels,
             row_bytes,
-            at<const std::uint8_t>(exact),
-            at<const std::int32_t>(places),
-            exact_places,
-            Format(exact_number)};
+            at<const std::uint8_t>(full_precision),
+            at<const std::int32_t>(ring_index),
+            ring_entries,
+            Format(ring_format)};
 }
 
-void turn(std::tuple<int, int, int, int, int> sizes, int format, int number, HeldArguments from,
-          Address positions, std::tuple<Address, Address, int> tables, Address out,
-          const std::string &instruction_set, int threads) {
-    const auto [batch, kv_heads, ranked, slots, used] = sizes;
+void rotate(std::tuple<int, int, int, int, int> sizes, int format, int float_format, PackedArguments from,
+            Address positions, std::tuple<Address, Address, int> tables, Address out,
+            const std::string &instruction_set, int threads) {
+    const auto [batch, kv_heads, score_heads, slots, used] = sizes;
     const auto [cos, sin, pairs] = tables;
-    const Turn call{batch,
-                    kv_heads,
-                    ranked,
-                    slots,
-                    used,
-                    Format(format),
-                    Format(number),
-                    held(from),
-                    at<const std::int32_t>(positions),
-                    at<const float>(cos),
-                    at<const float>(sin),
-                    pairs,
-                    at<std::uint8_t>(out)};
+    const Rotate call{batch,
+                      kv_heads,
+                      score_heads,
+                      slots,
+                      used,
+                      Format(format),
+                      Format(float_format),
+                      packed_states(from),
+                      at<const std::int32_t>(positions),
+                      at<const float>(cos),
+                      at<const float>(sin),
+                      pairs,
+                      at<std::uint8_t>(out)};
     nb::gil_scoped_release released;
 #ifdef WINDLASS_X86
-    if (instruction_set == "avx512_bf16") return avx512_bf16::turn(call, threads);
-    if (instruction_set == "avx512") return avx512::turn(call, threads);
-    if (instruction_set == "avx2") return avx2::turn(call, threads);
+    if (instruction_set == "avx512_bf16") return avx512_bf16::rotate(call, threads);
+    if (instruction_set == "avx512") return avx512::rotate(call, threads);
+    if (instruction_set == "avx2") return avx2::rotate(call, threads);
 #endif
-    plain::turn(call, threads);
+    plain::rotate(call, threads);
 }
 
-void typicality(std::tuple<int, int, int, int> sizes, int format, HeldArguments keys, Address positions,
-                Address out, const std::string &instruction_set, int threads) {
-    const auto [batch, kv_heads, ranked, slots] = sizes;
-    const Typicality call{
-        batch,      kv_heads, ranked, slots, Format(format), held(keys), at<const std::int32_t>(positions),
-        at<float>(out)};
+void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArguments keys,
+                     Address positions, Address out, const std::string &instruction_set, int threads) {
+    const auto [batch, kv_heads, score_heads, slots] = sizes;
+    const MeanKeyCosine call{batch,
+                             kv_heads,
+                             score_heads,
+                             slots,
+                             Format(format),
+                             packed_states(keys),
+                             at<const std::int32_t>(positions),
+                             at<float>(out)};
     float *scratch = scratch_of(scratch_size(call));
     nb::gil_scoped_release released;
 #ifdef WINDLASS_X86
-    if (instruction_set == "avx512_bf16") return avx512_bf16::typicality(call, scratch, threads);
-    if (instruction_set == "avx512") return avx512::typicality(call, scratch, threads);
-    if (instruction_set == "avx2") return avx2::typicality(call, scratch, threads);
+    if (instruction_set == "avx512_bf16") return avx512_bf16::mean_key_cosine(call, scratch, threads);
+    if (instruction_set == "avx512") return avx512::mean_key_cosine(call, scratch, threads);
+    if (instruction_set == "avx2") return avx2::mean_key_cosine(call, scratch, threads);
 #endif
-    plain::typicality(call, scratch, threads);
+    plain::mean_key_cosine(call, scratch, threads);
 }
 
-void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int number, Address queries,
-            std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, HeldArguments keys,
-            HeldArguments values, Address slot_positions, Address query_positions,
-            std::tuple<Address, Address, Address, Address, int> reading,
+void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int float_format, Address queries,
+            std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, PackedArguments keys,
+            PackedArguments values, Address slot_positions, Address query_positions,
+            std::tuple<Address, Address, Address, Address, int> rotary_index,
             std::tuple<Address, Address, int> tables, float scale, float softcap,
             std::tuple<int, int, int> visibility, Address sink_logits, Address log_counts,
             std::tuple<Address, int, Address, Address> mass, Address out, const std::string &instruction_set,
             int threads) {
     Attend call{};
-    std::tie(call.batch, call.heads, call.kv_heads, call.ranked, call.tokens, call.slots) = sizes;
-    call.format = Format(format), call.number = Format(number);
+    std::tie(call.batch, call.heads, call.kv_heads, call.score_heads, call.tokens, call.slots) = sizes;
+    call.format = Format(format), call.float_format = Format(float_format);
     call.queries = at<const std::uint8_t>(queries);
     std::tie(call.query_strides[0], call.query_strides[1], call.query_strides[2]) = strides;
-    call.keys = held(keys), call.values = held(values);
+    call.keys = packed_states(keys), call.values = packed_states(values);
     call.slot_positions = at<const std::int32_t>(slot_positions);
     call.query_positions = at<const std::int64_t>(query_positions);
-    call.near =
-        Branch{at<const std::int64_t>(std::get<0>(reading)), at<const std::int32_t>(std::get<1>(reading))};
-    call.far =
-        Branch{at<const std::int64_t>(std::get<2>(reading)), at<const std::int32_t>(std::get<3>(reading))};
-    call.near_window = std::get<4>(reading);
+    call.near = Branch{at<const std::int64_t>(std::get<0>(rotary_index)),
+                       at<const std::int32_t>(std::get<1>(rotary_index))};
+    call.far = Branch{at<const std::int64_t>(std::get<2>(rotary_index)),
+                      at<const std::int32_t>(std::get<3>(rotary_index))};
+    call.near_window = std::get<4>(rotary_index);
     call.cos = at<const float>(std::get<0>(tables)), call.sin = at<const float>(std::get<1>(tables));
     call.pairs = std::get<2>(tables);
     call.scale = scale, call.softcap = softcap;
@@ -200,22 +205,22 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int numb
 NB_MODULE(_native, module) {
     using namespace nb::literals;
     module.def("instruction_sets", &instruction_sets);
-    module.def("attend", &attend, "sizes"_a, "format"_a, "number"_a, "queries"_a, "strides"_a, "keys"_a,
-               "values"_a, "slot_positions"_a, "query_positions"_a, "reading"_a, "tables"_a, "scale"_a,
+    module.def("attend", &attend, "sizes"_a, "format"_a, "float_format"_a, "queries"_a, "strides"_a, "keys"_a,
+               "values"_a, "slot_positions"_a, "query_positions"_a, "rotary_index"_a, "tables"_a, "scale"_a,
                "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
-    module.def("turn", &turn, "sizes"_a, "format"_a, "number"_a, "held"_a, "positions"_a, "tables"_a, "out"_a,
-               "instruction_set"_a, "threads"_a);
-    module.def("typicality", &typicality, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
+    module.def("rotate", &rotate, "sizes"_a, "format"_a, "float_format"_a, "states"_a, "positions"_a,
+               "tables"_a, "out"_a, "instruction_set"_a, "threads"_a);
+    module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
     module.def("first_free",
                [](Address positions, std::int64_t rows, std::int64_t slots, std::int64_t count, Address out) {
                    first_free(at<const std::int32_t>(positions), rows, slots, count, at<std::int64_t>(out));
                });
-    module.def("text_order",
-               [](Address positions, std::int64_t rows, std::int64_t slots, Address out, int threads) {
-                   text_order(at<const std::int32_t>(positions), rows, slots, at<std::int64_t>(out), threads);
-               });
+    module.def("argsort_positions", [](Address positions, std::int64_t rows, std::int64_t slots, Address out,
+                                       int threads) {
+        argsort_positions(at<const std::int32_t>(positions), rows, slots, at<std::int64_t>(out), threads);
+    });
     module.def("lowest", [](std::tuple<std::int64_t, std::int64_t, std::int64_t> sizes, Address scores,
                             Address positions, Address next_positions,
                             std::tuple<std::int64_t, std::int64_t, std::int64_t> limits, std::int64_t count,
@@ -231,10 +236,10 @@ NB_MODULE(_native, module) {
                sizes,
            std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, Address index, Address source,
            Address target) {
-            const auto [batch, kv_heads, ranked, tokens, slots, bytes] = sizes;
+            const auto [batch, kv_heads, score_heads, tokens, slots, bytes] = sizes;
             write({batch,
                    kv_heads,
-                   ranked,
+                   score_heads,
                    tokens,
                    slots,
                    bytes,

@@ -71,15 +71,16 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
 template <Format F, int QUERIES>
 void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int channels,
                 int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
-    constexpr int MOST = LANES == 16 ? 4 : 2;  // what the registers hold
+    constexpr int MAX_VECTORS = LANES == 16 ? 4 : 2;  // what the registers hold
     int i = 0;
     // The two halves of a row of int4 lie in one another; no vector is astride both.
     for (const int edge : {F == Format::int4 ? channels / 2 : channels, channels}) {
-        for (; i + MOST * LANES <= edge; i += MOST * LANES)
-            add_values<F, QUERIES, MOST>(weights, values, row_bytes, channels, count, is_seen, i, sum,
-                                         sum_stride);
+        for (; i + MAX_VECTORS * LANES <= edge; i += MAX_VECTORS * LANES)
+            add_values<F, QUERIES, MAX_VECTORS>(weights, values, row_bytes, channels, count, is_seen, i, sum,
+                                                sum_stride);
         for (; i + LANES <= edge; i += LANES)
-            add_values<F, QUERIES, 1>(weights, values, row_bytes, channels, count, is_seen, i, sum, sum_stride);
+            add_values<F, QUERIES, 1>(weights, values, row_bytes, channels, count, is_seen, i, sum,
+                                      sum_stride);
         for (; i < edge; ++i)
             for (int q = 0; q < QUERIES; ++q) {
                 float total = 0;

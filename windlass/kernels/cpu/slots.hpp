@@ -25,21 +25,21 @@ inline void first_free(const std::int32_t *positions, std::int64_t rows, std::in
     }
 }
 
-struct Order {
-    std::int64_t batch, ranked, slots;
-    const float *scores;                         // (batch, ranked, slots)
-    const std::int32_t *positions;               // (batch, ranked, slots)
+struct Eviction {
+    std::int64_t batch, score_heads, slots;
+    const float *scores;                         // (batch, score_heads, slots)
+    const std::int32_t *positions;               // (batch, score_heads, slots)
     const std::int64_t *next_positions;          // (batch)
     std::int64_t sinks, window, sliding_window;  // sliding_window 0: none
 };
 
 // What `ranking.total_order` gives for one slot.
-inline std::int64_t rank_of(const Order &order, float score, std::int64_t position, std::int64_t end) {
+inline std::int64_t rank_of(const Eviction &call, float score, std::int64_t position, std::int64_t end) {
     constexpr float least = std::numeric_limits<float>::lowest(), most = std::numeric_limits<float>::max();
     constexpr float infinity = std::numeric_limits<float>::infinity();
     score = std::isnan(score) ? least : std::clamp(score, least, most);
-    if (position >= end - order.window || position < order.sinks) score = infinity;
-    if (order.sliding_window && position <= end - order.sliding_window) score = least;
+    if (position >= end - call.window || position < call.sinks) score = infinity;
+    if (call.sliding_window && position <= end - call.sliding_window) score = least;
     if (position < 0) score = -infinity;
     score += 0.0f;  // there is no -0.0 then
     std::int32_t bits;
@@ -49,21 +49,22 @@ inline std::int64_t rank_of(const Order &order, float score, std::int64_t positi
 }
 
 // For each row and head, the `count` slots that rank lowest, in any order.
-inline void lowest(const Order &order, std::int64_t count, std::int64_t *out, int threads) {
-    const std::int64_t rows = order.batch * order.ranked, slots = order.slots;
+inline void lowest(const Eviction &call, std::int64_t count, std::int64_t *out, int threads) {
+    const std::int64_t rows = call.batch * call.score_heads, slots = call.slots;
     if (count == 0) return;
     // Slots come out of order: where scores fall along the text, each would be lower than all before it.
     const std::int64_t stride = (slots % 7919 ? 7919 : 7907) % slots;  // of primes: every slot comes once
 #pragma omp parallel for num_threads(threads) if (rows * slots >= PARALLEL)
     for (std::int64_t row = 0; row < rows; ++row) {
-        const std::int64_t end = order.next_positions[row / order.ranked];
+        const std::int64_t end = call.next_positions[row / call.score_heads];
         std::vector<std::int64_t> ranks(slots);
         for (std::int64_t slot = 0; slot < slots; ++slot)
             ranks[slot] =
-                rank_of(order, order.scores[row * slots + slot], order.positions[row * slots + slot], end);
+                rank_of(call, call.scores[row * slots + slot], call.positions[row * slots + slot], end);
         std::vector<std::pair<std::int64_t, std::int64_t>> found;
         found.reserve(slots);
-        // A heap of the lowest, the highest of them in front, is faster than a selection while few are wanted.
+        // A heap of the lowest, the highest of them in front, is faster than a selection while few are
+        // wanted.
         const bool is_heap = count * 8 <= slots;
         for (std::int64_t i = 0, slot = 0; i < slots; ++i, slot += stride, slot -= slot < slots ? 0 : slots) {
             if (!is_heap || i < count)
@@ -82,8 +83,8 @@ inline void lowest(const Order &order, std::int64_t count, std::int64_t *out, in
 
 // For each of `rows` rows, its slots in the order of their positions, free ones last: a radix sort,
 // since a sort by comparison would take longer than attention.
-inline void text_order(const std::int32_t *positions, std::int64_t rows, std::int64_t slots,
-                       std::int64_t *out, int threads) {
+inline void argsort_positions(const std::int32_t *positions, std::int64_t rows, std::int64_t slots,
+                              std::int64_t *out, int threads) {
     constexpr int BITS = 11, DIGITS = 3, SIZE = 1 << BITS;
 #pragma omp parallel for num_threads(threads) if (rows * slots >= PARALLEL)
     for (std::int64_t row = 0; row < rows; ++row) {
@@ -112,9 +113,9 @@ inline void text_order(const std::int32_t *positions, std::int64_t rows, std::in
 }
 
 struct Write {
-    std::int64_t batch, kv_heads, ranked, tokens, slots, bytes;  // bytes of one token and head
+    std::int64_t batch, kv_heads, score_heads, tokens, slots, bytes;  // bytes of one token and head
     std::int64_t strides[3];    // of the source, in bytes: batch, kv_heads, tokens
-    const std::int64_t *index;  // (batch, ranked, tokens)
+    const std::int64_t *index;  // (batch, score_heads, tokens)
 };
 
 // Copies each new token's bytes into its slot; no other slot is touched.
@@ -122,7 +123,7 @@ inline void write(const Write &call, const std::uint8_t *source, std::uint8_t *t
     for (std::int64_t row = 0; row < call.batch; ++row)
         for (std::int64_t head = 0; head < call.kv_heads; ++head) {
             const std::int64_t *index =
-                call.index + (row * call.ranked + (call.ranked == 1 ? 0 : head)) * call.tokens;
+                call.index + (row * call.score_heads + (call.score_heads == 1 ? 0 : head)) * call.tokens;
             for (std::int64_t token = 0; token < call.tokens; ++token)
                 std::memcpy(target + ((row * call.kv_heads + head) * call.slots + index[token]) * call.bytes,
                             source + row * call.strides[0] + head * call.strides[1] + token * call.strides[2],

@@ -6,17 +6,17 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from windlass.core.packed import Held
-from windlass.core.rotary_index import Branch, Reading
-from windlass.core.shapes import QueryPositions, RotaryTable, Scores, SlotPositions
-from windlass.kernels.reference import Visibility
+from windlass.core.attention import AttentionInput
+from windlass.core.packed import Format, PackedStates
+from windlass.core.rotary_index import RotaryBranch
 
 FLOATS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-MOST_CHANNELS: Final = 256
+LOW_BIT: Final = (Format.INT8, Format.INT4)
+MAX_CHANNELS: Final = 256
 
 
 class Plane(NamedTuple):
-    """Numbers of (batch, heads, n), n next to each other; a stride of 0 where heads share them."""
+    """A tensor (batch, heads, n) with a stride of 1 along n, and of 0 along heads where they share it."""
 
     start: Tensor
     batch: int
@@ -24,7 +24,7 @@ class Plane(NamedTuple):
 
 
 class Strided(NamedTuple):
-    """Queries, however they lie."""
+    """Queries with any strides."""
 
     start: Tensor
     batch: int
@@ -33,22 +33,25 @@ class Strided(NamedTuple):
     channel: int
 
 
-class Numbers(NamedTuple):
-    """Keys or values as they lie in memory, see `Held`; all are contiguous."""
+class PackedTensors(NamedTuple):
+    """The tensors of `PackedStates`, all contiguous."""
 
-    codes: Tensor
+    data: Tensor
     scales: Tensor | None
-    centres: Tensor | None
-    exact: Tensor | None
-    places: Tensor | None
-    exact_places: int
+    means: Tensor | None
+    full_precision: Tensor | None
+    ring_index: Tensor | None
+    ring_entries: int
 
 
-class Sight(NamedTuple):
-    """Where slots and queries stand, and what that means for their logits."""
+class LogitArgs(NamedTuple):
+    """What logits depend on beside queries and keys, see `AttentionInput`.
 
-    slots: Plane
-    queries: Plane
+    No argument of a kernel may be called `params`: Triton's own launcher has a variable of that name.
+    """
+
+    slots: Plane  # positions
+    queries: Plane  # positions
     cos: Tensor | None
     sin: Tensor | None
     near_keys: Plane | None
@@ -64,9 +67,10 @@ class Sight(NamedTuple):
     sinks: int
 
 
-def knows(held: Held) -> bool:
+def knows(states: PackedStates) -> bool:
     """Whether the kernels can read it."""
-    return (held.scales is not None or held.codes.dtype in FLOATS) and held.channels <= MOST_CHANNELS
+    is_known = states.data.dtype in FLOATS if states.format is Format.FLOAT else states.format in LOW_BIT
+    return is_known and states.channels <= MAX_CHANNELS
 
 
 def as_plane(tensor: Tensor) -> Plane:
@@ -76,45 +80,38 @@ def as_plane(tensor: Tensor) -> Plane:
     return Plane(tensor, tensor.stride(0), 0 if tensor.shape[1] == 1 else tensor.stride(1))
 
 
-def as_numbers(held: Held) -> Numbers:
+def packed_tensors(states: PackedStates) -> PackedTensors:
     """Keys or values, as kernels take them."""
-    scales, centres, exact, places = (
-        None if part is None else part.contiguous() for part in (held.scales, held.centres, held.exact, held.places)
+    scales, means, ring, ring_index = (
+        None if part is None else part.contiguous()
+        for part in (states.scales, states.means, states.full_precision, states.ring_index)
     )
-    return Numbers(held.codes.contiguous(), scales, centres, exact, places, 0 if exact is None else exact.shape[2])
+    entries = 0 if ring is None else ring.shape[2]
+    return PackedTensors(states.data.contiguous(), scales, means, ring, ring_index, entries)
 
 
-def as_sight(
-    slot_positions: SlotPositions,
-    query_positions: QueryPositions,
-    reading: Reading | None,
-    tables: tuple[RotaryTable, RotaryTable] | None,
-    scale: float,
-    visibility: Visibility,
-    softcap: float | None,
-    log_counts: Scores | None,
-) -> Sight:
-    """Where queries and slots stand, and how they are read, as kernels take it; see `reference.attend`."""
-    near: Branch | None = None
-    far: Branch | None = None
+def pack_logit_args(call: AttentionInput) -> LogitArgs:
+    """What the logits of `call` depend on beside its queries and keys, as kernels take it."""
+    near: RotaryBranch | None = None
+    far: RotaryBranch | None = None
     cos = sin = None
-    if reading is not None and tables is not None:
-        near, far = reading.near, reading.far
-        cos, sin = (table.contiguous() for table in tables)
-    return Sight(
-        as_plane(slot_positions),
-        as_plane(query_positions[:, None]),
+    if call.rotary_index is not None and call.tables is not None:
+        near, far = call.rotary_index.near, call.rotary_index.far
+        cos, sin = (table.contiguous() for table in call.tables)
+    return LogitArgs(
+        as_plane(call.slot_positions),
+        as_plane(call.query_positions[:, None]),
         cos,
         sin,
         None if near is None else as_plane(near.keys),
         None if near is None else as_plane(near.queries),
         None if far is None else as_plane(far.keys),
         None if far is None else as_plane(far.queries),
-        0 if reading is None else reading.near_window,
-        None if log_counts is None else as_plane(log_counts),
-        scale,
-        softcap,
-        visibility.sliding_window,
-        visibility.reach,
-        visibility.sinks,
+        0 if call.rotary_index is None else call.rotary_index.near_window,
+        None if call.log_counts is None else as_plane(call.log_counts),
+        call.scale,
+        call.softcap,
+        call.visibility.sliding_window,
+        call.visibility.reach,
+        call.visibility.sinks,
     )

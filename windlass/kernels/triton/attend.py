@@ -1,11 +1,11 @@
-"""Attention over slots on a GPU, as `kernels.reference` tells it.
+"""Attention over slots on a GPU.
 
 A program serves one row and kv head, a block of queries (all heads that share the kv head, so that its
-keys are read once) and one part of the slots; keys are turned in registers on the way in. A prompt has
-programs enough, and reads the slots in one part. A single token reads them in many, and a second
-kernel joins their softmaxes.
+keys are read once) and one split of the slots; keys are rotated in registers on the way in. A prompt has
+enough programs to read all slots in one split. A single token reads them in many, and a second kernel joins
+their softmaxes.
 
-Source: online softmax over blocks, Dao et al. 2022 (arXiv:2205.14135); parts that are joined at the end,
+Source: online softmax over blocks, Dao et al. 2022 (arXiv:2205.14135); splits that are joined at the end,
 Flash-Decoding, Dao et al. 2023.
 """
 
@@ -16,52 +16,44 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.core.packed import Held
-from windlass.core.rotary_index import Reading
-from windlass.core.shapes import Attended, ObservedColumns, Queries, QueryPositions, RotaryTable, Scores, SlotPositions
-from windlass.kernels.reference import Mass, Visibility
+from windlass.core.attention import AttentionInput, Mass
+from windlass.core.packed import PackedStates
+from windlass.core.shapes import Attended, ObservedColumns, Queries
 from windlass.kernels.triton import plan
-from windlass.kernels.triton.arguments import FLOATS, Numbers, Sight, Strided, as_numbers, as_sight, knows
+from windlass.kernels.triton.arguments import (
+    FLOATS,
+    LogitArgs,
+    PackedTensors,
+    Strided,
+    knows,
+    pack_logit_args,
+    packed_tensors,
+)
 from windlass.kernels.triton.mass import mass_kernel
 from windlass.kernels.triton.tiles import (
     at_head,
-    keys_of,
-    logits_of,
-    numbers_of,
+    compute_logits,
+    load_keys,
+    load_queries,
+    load_states,
     product,
-    queries_of,
     seen_by_any,
     with_sinks,
 )
 
-NARROWEST: Final = 16  # channels or rows that a tensor core takes at once
+MIN_TILE: Final = 16  # channels or rows that a tensor core takes at once
 
 
-def can_read(queries: Queries, keys: Held, values: Held) -> bool:
+def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool:
     """Whether the kernel knows the types."""
     return queries.dtype in FLOATS and knows(keys) and knows(values)
 
 
-def attend(
-    queries: Queries,
-    keys: Held,
-    values: Held,
-    slot_positions: SlotPositions,
-    query_positions: QueryPositions,
-    *,
-    reading: Reading | None,
-    tables: tuple[RotaryTable, RotaryTable] | None,
-    scale: float,
-    visibility: Visibility,
-    softcap: float | None = None,
-    sink_logits: Tensor | None = None,
-    log_counts: Scores | None = None,
-    observed: ObservedColumns | None = None,
-    is_rest_wanted: bool = False,
-) -> tuple[Attended, Mass | None]:
+def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`; asks the device nothing, so that a CUDA graph can hold it. Tables of any float type."""
+    queries, keys, values, observed = call.queries, call.keys, call.values, call.observed
     batch, heads, tokens, _ = queries.shape
-    kv_heads, slots = keys.codes.shape[1:3]
+    kv_heads, slots = keys.data.shape[1:3]
     group = heads // kv_heads
     rows = tokens * group
     at = plan.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize, keys.bits)
@@ -69,9 +61,9 @@ def attend(
     programs = batch * kv_heads * row_blocks
     splits, each = plan.splits(programs, slots, at, queries.device)
 
-    sight = as_sight(slot_positions, query_positions, reading, tables, scale, visibility, softcap, log_counts)
-    pairs = 0 if sight.cos is None else sight.cos.shape[1]
-    look = (Strided(queries, *queries.stride()), as_numbers(keys), sight)
+    logit_args = pack_logit_args(call)
+    pairs = 0 if logit_args.cos is None else logit_args.cos.shape[1]
+    inputs = (Strided(queries, *queries.stride()), packed_tensors(keys), logit_args)
     channels: dict[str, object] = {
         "GROUP": group,
         "WIDTH": keys.channels,
@@ -87,56 +79,57 @@ def attend(
         return torch.empty(shape, dtype=torch.float32, device=queries.device)
 
     out = queries.new_empty(batch, tokens, heads, values.channels)
-    divisors = kept = parts = softmaxes = None
+    lse = logits_buf = partials = partial_softmax = None
     if observed is not None:
-        divisors = scratch(batch, heads, tokens)
+        lse = scratch(batch, heads, tokens)
         # Whichever moves fewer bytes: each logit out and in again, or the keys once more.
-        if 2 * 4 * rows <= keys.codes.shape[-1] * keys.codes.itemsize:
-            kept = scratch(batch, kv_heads, rows, slots)
+        if 2 * 4 * rows <= keys.data.shape[-1] * keys.data.itemsize:
+            logits_buf = scratch(batch, kv_heads, rows, slots)
     if splits > 1:
-        parts = scratch(batch, kv_heads, splits, rows, values.channels)
-        softmaxes = scratch(batch, kv_heads, splits, rows, 2)
+        partials = scratch(batch, kv_heads, splits, rows, values.channels)
+        partial_softmax = scratch(batch, kv_heads, splits, rows, 2)
     width = _padded(values.channels)
-    ends = (sink_logits, out, divisors)
+    ends = (call.sink_logits, out, lse)
     with torch.cuda.device_of(queries):
         attend_kernel[(programs * splits,)](
-            *look, as_numbers(values), *ends, parts, softmaxes, kept, batch, kv_heads, tokens, slots, splits, each,
-            **channels, VALUE_WIDTH=values.channels, VALUES=width, VALUE_BITS=values.bits, ROWS=at.rows,
-            BLOCK=at.block, SKIPS=tokens > 1 and splits == 1 and kept is None, num_warps=at.warps, num_stages=at.stages,
+            *inputs, packed_tensors(values), *ends, partials, partial_softmax, logits_buf, batch, kv_heads, tokens,
+            slots, splits, each, **channels, VALUE_WIDTH=values.channels, VALUES=width, VALUE_BITS=values.bits,
+            ROWS=at.rows, BLOCK=at.block, SKIPS=tokens > 1 and splits == 1 and logits_buf is None, num_warps=at.warps,
+            num_stages=at.stages,
         )  # fmt: skip
         if splits > 1:
             join_kernel[(batch * kv_heads * rows,)](
-                parts, softmaxes, *ends, kv_heads, tokens, splits, GROUP=group, VALUE_WIDTH=values.channels,
+                partials, partial_softmax, *ends, kv_heads, tokens, splits, GROUP=group, VALUE_WIDTH=values.channels,
                 VALUES=width, SPLITS=triton.next_power_of_2(splits), SOME=min(16, triton.next_power_of_2(splits)),
             )  # fmt: skip
         mass = None
-        if observed is not None and divisors is not None:
-            mass = _mass(look, divisors, kept, observed, is_rest_wanted, channels, keys.channels)
+        if observed is not None and lse is not None:
+            mass = _mass(inputs, lse, logits_buf, observed, call.is_rest_wanted, channels, keys.channels)
     return out.transpose(1, 2), mass
 
 
 def _mass(
-    look: tuple[Strided, Numbers, Sight],
-    divisors: Tensor,
-    kept: Tensor | None,
+    inputs: tuple[Strided, PackedTensors, LogitArgs],
+    lse: Tensor,
+    logits_buf: Tensor | None,
     observed: ObservedColumns,
     is_rest_wanted: bool,
     channels: dict[str, object],
     width: int,
 ) -> Mass:
-    queries, keys, _ = look
-    batch, heads, tokens = divisors.shape
-    kv_heads, slots = keys.codes.shape[1:3]
+    queries, keys, _ = inputs
+    batch, heads, tokens = lse.shape
+    kv_heads, slots = keys.data.shape[1:3]
     at = plan.mass_plan(tokens * heads // kv_heads, width, queries.start.itemsize)
     padded = triton.next_power_of_2(heads // kv_heads)
-    rows = divisors.new_empty(batch, kv_heads, observed.shape[1], slots)
+    rows = lse.new_empty(batch, kv_heads, observed.shape[1], slots)
     rest = is_other = None
     if is_rest_wanted:
-        rest = divisors.new_empty(batch, kv_heads, slots)
+        rest = lse.new_empty(batch, kv_heads, slots)
         is_other = torch.ones(batch, tokens + 1, dtype=torch.int8, device=observed.device)
         is_other = is_other.scatter(1, observed.where(observed >= 0, tokens), 0)[:, :-1].contiguous()
     mass_kernel[(batch * kv_heads * -(-slots // at.block),)](
-        *look, divisors, kept, observed.contiguous(), is_other, rows, rest, batch, kv_heads, tokens, slots,
+        *inputs, lse, logits_buf, observed.contiguous(), is_other, rows, rest, batch, kv_heads, tokens, slots,
         observed.shape[1], **channels, PADDED=padded, COLUMNS=max(1, at.rows // padded), BLOCK=at.block,
         num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
@@ -145,7 +138,7 @@ def _mass(
 
 def _padded(channels: int) -> int:
     """The width of a tile that holds so many channels; 0 where there are none."""
-    return max(NARROWEST, triton.next_power_of_2(channels)) if channels else 0
+    return max(MIN_TILE, triton.next_power_of_2(channels)) if channels else 0
 
 
 @triton.jit
@@ -153,14 +146,14 @@ def _padded(channels: int) -> int:
 def attend_kernel(
     queries,
     keys,
-    sight,
+    logit_args,
     values,
     sink_logits,  # (heads), or None
     out,  # (batch, tokens, heads, channels)
-    divisors,  # (batch, heads, tokens) logarithms, or None
-    parts,  # (batch, kv_heads, splits, rows, channels) sums of values, or None: the slots are read in one part
-    softmaxes,  # (batch, kv_heads, splits, rows, 2): greatest logit and sum, or None
-    kept,  # (batch, kv_heads, rows, slots) logits, or None
+    lse,  # (batch, heads, tokens) log-sum-exp of logits, or None
+    partials,  # (batch, kv_heads, splits, rows, channels) sums of values, or None: all slots are read in one split
+    partial_softmax,  # (batch, kv_heads, splits, rows, 2): greatest logit and sum of exponentials, or None
+    logits_buf,  # (batch, kv_heads, rows, slots) logits, or None
     batch,
     kv_heads,
     tokens,
@@ -181,7 +174,7 @@ def attend_kernel(
     BLOCK: tl.constexpr,
     SKIPS: tl.constexpr,
 ):
-    """A block of queries over one part of the slots."""
+    """A block of queries over one split of the slots."""
     # Heads of the same slots run side by side: they share rows of the rotary table, which the cache then holds.
     i = tl.program_id(0)
     i_head = i % kv_heads
@@ -195,8 +188,8 @@ def attend_kernel(
     m_rows = o_rows < tokens * GROUP
     o_tokens = o_rows // GROUP
     o_heads = i_head * GROUP + o_rows % GROUP
-    q_positions = tl.load(at_head(sight.queries, i_batch, i_head) + o_tokens, mask=m_rows, other=-1).to(tl.int32)
-    q = queries_of(queries, sight, i_batch, i_head, o_tokens, o_heads, m_rows, WIDTH, PAIRS, HALF, REST, NUMBER)
+    q_positions = tl.load(at_head(logit_args.queries, i_batch, i_head) + o_tokens, mask=m_rows, other=-1).to(tl.int32)
+    q = load_queries(queries, logit_args, i_batch, i_head, o_tokens, o_heads, m_rows, WIDTH, PAIRS, HALF, REST, NUMBER)
 
     top = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
@@ -205,29 +198,29 @@ def attend_kernel(
     for start in range(i_split * each, last, BLOCK):
         o_slots = start + tl.arange(0, BLOCK)
         m_slots = o_slots < last
-        positions = tl.load(at_head(sight.slots, i_batch, i_head) + o_slots, mask=m_slots, other=-1).to(tl.int32)
-        m_seen = seen_by_any(q_positions, positions, sight) & m_slots
+        positions = tl.load(at_head(logit_args.slots, i_batch, i_head) + o_slots, mask=m_slots, other=-1).to(tl.int32)
+        m_seen = seen_by_any(q_positions, positions, logit_args) & m_slots
         # A branch keeps the next block from being fetched ahead; few queries are better off with masks alone.
         is_read = True
         if SKIPS:
             is_read = tl.max(m_seen.to(tl.int32), 0) > 0
         if is_read:
-            k = keys_of(
-                keys, sight, index, i_batch, i_head, o_slots, m_seen, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER
+            k = load_keys(
+                keys, logit_args, index, i_batch, i_head, o_slots, m_seen, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER
             )
-            logits = logits_of(
-                q, k, sight, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, ROWS, BLOCK
+            logits = compute_logits(
+                q, k, logit_args, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, ROWS, BLOCK
             )
-            if kept is not None:
+            if logits_buf is not None:
                 at = (index * tokens * GROUP + o_rows)[:, None] * slots + o_slots[None, :]
-                tl.store(kept + at, logits, mask=m_rows[:, None] & m_slots[None, :])
+                tl.store(logits_buf + at, logits, mask=m_rows[:, None] & m_slots[None, :])
             highest = tl.maximum(top, tl.max(logits, 1))
             base = tl.where(highest == float("-inf"), 0.0, highest)
             weights = tl.exp(logits - base[:, None])
             shrink = tl.exp(top - base)
             o_channels = tl.arange(0, VALUES)
             m_channels = o_channels < VALUE_WIDTH
-            v = numbers_of(
+            v = load_states(
                 values, index, i_head, o_slots, m_seen, o_channels, m_channels, slots, VALUE_WIDTH, VALUE_BITS
             )
             total = total * shrink + tl.sum(weights, 1)
@@ -236,28 +229,28 @@ def attend_kernel(
 
     o_channels = tl.arange(0, VALUES)
     mask = m_rows[:, None] & (o_channels < VALUE_WIDTH)[None, :]
-    if parts is not None:
+    if partials is not None:
         at = (index * splits + i_split) * tokens * GROUP + o_rows
-        tl.store(parts + at[:, None] * VALUE_WIDTH + o_channels[None, :], sums, mask=mask)
-        tl.store(softmaxes + at * 2, top, mask=m_rows)
-        tl.store(softmaxes + at * 2 + 1, total, mask=m_rows)
+        tl.store(partials + at[:, None] * VALUE_WIDTH + o_channels[None, :], sums, mask=mask)
+        tl.store(partial_softmax + at * 2, top, mask=m_rows)
+        tl.store(partial_softmax + at * 2 + 1, total, mask=m_rows)
     else:
-        factor, divisor = with_sinks(top, total, sink_logits, o_heads, m_rows)
+        factor, total_lse = with_sinks(top, total, sink_logits, o_heads, m_rows)
         at = (i_batch * tokens + o_tokens) * (kv_heads * GROUP) + o_heads
         result = (sums * factor[:, None]).to(out.dtype.element_ty)
         tl.store(out + at[:, None] * VALUE_WIDTH + o_channels[None, :], result, mask=mask)
-        if divisors is not None:
-            tl.store(divisors + (i_batch * kv_heads * GROUP + o_heads) * tokens + o_tokens, divisor, mask=m_rows)
+        if lse is not None:
+            tl.store(lse + (i_batch * kv_heads * GROUP + o_heads) * tokens + o_tokens, total_lse, mask=m_rows)
 
 
 @triton.jit
 @no_type_check
 def join_kernel(
-    parts,
-    softmaxes,
+    partials,
+    partial_softmax,
     sink_logits,
     out,
-    divisors,
+    lse,
     kv_heads,
     tokens,
     splits,
@@ -267,15 +260,15 @@ def join_kernel(
     SPLITS: tl.constexpr,
     SOME: tl.constexpr,
 ):
-    """One query's softmax over all parts of the slots."""
+    """One query's softmax over all splits of the slots."""
     rows = tokens * GROUP
     i_row = tl.program_id(0) % rows
     index = (tl.program_id(0) // rows).to(tl.int64)
     i_head = index % kv_heads * GROUP + i_row % GROUP
     o_splits = tl.arange(0, SPLITS)
     at = (index * splits + o_splits) * rows + i_row
-    tops = tl.load(softmaxes + at * 2, mask=o_splits < splits, other=float("-inf"))
-    totals = tl.load(softmaxes + at * 2 + 1, mask=o_splits < splits, other=0)
+    tops = tl.load(partial_softmax + at * 2, mask=o_splits < splits, other=float("-inf"))
+    totals = tl.load(partial_softmax + at * 2 + 1, mask=o_splits < splits, other=0)
     top = tl.max(tops, 0)
     base = tl.where(top == float("-inf"), 0.0, top)
     total = tl.sum(totals * tl.exp(tops - base), 0)
@@ -287,14 +280,14 @@ def join_kernel(
         o_some = start + tl.arange(0, SOME)
         m_some = o_some < splits
         at_some = (index * splits + o_some) * rows + i_row
-        shares = tl.exp(tl.load(softmaxes + at_some * 2, mask=m_some, other=float("-inf")) - base)
+        shares = tl.exp(tl.load(partial_softmax + at_some * 2, mask=m_some, other=float("-inf")) - base)
         mask = m_some[:, None] & m_channels[None, :]
-        some = tl.load(parts + at_some[:, None] * VALUE_WIDTH + o_channels[None, :], mask=mask, other=0)
+        some = tl.load(partials + at_some[:, None] * VALUE_WIDTH + o_channels[None, :], mask=mask, other=0)
         sums += tl.sum(some * shares[:, None], 0)
 
-    factor, divisor = with_sinks(top, total, sink_logits, i_head, True)
+    factor, total_lse = with_sinks(top, total, sink_logits, i_head, True)
     at = (index // kv_heads * tokens + i_row // GROUP) * (kv_heads * GROUP) + i_head
     tl.store(out + at * VALUE_WIDTH + o_channels, (sums * factor).to(out.dtype.element_ty), mask=m_channels)
-    if divisors is not None:
+    if lse is not None:
         i_batch = index // kv_heads
-        tl.store(divisors + (i_batch * kv_heads * GROUP + i_head) * tokens + i_row // GROUP, divisor)
+        tl.store(lse + (i_batch * kv_heads * GROUP + i_head) * tokens + i_row // GROUP, total_lse)

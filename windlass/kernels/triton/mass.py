@@ -1,11 +1,11 @@
-"""Attention mass per slot, from the logarithms of the divisors that attention leaves."""
+"""Attention mass per slot, from the log-sum-exp that attention leaves for each query."""
 
 from typing import no_type_check
 
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.tiles import at_head, keys_of, logits_of, queries_of, seen_by_any
+from windlass.kernels.triton.tiles import at_head, compute_logits, load_keys, load_queries, seen_by_any
 
 
 @triton.jit
@@ -13,9 +13,9 @@ from windlass.kernels.triton.tiles import at_head, keys_of, logits_of, queries_o
 def mass_kernel(
     queries,
     keys,
-    sight,
-    divisors,  # (batch, heads, tokens)
-    kept,  # (batch, kv_heads, tokens x group, slots) logits, or None: they are computed again
+    logit_args,
+    lse,  # (batch, heads, tokens)
+    logits_buf,  # (batch, kv_heads, tokens x group, slots) logits, or None: they are computed again
     observed,  # (batch, columns)
     is_other,  # (batch, tokens), or None
     rows,  # (batch, kv_heads, columns, slots)
@@ -43,11 +43,13 @@ def mass_kernel(
     index = i_batch * kv_heads + i_head
     o_slots = i // kv_heads // batch * BLOCK + tl.arange(0, BLOCK)
     m_slots = o_slots < slots
-    positions = tl.load(at_head(sight.slots, i_batch, i_head) + o_slots, mask=m_slots, other=-1).to(tl.int32)
+    positions = tl.load(at_head(logit_args.slots, i_batch, i_head) + o_slots, mask=m_slots, other=-1).to(tl.int32)
     k = positions
-    if kept is None:
+    if logits_buf is None:
         m_held = m_slots & (positions >= 0)
-        k = keys_of(keys, sight, index, i_batch, i_head, o_slots, m_held, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER)
+        k = load_keys(
+            keys, logit_args, index, i_batch, i_head, o_slots, m_held, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER
+        )
 
     # A row is a column of queries and one of its heads; heads are filled up to a power of two.
     o_rows = tl.arange(0, COLUMNS * PADDED)
@@ -57,7 +59,7 @@ def mass_kernel(
         column = start + o_rows // PADDED
         o_tokens = tl.load(observed + i_batch * columns + column, mask=m_heads & (column < columns), other=-1)
         mass = column_mass(
-            queries, k, sight, divisors, kept, index, i_batch, i_head, o_tokens.to(tl.int32), o_rows % PADDED,
+            queries, k, logit_args, lse, logits_buf, index, i_batch, i_head, o_tokens.to(tl.int32), o_rows % PADDED,
             positions, o_slots, m_slots, kv_heads, tokens, slots,
             GROUP, PADDED, COLUMNS, WIDTH, PAIRS, HALF, REST, NUMBER, BLOCK,
         )  # fmt: skip
@@ -70,7 +72,7 @@ def mass_kernel(
             column = start + o_rows // PADDED
             other = tl.load(is_other + i_batch * tokens + column, mask=m_heads & (column < tokens), other=0)
             mass = column_mass(
-                queries, k, sight, divisors, kept, index, i_batch, i_head, tl.where(other != 0, column, -1),
+                queries, k, logit_args, lse, logits_buf, index, i_batch, i_head, tl.where(other != 0, column, -1),
                 o_rows % PADDED, positions, o_slots, m_slots, kv_heads, tokens, slots,
                 GROUP, PADDED, COLUMNS, WIDTH, PAIRS, HALF, REST, NUMBER, BLOCK,
             )  # fmt: skip
@@ -83,9 +85,9 @@ def mass_kernel(
 def column_mass(
     queries,
     k,
-    sight,
-    divisors,
-    kept,
+    logit_args,
+    lse,
+    logits_buf,
     index,
     i_batch,
     i_head,
@@ -110,20 +112,22 @@ def column_mass(
     """(columns, slots): attention of some columns of queries, summed over the heads of the group."""
     m_rows = o_tokens >= 0
     o_heads = i_head * GROUP + o_group
-    q_positions = tl.load(at_head(sight.queries, i_batch, i_head) + o_tokens, mask=m_rows, other=-1).to(tl.int32)
+    q_positions = tl.load(at_head(logit_args.queries, i_batch, i_head) + o_tokens, mask=m_rows, other=-1).to(tl.int32)
     mass = tl.zeros((COLUMNS * PADDED, BLOCK), tl.float32)
-    m_seen = seen_by_any(q_positions, positions, sight) & m_slots
+    m_seen = seen_by_any(q_positions, positions, logit_args) & m_slots
     if tl.max(m_seen.to(tl.int32), 0) > 0:
-        if kept is not None:
+        if logits_buf is not None:
             at = (index * tokens * GROUP + o_tokens * GROUP + o_group)[:, None] * slots + o_slots[None, :]
-            logits = tl.load(kept + at, mask=m_rows[:, None] & m_seen[None, :], other=float("-inf"))
+            logits = tl.load(logits_buf + at, mask=m_rows[:, None] & m_seen[None, :], other=float("-inf"))
         else:
-            q = queries_of(queries, sight, i_batch, i_head, o_tokens, o_heads, m_rows, WIDTH, PAIRS, HALF, REST, NUMBER)
+            q = load_queries(
+                queries, logit_args, i_batch, i_head, o_tokens, o_heads, m_rows, WIDTH, PAIRS, HALF, REST, NUMBER
+            )
             rows: tl.constexpr = COLUMNS * PADDED
-            logits = logits_of(
-                q, k, sight, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, rows, BLOCK
+            logits = compute_logits(
+                q, k, logit_args, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, rows, BLOCK
             )
         at = (i_batch * kv_heads * GROUP + o_heads) * tokens + o_tokens
-        divisor = tl.load(divisors + at, mask=m_rows, other=0)
-        mass = tl.exp(logits - divisor[:, None])
+        row_lse = tl.load(lse + at, mask=m_rows, other=0)
+        mass = tl.exp(logits - row_lse[:, None])
     return tl.sum(tl.reshape(mass, (COLUMNS, PADDED, BLOCK)), 1)

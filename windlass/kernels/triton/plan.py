@@ -6,7 +6,7 @@ from functools import cache
 import torch
 import triton
 
-MULTIPROCESSORS = 132  # of an H200, and of a device that can't be asked
+DEFAULT_MULTIPROCESSORS = 132  # of an H200, and of a device that can't be asked
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
         return Plan(32, 32, 4, 2, 2) if width <= 64 else Plan(16, 32 if width <= 128 else 16, 8, 1)
     if width > 128:
         return Plan(32, 32, 4, 2, 2)
-    # Bound by products: keys are turned once per block of rows, so rows are as many as eight warps' registers hold.
+    # Bound by products: keys are rotated once per block of rows, so rows are as many as eight warps' registers hold.
     return Plan(128 if rows > 64 else 64, 64, 8, 2)
 
 
@@ -46,13 +46,13 @@ def mass_plan(rows: int, width: int, itemsize: int) -> Plan:
     return Plan(16 if rows <= 32 or wide > 256 else 64, 64 if wide <= 128 else 32, 4 if wide <= 256 else 8, 2)
 
 
-def reading_plan(width: int) -> Plan:
+def stream_plan(width: int) -> Plan:
     """For keys of `width` channels that are read one by one. No program fetches ahead: others run while it waits."""
     return Plan(1, max(8, 4096 // triton.next_power_of_2(width)), 4, 1, 4)
 
 
 def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[int, int]:
-    """In how many parts the slots are read, and how many slots each has, when `programs` read all of them."""
+    """In how many splits the slots are read, and how many slots each has, where `programs` would read all of them."""
     blocks = -(-slots // at.block)
     # No more than run at once: a few that are left over would take as long as all before them.
     wanted = max(1, at.programs * multiprocessors(device) // programs)
@@ -63,4 +63,6 @@ def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[i
 @cache
 def multiprocessors(device: torch.device) -> int:
     """Of the device, or as many as a usual one has."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else MULTIPROCESSORS
+    if device.type != "cuda":
+        return DEFAULT_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -1,7 +1,7 @@
-"""Book-keeping of slots on a GPU, one launch each: which are free, which go, and writing to them.
+"""Slots on a GPU, one launch for each function: which are free, which to evict, and writing to them.
 
 Nothing here waits for the device, copies from the host or has a shape that depends on data, so that a
-step can be captured in a graph. `no_type_check` keeps checks of types, which tests put around every
+step can be captured in a graph. `no_type_check` keeps the type checks, which tests put around every
 function, away from those that Triton compiles.
 """
 
@@ -12,73 +12,66 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from windlass.core.attention import EvictionInput, Writes
 from windlass.core.rotary_index import RESERVED
-from windlass.core.shapes import RowCounts, Scores, SlotIndex, SlotPositions
+from windlass.core.shapes import SlotIndex, SlotPositions
 from windlass.kernels import reference
-from windlass.kernels.reference import Writes
 
 BLOCK: Final = 4096  # slots that a program takes at once
-LARGEST: Final = 8192  # slots whose keys a program holds in registers
-MOST_COUNTED: Final = 8192  # slots whose order is found by counting
-LEAST, MOST = tl.constexpr(torch.finfo(torch.float32).min), tl.constexpr(torch.finfo(torch.float32).max)
-BEYOND = tl.constexpr(2**63 - 1)  # above every key of the total order
+MAX_REGISTER_SLOTS: Final = 8192  # slots whose keys a program holds in registers
+MAX_COUNTED_SLOTS: Final = 8192  # slots that are sorted by counting
+FLOAT32_MIN, FLOAT32_MAX = tl.constexpr(torch.finfo(torch.float32).min), tl.constexpr(torch.finfo(torch.float32).max)
+ABOVE_ALL = tl.constexpr(2**63 - 1)  # above every number of `total_order`
 FREE_LAST = tl.constexpr(2**31 - 1)  # above every position
-GONE = tl.constexpr(RESERVED)
+RESERVED_SLOT = tl.constexpr(RESERVED)
 
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:
     """See `reference.first_free`."""
-    batch, ranked, slots = positions.shape
-    out = torch.empty(batch, ranked, count, dtype=torch.int64, device=positions.device)
+    batch, score_heads, slots = positions.shape
+    out = torch.empty(batch, score_heads, count, dtype=torch.int64, device=positions.device)
     block = min(BLOCK, triton.next_power_of_2(slots))
     if out.numel():
-        _first_free[(batch * ranked, triton.cdiv(slots, block))](positions, out, slots, count, block, num_warps=8)
+        _first_free[(batch * score_heads, triton.cdiv(slots, block))](positions, out, slots, count, block, num_warps=8)
     return out
 
 
-def text_order(positions: SlotPositions) -> SlotIndex:
-    """See `reference.text_order`.
+def argsort_positions(positions: SlotPositions) -> SlotIndex:
+    """See `reference.argsort_positions`.
 
     Every slot counts those before it, which is quadratic, but one launch and all in parallel; PyTorch's sort
     takes several, in each layer at each token. Only where there are many slots the sort is less work.
     """
-    batch, ranked, slots = positions.shape
-    if slots > MOST_COUNTED:
-        return reference.text_order(positions)
+    batch, score_heads, slots = positions.shape
+    if slots > MAX_COUNTED_SLOTS:
+        return reference.argsort_positions(positions)
     positions = positions.contiguous()
-    out = torch.empty(batch, ranked, slots, dtype=torch.int64, device=positions.device)
+    out = torch.empty(batch, score_heads, slots, dtype=torch.int64, device=positions.device)
     block = min(64, triton.next_power_of_2(slots))
     if out.numel():
-        _text_order[(batch * ranked, triton.cdiv(slots, block))](positions, out, slots, block, num_warps=4)
+        _argsort_positions[(batch * score_heads, triton.cdiv(slots, block))](positions, out, slots, block, num_warps=4)
     return out
 
 
-def evict(
-    score: Scores,
-    positions: SlotPositions,
-    next_positions: RowCounts,
-    sinks: int,
-    window: int,
-    sliding_window: int | None,
-    count: int,
-) -> tuple[SlotIndex, SlotIndex]:
+def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:
     """See `reference.evict`; the slots come in ascending order."""
-    batch, ranked, slots = positions.shape
-    index = torch.empty(batch, ranked, count, dtype=torch.int64, device=positions.device)
-    before = torch.empty(batch, ranked, count, dtype=positions.dtype, device=positions.device)
-    block = min(LARGEST, triton.next_power_of_2(slots))
+    positions, count = call.positions, call.count
+    batch, score_heads, slots = positions.shape
+    index = torch.empty(batch, score_heads, count, dtype=torch.int64, device=positions.device)
+    before = torch.empty(batch, score_heads, count, dtype=positions.dtype, device=positions.device)
+    block = min(MAX_REGISTER_SLOTS, triton.next_power_of_2(slots))
     if index.numel():
-        _evict[(batch, ranked)](
-            score,
-            score.stride(),
+        _evict[(batch, score_heads)](
+            call.score,
+            call.score.stride(),
             positions,
-            next_positions,
+            call.next_positions,
             index,
             before,
             slots,
-            sinks,
-            window,
-            sliding_window or 0,
+            call.sinks,
+            call.window,
+            call.sliding_window or 0,
             count,
             slots <= block,
             block,
@@ -89,33 +82,33 @@ def evict(
 
 def write_all(index: SlotIndex, writes: Writes) -> None:
     """See `reference.write_all`."""
-    batch, ranked, tokens = index.shape
+    batch, score_heads, tokens = index.shape
     if not index.numel():
         return
-    helds, news, sizes, strides, widths, is_tensor = zip(*(_part(*each, tokens) for each in writes), strict=True)
+    targets, news, sizes, strides, widths, is_tensor = zip(*(_part(*each, tokens) for each in writes), strict=True)
     _write[(tokens, max(heads for heads, _, _ in sizes), batch)](
-        helds,
+        targets,
         news,
         sizes,
         strides,
         index,
-        (index.stride(0), 0 if ranked == 1 else index.stride(1), index.stride(2)),
+        (index.stride(0), 0 if score_heads == 1 else index.stride(1), index.stride(2)),
         widths,
         is_tensor,
         num_warps=1,
     )
 
 
-def _part(held: Tensor, new: Tensor | float, tokens: int) -> tuple[Any, ...]:
+def _part(target: Tensor, new: Tensor | float, tokens: int) -> tuple[Any, ...]:
     """One of `write_all`, as `_write` takes it: both, sizes, the strides of what comes, a block of channels."""
-    batch, heads, slots, width = (*held.shape, 1)[:4]
+    batch, heads, slots, width = (*target.shape, 1)[:4]
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if isinstance(new, Tensor):
         # Triton's interpreter does not round to bfloat16 as PyTorch does.
-        new = new.to(held.dtype) if new.is_floating_point() else new
-        new = (new if held.ndim == 4 else new.unsqueeze(3)).expand(batch, heads, tokens, width)
+        new = new.to(target.dtype) if new.is_floating_point() else new
+        new = (new if target.ndim == 4 else new.unsqueeze(3)).expand(batch, heads, tokens, width)
         strides = new.stride()
-    return held, new, (heads, slots, width), strides, triton.next_power_of_2(width), isinstance(new, Tensor)
+    return target, new, (heads, slots, width), strides, triton.next_power_of_2(width), isinstance(new, Tensor)
 
 
 @triton.jit
@@ -142,7 +135,7 @@ def _first_free(p_positions, p_out, slots, count, BLOCK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _text_order(p_positions, p_out, slots, BLOCK: tl.constexpr):
+def _argsort_positions(p_positions, p_out, slots, BLOCK: tl.constexpr):
     """Puts a block of slots of one row and head where they belong: after as many as come before them."""
     i_row, i_block = tl.program_id(0), tl.program_id(1)
     p_row = p_positions + i_row.to(tl.int64) * slots
@@ -162,19 +155,19 @@ def _text_order(p_positions, p_out, slots, BLOCK: tl.constexpr):
 
 @triton.jit
 @no_type_check
-def _ranked(row, o_slots):
-    """The keys of `ranking.total_order` of some slots, BEYOND where there is none, and their positions."""
+def _total_order(row, o_slots):
+    """`ranking.total_order` of some slots, ABOVE_ALL where there is none, and their positions."""
     p_score, stride, p_positions, slots, end, sinks, window, sliding_window = row
     m_slots = o_slots < slots
     b_score = tl.load(p_score + o_slots * stride, mask=m_slots, other=0.0).to(tl.float32)
     b_positions = tl.load(p_positions + o_slots, mask=m_slots, other=0)
-    b_score = tl.where(b_score != b_score, LEAST, tl.minimum(tl.maximum(b_score, LEAST), MOST))
+    b_score = tl.where(b_score != b_score, FLOAT32_MIN, tl.minimum(tl.maximum(b_score, FLOAT32_MIN), FLOAT32_MAX))
     b_score = tl.where((b_positions >= end - window) | (b_positions < sinks), float("inf"), b_score)
-    b_score = tl.where((sliding_window > 0) & (b_positions <= end - sliding_window), LEAST, b_score)
+    b_score = tl.where((sliding_window > 0) & (b_positions <= end - sliding_window), FLOAT32_MIN, b_score)
     b_score = tl.where(b_positions < 0, float("-inf"), b_score)
     b_bits = tl.where(b_score == 0.0, 0.0, b_score).to(tl.int32, bitcast=True)  # there is no -0.0 then
     b_bits = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)  # compares as the float does
-    return tl.where(m_slots, (b_bits.to(tl.int64) << 32) + b_positions, BEYOND), b_positions
+    return tl.where(m_slots, (b_bits.to(tl.int64) << 32) + b_positions, ABOVE_ALL), b_positions
 
 
 @triton.jit
@@ -206,16 +199,16 @@ def _evict(
     end = tl.load(p_ends + i_batch).to(tl.int64)
     row = p_score, strides[2], p_positions, slots, end, sinks, window, sliding_window
     o_block = tl.arange(0, BLOCK)
-    b_keys, b_positions = _ranked(row, o_block)
+    b_keys, b_positions = _total_order(row, o_block)
 
-    low, high = -tl.full((), BEYOND, tl.int64), tl.full((), BEYOND, tl.int64)
+    low, high = -tl.full((), ABOVE_ALL, tl.int64), tl.full((), ABOVE_ALL, tl.int64)
     found = tl.zeros((), tl.int32) + slots  # keys up to `high`; up to `low` they are fewer than `count`
     while (found != count) & (low + 1 < high):
         middle = (low >> 1) + (high >> 1) + (low & high & 1)
         b_below = (b_keys <= middle).to(tl.int32)
         if not IS_WHOLE:
             for first in range(BLOCK, slots, BLOCK):
-                b_more, _ = _ranked(row, first + o_block)
+                b_more, _ = _total_order(row, first + o_block)
                 b_below += (b_more <= middle).to(tl.int32)
         below = tl.sum(b_below, 0)
         is_enough = below >= count
@@ -225,13 +218,13 @@ def _evict(
     b_lower = (b_keys < high).to(tl.int32)
     if not IS_WHOLE:
         for first in range(BLOCK, slots, BLOCK):
-            b_more, _ = _ranked(row, first + o_block)
+            b_more, _ = _total_order(row, first + o_block)
             b_lower += (b_more < high).to(tl.int32)
     wanted = count - tl.sum(b_lower, 0)  # of those that have the key `high`
     equal, taken = tl.zeros((), tl.int32), tl.zeros((), tl.int32)
     for first in range(0, slots, BLOCK):
         if not IS_WHOLE:
-            b_keys, b_positions = _ranked(row, first + o_block)
+            b_keys, b_positions = _total_order(row, first + o_block)
         b_equal = (b_keys == high).to(tl.int32)
         m_taken = (b_keys < high) | ((b_equal == 1) & (equal + tl.cumsum(b_equal, 0) <= wanted))
         b_taken = m_taken.to(tl.int32)
@@ -239,26 +232,26 @@ def _evict(
         tl.store(p_index + b_places, (first + o_block).to(tl.int64), mask=m_taken)
         tl.store(p_before + b_places, b_positions, mask=m_taken)
         tl.debug_barrier()  # a thread may have read what another one overwrites
-        tl.store(p_positions + first + o_block, GONE, mask=m_taken & (b_positions >= 0))
+        tl.store(p_positions + first + o_block, RESERVED_SLOT, mask=m_taken & (b_positions >= 0))
         equal += tl.sum(b_equal, 0)
         taken += tl.sum(b_taken, 0)
 
 
 @triton.jit
 @no_type_check
-def _write(p_helds, p_news, sizes, strides, p_index, index_strides, WIDTHS: tl.constexpr, IS_TENSOR: tl.constexpr):
-    """One token of one row and head, in all parts that have this head."""
+def _write(p_targets, p_news, sizes, strides, p_index, index_strides, WIDTHS: tl.constexpr, IS_TENSOR: tl.constexpr):
+    """One token of one row and head, in all tensors that have this head."""
     i_token, i_head, i_batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = tl.load(p_index + i_batch * index_strides[0] + i_head * index_strides[1] + i_token * index_strides[2])
-    for part in tl.static_range(len(p_helds)):
+    for part in tl.static_range(len(p_targets)):
         heads, slots, width = sizes[part]
         o_width = tl.arange(0, WIDTHS[part])
         m_width = o_width < tl.where(i_head < heads, width, 0)
-        p_held = p_helds[part] + ((i_batch * heads + i_head) * slots + slot) * width
+        p_target = p_targets[part] + ((i_batch * heads + i_head) * slots + slot) * width
         if IS_TENSOR[part]:
             batch, head, token, channel = strides[part]
             p_new = p_news[part] + i_batch * batch + i_head * head + i_token * token
             b_new = tl.load(p_new + o_width * channel, mask=m_width)
         else:
-            b_new = tl.full((WIDTHS[part],), p_news[part], p_held.dtype.element_ty)
-        tl.store(p_held + o_width, b_new.to(p_held.dtype.element_ty), mask=m_width)
+            b_new = tl.full((WIDTHS[part],), p_news[part], p_target.dtype.element_ty)
+        tl.store(p_target + o_width, b_new.to(p_target.dtype.element_ty), mask=m_width)

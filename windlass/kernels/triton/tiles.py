@@ -1,8 +1,8 @@
-"""What the kernels share: blocks of queries and keys at their rotary positions, and their logits.
+"""What the kernels share: loading blocks of queries and keys, rotated, and computing their logits.
 
-A block of queries or keys is five tiles: both halves of the channel pairs turned for the near branch,
-the same for the far branch, and the channels that never turn. A tile that a model has no use for
-repeats another one; nobody reads it, so the compiler drops it.
+A block of queries or keys is five tiles: the first and the second channels of its rotary pairs, rotated to the
+positions of the near branch; the same two for the far branch; and the channels that are not rotated. Unused tiles
+alias another one, so that every return has five values; the compiler drops what nobody reads.
 
 Names: `i_` one number, `o_` numbers along a tile's axis, `m_` a mask.
 """
@@ -29,70 +29,70 @@ def at_head(plane, i_batch, i_head):
 
 @triton.jit
 @no_type_check
-def visible(newest, oldest, slots, sight):
-    """Whether slots are seen: distances to the newest and to the oldest of those who may see them."""
+def visible(newest, oldest, slots, logit_args):
+    """Whether slots are seen by some query; `newest` and `oldest`: distance to the newest and the oldest query."""
     seen = (newest >= 0) & (slots >= 0)
-    if sight.reach is not None:
-        seen = seen & ((oldest < sight.reach) | (slots < sight.sinks))
-    if sight.sliding_window is not None:
-        seen = seen & (oldest < sight.sliding_window)
+    if logit_args.reach is not None:
+        seen = seen & ((oldest < logit_args.reach) | (slots < logit_args.sinks))
+    if logit_args.sliding_window is not None:
+        seen = seen & (oldest < logit_args.sliding_window)
     return seen
 
 
 @triton.jit
 @no_type_check
-def seen_by_any(o_positions, positions, sight):
-    """Which slots any query may see; a negative position is nobody's. More than what they see one by one."""
+def seen_by_any(o_positions, positions, logit_args):
+    """Which slots any of the queries may see, perhaps some more; a query at a negative position sees none."""
     newest = tl.max(o_positions, 0)
     oldest = tl.min(tl.where(o_positions >= 0, o_positions, 1 << 30), 0)
-    return visible(newest - positions, oldest - positions, positions, sight)
+    return visible(newest - positions, oldest - positions, positions, logit_args)
 
 
 @triton.jit
 @no_type_check
-def numbers_of(
-    held, index, i_head, o_slots, m_slots, o_channels, m_channels, slots, WIDTH: tl.constexpr, BITS: tl.constexpr
+def load_states(
+    states, index, i_head, o_slots, m_slots, o_channels, m_channels, slots, WIDTH: tl.constexpr, BITS: tl.constexpr
 ):
-    """Channels of some slots; codes come as float32. 0 where masked, but for a centre."""
+    """Some channels of some slots; INT8 and INT4 come as float32. Masked ones are 0, plus the mean if there is one."""
     mask = m_slots[:, None] & m_channels[None, :]
-    places = index * slots + o_slots
+    at_slots = index * slots + o_slots
     if BITS == 4:
         half: tl.constexpr = WIDTH // 2
-        byte = tl.load(held.codes + places[:, None] * half + (o_channels % half)[None, :], mask=mask, other=0x88)
+        byte = tl.load(states.data + at_slots[:, None] * half + (o_channels % half)[None, :], mask=mask, other=0x88)
         shift = tl.where(o_channels < half, 0, 4)[None, :]
         numbers = ((byte.to(tl.int32) >> shift) & 15).to(tl.float32) - 8.0
     else:
-        numbers = tl.load(held.codes + places[:, None] * WIDTH + o_channels[None, :], mask=mask, other=0)
+        numbers = tl.load(states.data + at_slots[:, None] * WIDTH + o_channels[None, :], mask=mask, other=0)
     if BITS <= 8:
-        scales = tl.load(held.scales + places, mask=m_slots, other=0).to(tl.float32)
+        scales = tl.load(states.scales + at_slots, mask=m_slots, other=0).to(tl.float32)
         numbers = numbers.to(tl.float32) * scales[:, None]
-        if held.centres is not None:
-            numbers += tl.load(held.centres + i_head * WIDTH + o_channels, mask=m_channels, other=0)[None, :]
-        if held.exact is not None:
-            exact = tl.load(held.places + places, mask=m_slots, other=-1)
-            at = (index * held.exact_places + exact)[:, None] * WIDTH + o_channels[None, :]
-            copies = tl.load(held.exact + at, mask=mask & (exact >= 0)[:, None], other=0).to(tl.float32)
-            numbers = tl.where((exact >= 0)[:, None], copies, numbers)
+        if states.means is not None:
+            numbers += tl.load(states.means + i_head * WIDTH + o_channels, mask=m_channels, other=0)[None, :]
+        if states.full_precision is not None:
+            entries = tl.load(states.ring_index + at_slots, mask=m_slots, other=-1)
+            at = (index * states.ring_entries + entries)[:, None] * WIDTH + o_channels[None, :]
+            copies = tl.load(states.full_precision + at, mask=mask & (entries >= 0)[:, None], other=0).to(tl.float32)
+            numbers = tl.where((entries >= 0)[:, None], copies, numbers)
     return numbers
 
 
 @triton.jit
 @no_type_check
-def turned(first, second, sight, places, m_rows, PAIRS: tl.constexpr, HALF: tl.constexpr):
-    """Both halves of the channel pairs, turned to `places`."""
+def rotated(first, second, logit_args, positions, m_rows, PAIRS: tl.constexpr, HALF: tl.constexpr):
+    """The first and second channels of the rotary pairs, rotated to `positions`."""
     o_pairs = tl.arange(0, HALF)
     mask = m_rows[:, None] & (o_pairs < PAIRS)[None, :]
-    at = places.to(tl.int64)[:, None] * PAIRS + o_pairs[None, :]
-    cos = tl.load(sight.cos + at, mask=mask, other=0).to(tl.float32)
-    sin = tl.load(sight.sin + at, mask=mask, other=0).to(tl.float32)
+    at = positions.to(tl.int64)[:, None] * PAIRS + o_pairs[None, :]
+    cos = tl.load(logit_args.cos + at, mask=mask, other=0).to(tl.float32)
+    sin = tl.load(logit_args.sin + at, mask=mask, other=0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit
 @no_type_check
-def keys_of(
+def load_keys(
     keys,
-    sight,
+    logit_args,
     index,
     i_batch,
     i_head,
@@ -109,23 +109,23 @@ def keys_of(
     """The keys of some slots as five tiles of (slots, channels)."""
     if REST > 0:
         o_rest = 2 * PAIRS + tl.arange(0, REST)
-        rest = numbers_of(keys, index, i_head, o_slots, m_slots, o_rest, o_rest < WIDTH, slots, WIDTH, BITS).to(NUMBER)
+        rest = load_states(keys, index, i_head, o_slots, m_slots, o_rest, o_rest < WIDTH, slots, WIDTH, BITS).to(NUMBER)
         near_first, near_second, far_first, far_second = rest, rest, rest, rest
     if PAIRS > 0:
         o_pairs = tl.arange(0, HALF)
         m_pairs = o_pairs < PAIRS
-        first = numbers_of(keys, index, i_head, o_slots, m_slots, o_pairs, m_pairs, slots, WIDTH, BITS).to(tl.float32)
-        second = numbers_of(keys, index, i_head, o_slots, m_slots, PAIRS + o_pairs, m_pairs, slots, WIDTH, BITS).to(
+        first = load_states(keys, index, i_head, o_slots, m_slots, o_pairs, m_pairs, slots, WIDTH, BITS).to(tl.float32)
+        second = load_states(keys, index, i_head, o_slots, m_slots, PAIRS + o_pairs, m_pairs, slots, WIDTH, BITS).to(
             tl.float32
         )
-        # Asked of all slots: a mask that waits for positions would put rows of the table one load further off.
-        places = tl.load(at_head(sight.near_keys, i_batch, i_head) + o_slots, mask=o_slots < slots, other=0)
-        near_first, near_second = turned(first, second, sight, places, m_slots, PAIRS, HALF)
+        # Asked of all slots: a mask that waits for slot positions would put rows of the table one load further off.
+        positions = tl.load(at_head(logit_args.near_keys, i_batch, i_head) + o_slots, mask=o_slots < slots, other=0)
+        near_first, near_second = rotated(first, second, logit_args, positions, m_slots, PAIRS, HALF)
         near_first, near_second = near_first.to(NUMBER), near_second.to(NUMBER)
         far_first, far_second = near_first, near_second
-        if sight.far_keys is not None:
-            places = tl.load(at_head(sight.far_keys, i_batch, i_head) + o_slots, mask=o_slots < slots, other=0)
-            far_first, far_second = turned(first, second, sight, places, m_slots, PAIRS, HALF)
+        if logit_args.far_keys is not None:
+            positions = tl.load(at_head(logit_args.far_keys, i_batch, i_head) + o_slots, mask=o_slots < slots, other=0)
+            far_first, far_second = rotated(first, second, logit_args, positions, m_slots, PAIRS, HALF)
             far_first, far_second = far_first.to(NUMBER), far_second.to(NUMBER)
         if REST == 0:
             rest = near_first
@@ -134,9 +134,9 @@ def keys_of(
 
 @triton.jit
 @no_type_check
-def queries_of(
+def load_queries(
     queries,
-    sight,
+    logit_args,
     i_batch,
     i_head,
     o_tokens,
@@ -161,13 +161,13 @@ def queries_of(
         at = rows[:, None] + o_pairs[None, :] * queries.channel
         first = tl.load(at, mask=mask, other=0).to(tl.float32)
         second = tl.load(at + PAIRS * queries.channel, mask=mask, other=0).to(tl.float32)
-        places = tl.load(at_head(sight.near_queries, i_batch, i_head) + o_tokens, mask=m_rows, other=0)
-        near_first, near_second = turned(first, second, sight, places, m_rows, PAIRS, HALF)
+        positions = tl.load(at_head(logit_args.near_queries, i_batch, i_head) + o_tokens, mask=m_rows, other=0)
+        near_first, near_second = rotated(first, second, logit_args, positions, m_rows, PAIRS, HALF)
         near_first, near_second = near_first.to(NUMBER), near_second.to(NUMBER)
         far_first, far_second = near_first, near_second
-        if sight.far_queries is not None:
-            places = tl.load(at_head(sight.far_queries, i_batch, i_head) + o_tokens, mask=m_rows, other=0)
-            far_first, far_second = turned(first, second, sight, places, m_rows, PAIRS, HALF)
+        if logit_args.far_queries is not None:
+            positions = tl.load(at_head(logit_args.far_queries, i_batch, i_head) + o_tokens, mask=m_rows, other=0)
+            far_first, far_second = rotated(first, second, logit_args, positions, m_rows, PAIRS, HALF)
             far_first, far_second = far_first.to(NUMBER), far_second.to(NUMBER)
         if REST == 0:
             rest = near_first
@@ -176,10 +176,10 @@ def queries_of(
 
 @triton.jit
 @no_type_check
-def logits_of(
+def compute_logits(
     q,
     k,
-    sight,
+    logit_args,
     i_batch,
     i_head,
     q_positions,
@@ -197,35 +197,35 @@ def logits_of(
     if PAIRS > 0:
         logits = product(q[0], tl.trans(k[0]), logits)
         logits = product(q[1], tl.trans(k[1]), logits)
-        if sight.far_keys is not None:
+        if logit_args.far_keys is not None:
             far = product(q[2], tl.trans(k[2]), tl.zeros((ROWS, BLOCK), tl.float32))
             far = product(q[3], tl.trans(k[3]), far)
-            logits = tl.where(distance < sight.near_window, logits, far)
+            logits = tl.where(distance < logit_args.near_window, logits, far)
     if REST > 0:
         logits = product(q[4], tl.trans(k[4]), logits)
-    logits = logits * sight.scale
-    if sight.softcap is not None:
+    logits = logits * logit_args.scale
+    if logit_args.softcap is not None:
         # tanh, of which there is none that runs everywhere.
-        logits = sight.softcap - 2 * sight.softcap / (tl.exp(logits * (2 / sight.softcap)) + 1)
-    if sight.log_counts is not None:
-        counts = tl.load(at_head(sight.log_counts, i_batch, i_head) + o_slots, mask=m_slots, other=0)
+        logits = logit_args.softcap - 2 * logit_args.softcap / (tl.exp(logits * (2 / logit_args.softcap)) + 1)
+    if logit_args.log_counts is not None:
+        counts = tl.load(at_head(logit_args.log_counts, i_batch, i_head) + o_slots, mask=m_slots, other=0)
         logits += counts.to(tl.float32)[None, :]
-    seen = visible(distance, distance, positions[None, :], sight) & m_slots[None, :]
+    seen = visible(distance, distance, positions[None, :], logit_args) & m_slots[None, :]
     return tl.where(seen, logits, float("-inf"))
 
 
 @triton.jit
 @no_type_check
 def with_sinks(top, total, sink_logits, o_heads, m_rows):
-    """What a running softmax comes to: the factor of its sum of values, and the logarithm of its divisor.
+    """The end of a running softmax: the factor of its sum of values, and the log-sum-exp of its logits.
 
-    Learned sinks, if any, join the divisor. Where nothing was seen the factor is 0, and so is the logarithm.
+    Learned sinks, if any, join the sum. Where nothing was seen both are 0.
     """
     if sink_logits is not None:
         sinks = tl.load(sink_logits + o_heads, mask=m_rows, other=0).to(tl.float32)
         highest = tl.maximum(top, sinks)
-        divisor = total * tl.exp(top - highest) + tl.exp(sinks - highest)
-        return tl.exp(top - highest) / divisor, highest + tl.log(divisor)
+        total_exp = total * tl.exp(top - highest) + tl.exp(sinks - highest)
+        return tl.exp(top - highest) / total_exp, highest + tl.log(total_exp)
     is_any = total > 0
-    divisor = tl.where(is_any, total, 1.0)
-    return tl.where(is_any, 1 / divisor, 0.0), tl.where(is_any, top + tl.log(divisor), 0.0)
+    total_exp = tl.where(is_any, total, 1.0)
+    return tl.where(is_any, 1 / total_exp, 0.0), tl.where(is_any, top + tl.log(total_exp), 0.0)

@@ -1,0 +1,138 @@
+"""What the cache asks of a policy beyond its scores: found through wrappers, and refused where nothing would use it."""
+
+import ast
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import windlass
+from tests.cache.test_cache import Models, read
+from tests.test_testing import policy as made
+from windlass import (
+    TOVA,
+    ByValueNorm,
+    Composite,
+    InGroups,
+    KeyDiff,
+    KVCache,
+    KVzip,
+    Policy,
+    PolicyError,
+    PromptCacheError,
+    Pyramid,
+    Recent,
+    Smoothed,
+)
+from windlass.core.model_info import ModelInfo
+from windlass.core.shapes import Scores
+from windlass.hf.fingerprint import fingerprint
+from windlass.hf.policy_note import PolicyNote, policy_of
+from windlass.policies import NAMES, WRAPPERS, Budgeter, Needs, OneShot, Slots, Trained, find
+from windlass.policies.wrapper import keeps_newest, scoring_chunk
+from windlass.testing import check_policy
+
+Text = Callable[..., Tensor]
+
+
+@dataclass(frozen=True)
+class OneInEach(Policy):
+    """Layer n keeps every nth position of as many as there are layers. Source: none. Differs: none."""
+
+    def score(self, slots: Slots) -> Scores:
+        return (slots.positions % slots.layers == slots.layer).float()
+
+
+def test_slots_tell_their_layer(attached_model: Models, text: Text) -> None:
+    check_policy(OneInEach())
+    model = attached_model("smollm3")  # four layers
+    cache = KVCache(model, 12, OneInEach(), sinks=1, window=1, chunk=40)
+    read(model, cache, text(40), 40)
+    for index, layer in enumerate(cache.layers):
+        newest = [p for p in range(1, 39) if p % 4 == index][-10:]
+        others = [p for p in range(1, 39) if p % 4 != index][len(newest) - 10 :] if len(newest) < 10 else []
+        expected = sorted([0, *newest, *others, 39])
+        for head in layer.positions[0].tolist():
+            assert sorted(p for p in head if p >= 0) == expected
+
+
+def test_the_outermost_that_offers_it_is_found() -> None:
+    composite = Composite(KeyDiff())
+    assert find(Pyramid(composite), OneShot) is composite
+    nested = Smoothed(Pyramid(Pyramid(KeyDiff(), 2), 3))
+    assert find(nested, Budgeter) is nested.policy  # type: ignore[type-abstract]
+    assert find(nested, OneShot) is None
+    assert [scoring_chunk(each) for each in (KeyDiff(), composite, Composite(ByValueNorm(KVzip(9))))] == [0, 0, 9]
+    assert [keeps_newest(each) for each in (Recent(), Pyramid(Recent()), Smoothed(Recent()))] == [True, True, False]
+
+
+def test_a_wrapper_needs_what_is_inside_and_its_own() -> None:
+    assert Smoothed(InGroups(TOVA())).needs == Needs(state=("last", "smoothed", "weight"), per_head=False)
+    assert InGroups(TOVA()).observed_queries == 1
+    assert repr(InGroups(TOVA())) == "InGroups(policy=TOVA(), group=4)"
+
+
+@pytest.mark.parametrize(
+    ("attributes", "words"),
+    [
+        (
+            {"budgets": lambda *_: []},
+            r"Made.budgets is never used: Made is no Budgeter; derive the class",
+        ),
+        ({"scoring_chunk": 4}, r"Made.scoring_chunk is never used: Made is no OneShot"),
+        ({"needs": ("mass",)}, r"Made.needs is \('mass',\); declare Needs, such as needs = Needs\(state="),
+    ],
+    ids=["budgets", "second pass", "needs"],
+)
+def test_what_nothing_would_use_is_named(attributes: dict[str, object], words: str) -> None:
+    with pytest.raises(PolicyError, match=words):
+        check_policy(made(**attributes))  # type: ignore[arg-type]
+
+
+@dataclass(frozen=True)
+class Asking(Policy, Trained):
+    """Keeps what it is told of a model. Source: none. Differs: none."""
+
+    told: list[ModelInfo] = field(default_factory=list)
+
+    def check(self, model: ModelInfo) -> None:
+        self.told.append(model)
+
+    def score(self, slots: Slots) -> Scores:
+        return slots.positions.float()
+
+
+def test_a_policy_is_told_of_the_model(attached_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, policy, asked = attached_model("qwen2"), Asking(), list[str]()
+    monkeypatch.setattr("windlass.hf.model_info.fingerprint", lambda each: asked.append(each) or fingerprint(each))
+    KVCache(model, 20, Smoothed(policy))
+    [told] = policy.told
+    assert (told.name, told.dtype, told.layers) == ("Qwen2ForCausalLM", torch.float32, 4)
+    assert not asked, "the weights were read though nobody asked"
+    assert told.fingerprint() == fingerprint(model)
+    assert asked == [model]
+
+
+def test_every_policy_file_is_named_and_public() -> None:
+    """A file with a policy needs its line in `windlass/policies/__init__.py`."""
+    found = {}
+    for path in Path(windlass.policies.__file__ or "").parent.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef) and "score" in {getattr(each, "name", "") for each in node.body}:
+                found[path.stem] = node.name
+    del found["base"]
+    table = found.pop("pairs")  # which cannot be made without arguments
+    assert {name: kind.__name__ for name, kind in (NAMES | WRAPPERS).items()} == found
+    for name in [table, *found.values()]:
+        assert getattr(windlass.policies, name).__name__ == name
+
+
+def test_a_file_of_another_windlass_is_refused(tmp_path: Path) -> None:
+    """`KVzip` had a field of another name once."""
+    note = PolicyNote("kvzip", {"repeat": 128}, "KVzip(repeat=128)")
+    words = r"written by a windlass whose policy was KVzip\(repeat=128\); this one has KVzip\(scoring_chunk=128\)"
+    with pytest.raises(PromptCacheError, match=words):
+        policy_of(tmp_path / "file", note, None)

@@ -1,0 +1,289 @@
+"""Exact sinks and newest tokens: which token is read as codes, and which as the model made it."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import windlass
+from tests.cache.test_cache import Models, read
+from tests.cache.test_edits import Text
+from tests.kernels import attention_cases as suite
+from tests.stores.test_store import assert_equal
+from windlass import (
+    H2O,
+    Int4,
+    Int8,
+    KeyDiff,
+    KVCache,
+    Plain,
+    Recent,
+    SnapKV,
+    UsageError,
+    kernels,
+)
+from windlass.core.attention import Writes
+from windlass.core.shapes import KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
+from windlass.policies import Policy
+from windlass.stores.base import Parts, Store
+from windlass.stores.low_bit import LowBit
+from windlass.stores.spec import store_of
+
+SPECS = ("int4(sinks=3, newest=5)", "int8(newest=4)", "int4(sinks=2)")
+
+
+class Told(Plain):
+    """The oracle: floats, and each token's number; what is exact is told anew at each reading.
+
+    It keeps everything and has no ring. It is told (`roll_back`) what was rolled back.
+    """
+
+    part_names = ("keys", "values", "coded_keys", "coded_values", "numbers")
+
+    def __init__(self, like: LowBit) -> None:
+        super().__init__()
+        self._like = like
+        self.sinks, self.newest = like.full_precision.sinks, like.full_precision.newest
+        self.written: list[int] = []
+
+    def fresh(self, key_means: KeyMeans | None) -> "Told":
+        return Told(self._like.fresh(key_means))
+
+    def make_constants(self, keys: NewKeys) -> Parts:
+        self._like._constants = self._like.make_constants(keys)
+        self.written = [0] * len(keys)
+        return {}
+
+    def encode(self, keys: NewKeys, values: NewValues) -> Parts:
+        codes = self._like.encode(keys, values)
+        coded = {"coded_keys": self._like.decode_keys(codes), "coded_values": self._like.decode_values(codes)}
+        return {"keys": keys, "values": values, **coded, "numbers": torch.zeros(*keys.shape[:3], 1, dtype=torch.long)}
+
+    def write(
+        self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Writes = ()
+    ) -> None:
+        parts = self.encode(keys, values)
+        for row, columns in enumerate((positions >= 0).any(1).tolist()):
+            for column, is_token in enumerate(columns):
+                if is_token:
+                    parts["numbers"][row, :, column] = self.written[row]
+                    self.written[row] += 1
+        kernels.write_all(index, [*((held, parts[name]) for name, held in self._allocated().items()), *beside])
+
+    def put(self, index: SlotIndex, parts: Parts, beside: Writes = ()) -> None:
+        kernels.write_all(index, [(self._allocated()[name], parts[name]) for name in ("coded_keys", "coded_values")])
+
+    def roll_back(self, counts: list[int]) -> None:
+        self.written = [number - count for number, count in zip(self.written, counts, strict=True)]
+
+    def decode_keys(self, parts: Parts) -> SlotKeys:
+        return self._told(parts, "keys")
+
+    def decode_values(self, parts: Parts) -> SlotValues:
+        return self._told(parts, "values")
+
+    def _told(self, parts: Parts, name: str) -> Tensor:
+        written = torch.tensor(self.written[: len(parts[name])])[:, None, None, None]
+        is_exact = (parts["numbers"] < self.sinks) | (parts["numbers"] >= written - self.newest)
+        return torch.where(is_exact, parts[name], parts[f"coded_{name}"])
+
+    def select_rows(self, rows: Tensor) -> None:
+        super().select_rows(rows)
+        self.written = [self.written[row] for row in rows.tolist()]
+
+    def copy_row(self, source: int, target: int) -> None:
+        super().copy_row(source, target)
+        self.written[target] = self.written[source]
+
+
+@pytest.fixture(autouse=True)
+def one_arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Codes and floats are read by the same plain PyTorch, so that both give the same bits."""
+    if "compiled" not in request.node.name:
+        monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
+
+
+def pair(model: PreTrainedModel, spec: str, **options: object) -> Iterator[KVCache]:
+    """A cache of codes, then its oracle."""
+    yield KVCache(model, store=spec, **options)  # type: ignore[arg-type]
+    like = store_of(spec)
+    assert isinstance(like, LowBit)
+    yield KVCache(model, store=Told(like), **options)  # type: ignore[arg-type]
+
+
+def rollback(cache: KVCache, counts: list[int]) -> None:
+    for layer in cache.layers:
+        if isinstance(layer.store, Told):  # before a policy looks at the keys
+            layer.store.roll_back(counts)
+    cache.rollback(counts)
+
+
+def assert_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
+    assert len(ours) == len(theirs)
+    for mine, other in zip(ours, theirs, strict=True):
+        assert_equal(mine, other)
+
+
+def in_text_order(cache: KVCache) -> list[Tensor]:
+    """Positions, keys and values as they are read, of all layers."""
+    found = []
+    for layer in cache.layers:
+        order = layer.positions.where(layer.positions >= 0, 2**30).argsort(dim=-1, stable=True)
+        order = order[..., : int((layer.positions >= 0).sum(-1).min())]
+        for row in range(cache.batch_size):
+            own = order[row : row + 1]
+            found += [layer.positions[row : row + 1].gather(-1, own), *layer.store.read(row, own)]
+    return found
+
+
+def exact_positions(cache: KVCache, row: int = 0) -> list[int]:
+    """Positions whose tokens are read exactly, in layer 0 and head 0."""
+    layer = cache.layers[0]
+    places = layer.store.full_precision.ring_index(layer.store.slots)
+    assert places is not None
+    positions = layer.positions[row, 0]
+    return sorted(positions[(places[row, 0] >= 0) & (positions >= 0)].tolist())
+
+
+@pytest.mark.parametrize("policy", [Recent(), H2O(), SnapKV(), KeyDiff()], ids=repr)
+@pytest.mark.parametrize(("spec", "positions"), [*zip(SPECS, ("original", "compact", "original"), strict=True)])
+def test_a_life_of_evictions_edits_and_rollbacks(
+    attached_model: Models, text: Text, spec: str, policy: Policy, positions: str
+) -> None:
+    model, ids = attached_model("llama"), text(120, rows=2)
+    prompts = [ids[0, :40].tolist(), ids[1, :23].tolist()]  # ragged: padded in the middle of the chunks
+    lives = []
+    for cache in pair(model, spec, budget=16, policy=policy, window=3, chunk=9, positions=positions, batch=2):
+        life = [windlass.prefill(model, cache, prompts)]
+        life.append(read(model, cache, ids[:, 40:46], 1))
+        rollback(cache, [1, 1])
+        life.append(read(model, cache, ids[:, 46:53], 7))
+        rollback(cache, [2, 5])
+        life.append(read(model, cache, ids[:, 53:57], 2))
+        cache.select_rows(torch.tensor([1, 0]))
+        cache.drop(5, 12)
+        cache.shift(20, 60, 3, row=0)
+        life.append(read(model, cache, ids[:, 57:60], 3))
+        cache.copy(0, 1)
+        cache.divide(0, 9, 2, row=1)
+        cache.select_rows(torch.tensor([1, 0, 1]))
+        life.append(read(model, cache, torch.cat((ids, ids[:1]))[:, 60:110], 4))
+        rollback(cache, [0, 2, 1])
+        life += [read(model, cache, torch.cat((ids, ids[:1]))[:, 110:], 1), *in_text_order(cache)]
+        lives.append(life)
+    assert_alike(*lives)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt_oss"])
+def test_families(attached_model: Models, text: Text, family: str, spec: str) -> None:
+    model, ids = attached_model(family), text(70)
+    assert_alike(*([read(model, cache, ids, 11)] for cache in pair(model, spec, budget=24)))
+
+
+def test_worked_by_hand() -> None:
+    """Two rows, of which one has padding before its tokens; one first token and the two newest are exact."""
+    keys, values = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 4)
+    store = Int4(1, 2)
+    store.allocate(keys, values, 9)
+    where = torch.tensor([[[8, 1, 5]], [[0, 1, 2]]])
+    store.write(where, keys[:, :, :3], values[:, :, :3], torch.tensor([[[0, 1, 2]], [[-1, -1, 0]]]))
+    assert exact_slots(store, keys.shape[0]) == [[1, 5, 8], [2]]
+    before = store.full_precision.ring_index(9)
+    where = torch.tensor([[[0, 2, 3]], [[3, 0, 1]]])
+    store.write(where, keys[:, :, 3:], values[:, :, 3:], torch.tensor([[[3, -1, 4]], [[1, 2, 3]]]))
+    assert exact_slots(store, keys.shape[0]) == [[0, 3, 8], [0, 1, 2]]
+    assert before is not None  # what is still in use stays as it was, and is not given again
+    assert (before[0, 0] >= 0).nonzero()[:, 0].tolist() == [1, 5, 8]
+    for ours, truth in ((store.keys(), keys), (store.values(), values)):
+        assert ours[0, :, 8].equal(truth[0, :, 0])
+        assert ours[0, :, [0, 3]].equal(truth[0, :, [3, 5]])
+        assert ours[1, :, [2, 0, 1]].equal(truth[1, :, [2, 4, 5]])
+        assert not ours[0, :, 5].equal(truth[0, :, 2])
+    store.rearrange(torch.tensor([3, 8, 1]).expand(2, 1, 3), 4)
+    assert exact_slots(store, keys.shape[0]) == [[0, 1], [2]]
+
+
+def exact_slots(store: Store, rows: int) -> list[list[int]]:
+    places = store.full_precision.ring_index(store.slots)
+    assert places is not None
+    assert places.dtype == torch.int32
+    assert places.is_contiguous()
+    return [(places[row, 0] >= 0).nonzero()[:, 0].tolist() for row in range(rows)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bytes(dtype: torch.dtype) -> None:
+    keys, values = torch.randn(2, 3, 50, 8, dtype=dtype), torch.randn(2, 3, 50, 6, dtype=dtype)
+    for store, places in ((Int4(), 0), (Int4(sinks=4), 5), (Int8(newest=7), 7 + 20 + 1), (Int8(4, 7), 4 + 7 + 20 + 1)):
+        store.allocate(keys, values, 50, 20)
+        plain = type(store)()
+        plain.allocate(keys, values, 50, 20)
+        more = sum(t.nbytes for t in store.tensors().values()) - sum(t.nbytes for t in plain.tensors().values())
+        # per place the numbers and 4 bytes for the slot, per row and place a serial, per row a count
+        assert more == (2 * 3 * places * (14 * dtype.itemsize + 4) + 2 * places * 8 + 2 * 8 if places else 0)
+
+
+def test_names() -> None:
+    for spec, name, shown in (
+        ("int8", "int8", "Int8()"),
+        (" int4 ( 4 ,newest= 32)", "int4(sinks=4, newest=32)", "Int4(sinks=4, newest=32)"),
+        ("int8(newest=2, sinks=0)", "int8(newest=2)", "Int8(newest=2)"),
+        ("int4()", "int4", "Int4()"),
+        ("plain", "plain", "Plain()"),
+    ):
+        store = store_of(spec)
+        assert (store.name, repr(store)) == (name, shown)
+        assert store_of(store.name).name == name
+        assert store.fresh(None).name == name
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("int4(window=3)", r"store='int4\(window=3\)': int4 takes sinks and newest, each once"),
+        ("int4(1, 2, 3)", "int4 takes sinks and newest, each once"),
+        ("int8(newest=1, newest=2)", "int8 takes sinks and newest, each once"),
+        ("int8(newest=many)", "newest must be a whole number, got 'many'"),
+        ("int8(sinks=1.5)", "sinks must be a whole number, got '1.5'"),
+        ("int8(sinks=-1)", "sinks of a store must be from 0 to 1073741824, got -1"),
+        ("plain(newest=3)", r"plain takes no numbers"),
+        ("int2(newest=3)", r"is not a store; use one of: plain, int8, int4; .* int4\(sinks=4, newest=32\)"),
+    ],
+)
+def test_what_is_no_store(spec: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        store_of(spec)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bits", [8, 4])
+@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.skipif(not kernels.cpu.instruction_sets(), reason="windlass was installed without its compiled kernels")
+def test_compiled_kernels_read_exact_places(dtype: torch.dtype, bits: int, tokens: int) -> None:
+    case = suite.Case((3, 5, 40, 48, 10), dtype, bits, slots=300, tokens=tokens)
+    call = suite.step(case)
+    places = torch.full((suite.BATCH, 3, 300), -1, dtype=torch.int32)
+    for head in places.flatten(0, 1):
+        head[torch.randperm(300)[:70]] = torch.randperm(90)[:70].int()
+    for name, width in (("keys", 40), ("values", 48)):
+        exact = 3 * torch.randn(suite.BATCH, 3, 90, width).to(dtype)  # unlike the codes
+        states = replace(getattr(call, name), full_precision=exact, ring_index=places)
+        call = replace(call, **{name: states})
+    kernel = kernels.cpu.attend if tokens <= kernels.cpu.MAX_TOKENS else kernels.sdpa.attend
+    ours, mass = kernel(call)
+    truth, expected = suite.exactly(call)
+    suite.compare(ours, truth, suite.TOLERANCE[dtype])
+    suite.compare(mass.rows, expected.rows, suite.TOLERANCE[dtype])
+    floats = call.keys.floats()
+    assert kernels.cpu.rotated(call.keys, None, None, 300, torch.float32).allclose(floats, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_compiled_kernels_read_a_whole_cache(attached_model: Models, text: Text, spec: str) -> None:
+    model, ids = attached_model("llama"), text(80)
+    ours, theirs = (read(model, cache, ids, 20) for cache in pair(model, spec))
+    torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=0)

@@ -1,0 +1,143 @@
+"""The rooms of the package, and the one way in which they import each other: docs/architecture.md."""
+
+import ast
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+
+import windlass
+
+PACKAGE = Path(windlass.__file__).parent
+# From the top to the bottom. A module imports from floors below its own and from its own room; two rooms on one
+# floor do not know each other.
+FLOORS = (
+    ("cli",),
+    ("serve", "evals"),
+    ("testing",),
+    ("engine",),
+    ("hf",),
+    ("cache",),
+    ("merge",),
+    ("policies",),
+    ("stores", "positions"),
+    ("kernels",),
+    ("core",),
+)
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+KNOWS_TRANSFORMERS = {"hf", "engine", "evals", "cli", "testing"}
+MOST_BOXES, MOST_LINES, MOST_MEDIAN_LINES = 16, 300, 130
+
+Imports = dict[str, set[str]]
+
+
+def imports_of(package: Path) -> tuple[Imports, set[str]]:
+    """What each module imports of the package, wherever in the file it does; and the modules that import transformers.
+
+    Modules are named without the package's name, which alone stands for its `__init__`.
+    """
+    files = {_name_of(path.relative_to(package.parent)): path for path in package.rglob("*.py")}
+    found: Imports = {}
+    with_transformers = set()
+    for name, path in files.items():
+        targets = set(_imported(ast.parse(path.read_text())))
+        if any(target.split(".")[0] == "transformers" for target in targets):
+            with_transformers.add(_short(name))
+        ours = {target for target in targets if target.split(".")[0] == package.name}
+        # `from windlass.core import errors` names a module, `from windlass.core.errors import X` a thing inside one.
+        found[_short(name)] = {_short(each if each in files else each.rpartition(".")[0]) for each in ours}
+    return found, with_transformers
+
+
+def _name_of(path: Path) -> str:
+    return ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+
+
+def _short(name: str) -> str:
+    return name.partition(".")[2] or name
+
+
+def _imported(tree: ast.Module) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module is not None, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def upward(imports: Imports) -> set[str]:
+    """Each import that does not go down, as `module -> imported`; the package itself is above all rooms."""
+    pairs = [(name, target) for name, targets in imports.items() for target in targets]
+    rooms = [(name.split(".")[0], target.split(".")[0]) for name, target in pairs]
+    return {
+        f"{name} -> {target}"
+        for (name, target), (here, there) in zip(pairs, rooms, strict=True)
+        if here != there and here in FLOOR_OF and FLOOR_OF[here] >= FLOOR_OF.get(there, -1)
+    }
+
+
+def in_circles(imports: Imports) -> set[str]:
+    """The modules from which a chain of imports inside their room leads back to themselves."""
+
+    def beside(name: str) -> set[str]:
+        return {target for target in imports[name] if target.split(".")[0] == name.split(".")[0]} - {name}
+
+    def reached(name: str) -> set[str]:
+        found, ahead = set(), beside(name)
+        while ahead:
+            found |= ahead
+            ahead = {target for each in ahead for target in beside(each)} - found
+        return found
+
+    return {name for name in imports if name in reached(name)}
+
+
+def test_imports_go_one_way() -> None:
+    imports, _ = imports_of(PACKAGE)
+    assert {name.split(".")[0] for name in imports} <= {*FLOOR_OF, PACKAGE.name}, "a room that no floor names"
+    assert upward(imports) == set()
+
+
+def test_no_circle_inside_a_room() -> None:
+    assert in_circles(imports_of(PACKAGE)[0]) == set()
+
+
+def test_transformers_stays_above_the_cache() -> None:
+    outside = {name for name in imports_of(PACKAGE)[1] if name.split(".")[0] not in KNOWS_TRANSFORMERS}
+    assert outside == set()
+
+
+def test_files_are_few_at_the_top_and_short() -> None:
+    boxes = {path.name.split(".")[0] for path in PACKAGE.iterdir()} - {"__pycache__"}
+    assert len(boxes) <= MOST_BOXES, boxes
+    lines = {path: len(path.read_text().splitlines()) for path in PACKAGE.rglob("*.py")}
+    assert [path for path in lines if lines[path] > MOST_LINES and PACKAGE / "kernels" not in path.parents] == []
+    assert statistics.median(lines.values()) < MOST_MEDIAN_LINES
+
+
+def test_every_kind_of_import_is_seen(tmp_path: Path) -> None:
+    """A small package that breaks each rule once."""
+    sources = {
+        "core/errors.py": "",
+        "core/step.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from windlass.cache import layer\n",
+        "stores/base.py": "def late():\n    import windlass.positions.modes\n",
+        "positions/modes.py": "from windlass.core.errors import UsageError\nfrom transformers.utils import logging\n",
+        "cache/layer.py": "from windlass.cache.undo import undo\nfrom windlass.core import errors\n",
+        "cache/undo.py": "from windlass.cache.layer import Layer\n",
+        "hf/kv_cache.py": "import transformers\nfrom windlass import cache\nfrom windlass import KVCache\n",
+    }
+    for name, source in sources.items():
+        path = tmp_path / "windlass" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parent / "__init__.py").touch()
+        path.write_text(source)
+    (tmp_path / "windlass" / "__init__.py").touch()
+    imports, with_transformers = imports_of(tmp_path / "windlass")
+    assert imports["cache.layer"] == {"cache.undo", "core.errors"}
+    assert upward(imports) == {
+        "core.step -> cache.layer",
+        "stores.base -> positions.modes",
+        "hf.kv_cache -> windlass",
+    }
+    assert in_circles(imports) == {"cache.layer", "cache.undo"}
+    assert with_transformers == {"positions.modes", "hf.kv_cache"}

@@ -1,0 +1,154 @@
+"""What a cache offers: passes of a model, all or nothing, and edits between them."""
+
+from torch import Tensor
+
+from windlass.cache import describe, edits
+from windlass.cache.compress import compress, layer_limits
+from windlass.cache.rows import RowTable, check_positions
+from windlass.cache.second_pass import second_pass
+from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.state import CacheState, Text
+from windlass.core.errors import UsageError
+from windlass.core.shapes import Attended, KeyMeans, NewKeys, NewValues, Queries, TokenIds, TokenMask
+from windlass.core.step import AttentionCall, no_inference_mode
+from windlass.policies.base import TOKEN
+
+
+class TextCache(CacheState):
+    """The memory of one text per row: a model's passes write it, edits change it, nothing but PyTorch is needed."""
+
+    key_means: list[KeyMeans | None] | None = None
+    """Per layer the mean key, for stores that ask for it."""
+
+    def reset(self) -> None:
+        """Forget every token and free the memory."""
+        means = self.key_means or [None] * len(self.rotaries)
+        each = zip(layer_limits(self.policy, self.limits, len(means)), self.rotaries, means, strict=True)
+        self.layers = [
+            SlotLayer(index, limits, self.policy, rotary, self.store.fresh(mean), self.merge, len(means))
+            for index, (limits, rotary, mean) in enumerate(each)
+        ]
+        self.rows = RowTable.at_start(self.batch_size)
+
+    def reserve(self, tokens: int) -> None:
+        """Let a cache without budget grow once, not step by step, while the next `tokens` are written."""
+        for layer in self.layers:
+            layer.reserve_hint = layer.table.occupancy_bound + tokens
+
+    @property
+    def tokens_seen(self) -> list[int]:
+        """Per row, tokens written since the start, evicted ones included."""
+        return self.rows.tokens_seen
+
+    @property
+    def tokens(self) -> list[list[int]] | None:
+        """Per row, the ids fed, edits aside; None once any came without ids."""
+        return self.rows.tokens
+
+    @property
+    def budget(self) -> int | None:
+        """Most tokens a layer keeps at rest."""
+        return self.options.budget
+
+    @property
+    def chunk(self) -> int:
+        """Most tokens that the engine feeds per step of a prompt."""
+        return self.options.chunk
+
+    @property
+    def columns_seen(self) -> int:
+        """Columns fed so far, padding and evicted tokens included."""
+        return self.rows.columns_seen
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether a pass of the model is running."""
+        return self.text.pending is not None
+
+    @no_inference_mode
+    def begin(
+        self, batch: int, tokens: int, mask: TokenMask | None, positions: Tensor | None, ids: TokenIds | None
+    ) -> None:
+        """Give the next `tokens` columns their positions; to be called before each pass of the model.
+
+        `mask` tells the real tokens of these columns from padding. `positions` are the caller's,
+        only compared. `ids` are remembered for the prompt cache and for policies that ask for them.
+
+        Raises: UsageError when the batch is another, positions do not follow, or ids that the policy asks
+        for are missing; nothing is changed.
+        """
+        if batch != self.batch_size:
+            raise UsageError(f"this cache was made for batch={self.batch_size}, the model was called with {batch} rows")
+        if ids is None and TOKEN in self.policy.needs.state:
+            raise UsageError(f"{self.policy!r} ranks by token ids; call the model with input_ids, not inputs_embeds")
+        how, rows = self.next_pass, self.rows
+        step = how.step
+        if step is None:
+            ours, lengths = rows.columns(tokens, mask, self.device)
+            if positions is not None:
+                check_positions(ours, positions.to(self.device))
+            step = rows.step(ours, lengths, ids, how)
+        self.text = Text(rows, pending=step)
+
+    @no_inference_mode
+    def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
+        """One layer's write, attend, observe, evict; to be called from the model's attention."""
+        step, its = self.text.pending, self.layers[layer]
+        assert step is not None, "attend outside of a pass"
+        return (second_pass if step.is_second_pass else SlotLayer.step)(
+            its, queries, keys, values, step, self.positions, call
+        )
+
+    @no_inference_mode
+    def commit(self) -> None:
+        """Make the pass's tokens part of the text."""
+        step, rows, how = self.text.pending, self.rows, self.next_pass
+        assert step is not None, "commit without a pass"
+        after = rows
+        if not step.is_second_pass:
+            after = rows.fed(step.lengths, step.positions.shape[1])
+            if how.step is None:
+                after = after.told(_ids_of(step.ids, step.positions))
+            elif how.token_ids is not None:
+                after = after.told(how.token_ids)
+        self.text = Text(after, latest=step)  # from here on the pass has happened
+        for layer in self.layers:
+            layer.commit()
+
+    @no_inference_mode
+    def take_back(self, before: Text) -> None:
+        """Let everything be as it was when `text` was `before`, with at most one pass since, complete or not.
+
+        What a pass changes is noted before it changes, so this may be called wherever an interrupt has ended it.
+        """
+        now = self.text
+        if now is before:
+            return
+        step = now.pending or now.latest
+        assert step is not None, "an edit while a pass was running"
+        for layer in self.layers:
+            layer.take_back(step)
+        self.text = before
+
+    def nbytes(self) -> int:
+        """Bytes allocated for slots, positions and policy state."""
+        return sum(describe.bytes_by_tensor(self).values())
+
+    describe = describe.describe
+    compress = compress
+    rollback = edits.rollback
+    drop = edits.drop
+    keep = edits.keep
+    shift = edits.shift
+    divide = edits.divide
+    copy = edits.copy
+    splice = edits.splice
+    select_rows = edits.select_rows
+
+
+def _ids_of(ids: Tensor | None, positions: Tensor) -> list[list[int]] | None:
+    """The ids of each row's tokens, padding left out."""
+    if ids is None:
+        return None
+    rows = zip(ids.tolist(), (positions >= 0).tolist(), strict=True)
+    return [[token for token, is_token in zip(*row, strict=True) if is_token] for row in rows]

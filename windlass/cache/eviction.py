@@ -1,0 +1,36 @@
+"""Over budget: the tokens that rank lowest leave their slots, and may be merged into others."""
+
+from dataclasses import replace
+
+from windlass import kernels
+from windlass.cache.history import Checkpoint
+from windlass.cache.rules import LayerRules
+from windlass.cache.slot_table import SlotTable
+from windlass.core.attention import EvictionInput
+from windlass.core.record import StepRecord
+from windlass.core.shapes import Scores
+from windlass.merge import LayerView, plan_merge
+
+
+def evict(table: SlotTable, rules: LayerRules, record: StepRecord, score: Scores) -> StepRecord:
+    """Reserve the slots of the tokens over budget whose `score` is lowest; returns the record with what was there."""
+    assert rules.budget is not None, "eviction without a budget"
+    count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget
+    order = (*rules.protected, rules.sliding_window, count)
+    evicted, before = kernels.evict(EvictionInput(score, table.positions, record.step.next_positions, *order))
+    table.occupancy_bound = rules.budget
+    return replace(record, evicted=evicted, evicted_positions=before, evicted_count=evicted_count)
+
+
+def merge_evicted(table: SlotTable, rules: LayerRules, record: StepRecord, checkpoint: Checkpoint | None) -> StepRecord:
+    """Merge the tokens that `record` evicted into kept slots; `checkpoint` is told before these are overwritten."""
+    assert rules.merge is not None, "a merge without a rule"
+    assert record.evicted is not None, "a merge without an eviction"
+    assert record.evicted_positions is not None, "evicted tokens without positions"
+    ends, limits = record.step.next_positions, rules.limits
+    view = LayerView(table.store, table.positions, table.state, ends, limits.sinks, limits.window, rules.sliding_window)
+    plan = plan_merge(rules.merge, view, record.evicted, record.evicted_positions)
+    if checkpoint is not None:
+        checkpoint.merged.append(plan)
+    plan.apply(table.store, table.state)
+    return replace(record, merged_into=plan.targets, merged_before=plan.before.parts)

@@ -1,0 +1,115 @@
+"""The ten options of a cache: one record that the library, the command line, files and results share."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.core.errors import UsageError
+from windlass.core.step import MAX_DEFAULT_WINDOW, MAX_NUMBER, Limits
+from windlass.merge import Merge, merge_of
+from windlass.policies import Policy, Recent
+from windlass.positions.modes import PositionMode, position_mode
+from windlass.stores.base import Store
+from windlass.stores.spec import store_of
+
+NO_MERGE = "none"  # the label of a cache that drops what it evicts
+
+
+@dataclass(frozen=True, init=False)
+class CacheOptions:
+    """What a `KVCache` is asked for; there each option is explained.
+
+    Positions, store and merge rule may be given by name, and are held as objects. A `window` of None is kept as
+    None, because it follows the budget when that is lowered; `limits` has its number.
+
+    Raises: UsageError for an unknown name, or limits that cannot be honoured.
+    """
+
+    budget: int | None
+    policy: Policy
+    sinks: int
+    window: int | None
+    chunk: int
+    positions: PositionMode
+    batch: int
+    rollback: int
+    store: Store
+    merge: Merge | None
+
+    def __init__(
+        self,
+        budget: int | None = None,
+        policy: Policy | None = None,
+        sinks: int = 4,
+        window: int | None = None,
+        chunk: int = 512,
+        positions: str | PositionMode = "original",
+        batch: int = 1,
+        rollback: int = 16,
+        store: str | Store = "plain",
+        merge: str | Merge | None = None,
+    ) -> None:
+        vars(self).update(
+            budget=budget,
+            policy=Recent() if policy is None else policy,
+            sinks=sinks,
+            window=window,
+            chunk=chunk,
+            positions=position_mode(positions),
+            batch=batch,
+            rollback=rollback,
+            store=store_of(store),
+            merge=merge_of(merge),
+        )
+        for name in ("budget", "sinks", "window", "chunk", "batch", "rollback"):
+            value, least = vars(self)[name], 0 if name in ("sinks", "rollback") else 1
+            if value is not None and not least <= value <= MAX_NUMBER:
+                raise UsageError(f"{name} must be from {least} to {MAX_NUMBER}, got {value}")
+        window = self.limits.window
+        if budget is not None and budget < sinks + window + 1:
+            raise UsageError(
+                f"budget ({budget} tokens) must be at least sinks ({sinks}) + window ({window}) + 1, "
+                f"which is {sinks + window + 1}; raise budget, or lower sinks or window"
+            )
+
+    @property
+    def limits(self) -> Limits:
+        """What every layer is told; where no window is given, it is a quarter of what the sinks leave, at most 64."""
+        window = self.window
+        if window is None:
+            window = (
+                MAX_DEFAULT_WINDOW
+                if self.budget is None
+                else max(1, min(MAX_DEFAULT_WINDOW, (self.budget - self.sinks) // 4))
+            )
+        return Limits(self.budget, self.sinks, window, self.chunk, self.rollback)
+
+    def labels(self) -> dict[str, int | str | None]:
+        """The options that decide what a cache keeps and how it is read, as every row of results has them."""
+        limits = self.limits
+        return {
+            "budget": self.budget,
+            "sinks": self.sinks,
+            "window": limits.window,
+            "chunk": self.chunk,
+            "policy": repr(self.policy),
+            "positions": str(self.positions),
+            "store": self.store.name,
+            "merge": NO_MERGE if self.merge is None else str(self.merge),
+        }
+
+    def document(self) -> dict[str, Any]:
+        """All options but the policy as JSON can hold them; see `from_document`."""
+        limits = {"budget": self.budget, "sinks": self.sinks, "window": self.window}
+        return {
+            "batch": self.batch,
+            "positions": str(self.positions),
+            "limits": limits | {"chunk": self.chunk, "rollback": self.rollback},
+            "store": self.store.name,
+            "merge": None if self.merge is None else str(self.merge),
+        }
+
+    @classmethod
+    def from_document(cls, document: dict[str, Any], policy: Policy) -> "CacheOptions":
+        """The options that `document` was made of; an option that it lacks is the default one."""
+        options = dict(document)
+        return cls(policy=policy, **options.pop("limits"), **options)

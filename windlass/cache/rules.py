@@ -1,0 +1,93 @@
+"""By which rules a layer keeps tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from windlass.core.attention import Visibility
+from windlass.core.step import HEADROOM, Limits
+from windlass.merge import Merge
+from windlass.policies.base import Policy
+from windlass.policies.recent import Recent
+from windlass.policies.wrapper import keeps_newest
+
+GROWTH: Final = 64  # slots of an unbounded layer grow by half, and to a multiple of this
+
+
+@dataclass(frozen=True)
+class LayerRules:
+    """Which tokens a layer keeps at this moment, and where the others go.
+
+    A layer whose sliding window fits in the budget holds just that window, whatever it was configured with: all
+    of it is visible to the next token and nothing else is.
+    """
+
+    policy: Policy
+    merge: Merge | None
+    limits: Limits
+    budget: int | None
+    """Most tokens at rest: that of the limits, or a sliding window."""
+    sliding_window: int | None = None
+    """The model's own."""
+
+    def with_sliding_window(self, sliding_window: int | None) -> LayerRules:
+        """Those of a layer that attends to its newest `sliding_window` tokens."""
+        rules = replace(self, sliding_window=sliding_window)
+        if sliding_window is None or (self.budget is not None and sliding_window > self.budget):
+            return rules
+        return replace(rules, policy=Recent(), merge=None, budget=sliding_window)
+
+    def with_budget(self, budget: int | None) -> LayerRules:
+        """With another budget."""
+        return replace(self, limits=replace(self.limits, budget=budget), budget=budget)
+
+    @cached_property
+    def is_whole_window(self) -> bool:
+        """Whether the budget is the sliding window."""
+        return self.sliding_window is not None and self.budget == self.sliding_window
+
+    @cached_property
+    def state(self) -> tuple[str, ...]:
+        """What is kept per slot: the policy's state, and what merging needs."""
+        return self.policy.needs.state if self.merge is None else (*self.policy.needs.state, *self.merge.state)
+
+    @cached_property
+    def is_lossless(self) -> bool:
+        """Whether a token that is not evicted leaves nothing but its own slot."""
+        return not (self.policy.needs.state or self.policy.needs.statistics)
+
+    @cached_property
+    def rollback(self) -> int:
+        """Tokens of earlier steps that can be rolled back: none where something is kept per slot."""
+        return 0 if self.state or self.policy.needs.statistics else self.limits.rollback
+
+    @cached_property
+    def headroom(self) -> int:
+        """Slots beyond the budget at rest: for the next tokens, and for those that may be rolled back."""
+        return HEADROOM + self.rollback
+
+    def slots_for(self, tokens: int, slots: int, held: int, reserve_hint: int, defer_eviction: bool) -> int:
+        """Slots that a layer with `slots` of them, `held` in use, should have before `tokens` more come."""
+        needed = held + tokens
+        if self.budget is not None and not defer_eviction:
+            # A prompt's steps leave room for the next one; decode gives that room back.
+            room = self.headroom if tokens <= HEADROOM else max(tokens, self.limits.chunk, slots - self.budget)
+            return max(self.budget + room, needed)
+        if needed <= slots:
+            return slots
+        grown = reserve_hint if reserve_hint >= needed else max(needed, slots * 3 // 2)
+        return -(-grown // GROWTH) * GROWTH
+
+    @cached_property
+    def protected(self) -> tuple[int, int]:
+        """Sinks and newest tokens that are never evicted; of a whole window all is needed by the next token."""
+        return (0, 0) if self.is_whole_window else (self.limits.sinks, self.limits.window)
+
+    @cached_property
+    def visibility(self) -> Visibility:
+        """Which of the held tokens a query may see, beyond causality."""
+        if keeps_newest(self.policy) and self.budget is not None and self.merge is None and not self.is_whole_window:
+            return Visibility(self.sliding_window, self.budget - self.limits.sinks + 1, self.limits.sinks)
+        return Visibility(self.sliding_window)

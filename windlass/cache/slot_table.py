@@ -1,0 +1,187 @@
+"""The memory of one layer: keys, values, positions and a policy's numbers, all addressed by slot."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from windlass import kernels
+from windlass.core.rotary_index import EMPTY
+from windlass.core.shapes import NewKeys, NewValues, SlotIndex
+from windlass.policies.calls import initial_writes
+from windlass.stores.base import Parts, Store, StoreSnapshot
+
+STATE: Final = "state."  # begins the names of such tensors, among all of a table's
+STATISTICS: Final = "statistics."
+
+
+@dataclass(frozen=True)
+class TableSnapshot:
+    """What a table was: its tensors, and copies of those that are written into."""
+
+    store: StoreSnapshot
+    positions: Tensor
+    state: dict[str, Tensor]
+    statistics: dict[str, Tensor]
+    occupancy_bound: int
+    copies: list[tuple[Tensor, Tensor]]  # a tensor, and what it held; grows before anything is written
+
+
+class SlotTable:
+    """Slots of one layer: each is free, holds a token, or is reserved for an evicted one that may come back.
+
+    `positions` (batch, score_heads, slots) int32 has the token's index in its text, EMPTY or RESERVED. `state` has
+    float32 tensors of the same shape, `statistics` what a policy keeps of the whole layer. `occupancy_bound` is at
+    least the number of tokens of any row, known without asking the device.
+    """
+
+    def __init__(self, store: Store) -> None:
+        self.store = store
+        self.positions: Tensor = torch.empty(0, dtype=torch.int32)
+        self.state: dict[str, Tensor] = {}
+        self.statistics: dict[str, Tensor] = {}
+        self.occupancy_bound = 0
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written."""
+        return self.store.slots == 0
+
+    @property
+    def slots(self) -> int:
+        """Slots per row and head; 0 before the first write."""
+        return self.store.slots
+
+    @property
+    def score_heads(self) -> int:
+        """1 where all heads of a row hold the same tokens, else kv_heads."""
+        return self.positions.shape[1]
+
+    def allocate(self, keys: NewKeys, values: NewValues, slots: int, per_head: bool, headroom: int) -> None:
+        """Make room for `slots` tokens like these, of which the store can roll `headroom` back."""
+        self.store.allocate(keys, values, slots, headroom)
+        shape = keys.shape[0], keys.shape[1] if per_head else 1, slots
+        self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=keys.device)
+
+    def keep_state(self, names: tuple[str, ...], initial: Mapping[str, float]) -> None:
+        """Keep these tensors per slot from now on, and no others; they begin as `initial` says, or as 0."""
+        self.state = {
+            name: torch.full_like(self.positions, initial.get(name, 0.0), dtype=torch.float32) for name in names
+        }
+
+    def split_heads(self) -> None:
+        """Let each kv head hold tokens of its own from now on."""
+        self.positions = self.positions.expand(-1, self.store.layout[0], -1).clone()
+
+    def write(self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, state: Parts) -> None:
+        """Put tokens into the slots at `index`, with the `state` they come with; a padding token's slot stays free."""
+        self.store.write(
+            index, keys, values, positions, [(self.positions, positions), *initial_writes(self.state, state)]
+        )
+
+    def rewrite(self, index: SlotIndex, positions: SlotIndex, state: Parts) -> None:
+        """Let the slots at `index`, whose keys and values are still there, hold tokens again."""
+        kernels.write_all(index, [(self.positions, positions), *initial_writes(self.state, state)])
+
+    def free(self, index: SlotIndex) -> None:
+        """Let the slots at `index` hold nothing."""
+        self.positions.scatter_(-1, index, EMPTY)
+
+    def free_reserved(self, index: SlotIndex, evicted_positions: SlotIndex) -> None:
+        """Free what was reserved at `index` for tokens that stood at `evicted_positions`."""
+        now = self.positions.gather(-1, index)
+        self.positions.scatter_(-1, index, now.masked_fill(evicted_positions >= 0, EMPTY))
+
+    def put_back(self, index: SlotIndex, evicted_positions: SlotIndex) -> None:
+        """Let evicted tokens stand again where they stood; other slots stay, for they may have been freed since."""
+        now = self.positions.gather(-1, index)
+        self.positions.scatter_(-1, index, evicted_positions.where(evicted_positions >= 0, now))
+
+    def put_state_back(self, state: Parts, statistics: dict[str, Tensor], occupancy_bound: int) -> None:
+        """State, statistics and count of an earlier moment, in the memory of now."""
+        for name, tensor in state.items():
+            self.state[name].copy_(tensor)
+        self.statistics = dict(statistics)
+        self.occupancy_bound = occupancy_bound
+
+    def resize(self, slots: int) -> None:
+        """Pack the held tokens into the first of `slots` slots. Nothing is reserved any more."""
+        kept = min(slots, self.slots)
+        order = (self.positions == EMPTY).to(torch.uint8).argsort(dim=-1, stable=True)[..., :kept]
+        self.store.rearrange(order, slots)
+        self.positions = pad(self.positions.gather(-1, order), (0, slots - kept), value=EMPTY)
+        self.state = {name: pad(tensor.gather(-1, order), (0, slots - kept)) for name, tensor in self.state.items()}
+
+    def count(self) -> None:
+        """Make the bound exact; asks the device."""
+        self.occupancy_bound = 0 if self.is_empty else int((self.positions >= 0).sum(-1).max())
+
+    def snapshot(self) -> TableSnapshot:
+        """What the table is now, for `restore`. Who writes into the state adds it to `copies` first."""
+        copies = [(self.positions, self.positions.clone())]
+        return TableSnapshot(
+            self.store.snapshot(), self.positions, self.state, dict(self.statistics), self.occupancy_bound, copies
+        )
+
+    def copied_state(self) -> dict[str, Tensor]:
+        """The state as it is now, in memory of its own."""
+        return {name: tensor.clone() for name, tensor in self.state.items()}
+
+    def restore(self, snapshot: TableSnapshot) -> None:
+        """Be as `snapshot` says, in the memory of then; what free slots hold is not looked at."""
+        self.store.restore_snapshot(snapshot.store)
+        self.positions, self.state = snapshot.positions, snapshot.state
+        for tensor, content in snapshot.copies:
+            tensor.copy_(content)
+        self.statistics, self.occupancy_bound = dict(snapshot.statistics), snapshot.occupancy_bound
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the batch rows at `rows`, which may repeat."""
+        self.store.select_rows(rows)
+        self.positions = self.positions.index_select(0, rows)
+        self.state = {name: tensor.index_select(0, rows) for name, tensor in self.state.items()}
+        self.statistics = {name: tensor.index_select(0, rows) for name, tensor in self.statistics.items()}
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Overwrite row `target` with row `source`."""
+        self.store.copy_row(source, target)
+        for tensor in (self.positions, *self.state.values(), *self.statistics.values()):
+            tensor[target] = tensor[source]
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything allocated, by name."""
+        if self.is_empty:
+            return {}
+        state = {STATE + name: tensor for name, tensor in self.state.items()}
+        statistics = {STATISTICS + name: tensor for name, tensor in self.statistics.items()}
+        return {**self.store.tensors(), "positions": self.positions, **state, **statistics}
+
+    def load(self, tensors: dict[str, Tensor], state: tuple[str, ...]) -> None:
+        """Take what `tensors` gave, of which `state` is kept per slot, into an empty table."""
+        self.store.restore(tensors)
+        self.positions = tensors["positions"]
+        self.state = {name: tensors[STATE + name] for name in state}
+        self.statistics = {
+            name.removeprefix(STATISTICS): tensor for name, tensor in tensors.items() if name.startswith(STATISTICS)
+        }
+        self.count()
+
+    def packed(self) -> SlotTable:
+        """A copy with its tokens in the first slots, and no more slots than tokens."""
+        if self.is_empty:
+            return self
+        is_held = self.positions >= 0
+        slots = max(1, int(is_held.sum(-1).max()))
+        # The order in which `resize` packs, so that later ties between scores fall the same way.
+        order = is_held.to(torch.uint8).argsort(dim=-1, descending=True, stable=True)[..., :slots]
+        table = SlotTable(self.store.copied())
+        table.store.rearrange(order, slots)
+        table.positions = self.positions.gather(-1, order).clamp(min=EMPTY)
+        table.state = {name: tensor.gather(-1, order) for name, tensor in self.state.items()}
+        table.statistics = dict(self.statistics)
+        return table

@@ -1,0 +1,100 @@
+"""What a cache is: its options, layers and rows. What it offers stands above, in `cache`."""
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+
+from windlass.cache.options import CacheOptions
+from windlass.cache.rows import RowTable
+from windlass.cache.slot_layer import SlotLayer
+from windlass.core.step import READ, Limits, Pass, Step
+from windlass.merge import Merge
+from windlass.policies.base import Policy
+from windlass.positions.modes import PositionMode, position_mode
+from windlass.positions.rotary import Rotary
+from windlass.stores.base import Store
+
+
+@dataclass(frozen=True)
+class Text:
+    """Where the rows stand, and the pass that is running, if any. Replaced as a whole: a pass is all or nothing.
+
+    `latest` is the pass that completed last, unless there were edits after it.
+    """
+
+    rows: RowTable
+    pending: Step | None = None
+    latest: Step | None = None
+
+
+class CacheState:
+    """The layers and rows of a cache of un-rotated keys, and its options.
+
+    `model_id` is an object of its one model: caches that share it may exchange tokens. `rotaries` say how each of
+    the model's layers rotates, None where it does not.
+    """
+
+    is_rotated: ClassVar[bool] = False
+    """Whether keys are stored as the model's own rotary module rotated them."""
+
+    layers: list[SlotLayer]
+
+    def __init__(
+        self, model_id: object, options: CacheOptions, rotaries: list[Rotary | None], device: torch.device
+    ) -> None:
+        self.model_id, self.options, self.rotaries, self.device = model_id, options, rotaries, device
+        self.text = Text(RowTable.at_start(options.batch))
+        self.next_pass = READ
+
+    @property
+    def rows(self) -> RowTable:
+        """Where each row's text stands."""
+        return self.text.rows
+
+    @rows.setter
+    def rows(self, rows: RowTable) -> None:
+        self.text = Text(rows)
+
+    @property
+    def positions(self) -> PositionMode:
+        """Where kept tokens are read. Nothing is stored with it, so it may change between steps."""
+        return self.options.positions
+
+    @positions.setter
+    def positions(self, mode: str | PositionMode) -> None:
+        self.options = replace(self.options, positions=position_mode(mode))
+
+    @property
+    def limits(self) -> Limits:
+        """What every layer was told."""
+        return self.options.limits
+
+    @property
+    def policy(self) -> Policy:
+        """Which tokens are kept."""
+        return self.options.policy
+
+    @property
+    def store(self) -> Store:
+        """How keys and values are held."""
+        return self.options.store
+
+    @property
+    def merge(self) -> Merge | None:
+        """Where evicted tokens go; None drops them."""
+        return self.options.merge
+
+    @property
+    def batch_size(self) -> int:
+        """Rows."""
+        return self.options.batch
+
+    @property
+    def next_positions(self) -> list[int]:
+        """Per row, the position of the next token."""
+        return self.rows.next_positions
+
+    def schedule(self, how: Pass) -> None:
+        """Say how the next forward pass is taken."""
+        self.next_pass = how

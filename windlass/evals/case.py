@@ -1,0 +1,231 @@
+"""What a results file holds: a header for the run, then a case per question. Written and read by these two classes."""
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final, NoReturn, TypeVar
+
+from windlass.core.errors import UsageError
+
+VERSION: Final = 2
+FULL: Final = "full cache"
+MEND: Final = "the line is damaged, take it out or run the evaluation again"
+IDENTITY: Final = ("task", "policy", "asked_budget", "merge", "positions", "store", "is_aware", "length", "sample")
+JsonObject = dict[str, Any]
+Identity = tuple[str | int | bool | None, ...]
+Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Header:
+    """With what cases were run. `dtype` and `trained_length` are None where they are not known."""
+
+    windlass: str
+    torch: str
+    transformers: str
+    model: str
+    parameters: int
+    dtype: str | None
+    trained_length: int | None
+    seed: int
+    date: str
+
+    @property
+    def run_model(self) -> str:
+        """The model, and the type of its numbers where that was told: `"passkey-3m in float32"`."""
+        return self.model if self.dtype is None else f"{self.model} in {self.dtype}"
+
+    def to_json(self) -> JsonObject:
+        """The line of the file."""
+        return {"kind": "header", "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, line: "Line") -> "Header":
+        """The header that a line holds. Raises: UsageError for another version, or a field that is damaged."""
+        version = line.whole("version")
+        if version != VERSION:
+            raise UsageError(
+                f"{line.where}: the version is {version}, and this windlass reads version {VERSION}; "
+                f"{'update windlass' if version > VERSION else 'run the evaluation again'}"
+            )
+        return cls(
+            windlass=line.text("windlass"),
+            torch=line.text("torch"),
+            transformers=line.text("transformers"),
+            model=line.text("model"),
+            parameters=line.whole("parameters"),
+            dtype=line.or_none(line.text, "dtype"),
+            trained_length=line.or_none(line.whole, "trained_length"),
+            seed=line.whole("seed"),
+            date=line.text("date"),
+        )
+
+
+@dataclass(frozen=True)
+class Case:
+    """One question, or one text for `nll` and `kl`, under one setting of the cache.
+
+    `asked_budget` is as it was typed, `budget` the slots that came of it, None where nothing was evicted. `slots_held`
+    counts the slots in use per layer once the text was read, `bytes_held` all that is allocated afterwards, at rest, of
+    which a text has an equal part where several were read side by side.
+    `score` is from 0 to 1; a case has a score, an `nll`, or both. `seed` is that of its run, which the header tells.
+    `context_tokens` and `seconds` are None where a file does not have them.
+    """
+
+    task: str
+    policy: str
+    budget: int | None
+    asked_budget: str
+    merge: str
+    positions: str
+    store: str
+    is_aware: bool
+    length: int
+    sample: int
+    turn: int | None
+    depth: float | None
+    context_tokens: int | None
+    slots_held: int | float
+    bytes_held: int
+    bytes_full: int
+    expected: tuple[str, ...]
+    output: str | None
+    score: float | None
+    nll: float | None
+    kl: float | None
+    seconds: float | None
+    seed: int
+
+    @property
+    def identity(self) -> Identity:
+        """What tells it from every other case of its file."""
+        return (*(getattr(self, name) for name in IDENTITY), self.turn)
+
+    @property
+    def label(self) -> str:
+        """The row or line that it belongs to: the policy, and what else is not the default.
+
+        Where nothing is evicted a policy makes no difference, and none is named.
+        """
+        name = FULL if self.budget is None else self.policy.removesuffix("()")
+        unusual = [self.merge] if self.merge != "none" else []
+        unusual += [self.positions] if self.positions != "original" else []
+        unusual += [self.store] if self.store != "plain" else []
+        return ", ".join([name, *unusual])
+
+    @property
+    def asked(self) -> str:
+        """The budget as it was typed: `"64"`, `"4x"` or `"all"`."""
+        return "all" if self.budget is None else self.asked_budget
+
+    @property
+    def key(self) -> tuple[object, ...]:
+        """What no two cases of a report share."""
+        question = (self.task, self.is_aware, self.length, self.sample, self.turn, self.depth, self.seed)
+        return (self.label, self.asked, *question)
+
+    @property
+    def share(self) -> float:
+        """Bytes held, of the full cache's."""
+        return self.bytes_held / self.bytes_full
+
+    def to_json(self) -> JsonObject:
+        """The line of the file."""
+        line: JsonObject = {each.name: getattr(self, each.name) for each in fields(self)}
+        seconds, nll, kl = (line.pop(name) for name in ("seconds", "nll", "kl"))
+        del line["seed"]
+        measures = {} if nll is None else {"nll": nll, "kl": kl}
+        return {"kind": "case", **line, "expected": list(self.expected), "measures": measures, "seconds": seconds}
+
+    @classmethod
+    def from_json(cls, line: "Line", seed: int) -> "Case":
+        """The case that a line holds. Raises: UsageError for a field that is missing or damaged."""
+        if line.text("kind") != "case":
+            raise UsageError(f"{line.where}: kind must be header or case, got {line.text('kind')!r}; {MEND}")
+        measures = line.inner("measures")
+        case = cls(
+            task=line.text("task"),
+            policy=line.text("policy"),
+            budget=line.or_none(line.whole, "budget"),
+            asked_budget=line.text("asked_budget"),
+            merge=line.text("merge"),
+            positions=line.text("positions"),
+            store=line.text("store"),
+            is_aware=line.flag("is_aware"),
+            length=line.whole("length"),
+            sample=line.whole("sample"),
+            turn=line.or_none(line.whole, "turn"),
+            depth=line.or_none(line.part, "depth"),
+            context_tokens=line.or_none(line.whole, "context_tokens"),
+            slots_held=line.number("slots_held"),
+            bytes_held=line.whole("bytes_held", 1),
+            bytes_full=line.whole("bytes_full", 1),
+            expected=line.or_none(line.texts, "expected") or (),
+            output=line.or_none(line.text, "output"),
+            score=line.or_none(line.part, "score"),
+            nll=measures.or_none(measures.real, "nll"),
+            kl=measures.or_none(measures.real, "kl"),
+            seconds=line.or_none(line.real, "seconds"),
+            seed=seed,
+        )
+        if case.score is None and case.nll is None:
+            raise UsageError(f"{line.where}: there is neither a score nor an nll; {MEND}")
+        return case
+
+
+class Line:
+    """The fields of one line, each checked when it is taken; errors begin with `where` and name the field."""
+
+    def __init__(self, data: JsonObject, where: str) -> None:
+        self._data = data
+        self.where = where
+
+    def text(self, name: str) -> str:
+        value = self._value(name)
+        return value if isinstance(value, str) else self._refuse(name, "a text")
+
+    def texts(self, name: str) -> tuple[str, ...]:
+        value = self._value(name)
+        if isinstance(value, list) and all(isinstance(each, str) for each in value):
+            return tuple(value)
+        return self._refuse(name, "a list of texts")
+
+    def whole(self, name: str, least: int = 0) -> int:
+        value = self._value(name)
+        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+            return value
+        return self._refuse(name, f"a whole number from {least}")
+
+    def number(self, name: str) -> int | float:
+        value = self._value(name)
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return value
+        return self._refuse(name, "a number")
+
+    def real(self, name: str) -> float:
+        return float(self.number(name))
+
+    def part(self, name: str) -> float:
+        value = self.real(name)
+        return value if 0 <= value <= 1 else self._refuse(name, "from 0 to 1")
+
+    def flag(self, name: str) -> bool:
+        value = self._value(name)
+        return value if isinstance(value, bool) else self._refuse(name, "true or false")
+
+    def or_none(self, take: Callable[[str], Value], name: str) -> Value | None:
+        """What `take` gives; None where the line says null, or does not have the field."""
+        return None if self._data.get(name) is None else take(name)
+
+    def inner(self, name: str) -> "Line":
+        value = self._data.get(name)
+        if value is None:
+            return Line({}, self.where)
+        return Line(value, self.where) if isinstance(value, dict) else self._refuse(name, "an object")
+
+    def _value(self, name: str) -> object:
+        if name not in self._data:
+            raise UsageError(f"{self.where}: there is no field {name!r}; {MEND}")
+        return self._data[name]
+
+    def _refuse(self, name: str, wanted: str) -> NoReturn:
+        raise UsageError(f"{self.where}: {name} must be {wanted}, got {self._data[name]!r}; {MEND}")

@@ -1,0 +1,46 @@
+// Which slots a query sees.
+// Included inside the namespace of one instruction set, after simd.hpp.
+
+constexpr float HIDDEN = -INFINITY;
+
+// Which of a block's slots each query sees, and how.
+struct BlockMask {
+    float bias[MAX_TOKENS][BLOCK];  // 0, or -inf where hidden
+    std::int32_t is_far[MAX_TOKENS][BLOCK];
+    bool is_seen[BLOCK / LANES], has_near[BLOCK / LANES], has_far[BLOCK / LANES];
+    bool is_empty;
+};
+
+void mask_block(const Attend &call, int row, int score_head, int start, int count, BlockMask &mask) {
+    const std::int32_t *slots =
+        call.slot_positions + (std::int64_t(row) * call.score_heads + score_head) * call.slots + start;
+    std::int32_t positions[BLOCK];
+    for (int j = 0; j < BLOCK; ++j) positions[j] = j < count ? slots[j] : -1;
+    std::int32_t seen[BLOCK] = {}, near[BLOCK] = {}, far[BLOCK] = {};
+    const std::int32_t near_window = call.has_far() ? call.near_window : INT32_MAX;
+    for (int t = 0; t < call.tokens; ++t) {
+        const std::int32_t query = std::int32_t(call.query_positions[std::int64_t(row) * call.tokens + t]);
+        for (int j = 0; j < BLOCK; ++j) {
+            const std::int32_t distance = query - positions[j];
+            const std::int32_t is_visible = (positions[j] >= 0) & (distance >= 0) &
+                                            (distance < call.sliding_window) &
+                                            ((distance < call.reach) | (positions[j] < call.sinks));
+            const std::int32_t is_far = distance >= near_window;
+            mask.bias[t][j] = is_visible ? 0.0f : HIDDEN;
+            mask.is_far[t][j] = is_far ? -1 : 0;
+            seen[j] |= is_visible;
+            near[j] |= is_visible & ~is_far;
+            far[j] |= is_visible & is_far;
+        }
+    }
+    mask.is_empty = true;
+    for (int part = 0; part < BLOCK / LANES; ++part) {
+        std::int32_t any = 0, any_near = 0, any_far = 0;
+        for (int j = part * LANES; j < (part + 1) * LANES; ++j)
+            any |= seen[j], any_near |= near[j], any_far |= far[j];
+        mask.is_seen[part] = any != 0;
+        mask.has_near[part] = (any_near & 1) != 0;
+        mask.has_far[part] = any_far != 0;
+        mask.is_empty &= any == 0;
+    }
+}

@@ -1,0 +1,51 @@
+"""A policy around another one, and where to look for what only some policies offer."""
+
+from abc import ABC
+from dataclasses import dataclass
+from typing import TypeVar
+
+from windlass.core.errors import PolicyError
+from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.interfaces import OneShot, Recency
+
+Interface = TypeVar("Interface")
+
+
+@dataclass(frozen=True)
+class Wrapper(Policy, ABC):
+    """A policy around another one: it needs and observes what that one does, and scores in its own way."""
+
+    policy: Policy
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.policy, Policy):
+            raise PolicyError(f"{type(self).__name__}: policy must be another policy, got {self.policy!r}")
+
+    @property
+    def needs(self) -> Needs:  # type: ignore[override]  # what is wrapped decides
+        return self.policy.needs
+
+    @property
+    def observed_queries(self) -> int | None:  # type: ignore[override]  # what is wrapped decides
+        return self.policy.observed_queries
+
+    def observe(self, slots: Slots, observation: Observation) -> None:
+        self.policy.observe(slots, observation)
+
+
+def find(policy: Policy, interface: type[Interface]) -> Interface | None:
+    """The policy that offers `interface`: this one, or else the first that does of those it wraps."""
+    if isinstance(policy, interface):
+        return policy
+    return find(policy.policy, interface) if isinstance(policy, Wrapper) else None
+
+
+def scoring_chunk(policy: Policy) -> int:
+    """Tokens in each step of the second pass that a policy asks for; 0: none."""
+    one_shot = find(policy, OneShot)
+    return 0 if one_shot is None else one_shot.scoring_chunk
+
+
+def keeps_newest(policy: Policy) -> bool:
+    """Whether a policy keeps just the sinks and the newest tokens."""
+    return isinstance(policy, Recency) and policy.keeps_newest

@@ -1,0 +1,190 @@
+"""The first and the newest tokens of each row in full precision, beside the codes of a low-bit store."""
+
+from collections.abc import Sequence
+from typing import Final
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from windlass import kernels
+from windlass.core.errors import UsageError
+from windlass.core.shapes import NewKeys, NewValues, RowCounts, SlotIndex
+from windlass.core.step import MAX_NUMBER
+
+# Names of the tensors. Prompt-cache files use them, too, so they must not change.
+KEYS: Final = "exact_keys"  # (batch, kv_heads, entries, head_dim)
+VALUES: Final = "exact_values"  # (batch, kv_heads, entries, value_dim)
+SLOTS: Final = "exact_slots"  # (batch, kv_heads, entries) int32: the slot of an entry's token, -1 for none
+TOKEN_INDEX: Final = "exact_serials"  # (batch, entries): which token of the row an entry holds, -1 for none
+WRITTEN: Final = "exact_written"  # (batch): tokens written to the row
+NAMES: Final = (KEYS, VALUES, SLOTS, TOKEN_INDEX, WRITTEN)
+
+
+class FullPrecisionRing:
+    """Each row's first `sinks` tokens and its `newest` ones, as the model made them.
+
+    Layout: `sinks` fixed entries, a ring of `newest` entries and as many more as tokens can be rolled back,
+    one scratch entry that absorbs discarded writes. Each entry stores the token's index in the row and the
+    slot that holds its quantised copy. A token's index is the number of tokens written to the row before it,
+    evicted ones included. Every token has a quantised copy, so a token leaves the ring by being overwritten.
+
+    Raises: UsageError for a negative number, or one above 2^30.
+    """
+
+    def __init__(self, sinks: int = 0, newest: int = 0) -> None:
+        for name, number in (("sinks", sinks), ("newest", newest)):
+            if not 0 <= number <= MAX_NUMBER:
+                raise UsageError(f"{name} of a store must be from 0 to {MAX_NUMBER}, got {number}")
+        self.sinks = sinks
+        self.newest = newest
+        self.tensors: dict[str, Tensor] = {}
+        """All that is allocated, by name. Every change makes a new dictionary: to put the dictionary from before
+        the last `write` back is to undo that write."""
+        self._latest_index: tuple[dict[str, Tensor], ReferenceType[Tensor]] | None = None
+
+    def allocate(self, keys: NewKeys, values: NewValues, rollback: int) -> None:
+        """Make room for copies of such keys and values, so that `rollback` tokens can be rolled back."""
+        if self.sinks + self.newest == 0:
+            return
+        batch, kv_heads = keys.shape[:2]
+        entries = self.sinks + (self.newest + rollback if self.newest else 0) + 1
+        self.tensors = {
+            KEYS: keys.new_zeros(batch, kv_heads, entries, keys.shape[3]),
+            VALUES: values.new_zeros(batch, kv_heads, entries, values.shape[3]),
+            SLOTS: torch.full((batch, kv_heads, entries), -1, dtype=torch.int32, device=keys.device),
+            TOKEN_INDEX: torch.full((batch, entries), -1, device=keys.device),
+            WRITTEN: torch.zeros(batch, dtype=torch.int64, device=keys.device),
+        }
+
+    @property
+    def keys(self) -> Tensor | None:
+        """(batch, kv_heads, entries, head_dim); None if nothing is kept in full precision."""
+        return self.tensors.get(KEYS)
+
+    @property
+    def values(self) -> Tensor | None:
+        """(batch, kv_heads, entries, value_dim); None if nothing is kept in full precision."""
+        return self.tensors.get(VALUES)
+
+    def write(self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor) -> None:
+        """Count the tokens that go to the slots at `index`, and copy those that are first or newest.
+
+        `positions` (batch, score_heads, tokens) are negative for padding. A token that only some heads get
+        counts for the whole row.
+        """
+        if not self.tensors:
+            return
+        # A short write overwrites only entries that are not needed after it is undone, so it works in place.
+        # A longer one would overwrite some that are needed then, so it works on copies.
+        if keys.shape[2] > self._ring_size - self.newest > 0:
+            self.tensors = {name: tensor.clone() for name, tensor in self.tensors.items()}
+        slots, token_index, written = self.tensors[SLOTS], self.tensors[TOKEN_INDEX], self.tensors[WRITTEN]
+        scratch = slots.shape[2] - 1
+        is_token = (positions >= 0).any(1)
+        new_index = written[:, None] + is_token.cumsum(1) - 1
+        end = written + is_token.sum(1)
+        is_kept = is_token & ((new_index < self.sinks) | (new_index >= end[:, None] - self._ring_size))
+        # Shapes must not depend on data (no host sync, CUDA graphs), so what is not kept is written, too.
+        entries = self._entry_of(new_index).where(is_kept, scratch)
+        index = index.expand(-1, slots.shape[1], -1)
+        # The token of an entry was evicted if its slot is written again.
+        slots.masked_fill_((slots[..., None] == index[:, :, None]).any(-1), -1)
+        copies = (self.tensors[KEYS], keys), (self.tensors[VALUES], values)
+        kernels.write_all(entries[:, None], [(slots, index), *copies])
+        token_index.scatter_(1, entries, new_index)
+        token_index[:, scratch] = -1
+        self.tensors = {**self.tensors, WRITTEN: end}
+
+    def can_roll_back(self, counts: Sequence[int]) -> bool:
+        """Whether the tokens that are the newest without the last `counts` tokens of each row are all still here.
+
+        Waits for the device.
+        """
+        if not self._ring_size:
+            return True
+        end = self._written_without(counts)
+        oldest = (end - self.newest).clamp(min=self.sinks)
+        found = self.tensors[TOKEN_INDEX].gather(1, self._entry_of(oldest)[:, None])[:, 0]
+        return bool(((found == oldest) | (oldest >= end)).all())
+
+    def roll_back(self, counts: Sequence[int]) -> None:
+        """Take the newest `counts` tokens of each row out of the count; entries stay until they are overwritten."""
+        if self.tensors:
+            self.tensors = {**self.tensors, WRITTEN: self._written_without(counts)}
+
+    def ring_index(self, slots: int) -> Tensor | None:
+        """Per slot, (batch, kv_heads, slots) int32: the entry that it is read from, -1 for its codes.
+
+        None if nothing is kept in full precision.
+        """
+        if not self.tensors:
+            return None
+        # Keys and values of a step ask for the same index. A weak reference, so that it takes memory only in use.
+        latest = None
+        if self._latest_index is not None and self._latest_index[0] is self.tensors:
+            latest = self._latest_index[1]()
+        if latest is None or latest.shape[2] != slots:
+            latest = self._build_ring_index(slots)
+            self._latest_index = self.tensors, ref(latest)
+        return latest
+
+    def _build_ring_index(self, slots: int) -> Tensor:
+        owners, token_index, written = self.tensors[SLOTS], self.tensors[TOKEN_INDEX], self.tensors[WRITTEN]
+        # A token that was rolled back passes this test, but its slot is free: nobody reads the slot's entry.
+        is_read = (token_index >= 0) & ((token_index < self.sinks) | (token_index >= written[:, None] - self.newest))
+        batch, kv_heads, entries = owners.shape
+        heads = torch.arange(batch * kv_heads, device=owners.device).view(batch, kv_heads, 1)
+        beyond = batch * kv_heads * slots  # one more, for entries that are not read
+        at = (heads * slots + owners).where(is_read[:, None] & (owners >= 0), beyond)
+        index = torch.full((beyond + 1,), -1, dtype=torch.int32, device=owners.device)
+        index[at] = torch.arange(entries, dtype=torch.int32, device=owners.device).expand_as(at)
+        return index[:beyond].view(batch, kv_heads, slots)
+
+    def overlay(self, states: Tensor, copies: Tensor | None) -> Tensor:
+        """`states` (batch, kv_heads, slots, channels) with the entries of `copies`, our keys or values, in their slots.
+
+        Returns `states` itself if nothing is kept in full precision.
+        """
+        ring_index = self.ring_index(states.shape[2])
+        if ring_index is None or copies is None:
+            return states
+        index = ring_index.long().clamp(min=0)[..., None].expand_as(states)
+        return torch.where(ring_index[..., None] >= 0, copies.gather(2, index), states)
+
+    def rearrange(self, order: SlotIndex, slots: int) -> None:
+        """Follow the tokens whose slots, `order` out of `slots`, became the first slots, in that order."""
+        if not self.tensors:
+            return
+        owners = self.tensors[SLOTS]
+        order = order.expand(-1, owners.shape[1], -1)
+        new_slots = owners.new_full((*order.shape[:2], slots), -1)  # by old slot
+        firsts = torch.arange(order.shape[2], dtype=owners.dtype, device=owners.device)
+        new_slots.scatter_(2, order, firsts.expand_as(order))
+        now = new_slots.gather(2, owners.clamp(min=0).long())
+        self.tensors = {**self.tensors, SLOTS: now.where(owners >= 0, -1)}
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the batch rows at `rows`, which may repeat."""
+        self.tensors = {name: tensor.index_select(0, rows) for name, tensor in self.tensors.items()}
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Overwrite row `target` with row `source`."""
+        for tensor in self.tensors.values():
+            tensor[target] = tensor[source]
+        self.tensors = dict(self.tensors)
+
+    def restore(self, tensors: dict[str, Tensor]) -> None:
+        """Hold what `self.tensors` was, out of `tensors`; other names are ignored."""
+        self.tensors = {name: tensors[name] for name in NAMES if name in tensors}
+
+    @property
+    def _ring_size(self) -> int:
+        return self.tensors[TOKEN_INDEX].shape[1] - self.sinks - 1 if self.tensors else 0
+
+    def _entry_of(self, token_index: Tensor) -> Tensor:
+        return token_index.where(token_index < self.sinks, self.sinks + token_index % max(self._ring_size, 1))
+
+    def _written_without(self, counts: Sequence[int]) -> RowCounts:
+        written = self.tensors[WRITTEN]
+        return (written - torch.tensor(counts, device=written.device)).clamp(min=0)

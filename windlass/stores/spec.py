@@ -1,0 +1,27 @@
+"""All stores, by name."""
+
+from typing import Final
+
+from windlass.core.errors import UsageError
+from windlass.core.spec import parse_ints, parse_spec
+from windlass.stores.base import Store
+from windlass.stores.low_bit import Int4, Int8
+from windlass.stores.plain import Plain
+
+STORES: Final[dict[str, type[Store]]] = {"plain": Plain, "int8": Int8, "int4": Int4}
+
+
+def store_of(spec: str | Store) -> Store:
+    """The store that `spec` names: `"plain"`, `"int8"`, `"int4(sinks=4, newest=32)"`; or a store itself.
+
+    Raises: UsageError for an unknown name or wrong numbers.
+    """
+    if isinstance(spec, Store):
+        return spec
+    typed = parse_spec(spec)
+    if typed is None or typed.name not in STORES:
+        hint = "numbers of a store stand in parentheses, as in int4(sinks=4, newest=32)"
+        raise UsageError(f"store={spec!r} is not a store; use one of: {', '.join(STORES)}; {hint}")
+    store = STORES[typed.name]
+    numbers = parse_ints(f"store={spec!r}", typed, store.parameters)
+    return store(**numbers)  # type: ignore[arg-type]  # `parameters` names the whole numbers it takes

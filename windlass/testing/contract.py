@@ -1,0 +1,204 @@
+"""A check of the policy contract: what a policy declares, and what it does in a small cache."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, is_dataclass, replace
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from windlass.cache.second_pass import second_pass
+from windlass.cache.slot_layer import SlotLayer
+from windlass.core.errors import PolicyError
+from windlass.core.rotary_index import EMPTY
+from windlass.core.shapes import NewKeys, PerSlot, Queries, Scores
+from windlass.core.step import AttentionCall, Limits, Step
+from windlass.policies import Needs, NewTokens, Observation, Policy, Slots
+from windlass.policies.interfaces import Budgeter, OneShot, Recency, Trained
+from windlass.policies.wrapper import Wrapper, find, keeps_newest, scoring_chunk
+from windlass.positions.modes import Original
+from windlass.stores.plain import Plain
+
+HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 15, 3, 8, 6
+LIMITS = Limits(budget=12, sinks=2, window=3, chunk=7, rollback=0)
+MAX_ID = 97  # of the token ids of a step
+INTERFACES = (OneShot, Budgeter, Trained, Recency)
+# Tokens of each of two rows in every step: whole and ragged chunks, an idle row, then decode.
+STEPS = ((7, 7), (4, 7), (7, 0), (5, 3), *((1, 1),) * 6, (0, 1), (1, 0), (7, 5), (1, 1))
+
+
+def check_policy(policy: Policy) -> None:
+    """Run `policy` through a small cache, until well over budget, and check that it keeps the contract.
+
+    Uses neither a model nor files, and takes well under a second.
+
+    Raises: PolicyError, naming the rule that is broken.
+    """
+    _check_declaration(policy)
+    checked = _Checked(policy)
+    layer = SlotLayer(0, LIMITS, checked, None, Plain())
+    draw = torch.Generator().manual_seed(0)
+    at, prompt_ends = [0, 0], [0, 0]
+    for lengths in STEPS:
+        tokens = max(lengths)
+        columns = torch.arange(tokens)
+        positions = torch.stack([(columns + a).where(columns < n, EMPTY) for a, n in zip(at, lengths, strict=True)])
+        at = [a + n for a, n in zip(at, lengths, strict=True)]
+        prompt_ends = [a if tokens > 1 and n else end for a, n, end in zip(at, lengths, prompt_ends, strict=True)]
+        ids = torch.randint(MAX_ID, positions.shape, generator=draw)
+        step = Step(positions, lengths, torch.tensor(at), torch.tensor(prompt_ends), max(at), ids)
+        queries, keys, values = (
+            torch.randn(2, heads, tokens, width, generator=draw)
+            for heads, width in ((HEADS, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM))
+        )
+        layer.step(queries, keys, values, step, Original(), AttentionCall(scale=HEAD_DIM**-0.5))
+        if scoring_chunk(policy):
+            later = positions.where(positions < 0, positions + tokens)
+            again = replace(step, positions=later, end=step.end + tokens, is_second_pass=True)
+            second_pass(layer, queries, keys, values, again, Original(), AttentionCall(scale=HEAD_DIM**-0.5))
+
+
+def _check_declaration(policy: Policy) -> None:
+    """What can be seen without running: the class, its fields and its docstring."""
+    if not isinstance(policy, Policy):
+        raise PolicyError(f"{policy!r} is not a Policy; derive its class from windlass.Policy, and pass an instance")
+    kind = type(policy)
+    name = kind.__name__
+    parameters = vars(kind).get("__dataclass_params__")  # of this class, not of one it inherits from
+    if not is_dataclass(policy) or parameters is None or not parameters.frozen:
+        raise PolicyError(f"{name} is not a frozen dataclass; put @dataclass(frozen=True) above the class")
+    for field, value in ((field.name, getattr(policy, field.name)) for field in fields(policy)):
+        is_file = isinstance(value, str) and Path(value).expanduser().is_file()
+        if not (is_file or isinstance(value, int | float | Policy | None)):
+            raise PolicyError(
+                f"{name}.{field} is {value!r}; the fields of a policy are plain numbers, a policy, or a file's name"
+            )
+    needs: object = policy.needs
+    if not isinstance(needs, Needs):
+        raise PolicyError(f'{name}.needs is {needs!r}; declare Needs, such as needs = Needs(state=("mass",))')
+    for declared, names in (("state", needs.state), ("statistics", needs.statistics)):
+        if not isinstance(names, tuple) or not all(isinstance(entry, str) for entry in names):
+            raise PolicyError(f'{name}.needs.{declared} is {names!r}; declare a tuple of names, such as ("mass",)')
+    wanted = policy.observed_queries
+    if wanted is not None and (not isinstance(wanted, int) or wanted < 0):
+        raise PolicyError(f"{name}.observed_queries is {wanted!r}; declare 0 (none), a positive number, or None (all)")
+    for interface in INTERFACES:
+        unused = [each for each in vars(interface) if not each.startswith("_") and each in dir(kind)]
+        if unused and not issubclass(kind, interface):
+            raise PolicyError(
+                f"{name}.{unused[0]} is never used: {name} is no {interface.__name__}; derive the class from "
+                f"windlass.policies.{interface.__name__} too, or use another name"
+            )
+    missing = [word for word in ("Source:", "Differs:") if word not in (kind.__doc__ or "")]
+    if missing:
+        raise PolicyError(f"the docstring of {name} lacks {' and '.join(missing)}")
+
+
+@dataclass(frozen=True, repr=False)
+class _Checked(Wrapper, Trained, Recency):
+    """Checks the policy that it wraps at every call; the cache treats it as it would treat that one."""
+
+    def __repr__(self) -> str:
+        return repr(self.policy)
+
+    @property
+    def keeps_newest(self) -> bool:  # type: ignore[override]  # what is wrapped decides
+        return keeps_newest(self.policy)
+
+    def preprocess(self, queries: Queries, keys: NewKeys) -> NewTokens:
+        trained = find(self.policy, Trained)
+        if trained is None:
+            return NewTokens(queries, keys)
+        before = queries.clone(), keys.clone()
+        new = trained.preprocess(queries, keys)
+        if not (queries.equal(before[0]) and keys.equal(before[1])):
+            self._fail("preprocess writes into the model's queries or keys; return copies")
+        for name, tensor in new.state.items():
+            if name not in self.needs.state:
+                self._fail(f"preprocess gives state {name!r}, which is not declared in `state` {self.needs.state}")
+            expected = (keys.shape[0], keys.shape[1] if self.needs.per_head else 1, keys.shape[2])
+            if tuple(tensor.shape) != expected:
+                self._fail(f"preprocess gives state {name!r} of shape {tuple(tensor.shape)}, expected {expected}")
+        return new
+
+    def observe(self, slots: Slots, observation: Observation) -> None:
+        with self._watched("observe", slots):
+            self.policy.observe(slots, observation)
+
+    def score(self, slots: Slots) -> Scores:
+        before = {name: tensor.clone() for name, tensor in slots.state.items()}
+        again = replace(slots, state={name: tensor.clone() for name, tensor in before.items()})
+        score = self._scored(slots)
+        is_held = slots.positions >= 0
+        if bool(score.isnan()[is_held].any()):
+            self._fail("score gives NaN for a slot that holds a token")
+        if not torch.equal(self._scored(again)[is_held], score[is_held]):
+            self._fail("score differs between two calls with the same slots; derive any draw from positions and a seed")
+        reverse, order = _reversed(slots, before)
+        expected, held = score.gather(-1, order)[is_held.flip(-1)], is_held.flip(-1)
+        rounding = 1e-4 * float(expected.abs().max())
+        if not torch.allclose(self._scored(reverse)[held], expected, rtol=1e-4, atol=rounding):
+            self._fail("score depends on the order of the slots; sort by slots.positions before pooling along the text")
+        return score
+
+    def _scored(self, slots: Slots) -> PerSlot:
+        with self._watched("score", slots):
+            score = _anything(self.policy.score(slots))
+        expected = tuple(slots.positions.shape)
+        if not isinstance(score, Tensor):
+            self._fail(f"score gives {type(score).__name__}, expected a tensor of shape {expected}")
+        if tuple(score.shape) != expected:
+            self._fail(f"score has shape {tuple(score.shape)}, expected {expected} (batch, kv_heads, slots)")
+        return score.float()
+
+    @contextmanager
+    def _watched(self, method: str, slots: Slots) -> Iterator[None]:
+        """Nothing but the declared state may change, and that in place; nothing may be raised."""
+        before = {"positions": slots.positions.clone()}
+        before |= {name: tensor.clone() for name, tensor in slots.store.tensors().items()}
+        state, statistics = dict(slots.state), dict(slots.statistics)
+        copies = {name: tensor.clone() for name, tensor in statistics.items()}
+        try:
+            yield
+        except KeyError as error:
+            if error.args[0] in self.needs.state:
+                raise
+            self._fail(f"{method} uses state {error.args[0]!r}, which is not declared in `state` {self.needs.state}")
+        except Exception as error:
+            raise PolicyError(f"{self!r}: {method} raises {type(error).__name__}: {error}") from error
+        after = {"positions": slots.positions, **slots.store.tensors()}
+        for name, tensor in before.items():
+            if not torch.equal(tensor, after[name]):
+                self._fail(f"{method} writes to slots.{name}; only slots.state may be written")
+        for name in slots.state:
+            if name not in state:
+                self._fail(f"{method} adds state {name!r}, which is not declared in `state` {self.needs.state}")
+            if slots.state[name] is not state[name]:
+                self._fail(f"{method} replaces slots.state[{name!r}]; write into it, in place")
+        for name, tensor in statistics.items():
+            if not torch.equal(tensor, copies[name]):
+                self._fail(f"{method} writes into slots.statistics[{name!r}]; put a new tensor in its place")
+        for name, tensor in slots.statistics.items():
+            if name not in self.needs.statistics:
+                self._fail(f"{method} adds statistics {name!r}, not declared in `statistics` {self.needs.statistics}")
+            if method == "score" and tensor is not statistics.get(name):
+                self._fail(f"score replaces slots.statistics[{name!r}]; only observe may")
+
+    def _fail(self, rule: str) -> NoReturn:
+        raise PolicyError(f"{self!r}: {rule}")
+
+
+def _anything(given: object) -> object:
+    """`given`, whose type is not to be relied on."""
+    return given
+
+
+def _reversed(slots: Slots, state: dict[str, Tensor]) -> tuple[Slots, Tensor]:
+    """The same tokens in the opposite order of slots, and that order."""
+    order = torch.arange(slots.positions.shape[-1]).flip(0).expand_as(slots.positions)
+    store = Plain()
+    store.restore({"keys": slots.keys().flip(2), "values": slots.values().flip(2)})
+    flipped = {name: tensor.flip(-1) for name, tensor in state.items()}
+    return replace(slots, store=store, positions=slots.positions.flip(-1), state=flipped), order

@@ -1,0 +1,109 @@
+"""Tiny random models of many families, for tests that need no network."""
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from windlass.core.errors import UsageError
+
+VOCABULARY = 97  # of every tiny model
+SLIDING_WINDOW = 11  # of the tiny models that have one
+TRAINED_LENGTH = 64  # of the tiny models whose rotary table depends on the length of the text
+
+# All different, so that no broadcast hides a fault: 15 query heads share 3 kv heads.
+_SIZES = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 60,
+    "intermediate_size": 52,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 15,
+    "num_key_value_heads": 3,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    # Large enough that attention is far from uniform: then a wrong mask or rotation shows.
+    "initializer_range": 0.18,
+    "pad_token_id": None,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "tie_word_embeddings": False,
+}
+_Options = Mapping[str, object]
+
+_WIDE = {"hidden_size": 120, "initializer_range": 0.13}  # where head_dim is hidden_size / heads
+_ALTERNATING = {
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "sliding_window": SLIDING_WINDOW,
+}
+_EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+_LONGROPE = {
+    "rope_type": "longrope",
+    "rope_theta": 100.0,
+    "factor": 8.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 1.9, 3.7, 7.3],
+    "original_max_position_embeddings": TRAINED_LENGTH,
+}
+_LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
+_YARN = {"original_max_position_embeddings": 64}
+
+
+def _scaled(rope_type: str, factor: float, more: _Options = MappingProxyType({})) -> _Options:
+    return {"rope_parameters": {"rope_type": rope_type, "rope_theta": 100.0, "factor": factor, **more}}
+
+
+_CONFIGS: dict[str, tuple[str, _Options]] = {
+    # name: (transformers' model type, its options)
+    "llama": ("llama", {}),
+    "llama_llama3": ("llama", _scaled("llama3", 8.0, _LLAMA3)),
+    "llama_yarn": ("llama", _scaled("yarn", 8.0, _YARN)),
+    "llama_dynamic": ("llama", {**_scaled("dynamic", 4.0), "max_position_embeddings": TRAINED_LENGTH}),
+    "llama_linear": ("llama", _scaled("linear", 4.0)),
+    "mistral": ("mistral", {"sliding_window": SLIDING_WINDOW}),
+    "qwen2": ("qwen2", {**_ALTERNATING, "use_sliding_window": True}),
+    "qwen3": ("qwen3", {}),
+    "qwen3_moe": ("qwen3_moe", _EXPERTS),
+    "mixtral": ("mixtral", _EXPERTS),
+    "gemma2": ("gemma2", {**_ALTERNATING, "attn_logit_softcapping": 1.5, "query_pre_attn_scalar": 6}),
+    "gemma3": ("gemma3_text", {**_ALTERNATING, "query_pre_attn_scalar": 6}),
+    "phi3": ("phi3", {**_WIDE, "rope_parameters": _LONGROPE}),
+    "smollm3": ("smollm3", {**_WIDE, "num_hidden_layers": 4, "no_rope_layer_interval": 2}),
+    "olmo2": ("olmo2", _WIDE),
+    "cohere": ("cohere", {**_WIDE, "logit_scale": 0.9}),
+    "glm4": ("glm4", {}),
+    "granite": (
+        "granite",
+        {**_WIDE, "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
+    ),
+    "gpt_oss": ("gpt_oss", {**_EXPERTS, **_ALTERNATING, **_scaled("yarn", 8.0, {**_YARN, "truncate": False})}),
+}
+
+FAMILIES = tuple(_CONFIGS)
+
+
+def tiny_model(family: str) -> PreTrainedModel:
+    """A small random model of one of `FAMILIES`: float32, in eval mode, the same at every call.
+
+    Its logits are of order 1 and its attention far from uniform. Needs no network. Attention is
+    transformers' own `eager`, which honours soft-caps and learned sinks.
+
+    Raises: UsageError for an unknown family.
+    """
+    if family not in _CONFIGS:
+        raise UsageError(f"family {family!r} is unknown; use one of: {', '.join(FAMILIES)}")
+    model_type, options = _CONFIGS[family]
+    config = AutoConfig.for_model(model_type, **{**_SIZES, **options})
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(
+            config, dtype=torch.float32, attn_implementation="eager", experts_implementation="eager"
+        )
+        for parameter in model.parameters():
+            # Norms, biases and learned sinks start as constants, which would hide that they are used.
+            if parameter.ndim == 1:
+                parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
+    model.get_output_embeddings().weight.data.mul_(0.5)
+    model.eval()
+    return model
