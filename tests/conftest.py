@@ -2,7 +2,7 @@
 
 import os
 from collections import Counter
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it no product on a GPU is deterministic
@@ -19,6 +19,10 @@ from transformers import PreTrainedModel
 import windlass
 from windlass.testing import VOCABULARY, tiny_model
 
+if TYPE_CHECKING:
+    from tests.helpers.models import Models, Text
+
+pytest.register_assert_rewrite("tests.helpers")  # before any of them is imported
 torch.set_num_threads(1)
 # Fills torch.empty with NaN, so that reading what was never written shows.
 torch.use_deterministic_algorithms(True)
@@ -52,18 +56,18 @@ def _seeded() -> None:
 
 
 @pytest.fixture(scope="session")
-def plain_model() -> Callable[[str], PreTrainedModel]:
+def plain_model() -> "Models":
     """A tiny model of a family that is never attached: what transformers itself gives."""
     return _cached(tiny_model)
 
 
 @pytest.fixture(scope="session")
-def attached_model() -> Callable[[str], PreTrainedModel]:
+def attached_model() -> "Models":
     """A tiny model of a family, attached, and equal to `plain_model`'s. Not to be changed."""
     return _cached(lambda family: windlass.attach(tiny_model(family)))
 
 
-def _cached(make: Callable[[str], PreTrainedModel]) -> Callable[[str], PreTrainedModel]:
+def _cached(make: "Models") -> "Models":
     models: dict[str, PreTrainedModel] = {}
 
     def get(family: str) -> PreTrainedModel:
@@ -75,7 +79,7 @@ def _cached(make: Callable[[str], PreTrainedModel]) -> Callable[[str], PreTraine
 
 
 @pytest.fixture(scope="session")
-def text() -> Callable[..., torch.Tensor]:
+def text() -> "Text":
     """Random token ids of shape (rows, tokens); another seed gives another text."""
 
     def make(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:

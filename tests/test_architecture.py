@@ -98,6 +98,12 @@ def test_imports_go_one_way() -> None:
     assert upward(imports) == set()
 
 
+def test_tests_share_through_helpers_alone() -> None:
+    found = {path: set(_imported(ast.parse(path.read_text()))) for path in Path(__file__).parent.rglob("*.py")}
+    between = {f"{path} -> {target}" for path in found for target in found[path] if target.startswith("tests.")}
+    assert {each for each in between if " -> tests.helpers." not in each} == set()
+
+
 def test_no_circle_inside_a_room() -> None:
     assert in_circles(imports_of(PACKAGE)[0]) == set()
 

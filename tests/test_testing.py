@@ -1,35 +1,14 @@
 """`check_policy` finds every broken rule, and names it."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import ClassVar
 
 import pytest
 import torch
 
-from windlass import Policy, PolicyError, UsageError
-from windlass.policies import NAMES, Needs, NewTokens, Observation, Slots, Trained
+from tests.helpers.policies import policy, unchecked
+from windlass import Policy, PolicyError, Recent, UsageError
+from windlass.policies import NAMES, Needs, NewTokens, Observation, Slots
 from windlass.testing import check_policy, tiny_model
-
-Score = Callable[[Policy, Slots], object]
-
-
-def by_position(_: Policy, slots: Slots) -> torch.Tensor:
-    return slots.positions.float()
-
-
-def policy(score: Score = by_position, is_frozen: bool = True, **attributes: object) -> Policy:
-    """An instance of a policy class made of `score` and `attributes`."""
-    names = {"score": score, "__doc__": "Made up.\n\nSource: none.\nDiffers: none.", **attributes}
-    bases = (Policy, Trained) if "preprocess" in attributes else (Policy,)
-    return dataclass(frozen=is_frozen)(type("Made", bases, names))()
-
-
-def unchecked(**names: object) -> Needs:
-    """What a policy needs, of types that the tests would refuse."""
-    needs = Needs()
-    vars(needs).update(names)
-    return needs
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -102,7 +81,7 @@ BROKEN: dict[str, tuple[Policy, str]] = {
     "field": (policy(__annotations__={"how": "str"}, how="max"), "Made.how is 'max'; .* plain numbers"),
     "chance": (policy(lambda _, s: torch.rand(s.positions.shape)), "differs between two calls"),
     "order": (policy(by_slot), "depends on the order of the slots"),
-    "raises": (policy(lambda _, s: s.positions / s.nowhere), "score raises AttributeError: .*nowhere"),
+    "raises": (policy(lambda _, s: s.positions / s.nowhere), "score raises AttributeError: .*nowhere"),  # type: ignore[attr-defined]
     "observes": (policy(observed_queries=None, observe=observing_fails), "observe raises ValueError: out of luck"),
     "arrives": (policy(preprocess=keys_hidden), "preprocess writes into the model's queries or keys"),
     "given": (policy(preprocess=state_given), r"preprocess gives state 'mass', which is not declared in `state` \(\)"),
@@ -126,7 +105,7 @@ def test_a_broken_rule_is_named(rule: str) -> None:
 
 
 def test_a_class_without_the_decorator_is_not_a_dataclass() -> None:
-    class Plain(NAMES["recent"]):  # type: ignore[misc]
+    class Plain(Recent):
         """Source: none. Differs: none."""
 
         extra: ClassVar[int] = 1

@@ -1,4 +1,4 @@
-"""Parts of `python -m gpu`: whole decode steps of Windlass, as `windlass bench` times them; rows take rotation."""
+"""Parts of `python -m gpu`: whole decode steps of Windlass, as `windlass bench` times them; rows take turns."""
 
 import copy
 import functools
@@ -85,7 +85,7 @@ def _measure(
     rows = [(way, row) for way in models for row in rows_of(lists, chunk)]
     check_memory(0, cache_bytes(shapes, [row for _, row in rows]), free_bytes(part.device))
     timers = [Timer(models[way], shapes, row) for way, row in rows]
-    samples, step_bytes = part.rotation(timers, share)
+    samples, step_bytes = part.take_turns(timers, share)
     parameters = list(models[rows[0][0]].parameters())
     numbers, size = sum(each.numel() for each in parameters), sum(each.nbytes for each in parameters)
     about = Conditions(shape, size, numbers, "bfloat16", chunk, len(samples[0]), gpu=gpu_name(part.device))

@@ -135,7 +135,7 @@ class Part:
                 samples[name].append(self.seconds(works[name], repeats[name]) / repeats[name])
         return {name: summary(each) for name, each in samples.items()}
 
-    def rotation(self, timed: Sequence[Timed], share: float) -> tuple[list[list[float]], list[int | None]]:
+    def take_turns(self, timed: Sequence[Timed], share: float) -> tuple[list[list[float]], list[int | None]]:
         """Seconds of each round of things that go back after a run, in turn, and the most bytes that a run took.
 
         Those bytes come on top of what was allocated before the run; None on a CPU.

@@ -77,7 +77,7 @@ def _measure(part: Part, what: str, shape: str, models: Models, batch: int, dept
             timed[name] = timer
     timed["transformers static, compiled"] = Static(models, part, batch, depth)
     timed["transformers dynamic"] = Dynamic(models, part, batch, depth)
-    samples, step_bytes = part.rotation(list(timed.values()), share)
+    samples, step_bytes = part.take_turns(list(timed.values()), share)
     about = {"shape": shape, "batch": batch, "depth": depth, "tokens": sizes.tokens}
     for name, samples_s, most in zip(timed, samples, step_bytes, strict=True):
         rate = batch * sizes.tokens / summary(samples_s)["median_s"]

@@ -75,7 +75,7 @@ def _attention(lines: Sequence[Line]) -> str:
         rows.append([*where, *cells, f"{1 / faster['pytorch']:.2f}"])
     heads = ["shape", "batch", "slots", "GB/s", "of copy", "un-rotated / rotated", "with mass", "int8", "int4"]
     text = (
-        "One query per row, a CUDA graph over several layers, bfloat16, keys turned at read. `with mass`, `int8` and "
+        "One query per row, a CUDA graph over several layers, bfloat16, keys rotated at read. `with mass`, `int8` and "
         "`int4`: speed against this. The last column: our speed over that of PyTorch's attention (`enable_gqa`)."
     )
     eager = sum(line["not_recorded"] is not None for line in of_kind(lines, "attention"))

@@ -1,34 +1,16 @@
 """The four steps against explicit masks, a row against itself alone, and what must always hold."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 import windlass
+from tests.helpers.caches import MODES, POLICIES
+from tests.helpers.models import Models, Text, masked, read
 from windlass import KVCache, UsageError
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import EMPTY
-from windlass.policies import NAMES, Policy
-
-Models = Callable[[str], PreTrainedModel]
-MODES = ("original", "compact", "self_extend(3, 5)", "clamp(9)")
-POLICIES = [policy() for policy in NAMES.values()]
-
-
-def read(model: PreTrainedModel, cache: KVCache, ids: Tensor, chunk: int) -> Tensor:
-    """Logits of every token, read `chunk` at a time."""
-    with torch.no_grad():
-        return torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split(chunk, 1)], 1)
-
-
-def masked(model: PreTrainedModel, ids: Tensor, seen: Tensor) -> Tensor:
-    """Logits of transformers itself under an explicit (tokens, tokens) mask."""
-    bias = torch.zeros(seen.shape).masked_fill(~seen, torch.finfo(torch.float32).min)
-    with torch.no_grad():
-        return model(ids, attention_mask=bias[None, None].expand(ids.shape[0], -1, -1, -1), use_cache=False).logits
+from windlass.policies import Policy
 
 
 def distances(tokens: int) -> tuple[Tensor, Tensor]:
@@ -40,7 +22,7 @@ def distances(tokens: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("chunk", [1, 3, 7, 17, 61])
 @pytest.mark.parametrize(("budget", "sinks"), [(6, 4), (13, 4), (13, 0), (40, 1)])
 def test_recent_equals_an_explicit_mask_of_sinks_and_window(
-    plain_model: Models, attached_model: Models, text: Callable[..., Tensor], chunk: int, budget: int, sinks: int
+    plain_model: Models, attached_model: Models, text: Text, chunk: int, budget: int, sinks: int
 ) -> None:
     ids = text(61, rows=2)
     distance, key = distances(61)
@@ -52,7 +34,7 @@ def test_recent_equals_an_explicit_mask_of_sinks_and_window(
 
 @pytest.mark.parametrize("chunk", [1, 5, 53])
 def test_recent_on_a_sliding_model_keeps_to_both_windows(
-    plain_model: Models, attached_model: Models, text: Callable[..., Tensor], chunk: int
+    plain_model: Models, attached_model: Models, text: Text, chunk: int
 ) -> None:
     """Budget 8 is below the model's window of 11, so sinks count only while inside that window."""
     ids = text(53)
@@ -64,7 +46,7 @@ def test_recent_on_a_sliding_model_keeps_to_both_windows(
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_budget_sinks_and_window_hold(attached_model: Models, text: Callable[..., Tensor], policy: Policy) -> None:
+def test_budget_sinks_and_window_hold(attached_model: Models, text: Text, policy: Policy) -> None:
     ids = text(90, rows=2)
     cache = KVCache(attached_model("llama"), budget=16, policy=policy, sinks=3, window=5, batch=2)
     at = 0
@@ -83,9 +65,7 @@ def test_budget_sinks_and_window_hold(attached_model: Models, text: Callable[...
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_a_slot_holds_the_token_its_position_says(
-    attached_model: Models, text: Callable[..., Tensor], policy: Policy
-) -> None:
+def test_a_slot_holds_the_token_its_position_says(attached_model: Models, text: Text, policy: Policy) -> None:
     """Keys and values of the first layer depend on the token alone, so each slot can be checked."""
     model, ids = attached_model("llama"), text(70, rows=2)
     whole = KVCache(model, policy=policy, batch=2)  # which may take a channel of the keys
@@ -105,9 +85,7 @@ def test_a_slot_holds_the_token_its_position_says(
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
-def test_a_ragged_row_equals_the_row_alone(
-    attached_model: Models, text: Callable[..., Tensor], policy: Policy, mode: str
-) -> None:
+def test_a_ragged_row_equals_the_row_alone(attached_model: Models, text: Text, policy: Policy, mode: str) -> None:
     """Rows of 50, 23 and 31 tokens in one batch, over budget, then decoding together."""
     model, lengths = attached_model("llama"), (50, 23, 31)
     prompts = [text(n, seed=n)[0].tolist() for n in lengths]
@@ -125,9 +103,7 @@ def test_a_ragged_row_equals_the_row_alone(
 
 
 @pytest.mark.parametrize("mode", MODES[1:])
-def test_position_modes_equal_attention_with_these_distances(
-    attached_model: Models, text: Callable[..., Tensor], mode: str
-) -> None:
+def test_position_modes_equal_attention_with_these_distances(attached_model: Models, text: Text, mode: str) -> None:
     """One token at a time and all at once read at the same distances, by different branches."""
     model, ids = attached_model("llama"), text(47)
     at_once = read(model, KVCache(model, positions=mode), ids, 47)
@@ -135,7 +111,7 @@ def test_position_modes_equal_attention_with_these_distances(
     torch.testing.assert_close(at_once, one_by_one, atol=1e-5, rtol=0)
 
 
-def test_a_mode_may_change_between_steps(attached_model: Models, text: Callable[..., Tensor]) -> None:
+def test_a_mode_may_change_between_steps(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(40)
     changed, plain = KVCache(model, positions="original"), KVCache(model, positions="original")
     read(model, changed, ids[:, :30], 30)
@@ -147,9 +123,7 @@ def test_a_mode_may_change_between_steps(attached_model: Models, text: Callable[
     assert (read(model, changed, ids[:, 35:36], 1) - read(model, plain, ids[:, 35:36], 1)).abs().max() > 1e-3
 
 
-def test_positions_that_do_not_follow_are_refused_and_nothing_is_changed(
-    attached_model: Models, text: Callable[..., Tensor]
-) -> None:
+def test_positions_that_do_not_follow_are_refused_and_nothing_is_changed(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(12, rows=2)
     cache = KVCache(model, batch=2)
     read(model, cache, ids, 12)
@@ -184,15 +158,13 @@ def test_limits_that_cannot_be_honoured_name_the_way_out(
         KVCache(attached_model("llama"), **limits)  # type: ignore[arg-type]
 
 
-def test_another_batch_size_is_refused(attached_model: Models, text: Callable[..., Tensor]) -> None:
+def test_another_batch_size_is_refused(attached_model: Models, text: Text) -> None:
     with pytest.raises(UsageError, match="made for batch=2, the model was called with 3 rows"):
         read(attached_model("llama"), KVCache(attached_model("llama"), batch=2), text(4, rows=3), 4)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
-def test_bytes_are_the_formula_and_what_is_allocated(
-    attached_model: Models, text: Callable[..., Tensor], family: str
-) -> None:
+def test_bytes_are_the_formula_and_what_is_allocated(attached_model: Models, text: Text, family: str) -> None:
     """At rest: budget + 32 slots a layer (16 to write to, 16 for rollback); a window layer has its window."""
     model = attached_model(family)
     cache = KVCache(model, budget=40, batch=2)
@@ -207,7 +179,7 @@ def test_bytes_are_the_formula_and_what_is_allocated(
     assert cache.nbytes() == allocated == expected
 
 
-def test_an_unbounded_cache_grows_geometrically(attached_model: Models, text: Callable[..., Tensor]) -> None:
+def test_an_unbounded_cache_grows_geometrically(attached_model: Models, text: Text) -> None:
     model, cache = attached_model("llama"), KVCache(attached_model("llama"))
     sizes = []
     for token in text(300).split(1, 1):
@@ -218,7 +190,7 @@ def test_an_unbounded_cache_grows_geometrically(attached_model: Models, text: Ca
 
 
 def test_an_interrupted_step_leaves_the_cache_as_it_was(
-    attached_model: Models, text: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch
+    attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = attached_model("llama"), text(30)
     cache = KVCache(model, budget=16, policy=windlass.H2O(), window=3)
@@ -237,7 +209,7 @@ def test_an_interrupted_step_leaves_the_cache_as_it_was(
     torch.testing.assert_close(read(model, cache, ids[:, 20:], 1), read(model, twin, ids[:, 20:], 1), atol=0, rtol=0)
 
 
-def test_finished_rows_cost_the_others_nothing(attached_model: Models, text: Callable[..., Tensor]) -> None:
+def test_finished_rows_cost_the_others_nothing(attached_model: Models, text: Text) -> None:
     """A row that gets padding only is neither written nor evicted from, and observes nothing."""
     model = attached_model("llama")
     cache = KVCache(model, budget=10, policy=windlass.SnapKV(observed_queries=4), window=3, batch=2)

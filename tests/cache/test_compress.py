@@ -9,9 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 import windlass
-from tests.cache.test_cache import MODES, POLICIES, Models, read
-from tests.cache.test_edits import Text, held
-from tests.cache.test_rollback import assert_same
+from tests.helpers.caches import MODES, POLICIES, assert_same, held
+from tests.helpers.models import Models, Text, read
 from windlass import (
     H2O,
     ExpectedAttention,

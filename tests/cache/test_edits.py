@@ -5,20 +5,15 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
-import windlass
-from tests.cache.test_cache import Models, read
+from tests.helpers import models
+from tests.helpers.caches import held
+from tests.helpers.models import Models, Text, logits_at, read
 from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError
 from windlass.policies import Policy
 
-Text = Callable[..., Tensor]
-
-
-def held(cache: KVCache, layer: int = 0, row: int = 0) -> list[list[int]]:
-    """Positions of what each head of a layer holds."""
-    return [sorted(p for p in head if p >= 0) for head in cache.layers[layer].positions[row].tolist()]
+one_layer = models.one_layer  # fixture
 
 
 @pytest.mark.parametrize("policy", [Recent(), KeyDiff()], ids=repr)
@@ -49,23 +44,6 @@ def test_a_shifted_text_reads_as_if_it_had_been_written_there(
     with torch.no_grad():
         truth = plain_model("llama")(ids, position_ids=torch.arange(130, 163)[None]).logits[:, 25:]
     torch.testing.assert_close(read(model, cache, ids[:, 25:], 8), truth, atol=1e-5, rtol=0)
-
-
-@pytest.fixture(scope="module")
-def one_layer(plain_model: Models) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model of one layer, plain and attached: its keys depend on the tokens alone, so any edit is exact."""
-    config = plain_model("llama").config.__class__(**{**plain_model("llama").config.to_dict(), "num_hidden_layers": 1})
-    torch.manual_seed(5)
-    plain = AutoModelForCausalLM.from_config(config).eval()
-    attached = AutoModelForCausalLM.from_config(config).eval()
-    attached.load_state_dict(plain.state_dict())
-    return plain, windlass.attach(attached)
-
-
-def logits_at(model: PreTrainedModel, ids: list[int], positions: list[int]) -> Tensor:
-    """The last token's logits when transformers reads `ids` at `positions`."""
-    with torch.no_grad():
-        return model(torch.tensor([ids]), position_ids=torch.tensor([positions])).logits[0, -1]
 
 
 def test_drop_and_shift_make_the_text_that_is_left(

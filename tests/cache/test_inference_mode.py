@@ -7,8 +7,7 @@ from contextlib import AbstractContextManager
 import pytest
 import torch
 
-from tests.cache.test_cache import Models, read
-from tests.cache.test_edits import Text
+from tests.helpers.models import Models, Text, read
 from windlass import H2O, KVCache, Recent
 from windlass.policies import Policy
 

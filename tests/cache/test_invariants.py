@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedModel
 
-from tests.cache.test_cache import Models
+from tests.helpers.models import Models
 from windlass import KVCache, UsageError
 from windlass.policies import NAMES, Policy
 from windlass.policies.wrapper import keeps_newest
@@ -95,7 +96,7 @@ class Run:
     """A cache and its simulation, side by side."""
 
     def __init__(self, model: PreTrainedModel, budget: int, policy: Policy, rollback: int) -> None:
-        options = {"policy": policy, "sinks": SINKS, "window": WINDOW, "chunk": 20}
+        options: dict[str, Any] = {"policy": policy, "sinks": SINKS, "window": WINDOW, "chunk": 20}
         self.model, self.policy, self.limits = model, policy, limits_of(model, budget)
         self.cache = KVCache(model, budget, **options, batch=BATCH, rollback=rollback)
         self.other = KVCache(model, budget + 20, **options)

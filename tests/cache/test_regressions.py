@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tests.cache.test_cache import Models, masked, read
-from tests.cache.test_edits import Text, held
-from tests.policies.test_policies import BATCH, BUDGET, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
+from tests.helpers.caches import held
+from tests.helpers.layers import BATCH, BUDGET, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
+from tests.helpers.models import Models, Text, masked, read
 from windlass import H2O, KeyDiff, KVCache, Random, Recent, Sampling, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.cache.slot_layer import SlotLayer

@@ -3,36 +3,10 @@
 import pytest
 import torch
 
-from tests.cache.test_cache import POLICIES, Models, read
-from tests.cache.test_edits import Text, held
+from tests.helpers.caches import POLICIES, assert_same, held
+from tests.helpers.models import Models, Text, read
 from windlass import H2O, KVCache, Recent, UsageError
 from windlass.policies import Policy
-
-
-def assert_same(ours: KVCache, truth: KVCache) -> None:
-    """Same tokens held, with the same keys, values and policy state, wherever the slots are."""
-    assert ours.next_positions == truth.next_positions
-    assert ours.tokens == truth.tokens
-    assert ours.columns_seen == truth.columns_seen
-    for mine, theirs in zip(ours.layers, truth.layers, strict=True):
-        orders = []
-        for layer in (mine, theirs):
-            positions = layer.positions.where(layer.positions >= 0, 2**30)
-            orders.append(positions.argsort(dim=-1, stable=True)[..., : int((layer.positions >= 0).sum(-1).max())])
-        assert mine.positions.gather(-1, orders[0]).equal(theirs.positions.gather(-1, orders[1]))
-        for name, tensor in mine.tensors().items():
-            if name.startswith("statistics."):
-                torch.testing.assert_close(tensor, theirs.tensors()[name], atol=1e-5, rtol=1e-5, msg=name)
-                continue
-            picked = []
-            for source, order in ((tensor, orders[0]), (theirs.tensors()[name], orders[1])):
-                index = order.expand(-1, source.shape[1], -1)
-                picked.append(
-                    source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3]))
-                    if source.ndim == 4
-                    else source.gather(2, index)
-                )
-            torch.testing.assert_close(picked[0], picked[1], atol=1e-5, rtol=1e-5, msg=f"{name} of layer {mine.index}")
 
 
 @pytest.mark.parametrize("taken", [1, 4, 7])

@@ -1,79 +1,21 @@
 """The command line: the same texts as the library, one clear line for all that is wrong, and clean ends."""
 
-import io
 import json
-import re
-import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedModel
 
 import windlass
-from windlass.cli.app import main
+from tests.helpers import cli
+from tests.helpers.cli import LAST_LINE, PROMPT, Ran, assert_refused, generate
+from tests.helpers.models import MODEL
 from windlass.cli.chat import Conversation
-from windlass.hf.load import load
 from windlass.policies import NAMES, WRAPPERS, KeyDiff
 
-MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
-PROMPT = "He was sitting in the boat, and the river was quiet. She said"
-START = [sys.executable, "-c", "import sys; from windlass.cli.app import main; sys.exit(main())"]
-LAST_LINE = re.compile(
-    r"(interrupted; )?prefill [\d,]+( of [\d,]+)? tokens, [\d,.]+ tokens/s; "
-    r"decode [\d,]+ tokens, [\d,.]+ tokens/s; [\d.]+ ([KMG]i)?B held"
-)
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
-    """Runs the command line in this process, with `stdin` as a pipe."""
-
-    def go(*arguments: str, stdin: bytes = b"") -> Ran:
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
-        code = main(arguments)
-        return Ran(code, *capsys.readouterr())
-
-    return go
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return load(MODEL, "float32")[0]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    return load(MODEL, "float32")[1]
-
-
-@pytest.fixture
-def in_library(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Callable[..., windlass.Result]:
-    """What the library gives for the same: the oracle of every text here."""
-
-    def go(
-        prompt: str = PROMPT,
-        cache: windlass.KVCache | None = None,
-        sampling: windlass.Sampling | None = None,
-        max_tokens: int = 12,
-    ) -> windlass.Result:
-        stream = windlass.stream(model, tokenizer, prompt, cache or windlass.KVCache(model), max_tokens, sampling)
-        assert "".join(stream) == stream.result.text
-        return stream.result
-
-    return go
-
-
-def generate(*options: str) -> tuple[str, ...]:
-    return ("generate", MODEL, *options, "--dtype", "float32", "--max-tokens", "12")
+run, model, tokenizer, in_library = cli.run, cli.model, cli.tokenizer, cli.in_library  # fixtures
 
 
 def test_generate_writes_what_the_library_does(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
@@ -250,11 +192,3 @@ def test_a_template_that_drops_replies_is_refused():
     turns.missing("a")
     with pytest.raises(windlass.UsageError, match="leaves earlier replies out"):
         turns.missing("b")
-
-
-def assert_refused(ran: Ran, says: str) -> None:
-    """Exit code 2, nothing on stdout, and one line that contains `says`."""
-    assert (ran.code, ran.out) == (2, "")
-    assert says in ran.err
-    assert ran.err.startswith("windlass: error: ")
-    assert ran.err.count("\n") == 1

@@ -6,10 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.cli import test_cli as test_cli
-from tests.cli.test_cli import MODEL, PROMPT, Ran, assert_refused, generate
+from tests.helpers import cli
+from tests.helpers.cli import PROMPT, Ran, assert_refused, generate
+from tests.helpers.models import MODEL
 
-run = test_cli.run  # the fixture
+run = cli.run  # fixture
 
 
 @pytest.mark.parametrize(

@@ -6,18 +6,20 @@ import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
-from tests.cli import test_cli as test_cli
-from tests.cli.test_cli import LAST_LINE, MODEL, PROMPT, START, Ran, generate
+from tests.helpers import cli
+from tests.helpers.cli import LAST_LINE, PROMPT, START, Ran, generate
+from tests.helpers.models import MODEL
 from windlass.cli import session
 from windlass.cli.terminal import Bar
 
-run, model, tokenizer, in_library = test_cli.run, test_cli.model, test_cli.tokenizer, test_cli.in_library  # fixtures
+run, model, tokenizer, in_library = cli.run, cli.model, cli.tokenizer, cli.in_library  # fixtures
 
 
 @pytest.mark.parametrize("when", ["prefill", "decode"])
@@ -27,7 +29,7 @@ def test_an_interrupt_keeps_what_was_produced(
     count = []
     step = windlass.KVCache.begin
 
-    def begin(cache: windlass.KVCache, *arguments: object) -> None:
+    def begin(cache: windlass.KVCache, *arguments: Any) -> None:
         count.append(1)
         if len(count) == {"prefill": 3, "decode": 11}[when]:
             raise KeyboardInterrupt

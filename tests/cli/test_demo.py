@@ -12,12 +12,12 @@ import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
+from tests.helpers.models import MODEL
 from windlass.cli import demo
 from windlass.cli.app import main
 from windlass.evals import texts
 from windlass.hf.load import load
 
-MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
 NEEDLE = " The pass key is 48213. Remember it. 48213 is the pass key."
 TEXT = 'One came. "Two came!" Three?\nFour came to 3 p.m.-ish tea'
 
@@ -115,7 +115,7 @@ def test_rows_tell_what_the_library_does(
         stream = windlass.stream(model, tokenizer, texts.ASKED, cache, max_tokens=8)
         answer = "".join(stream).strip()
         assert row["answer"] == answer
-        assert row["is_found"] == (re.match(r"\d*", answer)[0] == key)
+        assert row["is_found"] == (re.match(r"\d*", answer)[0] == key)  # type: ignore[index]  # any text matches
         assert row["tokens_read"] == len(ids)
         assert row["bytes_held"] == cache.nbytes()
         assert row["slots"] == min(cache.tokens_seen[0], cache.budget or cache.tokens_seen[0])

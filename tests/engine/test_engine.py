@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -256,9 +255,6 @@ def test_two_processes_with_one_seed_write_the_same_text() -> None:
     ]
     assert runs[0].stdout == runs[1].stdout
     assert len(runs[0].stdout.split(b",")) == 60
-
-
-Models = Callable[[str], PreTrainedModel]
 
 
 def test_a_stop_token_ends_a_row_and_is_in_the_cache_but_not_in_the_text(

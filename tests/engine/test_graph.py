@@ -10,7 +10,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import windlass
-from tests.engine.tape import Tape
+from tests.helpers.models import Models, Text
+from tests.helpers.tape import Tape
 from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Sampling, SnapKV, UsageError, kernels
 from windlass.cli.catalogue import made_by_default
 from windlass.core.shapes import Scores
@@ -21,9 +22,6 @@ from windlass.engine.sampling import Sampler
 from windlass.evals.speed.rotated import RotatedStorage
 from windlass.policies.base import Slots
 from windlass.testing import TRAINED_LENGTH, tiny_model
-
-Models = Callable[[str], PreTrainedModel]
-Text = Callable[..., torch.Tensor]
 
 MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
 SAMPLED = Sampling(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.3, seed=5)

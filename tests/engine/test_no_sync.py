@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel
 
+from tests.helpers.models import Models
 from windlass import DMC, KeyDiff, KVCache, Pairs, Recent
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.step import AttentionCall, Limits, Step
@@ -63,7 +63,7 @@ def watched() -> Iterator[None]:
 
 
 @pytest.fixture
-def run(attached_model: Callable[[str], PreTrainedModel]) -> Callable[..., None]:
+def run(attached_model: Models) -> Callable[..., None]:
     """Some steps of a layer with these options, the last of them watched."""
     rotary = copy.deepcopy(KVCache(attached_model("llama")).layers[0].rotary)
 

@@ -1,9 +1,7 @@
 """The benchmark: what is timed, in which order and on which cache, and how it ends."""
 
 import json
-import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -12,6 +10,9 @@ import torch
 from transformers import PreTrainedModel
 
 import windlass
+from tests.helpers import bench_run
+from tests.helpers.bench_run import Ran
+from tests.helpers.models import Models
 from windlass.cli import bench as cli_bench
 from windlass.cli.app import main
 from windlass.engine.generate import prefill
@@ -19,41 +20,9 @@ from windlass.evals.speed import run as bench
 from windlass.evals.speed.depth import LayerShape, fill, layer_shapes
 from windlass.evals.speed.rotated import RotatedStorage
 from windlass.evals.speed.rows import BenchLists, rows_of
-from windlass.evals.speed.shapes import SHAPES, random_model
-from windlass.evals.speed.timer import Clock
+from windlass.evals.speed.timer import Clock, Timer
 
-QUICK = ("bench", "--shape", "tiny", "--threads", "1", "-r", "2")
-
-
-@dataclass(frozen=True)
-class Ran:
-    code: int
-    out: str
-    err: str
-
-    @property
-    def rows(self) -> list[dict[str, str]]:
-        """The first table, a dict per row."""
-        return cells(self.out.split("\n\n")[0])
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
-    def go(*arguments: str) -> Ran:
-        return Ran(main((*QUICK, *arguments)), *capsys.readouterr())
-
-    return go
-
-
-@pytest.fixture(scope="module")
-def model() -> PreTrainedModel:
-    return windlass.attach(random_model(SHAPES["tiny"], torch.bfloat16))
-
-
-def cells(markdown: str) -> list[dict[str, str]]:
-    heads, rule, *lines = ([cell.strip() for cell in line.strip("|").split(" | ")] for line in markdown.splitlines())
-    assert all(re.fullmatch("-+:?", cell) for cell in rule)
-    return [dict(zip(heads, line, strict=True)) for line in lines]
+run, model = bench_run.run, bench_run.model  # fixtures
 
 
 def test_lists_make_every_combination():
@@ -174,7 +143,7 @@ def test_each_run_starts_at_its_depth(
     [each] = rows_of(
         BenchLists(str(prompt), str(decode), str(depth), {"budget": budget, "policy": policy}, storage), 32
     )
-    timer = bench.Timer(model, layer_shapes(model), each)
+    timer = Timer(model, layer_shapes(model), each)
     assert isinstance(timer.cache, RotatedStorage) == (storage == "rotated")
     timer.warm_up(lambda: 0.0)
     held = depth if budget == "all" else min(depth, 64)
@@ -211,7 +180,7 @@ def test_a_filled_cache_is_as_after_reading(model: PreTrainedModel):
             assert len(held.unique(dim=0)) == len(held)
 
 
-def test_a_sliding_window_is_filled_as_the_model_would(attached_model: Callable[..., PreTrainedModel]):
+def test_a_sliding_window_is_filled_as_the_model_would(attached_model: Models):
     model = attached_model("gemma3")
     shapes = layer_shapes(model)
     assert [shape.sliding_window for shape in shapes] == [11, None, 11, None]
@@ -232,15 +201,15 @@ def test_a_sliding_window_is_filled_as_the_model_would(attached_model: Callable[
 
 
 def test_an_interrupt_shows_what_was_measured(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    count, timed, file = [], bench.Timer.run, tmp_path / "out.jsonl"
+    count, timed, file = [], Timer.run, tmp_path / "out.jsonl"
 
-    def interrupted(timer: bench.Timer, clock: Clock) -> float:
+    def interrupted(timer: Timer, clock: Clock) -> float:
         count.append(1)
         if len(count) == 6:
             raise KeyboardInterrupt
         return timed(timer, clock)
 
-    monkeypatch.setattr(bench.Timer, "run", interrupted)
+    monkeypatch.setattr(Timer, "run", interrupted)
     # Three rows warm up, then two are timed.
     ran = run("-p", "9", "-n", "2,3", "-o", str(file))
     assert ran.code == 130

@@ -10,17 +10,16 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.evals import test_bench as test_bench
-from tests.evals.test_bench import Ran, cells
+from tests.helpers import bench_run
+from tests.helpers.bench_run import Ran, cells
 from windlass.cache.options import CacheOptions
-from windlass.evals.speed import run as bench
 from windlass.evals.speed.depth import layer_shapes
 from windlass.evals.speed.rows import BenchLists, BenchRow, BenchSetup, Workload, rows_of
 from windlass.evals.speed.shapes import SHAPES, random_model, shape_of
 from windlass.evals.speed.table import Conditions, as_json, footnote, ratios, table
-from windlass.evals.speed.timer import weight_bytes
+from windlass.evals.speed.timer import Timer, weight_bytes
 
-run, model = test_bench.run, test_bench.model  # fixtures
+run, model = bench_run.run, bench_run.model  # fixtures
 CONDITIONS = Conditions("tiny", 130440, 65220, "bfloat16", 512, 2, "2026-01-02T03:04:05+00:00")
 
 
@@ -77,11 +76,11 @@ def test_bytes_and_speeds_worked_by_hand(model: PreTrainedModel):
     }
     for (budget, store), read in expected.items():
         [each] = rows_of(BenchLists("0", "4", "100", {"budget": budget, "store": store}, threads="1"), 512)
-        timer = bench.Timer(model, layer_shapes(model), each)
+        timer = Timer(model, layer_shapes(model), each)
         timer.warm_up(lambda: 0.0)
         assert each.bytes_per_token == pytest.approx(weights + read)
         [rows] = rows_of(BenchLists("0", "4", "100", {"budget": budget, "store": store}, threads="1", batch="3"), 512)
-        timer = bench.Timer(model, layer_shapes(model), rows)
+        timer = Timer(model, layer_shapes(model), rows)
         timer.warm_up(lambda: 0.0)
         assert rows.bytes_per_token == pytest.approx(weights / 3 + read), "a batch shares the weights"
     each.samples_s = [0.5, 0.25, 0.1, 0.2]  # 8, 16, 40 and 20 tokens a second

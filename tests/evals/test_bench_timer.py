@@ -7,13 +7,13 @@ import torch
 from transformers import PreTrainedModel
 
 import windlass
-from tests.engine.tape import Tape
+from tests.helpers.tape import Tape
 from windlass import kernels
-from windlass.evals.speed import run as bench
 from windlass.evals.speed import timer as bench_timer
 from windlass.evals.speed.depth import layer_shapes
 from windlass.evals.speed.rows import BenchLists, rows_of
 from windlass.evals.speed.shapes import SHAPES, random_model
+from windlass.evals.speed.timer import Timer
 
 GRAPHED = [
     (0, "all", "recent", "unrotated"),
@@ -34,7 +34,7 @@ def model() -> PreTrainedModel:
 def test_a_batch_stands_behind_texts_of_its_own(model: PreTrainedModel, depth: int, budget: int | None, storage: str):
     [each] = rows_of(BenchLists("0", "5", str(depth), {"budget": str(budget or "all")}, storage, batch="3"), 32)
     assert str(each.workload) == ("tg5 b3" if depth == 0 else f"tg5 b3 @ d{depth}")
-    timer = bench.Timer(model, layer_shapes(model), each)
+    timer = Timer(model, layer_shapes(model), each)
     timer.warm_up(lambda: 0.0)
     for begun in (0, 5):
         assert timer.cache.next_positions == [depth + begun] * 3
@@ -45,7 +45,7 @@ def test_a_batch_stands_behind_texts_of_its_own(model: PreTrainedModel, depth: i
     each.samples_s = [0.5]
     assert each.tokens_per_s == 3 * 5 / 0.5
     [prompt] = rows_of(BenchLists("9", "0", batch="2"), 32)
-    timer = bench.Timer(model, layer_shapes(model), prompt)
+    timer = Timer(model, layer_shapes(model), prompt)
     timer.warm_up(lambda: 0.0)
     timer.run(lambda: 0.0)
     assert timer.cache.next_positions == [9, 9]
@@ -57,17 +57,22 @@ def test_a_batch_stands_behind_texts_of_its_own(model: PreTrainedModel, depth: i
 def test_a_graph_is_recorded_before_the_clock_is_read(
     model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, depth: int, budget: str, policy: str, storage: str
 ):
-    tape, replayed = Tape(), []
+    tape, replayed = Tape(), list[tuple[int, int]]()
+
+    def clock() -> float:
+        replayed.append((tape.captured, tape.replayed))
+        return 0.0
+
     monkeypatch.setattr(bench_timer, "graph_for", lambda _: tape)
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)  # compiled kernels would hide from the tape
     [each] = rows_of(
         BenchLists("0", "6", str(depth), {"budget": budget, "policy": policy}, storage, batch="2", graph="on"), 32
     )
-    timer = bench.Timer(model, layer_shapes(model), each)
+    timer = Timer(model, layer_shapes(model), each)
     timer.warm_up(lambda: 0.0)
     for turn in range(3):
         assert timer.cache.next_positions == [depth] * 2
-        timer.run(lambda: float(replayed.append((tape.captured, tape.replayed)) or 0))
+        timer.run(clock)
         assert timer.cache.next_positions == [depth + bench_timer.RECORDED + 6] * 2
         (captured, before), (captured_then, after) = replayed[-2:]
         assert (captured_then, after - before) == (captured, 6), f"run {turn} records while it is timed"
@@ -79,14 +84,19 @@ def test_what_cannot_be_recorded_is_not_timed_as_a_graph(model: PreTrainedModel,
     monkeypatch.setattr(Tape, "capture", Mock(side_effect=RuntimeError("a reason")))
     [each] = rows_of(BenchLists("0", "6", graph="on"), 32)
     with pytest.raises(windlass.UsageError, match=r"--graph on: a step of .* a reason; leave it out, or use off"):
-        bench.Timer(model, layer_shapes(model), each).warm_up(lambda: 0.0)
+        Timer(model, layer_shapes(model), each).warm_up(lambda: 0.0)
 
 
 def test_the_clock_waits_for_the_device(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
     order: list[str] = []
+
+    def clock() -> float:
+        order.append("clock")
+        return 0.0
+
     [each] = rows_of(BenchLists("0", "3"), 512)
-    timer = bench.Timer(model, layer_shapes(model), each)
+    timer = Timer(model, layer_shapes(model), each)
     monkeypatch.setattr(bench_timer, "wait_for", lambda device: order.append(f"wait for {device}"))
     monkeypatch.setattr(bench_timer, "prefill", lambda *_: order.append("step"))
-    timer.run(lambda: float(order.append("clock") or 0))
+    timer.run(clock)
     assert order == ["wait for cpu", "clock", "step", "step", "step", "wait for cpu", "clock"]

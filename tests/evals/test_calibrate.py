@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.helpers.models import MODEL, Models, Text
 from windlass import KVCache, UsageError
 from windlass.cli.app import main
 from windlass.evals import pair_costs
@@ -17,8 +18,6 @@ from windlass.hf.load import load
 from windlass.policies import pair_table
 from windlass.policies.pair_table import PairTable
 
-Models = Callable[[str], PreTrainedModel]
-MODEL = str(Path(__file__).parents[2] / "windlass" / "assets" / "passkey-3m")
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 40
 TABLE = PairTable("LlamaForCausalLM", "0abc", "mean_count(next)", 12, 3, [(5, 2**31 - 1, 2, 0.0), (7, 7, 1, 0.25)])
 
@@ -45,7 +44,7 @@ def by_hand(model: PreTrainedModel, ids: Tensor, first: int) -> float:
 @pytest.mark.parametrize("family", ["llama", "qwen3", "smollm3"])
 @torch.no_grad()
 def test_the_cost_of_a_pair_is_that_of_merging_it_by_hand(
-    attached_model: Models, text: Callable[..., Tensor], family: str, monkeypatch: pytest.MonkeyPatch
+    attached_model: Models, text: Text, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pair_costs, "CONTEXT", 40)
     monkeypatch.setattr(pair_costs, "ROWS", 3)

@@ -5,14 +5,14 @@ from pathlib import Path
 import pytest
 from transformers import PreTrainedTokenizerBase
 
-from tests.evals import test_eval_tasks as test_eval_tasks
+from tests.helpers import models
 from windlass.core.errors import UsageError
 from windlass.evals.fit import SampleSpec, fit
 from windlass.evals.grid import Lists, grid_of
 from windlass.evals.load import load_task
 from windlass.evals.tasks import NAMES
 
-tokenizer = test_eval_tasks.tokenizer  # the fixture
+tokenizer = models.tokenizer  # fixture
 FILE = """
 import random
 from dataclasses import dataclass

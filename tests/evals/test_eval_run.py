@@ -14,8 +14,9 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
-from tests.cli import test_cli as test_cli
-from tests.cli.test_cli import MODEL, Ran, assert_refused
+from tests.helpers import cli
+from tests.helpers.cli import Ran, assert_refused
+from tests.helpers.models import MODEL
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
 from windlass.evals import Sample, Turn, sweep
@@ -29,7 +30,7 @@ from windlass.evals.tasks.multiturn import Multiturn
 from windlass.evals.tasks.niah import ABOVE, Needles
 from windlass.evals.tasks.passkey import PassKey
 
-run, model, tokenizer = test_cli.run, test_cli.model, test_cli.tokenizer  # fixtures
+run, model, tokenizer = cli.run, cli.model, cli.tokenizer  # fixtures
 QUICK = ("--dtype", "float32", "--lengths", "200")
 # Bytes of a slot in all four layers: keys and values of two heads of 64 in float32.
 SLOT = 4 * 2 * 2 * 64 * 4
@@ -118,8 +119,8 @@ def test_texts_side_by_side_are_answered_as_alone(
     for batch in ("1", "3"):
         rows.clear()
         output = tmp_path / f"{batch}.jsonl"
-        given = ("eval", MODEL, *QUICK, "--tasks", "passkey_novel,magic_multiturn", "--budgets", "64,2x", mode)
-        given = (*given, "--policies", "key_diff", "--samples", "3", "--lengths", "220", "-o", str(output))
+        tasks = ("--tasks", "passkey_novel,magic_multiturn", "--budgets", "64,2x", mode, "-o", str(output))
+        given = ("eval", MODEL, *QUICK, *tasks, "--policies", "key_diff", "--samples", "3", "--lengths", "220")
         assert run(*given, "--batch", batch).code == 0
         sized = ("bytes_held", "seconds")
         found[batch] = {

@@ -3,12 +3,11 @@
 import random
 import re
 from collections import Counter
-from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
-import windlass
+from tests.helpers import models
 from windlass.evals import Sample, Turn
 from windlass.evals.filler import SENTENCES, Noise, Novel, hide
 from windlass.evals.fit import SampleSpec, fit
@@ -19,16 +18,11 @@ from windlass.evals.tasks.passkey import PassKey
 from windlass.evals.tasks.vt import Variables
 from windlass.evals.tasks.words import CommonWords, FrequentWords
 
-MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+tokenizer = models.tokenizer  # fixture
+
 NEEDLE = re.compile(r"One of the special magic (\w+) for ([\w-]+) is: ([\w-]+)\.")
 TIMES = {"passkey": 2, "niah": 1, "magic": 1, "multiturn": 1, "cwe": 6}  # that an answer is in the text
 ASKED = [name for name in NAMES if name != "perplexity"]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> PreTrainedTokenizerBase:
-    made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(MODEL)
-    return made
 
 
 def total_tokens(tokenizer: PreTrainedTokenizerBase, sample: Sample, answer_tokens: int) -> int:

@@ -1,17 +1,18 @@
 """Figures: they show the means, and can be read in black and white."""
 
 from pathlib import Path
+from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from tests.evals import test_report as test_report
-from tests.evals.test_report import case, full, write
+from tests.helpers import results
+from tests.helpers.results import case, full, write
 from windlass.evals.report import plots
 from windlass.evals.report.read import read_results
 from windlass.evals.report.summaries import depth_maps, labels, loss_blocks, score_blocks
 
-file = test_report.file  # the fixture
+file = results.file  # fixture
 
 
 def of_figure(figure: Figure) -> list[Axes]:
@@ -22,7 +23,7 @@ def test_lines_differ_without_colour(file: Path):
     lines = [case(policy=f"P{index:02}()", score=index / 16) for index in range(15)]
     read = read_results([write(file, *lines, full(score=0.9))]).cases
     blocks = score_blocks(read)
-    figures = plots.curves(blocks, labels(read), plots.SCORE)
+    figures: Any = plots.curves(blocks, labels(read), plots.SCORE)
     marked = [[line for line in each.axes[0].get_lines() if len(line.get_xdata())] for each in figures]
     for figure, drawn in zip(figures, marked, strict=True):
         markers = [line.get_marker() for line in drawn if line.get_marker() != "None"]
@@ -36,6 +37,7 @@ def test_lines_differ_without_colour(file: Path):
         assert [list(line.get_ydata()) for line in across] == [[90.0, 90.0]]
     assert [len(drawn) - 1 for drawn in marked] == [12, 3]
     # A policy keeps its marker where others are absent.
+    alone: Any
     (alone,) = plots.curves([type(blocks[0])(500, blocks[0].rows[-2:])], labels(read), plots.SCORE)
     by_place = {line.get_ydata()[0]: line.get_marker() for line in marked[0]}
     for line in alone.axes[0].get_lines():
@@ -45,6 +47,7 @@ def test_lines_differ_without_colour(file: Path):
 def test_lines_go_through_the_means(file: Path):
     lines = [case(score=0.5), case(asked_budget="4x", slots_held=125, bytes_held=320, score=0.25)]
     blocks = score_blocks(read_results([write(file, *lines, case(length=900, score=1.0))]).cases)
+    figure: Any
     (figure,) = plots.curves(blocks, ["full cache", "KeyDiff"], plots.SCORE)
     assert [panel.get_title(loc="left") for panel in of_figure(figure)] == ["500 tokens", "900 tokens"]
     (line,) = figure.axes[0].get_lines()

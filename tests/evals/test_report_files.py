@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tests.evals import test_report as test_report
-from tests.evals.test_report import HEADER, Line, case, cases, full, write
+from tests.helpers import results
+from tests.helpers.results import HEADER, Line, case, cases, full, write
 from windlass.core.errors import UsageError
 from windlass.evals.report.read import read_results
 
-file = test_report.file  # the fixture
+file = results.file  # fixture
 
 
 def test_a_case_counts_once(file: Path):

@@ -10,15 +10,13 @@ from pathlib import Path
 import pytest
 
 import windlass.evals.report
-from tests.cli import test_cli as test_cli
-from tests.cli.test_cli import Ran, assert_refused
-from tests.evals import test_report as test_report
-from tests.evals.test_report import Line, case, full, write
+from tests.helpers import cli, results
+from tests.helpers.cli import Ran, assert_refused
+from tests.helpers.results import Line, case, full, write
 from windlass.evals.report import plots
 from windlass.evals.report.make import write_report
 
-run = test_cli.run  # the fixtures
-file = test_report.file
+run, file = cli.run, results.file  # fixtures
 NASTY = '<script>alert(1)</script> & "it\'s"'
 
 

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,10 @@ from transformers import DynamicCache, PreTrainedModel
 
 import windlass
 import windlass.hf.prompt_cache
+from tests.helpers.models import Models, Text
 from windlass.engine.generate import prefill
 from windlass.evals.speed.rotated import RotatedStorage
 
-Model = Callable[[str], PreTrainedModel]
-Text = Callable[..., torch.Tensor]
 FAMILIES = ("llama", "llama_yarn", "qwen3", "gemma2", "gemma3", "smollm3", "gpt_oss")
 
 
@@ -25,13 +25,13 @@ def fed(model: PreTrainedModel, cache: object, ids: torch.Tensor, *sizes: int) -
     return torch.cat([model(input_ids=part, past_key_values=cache).logits for part in ids.split(sizes, 1)], 1)
 
 
-def is_close(one: torch.Tensor, other: torch.Tensor) -> bool:
+def is_close(one: Any, other: Any) -> bool:
     return bool((one - other).norm() <= 1e-5 * other.norm())
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_those_of_transformers_and_of_a_kv_cache(
-    plain_model: Model, attached_model: Model, text: Text, family: str
+    plain_model: Models, attached_model: Models, text: Text, family: str
 ):
     ids, sizes = text(45), (23, 19, 1, 1, 1)
     theirs = fed(plain_model(family), DynamicCache(config=plain_model(family).config), ids, *sizes)
@@ -40,7 +40,7 @@ def test_logits_are_those_of_transformers_and_of_a_kv_cache(
     assert is_close(fed(model, windlass.KVCache(model), ids, *sizes), theirs)
 
 
-def test_the_model_turned_the_keys_that_are_stored(plain_model: Model, attached_model: Model, text: Text):
+def test_the_model_turned_the_keys_that_are_stored(plain_model: Models, attached_model: Models, text: Text):
     theirs, model = DynamicCache(), attached_model("llama")
     ours, unrotated = RotatedStorage(model), windlass.KVCache(model)
     fed(plain_model("llama"), theirs, text(20), 20)
@@ -52,7 +52,7 @@ def test_the_model_turned_the_keys_that_are_stored(plain_model: Model, attached_
     assert is_close(ours.to_rotated().layers[0].keys, theirs.layers[0].keys)
 
 
-def test_evicts_rolls_back_and_copies_as_a_kv_cache(attached_model: Model, text: Text):
+def test_evicts_rolls_back_and_copies_as_a_kv_cache(attached_model: Models, text: Text):
     model, logits = attached_model("llama"), []
     for kind in (RotatedStorage, windlass.KVCache):
         cache = kind(model, budget=16, chunk=10, batch=2)
@@ -78,7 +78,7 @@ def test_evicts_rolls_back_and_copies_as_a_kv_cache(attached_model: Model, text:
     ],
 )
 def test_refuses_to_move_what_is_stored(
-    attached_model: Model, text: Text, edit: Callable[[RotatedStorage], None], why: str
+    attached_model: Models, text: Text, edit: Callable[[RotatedStorage], None], why: str
 ):
     model = attached_model("llama")
     cache = RotatedStorage(model)
@@ -95,7 +95,7 @@ def test_refuses_to_move_what_is_stored(
     assert is_close(fed(model, cache, text(3), 1, 2), fed(model, other, text(3), 1, 2))
 
 
-def test_refuses_positions_that_the_model_would_count_otherwise(attached_model: Model):
+def test_refuses_positions_that_the_model_would_count_otherwise(attached_model: Models):
     model = attached_model("llama")
     with pytest.raises(windlass.UsageError, match='reads at positions="original" only, got "clamp'):
         RotatedStorage(model, positions="clamp(9)")
@@ -110,7 +110,9 @@ def test_refuses_positions_that_the_model_would_count_otherwise(attached_model: 
         prefill(model, cache, [[1], [3]])
 
 
-def test_rotated_keys_are_not_taken_for_keys_before_rotation(attached_model: Model, text: Text, tmp_path: Path) -> None:
+def test_rotated_keys_are_not_taken_for_keys_before_rotation(
+    attached_model: Models, text: Text, tmp_path: Path
+) -> None:
     model = attached_model("llama")
     rotated, plain = RotatedStorage(model), windlass.KVCache(model)
     fed(model, rotated, text(9), 9)

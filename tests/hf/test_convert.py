@@ -1,6 +1,5 @@
 """Caches that travel between transformers and windlass."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,14 +7,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from tests.helpers.models import Models, Text
 from windlass import KeyDiff, KVCache, UsageError
 from windlass.cache.options import CacheOptions
 
 TOLERANCE = 1e-5
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-
-Models = Callable[[str], Any]  # PreTrainedModel, which does not declare `generate`
-Texts = Callable[..., Tensor]
 
 
 @torch.no_grad()
@@ -27,7 +24,7 @@ TRAVELLERS = ["llama", "gemma3", "glm4", "mistral", "cohere", "smollm3", "llama_
 
 
 @pytest.mark.parametrize("family", TRAVELLERS)
-def test_a_cache_travels_there_and_back(family: str, plain_model: Models, attached_model: Models, text: Texts) -> None:
+def test_a_cache_travels_there_and_back(family: str, plain_model: Models, attached_model: Models, text: Text) -> None:
     plain, model, ids = plain_model(family), attached_model(family), text(45, rows=2)
     theirs = DynamicCache(config=plain.config)
     logits_of(plain, ids[:, :30], theirs)
@@ -49,7 +46,7 @@ def test_a_cache_travels_there_and_back(family: str, plain_model: Models, attach
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])
 def test_generation_goes_on_in_the_other_cache(
-    family: str, plain_model: Models, attached_model: Models, text: Texts
+    family: str, plain_model: Models, attached_model: Models, text: Text
 ) -> None:
     plain, model, ids = plain_model(family), attached_model(family), text(22)
     expected = plain.generate(ids, max_new_tokens=16, **GREEDY).tolist()
@@ -63,7 +60,7 @@ def test_generation_goes_on_in_the_other_cache(
     assert plain.generate(first, past_key_values=theirs, max_new_tokens=8, **GREEDY).tolist() == expected
 
 
-def test_from_rotated_refuses_what_it_cannot_know(attached_model: Models, text: Texts) -> None:
+def test_from_rotated_refuses_what_it_cannot_know(attached_model: Models, text: Text) -> None:
     model = attached_model("llama_dynamic")
     theirs = DynamicCache(config=model.config)
     logits_of(model, text(70), theirs)
@@ -73,7 +70,7 @@ def test_from_rotated_refuses_what_it_cannot_know(attached_model: Models, text: 
         KVCache.from_rotated(attached_model("llama"), DynamicCache(config=attached_model("llama").config))
 
 
-def test_an_imported_cache_has_every_option(plain_model: Models, attached_model: Models, text: Texts) -> None:
+def test_an_imported_cache_has_every_option(plain_model: Models, attached_model: Models, text: Text) -> None:
     """Its twin read the same text itself; both evict and merge afterwards, and take three steps back."""
     model, ids = attached_model("llama"), text(60, rows=2)
     logits_of(plain_model("llama"), ids[:, :20], theirs := DynamicCache(config=model.config))

@@ -6,13 +6,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-import windlass
+from tests.helpers.models import MODEL
 from windlass.cli.app import main
 from windlass.core.errors import UsageError
 from windlass.evals.speed.shapes import SHAPES, random_model
 from windlass.hf.load import device_of
 
-MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
 COMMANDS = {
     "generate": (MODEL, "text"),
     "chat": (MODEL,),

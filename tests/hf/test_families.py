@@ -1,13 +1,12 @@
 """Every family: a cache that has room for the whole text gives what transformers gives."""
 
-from collections.abc import Callable
-
 import pytest
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import windlass
+from tests.helpers.models import Models
 from windlass import H2O, KVCache, Policy, Recent
 from windlass.hf.attach import attached
 from windlass.testing import FAMILIES, TRAINED_LENGTH, tiny_model
@@ -128,7 +127,7 @@ def test_table_does_not_remember_longer_texts(family: str, attached_model, text)
 
 
 @each_family
-def test_layouts_are_found_in_low_precision_too(family: str, attached_model: Callable[[str], PreTrainedModel]) -> None:
+def test_layouts_are_found_in_low_precision_too(family: str, attached_model: Models) -> None:
     found = []
     for model in (attached_model(family), windlass.attach(tiny_model(family).bfloat16())):
         rotaries = attached(model).rotaries

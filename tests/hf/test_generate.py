@@ -1,6 +1,5 @@
 """What transformers' own `generate` asks of a cache: turns, padding, drafts, beams."""
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,14 +7,12 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+from tests.helpers.models import Models, Text
 from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, SnapKV
 from windlass.testing import SLIDING_WINDOW, tiny_model
 
 TOLERANCE = 1e-5
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-
-Models = Callable[[str], Any]  # PreTrainedModel, which does not declare `generate`
-Texts = Callable[..., Tensor]
 
 
 @torch.no_grad()
@@ -23,7 +20,7 @@ def logits_of(model: PreTrainedModel, ids: Tensor, cache: object = None, **optio
     return model(ids, past_key_values=cache, **options).logits
 
 
-def test_sampling_equals_transformers(plain_model: Models, attached_model: Models, text: Texts) -> None:
+def test_sampling_equals_transformers(plain_model: Models, attached_model: Models, text: Text) -> None:
     options = {"do_sample": True, "temperature": 1.3, "top_k": 20, "max_new_tokens": 20, "pad_token_id": 0}
     tokens = []
     for model, cache in (
@@ -36,7 +33,7 @@ def test_sampling_equals_transformers(plain_model: Models, attached_model: Model
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_a_second_turn_equals_a_fresh_run(family: str, attached_model: Models, text: Texts) -> None:
+def test_a_second_turn_equals_a_fresh_run(family: str, attached_model: Models, text: Text) -> None:
     model = attached_model(family)
     cache = KVCache(model, budget=80)
     first = model.generate(text(17), past_key_values=cache, max_new_tokens=9, **GREEDY)
@@ -47,7 +44,7 @@ def test_a_second_turn_equals_a_fresh_run(family: str, attached_model: Models, t
     assert cache.tokens == [second[0, :-1].tolist()]
 
 
-def test_a_ragged_second_turn_on_sliding_windows(plain_model: Models, attached_model: Models, text: Texts) -> None:
+def test_a_ragged_second_turn_on_sliding_windows(plain_model: Models, attached_model: Models, text: Text) -> None:
     """Padding in the middle of a row: transformers' own mask counts it into the window, ours does not."""
     turns = [[text(16, seed=1), text(9, seed=2)], [text(6, seed=3), text(13, seed=4)]]
     columns, masks = [], []
@@ -87,7 +84,7 @@ def test_a_ragged_second_turn_on_sliding_windows(plain_model: Models, attached_m
 
 @pytest.mark.parametrize("prefill_chunk_size", [None, 4])
 def test_columns_that_are_padding_in_every_row(
-    prefill_chunk_size: int | None, attached_model: Models, text: Texts
+    prefill_chunk_size: int | None, attached_model: Models, text: Text
 ) -> None:
     """As a tokenizer's `pad_to_multiple_of` makes them; whole chunks of them, too."""
     model, texts = attached_model("mistral"), [text(19, seed=1), text(14, seed=2)]
@@ -108,7 +105,7 @@ def test_columns_that_are_padding_in_every_row(
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
-def test_assisted_decoding_equals_greedy(family: str, attached_model: Models, text: Texts) -> None:
+def test_assisted_decoding_equals_greedy(family: str, attached_model: Models, text: Text) -> None:
     model, ids = attached_model(family), text(15)
     for assistant in (tiny_model(family), tiny_model("qwen3")):
         cache = KVCache(model)
@@ -119,7 +116,7 @@ def test_assisted_decoding_equals_greedy(family: str, attached_model: Models, te
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_assisted_decoding_over_budget(family: str, attached_model: Models, text: Texts) -> None:
+def test_assisted_decoding_over_budget(family: str, attached_model: Models, text: Text) -> None:
     """`Recent` evicts alike whatever the step, so a rejected draft must leave no trace."""
     model, ids = attached_model(family), text(30)
     limits: dict[str, Any] = {"budget": 16, "window": 6}
@@ -137,7 +134,7 @@ def test_assisted_decoding_over_budget(family: str, attached_model: Models, text
 @pytest.mark.parametrize(
     "policy", [H2O(), TOVA(), SnapKV(observed_queries=4), KeyDiff()], ids=lambda p: type(p).__name__
 )
-def test_a_rejected_draft_leaves_no_trace(policy: Policy, attached_model: Models, text: Texts) -> None:
+def test_a_rejected_draft_leaves_no_trace(policy: Policy, attached_model: Models, text: Text) -> None:
     """A step of which `crop` takes a part back equals the shorter step, evictions and scores included."""
     model, ids, draft = attached_model("llama"), text(30), text(4, seed=9)
     caches = [KVCache(model, budget=16, policy=policy, window=4) for _ in range(2)]
@@ -151,7 +148,7 @@ def test_a_rejected_draft_leaves_no_trace(policy: Policy, attached_model: Models
     assert torch.allclose(*after, rtol=0, atol=TOLERANCE)  # type: ignore[misc, arg-type]
 
 
-def test_roomy_scored_assisted_decoding(attached_model: Models, text: Texts) -> None:
+def test_roomy_scored_assisted_decoding(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(20)
     cache = KVCache(model, budget=80, policy=H2O())
     assisted = model.generate(
@@ -160,7 +157,7 @@ def test_roomy_scored_assisted_decoding(attached_model: Models, text: Texts) -> 
     assert assisted.tolist() == model.generate(ids, max_new_tokens=25, **GREEDY).tolist()
 
 
-def test_crop(attached_model: Models, text: Texts) -> None:
+def test_crop(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(24)
     cache = KVCache(model)
     expected = logits_of(model, ids, KVCache(model))[:, 18:]
@@ -178,7 +175,7 @@ def test_crop(attached_model: Models, text: Texts) -> None:
 @pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
 @pytest.mark.parametrize("policy", [None, H2O()])
 def test_beam_search_equals_transformers(
-    family: str, policy: Policy | None, attached_model: Models, text: Texts
+    family: str, policy: Policy | None, attached_model: Models, text: Text
 ) -> None:
     model, ids = attached_model(family), text(13, rows=2)
     options = {"num_beams": 3, "max_new_tokens": 12, **GREEDY}

@@ -1,7 +1,6 @@
 """The seam: what `attach` changes and what it does not, and what it refuses."""
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +10,12 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedModel
 
 import windlass
+from tests.helpers.models import Models, Text
 from windlass import H2O, KVCache, UnsupportedModel, UsageError
 from windlass.testing import tiny_model
 
 TOLERANCE = 1e-5
 GREEDY = {"do_sample": False, "pad_token_id": 0}
-
-Models = Callable[[str], Any]  # PreTrainedModel, which does not declare `generate`
-Texts = Callable[..., Tensor]
 
 
 @torch.no_grad()
@@ -50,7 +47,7 @@ def trained(model: PreTrainedModel, ids: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("family", ["llama_dynamic", "gemma3", "gpt_oss"])
-def test_without_our_cache_nothing_changes(family: str, text: Texts) -> None:
+def test_without_our_cache_nothing_changes(family: str, text: Text) -> None:
     model, ids = tiny_model(family), text(21, rows=2)
     model.config.attention_dropout = 0.3
     before, states = trained(model, ids), copy.deepcopy(model.state_dict())
@@ -84,7 +81,7 @@ def test_attach_keeps_each_modules_mode() -> None:
     assert not model.model.layers[1].training
 
 
-def test_attach_twice_is_attach(text: Texts) -> None:
+def test_attach_twice_is_attach(text: Text) -> None:
     model = windlass.attach(tiny_model("llama"))
     cache = KVCache(model)
     windlass.attach(model)
@@ -95,7 +92,7 @@ def test_attach_twice_is_attach(text: Texts) -> None:
         windlass.detach(model)
 
 
-def test_deepcopy_of_an_attached_model_stands_alone(text: Texts) -> None:
+def test_deepcopy_of_an_attached_model_stands_alone(text: Text) -> None:
     model = windlass.attach(tiny_model("gemma3"))
     twin, ids = copy.deepcopy(model), text(30)
     expected = logits_of(model, ids)
@@ -108,7 +105,7 @@ def test_deepcopy_of_an_attached_model_stands_alone(text: Texts) -> None:
     assert torch.equal(logits_of(windlass.detach(twin), ids), expected)
 
 
-def test_save_pretrained_of_an_attached_model(tmp_path: Path, text: Texts) -> None:
+def test_save_pretrained_of_an_attached_model(tmp_path: Path, text: Text) -> None:
     model, ids = windlass.attach(tiny_model("qwen2")), text(20)
     expected = logits_of(model, ids, KVCache(model))
     model.save_pretrained(tmp_path)
@@ -118,7 +115,7 @@ def test_save_pretrained_of_an_attached_model(tmp_path: Path, text: Texts) -> No
     assert torch.equal(logits_of(windlass.attach(again), ids, KVCache(again)), expected)
 
 
-def test_a_cache_needs_its_own_attached_model(text: Texts) -> None:
+def test_a_cache_needs_its_own_attached_model(text: Text) -> None:
     model = tiny_model("llama")
     with pytest.raises(UsageError, match=r"LlamaForCausalLM is not attached.*windlass\.attach"):
         KVCache(model)
@@ -133,7 +130,7 @@ def test_a_cache_needs_its_own_attached_model(text: Texts) -> None:
     assert cache.tokens_seen == [0]
 
 
-def test_sdpa_models_too(text: Texts) -> None:
+def test_sdpa_models_too(text: Text) -> None:
     model, ids = tiny_model("qwen2"), text(33)
     model.set_attn_implementation("sdpa")
     expected = logits_of(model, ids)
@@ -142,7 +139,7 @@ def test_sdpa_models_too(text: Texts) -> None:
     assert model.config._attn_implementation == "sdpa"
 
 
-def test_a_cache_for_other_rows_is_refused(attached_model: Models, text: Texts) -> None:
+def test_a_cache_for_other_rows_is_refused(attached_model: Models, text: Text) -> None:
     model = attached_model("llama")
     with pytest.raises(UsageError, match=r"batch=1.*2 rows"):
         logits_of(model, text(5, rows=2), KVCache(model))
@@ -159,7 +156,7 @@ REFUSED: list[tuple[dict[str, object], str]] = [
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
 def test_a_refused_call_changes_nothing(
-    options: dict[str, object], message: str, attached_model: Models, text: Texts
+    options: dict[str, object], message: str, attached_model: Models, text: Text
 ) -> None:
     model, ids = attached_model("llama"), text(15)
     cache = KVCache(model, budget=12, policy=H2O(), window=3)
@@ -172,14 +169,14 @@ def test_a_refused_call_changes_nothing(
     assert logits_of(model, ids[:, 10:], cache).isfinite().all()
 
 
-def test_attention_matrices_that_the_config_asks_for_are_refused(text: Texts) -> None:
+def test_attention_matrices_that_the_config_asks_for_are_refused(text: Text) -> None:
     model = windlass.attach(tiny_model("llama"))
     model.config.output_attentions = True
     with pytest.raises(UsageError, match="output_attentions is not available"):
         logits_of(model, text(5), KVCache(model))
 
 
-def test_training_with_a_cache_is_refused(text: Texts) -> None:
+def test_training_with_a_cache_is_refused(text: Text) -> None:
     model = windlass.attach(tiny_model("llama")).train()
     cache = KVCache(model)
     with pytest.raises(UsageError, match=r"model\.eval\(\)"):
@@ -190,7 +187,7 @@ def test_training_with_a_cache_is_refused(text: Texts) -> None:
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 @pytest.mark.parametrize("tokens", [1, 9])
 def test_a_pass_that_fails_half_way_leaves_the_cache_as_it_was(
-    error: type[BaseException], tokens: int, text: Texts
+    error: type[BaseException], tokens: int, text: Text
 ) -> None:
     model, ids = windlass.attach(tiny_model("gemma3")), text(40)
     cache, twin = (KVCache(model, budget=20, policy=H2O(), window=3) for _ in range(2))
@@ -269,7 +266,7 @@ UNTOLD: list[tuple[str, dict[str, object], list[int | None]]] = [
 
 @pytest.mark.parametrize(("model_type", "options", "windows"), UNTOLD, ids=[entry[0] for entry in UNTOLD])
 def test_what_only_the_model_knows(
-    model_type: str, options: dict[str, object], windows: list[int | None], text: Texts
+    model_type: str, options: dict[str, object], windows: list[int | None], text: Text
 ) -> None:
     options = {**SMALL, "num_key_value_heads": 2, "sliding_window": 5, "initializer_range": 0.2, **options}
     config = AutoConfig.for_model(model_type, **options)

@@ -1,7 +1,6 @@
 """Save and load: going on after a load is going on, and a bad file is one clear line."""
 
 import json
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import windlass
+from tests.helpers.models import Models
 from windlass import KVCache, Policy, PromptCacheError, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 from windlass.core.rotary_index import EMPTY
@@ -40,7 +40,7 @@ class Oldest(Policy):
 
 
 @pytest.fixture(scope="module")
-def model(attached_model: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+def model(attached_model: Models) -> PreTrainedModel:
     return attached_model("llama")
 
 
@@ -97,7 +97,7 @@ FAMILIES = [
 
 @pytest.mark.parametrize(("family", "budget"), FAMILIES)
 def test_goes_on_in_every_kind_of_layer(
-    family: str, budget: int | None, attached_model: Callable[[str], PreTrainedModel], tmp_path: Path
+    family: str, budget: int | None, attached_model: Models, tmp_path: Path
 ) -> None:
     model = attached_model(family)
     cache = small(model, windlass.SnapKV(observed_queries=4), budget, "original")

@@ -5,7 +5,7 @@ import os
 import resource
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import windlass
+from tests.helpers.models import Models
 from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
 from windlass.hf.fingerprint import fingerprint
 from windlass.policies import KeyNorm
@@ -28,7 +29,7 @@ PROMPTS = (53, 38)  # tokens of the two rows
 
 
 @pytest.fixture(scope="module")
-def model(attached_model: Callable[[str], PreTrainedModel]) -> PreTrainedModel:
+def model(attached_model: Models) -> PreTrainedModel:
     return attached_model("llama")
 
 

@@ -3,7 +3,7 @@
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -11,11 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import windlass
+from tests.helpers.models import Models, Text
 from windlass import UsageError, kernels
 from windlass.kernels import cpu, reference
-
-Models = Callable[[str], PreTrainedModel]
-Texts = Callable[..., Tensor]
 
 WITHOUT_MODULE = """
 import sys
@@ -57,7 +55,7 @@ def continued(model: PreTrainedModel, ids: Tensor) -> list[int]:
 
 @pytest.mark.parametrize(("asked", "warned"), [("", 1), ("none", 0)])
 def test_without_the_compiled_module_plain_pytorch_runs_and_says_so_once(
-    asked: str, warned: int, attached_model: Models, text: Texts
+    asked: str, warned: int, attached_model: Models, text: Text
 ) -> None:
     command = [sys.executable, "-W", "always", "-c", WITHOUT_MODULE]
     done = subprocess.run(
@@ -71,7 +69,7 @@ def test_without_the_compiled_module_plain_pytorch_runs_and_says_so_once(
 @pytest.mark.parametrize("name", [*cpu.instruction_sets(), "none"])
 @pytest.mark.usefixtures("_caches_cleared")
 def test_every_instruction_set_gives_the_same_text(
-    name: str, attached_model: Models, text: Texts, monkeypatch: pytest.MonkeyPatch
+    name: str, attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = attached_model("llama"), text(45)
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
@@ -87,7 +85,7 @@ def test_every_instruction_set_gives_the_same_text(
 @pytest.mark.usefixtures("_caches_cleared")
 @pytest.mark.skipif(not cpu.instruction_sets(), reason="windlass was installed without its compiled kernels")
 def test_an_unknown_instruction_set_is_refused_before_anything_is_written(
-    attached_model: Models, text: Texts, monkeypatch: pytest.MonkeyPatch
+    attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = attached_model("llama")
     cache = windlass.KVCache(model)

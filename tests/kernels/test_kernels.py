@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -37,7 +38,7 @@ def make(seed: int, tokens: int = TOKENS) -> dict[str, Tensor]:
     }
 
 
-def held(step: dict[str, Tensor]) -> dict[str, Tensor | PackedStates]:
+def held(step: dict[str, Tensor]) -> dict[str, Any]:
     """The step as a kernel takes it."""
     return {name: PackedStates(t) if name in ("keys", "values") else t for name, t in step.items()}
 
@@ -123,7 +124,7 @@ def test_attend_equals_loops(
     step, where = make(2), indexes()[index]
     sinks = torch.linspace(-1, 2, KV_HEADS * GROUP, dtype=torch.float64) if has_sinks else None
     observed = torch.tensor([[3, 1], [2, -1]])
-    options = {"scale": 0.4, "visibility": visibility, "softcap": softcap, "sink_logits": sinks}
+    options: dict[str, Any] = {"scale": 0.4, "visibility": visibility, "softcap": softcap, "sink_logits": sinks}
     truth, mass = by_hand(step, where, 0.4, visibility, softcap, sinks)
     for block in (None, 1):  # all queries at once, and one block a query
         if block is not None:
@@ -162,7 +163,8 @@ def test_low_precision_stays_near_float64(dtype: torch.dtype, tolerance: float, 
         "slot_positions": torch.arange(slots, dtype=torch.int32).expand(2, 1, -1),
         "query_positions": torch.arange(slots - 1, slots + 2).expand(2, -1),
     }
-    call = {"rotary_index": None, "tables": None, "scale": 0.35, "visibility": Visibility(), **positions}
+    options = {"tables": None, "scale": 0.35, "visibility": Visibility()}
+    call: dict[str, Any] = {"rotary_index": None, **options, **positions}
     ours, _ = attend(AttentionInput(**held(low), **call))
     truth, _ = attend(AttentionInput(**held({name: tensor.double() for name, tensor in low.items()}), **call))
     assert ours.dtype == dtype
@@ -184,5 +186,6 @@ def test_unrotate_undoes_rotate_and_products_depend_on_the_distance_alone(a: int
 def test_the_shapes_of_a_call_are_checked_against_one_another() -> None:
     call = AttentionInput(**held(make(4)), rotary_index=None, tables=None, scale=1.0, visibility=Visibility())
     for name, tensor in (("query_positions", call.query_positions[:1]), ("queries", call.queries[:, :, 1:])):
+        changed: dict[str, Any] = {name: tensor}
         with pytest.raises(TypeError):
-            replace(call, **{name: tensor})
+            replace(call, **changed)

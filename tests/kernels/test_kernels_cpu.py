@@ -2,11 +2,12 @@
 
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tests.kernels.attention_cases import BATCH, TOLERANCE, Case, compare, exactly, step, table
+from tests.helpers.attention_cases import BATCH, TOLERANCE, Case, cast, compare, exactly, step, table
 from windlass import kernels
 from windlass.core.attention import EvictionInput, Visibility
 from windlass.core.packed import PackedStates
@@ -44,9 +45,12 @@ def test_attend_equals_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch
     compare(ours, truth, TOLERANCE[case.dtype])
     assert (mass is None) == (case.mass is None)
     if mass is not None:
+        assert expected is not None
         compare(mass.rows, expected.rows, TOLERANCE[case.dtype])
         assert (mass.rest is None) == (case.mass == "rows")
     if mass is not None and mass.rest is not None:
+        assert expected is not None
+        assert expected.rest is not None
         compare(mass.rest, expected.rest, TOLERANCE[case.dtype])
 
 
@@ -54,9 +58,10 @@ def test_attend_equals_the_reference(case: Case, monkeypatch: pytest.MonkeyPatch
 @pytest.mark.parametrize("bits", [None, 8, 4])
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.usefixtures("instruction_set")
-def test_rotated_equals_rotate(shape: tuple[int, ...], bits: int | None, dtype: torch.dtype) -> None:
+def test_rotated_equals_rotate(shape: tuple[int, int, int, int, int], bits: int | None, dtype: torch.dtype) -> None:
     case = Case(shape, dtype, bits, slots=301)
     call, used = step(case), 299
+    assert call.tables is not None
     keys, (cos, sin), places = call.keys, call.tables, call.rotary_index.near.keys
     floats = keys.floats().double()[:, :, :used]
     angles = cos[places].double()[:, :, :used], sin[places].double()[:, :, :used]
@@ -74,7 +79,7 @@ STEADY = [
 @pytest.mark.parametrize("case", STEADY, ids=str)
 @pytest.mark.usefixtures("instruction_set", "_threads")
 def test_any_number_of_threads_gives_the_same_bits(case: Case) -> None:
-    call, seen = step(case), []
+    call, seen = step(case), list[Any]()
     order = torch.rand(BATCH, 3, 9001), torch.randperm(BATCH * 3 * 9001).view(BATCH, 3, 9001).int(), torch.arange(BATCH)
     for threads in (1, 2, 3):
         torch.set_num_threads(1)
@@ -94,6 +99,8 @@ def test_any_number_of_threads_gives_the_same_bits(case: Case) -> None:
 def test_what_an_earlier_call_left_in_the_scratch_space_is_never_read(case: Case) -> None:
     call = step(case)
     before, mass = cpu.attend(call)
+    assert mass is not None
+    assert mass.rest is not None
     for poison in (torch.nan, 3e4):
         spoilt = step(replace(case, bits=None, dtype=torch.float32, slots=3 * case.slots))
         for tensor in (spoilt.queries, spoilt.keys.data, spoilt.values.data):
@@ -121,7 +128,8 @@ def test_float64_and_what_no_kernel_knows_goes_to_the_reference(case: Case, monk
     if case.extras:
         call = replace(call, softcap=5.0)
     else:
-        call = replace(call, queries=call.queries.double(), tables=tuple(table.double() for table in call.tables))
+        assert call.tables is not None
+        call = replace(call, queries=call.queries.double(), tables=cast(call.tables, torch.float64))
     if case.tokens <= cpu.MAX_TOKENS:
         call = replace(call, keys=PackedStates(call.keys.data.double()), values=PackedStates(call.values.data.double()))
     for module in (cpu, sdpa):

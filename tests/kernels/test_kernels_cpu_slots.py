@@ -1,5 +1,7 @@
 """The compiled book-keeping of slots against the reference: which are free, which go, and writing to them."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import example, given, settings
@@ -25,7 +27,7 @@ SCORES = st.floats(width=32) | st.sampled_from(
 def scored_slots(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
     """Scores and positions (batch 2, score_heads 3, slots), and one past each row's newest token."""
     slots = draw(SLOTS)
-    many = {"min_size": 6 * slots, "max_size": 6 * slots}
+    many: dict[str, Any] = {"min_size": 6 * slots, "max_size": 6 * slots}
     score = torch.tensor(draw(st.lists(SCORES, **many)))
     where = torch.tensor(draw(st.permutations(range(6 * slots)))) if slots < 5 else torch.randperm(6 * slots)
     free = torch.tensor(draw(st.lists(st.sampled_from([0, 0, 0, -1, -2]), **many)))

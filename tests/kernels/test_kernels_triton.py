@@ -6,15 +6,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
-from tests.kernels.attention_cases import BATCH, TOLERANCE, Case, compare, exactly, noise, step, table
 from windlass import KVCache, kernels
 from windlass.core.attention import AttentionInput, Mass, Visibility
 from windlass.core.packed import PackedStates
@@ -26,10 +24,12 @@ if importlib.util.find_spec("triton") is None:
 
 from triton.runtime import interpreter
 
+from tests.helpers.attention_cases import BATCH, TOLERANCE, Case, cast, compare, exactly, noise, step, table
+from tests.helpers.models import Models, Text
 from windlass.kernels import triton
 from windlass.kernels.triton import plan
 
-DEVICES = ["cpu"] if not torch.cuda.is_available() else []
+DEVICES: list[Any] = ["cpu"] if not torch.cuda.is_available() else []
 DEVICES = [*DEVICES, pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -61,12 +61,12 @@ def plans(monkeypatch: pytest.MonkeyPatch, rows: int, block: int, multiprocessor
 def on(device: str, call: AttentionInput) -> AttentionInput:
     """The same call, with its tensors there."""
 
-    def moved(value: object) -> object:
+    def moved(value: Any) -> Any:
         if isinstance(value, Tensor):
             return value.to(device)
         if isinstance(value, tuple):
             return tuple(map(moved, value))
-        if dataclasses.is_dataclass(value):
+        if dataclasses.is_dataclass(value) and not isinstance(value, type):
             return dataclasses.replace(value, **{name: moved(part) for name, part in vars(value).items()})
         return value
 
@@ -82,6 +82,8 @@ def check(ours: tuple[Tensor, Mass | None], truth: tuple[Tensor, Mass | None], d
         compare(mass.rows.cpu(), masses.rows, TOLERANCE[dtype])
         assert (mass.rest is None) == (masses.rest is None)
     if mass is not None and mass.rest is not None:
+        assert masses is not None
+        assert masses.rest is not None
         compare(mass.rest.cpu(), masses.rest, TOLERANCE[dtype])
 
 
@@ -151,7 +153,8 @@ def test_slots_at_full_precision_are_read_so(bits: int, device: str, monkeypatch
 def test_tables_of_any_float_type_are_read(dtype: torch.dtype, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     plans(monkeypatch, 32, 64, 1)
     call = step(Case((3, 2, 40, 24, 10), tokens=2))
-    call = dataclasses.replace(call, tables=tuple(table.to(dtype) for table in call.tables))
+    assert call.tables is not None
+    call = dataclasses.replace(call, tables=cast(call.tables, dtype))
     check(triton.attend(on(device, call)), exactly(call), torch.float32)
 
 
@@ -170,13 +173,14 @@ def test_what_lies_in_free_slots_and_beyond_the_last_is_never_read(
         held = getattr(call, name).data.masked_fill((where < 0)[..., None], torch.nan)
         beyond = torch.full((held.shape[0] + 1, *held.shape[1:]), torch.nan)
         beyond[:-1] = held
-        call = dataclasses.replace(call, **{name: PackedStates(beyond[:-1])})
+        states: dict[str, Any] = {name: PackedStates(beyond[:-1])}
+        call = dataclasses.replace(call, **states)
     beyond = torch.full((BATCH + 1, *where.shape[1:]), 0, dtype=torch.int32)
     beyond[:-1] = where
     call = dataclasses.replace(call, slot_positions=beyond[:-1])
-    cos, sin = call.tables
-    tables = tuple(torch.cat((table, torch.full((200, 3), torch.nan)))[: len(table)] for table in (cos, sin))
-    call = dataclasses.replace(call, tables=tables)
+    assert call.tables is not None
+    cos, sin = (torch.cat((table, torch.full((200, 3), torch.nan)))[: len(table)] for table in call.tables)
+    call = dataclasses.replace(call, tables=(cos, sin))
     check(triton.attend(on(device, call)), truth, case.dtype)
 
 
@@ -223,7 +227,7 @@ def test_kernels_compile_for_a_gpu_without_spills(tmp_path: Path) -> None:
         assert row["shared_bytes"] <= 227 * 1024, row
 
 
-def test_tables_of_another_type_are_the_float32_ones_rounded(attached_model: Callable[[str], PreTrainedModel]) -> None:
+def test_tables_of_another_type_are_the_float32_ones_rounded(attached_model: Models) -> None:
     rotary = KVCache(attached_model("llama")).layers[0].rotary
     assert rotary is not None
     for length in (30, 700):  # the second is built again
@@ -256,9 +260,9 @@ WHOLE = [
 @pytest.mark.parametrize("options", WHOLE, ids=str)
 @pytest.mark.usefixtures("_interpreter")
 def test_a_model_reads_the_same_through_triton(
-    options: dict[str, object],
-    attached_model: Callable[[str], PreTrainedModel],
-    text: Callable[..., Tensor],
+    options: dict[str, Any],
+    attached_model: Models,
+    text: Text,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plans(monkeypatch, 64, 64, 4)

@@ -1,6 +1,7 @@
 """The book-keeping of slots in Triton against the reference, in its interpreter, and on a GPU where there is one."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -123,6 +124,7 @@ def test_one_call_writes_parts_of_every_type_and_width(on: torch.device, score_h
     helds = [(torch.randn(BATCH, heads, 11, width) * 50).abs().to(on, dtype) for heads, dtype, width in kinds]
     helds += [torch.full((BATCH, score_heads, 11), -1, dtype=torch.int32, device=on)]
     helds += [torch.randn(BATCH, score_heads, 11, device=on) for _ in range(2)]
+    news: list[Any]
     news = [torch.randn(BATCH, 4, 3, width).transpose(1, 2).mul(50).abs().to(on, dtype) for _, dtype, width in kinds]
     news[3] = torch.randn(BATCH, 3, 4, 1, device=on, dtype=torch.float64).expand(-1, -1, -1, 7)
     news += [torch.tensor([[5, 6, -1, 7], [9, -1, -1, 10]], device=on)[:, None].expand(-1, score_heads, -1)]

@@ -6,12 +6,13 @@ And what follows for `KeyDiff`, which ranks by it: whichever backend runs, score
 import dataclasses
 import importlib.util
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.attention_cases import AXES, BATCH, Case, held, noise, positions
+from tests.helpers.attention_cases import AXES, BATCH, Case, held, noise, positions
 from windlass import KeyDiff, kernels
 from windlass.core.packed import PackedStates
 from windlass.kernels import cpu, reference
@@ -67,8 +68,9 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(plan, "multiprocessors", lambda _: 30)  # two or three parts for each row and head
 
     def mean_key_cosine(keys: PackedStates, where: Tensor) -> Tensor:
-        parts = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in vars(keys).items()}
-        return triton.mean_key_cosine(PackedStates(**parts), where.to(device)).cpu()
+        parts = vars(keys).items()
+        there: dict[str, Any] = {name: part.to(device) if isinstance(part, Tensor) else part for name, part in parts}
+        return triton.mean_key_cosine(PackedStates(**there), where.to(device)).cpu()
 
     return mean_key_cosine
 

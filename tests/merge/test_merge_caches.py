@@ -1,6 +1,5 @@
 """What a cache does with merged tokens: takes steps back, saves, splices, refuses."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -9,14 +8,13 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.cache.test_rollback import assert_same
+from tests.helpers.caches import assert_same
+from tests.helpers.models import Models, Text
 from windlass import KVCache, UsageError, prompt_cache
 from windlass.merge import MeanCount, Merge, MergeBatch
 from windlass.policies import H2O, TOVA, KeyDiff, Policy, Recent
 from windlass.stores.spec import store_of
 
-Models = Callable[[str], PreTrainedModel]
-Text = Callable[..., Tensor]
 RULES = ["sum(next)", "pick", "mean", "mean_count(next)", "mean_count(threshold=0.1)"]
 
 
@@ -50,8 +48,8 @@ def test_a_step_that_merged_can_be_taken_back(attached_model: Models, text: Text
     read(model, caches[0], ids[:, 40:47], 7)
     caches[0].rollback(4)
     read(model, caches[1], ids[:, 40:43], 3)
-    ours, theirs = (read(model, cache, ids[:, 43:], 1) for cache in caches)
-    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+    ours, truth = (read(model, cache, ids[:, 43:], 1) for cache in caches)
+    torch.testing.assert_close(ours, truth, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("policy", [KeyDiff(), H2O()], ids=repr)

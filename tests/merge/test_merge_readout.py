@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tests.helpers.models import Models, Text
 from windlass import KVCache, UsageError
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.shapes import Scores
@@ -21,8 +22,6 @@ from windlass.stores.base import Store
 from windlass.stores.low_bit import Int8
 from windlass.stores.plain import Plain
 
-Models = Callable[[str], PreTrainedModel]
-Text = Callable[..., Tensor]
 HEADS, GROUP, KEY_DIM, VALUE_DIM, TOKENS, BUDGET, SINKS, WINDOW, SCALE = 3, 5, 10, 6, 40, 15, 2, 4, 0.4
 
 

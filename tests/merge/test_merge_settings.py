@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.merge.test_merge import ENDS, HEADS, SINKS, WINDOW, merged_by, random_step
+from tests.helpers.merges import ENDS, HEADS, SINKS, WINDOW, merged_by, random_step
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.shapes import Scores
 from windlass.core.step import AttentionCall, Limits, Step

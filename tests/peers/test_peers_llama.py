@@ -20,7 +20,6 @@ Not ours: test-save-load-state 5 (caches on other devices), the splitting into m
 test-batch-alloc, the errors of a prompt longer than the slot (our texts may be longer than the memory).
 """
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -29,13 +28,10 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import windlass
-from tests.cache.test_cache import Models, read
-from tests.cache.test_edits import held
-from tests.peers.test_peers_mlx import assert_holds, contents, greedy
+from tests.helpers.caches import assert_holds, contents, held
+from tests.helpers.models import Models, Text, greedy, read
 from windlass import H2O, KVCache, SnapKV, prompt_cache
 from windlass.core.rotate import rotate
-
-Text = Callable[..., Tensor]
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_yarn", "llama_linear", "cohere", "glm4"])

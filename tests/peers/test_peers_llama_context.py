@@ -4,26 +4,23 @@ On a model of one layer every edit is exact, so each is compared with transforme
 that is left at the positions it then has. The tests of rows and files are in `test_peers_llama`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import takewhile
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import windlass
-from tests.cache import test_edits as test_edits
-from tests.cache.test_cache import Models, read
-from tests.cache.test_edits import held, logits_at
-from tests.peers.test_peers_mlx import assert_holds, contents
+from tests.helpers import models
+from tests.helpers.caches import assert_holds, contents, held
+from tests.helpers.models import Models, Text, logits_at, read
 from windlass import KVCache
 
 MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
-Text = Callable[..., Tensor]
 Pair = tuple[PreTrainedModel, PreTrainedModel]
-one_layer = test_edits.one_layer  # the fixture
+one_layer = models.one_layer  # fixture
 
 
 def common(one: Sequence[int], other: Sequence[int]) -> int:

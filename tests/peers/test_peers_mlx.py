@@ -28,50 +28,19 @@ Not ours: `..._quantized_cache`, `test_cache_to_quantized`, `test_quantized_sdpa
 `TestLRUPromptCache`, `TestKeepalive` (a server).
 """
 
-from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import windlass
-from tests.cache.test_cache import Models, read
+from tests.helpers.caches import assert_holds, contents
+from tests.helpers.models import Models, Text, greedy, read
 from windlass import KVCache, Sampling, UsageError, prompt_cache
 
-Text = Callable[..., Tensor]
 MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
-
-
-def contents(cache: KVCache, row: int = 0) -> list[Tensor]:
-    """Positions, keys and values of a row, layer by layer, in the order of its text."""
-    found = []
-    for layer in cache.layers:
-        if not layer.is_empty:
-            positions = layer.positions[row, 0]
-            order = positions.where(positions >= 0, 2**30).argsort(stable=True)[: int((positions >= 0).sum())]
-            found += [positions[order], layer.store.keys()[row][:, order], layer.store.values()[row][:, order]]
-    return found
-
-
-def assert_holds(cache: KVCache, truth: Sequence[Tensor], row: int = 0, tolerance: float = 0.0) -> None:
-    ours = contents(cache, row)
-    assert len(ours) == len(truth)
-    for mine, theirs in zip(ours, truth, strict=True):
-        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=0)
-
-
-@torch.no_grad()
-def greedy(model: Callable[..., Any], cache: KVCache, ids: Tensor, tokens: int) -> list[int]:
-    """The tokens that follow; all of them are fed."""
-    written = []
-    for _ in range(tokens):
-        ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)
-        written.append(int(ids))
-    model(ids, past_key_values=cache)
-    return written
 
 
 @pytest.mark.parametrize("budget", [None, 8])

@@ -7,9 +7,8 @@ import pytest
 import torch
 
 import windlass
-from tests.cache.test_cache import Models, read
-from tests.cache.test_edits import Text, held
-from tests.cache.test_rollback import assert_same
+from tests.helpers.caches import assert_same, held
+from tests.helpers.models import Models, Text, read
 from windlass import (
     H2O,
     ByValueNorm,

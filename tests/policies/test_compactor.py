@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import windlass.policies.compactor as module
-from tests.policies.test_policies_keys import GROUP, HEAD_DIM, HELD, KV_HEADS, SLOTS, assert_scores, slots_of, texts
+from tests.helpers.slots import GROUP, HEAD_DIM, HELD, KV_HEADS, SLOTS, assert_scores, slots_of, texts
 from windlass import Compactor, Leverage, PolicyError
 from windlass.policies import Observation
 from windlass.testing import check_policy

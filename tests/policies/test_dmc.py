@@ -1,6 +1,5 @@
 """DMC against its recurrence in plain loops, and against a model without the channel that decides."""
 
-from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 
@@ -8,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.cache.test_cache import Models, read
-from tests.cache.test_rollback import assert_same
+from tests.helpers.caches import assert_same
+from tests.helpers.models import Models, Text, read
 from windlass import DMC, Composite, KeyDiff, KVCache, Policy, PolicyError, Smoothed, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 from windlass.cache.slot_layer import SlotLayer
@@ -20,7 +19,6 @@ from windlass.positions.modes import Original
 from windlass.stores.plain import Plain
 from windlass.testing import tiny_model
 
-Text = Callable[..., Tensor]
 BATCH, KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM, TOKENS, RUNS = 2, 3, 5, 8, 6, 24, 9
 Cell = tuple[int, Tensor, Tensor, float]  # position, key, value and weight
 
@@ -69,8 +67,8 @@ def test_the_cells_of_a_text_are_those_of_the_recurrence(policy: DMC, steps: tup
         for tokens in steps:
             now, ends = slice(at, at + tokens), torch.tensor([at + tokens] * BATCH)
             step = Step(torch.arange(at, at + tokens).expand(BATCH, -1), (tokens,) * BATCH, ends, ends, at + tokens)
-            new = (states[:, :, now] for states in (queries, keys, values))
-            layer.step(*new, step, Original(), AttentionCall(0.3))
+            q, k, v = (states[:, :, now] for states in (queries, keys, values))
+            layer.step(q, k, v, step, Original(), AttentionCall(0.3))
             at += tokens
         for row, head in product(range(BATCH), range(KV_HEADS)):
             group = queries[row, head * GROUP : (head + 1) * GROUP]

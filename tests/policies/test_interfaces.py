@@ -1,17 +1,16 @@
 """What the cache asks of a policy beyond its scores: found through wrappers, and refused where nothing would use it."""
 
 import ast
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from transformers import PreTrainedModel
 
 import windlass
-from tests.cache.test_cache import Models, read
-from tests.test_testing import policy as made
+from tests.helpers.models import Models, Text, read
+from tests.helpers.policies import policy as made
 from windlass import (
     TOVA,
     ByValueNorm,
@@ -34,8 +33,6 @@ from windlass.hf.policy_note import PolicyNote, policy_of
 from windlass.policies import NAMES, WRAPPERS, Budgeter, Needs, OneShot, Slots, Trained, find
 from windlass.policies.wrapper import keeps_newest, scoring_chunk
 from windlass.testing import check_policy
-
-Text = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
@@ -106,8 +103,13 @@ class Asking(Policy, Trained):
 
 
 def test_a_policy_is_told_of_the_model(attached_model: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, policy, asked = attached_model("qwen2"), Asking(), list[str]()
-    monkeypatch.setattr("windlass.hf.model_info.fingerprint", lambda each: asked.append(each) or fingerprint(each))
+    model, policy, asked = attached_model("qwen2"), Asking(), list[PreTrainedModel]()
+
+    def ask(model: PreTrainedModel) -> str:
+        asked.append(model)
+        return fingerprint(model)
+
+    monkeypatch.setattr("windlass.hf.model_info.fingerprint", ask)
     KVCache(model, 20, Smoothed(policy))
     [told] = policy.told
     assert (told.name, told.dtype, told.layers) == ("Qwen2ForCausalLM", torch.float32, 4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.layers import BATCH, BUDGET, GROUP, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
 from windlass import H2O, TOVA, KeyDiff, KeyNorm, PolicyError, Random, Recent, SnapKV
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.step import AttentionCall, Limits, Step
@@ -15,10 +16,6 @@ from windlass.policies import NAMES, Policy, Recency, Slots
 from windlass.positions.modes import Original
 from windlass.stores.plain import Plain
 from windlass.testing import check_policy
-
-BATCH, KV_HEADS, GROUP, HEAD_DIM = 2, 3, 2, 4
-BUDGET, SINKS, WINDOW = 9, 2, 3
-LIMITS = Limits(BUDGET, SINKS, WINDOW, 8, 16)
 
 
 @dataclass
@@ -100,19 +97,6 @@ ORACLES: list[tuple[Policy, Rule]] = [
 ]
 
 
-def layer_step(layer: SlotLayer, q: Tensor, k: Tensor, v: Tensor, at: int, prompt_end: int) -> None:
-    tokens, end = k.shape[2], at + k.shape[2]
-    positions = torch.arange(at, end).expand(BATCH, -1)
-    ends = torch.full((BATCH,), end)
-    step = Step(positions, (tokens,) * BATCH, ends, torch.full((BATCH,), prompt_end), end)
-    try:
-        layer.step(q, k, v, step, Original(), AttentionCall(0.5))
-    except BaseException:  # as a cache does
-        layer.take_back(step)
-        raise
-    layer.commit()
-
-
 @pytest.mark.parametrize("steps", [(1,) * 30, (12, 1, 1, 5, 1, 8, 1), (40,)], ids=str)
 @pytest.mark.parametrize(
     ("policy", "rule"), ORACLES, ids=lambda value: repr(value) if isinstance(value, Policy) else ""
@@ -178,7 +162,7 @@ def test_random_draws_depend_on_the_seed_only() -> None:
     positions = torch.arange(50)[None, None].expand(1, 3, -1)
     ends = torch.tensor([50])
     slots = [
-        Slots(SlotLayer(0, LIMITS, Random(), None, Plain()).store, positions, {}, at, at, lambda k: k)
+        Slots(SlotLayer(0, LIMITS, Random(), None, Plain()).store, positions, {}, at, at, lambda k, _: k)
         for at in (ends, ends + 1)
     ]
     first = Random(seed=3, keep_prompt=False).score(slots[0])

@@ -1,14 +1,12 @@
 """Groups of neighbours that shrink to one cell: the order by hand, and what is in the cells of a cache."""
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from torch import Tensor
 
-from tests.cache.test_cache import Models, read
-from tests.policies.test_policies_keys import texts
-from tests.policies.test_policies_wrappers import Given, OneForAll, given
+from tests.helpers.models import Models, Text, read
+from tests.helpers.policies import Given, OneForAll, given
+from tests.helpers.slots import texts
 from windlass import InGroups, KeyDiff, KVCache, Leverage, Policy, PolicyError, Recent, Smoothed, SnapKV
 from windlass.evals.load_policy import load_policy
 from windlass.policies import H2O
@@ -39,7 +37,7 @@ def test_groups_shrink_pairs_first_those_with_the_lowest_best_score_first(group:
         assert sorted(order, key=score[row, head].tolist().__getitem__) == sorted(order, key=turn)
 
 
-def test_a_group_of_four_becomes_two_pairs_and_then_one(attached_model: Models, text: Callable[..., Tensor]) -> None:
+def test_a_group_of_four_becomes_two_pairs_and_then_one(attached_model: Models, text: Text) -> None:
     """By hand: token by token after a text of 20, groups [4, 5, 6, 7], [8, ...] of the oldest tokens first."""
     cache = KVCache(attached_model("llama"), 20, InGroups(Recent(), 4), sinks=4, window=3, merge="mean_count(next)")
     ids, seen = text(27), []
@@ -61,7 +59,7 @@ def test_a_group_of_four_becomes_two_pairs_and_then_one(attached_model: Models, 
 @pytest.mark.parametrize(("chunk", "budget"), [(1, 45), (6, 45), (77, 45), (13, 36)])
 @pytest.mark.parametrize("policy", [KeyDiff(), SnapKV(), Recent()], ids=repr)
 def test_a_cell_holds_one_group_and_every_token_is_in_a_cell(
-    attached_model: Models, text: Callable[..., Tensor], policy: Policy, chunk: int, budget: int
+    attached_model: Models, text: Text, policy: Policy, chunk: int, budget: int
 ) -> None:
     model, ids = attached_model("llama"), text(77, rows=2)
     cache = KVCache(

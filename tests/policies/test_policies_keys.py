@@ -2,66 +2,18 @@
 
 import itertools
 import math
-from collections.abc import Callable
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from tests.helpers.slots import BATCH, GROUP, HEAD_DIM, KV_HEADS, SLOTS, assert_scores, slots_of, texts
 from windlass import RKV, LagKV, Leverage, PolicyError
 from windlass.core.rotary_index import EMPTY
 from windlass.evals.load_policy import load_policy
-from windlass.policies import Observation, Policy, Slots
-from windlass.stores.plain import Plain
+from windlass.policies import Observation, Policy
 from windlass.testing import check_policy
-
-BATCH, KV_HEADS, GROUP, SLOTS, HEAD_DIM, VALUE_DIM = 3, 2, 4, 29, 6, 5
-HELD = (23, 0, 14)  # tokens of each row: one row holds none
-
-Texts = list[tuple[int, int, list[int]]]  # row, head, and its slots in the order of the text
-
-
-def slots_of(
-    seed: int = 0,
-    names: tuple[str, ...] = (),
-    rotate: Callable[[Tensor, Tensor], Tensor] = lambda states, _: states,
-    step_angles: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None,
-) -> Slots:
-    """Rows of different lengths with gaps in their text, in any order of slots; free slots hold what must not count."""
-    draw = torch.Generator().manual_seed(seed)
-    keys = torch.randn(BATCH, KV_HEADS, SLOTS, HEAD_DIM, generator=draw) + torch.arange(HEAD_DIM)
-    values = torch.randn(BATCH, KV_HEADS, SLOTS, VALUE_DIM, generator=draw)
-    positions = torch.full((BATCH, KV_HEADS, SLOTS), EMPTY, dtype=torch.int32)
-    for row, held in enumerate(HELD):
-        for head in range(KV_HEADS):
-            places = torch.randperm(SLOTS, generator=draw)[:held]
-            positions[row, head, places] = torch.randperm(3 * SLOTS, generator=draw)[:held].int()
-    is_free = (positions < 0)[..., None]
-    store = Plain()
-    store.restore({"keys": keys.where(~is_free, 40.0), "values": values.where(~is_free, -30.0)})
-    state = {name: torch.rand(positions.shape, generator=draw) for name in names}
-    ends = torch.tensor([3 * SLOTS, 0, 3 * SLOTS + 5])
-    return Slots(store, positions, state, ends, ends, rotate, step_angles, {})
-
-
-def texts(slots: Slots) -> Texts:
-    return [
-        (row, head, sorted((i for i, p in enumerate(held) if p >= 0), key=held.__getitem__))
-        for row, heads in enumerate(slots.positions.tolist())
-        for head, held in enumerate(heads)
-    ]
-
-
-def assert_scores(
-    policy: Policy, slots: Slots, expected: Callable[[int, int, list[int]], list[float]], tolerance: float = 1e-5
-) -> None:
-    """Of what is held: `expected` gives a head's scores in the order of the text."""
-    score = policy.score(slots)
-    assert score.shape == slots.positions.shape
-    for row, head, order in texts(slots):
-        truth = torch.tensor(expected(row, head, order), dtype=torch.float64)
-        torch.testing.assert_close(score[row, head, order].double(), truth, rtol=1e-4, atol=tolerance)
 
 
 @pytest.mark.parametrize("lag", [2, 4, 7, 11, 40])

@@ -1,7 +1,6 @@
 """Pairs from a table: the order of joining against a greedy loop, and what is in the cells of a cache."""
 
 import itertools
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from tests.cache.test_cache import Models, read
+from tests.helpers.models import Models, Text, read
 from windlass import InGroups, KVCache, Pairs, Policy, PolicyError, Smoothed, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 from windlass.core.shapes import Scores
@@ -19,8 +18,6 @@ from windlass.hf.fingerprint import fingerprint
 from windlass.policies import Needs, Slots, pair_table, pairs
 from windlass.policies.pair_table import PairTable
 from windlass.testing import SLIDING_WINDOW, check_policy
-
-Text = Callable[..., Tensor]
 
 
 def table_of(path: Path, model: PreTrainedModel, costs: dict[tuple[int, int], float]) -> str:

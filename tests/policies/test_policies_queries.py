@@ -8,47 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.policies.test_policies_keys import BATCH, GROUP, HEAD_DIM, KV_HEADS, assert_scores, slots_of
+from tests.helpers.slots import GROUP, HEAD_DIM, SCALE, SPEEDS, assert_scores, observe, slots_of, turned_slots
 from windlass import ExpectedAttention, PolicyError, TriAttention
-from windlass.core.rotary_index import EMPTY
-from windlass.core.rotate import rotate
 from windlass.evals.load_policy import load_policy
-from windlass.policies import Observation, Policy, Slots
+from windlass.policies import Policy
 from windlass.testing import check_policy
-
-HEADS = KV_HEADS * GROUP
-SPEEDS, SCALE = (0.9, 0.013), 1.25  # two channel pairs turn, the other two channels do not
-# Positions of the queries of three steps: ragged, a row that sees none, more of them than one step has.
-STEPS = (
-    [[7, 6, 5, 4, 3, 2, 1, 0], [EMPTY] * 8, [2, 1, 0, *[EMPTY] * 5]],
-    [[8], [EMPTY], [3]],
-    [[12, 11, 10, 9], [EMPTY] * 4, [5, 4, EMPTY, EMPTY]],
-)
-
-
-def turned_slots() -> Slots:
-    speeds = torch.tensor(SPEEDS)
-
-    def rotated(states: Tensor, positions: Tensor) -> Tensor:
-        angles = positions[..., None] * speeds
-        return rotate(states, SCALE * angles.cos(), SCALE * angles.sin())
-
-    return slots_of(7, (), rotated, lambda: (SCALE * speeds.cos(), SCALE * speeds.sin()))
-
-
-def observe(policy: Policy, slots: Slots) -> list[dict[int, Tensor]]:
-    """Shows three steps of queries; returns those of each row by position: (heads, head_dim)."""
-    draw = torch.Generator().manual_seed(1)
-    rows: list[dict[int, Tensor]] = [{} for _ in range(BATCH)]
-    for step in STEPS:
-        positions = torch.tensor(step)
-        queries = torch.randn(BATCH, HEADS, positions.shape[1], HEAD_DIM, generator=draw) + torch.linspace(
-            -1, 2, HEAD_DIM
-        )
-        policy.observe(slots, Observation(torch.zeros(slots.positions.shape), queries, positions))
-        for row, seen in enumerate(step):
-            rows[row].update({p: queries[row, :, i].double() for i, p in enumerate(seen) if p >= 0})
-    return rows
 
 
 def turn(state: Tensor, angle: Callable[[float], complex]) -> Tensor:

@@ -1,17 +1,15 @@
 """What policies keep of the queries of a text: right, never lost, and declared."""
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.cache.test_cache import Models, read
-from tests.policies.test_policies_keys import BATCH, HEAD_DIM, KV_HEADS
-from tests.policies.test_policies_queries import HEADS, observe, turned_slots
-from tests.test_testing import policy as made
-from tests.test_testing import unchecked
+from tests.helpers.models import Models, Text, read
+from tests.helpers.policies import policy as made
+from tests.helpers.policies import unchecked
+from tests.helpers.slots import BATCH, HEAD_DIM, HEADS, KV_HEADS, observe, turned_slots
 from windlass import H2O, ExpectedAttention, KVCache, PolicyError, TriAttention, prompt_cache
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import EMPTY
@@ -96,7 +94,7 @@ def test_statistics_go_with_their_row() -> None:
 
 @pytest.mark.parametrize("kind", STATISTICS)
 def test_statistics_are_saved_and_taken_back(
-    kind: type[Policy], attached_model: Models, text: Callable[..., Tensor], tmp_path: Path
+    kind: type[Policy], attached_model: Models, text: Text, tmp_path: Path
 ) -> None:
     model, ids = attached_model("llama_yarn"), text(60, rows=2)
     cache = KVCache(model, budget=20, policy=kind(), sinks=2, window=3, batch=2)

@@ -2,15 +2,15 @@
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from tests.cache.test_cache import Models, read
-from tests.policies.test_policies_keys import KV_HEADS, assert_scores, slots_of, texts
+from tests.helpers.models import Models, Text, read
+from tests.helpers.policies import Given, OneForAll, given
+from tests.helpers.slots import KV_HEADS, assert_scores, slots_of, texts
 from windlass import (
     H2O,
     RKV,
@@ -29,40 +29,8 @@ from windlass import (
     SnapKV,
     prompt_cache,
 )
-from windlass.core.shapes import Scores
-from windlass.policies import Needs, Slots
 from windlass.policies.wrapper import keeps_newest
 from windlass.testing import check_policy
-
-
-@dataclass(frozen=True)
-class Given(Policy):
-    """Ranks by its state. Source: none. Differs: none."""
-
-    needs = Needs(state=("given",))
-
-    def score(self, slots: Slots) -> Scores:
-        return slots.state["given"]
-
-
-@dataclass(frozen=True)
-class OneForAll(Policy):
-    """Ranks all heads by the positions. Source: none. Differs: none."""
-
-    needs = Needs(per_head=False)
-
-    def score(self, slots: Slots) -> Scores:
-        return (slots.positions.float() * 7) % 10
-
-
-def given(policy: Policy, seed: int = 0) -> Slots:
-    """Scores with many ties, some negative, in free slots the highest."""
-    slots = slots_of(seed, policy.needs.state)
-    score = torch.randint(-3, 3, slots.positions.shape, generator=torch.Generator().manual_seed(seed)).float()
-    slots.state["given"].copy_(score.where(slots.positions >= 0, 99.0))
-    for name in set(policy.needs.state) - {"given"}:
-        slots.state[name].zero_()
-    return slots
 
 
 def test_by_value_norm() -> None:
@@ -155,9 +123,7 @@ def test_it_prints_as_it_is_made() -> None:
 
 
 @pytest.mark.parametrize("policy", [ByValueNorm(Smoothed(H2O())), InChunks(ExpectedAttention(), 4)], ids=repr)
-def test_what_is_inside_observes_as_it_would_alone(
-    policy: Policy, attached_model: Models, text: Callable[..., Tensor]
-) -> None:
+def test_what_is_inside_observes_as_it_would_alone(policy: Policy, attached_model: Models, text: Text) -> None:
     """Before anything is evicted, both see the same; after it, no slot is lost."""
     model, ids = attached_model("llama"), text(60, rows=2)
     while isinstance(inner := getattr(policy, "policy", None), Policy):
@@ -174,7 +140,7 @@ def test_what_is_inside_observes_as_it_would_alone(
 
 
 def test_a_file_of_a_wrapped_policy_is_read_with_that_policy(
-    attached_model: Models, text: Callable[..., Tensor], tmp_path: Path
+    attached_model: Models, text: Text, tmp_path: Path
 ) -> None:
     model = attached_model("llama")
     cache = KVCache(model, budget=12, policy=Smoothed(H2O(), 0.5), window=3)

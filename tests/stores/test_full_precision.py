@@ -1,117 +1,31 @@
 """Exact sinks and newest tokens: which token is read as codes, and which as the model made it."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 import windlass
-from tests.cache.test_cache import Models, read
-from tests.cache.test_edits import Text
-from tests.kernels import attention_cases as suite
-from tests.stores.test_store import assert_equal
+from tests.helpers import attention_cases as suite
+from tests.helpers import stores
+from tests.helpers.models import Models, Text, read
+from tests.helpers.stores import SPECS, Told, assert_alike, in_text_order, pair
 from windlass import (
     H2O,
     Int4,
     Int8,
     KeyDiff,
     KVCache,
-    Plain,
     Recent,
     SnapKV,
     UsageError,
     kernels,
 )
-from windlass.core.attention import Writes
-from windlass.core.shapes import KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
 from windlass.policies import Policy
-from windlass.stores.base import Parts, Store
-from windlass.stores.low_bit import LowBit
+from windlass.stores.base import Store
 from windlass.stores.spec import store_of
 
-SPECS = ("int4(sinks=3, newest=5)", "int8(newest=4)", "int4(sinks=2)")
-
-
-class Told(Plain):
-    """The oracle: floats, and each token's number; what is exact is told anew at each reading.
-
-    It keeps everything and has no ring. It is told (`roll_back`) what was rolled back.
-    """
-
-    part_names = ("keys", "values", "coded_keys", "coded_values", "numbers")
-
-    def __init__(self, like: LowBit) -> None:
-        super().__init__()
-        self._like = like
-        self.sinks, self.newest = like.full_precision.sinks, like.full_precision.newest
-        self.written: list[int] = []
-
-    def fresh(self, key_means: KeyMeans | None) -> "Told":
-        return Told(self._like.fresh(key_means))
-
-    def make_constants(self, keys: NewKeys) -> Parts:
-        self._like._constants = self._like.make_constants(keys)
-        self.written = [0] * len(keys)
-        return {}
-
-    def encode(self, keys: NewKeys, values: NewValues) -> Parts:
-        codes = self._like.encode(keys, values)
-        coded = {"coded_keys": self._like.decode_keys(codes), "coded_values": self._like.decode_values(codes)}
-        return {"keys": keys, "values": values, **coded, "numbers": torch.zeros(*keys.shape[:3], 1, dtype=torch.long)}
-
-    def write(
-        self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Writes = ()
-    ) -> None:
-        parts = self.encode(keys, values)
-        for row, columns in enumerate((positions >= 0).any(1).tolist()):
-            for column, is_token in enumerate(columns):
-                if is_token:
-                    parts["numbers"][row, :, column] = self.written[row]
-                    self.written[row] += 1
-        kernels.write_all(index, [*((held, parts[name]) for name, held in self._allocated().items()), *beside])
-
-    def put(self, index: SlotIndex, parts: Parts, beside: Writes = ()) -> None:
-        kernels.write_all(index, [(self._allocated()[name], parts[name]) for name in ("coded_keys", "coded_values")])
-
-    def roll_back(self, counts: list[int]) -> None:
-        self.written = [number - count for number, count in zip(self.written, counts, strict=True)]
-
-    def decode_keys(self, parts: Parts) -> SlotKeys:
-        return self._told(parts, "keys")
-
-    def decode_values(self, parts: Parts) -> SlotValues:
-        return self._told(parts, "values")
-
-    def _told(self, parts: Parts, name: str) -> Tensor:
-        written = torch.tensor(self.written[: len(parts[name])])[:, None, None, None]
-        is_exact = (parts["numbers"] < self.sinks) | (parts["numbers"] >= written - self.newest)
-        return torch.where(is_exact, parts[name], parts[f"coded_{name}"])
-
-    def select_rows(self, rows: Tensor) -> None:
-        super().select_rows(rows)
-        self.written = [self.written[row] for row in rows.tolist()]
-
-    def copy_row(self, source: int, target: int) -> None:
-        super().copy_row(source, target)
-        self.written[target] = self.written[source]
-
-
-@pytest.fixture(autouse=True)
-def one_arithmetic(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Codes and floats are read by the same plain PyTorch, so that both give the same bits."""
-    if "compiled" not in request.node.name:
-        monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
-
-
-def pair(model: PreTrainedModel, spec: str, **options: object) -> Iterator[KVCache]:
-    """A cache of codes, then its oracle."""
-    yield KVCache(model, store=spec, **options)  # type: ignore[arg-type]
-    like = store_of(spec)
-    assert isinstance(like, LowBit)
-    yield KVCache(model, store=Told(like), **options)  # type: ignore[arg-type]
+one_arithmetic = stores.one_arithmetic  # fixture
 
 
 def rollback(cache: KVCache, counts: list[int]) -> None:
@@ -119,33 +33,6 @@ def rollback(cache: KVCache, counts: list[int]) -> None:
         if isinstance(layer.store, Told):  # before a policy looks at the keys
             layer.store.roll_back(counts)
     cache.rollback(counts)
-
-
-def assert_alike(ours: list[Tensor], theirs: list[Tensor]) -> None:
-    assert len(ours) == len(theirs)
-    for mine, other in zip(ours, theirs, strict=True):
-        assert_equal(mine, other)
-
-
-def in_text_order(cache: KVCache) -> list[Tensor]:
-    """Positions, keys and values as they are read, of all layers."""
-    found = []
-    for layer in cache.layers:
-        order = layer.positions.where(layer.positions >= 0, 2**30).argsort(dim=-1, stable=True)
-        order = order[..., : int((layer.positions >= 0).sum(-1).min())]
-        for row in range(cache.batch_size):
-            own = order[row : row + 1]
-            found += [layer.positions[row : row + 1].gather(-1, own), *layer.store.read(row, own)]
-    return found
-
-
-def exact_positions(cache: KVCache, row: int = 0) -> list[int]:
-    """Positions whose tokens are read exactly, in layer 0 and head 0."""
-    layer = cache.layers[0]
-    places = layer.store.full_precision.ring_index(layer.store.slots)
-    assert places is not None
-    positions = layer.positions[row, 0]
-    return sorted(positions[(places[row, 0] >= 0) & (positions >= 0)].tolist())
 
 
 @pytest.mark.parametrize("policy", [Recent(), H2O(), SnapKV(), KeyDiff()], ids=repr)

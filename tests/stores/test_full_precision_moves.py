@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 import windlass
-from tests.cache.test_cache import POLICIES, Models, read
-from tests.cache.test_edits import Text
-from tests.stores.test_full_precision import SPECS, assert_alike, exact_positions, in_text_order, pair
-from tests.stores.test_full_precision import one_arithmetic as one_arithmetic
+from tests.helpers.caches import POLICIES
+from tests.helpers.models import Models, Text, read
+from tests.helpers.stores import SPECS, assert_alike, exact_positions, in_text_order, pair
+from tests.helpers.stores import one_arithmetic as one_arithmetic
 from windlass import KeyDiff, KVCache, PolicyError, Recent, UsageError, prompt_cache
 from windlass.cli.options import CacheArguments, LoadOptions
 from windlass.cli.session import open_session

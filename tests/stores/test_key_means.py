@@ -7,8 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import windlass
-from tests.cache.test_cache import Models, read
-from tests.cache.test_edits import Text
+from tests.helpers.models import Models, Text, read
 from windlass import KVCache
 from windlass.hf.attach import attached
 from windlass.testing import tiny_model

@@ -3,9 +3,8 @@
 import pytest
 import torch
 
-from tests.cache.test_cache import Models, read
-from tests.cache.test_edits import Text
-from tests.stores.test_store import assert_equal
+from tests.helpers.models import Models, Text, read
+from tests.helpers.stores import assert_equal
 from windlass import Int4, Int8, KVCache, Plain, UsageError
 from windlass.core.shapes import KeyMeans, NewKeys, NewValues, SlotKeys, SlotValues
 from windlass.evals.speed.depth import LayerShape

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import windlass
-from tests.cache.test_cache import POLICIES, Models, read
-from tests.cache.test_edits import Text
+from tests.helpers.caches import POLICIES
+from tests.helpers.models import Models, Text, read
+from tests.helpers.stores import assert_equal
 from windlass import KeyDiff, KVCache, UsageError, kernels
 from windlass.core.shapes import KeyMeans, NewKeys, NewValues
 from windlass.policies import Policy
@@ -52,10 +53,6 @@ def pair(model: PreTrainedModel, store: str, **options: object) -> tuple[KVCache
 def one_arithmetic(monkeypatch: pytest.MonkeyPatch) -> None:
     """Codes and floats are read by the same plain PyTorch, so that both give the same bits."""
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
-
-
-def assert_equal(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=0, rtol=0)
 
 
 def packed_codes(store: LowBit, numbers: list[float]) -> tuple[Tensor, Tensor]:

@@ -8,8 +8,7 @@ from safetensors import safe_open
 from transformers import PreTrainedModel
 
 import windlass
-from tests.cache.test_cache import Models, read
-from tests.cache.test_edits import Text
+from tests.helpers.models import Models, Text, read
 from windlass import H2O, KeyDiff, KVCache, Recent, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 from windlass.cli.options import CacheArguments, LoadOptions
@@ -54,7 +53,7 @@ def test_a_file_brings_its_key_means(model: PreTrainedModel, text: Text, tmp_pat
     prompt_cache.save(cache, tmp_path / "file", model)
     measured, seam.key_means = seam.key_means, None
     again = prompt_cache.load(tmp_path / "file", model)
-    for ours, theirs in zip(seam.key_means or [], measured or [], strict=True):
+    for ours, theirs in zip(attached(model).key_means or [], measured or [], strict=True):
         assert ours is not None
         assert theirs is not None
         assert ours.equal(theirs)

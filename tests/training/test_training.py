@@ -3,23 +3,20 @@
 import json
 import lzma
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import PreTrainedModel
 
-import windlass
-from tests.training.test_training_rows import novel
+from tests.helpers.models import Models, Text
+from tests.helpers.novel import novel
 from training.__main__ import main
 from training.learner import Schedule, loss_of
 from training.options import contexts_of
 from windlass.hf.load import load
 from windlass.testing import VOCABULARY
 
-MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
 TINY = {
     "model_type": "llama",
     "vocab_size": 400,
@@ -115,9 +112,7 @@ def test_a_run_may_get_longer_before_its_rate_falls(books: Path, started: Path, 
     assert torch.load(tmp_path / "checkpoint.pt")["schedule"] == [[96, 1.0], [96, 1.0], [48, 1.0]]
 
 
-def test_the_loss_is_the_weighted_mean_over_the_tokens_that_are_predicted(
-    plain_model: Callable[[str], PreTrainedModel], text: Callable[..., torch.Tensor]
-):
+def test_the_loss_is_the_weighted_mean_over_the_tokens_that_are_predicted(plain_model: Models, text: Text):
     model = plain_model("llama")
     tokens = text(7, rows=2)
     parts = torch.tensor([[9.0, 0.0, 4.0, 0.3, 0.0, 1.0, 4.0], [9.0, 1.5, 0.0, 0.0, 0.3, 0.3, 1.0]])

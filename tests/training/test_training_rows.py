@@ -8,7 +8,8 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-import windlass
+from tests.helpers.models import MODEL
+from tests.helpers.novel import novel
 from training.books import Books, open_books
 from training.learner import check
 from training.lessons import ANSWER, GUESS, HAYSTACK, PROSE, QUESTION, lessons
@@ -17,20 +18,11 @@ from training.rows import Batches, Row, Rows
 from windlass.evals.tasks import vt
 from windlass.hf.load import load
 
-MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
-
 NEEDLE = re.compile(r"One of the special magic \w+ for ([\w-]+) is: ([\w-]+)\.")
 
 
 def decoded(rows: Rows, tokens: list[int]) -> str:
     return str(rows.tokenizer.decode(tokens))
-
-
-def novel() -> str:
-    draw = random.Random(3)
-    names, verbs, things = ("Ann", "Tom", "The old man"), ("sold", "saw", "lost 7 of"), ("the boats", "his hats")
-    parts = (names, verbs, things)
-    return " ".join(" ".join(draw.choice(words) for words in parts) + "." for _ in range(1200)) + "\n"
 
 
 @pytest.fixture(scope="module")

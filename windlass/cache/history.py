@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable, TableSnapshot
@@ -12,15 +12,14 @@ from windlass.core.step import HEADROOM, Step
 from windlass.merge import MergePlan
 
 
-@dataclass(frozen=True)
-class Checkpoint:
+class Checkpoint(NamedTuple):
     """What a layer was before `step`. A merge is noted in `merged` before it overwrites slots."""
 
     step: Step
     table: TableSnapshot
     rules: LayerRules
     history: History
-    merged: list[MergePlan] = field(default_factory=list)
+    merged: list[MergePlan]
 
     def restore(self, table: SlotTable) -> None:
         """Let `table` be what it was."""
@@ -29,39 +28,47 @@ class Checkpoint:
         table.restore(self.table)
 
 
-@dataclass(frozen=True)
-class History:
-    """Records of the latest steps, the newest last. A change gives another history."""
+class History(NamedTuple):
+    """Records of the latest steps, the newest last. A change gives another history.
+
+    `size` is the sum of the records' sizes, and `reserved` the most slots of a row that are reserved for the
+    tokens that they evicted.
+    """
 
     records: tuple[StepRecord, ...] = ()
     has_evicted: bool = False
-
-    @property
-    def reserved(self) -> int:
-        """The most slots of a row that are reserved for evicted tokens."""
-        return sum(record.evicted_count for record in self.records)
+    size: int = 0
+    reserved: int = 0
 
     def with_record(self, record: StepRecord) -> History:
         """With one more step."""
-        return History((*self.records, record), self.has_evicted or record.evicted is not None)
+        return History(
+            (*self.records, record),
+            self.has_evicted or record.evicted is not None,
+            self.size + record.size,
+            self.reserved + record.evicted_count,
+        )
 
     def without_last(self) -> History:
         """Without the newest step."""
-        return History(self.records[:-1], self.has_evicted)
+        last = self.records[-1]
+        return History(self.records[:-1], self.has_evicted, self.size - last.size, self.reserved - last.evicted_count)
 
     def forgotten(self, tokens: int, newest: int, table: SlotTable) -> History:
         """With its `newest` records and, before them, those of `tokens` tokens or fewer.
 
         What the others reserved in `table` is freed.
         """
-        at, held = max(len(self.records) - newest, 0), 0
-        while at > 0 and held + self.records[at - 1].size <= tokens:
-            at -= 1
-            held += self.records[at].size
-        for record in self.records[:at]:
+        kept = len(self.records) - newest
+        older = self.size - sum(record.size for record in self.records[max(kept, 0) :])
+        at, size, reserved = 0, self.size, self.reserved
+        while at < kept and older > tokens:
+            record = self.records[at]
             if record.evicted is not None and record.evicted_positions is not None:
                 table.free_reserved(record.evicted, record.evicted_positions)
-        return self if at == 0 else History(self.records[at:], self.has_evicted)
+            at, older, size = at + 1, older - record.size, size - record.size
+            reserved -= record.evicted_count
+        return self if at == 0 else History(self.records[at:], self.has_evicted, size, reserved)
 
     def is_last_step(self, counts: Sequence[int]) -> bool:
         """Whether these many tokens of each row are those of the newest step."""

@@ -15,7 +15,7 @@ from windlass.core.shapes import QueryPositions, TokenIds, TokenMask
 from windlass.core.step import Pass, Step
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Row:
     """Where the text of one row stands.
 
@@ -36,6 +36,15 @@ class Row:
     def tokens(self) -> list[int] | None:
         """The ids of the tokens fed; None where they are not known."""
         return None if self.ids is None else self.ids[: self.known_ids]
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both stand alike; what lies in `ids` beyond `known_ids` does not count."""
+        return isinstance(other, Row) and self._key == other._key
+
+    @property
+    def _key(self) -> tuple[object, ...]:
+        counts = self.tokens_seen, self.next_position, self.columns, self.since_edit
+        return *counts, self.prompts, self.tokens
 
     @property
     def prompt_end(self) -> int:

@@ -117,9 +117,9 @@ class SlotLayer(Layer):
         """Note what the layer is before anything changes, so that `take_back` finds it again."""
         table, history = self.table.snapshot(), self.history
         if step.positions.shape[1] > HEADROOM:  # a long step forgets earlier ones, which may be large
-            history = History((), history.has_evicted)
+            history = History(has_evicted=history.has_evicted)
             table.copies[0][1].clamp_(min=EMPTY)
-        self.checkpoint = Checkpoint(step, table, self.rules, history)
+        self.checkpoint = Checkpoint(step, table, self.rules, history, [])
         return self.checkpoint
 
     def commit(self) -> None:
@@ -283,7 +283,7 @@ class SlotLayer(Layer):
         """Take what `tensors` gave into a layer that is empty."""
         self.use_sliding_window(sliding_window)
         self.table.load(tensors, self.rules.state)
-        self.history = History((), has_evicted)
+        self.history = History(has_evicted=has_evicted)
 
     def select_rows(self, rows: Tensor) -> None:
         if not self.is_empty:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,8 +19,7 @@ STATE: Final = "state."  # begins the names of such tensors, among all of a tabl
 STATISTICS: Final = "statistics."
 
 
-@dataclass(frozen=True)
-class TableSnapshot:
+class TableSnapshot(NamedTuple):
     """What a table was: its tensors, and copies of those that are written into."""
 
     store: StoreSnapshot

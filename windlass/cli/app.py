@@ -119,7 +119,7 @@ def chat(
     sampling: take.SamplingArguments,
     load: take.LoadOptions,
 ) -> int:
-    """Talk to a model, many rotation on one cache; /reset, /describe, /quit."""
+    """Talk to a model, many turns on one cache; /reset, /describe, /quit."""
     from windlass.cli import chat as run
     from windlass.cli import session
     from windlass.engine.sampling import Sampling

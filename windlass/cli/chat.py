@@ -16,7 +16,7 @@ REPLY = "\u2042reply\u2042"  # stands for a reply in a template; no text has it
 
 
 class Conversation:
-    """Rotation a user's lines into the text that the cache is still missing.
+    """Turns a user's lines into the text that the cache is still missing.
 
     With a chat template, that is the template from the end of the last reply up to the start of the
     next; without one, the line itself, begun on a new line.
@@ -44,10 +44,10 @@ class Conversation:
         earlier, self._lines = self._lines, [*self._lines, line]
         if not self._has_template:
             return f"\n{line}" if earlier else line
-        messages = [message for each in earlier for message in (_said("user", each), _said("assistant", REPLY))]
+        messages = [message for each in earlier for message in (_message("user", each), _message("assistant", REPLY))]
         text = str(
             self._tokenizer.apply_chat_template(
-                [*messages, _said("user", line)], tokenize=False, add_generation_prompt=True
+                [*messages, _message("user", line)], tokenize=False, add_generation_prompt=True
             )
         )
         if not earlier:
@@ -72,7 +72,7 @@ def chat(session: Session, max_tokens: int, sampling: Sampling) -> int:
     """
     is_terminal = sys.stdin.isatty()
     read = _ask if is_terminal else _next_line
-    rotation = Conversation(session.tokenizer)
+    conversation = Conversation(session.tokenizer)
     if is_terminal:
         note(HELP)
     while True:
@@ -84,15 +84,15 @@ def chat(session: Session, max_tokens: int, sampling: Sampling) -> int:
         if line is None or line.strip() == "/quit":
             return 0
         if line.startswith("/"):
-            _command(line.strip(), session, rotation)
+            _command(line.strip(), session, conversation)
         elif line.strip():
-            code = _turn(session, rotation, line, max_tokens, sampling)
+            code = _turn(session, conversation, line, max_tokens, sampling)
             if code and not is_terminal:
                 return code
 
 
-def _turn(session: Session, rotation: Conversation, line: str, max_tokens: int, sampling: Sampling) -> int:
-    prompt = rotation.missing(line)
+def _turn(session: Session, conversation: Conversation, line: str, max_tokens: int, sampling: Sampling) -> int:
+    prompt = conversation.missing(line)
     with Bar("reading") as bar:
         stream = engine.stream(
             session.model, session.tokenizer, prompt, session.cache, max_tokens, sampling, progress=bar
@@ -100,15 +100,15 @@ def _turn(session: Session, rotation: Conversation, line: str, max_tokens: int, 
         code = write(stream, is_shown=True)
     result = stream.result
     is_stopped = result.finish_reason == "stop"
-    rotation.replied(str(session.tokenizer.decode(result.tokens[-1:])) if is_stopped else "")
+    conversation.replied(str(session.tokenizer.decode(result.tokens[-1:])) if is_stopped else "")
     note(("interrupted; " if code else "") + speeds(result, bar))
     return code
 
 
-def _command(command: str, session: Session, rotation: Conversation) -> None:
+def _command(command: str, session: Session, conversation: Conversation) -> None:
     if command == "/reset":
         session.cache.reset()
-        rotation.reset()
+        conversation.reset()
         note("the cache is empty")
     elif command == "/describe":
         say(session.cache.describe() + "\n")
@@ -116,7 +116,7 @@ def _command(command: str, session: Session, rotation: Conversation) -> None:
         note(f"{command} is no command; {HELP}")
 
 
-def _said(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 

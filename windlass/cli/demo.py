@@ -1,4 +1,4 @@
-"""The demo: a pass key hidden in a novel, read by a small model whose memory is a sliver of it.
+"""The demo: a pass key hidden in a novel, read by a small model through a cache much smaller than the text.
 
 The text is read first and the question comes only afterwards, so that nothing can be kept because
 it was asked for. Numerals of the text are read in words: this model knows numbers as pass keys only,

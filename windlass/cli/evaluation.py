@@ -31,14 +31,16 @@ def evaluate(options: EvalOptions) -> int:
     sweep = Sweep(options, note)
     with progress("cases", speed_s=SPEED_S) as bars:
         bar = bars.add_task("", total=None)
-        is_whole = sweep.run(lambda done, total, what: bars.update(bar, completed=done, total=total, description=what))
+        is_complete = sweep.run(
+            lambda done, total, what: bars.update(bar, completed=done, total=total, description=what)
+        )
     if sweep.cases:
         # A pipe gets whole lines, whatever the width of a terminal.
         Console(width=None if Console().is_terminal else PIPE_WIDTH).print(summary(sweep.cases))
-    if not is_whole:
+    if not is_complete:
         done, total = sweep.counts
         note(f"interrupted; {done} of {total} cases are done; the same command goes on from here")
-    return 0 if is_whole else INTERRUPTED
+    return 0 if is_complete else INTERRUPTED
 
 
 @dataclass(frozen=True)

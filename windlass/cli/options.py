@@ -47,7 +47,7 @@ StoreSpec = Annotated[
         "--store",
         metavar="NAME",
         help="How the cache is held: plain, int8, int4, or int4(sinks=4, newest=32), whose first and newest tokens "
-        "are exact; by default plain.",
+        "are held in full precision; by default plain.",
     ),
 ]
 MergeSpec = Annotated[
@@ -109,7 +109,7 @@ Storages = Annotated[
     Option(
         "--storage",
         metavar="LIST",
-        help="unrotated, or rotated: the same kernels on keys that are stored as the model turned them.",
+        help="unrotated, or rotated: the same kernels on keys that are stored rotated.",
     ),
 ]
 Graphs = Annotated[

@@ -1,4 +1,4 @@
-"""Token after token: what the model chooses is fed, and handed out."""
+"""Decode: one token per row and step, as plain steps or as replays of a CUDA graph."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from windlass.core.record import StepRecord
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import RotaryTable
 from windlass.core.step import Pass, Step, no_inference_mode
-from windlass.engine.graph import Graph, freeing_reserved, in_place, undone
+from windlass.engine.graph import Graph, freeing_reserved, in_place, restoring
 from windlass.engine.sampling import Sampler
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
@@ -47,7 +47,7 @@ class GraphKey:
             and self.is_evicting == other.is_evicting
             and self.mode is other.mode
             and len(self.tensors) == len(other.tensors)
-            and all(ours is theirs for ours, theirs in zip(self.tensors, other.tensors, strict=True))
+            and all(own is wanted for own, wanted in zip(self.tensors, other.tensors, strict=True))
         )
 
 
@@ -57,8 +57,8 @@ class Decoder:
     Call `next_tokens()`, then `advance(rows)` with the rows that get one more; then the tokens are in the cache.
     With a `graph` step n + 1 is launched before the host reads token n, so the cache is one step ahead until
     `advance`. The first step runs as it comes, the second is captured; a step that can't be captured runs as it
-    comes, after one warning, and one that was replayed can be rolled back while it is the last. Edits of the
-    cache between two tokens are seen.
+    comes, after one warning. A replayed step can be rolled back while it is the last. The cache may be edited
+    between two tokens.
     """
 
     def __init__(
@@ -194,7 +194,7 @@ class Decoder:
 
         assert self._graph is not None, "nothing to capture with"
         try:
-            with undone(layers):
+            with restoring(layers):
                 self._graph.capture(work)
         except Exception as error:
             self._fall_back(f"{type(error).__name__}: {error}")
@@ -208,7 +208,8 @@ class Decoder:
         step = replace(self._records[0].step, lengths=lengths, is_captured=False)
         for layer, record, is_evicting in zip(self._cache.layers, self._records, key.is_evicting, strict=True):
             held = layer.table.occupancy_bound
-            layer.history = History((replace(record, step=step, occupancy_bound=held),), layer.history.has_evicted)
+            latest = History(has_evicted=layer.history.has_evicted)
+            layer.history = latest.with_record(replace(record, step=step, occupancy_bound=held))
             layer.table.occupancy_bound = held if is_evicting else held + 1
         self._cache.rows = self._cache.rows.fed(lengths, 1)
 

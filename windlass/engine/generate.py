@@ -1,7 +1,7 @@
 """Reading prompts and writing text: prefill, decode, stream, batches.
 
 After any of these functions, also after one that was interrupted, the cache holds the prompt and
-every token that was given out, so that the next call goes on from there.
+every token that was yielded, so that the next call continues the text.
 """
 
 import time
@@ -68,7 +68,7 @@ def prefill(
 
 
 def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
-    """Progress of a first and of a second reading, each half of the way."""
+    """Progress of a first and of a second pass over the prompts, each half of the way."""
 
     def at(before: int) -> Progress:
         return lambda done, total: None if progress is None else progress((before * total + done) // 2, total)
@@ -189,9 +189,9 @@ class _Run:
         self._model, self._cache, self._progress = model, cache, progress
         self._max_tokens = max_tokens
         self._stop = frozenset(_end_of_text(model) if stop is None else stop)
-        seen = cache.tokens_seen
         self._prompts = [
-            encode(tokenizer, prompt, at == 0) for prompt, at in zip(prompts, _padded(seen, prompts), strict=True)
+            encode(tokenizer, prompt, at == 0)
+            for prompt, at in zip(prompts, _padded(cache.tokens_seen, prompts), strict=True)
         ]
         _check_prompts(model, cache, self._prompts)
         self._sampling = Sampling() if sampling is None else sampling
@@ -234,7 +234,7 @@ class _Run:
             chosen = [token if reason == "interrupted" else None for token, reason in pairs]
             reasons = [self._reason(row, token) for row, token in enumerate(chosen)]
             is_last = "interrupted" not in reasons
-            # Fed before it is given out, so that whoever stops here finds it in the cache.
+            # Fed before it is yielded: a caller that stops here finds the token in the cache.
             decoder.advance([reason == "interrupted" for reason in reasons], is_last)
             self._decode_s += time.perf_counter() - started
             self._reasons = reasons
@@ -251,7 +251,7 @@ class _Run:
         return "length" if len(self._tokens[row]) + 1 == self._max_tokens else "interrupted"
 
     def _pushed(self, row: int, token: int | None) -> str:
-        """The row's new piece of text."""
+        """Add a token to its row; returns the new piece of text."""
         if token is None:
             return ""
         self._tokens[row].append(token)
@@ -289,6 +289,6 @@ def _end_of_text(model: PreTrainedModel) -> list[int]:
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
-def _padded(seen: list[int], prompts: Sequence[str]) -> list[int]:
-    """`seen` for as many rows as there are prompts; a wrong number is reported once tokens are known."""
-    return (seen + [0] * len(prompts))[: len(prompts)]
+def _padded(tokens_seen: list[int], prompts: Sequence[str]) -> list[int]:
+    """`tokens_seen` for as many rows as there are prompts; a wrong number is reported once tokens are known."""
+    return (tokens_seen + [0] * len(prompts))[: len(prompts)]

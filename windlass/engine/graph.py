@@ -1,4 +1,4 @@
-"""A step of the model as a graph of the device's work, which is recorded once and run again for every token.
+"""A decode step as a CUDA graph: captured once, replayed for every token.
 
 A step is hundreds of kernels, each of which has to be launched. A cache whose shapes do not change from one token to
 the next lets the device be given all of them at once.
@@ -89,7 +89,7 @@ def freeing_reserved(layers: list[SlotLayer]) -> Iterator[None]:
     bounded = [layer for layer in layers if layer.budget is not None]
     reserved = [layer.positions == RESERVED for layer in bounded]
     for layer in layers:
-        layer.history = History((), layer.history.has_evicted)
+        layer.history = History(has_evicted=layer.history.has_evicted)
     yield
     for layer, mask in zip(bounded, reserved, strict=True):
         layer.positions.masked_fill_(mask, EMPTY)
@@ -97,9 +97,9 @@ def freeing_reserved(layers: list[SlotLayer]) -> Iterator[None]:
 
 @contextmanager
 def in_place(layers: list[SlotLayer]) -> Iterator[None]:
-    """Let a step that puts new tensors in the place of old ones leave their content in the old ones' memory.
+    """During capture, copy every replaced tensor back into its original storage: a replay reads fixed addresses.
 
-    Its records keep what was there before.
+    The records of the step keep copies of what was there before.
     """
     with ExitStack() as stack:
         for layer in layers:
@@ -114,16 +114,16 @@ def _in_place(layer: SlotLayer) -> Iterator[None]:
     table.statistics = {name: tensor.clone() for name, tensor in statistics.items()}
     ring.tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     yield
-    for own, new in ((statistics, table.statistics), (tensors, ring.tensors)):
-        for name, tensor in own.items():
-            tensor.copy_(new[name])
-    # Other dictionaries: what was found out for the old ones no longer holds.
+    for original, replaced in ((statistics, table.statistics), (tensors, ring.tensors)):
+        for name, tensor in original.items():
+            tensor.copy_(replaced[name])
+    # New dictionaries, because a ring caches its index by the identity of the old one.
     table.statistics, ring.tensors = dict(statistics), dict(tensors)
 
 
 @contextmanager
-def undone(layers: list[SlotLayer]) -> Iterator[None]:
-    """What the host knows of the layers is afterwards as it was, whatever was recorded meanwhile."""
+def restoring(layers: list[SlotLayer]) -> Iterator[None]:
+    """Put what the host knows of the layers back afterwards: a capture records work and does none of it."""
     before = [
         (each, each.table.statistics, each.store.full_precision.tensors, each.table.occupancy_bound, each.history)
         for each in layers
@@ -131,6 +131,6 @@ def undone(layers: list[SlotLayer]) -> Iterator[None]:
     try:
         yield
     finally:
-        for layer, statistics, copies, held, history in before:
-            layer.table.statistics, layer.store.full_precision.tensors = statistics, dict(copies)
+        for layer, statistics, ring, held, history in before:
+            layer.table.statistics, layer.store.full_precision.tensors = statistics, dict(ring)
             layer.table.occupancy_bound, layer.history = held, history

@@ -1,4 +1,4 @@
-"""What a cache of some size is worth to a model: tasks, the grid of settings, and a file of results."""
+"""Evaluation: tasks, sweeps over cache settings, a file of results, reports, and benchmarks of speed."""
 
 from windlass.evals.task import Sample, Task, Turn
 

@@ -8,7 +8,7 @@ from windlass.core.errors import UsageError
 
 VERSION: Final = 2
 FULL: Final = "full cache"
-MEND: Final = "the line is damaged, take it out or run the evaluation again"
+HINT: Final = "the line is damaged, take it out or run the evaluation again"
 IDENTITY: Final = ("task", "policy", "asked_budget", "merge", "positions", "store", "is_aware", "length", "sample")
 JsonObject = dict[str, Any]
 Identity = tuple[str | int | bool | None, ...]
@@ -140,7 +140,7 @@ class Case:
     def from_json(cls, line: "Line", seed: int) -> "Case":
         """The case that a line holds. Raises: UsageError for a field that is missing or damaged."""
         if line.text("kind") != "case":
-            raise UsageError(f"{line.where}: kind must be header or case, got {line.text('kind')!r}; {MEND}")
+            raise UsageError(f"{line.where}: kind must be header or case, got {line.text('kind')!r}; {HINT}")
         measures = line.inner("measures")
         case = cls(
             task=line.text("task"),
@@ -168,7 +168,7 @@ class Case:
             seed=seed,
         )
         if case.score is None and case.nll is None:
-            raise UsageError(f"{line.where}: there is neither a score nor an nll; {MEND}")
+            raise UsageError(f"{line.where}: there is neither a score nor an nll; {HINT}")
         return case
 
 
@@ -224,8 +224,8 @@ class Line:
 
     def _value(self, name: str) -> object:
         if name not in self._data:
-            raise UsageError(f"{self.where}: there is no field {name!r}; {MEND}")
+            raise UsageError(f"{self.where}: there is no field {name!r}; {HINT}")
         return self._data[name]
 
     def _refuse(self, name: str, wanted: str) -> NoReturn:
-        raise UsageError(f"{self.where}: {name} must be {wanted}, got {self._data[name]!r}; {MEND}")
+        raise UsageError(f"{self.where}: {name} must be {wanted}, got {self._data[name]!r}; {HINT}")

@@ -1,4 +1,4 @@
-"""Text that says nothing to the point, and hiding lines in it."""
+"""Filler text, and hiding lines in it."""
 
 import random
 import re

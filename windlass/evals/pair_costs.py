@@ -1,7 +1,7 @@
 """`windlass calibrate`: which neighbouring tokens of a text can be merged at what cost.
 
 Stretches of the text are read into many rows alike. In each row another pair of neighbours becomes one
-cell, by the rule of the cache, in all layers; then the tokens that follow are read. How far the model's
+merged token, by the rule of the cache, in all layers; then the tokens that follow are read. How far the model's
 predictions move, against those of a row in which nothing was merged, is the cost of the pair.
 """
 
@@ -76,7 +76,7 @@ def measured(
 
 @torch.inference_mode()
 def pair_costs(model: PreTrainedModel, stretch: Sequence[int], firsts: Sequence[int]) -> list[float]:
-    """What it costs to let the token at each of the places `firsts`, which follow each other, join the next one.
+    """The cost of merging the token at each of the indices `firsts`, which follow each other, into the next one.
 
     In nats: the mean KL over the predictions of the tokens that follow `CONTEXT` and one.
     """
@@ -94,7 +94,7 @@ def pair_costs(model: PreTrainedModel, stretch: Sequence[int], firsts: Sequence[
 
 @dataclass(frozen=True)
 class Successive(Policy):
-    """Gives up position `first` in the first row, the next one in the second row, and so on.
+    """Evicts position `first` in the first row, the next one in the second row, and so on.
 
     Source: none. Differs: none; it measures.
     """

@@ -94,6 +94,6 @@ def _check_header(path: Path, line: Line, header: Header) -> None:
     if version == VERSION:
         found = Header.from_json(line)
         pairs = [(name, getattr(found, name), getattr(header, name)) for name in SHARED]
-    for name, theirs, ours in pairs:
-        if theirs != ours:
-            raise UsageError(f"-o {path} was made with {name} {theirs}, and this run has {ours}; give another file")
+    for name, in_file, wanted in pairs:
+        if in_file != wanted:
+            raise UsageError(f"-o {path} was made with {name} {in_file}, and this run has {wanted}; give another file")

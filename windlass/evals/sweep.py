@@ -251,8 +251,8 @@ class Runner:
 
 def trained_length(model: PreTrainedModel) -> int | None:
     """The longest text that the model was trained on, in tokens; None where its config does not tell."""
-    told = model.config.get_text_config().to_dict().get("max_position_embeddings")
-    return told if isinstance(told, int) else None
+    longest = model.config.get_text_config().to_dict().get("max_position_embeddings")
+    return longest if isinstance(longest, int) else None
 
 
 def bytes_full(shapes: Sequence[LayerShape], tokens: int) -> int:

@@ -64,8 +64,8 @@ class Task(ABC):
 
         Source: `string_match_all` of RULER, Hsieh et al. 2024 (arXiv:2404.06654).
         """
-        said = output.lower()
-        return sum(each.lower() in said for each in turn.expected) / len(turn.expected)
+        lowered = output.lower()
+        return sum(each.lower() in lowered for each in turn.expected) / len(turn.expected)
 
     def reading(self, file: Path) -> "Task | None":
         """This task on the text of a file; None where it reads none.

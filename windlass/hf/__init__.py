@@ -1,1 +1,1 @@
-"""Everything that knows transformers: attaching to a model, and caches that travel to and from files."""
+"""Everything that knows transformers: loading and attaching models, `KVCache`, conversion, prompt-cache files."""

@@ -1,4 +1,4 @@
-"""The seam to transformers: with `probe`, the only file that knows how its models are built.
+"""Attaching to a model: with `probe`, the only file that knows how the models of transformers are built.
 
 A model is neither forked nor copied. In a forward pass with our cache, and in no other, its rotary
 module returns the identity, so that the keys it hands to `past_key_values.update` are not rotated,
@@ -34,7 +34,7 @@ class AttachedModel:
         self._forward: Callable[..., Any] = decoder.forward
         self._signature = inspect.signature(decoder.forward)
         self._handles: list[RemovableHandle] = [
-            module.register_forward_hook(self._turned, with_kwargs=True) for module in rotary_modules
+            module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
         ]
         decoder.forward = self.forward
         self.rotaries: list[Rotary | None] = []  # per layer; None where a layer does not rotate
@@ -63,7 +63,7 @@ class AttachedModel:
             return self._forward(*args, **kwargs)
         fed = self._checked(cache, bound)
         names, before = self._attention_names(), cache.text
-        # However a pass ends but well, at whatever line an interrupt meets it, nothing of it is left.
+        # A pass that fails, or is interrupted at any line, leaves no trace.
         try:
             try:
                 cache.begin(*fed)
@@ -118,13 +118,13 @@ class AttachedModel:
         for config, name in zip(self._configs, names, strict=True):
             config._attn_implementation_internal = name
 
-    def _turned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _rotary_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs.
 
         `args` and `kwargs` are the module's own, which differ from model to model.
         """
         if self.probe is not None:
-            return self.probe.turned(module, args, kwargs, output)
+            return self.probe.rotary_output(module, args, kwargs, output)
         if self.current_cache is None or self.current_cache.is_rotated:
             return output
         cos, sin = output
@@ -147,12 +147,12 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     modules = [module for module in decoder.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     if not modules:
         raise UnsupportedModel(f"{_name(model)} has no rotary module: its positions are not RoPE, or built in")
-    seam = AttachedModel(model, decoder, modules)
+    attachment = AttachedModel(model, decoder, modules)
     for module in (model, *decoder.modules()):
         if module is model or isinstance(getattr(module, "layer_idx", None), int):
-            setattr(module, NAME, seam)
+            setattr(module, NAME, attachment)
     try:
-        seam.rotaries = rotaries_of(model, seam.probed(model, False), seam.probed(model, True))
+        attachment.rotaries = rotaries_of(model, attachment.probed(model, False), attachment.probed(model, True))
     except UnsupportedModel as error:
         detach(model)
         raise UnsupportedModel(f"{_name(model)} {error}") from None
@@ -178,10 +178,10 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
 
 def attached(model: PreTrainedModel) -> AttachedModel:
     """What `attach` left on the model. Raises: UsageError when it is not attached."""
-    seam = getattr(model, NAME, None)
-    if not isinstance(seam, AttachedModel):
+    attachment = getattr(model, NAME, None)
+    if not isinstance(attachment, AttachedModel):
         raise UsageError(f"{_name(model)} is not attached to windlass; call windlass.attach(model) first")
-    return seam
+    return attachment
 
 
 def _attention(
@@ -200,20 +200,20 @@ def _attention(
     A `sliding_window` among them is not believed: not all models that have one pass it on, and some
     pass it in every layer. The mask is what their own attention obeys.
     """
-    seam, layer = getattr(module, NAME), module.layer_idx
-    assert isinstance(seam, AttachedModel), "windlass attention outside of an attached model"
+    attachment, layer = getattr(module, NAME), module.layer_idx
+    assert isinstance(attachment, AttachedModel), "windlass attention outside of an attached model"
     assert isinstance(layer, int), "an attention layer without a number"
-    if seam.probe is not None:
-        return seam.probe.attention(layer, query, key, value, attention_mask), None
-    assert seam.current_cache is not None, "windlass attention outside of a pass with its cache"
+    if attachment.probe is not None:
+        return attachment.probe.attention(layer, query, key, value, attention_mask), None
+    assert attachment.current_cache is not None, "windlass attention outside of a pass with its cache"
     assert isinstance(attention_mask, Mask), "a mask that was not there when the model was attached"
-    rotary = seam.rotaries[layer]
+    rotary = attachment.rotaries[layer]
     if rotary is not None:
         pairs = rotary.rotary_pairs
         query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(scale, attention_mask.window, softcap, s_aux)
-    out = seam.current_cache.attend(layer, query, key, value, call)
+    out = attachment.current_cache.attend(layer, query, key, value, call)
     return out.transpose(1, 2).contiguous(), None
 
 

@@ -1,4 +1,4 @@
-"""Caches that travel between transformers and windlass."""
+"""Conversion between a transformers `DynamicCache`, whose keys are rotated, and a cache of un-rotated keys."""
 
 import torch
 from torch import Tensor
@@ -22,7 +22,7 @@ def rows_of(source: Cache) -> int:
 
 def fill_from_rotated(cache: CacheState, source: Cache) -> None:
     """See `KVCache.from_rotated`; `cache` is new."""
-    missing = [said for name, said in INITIAL_STATE.items() if name in cache.policy.needs.state]
+    missing = [what for name, what in INITIAL_STATE.items() if name in cache.policy.needs.state]
     if missing:
         raise UsageError(f"from_rotated: {cache.policy!r} ranks by {missing[0]}, which a DynamicCache does not know")
     states = _states_of(source)
@@ -33,10 +33,10 @@ def fill_from_rotated(cache: CacheState, source: Cache) -> None:
         if layer.rotary is not None and layer.rotary.table_changes_at(seen):
             raise UsageError(
                 f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.trained_length} up to which this "
-                "model's rotation is constant: each key was turned by the table of its moment; feed the text anew"
+                "model's rotation is constant: each key was rotated by the table of its moment; feed the text anew"
             )
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
-        keys = _turned(keys, positions, layer.rotary, seen, is_out=False)
+        keys = _converted_keys(keys, positions, layer.rotary, seen, is_out=False)
         layer.append(keys, values, positions.expand(keys.shape[0], 1, -1), window)
     cache.rows = RowTable.after_prompt(cache.batch_size, seen)
 
@@ -71,8 +71,8 @@ def to_rotated(cache: CacheState, config: PreTrainedConfig) -> DynamicCache:
             raise UsageError("to_rotated: this cache is empty")
         held = (layer.positions >= 0).sum(-1)
         tokens = int(held.max())
-        text_order = layer.positions.where(layer.positions >= 0, 2**31 - 1).argsort(dim=-1, stable=True)[..., :tokens]
-        positions = layer.positions.gather(-1, text_order)
+        order = layer.positions.where(layer.positions >= 0, 2**31 - 1).argsort(dim=-1, stable=True)[..., :tokens]
+        positions = layer.positions.gather(-1, order)
         first = 0 if layer.sliding_window is None else end - tokens
         expected = torch.arange(first, first + tokens, device=positions.device)
         if is_compact and first + tokens == end and bool((held == tokens).all()):
@@ -82,11 +82,11 @@ def to_rotated(cache: CacheState, config: PreTrainedConfig) -> DynamicCache:
                 f"to_rotated: layer {layer.index} does not hold positions {first} to {end - 1} in every row and head; "
                 'export a cache that has evicted under positions="compact"'
             )
-        keys, values = (_gathered(states, text_order) for states in (layer.store.keys(), layer.store.values()))
-        result.update(_turned(keys, positions, layer.rotary, first + tokens, is_out=True), values, layer.index)
-        theirs = result.layers[layer.index]
-        if isinstance(theirs, DynamicSlidingWindowLayer):
-            theirs.cumulative_length = end
+        keys, values = (_gathered(states, order) for states in (layer.store.keys(), layer.store.values()))
+        result.update(_converted_keys(keys, positions, layer.rotary, first + tokens, is_out=True), values, layer.index)
+        exported = result.layers[layer.index]
+        if isinstance(exported, DynamicSlidingWindowLayer):
+            exported.cumulative_length = end
     return result
 
 
@@ -94,8 +94,8 @@ def _gathered(states: Tensor, order: Tensor) -> Tensor:
     return states.gather(2, order.expand(-1, states.shape[1], -1)[..., None].expand(-1, -1, -1, states.shape[-1]))
 
 
-def _turned(keys: Tensor, positions: Tensor, rotary: Rotary | None, length: int, is_out: bool) -> Tensor:
-    """Keys between the model's frame, rotated, and ours, un-rotated with pairs as halves."""
+def _converted_keys(keys: Tensor, positions: Tensor, rotary: Rotary | None, length: int, is_out: bool) -> Tensor:
+    """Keys rotated in the model's layout of channels (`is_out`), or back to un-rotated with pairs as halves."""
     if rotary is None:
         return keys
     cos, sin = (table[positions] for table in rotary.tables(length, keys.device))

@@ -1,4 +1,4 @@
-"""What tells one model from another."""
+"""A hash that tells one model from another."""
 
 import hashlib
 import json
@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 SAMPLES = 256  # values of each parameter in a fingerprint, about
 
 # Options of a run, of training or of a library version, which change no key: not in the fingerprint.
-PASSING = frozenset(
+VOLATILE_KEYS = frozenset(
     {
         *("architectures", "chunk_size_feed_forward", "dtype", "id2label", "initializer_range", "label2id"),
         *("output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict"),
@@ -26,7 +26,7 @@ def fingerprint(model: PreTrainedModel) -> str:
     Equal for the same weights in the same dtype, wherever they lie and whatever loaded them.
     """
     config = model.config.get_text_config().to_diff_dict()
-    digest = hashlib.sha256(json.dumps(_lasting(config), sort_keys=True, default=str).encode())
+    digest = hashlib.sha256(json.dumps(_without_volatile(config), sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
         values = tensor.detach().flatten()
         # An odd stride: an even one could meet the same column of every row, and no other.
@@ -41,10 +41,10 @@ def raw_bytes(tensor: Tensor) -> memoryview:
     return tensor.flatten().view(torch.uint8).numpy().data
 
 
-def _lasting(config: dict[str, Any]) -> dict[str, Any]:
+def _without_volatile(config: dict[str, Any]) -> dict[str, Any]:
     """A config without names, paths, versions and options of a run."""
     return {
-        key: _lasting(value) if isinstance(value, dict) else value
+        key: _without_volatile(value) if isinstance(value, dict) else value
         for key, value in config.items()
-        if not (str(key).startswith("_") or str(key).endswith("_token_id") or key in PASSING)
+        if not (str(key).startswith("_") or str(key).endswith("_token_id") or key in VOLATILE_KEYS)
     }

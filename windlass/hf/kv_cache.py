@@ -38,7 +38,8 @@ class KVCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of our 
     `rollback`: tokens, fed in steps of their own, that can be rolled back beside the last step. A
     policy that keeps state can roll back the last step only.
     `store`: "plain" holds keys and values as they are, "int8" in 0.52 of the bytes of bfloat16, "int4" in 0.27;
-    "int4(sinks=4, newest=32)" keeps these tokens exact, too. A model's first low-bit cache runs it for 16 steps.
+    "int4(sinks=4, newest=32)" keeps these tokens in full precision, too. The first low-bit cache of a model runs
+    the model for 16 steps.
     `merge`: what happens to an evicted token's content: None drops it, "mean_count" averages it into the kept token
     whose key is most like its own; see `windlass.merge`.
 
@@ -59,18 +60,18 @@ class KVCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of our 
         store: str | Store = "plain",
         merge: str | Merge | None = None,
     ) -> None:
-        seam = attached(model)
+        attachment = attached(model)
         Cache.__init__(self, layers=[])
         options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge)
         trained = find(options.policy, Trained)
         if trained is not None:
             trained.check(model_info(model))
         checked_merge(options.merge, budget, options.store, options.policy)
-        TextCache.__init__(self, seam, options, seam.rotaries, model.device)
+        TextCache.__init__(self, attachment, options, attachment.rotaries, model.device)
         self.config = model.config.get_text_config()
-        if options.store.needs_key_means and seam.key_means is None:
-            seam.key_means = measure_key_means(model, KVCache(model, batch=ROWS))
-        self.key_means = seam.key_means
+        if options.store.needs_key_means and attachment.key_means is None:
+            attachment.key_means = measure_key_means(model, KVCache(model, batch=ROWS))
+        self.key_means = attachment.key_means
         self.reset()
 
     @classmethod

@@ -1,4 +1,4 @@
-"""A transformers model as rooms below know it."""
+"""`ModelInfo` of a transformers model, for rooms that do not import transformers."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""What `attach` finds out about a model by running it, never by its name.
+"""How a model rotates its keys, found by running it with one token.
 
 One token alone attends to itself, so its attention is its value, whatever its position, rotation and
 mask. Two passes of one token therefore see the same hidden states in every layer, with and without
@@ -38,8 +38,8 @@ class Mask:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """One call of a rotary module: what it was asked for, and what it said."""
+class RotaryCall:
+    """One call of a rotary module: the layer type that it was called for, and the cos and sin that it returned."""
 
     module: nn.Module
     layer_type: str | None
@@ -53,14 +53,17 @@ class Turn:
 
 
 class Probe:
-    """One pass of one token, and what it showed. `Seam` calls it in place of rotation and attention."""
+    """One pass of one token, and the keys and rotary calls seen in it.
+
+    `AttachedModel` calls it in place of rotation and attention.
+    """
 
     def __init__(self, is_identity: bool) -> None:
         self._is_identity = is_identity
-        self.turns: list[Turn] = []
+        self.rotary_calls: list[RotaryCall] = []
         self.keys: dict[int, Tensor] = {}
 
-    def turned(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Note a call of a rotary module; returns what the model gets from it.
 
         `args` and `kwargs` are the module's own, which differ from model to model.
@@ -68,9 +71,9 @@ class Probe:
         if not (isinstance(output, tuple) and len(output) == 2):
             raise UnsupportedModel("has a rotary module that does not return (cos, sin)")
         layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-        turn = Turn(module, layer_type, output[0].float(), output[1].float())
-        self.turns.append(turn)
-        return (turn.scale.to(output[0].dtype), torch.zeros_like(output[1])) if self._is_identity else output
+        call = RotaryCall(module, layer_type, output[0].float(), output[1].float())
+        self.rotary_calls.append(call)
+        return (call.scale.to(output[0].dtype), torch.zeros_like(output[1])) if self._is_identity else output
 
     def attention(self, layer: int, queries: Tensor, keys: Tensor, values: Tensor, mask: object) -> Tensor:
         """Note a layer's keys; returns what one token alone reads."""
@@ -83,7 +86,7 @@ class Probe:
 
 
 class ProbeCache(DynamicCache):
-    """Knows which layers hand over keys of their own."""
+    """Notes which layers pass keys of their own to the cache."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -119,39 +122,41 @@ def rotaries_of(model: PreTrainedModel, rotated: Probe, plain: Probe) -> list[Ro
     found: dict[tuple[int, str | None, str], Rotary] = {}
     rotaries: list[Rotary | None] = []
     for layer in sorted(rotated.keys):
-        given, turned = plain.keys[layer], rotated.keys[layer]
-        rotary = _rotary_of(rotated.turns, given, turned, tolerance, found)
-        if rotary is None and not _is_close(given, turned, tolerance):
-            raise UnsupportedModel(f"does not turn the keys of layer {layer} by RoPE in any layout that windlass knows")
+        plain_keys, rotated_keys = plain.keys[layer], rotated.keys[layer]
+        rotary = _rotary_of(rotated.rotary_calls, plain_keys, rotated_keys, tolerance, found)
+        if rotary is None and not _is_close(plain_keys, rotated_keys, tolerance):
+            raise UnsupportedModel(
+                f"does not rotate the keys of layer {layer} by RoPE in any layout that windlass knows"
+            )
         rotaries.append(rotary)
     return rotaries
 
 
 def _rotary_of(
-    turns: list[Turn],
+    calls: list[RotaryCall],
     plain: Tensor,
     rotated: Tensor,
     tolerance: float,
     found: dict[tuple[int, str | None, str], Rotary],
 ) -> Rotary | None:
-    """The module and layout that turn `plain` into `rotated`, if any."""
-    for turn in turns:
+    """The module and layout that rotate `plain` into `rotated`, if any."""
+    for call in calls:
         for layout in LAYOUTS:
-            cos, sin = layout.columns(turn.cos / turn.scale), layout.columns(turn.sin / turn.scale)
+            cos, sin = layout.columns(call.cos / call.scale), layout.columns(call.sin / call.scale)
             pairs = cos.shape[-1]
-            if 2 * pairs <= plain.shape[-1] and _is_close(_turned(plain, cos, sin, layout), rotated, tolerance):
-                key = (id(turn.module), turn.layer_type, layout.name)
-                return found.setdefault(key, Rotary(turn.module, turn.layer_type, layout, pairs))
+            if 2 * pairs <= plain.shape[-1] and _is_close(_rotated(plain, cos, sin, layout), rotated, tolerance):
+                key = (id(call.module), call.layer_type, layout.name)
+                return found.setdefault(key, Rotary(call.module, call.layer_type, layout, pairs))
     return None
 
 
-def _turned(keys: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
+def _rotated(keys: Tensor, cos: Tensor, sin: Tensor, layout: Layout) -> Tensor:
     pairs = cos.shape[-1]
     return layout.from_halves(rotate(layout.to_halves(keys, pairs), cos[:, None], sin[:, None]), pairs)
 
 
-def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return bool((one - other).norm() <= tolerance * other.norm())
+def _is_close(states: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return bool((states - expected).norm() <= tolerance * expected.norm())
 
 
 @contextmanager

@@ -77,11 +77,11 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
     path = Path(path)
     contents, tensors = _read(path)
     _check_model(path, contents, model)
-    seam = attached(model)
+    attachment = attached(model)
     means = [tensors.get(f"layers.{layer}.{KEY_MEANS}") for layer in range(len(contents.layers))]
-    if seam.key_means is None and any(mean is not None for mean in means):
+    if attachment.key_means is None and any(mean is not None for mean in means):
         # The same model measured them: no need to do it again, and caches that share them move codes.
-        seam.key_means = means
+        attachment.key_means = means
     options = CacheOptions.from_document(contents.options, policy_of(path, contents.policy, policy))
     cache = KVCache.from_options(model, options)
     for layer, note in zip(cache.layers, contents.layers, strict=True):
@@ -118,7 +118,7 @@ class _Contents:
     dtype: str
     fingerprint: str
     policy: PolicyNote
-    standing: dict[str, Any]  # see `RowTable.to_json`
+    standing: dict[str, Any]  # see `RowTable.to_json`; files have called it so since version 1
     has_tokens: bool
     layers: list[_LayerNote | None]
     options: dict[str, Any]  # see `CacheOptions.document`
@@ -221,14 +221,14 @@ def _check_version(path: Path, version: str, again: str) -> None:
 
 
 def _check_model(path: Path, contents: _Contents, model: PreTrainedModel) -> None:
-    way_out = "load it with that model, or make it again with this one"
+    hint = "load it with that model, or make it again with this one"
     ours = type(model).__name__
     if contents.model != ours:
-        raise PromptCacheError(f"{path} was made by a {contents.model}, this model is a {ours}; {way_out}")
+        raise PromptCacheError(f"{path} was made by a {contents.model}, this model is a {ours}; {hint}")
     if contents.dtype != _dtype(model):
-        raise PromptCacheError(f"{path} was made in {contents.dtype}, this model is in {_dtype(model)}; {way_out}")
+        raise PromptCacheError(f"{path} was made in {contents.dtype}, this model is in {_dtype(model)}; {hint}")
     if contents.fingerprint != fingerprint(model):
-        raise PromptCacheError(f"{path} was made by another {ours}: config or weights differ; {way_out}")
+        raise PromptCacheError(f"{path} was made by another {ours}: config or weights differ; {hint}")
 
 
 def _checksum(contents: str, tensors: dict[str, Tensor]) -> str:

@@ -90,8 +90,8 @@ def _plan_of(merge: Merge, layer: LayerView, candidates: Candidates, groups: Tok
 
     def states_at(index: SlotIndex, scale: Tensor | float) -> TokenStates:
         states = torch.cat((kernels.read(keys, index), kernels.read(values, index)), -1).float()
-        chosen = (weights.gather(-1, index) * scale).expand(-1, heads, -1)[..., None]
-        return TokenStates(states, chosen, candidates.positions.gather(-1, index).expand(-1, heads, -1))
+        slot_weights = (weights.gather(-1, index) * scale).expand(-1, heads, -1)[..., None]
+        return TokenStates(states, slot_weights, candidates.positions.gather(-1, index).expand(-1, heads, -1))
 
     batch = MergeBatch(states_at(targets, 1.0), states_at(evicted, groups.is_merged), groups.expand(heads))
     merged = merge.combine(batch)

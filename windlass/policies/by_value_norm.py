@@ -24,9 +24,9 @@ class ByValueNorm(Wrapper):
     def score(self, slots: Slots) -> Scores:
         order = kernels.argsort_positions(slots.positions)
         held = (slots.positions >= 0).sum(-1, keepdim=True)
-        places = torch.arange(order.shape[-1], device=order.device)
+        ranks = torch.arange(order.shape[-1], device=order.device)
         score = self.policy.score(slots).float().nan_to_num(nan=-torch.inf).gather(-1, order)
-        rank = score.masked_fill(places >= held, -torch.inf).argsort(dim=-1, stable=True).argsort(dim=-1)
+        rank = score.masked_fill(ranks >= held, -torch.inf).argsort(dim=-1, stable=True).argsort(dim=-1)
         free = order.shape[-1] - held
         share = (rank + 1 - free).clamp(min=0) / held.clamp(min=1)
         norms = slots.values().float().norm(dim=-1)

@@ -49,9 +49,9 @@ class Compactor(Policy):
         held = (slots.positions >= 0).sum(-1, keepdim=True)
         # The observed queries are the newest tokens, so that what shares a block with them is new, too.
         newest = min(order.shape[-1], observation.positions.shape[1] + BLOCK)
-        places = (held - newest).clamp(min=0) + torch.arange(newest, device=order.device)
-        is_key = places < held
-        index = order.gather(-1, places.clamp(max=order.shape[-1] - 1))
+        ranks = (held - newest).clamp(min=0) + torch.arange(newest, device=order.device)
+        is_key = ranks < held
+        index = order.gather(-1, ranks.clamp(max=order.shape[-1] - 1))
         at = slots.positions.gather(-1, index)
         keys = slots.rotate(gather_sorted(slots.keys(), index), at.clamp(min=0)).float()
         queries = slots.rotate(observation.queries, observation.positions.clamp(min=0)[:, None]).float()

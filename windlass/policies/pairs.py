@@ -21,6 +21,7 @@ from windlass.policies.pair_table import PairTable
 
 ROUNDS: Final = 4  # of choosing pairs that share no token; pairs left after them are ordered as they stand
 UNMERGED: Final = 2**62  # the priority of a token that must not be merged
+# Prompt-cache files hold this state under its name, which must not change.
 PAIR_RANK: Final = "place"  # state: 1 + the rank in the table of a token and the next; 0: not known, inf: not there
 
 
@@ -85,11 +86,11 @@ class Pairs(Policy, Trained):
 
     def check(self, model: ModelInfo) -> None:
         name, measured = self._lookup.model, self._lookup.fingerprint
-        way_out = f"make one for this model with `windlass calibrate`, in the same dtype ({model.dtype})"
+        hint = f"make one for this model with `windlass calibrate`, in the same dtype ({model.dtype})"
         if name != model.name:
-            raise PolicyError(f"pair table {self.table} was measured on a {name}, this is a {model.name}; {way_out}")
+            raise PolicyError(f"pair table {self.table} was measured on a {name}, this is a {model.name}; {hint}")
         if measured != model.fingerprint():
-            raise PolicyError(f"pair table {self.table} was measured on another {name}; {way_out}")
+            raise PolicyError(f"pair table {self.table} was measured on another {name}; {hint}")
 
     def score(self, slots: Slots) -> Scores:
         order = kernels.argsort_positions(slots.positions)

@@ -64,15 +64,15 @@ class RKV(Policy):
         return scatter_sorted(score, order)
 
     def _nearness(self, keys: Tensor) -> Tensor:
-        """Per key, in the order of the text, the sum of its cosines with the others, without those that spare it."""
-        places = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
+        """Per key, in the order of the text, the sum of its cosines with the others, without those that are exempt."""
+        ranks = torch.arange(keys.shape[2], dtype=torch.int32, device=keys.device)
         total = (keys.sum(2, keepdim=True) @ keys.mT).squeeze(2) - keys.square().sum(-1)
         block = max(1, BLOCK_BYTES // (4 * total.numel()))
-        for start in range(0, len(places), block):
+        for start in range(0, len(ranks), block):
             cosines = keys[:, :, start : start + block] @ keys.mT
             cosines.diagonal(start, 2, 3).zero_()
-            newest = torch.where(cosines > self.threshold, places, -1).amax(-1, keepdim=True)
+            newest = torch.where(cosines > self.threshold, ranks, -1).amax(-1, keepdim=True)
             index = newest.clamp(min=0).long()
-            spared = cosines.gather(-1, index).masked_fill_(newest < 0, 0.0)
-            total.scatter_add_(-1, index.squeeze(-1), -spared.squeeze(-1))
+            exempt = cosines.gather(-1, index).masked_fill_(newest < 0, 0.0)
+            total.scatter_add_(-1, index.squeeze(-1), -exempt.squeeze(-1))
         return total

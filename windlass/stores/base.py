@@ -20,8 +20,7 @@ each step.
 
 import copy
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,13 +34,13 @@ from windlass.stores.full_precision import FullPrecisionRing
 Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, width of its own)
 
 
-@dataclass(frozen=True)
-class StoreSnapshot:
-    """The tensors of a store at some moment, as they were, not copied."""
+class StoreSnapshot(NamedTuple):
+    """The tensors of a store at some moment, and a copy of which tokens its ring held."""
 
     parts: Parts
     constants: Parts
     full_precision: Parts
+    token_index: Tensor | None
 
 
 class Store(ABC):
@@ -193,12 +192,13 @@ class Store(ABC):
 
     def snapshot(self) -> StoreSnapshot:
         """What is allocated now, for `restore_snapshot`. Writing to free slots changes nothing of it that is read."""
-        return StoreSnapshot(self._parts, self._constants, self.full_precision.tensors)
+        ring = self.full_precision
+        return StoreSnapshot(self._parts, self._constants, ring.tensors, ring.copied_token_index())
 
     def restore_snapshot(self, snapshot: StoreSnapshot) -> None:
         """Go back to the memory of `snapshot`."""
         self._parts, self._constants = snapshot.parts, snapshot.constants
-        self.full_precision.tensors = snapshot.full_precision
+        self.full_precision.put_back(snapshot.full_precision, snapshot.token_index)
 
     def copied(self) -> "Store":
         """The same in memory of its own."""

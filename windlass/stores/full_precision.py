@@ -113,6 +113,20 @@ class FullPrecisionRing:
         if self.tensors:
             self.tensors = {**self.tensors, WRITTEN: self._written_without(counts)}
 
+    def copied_token_index(self) -> Tensor | None:
+        """Which token of its row each entry holds, in memory of its own; None if nothing is kept in full precision."""
+        return self.tensors[TOKEN_INDEX].clone() if self.tensors else None
+
+    def put_back(self, tensors: dict[str, Tensor], token_index: Tensor | None) -> None:
+        """Hold `tensors` again, from when `copied_token_index` gave `token_index`.
+
+        Tokens written since may lie in the same memory. Their entries belong to no slot then.
+        """
+        if token_index is not None:
+            is_lost = (tensors[TOKEN_INDEX] != token_index)[:, None]
+            tensors = {**tensors, SLOTS: tensors[SLOTS].masked_fill(is_lost, -1)}
+        self.tensors = tensors
+
     def ring_index(self, slots: int) -> Tensor | None:
         """Per slot, (batch, kv_heads, slots) int32: the entry that it is read from, -1 for its codes.
 

@@ -63,10 +63,10 @@ def _modes(cases: Sequence[Case]) -> list[ModePart]:
     taken: set[str] = set()
     modes = []
     for is_aware in MODES:
-        mine = [case for case in cases if case.is_aware is is_aware]
-        tasks = dict.fromkeys(case.task for case in mine)
-        parts = [_task(task, [case for case in mine if case.task == task], labels, taken) for task in tasks]
-        modes.append(ModePart(is_aware, tuple(summaries.settings(mine)), tuple(parts)))
+        of_mode = [case for case in cases if case.is_aware is is_aware]
+        tasks = dict.fromkeys(case.task for case in of_mode)
+        parts = [_task(task, [case for case in of_mode if case.task == task], labels, taken) for task in tasks]
+        modes.append(ModePart(is_aware, tuple(summaries.settings(of_mode)), tuple(parts)))
     return modes
 
 
@@ -101,11 +101,11 @@ def _task(task: str, cases: Sequence[Case], labels: Sequence[str], taken: set[st
         ),
     ]
     pictures = []
-    for kind, told, figures in drawn:
+    for kind, caption, figures in drawn:
         for number, figure in enumerate(figures, 1):
             place = f", {number} of {len(figures)}" if len(figures) > 1 else ""
             name = _file_name(f"{mode.removeprefix('question-')}-{task}-{kind}", taken)
-            pictures.append(Picture(name, plots.png(figure), f"{task}, {mode}{place}: {told}."))
+            pictures.append(Picture(name, plots.png(figure), f"{task}, {mode}{place}: {caption}."))
     return TaskPart(task, scores, summaries.turns(cases), losses, tuple(pictures))
 
 

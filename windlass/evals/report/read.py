@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.core.errors import UsageError
-from windlass.evals.case import MEND, Case, Header, Line
+from windlass.evals.case import HINT, Case, Header, Line
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def _lines(file: Path) -> tuple[list[Line], bool]:
         elif index and index == len(rows) - 1:
             return lines, True
         elif index:
-            raise UsageError(f"results file {file}, line {index + 1}: it is no object of JSON; {MEND}")
+            raise UsageError(f"results file {file}, line {index + 1}: it is no object of JSON; {HINT}")
         else:
             raise _not_results(file)
     if not lines or lines[0].or_none(lines[0].text, "kind") != "header":

@@ -91,7 +91,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 
 def score_blocks(cases: Sequence[Case]) -> tuple[Block, ...]:
-    """The scores of one task, by length. TurnRows on one text are one sample: their mean."""
+    """The scores of one task, by length. Turns on one text are one sample: their mean."""
     return _blocks([case for case in cases if case.score is not None], _score_row, True)
 
 
@@ -107,8 +107,10 @@ def turns(cases: Sequence[Case]) -> tuple[TurnRows, ...]:
     found = []
     for block in score_blocks(scored):
         for row in block.rows:
-            mine = [case for case in scored if (case.length, *_setting(case)) == (block.length, row.label, row.asked)]
-            of_turn = [[case for case in mine if case.turn == turn] for turn in range(last + 1)]
+            matching = [
+                case for case in scored if (case.length, *_setting(case)) == (block.length, row.label, row.asked)
+            ]
+            of_turn = [[case for case in matching if case.turn == turn] for turn in range(last + 1)]
             rows = tuple(_score_row(each) if each else None for each in of_turn)
             found.append(TurnRows(row.label, row.asked, block.length, rows))
     return tuple(found)

@@ -76,7 +76,7 @@ def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache)
         if depth > layer.budget:
             sinks = 0 if layer.rules.is_whole_window else sinks
             positions = torch.cat((positions[:sinks], positions[depth - layer.budget + sinks :]))
-            layer.history = History((), has_evicted=True)
+            layer.history = History(has_evicted=True)
         size = cache.chunk  # as a prompt comes, so that the slots are as many as after one
     draw = torch.Generator().manual_seed(layer.index)
     widest = max(shape.head_dim, shape.value_dim)

@@ -1,4 +1,4 @@
-"""A cache whose keys are stored rotated, to measure against: what most libraries do, and we do not."""
+"""A cache whose keys are stored rotated, as most libraries store them: the baseline of a benchmark."""
 
 from dataclasses import replace
 
@@ -14,10 +14,10 @@ HINT = "use a KVCache, which stores keys un-rotated"
 
 
 class RotatedStorage(KVCache):
-    """A `KVCache` in all but one thing: the model's own rotary module turns a key before it is stored.
+    """A `KVCache` in all but one thing: the model's own rotary module rotates a key before it is stored.
 
-    The same kernels read it, and find nothing to turn. So a run beside a `KVCache` shows what turning
-    keys at every read costs. A stored key can be read at its own position only; whatever would move
+    The same kernels read it and rotate nothing. So a run beside a `KVCache` shows the cost of rotating
+    keys at every read. A stored key can be read at its own position only; whatever would move
     it is refused, and so is padding. Policies that look at keys are given rotated ones.
 
     Raises: UsageError for positions other than "original", or a model that rotates neighbouring

@@ -97,7 +97,7 @@ def ratios(rows: Sequence[BenchRow]) -> list[str]:
             if base is None:
                 continue
             labels = row.setup.texts
-            paired = [mine / other for mine, other in zip(row.speeds, base.speeds, strict=False)]
+            paired = [speed / base_speed for speed, base_speed in zip(row.speeds, base.speeds, strict=False)]
             lines.append(
                 {other: labels[other] for other in varied if other != axis}
                 | {"test": str(row.workload), axis: labels[axis], "against": base.setup.texts[axis]}

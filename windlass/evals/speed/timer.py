@@ -106,7 +106,7 @@ class Timer:
     def _bytes_read(self) -> float:
         """Keys, values and scales of all texts that a step of decode reads, as the mean over a run.
 
-        Of a token that is held exactly, too, the exact copy is read, and its codes are not.
+        Of a token that is held in full precision, too, that copy is read, and its codes are not.
         """
         total = 0.0
         for layer in self.cache.layers:
@@ -114,12 +114,12 @@ class Timer:
             held = [min(layer.table.occupancy_bound + done, most) + 1 for done in range(self.row.workload.tokens)]
             tokens = sum(held) / len(held)
             ring = layer.store.full_precision
-            exact = min(tokens, ring.sinks + ring.newest)
+            full_precision = min(tokens, ring.sinks + ring.newest)
             for part in (layer.store.packed_keys(), layer.store.packed_values()):
                 coded = part.data.nbytes + (0 if part.scales is None else part.scales.nbytes)
                 copied = part.full_precision
-                copies = 0.0 if copied is None else exact * copied.nbytes / copied.shape[2]
-                total += copies + (tokens - (exact if copies else 0)) * coded / layer.store.slots
+                copies = 0.0 if copied is None else full_precision * copied.nbytes / copied.shape[2]
+                total += copies + (tokens - (full_precision if copies else 0)) * coded / layer.store.slots
         return total
 
 

@@ -1,4 +1,4 @@
-"""Needles in a haystack: special magic numbers and the like, told by name, among text or among each other."""
+"""Needles in a haystack: magic numbers and the like, each asked for by its key, among filler or other needles."""
 
 import random
 from collections.abc import Callable

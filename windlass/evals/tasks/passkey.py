@@ -1,4 +1,4 @@
-"""A pass key in a text that says nothing: the test of llama.cpp pull request 5719."""
+"""A pass key in filler text: the test of llama.cpp pull request 5719."""
 
 import random
 import re

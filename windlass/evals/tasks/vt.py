@@ -1,4 +1,4 @@
-"""Variable tracking: which names have come to a value, through assignments far apart."""
+"""Variable tracking: which names hold a value after assignments far apart."""
 
 import random
 from dataclasses import dataclass

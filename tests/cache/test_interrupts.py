@@ -1,0 +1,276 @@
+"""An interrupt at any line of a pass leaves the cache as it was, and so does an error while tokens are merged."""
+
+import copy
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+import windlass
+from tests.helpers.models import Models, Text
+from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError, kernels, prompt_cache
+from windlass.core.rotary_index import RESERVED
+from windlass.core.step import Pass
+from windlass.engine.decode import Decoder
+from windlass.engine.generate import prefill
+from windlass.engine.sampling import Sampler, Sampling
+from windlass.hf.forward import forward
+from windlass.merge import MergePlan
+
+PACKAGE = str(Path(windlass.__file__).parent)
+LIMITS: dict[str, Any] = {"budget": 12, "sinks": 2, "window": 3}
+
+
+def interrupted_at(line: int, work: Callable[[], object]) -> bool:
+    """Whether `work` ended in the interrupt that came before the `line`-th line of the package that it ran."""
+    left = line
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PACKAGE):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        work()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def content(cache: KVCache) -> dict[str, Any]:
+    """Where the rows stand, and what is held, in the order of the text: positions, keys, values, state."""
+    found: dict[str, Any] = {"rows": cache.rows, "is in a pass": cache.is_in_step}
+    for layer in cache.layers:
+        table = layer.table
+        if table.is_empty or not bool((table.positions >= 0).any()):
+            continue
+        order = kernels.argsort_positions(table.positions)[..., : int((table.positions >= 0).sum(-1).max())]
+        positions = table.positions.gather(-1, order).clamp(min=-1)
+        index, is_held = order.expand(-1, table.store.layout[0], -1), positions >= 0
+        keys, values = (
+            kernels.read(each, index) * is_held[..., None] for each in (table.store.keys(), table.store.values())
+        )
+        state = {name: part.gather(-1, order) * is_held for name, part in table.state.items()}
+        held = {"positions": positions, "keys": keys, "values": values, **state, **table.statistics}
+        found |= {f"{name} of layer {layer.index}": part.clone() for name, part in held.items()}
+        found[f"count of layer {layer.index}"] = table.occupancy_bound
+    return found
+
+
+def is_same(ours: dict[str, Any], truth: dict[str, Any]) -> bool:
+    """Whether both are equal, to the bit."""
+    return ours.keys() == truth.keys() and all(
+        part.equal(truth[name]) if isinstance(part, Tensor) else part == truth[name] for name, part in ours.items()
+    )
+
+
+def assert_close(ours: dict[str, Any], truth: dict[str, Any]) -> None:
+    """Equal but for rounding: tokens in other slots are added up in another order."""
+    assert ours.keys() == truth.keys()
+    for name, part in ours.items():
+        if isinstance(part, Tensor):
+            torch.testing.assert_close(part, truth[name], atol=1e-5, rtol=1e-5, msg=name)
+        else:
+            assert part == truth[name]
+
+
+def assert_nothing_leaks(cache: KVCache) -> None:
+    """A slot is reserved for a record, and for nothing else."""
+    for layer in cache.layers:
+        reserved = torch.zeros_like(layer.positions, dtype=torch.bool)
+        for record in layer.history.records:
+            if record.evicted is not None and record.evicted_positions is not None:
+                own = torch.zeros_like(reserved).scatter(-1, record.evicted, record.evicted_positions >= 0)
+                reserved |= own
+        assert ((layer.positions == RESERVED) == reserved).all()
+
+
+def check_every_line(
+    model: PreTrainedModel,
+    cache: KVCache,
+    work: Callable[[KVCache], object],
+    stride: int = 1,
+    may_be_done: bool = False,
+) -> int:
+    """Interrupt `work`, a pass, before every `stride`-th line, and at last not at all; returns how many there were.
+
+    `may_be_done`: the pass may also have left all it leaves, for the interrupt came when it had ended.
+    """
+    names = [config._attn_implementation for config in (model.config, model.model.config)]
+    before, twin, lines = content(cache), copy.deepcopy(cache), 1
+    work(twin)
+    after = content(twin)
+    while interrupted_at(lines, lambda: work(cache)):
+        now = content(cache)
+        assert is_same(now, before) or (may_be_done and is_same(now, after)), lines
+        assert_nothing_leaks(cache)
+        assert [config._attn_implementation for config in (model.config, model.model.config)] == names, lines
+        lines += stride
+    assert_close(content(cache), after)
+    return lines
+
+
+def step(model: PreTrainedModel, ids: Tensor) -> Callable[[KVCache], object]:
+    def work(cache: KVCache) -> object:
+        with torch.no_grad():
+            return model(ids, past_key_values=cache)
+
+    return work
+
+
+@pytest.mark.parametrize("tokens", [1, 4, 20])
+@pytest.mark.parametrize(
+    ("policy", "merge", "stride"),
+    [
+        (Recent(), None, 5),
+        (KeyDiff(), "mean_count", 1),
+        (H2O(), None, 17),
+        (SnapKV(observed_queries=2), "mean_count(next)", 17),
+    ],
+    ids=str,
+)
+def test_an_interrupt_at_any_line_leaves_the_cache_as_it_was(
+    attached_model: Models, text: Text, policy: windlass.Policy, merge: str | None, stride: int, tokens: int
+) -> None:
+    model, ids = attached_model("llama"), text(60, rows=2)
+    cache = KVCache(model, policy=policy, merge=merge, batch=2, **LIMITS)
+    step(model, ids[:, :25])(cache)
+    for token in ids[:, 25:30].split(1, 1):
+        step(model, token)(cache)
+    lines = check_every_line(model, cache, step(model, ids[:, 30 : 30 + tokens]), stride if tokens == 1 else 7 * stride)
+    assert lines > 100
+
+
+@pytest.mark.parametrize("store", ["int8", "int4(sinks=2, newest=5)"])
+@pytest.mark.parametrize("budget", [None, 20])
+def test_first_passes_growth_and_other_stores(
+    attached_model: Models, text: Text, store: str, budget: int | None
+) -> None:
+    model, ids = attached_model("qwen2"), text(90)
+    cache = KVCache(model, budget=budget, store=store)
+    for piece in (ids[:, :60], ids[:, 60:80], ids[:, 80:81], ids[:, 81:]):  # fills, grows, packs
+        check_every_line(model, cache, step(model, piece), 41)
+
+
+def test_a_second_pass_leaves_the_cache_as_it_was(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(20)
+    cache = KVCache(model, policy=windlass.KVzip(8), **LIMITS)
+    with torch.no_grad():
+        forward(model, ids, None, cache, [], how=Pass(defer_eviction=True))
+        how = Pass(is_second_pass=True, defer_eviction=True)
+        check_every_line(
+            model, cache, lambda cache: forward(model, ids[:, :8], None, cache, [], how=how), 31, may_be_done=True
+        )
+
+
+def test_an_interrupted_decode_goes_on_as_if_nothing_had_been(attached_model: Models, text: Text) -> None:
+    """Lines of the decoder and the engine, too: what was given out is in the cache, whole or not at all."""
+    model, ids = attached_model("llama"), text(30)
+    cache = KVCache(model, policy=KeyDiff(), merge="mean_count", **LIMITS)
+    step(model, ids)(cache)
+    for line in range(1, 4000, 97):
+        own, twin = copy.deepcopy(cache), copy.deepcopy(cache)
+        interrupted_at(line, partial(_written, model, own))
+        assert_nothing_leaks(own)
+        assert own.tokens is not None
+        more = own.tokens[0][30:]
+        assert len(more) == own.tokens_seen[0] - 30 == own.next_positions[0] - 30
+        for token in more:
+            step(model, torch.tensor([[token]]))(twin)
+        assert_close(content(own), content(twin))
+
+
+def _written(model: PreTrainedModel, cache: KVCache) -> None:
+    """Six tokens, greedy, after a prompt of one."""
+    logits = prefill(model, cache, [[7]])
+    decoder = Decoder(model, cache, Sampler(Sampling(), [[7]], logits.device), logits, None)
+    for at in range(6):
+        decoder.next_tokens()
+        decoder.advance([True], is_last=at == 5)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+def test_an_error_while_tokens_are_merged_loses_none(
+    attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    model, ids = attached_model("llama"), text(20)
+    cache = KVCache(model, merge="mean_count", **LIMITS)
+    step(model, ids[:, :12])(cache)
+    before = content(cache)
+    apply = MergePlan.apply
+
+    def half(plan: MergePlan, *args: Any) -> None:
+        apply(plan, *args)
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MergePlan, "apply", half)
+        with pytest.raises(error):
+            step(model, ids[:, 12:16])(cache)
+    assert is_same(content(cache), before)
+    assert [int((layer.positions >= 0).sum(-1).max()) for layer in cache.layers] == [12, 12]
+    assert_nothing_leaks(cache)
+
+
+def test_columns_after_rows_were_rolled_back_one_by_one(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(20, rows=2)
+    cache = KVCache(model, batch=2)
+    step(model, ids[:, :10])(cache)
+    cache.rollback([3, 0])
+    cache.rollback([0, 3])
+    assert cache.next_positions == [7, 7]
+    assert cache.get_seq_length() == 7
+    whole = torch.cat((ids[:, :7], ids[:, 10:14]), 1)
+    wanted = KVCache(model, batch=2)
+    out = [model.generate(whole, past_key_values=one, max_new_tokens=3, do_sample=False) for one in (cache, wanted)]
+    assert out[0].equal(out[1])
+
+
+def test_columns_of_each_row_survive_a_file(attached_model: Models, text: Text, tmp_path: Path) -> None:
+    model = attached_model("llama")
+    cache = KVCache(model, batch=2)
+    step(model, text(10, rows=2))(cache)
+    cache.rollback([3, 0])
+    prompt_cache.save(cache, tmp_path / "file", model)
+    loaded = prompt_cache.load(tmp_path / "file", model)
+    assert loaded.rows == cache.rows
+    loaded.rollback([0, 3])
+    assert loaded.get_seq_length() == 7
+
+
+def test_a_cache_that_was_fed_with_gradients_on_can_be_copied(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(20)
+    cache = KVCache(model, policy=H2O(), **LIMITS)
+    model(ids, past_key_values=cache)  # parameters ask for gradients here
+    twin = copy.deepcopy(cache)
+    assert is_same(content(twin), content(cache))
+    for record in (record for layer in cache.layers for record in layer.history.records):
+        assert record.queries is not None
+        assert not record.queries.requires_grad
+
+
+def test_a_refused_pass_takes_nothing_back(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(20)
+    cache = KVCache(model, **LIMITS)
+    step(model, ids[:, :15])(cache)
+    before = content(cache)
+    for wrong in ({"position_ids": torch.tensor([[3]])}, {"attention_mask": torch.ones(1, 5)}):
+        with pytest.raises(UsageError):
+            model(ids[:, 15:16], past_key_values=cache, **wrong)
+        assert is_same(content(cache), before)

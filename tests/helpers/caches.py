@@ -1,0 +1,61 @@
+"""What a cache can be made of, what it holds, and whether two of them hold the same."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from windlass import KVCache
+from windlass.policies import NAMES
+
+MODES = ("original", "compact", "self_extend(3, 5)", "clamp(9)")
+POLICIES = [policy() for policy in NAMES.values()]
+
+
+def held(cache: KVCache, layer: int = 0, row: int = 0) -> list[list[int]]:
+    """Positions of what each head of a layer holds."""
+    return [sorted(p for p in head if p >= 0) for head in cache.layers[layer].positions[row].tolist()]
+
+
+def assert_same(ours: KVCache, truth: KVCache) -> None:
+    """Same tokens held, with the same keys, values and policy state, wherever the slots are."""
+    assert ours.next_positions == truth.next_positions
+    assert ours.tokens == truth.tokens
+    assert ours.columns_seen == truth.columns_seen
+    for mine, theirs in zip(ours.layers, truth.layers, strict=True):
+        orders = []
+        for layer in (mine, theirs):
+            positions = layer.positions.where(layer.positions >= 0, 2**30)
+            orders.append(positions.argsort(dim=-1, stable=True)[..., : int((layer.positions >= 0).sum(-1).max())])
+        assert mine.positions.gather(-1, orders[0]).equal(theirs.positions.gather(-1, orders[1]))
+        for name, tensor in mine.tensors().items():
+            if name.startswith("statistics."):
+                torch.testing.assert_close(tensor, theirs.tensors()[name], atol=1e-5, rtol=1e-5, msg=name)
+                continue
+            picked = []
+            for source, order in ((tensor, orders[0]), (theirs.tensors()[name], orders[1])):
+                index = order.expand(-1, source.shape[1], -1)
+                picked.append(
+                    source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3]))
+                    if source.ndim == 4
+                    else source.gather(2, index)
+                )
+            torch.testing.assert_close(picked[0], picked[1], atol=1e-5, rtol=1e-5, msg=f"{name} of layer {mine.index}")
+
+
+def contents(cache: KVCache, row: int = 0) -> list[Tensor]:
+    """Positions, keys and values of a row, layer by layer, in the order of its text."""
+    found = []
+    for layer in cache.layers:
+        if not layer.is_empty:
+            positions = layer.positions[row, 0]
+            order = positions.where(positions >= 0, 2**30).argsort(stable=True)[: int((positions >= 0).sum())]
+            found += [positions[order], layer.store.keys()[row][:, order], layer.store.values()[row][:, order]]
+    return found
+
+
+def assert_holds(cache: KVCache, truth: Sequence[Tensor], row: int = 0, tolerance: float = 0.0) -> None:
+    ours = contents(cache, row)
+    assert len(ours) == len(truth)
+    for mine, theirs in zip(ours, truth, strict=True):
+        torch.testing.assert_close(mine, theirs, atol=tolerance, rtol=0)

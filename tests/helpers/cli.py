@@ -1,0 +1,80 @@
+"""The command line run in this process, what it says, and what the library gives for the same."""
+
+import io
+import re
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+import windlass
+from tests.helpers.models import MODEL
+from windlass.cli.app import main
+from windlass.hf.load import load
+
+PROMPT = "He was sitting in the boat, and the river was quiet. She said"
+START = [sys.executable, "-c", "import sys; from windlass.cli.app import main; sys.exit(main())"]
+LAST_LINE = re.compile(
+    r"(interrupted; )?prefill [\d,]+( of [\d,]+)? tokens, [\d,.]+ tokens/s; "
+    r"decode [\d,]+ tokens, [\d,.]+ tokens/s; [\d.]+ ([KMG]i)?B held"
+)
+
+
+@dataclass(frozen=True)
+class Ran:
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs the command line in this process, with `stdin` as a pipe."""
+
+    def go(*arguments: str, stdin: bytes = b"") -> Ran:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(stdin), encoding="utf-8"))
+        code = main(arguments)
+        return Ran(code, *capsys.readouterr())
+
+    return go
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return load(MODEL, "float32")[0]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return load(MODEL, "float32")[1]
+
+
+@pytest.fixture
+def in_library(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Callable[..., windlass.Result]:
+    """What the library gives for the same: the oracle of every text here."""
+
+    def go(
+        prompt: str = PROMPT,
+        cache: windlass.KVCache | None = None,
+        sampling: windlass.Sampling | None = None,
+        max_tokens: int = 12,
+    ) -> windlass.Result:
+        stream = windlass.stream(model, tokenizer, prompt, cache or windlass.KVCache(model), max_tokens, sampling)
+        assert "".join(stream) == stream.result.text
+        return stream.result
+
+    return go
+
+
+def generate(*options: str) -> tuple[str, ...]:
+    return ("generate", MODEL, *options, "--dtype", "float32", "--max-tokens", "12")
+
+
+def assert_refused(ran: Ran, says: str) -> None:
+    """Exit code 2, nothing on stdout, and one line that contains `says`."""
+    assert (ran.code, ran.out) == (2, "")
+    assert says in ran.err
+    assert ran.err.startswith("windlass: error: ")
+    assert ran.err.count("\n") == 1
