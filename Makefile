@@ -1,9 +1,10 @@
-.PHONY: demo test coverage check install bench-peers clean
+.PHONY: demo test coverage check install bench-peers bench-clients compare-kvpress clean
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard windlass/kernels/cpu/*.cpp windlass/kernels/cpu/*.hpp)
 PEERS := .venv-peers
+CLIENTS := .venv-clients
 
 demo: install
 	$(BIN)/windlass demo
@@ -40,5 +41,24 @@ $(PEERS)/installed:
 	-$(PEERS)/mlx/bin/pip install 'mlx[cpu]' mlx-lm
 	touch $@
 
+# Which tokens kvpress's own presses keep, beside our policies: two minutes. Prints the table of the page about it.
+compare-kvpress: install $(PEERS)/kvpress/installed
+	PYTHONPATH=benchmarks $(BIN)/python -m peers.kvpress_sets
+
+$(PEERS)/kvpress/installed:
+	$(PYTHON) -m venv $(PEERS)/kvpress
+	$(PEERS)/kvpress/bin/pip install --quiet 'torch==2.13.0' 'kvpress==0.5.5' 'transformers==5.2.0'
+	touch $@
+
+# Other programs on an attached model, in an environment of their own.
+bench-clients: install $(CLIENTS)/installed
+	PYTHONPATH=benchmarks $(CLIENTS)/bin/python -m clients.run
+	PYTHONPATH=benchmarks $(BIN)/python -m families.run --write docs/models.md
+
+$(CLIENTS)/installed: benchmarks/clients/requirements.txt
+	$(PYTHON) -m venv $(CLIENTS)
+	$(CLIENTS)/bin/pip install -r benchmarks/clients/requirements.txt --editable .
+	touch $@
+
 clean:
-	rm -rf .venv $(PEERS) build .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS) $(CLIENTS) build .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""Windlass: a fixed-size KV cache for any Hugging Face decoder.
+"""Windlass: a fixed-size KV cache for Hugging Face decoders.
 
 The public names are those that `__init__.pyi` imports. Each is imported when it is first used: torch
 and transformers take seconds, and the command line's help should not.

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 
 import windlass
-from tests.helpers.caches import MODES, POLICIES
+from tests.helpers.caches import MODES, POLICIES, bytes_of_slots
 from tests.helpers.models import Models, Text, masked, read
 from windlass import KVCache, UsageError
 from windlass.cache.slot_layer import SlotLayer
@@ -146,7 +146,7 @@ def test_positions_that_do_not_follow_are_refused_and_nothing_is_changed(attache
         ({"batch": 0}, "batch must be from 1"),
         ({"rollback": -2}, "rollback must be from 0"),
         ({"positions": "compacted"}, "is not a position mode; use one of: original, compact"),
-        ({"positions": "clamp(0)"}, "limit must be at least 1"),
+        ({"positions": "clamp(0)"}, "limit must be from 1"),
         ({"positions": "self_extend(8, 64, 2)"}, "self_extend takes group and window, each once"),
         ({"positions": "clamp(far)"}, "limit must be a whole number, got 'far'"),
     ],
@@ -175,8 +175,9 @@ def test_bytes_are_the_formula_and_what_is_allocated(attached_model: Models, tex
         slots = (11 if layer.sliding_window else 40) + 32
         kv_heads = layer.store.keys().shape[1]
         expected += 2 * kv_heads * slots * 2 * layer.store.keys().shape[3] * 4 + 2 * slots * 4
-    allocated = sum(t.untyped_storage().nbytes() for layer in cache.layers for t in layer.tensors().values())
-    assert cache.nbytes() == allocated == expected
+    assert bytes_of_slots(cache) == expected
+    cache.drop(102, 103)  # after an edit no step can be taken back
+    assert cache.nbytes() == expected
 
 
 def test_an_unbounded_cache_grows_geometrically(attached_model: Models, text: Text) -> None:

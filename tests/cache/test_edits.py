@@ -2,14 +2,16 @@
 
 import copy
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from transformers import PreTrainedModel
 
 from tests.helpers import models
-from tests.helpers.caches import held
+from tests.helpers.caches import assert_holds, assert_same, contents, held
 from tests.helpers.models import Models, Text, logits_at, read
+from tests.helpers.policies import ALL_POLICIES
 from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError
 from windlass.policies import Policy
 
@@ -167,6 +169,29 @@ def test_edits_that_make_no_text_are_refused(
     assert held(cache) == [list(range(20))]
 
 
+def test_a_row_of_the_cache_itself_can_be_spliced_where_tokens_are_merged(attached_model: Models, text: Text) -> None:
+    """The slots are packed meanwhile, and counts follow their tokens."""
+    model, ids = attached_model("llama"), text(30, rows=2)
+    options: dict[str, Any] = {"budget": 9, "sinks": 0, "window": 1, "merge": "mean_count", "policy": KeyDiff()}
+    cache, other = (KVCache(model, batch=2, chunk=20, **options) for _ in range(2))
+    for each in (cache, other):
+        read(model, each, ids, 30)
+    cache.splice(cache, 0, 1)
+    other.splice(copy.deepcopy(other), 0, 1)
+    assert_same(cache, other)
+
+
+def test_a_step_without_tokens_is_forgotten_like_any_other(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama")
+    cache = KVCache(model, budget=12, policy=H2O(), batch=3)
+    read(model, cache, text(5, rows=3), 5)
+    model(text(1, rows=3), attention_mask=torch.zeros(3, 1, dtype=torch.long), past_key_values=cache)
+    cache.select_rows(torch.tensor([0, 1]))
+    read(model, cache, text(2, rows=2), 2)
+    with pytest.raises(UsageError, match="rollback of 3 tokens reaches past"):
+        cache.rollback(3)
+
+
 def test_a_deep_copy_is_a_cache_of_its_own(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(50)
     cache = KVCache(model, budget=14, policy=H2O(), window=2)
@@ -182,9 +207,105 @@ def test_a_second_thread_is_refused_while_a_pass_runs(attached_model: Models, te
     inner, outer = KVCache(model), KVCache(model)
     handle = model.model.layers[0].register_forward_pre_hook(lambda *_: read(model, inner, ids, 8))
     try:
-        with pytest.raises(UsageError, match="runs in another thread"):
+        with pytest.raises(UsageError, match="a pass with a KVCache runs in this model"):
             read(model, outer, ids, 8)
     finally:
         handle.remove()
     assert (inner.next_positions, outer.next_positions) == ([0], [0])
     assert read(model, outer, ids, 8).isfinite().all()
+
+
+def permuted(cache: KVCache, seed: int) -> KVCache:
+    """A twin whose tokens lie in other slots, each row and head in an order of its own, free slots between them."""
+    twin = copy.deepcopy(cache)
+    draw = torch.Generator().manual_seed(seed)
+    for layer in twin.layers:
+        layer.forget_steps(0)
+        table = layer.table
+        order = torch.rand(table.positions.shape, generator=draw).argsort(-1)
+        table.store.rearrange(order, table.slots)
+        table.positions = table.positions.gather(-1, order)
+        table.state = {name: tensor.gather(-1, order) for name, tensor in table.state.items()}
+    return twin
+
+
+MERGES = [(KeyDiff(), "mean_count", "compact"), (H2O(), "mean_count(next)", "compact")]
+
+
+@pytest.mark.parametrize(
+    ("policy", "merge", "positions"),
+    [*((policy, None, "compact") for policy in ALL_POLICIES), *MERGES, (SnapKV(), None, "original")],
+    ids=str,
+)
+def test_tokens_that_share_a_position_keep_their_order_whatever_their_slots(
+    attached_model: Models, text: Text, policy: Policy, merge: str | None, positions: str
+) -> None:
+    """Two caches that differ in slots alone are divided, and read on over budget, packed and divided again."""
+    model, ids = attached_model("llama"), text(60, rows=2)
+    cache = KVCache(
+        model, 20, policy, sinks=2, window=3, positions=positions, batch=2, rollback=0, store="int8", merge=merge
+    )
+    read(model, cache, ids[:, :25], 25)
+    read(model, cache, ids[:, 25:40], 1)
+    twin = permuted(cache, 3)
+    start = 40
+    for stop, by in ((45, 30), (57, 7)):
+        for each in (cache, twin):
+            each.divide(0, 1000, by)
+        assert_holds(twin, contents(cache))
+        assert read(model, twin, ids[:, start:stop], 1).equal(read(model, cache, ids[:, start:stop], 1))
+        assert read(model, twin, ids[:, stop : stop + 2], 2).equal(read(model, cache, ids[:, stop : stop + 2], 2))
+        start = stop + 2
+
+
+def test_a_divided_text_is_read_in_its_order(attached_model: Models, text: Text) -> None:
+    """Under "compact" dividing changes no rank, so nothing that is read, though all tokens share a few positions."""
+    model, ids = attached_model("llama"), text(115)
+    cache = KVCache(model, budget=12, sinks=2, window=3, policy=KeyDiff(), positions="compact", rollback=0)
+    read(model, cache, ids[:, :20], 20)
+    read(model, cache, ids[:, 20:110], 1)
+    twin = copy.deepcopy(cache)
+    twin.divide(0, 1000, 40)
+    assert {p for head in held(twin) for p in head} <= {0, 1, 2}
+    ours, truth = read(model, twin, ids[:, 110:111], 1), read(model, cache, ids[:, 110:111], 1)
+    torch.testing.assert_close(ours, truth, atol=1e-5, rtol=0)
+
+
+def test_a_shift_of_one_row_asks_nothing_of_the_others(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama")
+    cache = KVCache(model, batch=2)
+    with torch.no_grad():
+        mask = torch.tensor([[1] * 10, [1] * 3 + [0] * 7])
+        model(text(10, rows=2), attention_mask=mask, past_key_values=cache)
+    cache.drop(0, 4, row=0)
+    cache.shift(0, 10, -4, row=0)
+    assert (held(cache), held(cache, row=1)) == ([list(range(6))], [[0, 1, 2]])
+    assert cache.next_positions == [6, 3]
+    with pytest.raises(UsageError, match="move the end of the text to -1, before 0"):
+        cache.shift(0, 10, -4, row=1)
+
+
+def test_the_end_of_a_text_stays_behind_its_tokens(attached_model: Models, text: Text) -> None:
+    """What would let the next token stand on an old one, or before it, is refused."""
+    model = attached_model("llama")
+    cache = KVCache(model)
+    read(model, cache, text(20), 20)
+    with pytest.raises(UsageError, match="divide by 4 would move the end of the text to 5, but a token stays at 11"):
+        cache.divide(12, 20, 4)
+    cache.drop(6, 8)
+    with pytest.raises(UsageError, match="shift by -12 would move the end of the text to 8, but a token stays at 17"):
+        cache.shift(18, 20, -12)
+    cache.drop(5, 12)
+    cache.divide(12, 20, 4)
+    assert (held(cache), cache.next_positions) == ([[0, 1, 2, 3, 3, 3, 3, 3, 4, 4, 4, 4, 4]], [5])
+
+
+def test_no_shift_of_a_range_without_tokens_moves_the_end_before_a_token(attached_model: Models, text: Text) -> None:
+    cache = KVCache(attached_model("llama"))
+    read(attached_model("llama"), cache, text(20), 20)
+    cache.drop(10, 19)
+    cache.drop(19, 20)
+    with pytest.raises(UsageError, match="would move the end of the text to 7, but a token stays at 9"):
+        cache.shift(18, 19, -12)
+    assert held(cache) == [[*range(10)]]
+    assert cache.next_positions == [19]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from tests.helpers.caches import held
+from tests.helpers.caches import bytes_of_slots, held
 from tests.helpers.layers import BATCH, BUDGET, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
 from tests.helpers.models import Models, Text, masked, read
 from windlass import H2O, KeyDiff, KVCache, Random, Recent, Sampling, UsageError
@@ -190,7 +190,7 @@ def test_a_layer_that_is_full_grows_without_loss(attached_model: Models, text: T
 def test_taking_steps_back_costs_no_slots(attached_model: Models, text: Text) -> None:
     model, cache = attached_model("llama"), KVCache(attached_model("llama"))
     read(model, cache, text(30), 30)
-    size = cache.nbytes()
+    size = bytes_of_slots(cache)
     limited = SlotLayer(0, LIMITS, Broken(), None, Plain())
     states = torch.randn(BATCH, KV_HEADS, 8, HEAD_DIM)
     layer_step(limited, states.repeat_interleave(2, 1), states, states, 0, 8)
@@ -199,7 +199,7 @@ def test_taking_steps_back_costs_no_slots(attached_model: Models, text: Text) ->
         cache.rollback(30)
         with pytest.raises(Exception, match="broken"):
             layer_step(limited, states.repeat_interleave(2, 1), states, states, 8, 16)
-    assert cache.nbytes() == size
+    assert bytes_of_slots(cache) == size
     assert limited.table.occupancy_bound == 8
 
 

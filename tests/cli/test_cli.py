@@ -112,7 +112,7 @@ def test_a_prompt_cache_goes_on_as_if_never_stopped(run: Callable[..., Ran], tmp
         (("--sinks", "1"), "--sinks 1 contradicts {file}, made with sinks 4"),
         (("--window", "5"), "--window 5 contradicts {file}, made with window 3"),
         (("--chunk", "9"), "--chunk 9 contradicts {file}, made with chunk 512"),
-        (("--policy", "snapkv"), "made with the policy TOVA(), not with SnapKV(observed_queries=32, pool=5)"),
+        (("--policy", "h2o"), "made with the policy TOVA(), not with H2O()"),
         (("--dtype", "bfloat16"), "made in float32, this model is in bfloat16"),
     ],
 )

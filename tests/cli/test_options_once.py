@@ -20,6 +20,7 @@ PARTS = {
     ("core/step.py", "Limits"),  # the five that a layer is told
     ("testing/contract.py", "LIMITS"),
     ("evals/case.py", "Case"),  # labels of a row, as a file of results holds them
+    ("hf/prompt_cache_document.py", "parsed"),  # the type and range of each limit, as a prompt-cache file holds them
 }
 
 

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers import bench_run
 from tests.helpers.bench_run import Ran
+from tests.helpers.caches import bytes_of_slots
 from tests.helpers.models import Models
 from windlass.cli import bench as cli_bench
 from windlass.cli.app import main
@@ -169,7 +170,9 @@ def test_a_filled_cache_is_as_after_reading(model: PreTrainedModel):
         read, filled = (windlass.KVCache(model, budget=budget, chunk=chunk) for _ in range(2))
         prefill(model, read, [ids])
         fill(filled, layer_shapes(model), 200)
-        assert filled.describe() == read.describe()
+        # Reading leaves a record of its last step, which filling has not: that is the last line.
+        assert filled.describe().splitlines()[:-1] == read.describe().splitlines()[:-1]
+        assert bytes_of_slots(filled) == bytes_of_slots(read)
         assert filled.rows.prompts == read.rows.prompts
         for ours, theirs in zip(filled.layers, read.layers, strict=True):
             assert torch.equal(ours.positions.clamp(min=-1).sort().values, theirs.positions.clamp(min=-1).sort().values)

@@ -154,7 +154,7 @@ def test_a_file_of_something_else_stays_as_it_is(tmp_path: Path, data: bytes, sa
 def test_a_file_that_cannot_be_is_told(tmp_path: Path):
     with pytest.raises(UsageError, match=r"-o .*gone/x cannot be written: No such file or directory"):
         open_results(tmp_path / "gone" / "x", HEADER)
-    with pytest.raises(UsageError, match=r"cannot be written: Is a directory"):
+    with pytest.raises(UsageError, match=r"is not a regular file; give the name of a file"):
         open_results(tmp_path, HEADER)
 
 

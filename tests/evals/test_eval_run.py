@@ -70,8 +70,9 @@ def test_a_full_cache_finds_the_key_and_a_window_does_not(run: Callable[..., Ran
         assert line["bytes_full"] == line["context_tokens"] * SLOT
         assert line["slots_held"] == (line["context_tokens"] if line["budget"] is None else 32)
         assert line["turn"] is None
-    # 16 slots are kept free; one row of positions is shared by the heads of a layer.
-    assert {line["bytes_held"] for line in found if line["budget"]} == {48 * (SLOT + 4 * 4)}
+    # 16 slots are kept free; one row of positions is shared by a layer's heads. The record of the last step counts.
+    slots = 48 * (SLOT + 4 * 4)
+    assert all(slots < line["bytes_held"] < 1.01 * slots for line in found if line["budget"])
     # Both saw the same texts.
     texts = {(line["task"], line["sample"], line["budget"]): line["expected"] for line in found}
     assert all(texts[task, sample, None] == texts[task, sample, 32] for task, sample, _ in texts)

@@ -110,6 +110,14 @@ def test_refuses_positions_that_the_model_would_count_otherwise(attached_model: 
         prefill(model, cache, [[1], [3]])
 
 
+@pytest.mark.parametrize("policy", [windlass.ExpectedAttention(), windlass.Smoothed(windlass.TriAttention())], ids=repr)
+def test_refuses_policies_that_would_take_rotated_queries_for_un_rotated_ones(
+    attached_model: Models, policy: windlass.Policy
+) -> None:
+    with pytest.raises(windlass.UsageError, match=r"Attention\(.* keeps statistics of un-rotated queries"):
+        RotatedStorage(attached_model("llama"), budget=20, policy=policy)
+
+
 def test_rotated_keys_are_not_taken_for_keys_before_rotation(
     attached_model: Models, text: Text, tmp_path: Path
 ) -> None:

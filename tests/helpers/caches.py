@@ -12,6 +12,11 @@ MODES = ("original", "compact", "self_extend(3, 5)", "clamp(9)")
 POLICIES = [policy() for policy in NAMES.values()]
 
 
+def bytes_of_slots(cache: KVCache) -> int:
+    """Bytes of all slots of a cache, their state and what a policy keeps of a layer; no records of steps."""
+    return sum(tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in layer.tensors().values())
+
+
 def held(cache: KVCache, layer: int = 0, row: int = 0) -> list[list[int]]:
     """Positions of what each head of a layer holds."""
     return [sorted(p for p in head if p >= 0) for head in cache.layers[layer].positions[row].tolist()]

@@ -9,7 +9,10 @@ import torch
 from tests.helpers.slots import slots_of
 from windlass import Policy
 from windlass.core.shapes import Scores
-from windlass.policies import Needs, Slots, Trained
+from windlass.policies import H2O, NAMES, WRAPPERS, Needs, Slots, Trained
+
+ALL_POLICIES: list[Policy] = [*(kind() for kind in NAMES.values()), *(kind(H2O()) for kind in WRAPPERS.values())]
+"""Each policy, and each wrapper around one that keeps state."""
 
 Score = Callable[[Policy, Slots], object]
 

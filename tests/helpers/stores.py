@@ -24,6 +24,7 @@ class Told(Plain):
     """
 
     part_names = ("keys", "values", "coded_keys", "coded_values", "numbers")  # type: ignore[assignment]  # more than Plain has
+    needs_key_means = True
 
     def __init__(self, like: LowBit) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
 """Caches that travel between transformers and windlass."""
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -42,6 +43,30 @@ def test_a_cache_travels_there_and_back(family: str, plain_model: Models, attach
     assert torch.allclose(torch.cat(parts, 1), expected, rtol=0, atol=TOLERANCE)
     # And out again after more was written.
     assert torch.allclose(ours.to_rotated().layers[1].keys, back.layers[1].keys, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_an_import_is_rolled_back_only_where_nothing_was_dropped(
+    family: str, plain_model: Models, attached_model: Models, text: Text
+) -> None:
+    """A sliding layer of a DynamicCache lacks what an earlier query would see; a text within its window is whole."""
+    plain, model, ids = plain_model(family), attached_model(family), text(41)
+    for tokens in (30, 9):
+        theirs = DynamicCache(config=plain.config)
+        logits_of(plain, ids[:, :tokens], theirs)
+        cache = KVCache.from_rotated(model, theirs)
+        with pytest.raises(UsageError, match="use drop") if tokens == 30 else nullcontext():
+            cache.rollback(5)
+        ours = logits_of(model, ids[:, cache.next_positions[0] : tokens + 1], cache)
+        expected = logits_of(plain, ids[:, : tokens + 1])[:, -ours.shape[1] :]
+        torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
+        if tokens == 30:
+            with pytest.raises(UsageError, match="use drop"):
+                cache.rollback(2)
+            cache.rollback(1)
+            ours = logits_of(model, ids[:, tokens : tokens + 4], cache)
+            expected = logits_of(plain, ids[:, : tokens + 4])[:, tokens:]
+            torch.testing.assert_close(ours, expected, atol=TOLERANCE, rtol=0)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3"])

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
+import windlass
+from tests.helpers.caches import POLICIES
 from tests.helpers.models import Models, Text
 from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, SnapKV
 from windlass.testing import SLIDING_WINDOW, tiny_model
@@ -115,20 +117,48 @@ def test_assisted_decoding_equals_greedy(family: str, attached_model: Models, te
         assert cache.tokens[0] == assisted[0, : cache.tokens_seen[0]].tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_assisted_decoding_over_budget(family: str, attached_model: Models, text: Text) -> None:
-    """`Recent` evicts alike whatever the step, so a rejected draft must leave no trace."""
-    model, ids = attached_model(family), text(30)
-    limits: dict[str, Any] = {"budget": 16, "window": 6}
-    options = {"max_new_tokens": 25, **GREEDY}
-    # A draft that is mostly wrong, and one that is mostly right.
-    for assistant in (tiny_model("qwen3"), tiny_model(family)):
-        cache = KVCache(model, **limits)
-        assisted = model.generate(ids, past_key_values=cache, assistant_model=assistant, **options)
-        greedy = model.generate(ids, past_key_values=KVCache(model, **limits), **options)
-        assert assisted.tolist() == greedy.tolist()
-    unlimited = model.generate(ids, **options)
-    assert family == "mistral" or greedy.tolist() != unlimited.tolist()
+def assert_drafts_change_nothing(model: PreTrainedModel, ids: Tensor, tokens: int, **options: Any) -> None:
+    """Assisted decoding and prompt lookup write what greedy decoding writes, through as large a cache."""
+    run: dict[str, Any] = {"max_new_tokens": tokens, **GREEDY}
+    greedy = model.generate(ids, past_key_values=KVCache(model, **options), **run)
+    # Drafts that are all right, and longer ones that are mostly wrong.
+    for drafts in ({"assistant_model": model}, {"prompt_lookup_num_tokens": 21}):
+        cache = KVCache(model, **options)
+        assert model.generate(ids, past_key_values=cache, **drafts, **run).tolist() == greedy.tolist(), drafts.keys()
+        assert cache.tokens is not None
+        assert cache.tokens[0] == greedy[0, : cache.tokens_seen[0]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("family", "policy"),
+    [*(("llama", policy) for policy in POLICIES), ("mistral", KeyDiff()), ("gemma3", H2O())],
+    ids=repr,
+)
+def test_drafts_change_nothing_for_any_policy(family: str, policy: Policy, attached_model: Models, text: Text) -> None:
+    assert_drafts_change_nothing(attached_model(family), text(30), 17, budget=16, window=6, policy=policy)
+
+
+@pytest.mark.parametrize("merge", [None, "mean_count", "sum", "mean", "pick"])
+@pytest.mark.parametrize("store", ["plain", "int8", "int4(sinks=4, newest=8)"])
+def test_drafts_change_nothing_for_stores_and_merges(
+    store: str, merge: str | None, attached_model: Models, text: Text
+) -> None:
+    if merge is not None and "newest" in store:
+        pytest.skip("no such cache")
+    options = {"budget": 18, "window": 5, "policy": KeyDiff(), "store": store, "merge": merge, "positions": "compact"}
+    assert_drafts_change_nothing(attached_model("llama"), text(27), 17, **options)
+
+
+def test_the_engine_reads_and_writes_as_ever_after_assisted_decoding(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(30)
+    caches = [KVCache(model, budget=16, window=6, policy=SnapKV(observed_queries=4)) for _ in range(2)]
+    for cache in caches:
+        logits_of(model, ids, cache)
+    caches[0].activate_past_recording()
+    logits = [windlass.prefill(model, cache, text(7, seed=3).tolist()) for cache in caches]
+    assert logits[0].equal(logits[1])
+    logits = [windlass.prefill(model, cache, text(1, seed=4).tolist()) for cache in caches]
+    assert logits[0].equal(logits[1])
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from windlass import KVCache, Policy, PromptCacheError, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import Scores
+from windlass.hf import prompt_cache_file
 from windlass.policies import NAMES, Random, Slots
 from windlass.testing import VOCABULARY
 
@@ -246,7 +247,7 @@ def test_a_file_of_before_the_window_could_be_left_open_loads(model: PreTrainedM
     }
     # Written as then: the keys in another order, and so another checksum.
     metadata["contents"] = json.dumps(dict(sorted(document.items())))
-    metadata["checksum"] = prompt_cache._checksum(metadata["contents"], tensors)
+    metadata["checksum"] = prompt_cache_file.checksum(metadata["contents"], tensors)
     save_file(tensors, path, metadata)
     loaded = prompt_cache.load(path, model)
     assert loaded.limits == cache.limits

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import windlass
 from tests.helpers.models import Models
 from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
+from windlass.hf import prompt_cache_file
 from windlass.hf.fingerprint import fingerprint
 from windlass.policies import KeyNorm
 from windlass.testing import VOCABULARY, tiny_model
@@ -140,7 +141,7 @@ def test_what_is_no_prompt_cache(model: PreTrainedModel, tmp_path: Path) -> None
     for path, wrong in (
         (weights, "is not a prompt cache"),
         (words, "not a safetensors file"),
-        (folder, "cannot be read"),
+        (folder, "is not a regular file"),
         (missing, "does not exist"),
     ):
         with pytest.raises(PromptCacheError, match=wrong) as caught:
@@ -172,7 +173,7 @@ def test_a_write_that_fails_halfway(
         Path(filename).write_bytes(b"half a file")
         raise failure
 
-    monkeypatch.setattr(prompt_cache, "save_file", half)
+    monkeypatch.setattr(prompt_cache_file, "save_file", half)
     cache.drop(3, 5)  # what is saved now is something else
     wanted = PromptCacheError if isinstance(failure, OSError) else KeyboardInterrupt
     with pytest.raises(wanted) as caught:

@@ -47,6 +47,19 @@ def test_lowest_takes_the_first_of_the_total_order(
     assert order.gather(-1, chosen).sort(-1).values.equal(order.sort(-1).values[..., :count])
 
 
+@pytest.mark.parametrize("count", [3, 5, 9, 40, 69])
+def test_of_tokens_that_share_a_position_and_a_score_the_lower_slots_go(count: int) -> None:
+    """Few of many are found by a heap, more of them by a selection."""
+    where = torch.stack([torch.randint(0, 4, (71,)) for _ in range(6)]).view(2, 3, 71).int()
+    score = torch.randint(0, 3, where.shape).float()
+    call = EvictionInput(score, where, torch.tensor([9, 8]), 1, 2, None, count)
+    scores = score.masked_fill(where < 1, 9.0).flatten(0, 1).tolist()  # position 0 is a sink
+    rows = [sorted(zip(*row, range(71), strict=True)) for row in zip(scores, where.flatten(0, 1).tolist(), strict=True)]
+    truth = torch.tensor([[slot for *_, slot in row[:count]] for row in rows]).view(2, 3, count)
+    for lowest in (cpu.lowest, reference.lowest):
+        assert lowest(call).sort(-1).values.equal(truth.sort(-1).values)
+
+
 @given(scored_slots(), st.integers(0, 10**6))
 @example((torch.zeros(2, 3, 2), torch.tensor([[[-2, -1]] * 3, [[5, -2]] * 3]).int(), torch.tensor([0, 6])), 2)
 @settings(max_examples=200, deadline=None)

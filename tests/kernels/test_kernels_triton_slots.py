@@ -89,6 +89,15 @@ def test_evict_reads_scores_of_any_type_and_layout(on: torch.device, dtype: torc
     assert slots.evict(call)[0].equal(expected)
 
 
+@pytest.mark.parametrize("count", [1, 12, 36])
+def test_of_tokens_that_share_a_position_and_a_score_the_lower_slots_go(on: torch.device, count: int) -> None:
+    where = torch.stack([torch.randint(0, 4, (37,)) for _ in range(BATCH * 3)]).view(BATCH, 3, 37).int().to(on)
+    score = torch.randint(0, 3, where.shape, device=on).float()
+    call = EvictionInput(score, where, torch.tensor([9, 8], device=on), 1, 2, None, count)
+    expected = reference.lowest(call).sort(-1).values
+    assert slots.evict(call)[0].equal(expected)
+
+
 @given(scored_slots(), st.integers(0, 10**6))
 @example((torch.zeros(2, 3, 2), torch.tensor([[[-2, -1]] * 3, [[5, -2]] * 3]).int(), torch.tensor([0, 6])), 2)
 @of_examples

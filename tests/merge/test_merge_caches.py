@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.caches import assert_same
 from tests.helpers.models import Models, Text
-from windlass import KVCache, UsageError, prompt_cache
+from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
 from windlass.merge import MeanCount, Merge, MergeBatch
 from windlass.policies import H2O, TOVA, KeyDiff, Policy, Recent
 from windlass.stores.spec import store_of
@@ -164,7 +164,7 @@ def test_a_file_of_an_unknown_rule_is_refused(attached_model: Models, text: Text
     cache = KVCache(model, budget=20, merge=Unknown())
     read(model, cache, text(30), 30)
     prompt_cache.save(cache, tmp_path / "unknown", model)
-    with pytest.raises(UsageError, match="merge='keepkv' is not a rule; use one of: mean_count, mean, sum, pick"):
+    with pytest.raises(PromptCacheError, match="merge='keepkv' is not a rule; use one of: mean_count, mean, sum, pick"):
         prompt_cache.load(tmp_path / "unknown", model)
 
 

@@ -64,7 +64,8 @@ def told(merge: str, rotary: Rotary | None, mode: PositionMode, store: Store, ch
         end = min(start + chunk, TOKENS)
         query = torch.randn(2, HEADS * GROUP, end - start, KEY_DIM, generator=g)
         places = torch.arange(start, end).expand(2, -1)
-        step = Step(places, (end - start,) * 2, torch.tensor([end, end]), torch.tensor([0, 0]), end)
+        ends = torch.tensor([end, end])
+        step = Step(places, (end - start,) * 2, ends, torch.tensor([0, 0]), end, is_prompt=True)
         before = [set(layer.positions[r, h].tolist()) for r, h in product(range(2), range(HEADS))] if start else []
         out = layer.step(query, keys[:, :, start:end], values[:, :, start:end], step, mode, AttentionCall(SCALE))
         for i, (row, head) in enumerate(product(range(2), range(HEADS))):

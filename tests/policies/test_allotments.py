@@ -109,13 +109,10 @@ def test_each_layer_takes_its_own_memory(
     for layer in free:
         assert layer.budget is not None
         assert layer.table.occupancy_bound == layer.budget >= 6
-        assert layer.store.slots == layer.budget + HEADROOM + (0 if policy.needs.state else 5)
+        assert layer.store.slots == layer.budget + HEADROOM + 5
         assert (layer.positions >= 0).sum(-1).unique().tolist() == [layer.budget]
     least, most = min(filter(None, budgets)), max(filter(None, budgets))
     assert f"budget   20 tokens a layer on average, from {least} to {most}, sinks 2" in cache.describe()
-    assert cache.nbytes() == sum(
-        t.untyped_storage().nbytes() for layer in cache.layers for t in layer.tensors().values()
-    )
     prompt_cache.save(cache, tmp_path / "cache", model)
     loaded = prompt_cache.load(tmp_path / "cache", model, policy)
     assert [layer.rules.limits.budget for layer in loaded.layers] == budgets

@@ -1,6 +1,7 @@
 """Compactor against its formula in float64, token by token."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +13,20 @@ from windlass.policies import Observation
 from windlass.testing import check_policy
 
 
+@pytest.mark.parametrize(("sinks", "window"), [(0, 0), (11, 25), (60, 40)])
 @pytest.mark.parametrize("block", [4, 9, 256])
 @pytest.mark.parametrize("asked", [1, 5, 17])
-def test_what_all_queries_of_a_block_look_at(monkeypatch: pytest.MonkeyPatch, block: int, asked: int) -> None:
-    """Tokens of a block look at one another, at those before and after; padding queries at nothing."""
+def test_what_all_queries_of_a_block_look_at(
+    monkeypatch: pytest.MonkeyPatch, block: int, asked: int, sinks: int, window: int
+) -> None:
+    """Tokens of a block look at one another, at those before and after; sinks and padding queries at nothing.
+
+    A token before the window is looked at by queries before it, over keys before it alone.
+    """
     monkeypatch.setattr(module, "BLOCK", block)
     # A turn that grows with the position, as rotation does: one that is left out shows.
     slots = slots_of(block, ("attended",), rotate=lambda states, at: states * (1 + 0.01 * at[..., None]))
+    slots = replace(slots, sinks=sinks, window=window)
     before = slots.state["attended"].clone()
     draw = torch.Generator().manual_seed(asked)
     queries = torch.randn(len(HELD), KV_HEADS * GROUP, asked, HEAD_DIM, generator=draw)
@@ -34,33 +42,46 @@ def test_what_all_queries_of_a_block_look_at(monkeypatch: pytest.MonkeyPatch, bl
         total = dict.fromkeys(range(SLOTS), 0.0)
         for query in range(asked):
             at = int(positions[row, query])
-            near = [i for i in newest if at >= 0 and int(slots.positions[row, head, i]) // block == at // block]
+            if at < sinks:
+                continue
+            place = {i: int(slots.positions[row, head, i]) for i in newest}
+            near = [i for i in newest if place[i] >= sinks and (place[i] - sinks) // block == (at - sinks) // block]
+            start = int(slots.next_positions[row]) - window
             for member in range(GROUP):
                 asking = queries[row, head * GROUP + member, query].double() * (1 + 0.01 * at)
                 weights = {}
                 for i in near:
-                    key = slots.keys()[row, head, i].double() * (1 + 0.01 * int(slots.positions[row, head, i]))
+                    key = slots.keys()[row, head, i].double() * (1 + 0.01 * place[i])
                     weights[i] = math.exp(float(asking @ key) / math.sqrt(HEAD_DIM))
+                older = math.fsum(weight for i, weight in weights.items() if place[i] < start)
                 for i, weight in weights.items():
-                    total[i] += weight / math.fsum(weights.values())
+                    if place[i] >= start:
+                        total[i] += weight / math.fsum(weights.values())
+                    elif at < start:
+                        total[i] += weight / older
         for i in range(SLOTS):
             added = float(slots.state["attended"][row, head, i] - before[row, head, i])
             assert added == pytest.approx(total[i], abs=2e-4), (row, head, i)
 
 
+@pytest.mark.parametrize(("sinks", "window"), [(0, 0), (11, 25)])
 @pytest.mark.parametrize("blend", [0.0, 0.3, 1.0])
-def test_leverage_and_attention_in_standard_deviations(blend: float) -> None:
-    slots = slots_of(3, ("attended",))
-    leverage = Leverage().score(slots)
+def test_leverage_and_attention_in_standard_deviations(blend: float, sinks: int, window: int) -> None:
+    """Of the tokens between sinks and window, as if these were not there."""
+    slots = replace(slots_of(3, ("attended",)), sinks=sinks, window=window)
+    window_starts = (slots.next_positions - window)[:, None, None]
+    is_between = (slots.positions >= sinks) & (slots.positions < window_starts)
+    leverage = Leverage().score(replace(slots, positions=slots.positions.where(is_between, -1)))
 
     def deviations(numbers: list[float]) -> list[float]:
         mean = math.fsum(numbers) / len(numbers)
         deviation = math.sqrt(math.fsum((n - mean) ** 2 for n in numbers) / (len(numbers) - 1))
         return [(n - mean) / deviation for n in numbers]
 
-    def expected(row: int, head: int, order: list[int]) -> list[float]:
-        if not order:
+    def expected(row: int, head: int, held: list[int]) -> list[float]:
+        if not held:
             return []
+        order = [i for i in held if is_between[row, head, i]]
         norms = [math.sqrt(sum(float(v) ** 2 for v in slots.values()[row, head, i])) for i in order]
         weighed = [float(slots.state["attended"][row, head, i]) * norm for i, norm in zip(order, norms, strict=True)]
         evened = []
@@ -68,7 +89,8 @@ def test_leverage_and_attention_in_standard_deviations(blend: float) -> None:
             near = weighed[max(0, at - 1) : at + 2]
             evened.append(sum(near) / len(near))
         first = deviations([float(leverage[row, head, i]) for i in order])
-        return [blend * a + b for a, b in zip(first, deviations(evened), strict=True)]
+        scores = dict(zip(order, (blend * a + b for a, b in zip(first, deviations(evened), strict=True)), strict=True))
+        return [scores.get(i, 0.0) for i in held]
 
     assert_scores(Compactor(blend), slots, expected, tolerance=1e-4)
 

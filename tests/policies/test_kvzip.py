@@ -7,7 +7,7 @@ import torch
 from transformers import PreTrainedModel
 
 import windlass
-from tests.helpers.caches import assert_same, held
+from tests.helpers.caches import assert_same, bytes_of_slots, held
 from tests.helpers.models import Models, Text, read
 from windlass import KeyNorm, KVCache, KVzip, PolicyError, UsageError
 from windlass.core.step import HEADROOM
@@ -97,7 +97,7 @@ def test_memory_falls_to_that_of_the_budget(attached_model: Models, text: Text) 
     cache, twin = (KVCache(model, 12, KVzip(8), chunk=20) for _ in range(2))
     windlass.prefill(model, cache, [text(50)[0].tolist()])
     read(model, twin, text(1), 1)
-    assert cache.nbytes() == twin.nbytes() == 2 * 3 * (12 + HEADROOM) * (2 * 8 * 4 + 2 * 4)
+    assert bytes_of_slots(cache) == bytes_of_slots(twin) == 2 * 3 * (12 + HEADROOM + 16) * (2 * 8 * 4 + 2 * 4)
 
 
 def test_later_tokens_push_out_the_text_lowest_first_and_are_never_scored(attached_model: Models, text: Text) -> None:

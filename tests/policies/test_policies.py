@@ -11,7 +11,7 @@ from torch import Tensor
 from tests.helpers.layers import BATCH, BUDGET, GROUP, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
 from windlass import H2O, TOVA, KeyDiff, KeyNorm, PolicyError, Random, Recent, SnapKV
 from windlass.cache.slot_layer import SlotLayer
-from windlass.core.step import AttentionCall, Limits, Step
+from windlass.core.step import HEADROOM, AttentionCall, Limits, Step
 from windlass.policies import NAMES, Policy, Recency, Slots
 from windlass.positions.modes import Original
 from windlass.stores.plain import Plain
@@ -72,8 +72,8 @@ def key_diff(heads: list[Head]) -> list[dict[int, float]]:
     return scores
 
 
-def snapkv(heads: list[Head]) -> list[dict[int, float]]:
-    """observed_queries=4, pool=3. A step of n < 4 tokens keeps 1 - n/4 of the earlier votes."""
+def pooled_votes(heads: list[Head], pool: Callable[[list[float]], float]) -> list[dict[int, float]]:
+    """observed_queries=4, pool=3. A step of n < 4 tokens keeps 1 - n/4 of the earlier votes; the window has none."""
     scores = []
     for head in heads:
         votes: dict[int, float] = {}
@@ -82,9 +82,17 @@ def snapkv(heads: list[Head]) -> list[dict[int, float]]:
             faded = {p: vote * (1 - len(seen) / 4) for p, vote in votes.items()}
             votes = {p: faded.get(p, 0.0) + sum(q.get(p, 0.0) for q in seen) / 4 for p in {*faded, *seen[-1]}}
         order = sorted(head.held)
-        near = {p: order[max(0, i - 1) : i + 2] for i, p in enumerate(order)}
-        scores.append({p: max(votes[n] for n in near[p]) for p in order})
+        padded = [0.0, *(votes[p] if p <= order[-1] - WINDOW else 0.0 for p in order), 0.0]
+        scores.append({p: pool(padded[i : i + 3]) for i, p in enumerate(order)})
     return scores
+
+
+def snapkv(heads: list[Head]) -> list[dict[int, float]]:
+    return pooled_votes(heads, max)
+
+
+def snapkv_of_means(heads: list[Head]) -> list[dict[int, float]]:
+    return pooled_votes(heads, lambda three: math.fsum(three) / 3)
 
 
 ORACLES: list[tuple[Policy, Rule]] = [
@@ -94,7 +102,25 @@ ORACLES: list[tuple[Policy, Rule]] = [
     (KeyNorm(), key_norm),
     (KeyDiff(), key_diff),
     (SnapKV(observed_queries=4, pool=3), snapkv),
+    (SnapKV(observed_queries=4, pool=3, is_mean=True), snapkv_of_means),
 ]
+
+
+def read_step(policy: Policy, rule: Rule, heads: list[Head], q: Tensor, k: Tensor, tokens: range) -> None:
+    """Write, attend, observe, evict, in the heads of a row."""
+    for h, head in enumerate(heads):
+        head.held += tokens
+        head.keys.update({p: k[h, p] for p in tokens})
+        queries = q[h * GROUP : (h + 1) * GROUP]
+        if isinstance(policy, Recency):  # masked to its window, so what it attends to says nothing
+            continue
+        head.steps.append([head.attend(queries[:, p], p) for p in tokens])
+        for seen in head.steps[-1]:
+            for p, mass in seen.items():
+                head.mass[p] = head.mass.get(p, 0.0) + mass
+    if len(heads[0].held) > BUDGET:
+        for head, score in zip(heads, rule(heads), strict=True):
+            head.keep(score, tokens.stop)
 
 
 @pytest.mark.parametrize("steps", [(1,) * 30, (12, 1, 1, 5, 1, 8, 1), (40,)], ids=str)
@@ -113,20 +139,10 @@ def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: t
         end = at + tokens
         prompt_end = end if tokens > 1 else prompt_end
         layer_step(layer, q[:, :, at:end], k[:, :, at:end], k[:, :, at:end], at, prompt_end)
+        size = 1 if tokens <= HEADROOM else tokens  # few tokens are taken one by one
         for b, heads in enumerate(rows):
-            for h, head in enumerate(heads):
-                head.held += range(at, end)
-                head.keys.update({p: k[b, h, p] for p in range(at, end)})
-                queries = q[b, h * GROUP : (h + 1) * GROUP]
-                if isinstance(policy, Recency):  # masked to its window, so what it attends to says nothing
-                    continue
-                head.steps.append([head.attend(queries[:, p], p) for p in range(at, end)])
-                for seen in head.steps[-1]:
-                    for p, mass in seen.items():
-                        head.mass[p] = head.mass.get(p, 0.0) + mass
-            if len(heads[0].held) > BUDGET:
-                for head, score in zip(heads, rule(heads), strict=True):
-                    head.keep(score, end)
+            for start in range(at, end, size):
+                read_step(policy, rule, heads, q[b], k[b], range(start, start + size))
             for h, head in enumerate(heads):
                 ranked = layer.positions[b, h if policy.needs.per_head else 0]
                 assert sorted(p for p in ranked.tolist() if p >= 0) == sorted(head.held), f"row {b}, head {h}, at {end}"
@@ -177,10 +193,10 @@ def test_every_policy_keeps_its_contract(name: str) -> None:
     check_policy(NAMES[name]())
 
 
-@pytest.mark.parametrize(("options", "words"), [({"observed_queries": 0}, "at least 1"), ({"pool": 4}, "odd number")])
-def test_snapkv_refuses_numbers_without_meaning(options: dict[str, int], words: str) -> None:
+@pytest.mark.parametrize(("numbers", "words"), [((0, 5), "at least 1"), ((8, 4), "odd number")])
+def test_snapkv_refuses_numbers_without_meaning(numbers: tuple[int, int], words: str) -> None:
     with pytest.raises(PolicyError, match=words):
-        SnapKV(**options)
+        SnapKV(*numbers)
 
 
 @dataclass(frozen=True)

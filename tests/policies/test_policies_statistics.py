@@ -1,17 +1,20 @@
 """What policies keep of the queries of a text: right, never lost, and declared."""
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.caches import assert_same, bytes_of_slots
 from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import policy as made
 from tests.helpers.policies import unchecked
 from tests.helpers.slots import BATCH, HEAD_DIM, HEADS, KV_HEADS, observe, turned_slots
-from windlass import H2O, ExpectedAttention, KVCache, PolicyError, TriAttention, prompt_cache
+from windlass import H2O, Compactor, ExpectedAttention, KVCache, PolicyError, TriAttention, kernels, prompt_cache
 from windlass.cache.slot_layer import SlotLayer
+from windlass.core.attention import AttentionInput, Mass
 from windlass.core.rotary_index import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.policies import Needs, Observation, Policy, Slots
@@ -73,9 +76,76 @@ def test_a_layer_shows_its_policy_every_query_once() -> None:
     assert layer.table.statistics["count"].flatten().tolist() == [24.0, 24.0]
 
 
+@dataclass(frozen=True)
+class CountsQueries(Policy):
+    """Counts, in every slot, the queries that it is shown. Source: none. Differs: nothing."""
+
+    needs = Needs(state=("seen",), mass=False)
+    observed_queries = None
+
+    def observe(self, slots: Slots, observation: Observation) -> None:
+        slots.state["seen"] += (observation.positions >= 0).sum(-1)[:, None, None]
+
+    def score(self, slots: Slots) -> Tensor:
+        return slots.positions.float()
+
+
+def test_a_policy_of_all_queries_is_shown_each_of_a_long_step_once() -> None:
+    layer, queries = layer_with(ExpectedAttention(skipped=0), (40, 1, 23, 2), torch.Generator().manual_seed(5))
+    torch.testing.assert_close(layer.table.statistics["mean"], queries.mean(2), rtol=1e-5, atol=1e-6)
+    assert layer.table.statistics["count"].flatten().tolist() == [66.0, 66.0]
+    layer, _ = layer_with(CountsQueries(), (40, 1, 23), torch.Generator().manual_seed(5))
+    is_held = layer.positions[0, 0] >= 0
+    counts = dict(zip(layer.positions[0, 0, is_held].tolist(), layer.table.state["seen"][0, 0, is_held], strict=True))
+    assert counts == {0: 64, 1: 64} | dict.fromkeys(range(54, 64), 23)
+
+
+@pytest.mark.parametrize(
+    "policy", [ExpectedAttention(), TriAttention(observed_queries=9), Compactor(), H2O()], ids=repr
+)
+def test_mass_is_computed_only_for_who_reads_it(monkeypatch: pytest.MonkeyPatch, policy: Policy) -> None:
+    given: list[bool] = []
+
+    def attend(call: AttentionInput) -> tuple[Tensor, Mass | None]:
+        given.append(call.observed is not None)
+        return reference(call)
+
+    reference = kernels.attend
+    monkeypatch.setattr(kernels, "attend", attend)
+    layer_with(policy, (40, 8, 1), torch.Generator().manual_seed(6))
+    assert given == [policy.needs.mass] * (1 + 8 + 1)  # the step of 8 is taken token by token
+    assert policy.needs.mass == (policy == H2O())
+
+
+@pytest.mark.parametrize(("policy", "kept"), [(ExpectedAttention(), 16), (TriAttention(observed_queries=9), 25)])
+def test_a_record_holds_few_of_a_long_steps_queries(policy: Policy, kept: int) -> None:
+    """As many as are observed, and as many as can be rolled back: not those of the whole chunk."""
+    layer, queries = layer_with(policy, (40,), torch.Generator().manual_seed(7))
+    held = layer.history.records[-1].queries
+    assert held is not None
+    assert held.equal(queries[:, :, 40 - kept :].flip(2))
+    assert held.untyped_storage().nbytes() == held.nbytes
+
+
+@pytest.mark.parametrize("policy", [ExpectedAttention(future=5), CountsQueries()], ids=repr)
+@pytest.mark.parametrize("lost", [1, 7, 16])
+def test_a_part_of_a_long_step_is_rolled_back_though_its_queries_are_gone(
+    attached_model: Models, text: Text, policy: Policy, lost: int
+) -> None:
+    model, ids = attached_model("llama"), text(60, rows=2)
+    caches = [KVCache(model, budget=14, policy=policy, window=2, batch=2) for _ in range(2)]
+    for cache in caches:
+        read(model, cache, ids[:, :3], 3)
+    read(model, caches[0], ids[:, 3:48], 45)
+    caches[0].rollback(lost)
+    read(model, caches[1], ids[:, 3 : 48 - lost], 45)
+    assert_same(*caches)
+    assert not caches[0].layers[0].can_roll_back([17 - lost] * 2)
+
+
 def test_only_the_last_queries_of_a_step_are_taken_where_so_asked() -> None:
-    layer, queries = layer_with(TriAttention(observed_queries=3), (8, 6), torch.Generator().manual_seed(3))
-    last = torch.cat((queries[:, :, 5:8], queries[:, :, 11:14]), 2)
+    layer, queries = layer_with(TriAttention(observed_queries=3), (18, 17), torch.Generator().manual_seed(3))
+    last = torch.cat((queries[:, :, 15:18], queries[:, :, 32:35]), 2)
     torch.testing.assert_close(layer.table.statistics["mean"], last.mean(2), rtol=1e-5, atol=1e-6)
 
 
@@ -115,7 +185,7 @@ def test_statistics_are_saved_and_taken_back(
     read(model, plain, ids[:, :40], 40)
     read(model, plain, ids[:, 40:46], 6)
     mass = sum(layer.table.state["mass"].nbytes for layer in plain.layers)
-    assert cache.nbytes() == plain.nbytes() - mass + size
+    assert bytes_of_slots(cache) == bytes_of_slots(plain) - mass + size
     loaded.reset()
     assert all(not layer.table.statistics for layer in loaded.layers)
 

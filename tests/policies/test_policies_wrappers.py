@@ -113,7 +113,7 @@ def test_what_is_wrapped_keeps_the_contract(policy: Policy) -> None:
 
 def test_it_prints_as_it_is_made() -> None:
     assert repr(InChunks(Smoothed(SnapKV(pool=3), 0.5), 4)) == (
-        "InChunks(policy=Smoothed(policy=SnapKV(observed_queries=32, pool=3), decay=0.5), size=4)"
+        "InChunks(policy=Smoothed(policy=SnapKV(observed_queries=32, pool=3, is_mean=False), decay=0.5), size=4)"
     )
     assert Smoothed(H2O()) == Smoothed(H2O())
     assert Smoothed(H2O()).needs.state == ("mass", "smoothed", "weight")

@@ -68,7 +68,7 @@ def test_a_life_of_evictions_edits_and_rollbacks(
 @pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt_oss"])
 def test_families(attached_model: Models, text: Text, family: str, spec: str) -> None:
     model, ids = attached_model(family), text(70)
-    assert_alike(*([read(model, cache, ids, 11)] for cache in pair(model, spec, budget=24)))
+    assert_alike(*([read(model, cache, ids, 23)] for cache in pair(model, spec, budget=24)))
 
 
 def test_worked_by_hand() -> None:

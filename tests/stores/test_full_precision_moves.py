@@ -109,7 +109,7 @@ def test_splice(attached_model: Models, text: Text, spec: str, policy: Policy) -
     for first, second in zip(
         pair(model, spec, budget=24, policy=policy, batch=2), pair(model, spec, budget=30, policy=policy), strict=True
     ):
-        read(model, second, ids[:1, :50], 9)
+        read(model, second, ids[:1, :50], 25)  # of passes that are taken whole
         second.drop(10, 20)
         first.splice(second, row=1)  # into an empty row, then into one that holds text
         read(model, first, ids[:, 50:60], 1)

@@ -26,6 +26,8 @@ BITS = {8: Int8, 4: Int4}
 class Rounded(Plain):
     """The oracle: floats, rounded at write as the codes of `like` round them."""
 
+    needs_key_means = True
+
     def __init__(self, like: LowBit) -> None:
         super().__init__()
         self._like = like

@@ -9,16 +9,13 @@ from windlass.cache.second_pass import second_pass
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState, Text
 from windlass.core.errors import UsageError
-from windlass.core.shapes import Attended, KeyMeans, NewKeys, NewValues, Queries, TokenIds, TokenMask
+from windlass.core.shapes import Attended, NewKeys, NewValues, Queries, TokenIds, TokenMask
 from windlass.core.step import AttentionCall, no_inference_mode
 from windlass.policies.base import TOKEN
 
 
 class TextCache(CacheState):
     """The memory of one text per row: a model's passes write it, edits change it, nothing but PyTorch is needed."""
-
-    key_means: list[KeyMeans | None] | None = None
-    """Per layer the mean key, for stores that ask for it."""
 
     def reset(self) -> None:
         """Forget every token and free the memory."""
@@ -28,7 +25,7 @@ class TextCache(CacheState):
             SlotLayer(index, limits, self.policy, rotary, self.store.fresh(mean), self.merge, len(means))
             for index, (limits, rotary, mean) in enumerate(each)
         ]
-        self.rows = RowTable.at_start(self.batch_size)
+        self.rows, self.expects_drafts = RowTable.at_start(self.batch_size), False
 
     def reserve(self, tokens: int) -> None:
         """Let a cache without budget grow once, not step by step, while the next `tokens` are written."""
@@ -106,7 +103,10 @@ class TextCache(CacheState):
         assert step is not None, "commit without a pass"
         after = rows
         if not step.is_second_pass:
-            after = rows.fed(step.lengths, step.positions.shape[1])
+            columns = step.positions.shape[1]
+            is_mixed = any(0 < tokens < columns for tokens in step.lengths)
+            is_token = (step.positions >= 0).tolist() if is_mixed else None
+            after = rows.fed(step.lengths, columns, step.prompt_lengths, is_token)
             if how.step is None:
                 after = after.told(_ids_of(step.ids, step.positions))
             elif how.token_ids is not None:
@@ -131,8 +131,12 @@ class TextCache(CacheState):
         self.text = before
 
     def nbytes(self) -> int:
-        """Bytes allocated for slots, positions and policy state."""
-        return sum(describe.bytes_by_tensor(self).values())
+        """Bytes of all tensors that the cache keeps alive: slots, state, and what rolling steps back takes.
+
+        Memory that tensors share counts once. Rotary tables do not count: they are the model's, and all its caches
+        read them. Nor do the ids in `tokens`, which are Python's numbers.
+        """
+        return sum(describe.bytes_by_part(self).values())
 
     describe = describe.describe
     compress = compress

@@ -125,7 +125,9 @@ def _cut_layer(layer: SlotLayer, here: Step, ranking: Policy) -> None:
 def _contested(layer: SlotLayer, here: Step) -> Scores:
     """The scores of tokens that may be evicted, -inf elsewhere; NaN ranks lowest, as it does in a layer."""
     least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
-    score = scores_of(layer.policy, layer.index, layer.slots_at(here)).float()
+    # The cut itself scores once more, and state that scoring moves must move once.
+    slots = replace(layer.slots_at(here), state=layer.table.copied_state())
+    score = scores_of(layer.policy, layer.index, slots).float()
     ends, limits = here.next_positions[:, None, None], layer.rules.limits
     is_free = (layer.positions >= limits.sinks) & (layer.positions < ends - limits.window)
     return score.nan_to_num(nan=least, posinf=most, neginf=least).masked_fill(~is_free, -torch.inf).cpu()

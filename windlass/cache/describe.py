@@ -1,17 +1,49 @@
 """What a cache holds and what it takes, read from what is allocated."""
 
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
+
+from torch import Tensor
+
 from windlass.cache.state import CacheState
 
 UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
 
 
-def bytes_by_tensor(cache: CacheState) -> dict[str, int]:
-    """Bytes allocated over all layers, by the name of the tensor: keys, values, positions, state."""
+def bytes_by_part(cache: CacheState) -> dict[str, int]:
+    """Bytes of all tensors that a cache keeps alive; what several of them share counts once, in the first part.
+
+    The parts are the tensors of the layers, by name: keys, values, positions, state. Then come "key_means", those
+    that a store did not take over as they are, and "rollback": what is kept so that steps can be taken back.
+    """
+    parts = [part for layer in cache.layers for part in layer.tensors().items()]
+    parts += [("key_means", tensor) for tensor in _tensors_in(cache.key_means)]
+    undo = [(layer.history, layer.checkpoint) for layer in cache.layers]
+    parts += [("rollback", tensor) for tensor in _tensors_in((undo, cache.text, cache.next_pass))]
     total: dict[str, int] = {}
-    for layer in cache.layers:
-        for name, tensor in layer.tensors().items():
-            total[name] = total.get(name, 0) + tensor.untyped_storage().nbytes()
-    return total
+    counted = set()
+    for name, tensor in parts:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in counted:
+            total[name] = total.get(name, 0) + storage.nbytes()
+            counted.add(storage.data_ptr())
+    return {name: count for name, count in total.items() if count}
+
+
+def _tensors_in(record: object) -> Iterator[Tensor]:
+    """The tensors of a record: in its fields, and in the records and containers there."""
+    if isinstance(record, Tensor):
+        yield record
+        return
+    inner: Iterator[object] = iter(())
+    if isinstance(record, dict):
+        inner = iter(record.values())
+    elif isinstance(record, (list, tuple)) and not (record and isinstance(record[0], int)):  # not the ids of a text
+        inner = iter(record)
+    elif is_dataclass(record):
+        inner = (getattr(record, each.name) for each in fields(record))
+    for each in inner:
+        yield from _tensors_in(each)
 
 
 def in_units(count: int) -> str:
@@ -44,7 +76,7 @@ def describe(cache: CacheState) -> str:
             held += f", sliding window {layer.sliding_window}"
         groups.setdefault(held, []).append(layer.index)
     lines += [f"  held     {held} in {len(layers)} layers" for held, layers in groups.items()]
-    sizes = bytes_by_tensor(cache)
+    sizes = bytes_by_part(cache)
     parts = ", ".join(f"{name} {in_units(size)}" for name, size in sizes.items())
     lines.append(f"  bytes    {in_units(sum(sizes.values()))}" + (f" ({parts})" if parts else ""))
     return "\n".join(lines)

@@ -1,10 +1,10 @@
 """Sequence edits: what happens to a text after it was read.
 
-All of them change integers. `drop`, `keep`, `shift` and `divide` touch positions only; `copy` and
-`splice` move keys and values to other rows or caches, byte for byte (but into another kind of
-store, where they are converted once). What is spliced counts as newly written: a store with exact
-tokens copies these as the other cache reads them. Ranges are half-open. After an edit other than
-`rollback`, the steps before it can no longer be rolled back.
+All of them change integers. `drop`, `keep` and `shift` touch positions only. `divide` sorts the slots as well, so
+that tokens which then share a position lie in the order of the text. `copy` and `splice` move keys and values to
+other rows or caches, byte for byte (but into another kind of store, where they are converted once). What is spliced
+counts as newly written: a store with exact tokens copies these as the other cache reads them. Ranges are half-open.
+After an edit other than `rollback`, the steps before it can no longer be rolled back.
 """
 
 from collections.abc import Callable, Sequence
@@ -24,9 +24,13 @@ from windlass.policies.base import INITIAL_STATE
 
 @no_inference_mode
 def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
-    """Forget the newest `tokens` of every row (or one number per row), exactly.
+    """Forget the newest `tokens` of every row (or one number per row), their evictions and policy state included.
 
-    The cache is then as if they had never been written, evictions and policy state included.
+    Taking back all tokens of a pass leaves the cache as if they had never been written. Of a pass that is taken back in
+    part, the tokens that stay were computed beside the others: where these decide how a token is read, the result
+    differs from one that never had them. So it is with a store that holds the newest tokens in full precision
+    (`int4(newest=3)`), with dynamic NTK past the trained length, whose rotation depends on the length of the text, and
+    with a row that idled over budget, after a splice: it stays cut.
 
     Raises: UsageError when they reach further back than can be rolled back; nothing is changed.
     """
@@ -48,8 +52,8 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
         if not layer.can_roll_back(counts):
             raise UsageError(
                 f"rollback of {max(counts)} tokens reaches past what layer {layer.index} ({layer.policy!r}) can take "
-                "back: the last step, and before it whole steps of up to `rollback` tokens for a policy without "
-                "state; use drop, or a KVCache with a larger rollback"
+                "back: the last step, and before it whole steps of up to `rollback` tokens; use drop, or a KVCache "
+                "with a larger rollback"
             )
         if not layer.holds_full_precision(counts):
             raise UsageError(
@@ -87,16 +91,16 @@ def keep(cache: CacheState, start: int, end: int, row: int | None = None) -> Non
 def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = None) -> None:
     """Add `by` to the positions from `start` up to `end`.
 
-    Raises: UsageError when a token would stand before 0 or where another one stands.
+    Raises: UsageError when a token would stand before 0, where another one stands, or past the end of its text.
     """
     _check_range(start, end)
-    if row is not None:
-        _check_row(cache, row, "row")
+    rows = _rows_of(cache, row)
     ends = [at + by if start < at <= end else at for at in cache.next_positions]
-    if min(ends) < 0:
-        raise UsageError(f"shift by {by} would move the end of the text to {min(ends)}, before 0")
+    first = min(ends[index] for index in rows)
+    if first < 0:
+        raise UsageError(f"shift by {by} would move the end of the text to {first}, before 0")
     for layer in cache.layers:
-        for index in range(cache.batch_size) if row is None else [row]:
+        for index in rows:
             if not layer.is_empty:
                 _check_shift(layer.positions[index], start, end, by, ends[index])
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p + by, p))
@@ -105,12 +109,26 @@ def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = No
 
 @no_inference_mode
 def divide(cache: CacheState, start: int, end: int, by: int, row: int | None = None) -> None:
-    """Divide the positions from `start` up to `end`, rounding down: several tokens may share one."""
+    """Divide the positions from `start` up to `end`, rounding down: several tokens may share one.
+
+    These keep the order in which they stood.
+
+    Raises: UsageError when the end of a text would move before a token that stays.
+    """
     _check_range(start, end)
+    rows = _rows_of(cache, row)
     if by < 1:
         raise UsageError(f"divide by {by}: must be at least 1")
-    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p // by, p))
     ends = [(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions]
+    held = [layer for layer in cache.layers if not layer.is_empty]
+    for layer in held:
+        for index in rows:
+            positions = layer.positions[index]
+            _check_end(positions[(positions < start) | (positions >= end)], ends[index], f"divide by {by}")
+    for layer in held:
+        layer.forget_steps(0)
+        layer.table.sort()
+    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p // by, p))
     cache.rows = cache.rows.moved_to(ends, row)
 
 
@@ -167,6 +185,7 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) 
 def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int) -> None:
     moves = (positions >= start) & (positions < end)
     moved, stays = positions[moves] + by, positions[(positions >= 0) & ~moves]
+    _check_end(stays, text_end, f"shift by {by}")
     if not moved.numel():
         return
     low, high = int(moved.min()), int(moved.max())
@@ -180,11 +199,21 @@ def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int
         )
 
 
+def _check_end(stays: Tensor, text_end: int, edit: str) -> None:
+    """Refuse an `edit` after which the next token would be written before one that `stays`, or onto it."""
+    last = int(stays.max()) if stays.numel() else -1
+    if last >= text_end:
+        raise UsageError(
+            f"{edit} would move the end of the text to {text_end}, but a token stays at {last}; drop it first"
+        )
+
+
 def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at: int, batch: int) -> None:
     held = theirs.positions[source : source + 1]
     # In the order of the text: the store counts them as they come.
     order = kernels.argsort_positions(held)[..., : int((held >= 0).sum(-1).max())]
     parts = {name: part.expand(batch, -1, -1, -1) for name, part in theirs.store.take(source, order).items()}
+    state = {name: tensor[source : source + 1].gather(-1, order) for name, tensor in theirs.table.state.items()}
     positions = held.gather(-1, order)
     positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
     is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
@@ -193,10 +222,9 @@ def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at:
     if mine.store.is_compatible(theirs.store):  # else they were converted, once
         mine.store.put(slots, parts)
     kept = {*INITIAL_STATE, *(() if mine.rules.merge is None else mine.rules.merge.state)}
-    for name in kept & set(mine.table.state) & set(theirs.table.state):
-        there = theirs.table.state[name][source : source + 1].gather(-1, order).expand_as(slots)
+    for name in kept & set(mine.table.state) & set(state):
         here = mine.table.state[name]
-        here.scatter_(-1, slots, there.where(is_row, here.gather(-1, slots)))
+        here.scatter_(-1, slots, state[name].expand_as(slots).where(is_row, here.gather(-1, slots)))
 
 
 def _check_same_layout(mine: SlotLayer, theirs: SlotLayer) -> None:
@@ -230,11 +258,18 @@ def select_rows(cache: CacheState, rows: Tensor) -> None:
 
 
 def _apply(cache: CacheState, row: int | None, change: Callable[[Tensor], Tensor]) -> None:
-    if row is not None:
-        _check_row(cache, row, "row")
+    _rows_of(cache, row)
     for layer in cache.layers:
         layer.edit(change, row)
     cache.rows = cache.rows.edited(row)
+
+
+def _rows_of(cache: CacheState, row: int | None) -> Sequence[int]:
+    """The rows that an edit is for: the one given, or all."""
+    if row is None:
+        return range(cache.batch_size)
+    _check_row(cache, row, "row")
+    return [row]
 
 
 def _check_row(cache: CacheState, row: int, name: str) -> None:

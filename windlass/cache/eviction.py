@@ -10,6 +10,23 @@ from windlass.core.attention import EvictionInput
 from windlass.core.record import StepRecord
 from windlass.core.shapes import Scores
 from windlass.merge import LayerView, plan_merge
+from windlass.policies.base import Slots
+from windlass.policies.calls import scores_of
+
+
+def scores_over_budget(table: SlotTable, rules: LayerRules, layer: int, slots: Slots) -> Scores:
+    """The policy's scores of a layer in which some row is over budget.
+
+    State that the policy moves while it scores is put back in the other rows: alone, they would not be scored.
+    """
+    assert rules.budget is not None, "scores without a budget"
+    before = table.copied_state() if len(slots.next_positions) > 1 else {}
+    score = scores_of(rules.policy, layer, slots)
+    if before:
+        is_over = (table.positions >= 0).sum(-1, keepdim=True).amax(1, keepdim=True) > rules.budget
+        for name, tensor in table.state.items():
+            tensor.copy_(tensor.where(is_over, before[name]))
+    return score
 
 
 def evict(table: SlotTable, rules: LayerRules, record: StepRecord, score: Scores) -> StepRecord:

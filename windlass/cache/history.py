@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
+from torch import Tensor
+
 from windlass.cache.rules import LayerRules
-from windlass.cache.slot_table import SlotTable, TableSnapshot
+from windlass.cache.slot_table import SlotTable, TableSnapshot, free_reserved
 from windlass.core.record import StepRecord
 from windlass.core.step import HEADROOM, Step
 from windlass.merge import MergePlan
+from windlass.stores.full_precision import FullPrecisionRing
 
 
 class Checkpoint(NamedTuple):
@@ -23,7 +27,7 @@ class Checkpoint(NamedTuple):
 
     def restore(self, table: SlotTable) -> None:
         """Let `table` be what it was."""
-        for plan in self.merged:
+        for plan in reversed(self.merged):
             plan.revert(table.store, table.state)
         table.restore(self.table)
 
@@ -54,43 +58,92 @@ class History(NamedTuple):
         last = self.records[-1]
         return History(self.records[:-1], self.has_evicted, self.size - last.size, self.reserved - last.evicted_count)
 
-    def forgotten(self, tokens: int, newest: int, table: SlotTable) -> History:
+    def forgotten(self, tokens: int, newest: int, positions: Tensor) -> History:
         """With its `newest` records and, before them, those of `tokens` tokens or fewer.
 
-        What the others reserved in `table` is freed.
+        What the others reserved in `positions`, those of a table's slots, is freed.
         """
         kept = len(self.records) - newest
         older = self.size - sum(record.size for record in self.records[max(kept, 0) :])
         at, size, reserved = 0, self.size, self.reserved
-        while at < kept and older > tokens:
+        while at < kept and (older > tokens or tokens == 0):  # a step in which no row got a token takes no room
             record = self.records[at]
             if record.evicted is not None and record.evicted_positions is not None:
-                table.free_reserved(record.evicted, record.evicted_positions)
+                free_reserved(positions, record.evicted, record.evicted_positions)
             at, older, size = at + 1, older - record.size, size - record.size
             reserved -= record.evicted_count
         return self if at == 0 else History(self.records[at:], self.has_evicted, size, reserved)
 
-    def is_last_step(self, counts: Sequence[int]) -> bool:
-        """Whether these many tokens of each row are those of the newest step."""
-        return bool(self.records) and self.records[-1].step.lengths == tuple(counts)
+    def ring_before(self, counts: Sequence[int], ring: FullPrecisionRing) -> dict[str, Tensor] | None:
+        """What `ring` held before these many tokens of each row; None unless a pass began there and set it aside."""
+        for record in reversed(self.records):
+            kept, counts = record.split(counts)
+            if any(kept):
+                break
+            if not record.is_continued:
+                return None if any(counts) or not ring.is_replaced(record.ring) else record.ring
+        return None
 
     def can_roll_back(self, counts: Sequence[int]) -> bool:
         """Whether the records tell how to roll these many tokens of each row back."""
         for record in reversed(self.records):
+            if not any(counts):
+                break
             kept, left = record.split(counts)
-            if any(kept):
-                gone = max(done + n for done, n in zip(record.rolled_back, counts, strict=True))
-                return not any(left) and (record.mass is None or gone <= HEADROOM)
+            if any(kept) and record.queries is not None:
+                triples = zip(record.rolled_back, counts, record.step.lengths, strict=True)
+                if max(done + min(n, was) for done, n, was in triples) > HEADROOM:
+                    return False
             counts = left
         return not any(counts)
+
+    def rolled_back(self, counts: Sequence[int], here: Step, table: SlotTable) -> tuple[History, list[StepRecord]]:
+        """Take every step with one of the newest `counts` tokens of each row out of `table`; `here` is where rows end.
+
+        Returns the history without them, and of each step, oldest first, what is to be taken again: the tokens
+        of rows that keep them.
+        """
+        history, kept_records = self, []
+        while any(counts):
+            record = history.undo_last(table)
+            history = history.without_last()
+            kept, counts = record.split(counts)
+            if any(kept):
+                kept_records.append(record.cut_to(kept, here))
+        return history, kept_records[::-1]
+
+    def without_last_pass(self, table: SlotTable) -> tuple[History, dict[str, Tensor]]:
+        """Take the newest pass out of `table`; returns what is left, and the full-precision tokens before it."""
+        history = self
+        while True:
+            record = history.undo_last(table)
+            history = history.without_last()
+            if not record.is_continued:
+                return history, record.ring
 
     def undo_last(self, table: SlotTable) -> StepRecord:
         """Take the newest step out of `table`, but for what its store holds in full precision."""
         record = self.records[-1]
         if record.evicted is not None and record.evicted_positions is not None:
             table.put_back(record.evicted, record.evicted_positions)
-        if record.merged_into is not None and record.merged_before is not None:
-            table.store.put(record.merged_into, record.merged_before)
+            if record.merged_into is not None and record.merged_before is not None:
+                table.put_parts_back(record.merged_into, record.merged_before, record.evicted_positions)
         table.free(record.written)
         table.put_state_back(record.state, record.statistics, record.occupancy_bound)
         return record
+
+
+def written_again(record: StepRecord, table: SlotTable) -> StepRecord:
+    """Let the tokens of a step that was undone stand in `table` again; returns its record, from the table as it is."""
+    again = replace(
+        record,
+        occupancy_bound=table.occupancy_bound,
+        statistics=dict(table.statistics),
+        state=table.copied_state(),
+        ring=table.store.full_precision.tensors,
+    )
+    table.rewrite(record.written, record.step.positions, record.initial_state)
+    table.occupancy_bound += max(record.step.lengths)
+    if record.settled is not None:
+        table.put_state_back(*record.settled, table.occupancy_bound)
+    return again

@@ -32,7 +32,7 @@ class Layer(ABC):
 
     @abstractmethod
     def can_roll_back(self, counts: Sequence[int]) -> bool:
-        """Whether the newest `counts` tokens of each row can be rolled back exactly."""
+        """Whether the newest `counts` tokens of each row can be rolled back, with all that they changed."""
 
     @abstractmethod
     def roll_back(self, counts: Sequence[int], here: Step) -> None:

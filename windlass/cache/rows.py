@@ -9,106 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.cache.row import Row
 from windlass.core.errors import UsageError
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import QueryPositions, TokenIds, TokenMask
 from windlass.core.step import Pass, Step
-
-
-@dataclass(frozen=True, eq=False)
-class Row:
-    """Where the text of one row stands.
-
-    `columns` counts what it was fed, padding included, and `since_edit` the tokens after its last edit, which
-    are all that can be rolled back. `prompts` are the ranges [start, end) of positions that came in steps of
-    several tokens. The first `known_ids` of `ids` are the tokens fed, edits aside; None where any came without ids.
-    """
-
-    tokens_seen: int = 0
-    next_position: int = 0
-    columns: int = 0
-    since_edit: int = 0
-    prompts: tuple[tuple[int, int], ...] = ()
-    ids: list[int] | None = None
-    known_ids: int = 0
-
-    @property
-    def tokens(self) -> list[int] | None:
-        """The ids of the tokens fed; None where they are not known."""
-        return None if self.ids is None else self.ids[: self.known_ids]
-
-    def __eq__(self, other: object) -> bool:
-        """Whether both stand alike; what lies in `ids` beyond `known_ids` does not count."""
-        return isinstance(other, Row) and self._key == other._key
-
-    @property
-    def _key(self) -> tuple[object, ...]:
-        counts = self.tokens_seen, self.next_position, self.columns, self.since_edit
-        return *counts, self.prompts, self.tokens
-
-    @property
-    def prompt_end(self) -> int:
-        """One past the last position that came in a step of several tokens."""
-        return self.prompts[-1][1] if self.prompts else 0
-
-    def fed(self, tokens: int, columns: int) -> Row:
-        """After `tokens` more, in `columns` at once; their ids are told to `told`."""
-        end, prompts = self.next_position + tokens, self.prompts
-        if columns > 1 and tokens:
-            is_continued = bool(prompts) and prompts[-1][1] == end - tokens
-            start = prompts[-1][0] if is_continued else end - tokens
-            prompts = (*(prompts[:-1] if is_continued else prompts), (start, end))
-        return Row(
-            self.tokens_seen + tokens,
-            end,
-            self.columns + columns,
-            self.since_edit + tokens,
-            prompts,
-            self.ids,
-            self.known_ids,
-        )
-
-    def told(self, ids: Sequence[int] | None) -> Row:
-        """With the ids of the tokens that were fed last.
-
-        The list grows in place and is shared with the row before, which counts fewer of its entries: a row that
-        is taken back needs no copy, and appending takes no time that grows with the text.
-        """
-        if ids is None or self.ids is None:
-            return replace(self, ids=None, known_ids=0)
-        self.ids[self.known_ids :] = ids
-        return replace(self, known_ids=self.known_ids + len(ids))
-
-    def moved_to(self, end: int) -> Row:
-        """Going on at position `end`."""
-        prompts = tuple((start, min(stop, end)) for start, stop in self.prompts if start < end)
-        return replace(self, next_position=end, prompts=prompts)
-
-    def rolled_back(self, tokens: int) -> Row:
-        """Without its newest `tokens`."""
-        return replace(
-            self.moved_to(self.next_position - tokens),
-            tokens_seen=self.tokens_seen - tokens,
-            columns=self.columns - tokens,
-            since_edit=self.since_edit - tokens,
-            known_ids=max(self.known_ids - tokens, 0),
-        )
-
-    def copied(self) -> Row:
-        """The same with a list of ids of its own."""
-        return replace(self, ids=self.tokens)
-
-    def followed_by(self, other: Row) -> Row:
-        """With the text of `other` after it."""
-        ids = None if self.tokens is None or other.tokens is None else [*self.tokens, *other.tokens]
-        return replace(
-            self.moved_to(self.next_position + other.next_position),
-            tokens_seen=self.tokens_seen + other.tokens_seen,
-            columns=self.columns + other.columns,
-            since_edit=0,
-            ids=ids,
-            known_ids=0 if ids is None else len(ids),
-        )
 
 
 @dataclass(frozen=True)
@@ -171,22 +76,53 @@ class RowTable:
     def step(self, positions: QueryPositions, lengths: Sequence[int], ids: TokenIds | None, how: Pass) -> Step:
         """A step of `lengths` tokens per row from here."""
         ends = [row.next_position + n for row, n in zip(self.rows, lengths, strict=True)]
-        prompt_ends = self.prompt_ends
-        if positions.shape[1] > 1:
-            prompt_ends = [new if n else old for new, old, n in zip(ends, prompt_ends, lengths, strict=True)]
         device = positions.device
-        next_positions, prompts = torch.tensor(ends, device=device), torch.tensor(prompt_ends, device=device)
-        is_second, is_deferred = how.is_second_pass, how.defer_eviction
-        return Step(positions, tuple(lengths), next_positions, prompts, max(ends), ids, is_second, is_deferred)
+        step = Step(
+            positions,
+            tuple(lengths),
+            torch.tensor(ends, device=device),
+            torch.tensor(self.prompt_ends, device=device),
+            max(ends),
+            ids,
+            how.is_second_pass,
+            how.defer_eviction,
+            drafts=max(min(how.drafts, positions.shape[1] - 1), 0),
+            is_prompt=how.is_prompt or not any(self.tokens_seen),
+        )
+        if not any(step.prompt_lengths):
+            return step
+        pairs = zip(self.rows, step.prompt_lengths, strict=True)
+        prompt_ends = [row.next_position + n if n else row.prompt_end for row, n in pairs]
+        return replace(step, prompt_ends=torch.tensor(prompt_ends, device=device))
 
     def standstill(self, device: torch.device) -> Step:
         """A step of no tokens: where the rows stand now."""
         positions = torch.empty(len(self.rows), 0, dtype=torch.long, device=device)
         return self.step(positions, [0] * len(self.rows), None, Pass())
 
-    def fed(self, lengths: Sequence[int], columns: int) -> RowTable:
-        """After as many more tokens per row, in `columns` at once; their ids are told to `told`."""
-        return RowTable(tuple(row.fed(n, columns) for row, n in zip(self.rows, lengths, strict=True)))
+    def fed(
+        self,
+        lengths: Sequence[int],
+        columns: int,
+        prompts: Sequence[int],
+        is_token: Sequence[Sequence[bool]] | None = None,
+    ) -> RowTable:
+        """After as many more tokens per row, in `columns` at once; their ids are told to `told`.
+
+        The first `prompts` of them belong to a prompt. `is_token` tells which columns they are; needed where a row
+        got some tokens and some padding.
+        """
+        before = self.columns_seen
+        flags = [is_token[at] if is_token is not None and n else None for at, n in enumerate(lengths)]
+        each = zip(self.rows, lengths, prompts, flags, strict=True)
+        rows = [row.fed(n, columns, prompt, own) for row, n, prompt, own in each]
+        # Rows that stand at different columns count those that come under different numbers.
+        return RowTable(
+            tuple(
+                new if old.columns == before or new.padding == () else replace(new, padding=None)
+                for old, new in zip(self.rows, rows, strict=True)
+            )
+        )
 
     def told(self, ids: Sequence[Sequence[int]] | None) -> RowTable:
         """With the ids of the tokens that were fed last, or None where they are not known."""
@@ -200,7 +136,7 @@ class RowTable:
 
     def edited(self, row: int | None) -> RowTable:
         """One row, or all, edited: what came before can't be rolled back."""
-        return self.changed(lambda _, one: replace(one, since_edit=0), row)
+        return self.changed(lambda _, one: replace(one, since_edit=0, padding=None), row)
 
     def rolled_back(self, counts: Sequence[int]) -> RowTable:
         """Without the newest `counts` tokens of each row."""
@@ -214,7 +150,9 @@ class RowTable:
     def spliced(self, added: Row, row: int) -> RowTable:
         """With the text of `added` after that of one row; the columns it came in count for all."""
         return self.changed(
-            lambda at, one: one.followed_by(added) if at == row else replace(one, columns=one.columns + added.columns),
+            lambda at, one: (
+                one.followed_by(added) if at == row else replace(one, columns=one.columns + added.columns, padding=None)
+            ),
             None,
         )
 
@@ -249,6 +187,7 @@ class RowTable:
                     tuple((start, end) for start, end in told["prompts"][row]),
                     None if tokens is None else tokens[row],
                     0 if tokens is None else len(tokens[row]),
+                    None,
                 )
                 for row, seen in enumerate(told["tokens_seen"])
             )
@@ -258,8 +197,13 @@ class RowTable:
 def check_positions(ours: QueryPositions, given: Tensor) -> None:
     """Compare the positions that a caller passed with those that follow; padding, negative in `ours`, may differ.
 
-    Raises: UsageError, naming the first that differs.
+    Raises: UsageError, naming the first that differs, or another shape.
     """
+    if given.ndim != 2 or given.shape[1] != ours.shape[1] or given.shape[0] not in (1, ours.shape[0]):
+        raise UsageError(
+            f"position_ids are {tuple(given.shape)}, expected {tuple(ours.shape)} (batch, tokens): one for each new "
+            "token; leave position_ids out, for the cache knows them"
+        )
     is_wrong = (ours >= 0) & (given != ours)
     if bool(is_wrong.any()):
         row, column = is_wrong.nonzero()[0].tolist()

@@ -59,21 +59,23 @@ class LayerRules:
         return not (self.policy.needs.state or self.policy.needs.statistics)
 
     @cached_property
-    def rollback(self) -> int:
-        """Tokens of earlier steps that can be rolled back: none where something is kept per slot."""
-        return 0 if self.state or self.policy.needs.statistics else self.limits.rollback
-
-    @cached_property
     def headroom(self) -> int:
         """Slots beyond the budget at rest: for the next tokens, and for those that may be rolled back."""
-        return HEADROOM + self.rollback
+        return HEADROOM + self.limits.rollback
 
-    def slots_for(self, tokens: int, slots: int, held: int, reserve_hint: int, defer_eviction: bool) -> int:
-        """Slots that a layer with `slots` of them, `held` in use, should have before `tokens` more come."""
+    def slots_for(
+        self, tokens: int, slots: int, held: int, reserve_hint: int, longest_decode: int, defer_eviction: bool
+    ) -> int:
+        """Slots that a layer with `slots` of them, `held` in use, should have before `tokens` more come.
+
+        In decode no pass is longer than `longest_decode` tokens; 0 says that they are a chunk of a prompt.
+        """
         needed = held + tokens
         if self.budget is not None and not defer_eviction:
             # A prompt's steps leave room for the next one; decode gives that room back.
-            room = self.headroom if tokens <= HEADROOM else max(tokens, self.limits.chunk, slots - self.budget)
+            room = max(tokens, self.limits.chunk, slots - self.budget)
+            if longest_decode:
+                room = longest_decode + self.limits.rollback
             return max(self.budget + room, needed)
         if needed <= slots:
             return slots

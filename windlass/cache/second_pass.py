@@ -5,11 +5,12 @@ from dataclasses import replace
 import torch
 
 from windlass import kernels
+from windlass.cache.attend import attend
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.shapes import Attended, NewKeys, NewValues, PerSlot, Queries
 from windlass.core.step import AttentionCall, Step
 from windlass.policies.base import Observation
-from windlass.policies.calls import policy_errors, preprocess
+from windlass.policies.calls import observe, preprocess
 from windlass.policies.wrapper import scoring_chunk
 from windlass.positions.modes import PositionMode
 
@@ -25,7 +26,7 @@ def second_pass(
 ) -> Attended:
     """What the queries read, as in a step; afterwards the layer holds what it held, but for what its policy noted."""
     before = layer.protect(step)
-    layer.make_room(keys, values, step.defer_eviction)
+    layer.make_room(keys, values, step.is_decode, step.defer_eviction)
     table = layer.table
     before.table.copies.extend((tensor, tensor.clone()) for tensor in table.state.values())
     queries, keys, initial_state = preprocess(layer.configured_policy, layer.index, queries, keys, step.ids)
@@ -36,8 +37,8 @@ def second_pass(
     table.occupancy_bound += max(step.lengths)
     out, peak = _attended(layer, queries, step, mode, call)
     if scoring_chunk(layer.policy):
-        with policy_errors(layer.policy, layer.index):
-            layer.policy.observe(layer.slots_at(step), Observation(peak, queries.flip(2), step.positions.flip(1)))
+        seen = Observation(peak, queries.flip(2), step.positions.flip(1))
+        observe(layer.policy, layer.index, layer.slots_at(step), seen)
     table.free(written)
     table.occupancy_bound, table.store.full_precision.tensors = held, ring
     return out
@@ -57,7 +58,8 @@ def _attended(
     outs, peaks = [], []
     for member in range(heads // kv_heads):
         own = replace(call, sink_logits=None if sinks is None else sinks[:, member])
-        out, mass = layer.attend(queries[:, member :: heads // kv_heads], step, mode, own, columns)
+        member_queries = queries[:, member :: heads // kv_heads]
+        out, mass = attend(layer.table, layer.rules, layer.rotary, member_queries, step, mode, own, columns)
         assert mass is not None, "attention that nobody observed"
         outs.append(out)
         peaks.append(mass.rows.amax(2))

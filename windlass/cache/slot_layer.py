@@ -8,20 +8,20 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.cache.eviction import evict, merge_evicted
-from windlass.cache.history import Checkpoint, History
+from windlass.cache.attend import attend
+from windlass.cache.eviction import evict, merge_evicted, scores_over_budget
+from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer import Layer
-from windlass.cache.observation import observation, observed_columns, slots_view
+from windlass.cache.observation import observation, observed_columns, queries_at, settle, slots_view
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable
-from windlass.core.attention import AttentionInput, Mass
 from windlass.core.record import StepRecord
 from windlass.core.rotary_index import EMPTY
-from windlass.core.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries, SlotIndex
+from windlass.core.shapes import Attended, NewKeys, NewValues, Queries, SlotIndex
 from windlass.core.step import HEADROOM, AttentionCall, Limits, Step
-from windlass.merge import Merge, log_counts
+from windlass.merge import Merge
 from windlass.policies.base import Policy, Slots
-from windlass.policies.calls import UNKNOWN_STATE, policy_errors, preprocess, scores_of
+from windlass.policies.calls import UNKNOWN_STATE, observe, preprocess
 from windlass.positions.modes import PositionMode
 from windlass.positions.rotary import Rotary, Rotation
 from windlass.stores.base import Store
@@ -45,6 +45,7 @@ class SlotLayer(Layer):
         self.table = SlotTable(store)
         self.configured_policy, self.configured_merge = policy, merge
         self.rules = LayerRules(policy, merge, limits, limits.budget)
+        self.longest_decode = HEADROOM  # tokens of one pass
         self.reserve_hint = 0  # slots that are known to be needed soon, so that a layer without budget grows once
         self.history = History()
         self.checkpoint: Checkpoint | None = None
@@ -82,13 +83,40 @@ class SlotLayer(Layer):
         self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, mode: PositionMode, call: AttentionCall
     ) -> Attended:
         """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
-        before = None if step.is_captured else self.protect(step)
+        if not step.is_captured:
+            self.protect(step)
         if self.is_empty or call.sliding_window != self.sliding_window:  # an import may not have known it
             self.use_sliding_window(call.sliding_window)
-        self.make_room(keys, values, step.defer_eviction)
+        if step.drafts:
+            self.longest_decode = max(self.longest_decode, step.positions.shape[1])
+        self.make_room(keys, values, step.is_decode, step.defer_eviction)
+        parts = self._parts(step)
+        columns = [part.positions.shape[1] for part in parts]
+        pieces = zip(parts, *(states.split(columns, 2) for states in (queries, keys, values)), strict=True)
+        outs = [self._step(q, k, v, part, mode, call, at > 0) for at, (part, q, k, v) in enumerate(pieces)]
+        self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+    def _parts(self, step: Step) -> tuple[Step, ...]:
+        """`step.parts`, unless nothing depends on it: no token is evicted, observed or held in another precision."""
+        is_evicting = self.budget is not None and self.table.occupancy_bound + max(step.lengths) > self.budget
+        is_apart = is_evicting or self.policy.observed_queries != 0 or self.store.full_precision.newest > 0
+        return step.parts if is_apart and not step.defer_eviction else (step,)
+
+    def _step(
+        self,
+        queries: Queries,
+        keys: NewKeys,
+        values: NewValues,
+        step: Step,
+        mode: PositionMode,
+        call: AttentionCall,
+        is_continued: bool,
+    ) -> Attended:
+        """Write, attend, observe, evict, and note how to undo it."""
         table, state = self.table, self.table.copied_state()
-        if before is not None:
-            before.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
+        if self.checkpoint is not None and not is_continued:
+            self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
         queries, keys, initial_state = preprocess(self.configured_policy, self.index, queries, keys, step.ids)
         positions = step.positions[:, None].expand(-1, table.score_heads, -1)
         written = kernels.first_free(table.positions, keys.shape[2])
@@ -96,7 +124,8 @@ class SlotLayer(Layer):
         table.write(written, keys, values, positions, initial_state)
         table.occupancy_bound += max(step.lengths)
         observed = observed_columns(step, self.policy.observed_queries)
-        out, mass = self.attend(queries, step, mode, call, observed)
+        weighed = observed if self.policy.needs.mass else None
+        out, mass = attend(table, self.rules, self.rotary, queries, step, mode, call, weighed)
         record = StepRecord(
             step,
             (0,) * len(step.lengths),
@@ -108,17 +137,17 @@ class SlotLayer(Layer):
             initial_state,
             observed,
             mass,
-            queries.detach() if mass is not None else None,
+            None if observed is None else queries_at(queries, observed),
+            settle(self.policy, self.index, lambda: self.slots_at(step), queries, step),
+            is_continued=is_continued,
         )
         self.observe_and_evict(record)
         return out
 
     def protect(self, step: Step) -> Checkpoint:
         """Note what the layer is before anything changes, so that `take_back` finds it again."""
-        table, history = self.table.snapshot(), self.history
-        if step.positions.shape[1] > HEADROOM:  # a long step forgets earlier ones, which may be large
-            history = History(has_evicted=history.has_evicted)
-            table.copies[0][1].clamp_(min=EMPTY)
+        table = self.table.snapshot()
+        history = self._history_left(step.positions.shape[1], step.is_decode, table.copies[0][1])
         self.checkpoint = Checkpoint(step, table, self.rules, history, [])
         return self.checkpoint
 
@@ -130,20 +159,19 @@ class SlotLayer(Layer):
         if checkpoint is not None and checkpoint.step is step:
             checkpoint.restore(self.table)
             self.rules, self.history, self.checkpoint = checkpoint.rules, checkpoint.history, None
-        elif records and records[-1].step is step:
-            self.store.full_precision.tensors = records[-1].ring
-            self.history.undo_last(self.table)
-            self.history = self.history.without_last()
+        elif records and any(records[-1].step is part for part in (step, step.parts[-1])):
+            self.history, ring = self.history.without_last_pass(self.table)
+            self.store.full_precision.tensors = ring
 
     def observe_and_evict(self, record: StepRecord) -> None:
         """The second half of a step; the record is kept so that the step can be rolled back."""
-        if record.mass is not None:
+        if record.queries is not None:
             seen = observation(record, self.policy.observed_queries)
-            with policy_errors(self.policy, self.index):
-                self.policy.observe(self.slots_at(record.step), seen)
-        self.history = self.history.with_record(self._evicted(record))
-        is_short = record.step.positions.shape[1] <= HEADROOM
-        self.forget_steps(self.rules.rollback if is_short else 0, newest=1)
+            observe(self.policy, self.index, self.slots_at(record.step), seen)
+        record = self._evicted(record)
+        if record.written.shape[-1] == len(record.step.lengths) == 1:  # it is rolled back as a whole
+            record = replace(record, mass=None, queries=None)
+        self.history = self.history.with_record(record)
 
     def use_sliding_window(self, sliding_window: int | None) -> None:
         """Hold just the sliding window, where that fits in the budget."""
@@ -160,13 +188,13 @@ class SlotLayer(Layer):
         self.table.keep_state(self.rules.state, UNKNOWN_STATE)
 
     def append(self, keys: NewKeys, values: NewValues, positions: Tensor, sliding_window: int | None) -> SlotIndex:
-        """Write tokens that attend to nothing: (batch, score_heads, tokens) `positions`, EMPTY for none.
+        """Write tokens that attend to nothing, at (batch, score_heads, tokens) `positions`; returns the slots they got.
 
-        Returns the slots they got. What exceeds the budget is evicted at the next step.
+        What exceeds the budget is evicted at the next step.
         """
         if self.is_empty:
             self.use_sliding_window(sliding_window)
-        self.make_room(keys, values, defer_eviction=False)
+        self.make_room(keys, values, is_decode=keys.shape[2] <= HEADROOM, defer_eviction=False)
         positions = positions.expand(-1, self.table.score_heads, -1)
         written = kernels.first_free(self.positions, keys.shape[2])
         self.table.write(written, keys, values, positions, {})
@@ -174,60 +202,36 @@ class SlotLayer(Layer):
         self.forget_steps(0)
         return written
 
-    def make_room(self, keys: NewKeys, values: NewValues, defer_eviction: bool) -> None:
+    def make_room(self, keys: NewKeys, values: NewValues, is_decode: bool, defer_eviction: bool) -> None:
         """Slots for the new tokens: allocate, grow, or pack once decode begins."""
         rules, table, tokens = self.rules, self.table, keys.shape[2]
-        is_decode = tokens <= HEADROOM
-        if not is_decode or table.slots - table.occupancy_bound - self.history.reserved < tokens:
-            self.forget_steps(rules.rollback if is_decode else 0)
-        wanted = rules.slots_for(tokens, table.slots, table.occupancy_bound, self.reserve_hint, defer_eviction)
+        self.history = self._history_left(tokens, is_decode, table.positions)
+        decode = self.longest_decode if is_decode else 0
+        wanted = rules.slots_for(tokens, table.slots, table.occupancy_bound, self.reserve_hint, decode, defer_eviction)
         if self.is_empty:
             table.allocate(keys, values, wanted, self.policy.needs.per_head, HEADROOM + rules.limits.rollback)
             table.keep_state(rules.state, {})
         elif wanted != table.slots:
             self.resize(wanted)
 
+    def _history_left(self, tokens: int, is_decode: bool, positions: Tensor) -> History:
+        """The steps that can be undone once `tokens` more come, which may take what `positions` reserve."""
+        if is_decode and self.table.slots - self.table.occupancy_bound - self.history.reserved >= tokens:
+            return self.history
+        return self.history.forgotten(self.rules.limits.rollback if is_decode else 0, 0, positions)
+
     def resize(self, slots: int) -> None:
         """Pack the held tokens into the first of `slots` slots; earlier steps can't be rolled back."""
         self.forget_steps(0)
         self.table.resize(slots)
-
-    def attend(
-        self, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall, observed: ObservedColumns | None
-    ) -> tuple[Attended, Mass | None]:
-        """What the queries read of the slots, and the attention that each slot got from the `observed` ones."""
-        table, tables, index, tokens = self.table, None, None, queries.shape[2]
-        if self.rotary is not None:
-            index = mode.rotary_index(table.positions, step.positions)
-            held = min(table.occupancy_bound + step.graph_headroom, table.slots)
-            length = mode.bound(step.end, held, tokens)
-            tables = self.rotary.tables(length, queries.device, kernels.table_dtype(queries))
-        wanted = self.policy.observed_queries
-        return kernels.attend(
-            AttentionInput(
-                queries,
-                table.store.packed_keys(),
-                table.store.packed_values(),
-                table.positions,
-                step.positions,
-                index,
-                tables,
-                call.scale,
-                self.rules.visibility,
-                softcap=call.softcap,
-                sink_logits=call.sink_logits,
-                log_counts=log_counts(self.rules.merge, table.state),
-                observed=observed,
-                is_rest_wanted=wanted is None and observed is not None and observed.shape[1] < tokens,
-            )
-        )
 
     def _evicted(self, record: StepRecord) -> StepRecord:
         """Free the tokens over budget that rank lowest; returns the record with what was freed."""
         rules, step = self.rules, record.step
         if rules.budget is None or step.defer_eviction or self.table.occupancy_bound <= rules.budget:
             return record
-        record = evict(self.table, rules, record, scores_of(rules.policy, self.index, self.slots_at(step)))
+        score = scores_over_budget(self.table, rules, self.index, self.slots_at(step))
+        record = evict(self.table, rules, record, score)
         return record if rules.merge is None else merge_evicted(self.table, rules, record, self.checkpoint)
 
     def slots_at(self, step: Step) -> Slots:
@@ -242,33 +246,29 @@ class SlotLayer(Layer):
 
     def forget_steps(self, tokens: int, newest: int = 0) -> None:
         """Let only the `newest` steps, and before them those of `tokens` tokens or fewer, be rolled back."""
-        self.history = self.history.forgotten(tokens, newest, self.table)
+        self.history = self.history.forgotten(tokens, newest, self.positions)
 
     def can_roll_back(self, counts: Sequence[int]) -> bool:
         return self.is_lossless or self.history.can_roll_back(counts)
 
     def holds_full_precision(self, counts: Sequence[int]) -> bool:
         """Whether the store still holds in full precision what it is to hold so without the newest `counts` tokens."""
-        return self.history.is_last_step(counts) or self.store.full_precision.can_roll_back(counts)
+        ring = self.store.full_precision
+        return ring.can_roll_back(counts) or self.history.ring_before(counts, ring) is not None
 
     def roll_back(self, counts: Sequence[int], here: Step) -> None:
-        if self.history.is_last_step(counts):
-            self.store.full_precision.tensors = self.history.records[-1].ring
-        else:
-            self.store.full_precision.roll_back(counts)
-        if self.is_lossless:
+        ring, before = self.store.full_precision, self.history.ring_before(counts, self.store.full_precision)
+        ring.roll_back(counts)
+        if before is not None:
+            ring.tensors = before
+        if self.is_lossless and not self.history.can_roll_back(counts):
             self.edit(lambda positions: torch.where(positions >= here.next_positions[:, None, None], EMPTY, positions))
             return
-        while any(counts):
-            record = self.history.undo_last(self.table)
-            self.history = self.history.without_last()
-            kept, counts = record.split(counts)
-            if any(kept):  # observe and evict again, as if only these had come
-                record = record.cut_to(kept, here)
-                positions = record.step.positions[:, None].expand_as(record.written)
-                self.table.rewrite(record.written, positions, record.initial_state)
-                self.table.occupancy_bound += max(kept)
-                self.observe_and_evict(record)
+        self.history, kept = self.history.rolled_back(counts, here, self.table)  # kept: to be taken again
+        ring.roll_back([sum(record.step.lengths[row] for record in kept) for row in range(len(counts))])
+        for record in kept:
+            ring.roll_back([-n for n in record.step.lengths])
+            self.observe_and_evict(written_again(record, self.table))
 
     def edit(self, change: Callable[[Tensor], Tensor], row: int | None = None) -> None:
         """Replace the positions of one row, or of all; earlier steps can't be rolled back after it."""
@@ -279,10 +279,10 @@ class SlotLayer(Layer):
         self.positions[rows] = change(self.positions[rows]).to(torch.int32)
         self.table.count()
 
-    def load(self, tensors: dict[str, Tensor], sliding_window: int | None, has_evicted: bool) -> None:
-        """Take what `tensors` gave into a layer that is empty."""
-        self.use_sliding_window(sliding_window)
-        self.table.load(tensors, self.rules.state)
+    def load(self, tensors: dict[str, Tensor], rules: LayerRules, has_evicted: bool) -> None:
+        """Take what `tensors` gave, of a layer that kept tokens by `rules`, into a layer that is empty."""
+        self.rules = rules
+        self.table.load(tensors, rules.state)
         self.history = History(has_evicted=has_evicted)
 
     def select_rows(self, rows: Tensor) -> None:

@@ -11,7 +11,7 @@ from torch.nn.functional import pad
 
 from windlass import kernels
 from windlass.core.rotary_index import EMPTY
-from windlass.core.shapes import NewKeys, NewValues, SlotIndex
+from windlass.core.shapes import NewKeys, NewValues, QueryPositions, SlotIndex
 from windlass.policies.calls import initial_writes
 from windlass.stores.base import Parts, Store, StoreSnapshot
 
@@ -32,6 +32,8 @@ class TableSnapshot(NamedTuple):
 
 class SlotTable:
     """Slots of one layer: each is free, holds a token, or is reserved for an evicted one that may come back.
+
+    Of tokens that share a position, after an edit, the one in the lower slot is the earlier in the text.
 
     `positions` (batch, score_heads, slots) int32 has the token's index in its text, EMPTY or RESERVED. `state` has
     float32 tensors of the same shape, `statistics` what a policy keeps of the whole layer. `occupancy_bound` is at
@@ -82,23 +84,28 @@ class SlotTable:
             index, keys, values, positions, [(self.positions, positions), *initial_writes(self.state, state)]
         )
 
-    def rewrite(self, index: SlotIndex, positions: SlotIndex, state: Parts) -> None:
+    def rewrite(self, index: SlotIndex, positions: QueryPositions, state: Parts) -> None:
         """Let the slots at `index`, whose keys and values are still there, hold tokens again."""
-        kernels.write_all(index, [(self.positions, positions), *initial_writes(self.state, state)])
+        at = positions[:, None].expand_as(index)
+        kernels.write_all(index, [(self.positions, at), *initial_writes(self.state, state)])
 
     def free(self, index: SlotIndex) -> None:
         """Let the slots at `index` hold nothing."""
         self.positions.scatter_(-1, index, EMPTY)
 
-    def free_reserved(self, index: SlotIndex, evicted_positions: SlotIndex) -> None:
-        """Free what was reserved at `index` for tokens that stood at `evicted_positions`."""
-        now = self.positions.gather(-1, index)
-        self.positions.scatter_(-1, index, now.masked_fill(evicted_positions >= 0, EMPTY))
-
     def put_back(self, index: SlotIndex, evicted_positions: SlotIndex) -> None:
         """Let evicted tokens stand again where they stood; other slots stay, for they may have been freed since."""
         now = self.positions.gather(-1, index)
         self.positions.scatter_(-1, index, evicted_positions.where(evicted_positions >= 0, now))
+
+    def put_parts_back(self, index: SlotIndex, parts: Parts, evicted_positions: SlotIndex) -> None:
+        """Let the slots at `index` hold `parts` again, where a token was evicted to be merged into them.
+
+        Elsewhere the slot was free: what it has got since may stand there again.
+        """
+        was_evicted = (evicted_positions >= 0)[..., None]
+        now = self.store.take_all(index)
+        self.store.put(index, {name: part.where(was_evicted, now[name]) for name, part in parts.items()})
 
     def put_state_back(self, state: Parts, statistics: dict[str, Tensor], occupancy_bound: int) -> None:
         """State, statistics and count of an earlier moment, in the memory of now."""
@@ -109,11 +116,18 @@ class SlotTable:
 
     def resize(self, slots: int) -> None:
         """Pack the held tokens into the first of `slots` slots. Nothing is reserved any more."""
-        kept = min(slots, self.slots)
-        order = (self.positions == EMPTY).to(torch.uint8).argsort(dim=-1, stable=True)[..., :kept]
+        self._rearrange((self.positions == EMPTY).to(torch.uint8).argsort(dim=-1, stable=True)[..., :slots], slots)
+
+    def sort(self) -> None:
+        """Put the held tokens into the first slots, in the order of their text. Nothing may be reserved."""
+        self._rearrange(kernels.argsort_positions(self.positions), self.slots)
+
+    def _rearrange(self, order: SlotIndex, slots: int) -> None:
+        """Keep the slots at `order`, in that order, then free slots up to `slots`."""
+        free = slots - order.shape[-1]
         self.store.rearrange(order, slots)
-        self.positions = pad(self.positions.gather(-1, order), (0, slots - kept), value=EMPTY)
-        self.state = {name: pad(tensor.gather(-1, order), (0, slots - kept)) for name, tensor in self.state.items()}
+        self.positions = pad(self.positions.gather(-1, order), (0, free), value=EMPTY)
+        self.state = {name: pad(tensor.gather(-1, order), (0, free)) for name, tensor in self.state.items()}
 
     def count(self) -> None:
         """Make the bound exact; asks the device."""
@@ -140,10 +154,13 @@ class SlotTable:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
+        is_fewer = len(rows) < self.positions.shape[0]
         self.store.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
         self.state = {name: tensor.index_select(0, rows) for name, tensor in self.state.items()}
         self.statistics = {name: tensor.index_select(0, rows) for name, tensor in self.statistics.items()}
+        if is_fewer:  # the longest may be gone
+            self.count()
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
@@ -183,3 +200,9 @@ class SlotTable:
         table.state = {name: tensor.gather(-1, order) for name, tensor in self.state.items()}
         table.statistics = dict(self.statistics)
         return table
+
+
+def free_reserved(positions: Tensor, index: SlotIndex, evicted_positions: SlotIndex) -> None:
+    """Free what was reserved at `index` of `positions` for tokens that stood at `evicted_positions`."""
+    now = positions.gather(-1, index)
+    positions.scatter_(-1, index, now.masked_fill(evicted_positions >= 0, EMPTY))

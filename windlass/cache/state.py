@@ -8,6 +8,7 @@ import torch
 from windlass.cache.options import CacheOptions
 from windlass.cache.rows import RowTable
 from windlass.cache.slot_layer import SlotLayer
+from windlass.core.shapes import KeyMeans
 from windlass.core.step import READ, Limits, Pass, Step
 from windlass.merge import Merge
 from windlass.policies.base import Policy
@@ -38,7 +39,13 @@ class CacheState:
     is_rotated: ClassVar[bool] = False
     """Whether keys are stored as the model's own rotary module rotated them."""
 
+    expects_drafts: bool = False
+    """Whether the tokens whose logits a pass asks for, but for the first, may turn out wrong and be rolled back."""
+
     layers: list[SlotLayer]
+
+    key_means: list[KeyMeans | None] | None = None
+    """Per layer the mean key, for a store that asks for it."""
 
     def __init__(
         self, model_id: object, options: CacheOptions, rotaries: list[Rotary | None], device: torch.device

@@ -31,6 +31,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     What a user can mend is one line on stderr and exit code 2, without a traceback.
     """
+    if sys.stderr is None:  # closed by the caller: what would have been said is lost, and no file takes its place
+        sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the process ends
+    if sys.stdout is None:
+        return _failed("the output is closed; send it somewhere, to /dev/null if it is not wanted")
     # On a busy machine, threads that spin while they wait make every token wait for them.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from windlass.cli.terminal import INTERRUPTED, note, progress, say
 from windlass.core.errors import UsageError
+from windlass.core.files import check_regular
 from windlass.evals.speed.run import Benchmark, BenchRequest
 from windlass.evals.speed.table import as_json, footnote, ratios, table
 from windlass.evals.speed.timer import Clock
@@ -19,6 +20,7 @@ def bench(request: BenchRequest, output: Path | None, is_json: bool, clock: Cloc
     Raises: WindlassError for what cannot be honoured, before anything is measured.
     """
     if output is not None:
+        check_regular(output, "-o")
         _append(output, "")  # better refused now than after the run
     benchmark = Benchmark(request)
     code = 0

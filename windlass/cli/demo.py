@@ -69,7 +69,7 @@ class Setup:
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `slots` counts those in use per layer, `bytes_held` all that is allocated."""
+    """One row of the table. `slots` counts those in use per layer, `bytes_held` all that the cache keeps alive."""
 
     label: str
     tokens_read: int

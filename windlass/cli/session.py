@@ -13,6 +13,7 @@ from windlass.cache.options import CacheOptions
 from windlass.cli.options import CacheArguments, LoadOptions
 from windlass.cli.terminal import INTERRUPTED, Bar, note, per_s, say, speeds
 from windlass.core.errors import UsageError
+from windlass.core.files import check_regular
 from windlass.engine import generate as engine
 from windlass.engine.generate import Stream
 from windlass.engine.sampling import Sampling
@@ -48,8 +49,10 @@ def open_session(
     numbers = {name: value for name, value in given.items() if isinstance(value, int)}
     # Numbers are checked together, and those that were not given are the file's, where there is one.
     asked = CacheOptions(**{name: value for name, value in given.items() if path is None or name not in numbers})
-    if path is not None and not path.is_file():
+    if path is not None and not path.exists():
         raise UsageError(f"prompt cache {path} is not there; make it with `windlass cache`")
+    if path is not None:
+        check_regular(path, "prompt cache")
     if load.threads is not None:
         torch.set_num_threads(load.threads)
     model, tokenizer = load_model(name, load.dtype, load.device)

@@ -10,7 +10,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 
 from windlass.cache.describe import in_units
 from windlass.core.errors import UsageError
-from windlass.core.files import decoded, read_text
+from windlass.core.files import decoded, read_limited, read_text
 from windlass.engine.result import Result
 
 INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
@@ -114,6 +114,6 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if prompt is not None and prompt != "-":
         # What the shell passes is decoded with stand-ins for bytes that are not UTF-8.
         return decoded(prompt.encode("utf-8", "surrogateescape"), "the prompt")
-    if sys.stdin.isatty():
+    if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no prompt; give it as an argument, with --file, or through a pipe")
-    return decoded(sys.stdin.buffer.read(), "the prompt on stdin")
+    return decoded(read_limited(sys.stdin.buffer.read, "the prompt on stdin"), "the prompt on stdin")

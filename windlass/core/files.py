@@ -1,24 +1,53 @@
 """Files that a user names: texts that are read, and files that are written whole or not at all."""
 
 import os
-from collections.abc import Iterator
+import select
+import stat
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Final
 from uuid import uuid4
 
 from windlass.core.errors import UsageError
 
+MAX_BYTES: Final = 2**28  # of a text, a file of results or a policy: far more than anybody needs, and held in memory
+WRITER_SECONDS: Final = 2.0  # to wait for somebody who writes into a named pipe
+
 
 def read_text(file: Path, what: str) -> str:
-    """The text of a file, which errors call `what`; see `decoded`.
+    """The text of a file, which errors call `what`; see `read_bytes` and `decoded`.
 
     Raises: UsageError when it cannot be read, is empty, or is not UTF-8.
     """
+    return decoded(read_bytes(file, what), what)
+
+
+def read_bytes(path: Path, what: str) -> bytes:
+    """What a regular file or a pipe holds, which errors call `what`; never more than `MAX_BYTES`.
+
+    Raises: UsageError when it cannot be read, is something else (a device has no end), or is larger.
+    """
     try:
-        data = file.read_bytes()
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)):
+            raise UsageError(f"{what} is not a regular file, nor a pipe; give one of these")
+        # Without O_NONBLOCK, to open a pipe would wait for a writer, who may never come.
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
+            if stat.S_ISFIFO(mode):
+                select.select([file], [], [], WRITER_SECONDS)
+            os.set_blocking(file.fileno(), True)
+            return read_limited(file.read, what)
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror}") from None
-    return decoded(data, what)
+
+
+def read_limited(read: Callable[[int], bytes], what: str) -> bytes:
+    """All that `read` gives. Raises: UsageError, which calls it `what`, for more than `MAX_BYTES`."""
+    data = read(MAX_BYTES + 1)
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{what} has more than {MAX_BYTES:,} bytes, which is the most that is read; give a part of it")
+    return data
 
 
 def decoded(data: bytes, what: str) -> str:
@@ -43,15 +72,23 @@ def decoded(data: bytes, what: str) -> str:
 def check_writable(path: Path, what: str) -> None:
     """Check that `path` can be written, which is better known before a long run than after it.
 
-    Raises: UsageError, which calls the path `what`, when it is a folder, or its folder is missing or not writable.
+    Raises: UsageError, which calls the path `what`, when it is a folder, a device or a pipe, or its folder is missing
+    or not writable.
     """
     folder = path.expanduser().resolve().parent
     if path.is_dir():
         raise UsageError(f"{what} {path} is a folder; give the name of a file")
+    check_regular(path, what)
     if not folder.is_dir():
         raise UsageError(f"{what} {path}: the folder {folder} does not exist; make it first")
     if not os.access(folder, os.W_OK):
         raise UsageError(f"{what} {path}: the folder {folder} is not writable; save elsewhere")
+
+
+def check_regular(path: Path, what: str) -> None:
+    """Raises: UsageError, which calls the path `what`, when there is something at `path` that is not a regular file."""
+    if path.exists() and not path.is_file():
+        raise UsageError(f"{what} {path} is not a regular file; give the name of a file")
 
 
 @contextmanager

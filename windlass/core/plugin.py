@@ -10,7 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard
 
-from windlass.core.errors import WindlassError
+from windlass.core.errors import UsageError, WindlassError
+from windlass.core.files import read_bytes
 
 
 @dataclass(frozen=True)
@@ -75,13 +76,13 @@ class PluginKind:
         """Unlike `import`, leaves no byte code beside the file."""
         file = f"{self.word} file {path}"
         try:
-            code = compile(path.read_bytes(), str(path), "exec")
-        except OSError as error:
-            raise self.error(f"{file} cannot be read: {error.strerror}") from None
+            code = compile(read_bytes(path, file), str(path), "exec")
+        except UsageError as error:
+            raise self.error(str(error)) from None
         except SyntaxError as error:
             raise self.error(f"{file}, line {error.lineno or 1}: syntax error: {error.msg}") from None
-        except ValueError as error:
-            raise self.error(f"{file} is not Python: {error}") from None
+        except (ValueError, RecursionError, MemoryError) as error:  # the last two of brackets in brackets
+            raise self.error(f"{file} is not Python: {str(error) or type(error).__name__}") from None
         module = ModuleType(f"windlass_{self.word}_{path.stem}")
         module.__file__ = str(path)
         # `dataclass` looks its module up here to read annotations that are strings.

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -9,6 +10,13 @@ from windlass.core.attention import Mass
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import ObservedColumns, Queries, SlotIndex
 from windlass.core.step import Step
+
+
+class Settled(NamedTuple):
+    """What a policy had noted of a step when it had observed all queries but those of the record."""
+
+    state: dict[str, Tensor]
+    statistics: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,14 @@ class StepRecord:
     initial_state: dict[str, Tensor] = field(default_factory=dict)  # that the step's tokens came with
     observed: ObservedColumns | None = None
     mass: Mass | None = None
-    queries: Queries | None = None  # kept only for a policy that observes
+    queries: Queries | None = None  # the observed ones, newest first; None for a policy that observes nothing
+    settled: Settled | None = None
     evicted: Tensor | None = None  # (batch, score_heads, evicted) slots
     evicted_positions: Tensor | None = None
     evicted_count: int = 0  # the most of any row
     merged_into: Tensor | None = None  # (batch, score_heads, evicted) slots that took evicted tokens
     merged_before: dict[str, Tensor] | None = None  # the store's parts there
+    is_continued: bool = False  # whether it is of the same pass as the record before it
 
     @property
     def size(self) -> int:
@@ -51,9 +61,11 @@ class StepRecord:
         positions = self.step.positions
         positions = positions.where(positions < here.next_positions[:, None], EMPTY)
         triples = zip(self.rolled_back, self.step.lengths, kept, strict=True)
+        ends = self.step.next_positions.minimum(here.next_positions)
+        prompt_ends = self.step.prompt_ends.minimum(here.prompt_ends)
         return replace(
             self,
-            step=replace(here, positions=positions, lengths=tuple(kept)),
+            step=replace(here, positions=positions, lengths=tuple(kept), next_positions=ends, prompt_ends=prompt_ends),
             rolled_back=tuple(done + was - n for done, was, n in triples),
             evicted=None,
             evicted_positions=None,

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Final, ParamSpec, TypeVar
 
 import torch
@@ -38,7 +39,8 @@ class Step:
     """The tokens of one forward pass, as every layer sees them.
 
     `positions` are those of the step's tokens, EMPTY where padding, and `ids` their ids, if known. `lengths`
-    counts the tokens per row. `next_positions` and `end` tell where the rows go on after the step.
+    counts the tokens per row. `next_positions` and `end` tell where the rows go on after the step. The last
+    `drafts` columns may turn out wrong and be rolled back: they belong to no prompt.
     """
 
     positions: Tensor  # (batch, tokens) int32 or int64
@@ -55,6 +57,51 @@ class Step:
     """Further decode steps for which this step must stay valid when a graph replays it; included in `end`."""
     is_captured: bool = False
     """Whether the step is being recorded as a graph: nothing is done then, so nothing has to be taken back."""
+    drafts: int = 0
+    is_prompt: bool = False
+    """Whether it is a chunk of a prompt, however short; rows may have few tokens in it."""
+
+    @cached_property
+    def prompt_lengths(self) -> tuple[int, ...]:
+        """Per row, the tokens that belong to a prompt: all of several columns, but for drafts."""
+        columns = self.positions.shape[1] - self.drafts
+        if columns <= 1:
+            return (0,) * len(self.lengths)
+        return tuple((self.positions[:, :columns] >= 0).sum(-1).tolist()) if self.drafts else self.lengths
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether no part of the step is a chunk of a prompt, but for a short one."""
+        return self.positions.shape[1] - self.drafts <= HEADROOM
+
+    @cached_property
+    def parts(self) -> tuple["Step", ...]:
+        """The step as steps of one column each, the chunk of a prompt that it begins with in one piece.
+
+        Asks the device which columns are padding, once for all layers.
+        """
+        columns = self.positions.shape[1]
+        first = 1 if self.is_decode and not self.is_prompt else columns - self.drafts
+        if columns == first:
+            return (self,)
+        counts = (self.positions >= 0).cumsum(1)  # (batch, columns): tokens up to and with each column
+        ends = (self.next_positions - counts[:, -1])[:, None] + counts
+        highest, told = ends.amax(0).tolist(), counts.T.tolist()
+        parts, start, before = [], 0, [0] * len(self.lengths)
+        for stop in range(first, columns + 1):
+            last = stop - 1
+            parts.append(
+                Step(
+                    self.positions[:, start:stop].contiguous(),  # as kernels read them
+                    tuple(now - was for now, was in zip(told[last], before, strict=True)),
+                    ends[:, last].contiguous(),
+                    self.prompt_ends.minimum(ends[:, last]),
+                    highest[last],
+                    None if self.ids is None else self.ids[:, start:stop],
+                )
+            )
+            start, before = stop, told[last]
+        return tuple(parts)
 
 
 @dataclass(frozen=True)
@@ -63,15 +110,19 @@ class Pass:
 
     `step` was prepared by the caller, who knows the `token_ids` of each row, if they are on the host already:
     then nothing is read back from the device. The other fields are those of the `Step` that is made without one.
+    `drafts` is the most of them: a pass has at least one column before its drafts.
     """
 
     step: Step | None = None
     token_ids: Sequence[Sequence[int]] | None = None
     is_second_pass: bool = False
     defer_eviction: bool = False
+    is_prompt: bool = False
+    drafts: int = 0
 
 
 READ: Final = Pass()
+PROMPT: Final = Pass(is_prompt=True)
 
 
 @dataclass(frozen=True)

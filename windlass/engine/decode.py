@@ -146,7 +146,7 @@ class Decoder:
             is_captured=is_captured,
         )
         columns = [] if is_last else [0]
-        logits = forward(self._model, ids, None, self._cache, columns, positions, Pass(step, tokens))
+        logits = forward(self._model, ids, None, self._cache, columns, Pass(step, tokens))
         self._next.copy_(after)
         if not is_last:
             self._ids.copy_(self._sampler.choose(logits[:, 0]))
@@ -211,7 +211,7 @@ class Decoder:
             latest = History(has_evicted=layer.history.has_evicted)
             layer.history = latest.with_record(replace(record, step=step, occupancy_bound=held))
             layer.table.occupancy_bound = held if is_evicting else held + 1
-        self._cache.rows = self._cache.rows.fed(lengths, 1)
+        self._cache.rows = self._cache.rows.fed(lengths, 1, (0,) * len(lengths))
 
     def _fall_back(self, reason: str) -> None:
         self._is_recordable, self._captured_end = False, 0

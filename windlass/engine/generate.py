@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.compress import cut_to_budget
 from windlass.core.errors import UsageError
-from windlass.core.step import READ, Pass
+from windlass.core.step import PROMPT, Pass
 from windlass.engine.decode import Decoder
 from windlass.engine.graph import graph_for, wait_for
 from windlass.engine.result import FinishReason, Result
@@ -49,7 +49,7 @@ def prefill(
     _check_prompts(model, cache, prompts)
     if find(cache.policy, OneShot) is None or any(cache.tokens_seen):
         return _read(model, cache, prompts, progress)
-    how = Pass(defer_eviction=cache.budget is not None)
+    how = replace(PROMPT, defer_eviction=cache.budget is not None)
     try:
         tokens = scoring_chunk(cache.policy)
         if not tokens:
@@ -81,7 +81,7 @@ def _read(
     cache: KVCache,
     prompts: Sequence[Sequence[int]],
     progress: Progress | None,
-    how: Pass = READ,
+    how: Pass = PROMPT,
 ) -> Tensor:
     """Feed the prompts in chunks; the logits of each row's last token."""
     longest = max(map(len, prompts))
@@ -263,10 +263,10 @@ class _Run:
 def _feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], columns: list[int], how: Pass) -> Tensor:
     """One step of the model over rows of different lengths; logits of `columns` only."""
     width = max(map(len, pieces))
-    ids = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=model.device)
+    ids = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=cache.device)
     mask = None
     if any(len(piece) < width for piece in pieces):
-        mask = torch.tensor([[1] * len(piece) + [0] * (width - len(piece)) for piece in pieces], device=model.device)
+        mask = torch.tensor([[1] * len(piece) + [0] * (width - len(piece)) for piece in pieces], device=cache.device)
     return forward(model, ids, mask, cache, columns, how=how)
 
 

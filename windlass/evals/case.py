@@ -1,5 +1,6 @@
 """What a results file holds: a header for the run, then a case per question. Written and read by these two classes."""
 
+import math
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, NoReturn, TypeVar
@@ -10,6 +11,8 @@ VERSION: Final = 2
 FULL: Final = "full cache"
 HINT: Final = "the line is damaged, take it out or run the evaluation again"
 IDENTITY: Final = ("task", "policy", "asked_budget", "merge", "positions", "store", "is_aware", "length", "sample")
+MAX_NUMBER: Final = 2**63  # that a line may hold: sums and quotients of such numbers are numbers, too
+SHOWN: Final = 60  # signs of a wrong value in an error
 JsonObject = dict[str, Any]
 Identity = tuple[str | int | bool | None, ...]
 Value = TypeVar("Value")
@@ -140,7 +143,7 @@ class Case:
     def from_json(cls, line: "Line", seed: int) -> "Case":
         """The case that a line holds. Raises: UsageError for a field that is missing or damaged."""
         if line.text("kind") != "case":
-            raise UsageError(f"{line.where}: kind must be header or case, got {line.text('kind')!r}; {HINT}")
+            raise UsageError(f"{line.where}: kind must be header or case, got {_shown(line.text('kind'))}; {HINT}")
         measures = line.inner("measures")
         case = cls(
             task=line.text("task"),
@@ -191,15 +194,18 @@ class Line:
 
     def whole(self, name: str, least: int = 0) -> int:
         value = self._value(name)
-        if isinstance(value, int) and not isinstance(value, bool) and value >= least:
+        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_NUMBER:
             return value
         return self._refuse(name, f"a whole number from {least}")
 
     def number(self, name: str) -> int | float:
         value = self._value(name)
-        if isinstance(value, int | float) and not isinstance(value, bool):
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return self._refuse(name, "a number")
+        # A model that is broken may have said "not a number", or a loss without end.
+        if abs(value) <= MAX_NUMBER or value == math.inf or value != value:
             return value
-        return self._refuse(name, "a number")
+        return self._refuse(name, "a number of at most 2^63")
 
     def real(self, name: str) -> float:
         return float(self.number(name))
@@ -228,4 +234,14 @@ class Line:
         return self._data[name]
 
     def _refuse(self, name: str, wanted: str) -> NoReturn:
-        raise UsageError(f"{self.where}: {name} must be {wanted}, got {self._data[name]!r}; {HINT}")
+        raise UsageError(f"{self.where}: {name} must be {wanted}, got {_shown(self._data[name])}; {HINT}")
+
+
+def _shown(value: object) -> str:
+    """A wrong value, cut where it is long; what is deep is not looked into."""
+    if isinstance(value, list | dict):
+        return "a list" if isinstance(value, list) else "an object"
+    if isinstance(value, int) and abs(value) > MAX_NUMBER:
+        return "a huge number"
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from windlass.core.step import PROMPT
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
 from windlass.evals.fit import Fitted, task_errors
@@ -120,5 +121,5 @@ def predicted(model: PreTrainedModel, cache: KVCache, ids: list[int], full: KVCa
 
 def _log_probabilities(model: PreTrainedModel, cache: KVCache, piece: Tensor) -> Tensor:
     """(tokens, vocabulary) of the token after each one of the piece, which is read."""
-    logits = forward(model, piece, None, cache, list(range(piece.shape[1])))
+    logits = forward(model, piece, None, cache, list(range(piece.shape[1])), how=PROMPT)
     return logits[0].double().log_softmax(-1)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError
 from windlass.core.shapes import Scores
+from windlass.core.step import PROMPT
 from windlass.engine.text import encode
 from windlass.hf.fingerprint import fingerprint
 from windlass.hf.forward import forward
@@ -115,4 +116,5 @@ def _predicted(model: PreTrainedModel, cache: KVCache, ids: Tensor, rows: int) -
     ids = ids.expand(rows, -1)
     forward(model, ids[:, CONTEXT : CONTEXT + 1], None, cache, [])
     following = ids[:, CONTEXT + 1 :]
-    return forward(model, following, None, cache, list(range(following.shape[1]))).float().log_softmax(-1)
+    columns = list(range(following.shape[1]))
+    return forward(model, following, None, cache, columns, how=PROMPT).float().log_softmax(-1)

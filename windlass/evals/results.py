@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from windlass.core.errors import UsageError
+from windlass.core.files import check_regular, read_bytes
 from windlass.evals.case import VERSION, Case, Header, Identity, JsonObject, Line
 
 START = b'{"kind": "'  # of every line
@@ -61,11 +62,9 @@ def open_results(path: Path, header: Header, note: Callable[[str], None]) -> Res
 
 def _read(path: Path) -> bytes:
     """What the file holds; it is made where there is none, because now is better than after the first case."""
+    check_regular(path, "-o")
     _append(path, [])
-    try:
-        return path.read_bytes()
-    except OSError as error:
-        raise UsageError(f"-o {path} cannot be read: {error.strerror}") from None
+    return read_bytes(path, f"-o {path}")
 
 
 def _append(path: Path, lines: Sequence[JsonObject]) -> None:
@@ -80,7 +79,7 @@ def _append(path: Path, lines: Sequence[JsonObject]) -> None:
 def _line(path: Path, number: int, data: bytes, kind: str) -> Line:
     try:
         found = json.loads(data)
-    except ValueError:
+    except (ValueError, RecursionError):
         found = None
     where = f"-o {path}, line {number}: not a {kind} line of results"
     if not isinstance(found, dict) or found.get("kind") != kind:

@@ -6,18 +6,29 @@ and its attention function is ours, which lets the cache write, attend, observe 
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UnsupportedModel, UsageError
-from windlass.core.step import AttentionCall
-from windlass.hf.probe import Mask, Probe, rotaries_of, run
+from windlass.core.step import READ, AttentionCall
+from windlass.hf.arguments import at_positions, check_arguments
+from windlass.hf.guards import check_call, inference_only, note_drafts, real_columns
+from windlass.hf.mask import Mask, mask
+from windlass.hf.own_configs import OwnConfigs
+from windlass.hf.placement import device_of_inputs
+from windlass.hf.probe import Probe, run
+from windlass.hf.refusal import refuse
+from windlass.hf.rotaries import rotaries_of
+from windlass.hf.running_pass import BUSY, RunningPass, not_compiled
+from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
 from windlass.positions.rotary import Rotary
 
 NAME = "windlass"  # of the attention function, and of the attribute on an attached model
@@ -27,8 +38,7 @@ class AttachedModel:
     """What `attach` found out about a model, and the cache of the pass that is running."""
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, rotary_modules: list[nn.Module]) -> None:
-        configs = (vars(module).get("config") for module in model.modules())
-        self._configs = list({id(c): c for c in configs if isinstance(c, PreTrainedConfig)}.values())
+        self._configs = OwnConfigs(model)
         self._decoder = decoder
         self._own_forward = vars(decoder).get("forward")
         self._forward: Callable[..., Any] = decoder.forward
@@ -36,10 +46,12 @@ class AttachedModel:
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
         ]
+        self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
         decoder.forward = self.forward
         self.rotaries: list[Rotary | None] = []  # per layer; None where a layer does not rotate
         self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
-        self.current_cache: TextCache | None = None
+        self._running: dict[str, RunningPass] = {}  # none or one; a dict's `setdefault` lets one thread in, not two
+        self.attended: set[int] = set()  # layers, in the pass that is running
         self.probe: Probe | None = None
 
     def remove(self) -> None:
@@ -59,38 +71,86 @@ class AttachedModel:
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         bound = {**bound.pop("kwargs", {}), **bound}
         cache = bound.get("past_key_values")
-        if not isinstance(cache, TextCache):
-            return self._forward(*args, **kwargs)
-        fed = self._checked(cache, bound)
-        names, before = self._attention_names(), cache.text
-        # A pass that fails, or is interrupted at any line, leaves no trace.
+        if isinstance(cache, TextCache):
+            return self._step(cache, bound, args, kwargs)
+        if self._running:
+            raise UsageError(BUSY)
+        return self._forward(*args, **kwargs)
+
+    def _step(self, cache: TextCache, bound: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pass with our cache. One that fails, or is interrupted at any line, leaves no trace."""
+        mine = RunningPass(cache)
         try:
-            try:
-                cache.begin(*fed)
-                self.current_cache = cache
-                self._use_attention([NAME] * len(names))
-                output = self._forward(*args, **kwargs)
-            finally:
-                self.current_cache = None
-                self._use_attention(names)
-            cache.commit()
+            self._begin(mine, bound)
+            args, kwargs = at_positions(cache, list(self._signature.parameters), args, kwargs)
+            output = self._forward(*args, **kwargs)
+            self._commit(mine)
             return output
         except BaseException:
-            self.current_cache = None
-            self._use_attention(names)
-            cache.take_back(before)
+            self._take_back(mine)
             raise
+
+    @not_compiled
+    def _begin(self, mine: RunningPass, bound: dict[str, Any]) -> None:
+        mine.thread = get_ident()
+        if self._running.setdefault("pass", mine) is not mine:
+            raise UsageError(BUSY)
+        fed = self._checked(mine.cache, bound)
+        mine.before = mine.cache.text
+        mine.cache.begin(*fed)
+        self.attended.clear()
+        self._configs.exchange(NAME)
+
+    @not_compiled
+    def _commit(self, mine: RunningPass) -> None:
+        self._configs.give_back()
+        mine.cache.commit()
+        mine.cache.schedule(READ)
+        del self._running["pass"]
+
+    @not_compiled
+    def _take_back(self, mine: RunningPass) -> None:
+        if self._running.get("pass") is mine:
+            self._configs.give_back()
+            del self._running["pass"]
+        if mine.before is not None:
+            mine.cache.take_back(mine.before)
+            mine.cache.schedule(READ)
+
+    @property
+    def current_cache(self) -> TextCache | None:
+        """The cache of the pass that runs in this thread."""
+        running = self._running.get("pass")
+        return running.cache if running is not None and running.thread == get_ident() else None
+
+    @contextmanager
+    def attention(self, name: str) -> Iterator[None]:
+        """The model with another attention function."""
+        try:
+            self._configs.exchange(name)
+            yield
+        finally:
+            self._configs.give_back()
 
     def probed(self, model: PreTrainedModel, is_identity: bool) -> Probe:
         """One pass of one token, with or without rotation."""
-        names = self._attention_names()
         self.probe = Probe(is_identity)
         try:
-            self._use_attention([NAME] * len(names))
-            return run(self.probe, model, self._decoder)
+            with self.attention(NAME):
+                return run(self.probe, model, self._decoder)
         finally:
             self.probe = None
-            self._use_attention(names)
+
+    def find_rotaries(self, model: PreTrainedModel) -> None:
+        """Find out how each layer rotates its keys, then read a short text with a cache, to see that it works.
+
+        Raises: UnsupportedModel, UsageError for a model that does not.
+        """
+        rotated = self.probed(model, False)
+        self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
+        cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), model.config.get_text_config())
+        cache.reset()
+        SelfCheck(model, self._decoder, rotated.modules).run(cache, self.attention("eager"))
 
     def _checked(
         self, cache: TextCache, bound: dict[str, Any]
@@ -98,25 +158,13 @@ class AttachedModel:
         """What `TextCache.begin` takes of a pass with these arguments. Raises: UsageError for one that can't be."""
         if cache.model_id is not self:
             raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
-        if self.current_cache is not None:
-            raise UsageError("a pass with a KVCache runs in another thread; give each thread a model of its own")
-        if self._decoder.training and torch.is_grad_enabled():
-            raise UsageError("a KVCache is for inference: call model.eval(), or leave past_key_values out to train")
-        if bound.get("output_attentions", getattr(self._decoder.config, "output_attentions", False)):
-            raise UsageError("output_attentions is not available with a KVCache: it never holds the whole matrix")
+        check_call(self._decoder, bound)
         ids, embeds, mask = bound.get("input_ids"), bound.get("inputs_embeds"), bound.get("attention_mask")
         columns = ids if ids is not None else embeds
         if columns is None:
             raise UsageError("the model was called with neither input_ids nor inputs_embeds")
         batch, tokens = columns.shape[:2]
-        return batch, tokens, _real_columns(mask, cache, tokens), bound.get("position_ids"), ids
-
-    def _attention_names(self) -> list[str | None]:
-        return [config._attn_implementation for config in self._configs]
-
-    def _use_attention(self, names: Sequence[str | None]) -> None:
-        for config, name in zip(self._configs, names, strict=True):
-            config._attn_implementation_internal = name
+        return batch, tokens, real_columns(mask, cache, tokens), bound.get("position_ids"), ids
 
     def _rotary_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs.
@@ -125,24 +173,31 @@ class AttachedModel:
         """
         if self.probe is not None:
             return self.probe.rotary_output(module, args, kwargs, output)
-        if self.current_cache is None or self.current_cache.is_rotated:
+        if not self._running or self._is_rotated():
             return output
         cos, sin = output
         return torch.ones_like(cos), torch.zeros_like(sin)
+
+    @not_compiled
+    def _is_rotated(self) -> bool:
+        """Whether the pass that runs in this thread leaves rotation to the model."""
+        cache = self.current_cache
+        return cache is None or cache.is_rotated
 
 
 def attach(model: PreTrainedModel) -> PreTrainedModel:
     """Let `model` work with a `KVCache`; returns the same model.
 
     Without our cache the model does exactly what it did before, in training too. Attaching twice
-    changes nothing. Two passes of one token find out how each layer rotates its keys. While a pass
-    with our cache runs, no other thread may use the model: with a cache it is refused.
+    changes nothing. Two passes of one token find out how each layer rotates its keys; then a short text is read
+    with a cache and without, and a model that attends otherwise is refused. While a pass with our cache runs, a
+    pass of another thread is refused; give each thread a model of its own.
 
     Raises: UnsupportedModel, naming the model and the reason; the model is then as it was.
     """
     if isinstance(getattr(model, NAME, None), AttachedModel):
         return model
-    _refuse(model)
+    refuse(model)
     decoder = model.get_decoder() if model.can_generate() else model
     modules = [module for module in decoder.modules() if type(module).__name__.endswith("RotaryEmbedding")]
     if not modules:
@@ -152,7 +207,7 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         if module is model or isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, NAME, attachment)
     try:
-        attachment.rotaries = rotaries_of(model, attachment.probed(model, False), attachment.probed(model, True))
+        attachment.find_rotaries(model)
     except UnsupportedModel as error:
         detach(model)
         raise UnsupportedModel(f"{_name(model)} {error}") from None
@@ -184,6 +239,7 @@ def attached(model: PreTrainedModel) -> AttachedModel:
     return attachment
 
 
+@not_compiled
 def _attention(
     module: nn.Module,
     query: Tensor,
@@ -193,84 +249,34 @@ def _attention(
     scaling: float | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **kwargs: object,  # noqa: ARG001  # models pass options of other attention functions
+    **kwargs: object,
 ) -> tuple[Tensor, None]:
-    """The attention function registered with transformers.
-
-    A `sliding_window` among them is not believed: not all models that have one pass it on, and some
-    pass it in every layer. The mask is what their own attention obeys.
-    """
+    """The attention function registered with transformers. Raises: UsageError for arguments that it does not know."""
     attachment, layer = getattr(module, NAME), module.layer_idx
     assert isinstance(attachment, AttachedModel), "windlass attention outside of an attached model"
     assert isinstance(layer, int), "an attention layer without a number"
+    check_arguments(layer, kwargs)
     if attachment.probe is not None:
-        return attachment.probe.attention(layer, query, key, value, attention_mask), None
-    assert attachment.current_cache is not None, "windlass attention outside of a pass with its cache"
+        return attachment.probe.attention(module, layer, query, key, value, attention_mask), None
+    cache = attachment.current_cache
+    if cache is None:
+        raise UsageError(BUSY)
     assert isinstance(attention_mask, Mask), "a mask that was not there when the model was attached"
+    if layer in attachment.attended:
+        raise UsageError(f"layer {layer} calls attention twice in one pass; a KVCache takes one call per layer")
+    attachment.attended.add(layer)
     rotary = attachment.rotaries[layer]
     if rotary is not None:
         pairs = rotary.rotary_pairs
         query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = AttentionCall(scale, attention_mask.window, softcap, s_aux)
-    out = attachment.current_cache.attend(layer, query, key, value, call)
+    out = inference_only(cache.attend(layer, query, key, value, call), query, key, value)
     return out.transpose(1, 2).contiguous(), None
 
 
-def _mask(
-    *,
-    mask_function: Callable[..., Tensor],
-    allow_is_causal_skip: bool,
-    local_size: int | None = None,
-    **kwargs: object,  # noqa: ARG001  # what a matrix would need
-) -> Mask:
-    """The mask function registered with transformers: visibility is decided by position, by the cache."""
-    if not allow_is_causal_skip:
-        raise UsageError(
-            "this model asks for a mask that is not causal (for images, perhaps); a KVCache reads text only"
-        )
-    return Mask(local_size, mask_function)
-
-
 AttentionInterface.register(NAME, _attention)
-AttentionMaskInterface.register(NAME, _mask)
-
-
-def _real_columns(mask: Any, cache: TextCache, tokens: int) -> Tensor | None:
-    """Which of the pass's columns are not padding; None when all are."""
-    if mask is None:
-        return None
-    if not isinstance(mask, Tensor) or mask.ndim != 2:
-        raise UsageError("attention_mask must be two-dimensional (batch, tokens): a KVCache makes its own causal mask")
-    seen = cache.columns_seen
-    if mask.shape[1] not in (tokens, seen + tokens):
-        raise UsageError(
-            f"attention_mask covers {mask.shape[1]} columns; expected {seen + tokens}, the {seen} seen and {tokens} new"
-        )
-    return mask[:, -tokens:].bool()
-
-
-def _refuse(model: PreTrainedModel) -> None:
-    """Raise for architectures that are known not to work, each with its reason."""
-    config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    schemes = [rope, *(scheme for scheme in rope.values() if isinstance(scheme, dict))]
-    kinds = getattr(config, "layer_types", None) or []
-    reason = None
-    if model.config.is_encoder_decoder:
-        reason = "is an encoder-decoder: its cross-attention has no text positions"
-    elif getattr(config, "kv_lora_rank", None):
-        reason = "uses multi-head latent attention (MLA): its keys are part rotated, part compressed"
-    elif any("mrope_section" in scheme for scheme in schemes):
-        reason = "uses multi-dimensional positions (M-RoPE): a token has no single place in the text"
-    elif getattr(model, "_is_stateful", False) or {"conv", "linear_attention"} & set(kinds):
-        reason = "is recurrent in some layers: tokens can't be taken out of their state"
-    elif "chunked_attention" in kinds:
-        reason = "attends within fixed chunks of the text: only full and sliding-window attention are known"
-    elif not getattr(model, "_supports_attention_backend", False):
-        reason = "does not let its attention function be chosen"
-    if reason is not None:
-        raise UnsupportedModel(f"{_name(model)} {reason}")
+AttentionMaskInterface.register(NAME, mask)
 
 
 def _name(model: PreTrainedModel) -> str:

@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from windlass.cache.history import History
 from windlass.cache.rows import RowTable
 from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError
@@ -38,6 +39,8 @@ def fill_from_rotated(cache: CacheState, source: Cache) -> None:
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
         keys = _converted_keys(keys, positions, layer.rotary, seen, is_out=False)
         layer.append(keys, values, positions.expand(keys.shape[0], 1, -1), window)
+        # A sliding layer has dropped what its window left behind, which a rollback would have to bring back.
+        layer.history = History(has_evicted=keys.shape[2] < seen)
     cache.rows = RowTable.after_prompt(cache.batch_size, seen)
 
 

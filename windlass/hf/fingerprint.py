@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from windlass.core.errors import UsageError
+
 SAMPLES = 256  # values of each parameter in a fingerprint, about
 
 # Options of a run, of training or of a library version, which change no key: not in the fingerprint.
@@ -24,10 +26,16 @@ def fingerprint(model: PreTrainedModel) -> str:
     """A hash of the model's architecture and of a sample of every parameter.
 
     Equal for the same weights in the same dtype, wherever they lie and whatever loaded them.
+
+    Raises: UsageError for weights that accelerate keeps elsewhere.
     """
     config = model.config.get_text_config().to_diff_dict()
     digest = hashlib.sha256(json.dumps(_without_volatile(config), sort_keys=True, default=str).encode())
     for name, tensor in sorted(model.state_dict().items()):
+        if tensor.is_meta:
+            raise UsageError(
+                f"{name} of this {type(model).__name__} is offloaded; the fingerprint needs all weights here"
+            )
         values = tensor.detach().flatten()
         # An odd stride: an even one could meet the same column of every row, and no other.
         sample = values[:: max(1, len(values) // SAMPLES) | 1].cpu().contiguous()

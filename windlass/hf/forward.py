@@ -14,14 +14,13 @@ def forward(
     mask: Tensor | None,
     cache: TextCache,
     columns: list[int],
-    positions: Tensor | None = None,
     how: Pass = READ,
 ) -> Tensor:
     """One pass, taken as `how` says; returns (batch, len(columns), vocabulary) logits of these columns and no others.
 
-    Without columns hidden states come back. `positions` are for a model that rotates keys itself.
+    Without columns hidden states come back.
     """
-    given = {"input_ids": ids, "attention_mask": mask} | ({"position_ids": positions} if cache.is_rotated else {})
+    given = {"input_ids": ids, "attention_mask": mask}
     out: Tensor
     cache.schedule(how)
     try:

@@ -29,12 +29,12 @@ def measure_key_means(model: PreTrainedModel, cache: TextCache) -> list[KeyMeans
     if not model.can_generate():
         return [None] * len(cache.layers)
     generators = [torch.Generator().manual_seed(row) for row in range(ROWS)]
-    ids = torch.full((ROWS, 1), _first_token(model), device=model.device)
+    ids = torch.full((ROWS, 1), _first_token(model), device=cache.device)
     for _ in range(TOKENS):
         logits = forward(model, ids, None, cache, [0])[:, 0]
         probabilities = logits.float().softmax(-1).cpu()
         drawn = [torch.multinomial(row, 1, generator=own) for row, own in zip(probabilities, generators, strict=True)]
-        ids = torch.stack(drawn).to(model.device)
+        ids = torch.stack(drawn).to(cache.device)
     return [None if layer.is_empty else _mean_key(layer) for layer in cache.layers]
 
 

@@ -2,19 +2,20 @@
 
 import copy
 from dataclasses import fields, replace
+from typing import NoReturn
 
-import torch
-from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from windlass.cache.cache import TextCache
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.step import no_inference_mode
 from windlass.hf import convert
 from windlass.hf.attach import attached
+from windlass.hf.guards import check_adapter
 from windlass.hf.key_means import ROWS, measure_key_means
+from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_info import model_info
+from windlass.hf.placement import device_of_inputs
 from windlass.merge import Merge, checked_merge
 from windlass.policies import Policy
 from windlass.policies.interfaces import Trained
@@ -23,7 +24,7 @@ from windlass.positions.modes import PositionMode
 from windlass.stores.base import Store
 
 
-class KVCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of our own kinds
+class KVCache(ModelCache):
     """A cache of un-rotated keys, of fixed size, for a model that went through `windlass.attach`.
 
     Pass it as `past_key_values` to the model or to `generate`, or to `windlass.stream` and its kin.
@@ -35,8 +36,7 @@ class KVCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of our 
     `chunk`: most tokens that the engine feeds per step of a prompt; room for these is allocated.
     `positions`: where kept tokens are read, see `windlass.positions`; may be reassigned at any time.
     `batch`: rows.
-    `rollback`: tokens, fed in steps of their own, that can be rolled back beside the last step. A
-    policy that keeps state can roll back the last step only.
+    `rollback`: tokens, fed in steps of their own, that can be rolled back beside the last step.
     `store`: "plain" holds keys and values as they are, "int8" in 0.52 of the bytes of bfloat16, "int4" in 0.27;
     "int4(sinks=4, newest=32)" keeps these tokens in full precision, too. The first low-bit cache of a model runs
     the model for 16 steps.
@@ -60,18 +60,19 @@ class KVCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of our 
         store: str | Store = "plain",
         merge: str | Merge | None = None,
     ) -> None:
+        check_adapter(model)
         attachment = attached(model)
-        Cache.__init__(self, layers=[])
         options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge)
         trained = find(options.policy, Trained)
         if trained is not None:
             trained.check(model_info(model))
         checked_merge(options.merge, budget, options.store, options.policy)
-        TextCache.__init__(self, attachment, options, attachment.rotaries, model.device)
-        self.config = model.config.get_text_config()
-        if options.store.needs_key_means and attachment.key_means is None:
-            attachment.key_means = measure_key_means(model, KVCache(model, batch=ROWS))
-        self.key_means = attachment.key_means
+        device, config = device_of_inputs(model), model.config.get_text_config()
+        super().__init__(attachment, options, attachment.rotaries, device, config)
+        if options.store.needs_key_means:
+            if attachment.key_means is None:
+                attachment.key_means = measure_key_means(model, KVCache(model, batch=ROWS))
+            self.key_means = attachment.key_means
         self.reset()
 
     @classmethod
@@ -88,6 +89,13 @@ class KVCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of our 
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))
         return twin
+
+    def __reduce__(self) -> NoReturn:
+        """Raises: UsageError. A pickled cache would take its whole model along, and fit no other."""
+        raise UsageError(
+            "a KVCache can't be pickled, for it belongs to a model of this process; keep it in a file with "
+            "windlass.prompt_cache.save, or copy it with copy.deepcopy"
+        )
 
     @classmethod
     @no_inference_mode
@@ -116,70 +124,3 @@ class KVCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of our 
         Raises: UsageError when rows or heads do not hold positions 0, 1, 2, ... up to one length.
         """
         return convert.to_rotated(self, self.config)
-
-    # What transformers asks of a cache.
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Hand the new tokens' keys and values on to windlass' attention, which stores them.
-
-        What else models pass (the layer, tables of their rotation) depends on the model; none of it is needed.
-
-        Raises: UsageError when the calling model is not attached.
-        """
-        if not self.is_in_step:
-            raise UsageError("this model is not attached to windlass; call windlass.attach(model) first")
-        return key_states, value_states
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns fed, padding and evicted tokens included: what `generate` slices its inputs by."""
-        return self.columns_seen
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        return self.columns_seen + query_length, 0
-
-    def get_max_length(self, layer_idx: int | None = None) -> int:
-        return -1
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Roll back `-tokens_to_remove` tokens; a positive number is the length to crop to."""
-        columns = -tokens_to_remove if tokens_to_remove <= 0 else self.columns_seen - tokens_to_remove
-        if columns > 0:
-            self.rollback(columns)
-
-    def activate_past_recording(self) -> None:
-        """Nothing to do: a step can always be rolled back."""
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        self.select_rows(beam_idx)
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        self.select_rows(indices)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        self.select_rows(torch.arange(self.batch_size).repeat_interleave(repeats))
-
-    @property
-    def is_compileable(self) -> bool:
-        return False
-
-    @property
-    def is_croppable(self) -> bool:
-        return True
-
-    @property
-    def is_initialized(self) -> bool:
-        return self.columns_seen > 0
-
-    @property
-    def is_sliding(self) -> list[bool]:
-        return [False]
-
-    @property
-    def is_linear(self) -> list[bool]:
-        return [False]
-
-    @property
-    def is_dummy(self) -> list[bool]:
-        return [False]

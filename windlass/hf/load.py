@@ -123,23 +123,41 @@ def _hub_problem(name: str) -> str | None:
 
 def _loaded(source: str, is_offline: bool, dtype: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, local_files_only=is_offline)
+        # Said to be False: otherwise transformers asks the user at the terminal whether to run code of the folder.
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            source, local_files_only=is_offline, trust_remote_code=False
+        )
     except Exception as error:
+        _check_own_code(source, error)
         raise UsageError(f"model {source}: no tokenizer that can be loaded: {_gist(error)}") from error
     loaded: Any
     try:
         loaded = AutoModelForCausalLM.from_pretrained(
-            source, dtype=DTYPES[dtype], local_files_only=is_offline, output_loading_info=True
+            source,
+            dtype=DTYPES[dtype],
+            local_files_only=is_offline,
+            output_loading_info=True,
+            trust_remote_code=False,
         )
     except SafetensorError as error:
         raise UsageError(f"model {source}: its weights are damaged: {_gist(error)}") from error
     except Exception as error:
+        _check_own_code(source, error)
         raise UsageError(f"model {source} cannot be loaded: {_gist(error)}") from error
     model: PreTrainedModel = loaded[0]
     missing = sorted(loaded[1]["missing_keys"])
     if missing:
         raise UsageError(f"model {source}: its weights lack {len(missing)} tensors, the first is {missing[0]}")
     return tokenizer, model
+
+
+def _check_own_code(source: str, error: Exception) -> None:
+    """Raises: UsageError where transformers failed because the model brings code of its own."""
+    if "trust_remote_code" in str(error):
+        raise UsageError(
+            f"model {source} can only be loaded by Python code that comes with it, which windlass does not run; "
+            "use a model of an architecture that transformers has"
+        ) from error
 
 
 def _gist(error: Exception) -> str:

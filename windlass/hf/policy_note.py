@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, Final, get_args, get_type_hints
 
 from windlass.core.errors import PromptCacheError
 from windlass.policies import NAMES, Policy
+
+AGAIN: Final = "make it again with windlass.prompt_cache.save"
 
 
 @dataclass(frozen=True)
@@ -47,4 +50,17 @@ def policy_of(path: Path, note: PolicyNote, given: Policy | None) -> Policy:
             f"{path} was written by a windlass whose policy was {note.label}; this one has {kind()!r}: "
             "read the text again"
         )
-    return kind(**note.fields)
+    hints = get_type_hints(kind)
+    wrong = [name for name, value in note.fields.items() if not _fits(value, hints[name])]
+    if wrong:
+        raise PromptCacheError(f"{path} is damaged: {wrong[0]} of its policy is {note.fields[wrong[0]]!r}; {AGAIN}")
+    policy = kind(**note.fields)
+    if repr(policy) != note.label:
+        raise PromptCacheError(f"{path} is damaged: its policy is {policy!r}, and called {note.label}; {AGAIN}")
+    return policy
+
+
+def _fits(value: float | int | bool | None, hint: Any) -> bool:
+    """Whether `value` is of a type that a field with this annotation takes; a whole number is a float, too."""
+    kinds = get_args(hint) or (hint,)
+    return type(value) in kinds or (type(value) is int and float in kinds)

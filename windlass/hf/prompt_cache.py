@@ -6,37 +6,36 @@ bound to the model that made it. What was fed before the save can no longer be r
 layer has evicted.
 """
 
-import hashlib
 import json
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.cache.compress import budgets_apart
 from windlass.cache.options import CacheOptions
 from windlass.cache.rows import RowTable
-from windlass.core.errors import PromptCacheError, UsageError
-from windlass.core.files import replacing
+from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.step import no_inference_mode
+from windlass.hf import prompt_cache_file
 from windlass.hf.attach import attached
-from windlass.hf.fingerprint import fingerprint, raw_bytes
+from windlass.hf.fingerprint import fingerprint
+from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
-from windlass.hf.policy_note import PolicyNote, note_of, policy_of
+from windlass.hf.layer_shapes import layer_shapes
+from windlass.hf.policy_note import AGAIN, note_of, policy_of
+from windlass.hf.prompt_cache_check import check_layer, check_rows
+from windlass.hf.prompt_cache_document import Contents, InconsistentFile, LayerNote, parsed, to_document
+from windlass.hf.prompt_cache_layout import COLUMNS, LayerPlan, Layout, layer_plans
+from windlass.hf.prompt_cache_memory import check_memory
 from windlass.policies import Policy
 from windlass.positions.modes import MODES
 from windlass.stores.low_bit import KEY_MEANS
+from windlass.stores.plain import Plain
 from windlass.stores.spec import STORES
-
-KIND = "windlass prompt cache"
-# What an older windlass could not read raises the number; the first one reads files of plain stores.
-PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, VERSION = 1, 2, 3, 4
-COLUMNS = "columns"  # a tensor: how many each row was fed, where rows were rolled back by different numbers
 
 
 def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
@@ -59,80 +58,76 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     if len(set(columns)) > 1:
         tensors[COLUMNS] = torch.tensor(columns)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    document, version = _document(_contents(cache, model))
-    contents = json.dumps(document)
-    checksum = _checksum(contents, tensors)
-    _write(Path(path), tensors, {"kind": KIND, "version": str(version), "checksum": checksum, "contents": contents})
+    document, version = to_document(_contents(cache, model))
+    prompt_cache_file.write(Path(path), tensors, json.dumps(document), version)
 
 
 @no_inference_mode
 def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None) -> KVCache:
     """The cache that `save` wrote: going on with it is as if the text had never been interrupted.
 
-    `policy` is needed only where the file's policy is not one of windlass' own.
+    `policy` is needed only where the file's policy is not one of windlass' own. A file need not come from a friend:
+    all of it is checked before anything of it is used, and it changes nothing but the cache that is returned. The
+    model runs for one token, so that shapes are compared with its own.
 
     Raises: PromptCacheError, naming the file, when it is missing, damaged, of a newer format, made by
     another model, or made with another policy; UsageError when the model is not attached.
     """
     path = Path(path)
-    contents, tensors = _read(path)
-    _check_model(path, contents, model)
-    attachment = attached(model)
-    means = [tensors.get(f"layers.{layer}.{KEY_MEANS}") for layer in range(len(contents.layers))]
-    if attachment.key_means is None and any(mean is not None for mean in means):
-        # The same model measured them: no need to do it again, and caches that share them move codes.
-        attachment.key_means = means
-    options = CacheOptions.from_document(contents.options, policy_of(path, contents.policy, policy))
-    cache = KVCache.from_options(model, options)
-    for layer, note in zip(cache.layers, contents.layers, strict=True):
-        if note is not None:
-            start = f"layers.{layer.index}."
-            held = {
-                name.removeprefix(start): tensor.to(model.device)
-                for name, tensor in tensors.items()
-                if name.startswith(start)
-            }
-            if note.budget is not None:
-                layer.rules = layer.rules.with_budget(note.budget)
-            layer.load(held, note.sliding_window, note.has_evicted)
+    attached(model)
+
+    def check(text: str, version: int, found: Mapping[str, Layout]) -> tuple[Contents, CacheOptions, list[LayerPlan]]:
+        contents = parsed(text, version)
+        _check_model(path, contents, model)
+        options = _options(path, contents, policy)
+        shapes = layer_shapes(model)
+        plans = layer_plans(model, shapes, contents, options, found)
+        check_memory(contents, options, shapes, model)
+        return contents, options, plans
+
+    try:
+        (contents, options, plans), tensors = prompt_cache_file.read(path, check)
+        check_rows(contents, tensors, vocabulary_of(model))
+        for plan in plans:
+            check_layer(plan, contents, options, tensors)
+    except InconsistentFile as error:
+        raise PromptCacheError(f"{path} is damaged: {error}; {AGAIN}") from None
+    cache = _empty_cache(model, options, tensors)
+    for plan in plans:
+        held = {name: tensors[plan.prefix + name].to(cache.device) for name in plan.layouts}
+        cache.layers[plan.index].load(held, plan.rules, plan.note.has_evicted)
     tokens = [tensors[f"tokens.{row}"].tolist() for row in range(cache.batch_size)] if contents.has_tokens else None
     columns = tensors[COLUMNS].tolist() if COLUMNS in tensors else None
     cache.rows = RowTable.from_json(contents.standing, tokens, columns)
     return cache
 
 
-@dataclass(frozen=True)
-class _LayerNote:
-    """What a layer knows beside its tensors; `budget` only where it is not what the policy gives it at the start."""
-
-    sliding_window: int | None
-    has_evicted: bool
-    budget: int | None = None
-
-
-@dataclass(frozen=True)
-class _Contents:
-    """The JSON document of a file, with the options beside the other fields. A layer without tokens has no note."""
-
-    model: str
-    dtype: str
-    fingerprint: str
-    policy: PolicyNote
-    standing: dict[str, Any]  # see `RowTable.to_json`; files have called it so since version 1
-    has_tokens: bool
-    layers: list[_LayerNote | None]
-    options: dict[str, Any]  # see `CacheOptions.document`
+def _options(path: Path, contents: Contents, policy: Policy | None) -> CacheOptions:
+    try:
+        return CacheOptions.from_document(contents.options, policy_of(path, contents.policy, policy))
+    except PromptCacheError:
+        raise
+    except WindlassError as error:
+        raise InconsistentFile(str(error)) from None
 
 
-_NOTES = {each.name for each in fields(_Contents)}
+def _empty_cache(model: PreTrainedModel, options: CacheOptions, tensors: Mapping[str, Tensor]) -> KVCache:
+    """With the file's own mean keys, of which the model learns nothing; without any they are measured."""
+    means = [tensors.get(f"layers.{layer}.{KEY_MEANS}") for layer in range(len(attached(model).rotaries))]
+    if all(mean is None for mean in means):
+        return KVCache.from_options(model, options)
+    cache = KVCache.from_options(model, replace(options, store=Plain()))
+    cache.options, cache.key_means = options, means
+    cache.reset()
+    return cache
 
 
-def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
+def _contents(cache: KVCache, model: PreTrainedModel) -> Contents:
     if type(cache.positions) not in MODES.values():
         raise UsageError(f"positions {cache.positions!r} cannot be saved; set cache.positions to one of {list(MODES)}")
     if type(cache.store) not in STORES.values():
         raise UsageError(f"store {cache.store!r} cannot be saved; use a KVCache with one of: {', '.join(STORES)}")
-    return _Contents(
+    return Contents(
         model=type(model).__name__,
         dtype=_dtype(model),
         fingerprint=fingerprint(model),
@@ -140,87 +135,14 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> _Contents:
         standing=cache.rows.to_json(),
         has_tokens=cache.tokens is not None,
         layers=[
-            None if layer.is_empty else _LayerNote(layer.sliding_window, layer.history.has_evicted, budget)
+            None if layer.is_empty else LayerNote(layer.sliding_window, layer.history.has_evicted, budget)
             for layer, budget in zip(cache.layers, budgets_apart(cache), strict=True)
         ],
         options=cache.options.document(),
     )
 
 
-def _document(contents: _Contents) -> tuple[dict[str, Any], int]:
-    """What goes into the file, and the oldest format version that can say it."""
-    document = asdict(contents)
-    document |= document.pop("options")
-    if any(note is not None and note.budget is not None for note in contents.layers):
-        return document, VERSION
-    for note in document["layers"]:
-        if note is not None:
-            del note["budget"]
-    if document["merge"] is not None:
-        return document, MERGE_VERSION
-    del document["merge"]
-    if document["store"] != "plain":
-        return document, STORE_VERSION
-    del document["store"]
-    return document, PLAIN_VERSION
-
-
-def _parsed(text: str) -> _Contents:
-    document: dict[str, Any] = json.loads(text)
-    document["policy"] = PolicyNote(**document["policy"])
-    document["layers"] = [None if note is None else _LayerNote(**note) for note in document["layers"]]
-    options = {name: document.pop(name) for name in list(document) if name not in _NOTES}
-    return _Contents(**document, options=options)
-
-
-def _write(path: Path, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write beside the target, then take its place: at no moment is there half a file."""
-    target = path.resolve()
-    if target.exists() and not target.is_file():
-        raise PromptCacheError(f"{path} is not a regular file; give the name of a file to write")
-    try:
-        with replacing(path) as temporary:
-            save_file(tensors, temporary, metadata)
-    except (OSError, SafetensorError) as error:
-        left = "the older file there is unchanged" if target.exists() else "nothing was left there"
-        raise PromptCacheError(
-            f"{path} cannot be written: {error}; {left}; free some space or save elsewhere"
-        ) from error
-
-
-def _read(path: Path) -> tuple[_Contents, dict[str, Tensor]]:
-    """What a file holds, after every check that needs no model."""
-    again = "make it again with windlass.prompt_cache.save"
-    try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            if metadata.get("kind") != KIND:
-                raise PromptCacheError(f"{path} is not a prompt cache of windlass; {again}")
-            _check_version(path, metadata.get("version", ""), again)
-            # Copies: the file is mapped into memory, and may change or vanish later.
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a dict
-    except FileNotFoundError:
-        raise PromptCacheError(f"{path} does not exist; {again}") from None
-    except OSError as error:
-        raise PromptCacheError(f"{path} cannot be read: {error}; give the name of a prompt-cache file") from error
-    except SafetensorError as error:
-        raise PromptCacheError(f"{path} is damaged, cut short or not a safetensors file: {error}; {again}") from error
-    contents = metadata.get("contents", "")
-    if _checksum(contents, tensors) != metadata.get("checksum"):
-        raise PromptCacheError(f"{path} is damaged: its contents do not fit its checksum; {again}")
-    return _parsed(contents), tensors
-
-
-def _check_version(path: Path, version: str, again: str) -> None:
-    if not (version.isascii() and version.isdigit() and int(version) > 0):
-        raise PromptCacheError(f"{path} is damaged: its format version is {version!r}; {again}")
-    if int(version) > VERSION:
-        raise PromptCacheError(
-            f"{path} has format version {version}, this windlass reads up to {VERSION}; upgrade windlass or {again}"
-        )
-
-
-def _check_model(path: Path, contents: _Contents, model: PreTrainedModel) -> None:
+def _check_model(path: Path, contents: Contents, model: PreTrainedModel) -> None:
     hint = "load it with that model, or make it again with this one"
     ours = type(model).__name__
     if contents.model != ours:
@@ -229,14 +151,6 @@ def _check_model(path: Path, contents: _Contents, model: PreTrainedModel) -> Non
         raise PromptCacheError(f"{path} was made in {contents.dtype}, this model is in {_dtype(model)}; {hint}")
     if contents.fingerprint != fingerprint(model):
         raise PromptCacheError(f"{path} was made by another {ours}: config or weights differ; {hint}")
-
-
-def _checksum(contents: str, tensors: dict[str, Tensor]) -> str:
-    digest = hashlib.sha256(contents.encode())
-    for name, tensor in sorted(tensors.items()):
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(raw_bytes(tensor))
-    return digest.hexdigest()
 
 
 def _dtype(model: PreTrainedModel) -> str:

@@ -7,11 +7,11 @@ from windlass.core.attention import EvictionInput
 
 
 def total_order(call: EvictionInput) -> Tensor:
-    """A whole number per slot that orders slots as `call` asks, the first to evict lowest; no two are equal.
+    """A whole number per slot that orders slots as `call` asks, the first to evict lowest.
 
     Free slots are lowest, then those whose score is NaN and tokens that no later token can see; sinks and the
-    newest `window` tokens are highest; of equal scores the newer token is higher. So no result depends on the
-    order of slots. Does not use `call.count`.
+    newest `window` tokens are highest; of equal scores the newer token is higher. Tokens are equal only where they
+    share a position. Does not use `call.count`.
     """
     least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
     positions, ends = call.positions, call.next_positions[:, None, None]

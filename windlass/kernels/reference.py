@@ -157,8 +157,11 @@ def argsort_positions(positions: SlotPositions) -> SlotIndex:
 
 
 def lowest(call: EvictionInput) -> SlotIndex:
-    """The `call.count` slots of each row and head that come first in `ranking.total_order`, in any order."""
-    return total_order(call).topk(call.count, largest=False).indices
+    """The `call.count` slots of each row and head that come first in `ranking.total_order`, in any order.
+
+    Of tokens that are equal there, because they share a position, those in the lower slots.
+    """
+    return total_order(call).argsort(dim=-1, stable=True)[..., : call.count]
 
 
 def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:

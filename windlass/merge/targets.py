@@ -31,7 +31,7 @@ class Candidates:
 
 def next_target(candidates: Candidates) -> SlotIndex:
     """For each evicted token the first target at or after its position, else the last one."""
-    positions, order = candidates.positions.where(candidates.is_target, NO_POSITION).sort(dim=-1)
+    positions, order = candidates.positions.where(candidates.is_target, NO_POSITION).sort(dim=-1, stable=True)
     rank = torch.searchsorted(positions, candidates.positions.gather(-1, candidates.evicted))
     last = candidates.is_target.sum(-1, keepdim=True) - 1
     return order.gather(-1, torch.minimum(rank, last).clamp(min=0))
@@ -43,7 +43,10 @@ def nearest_target(candidates: Candidates) -> SlotIndex:
     Where the policy ranks all heads of a row alike, the mean cosine over the heads decides.
     """
     count = max(1, candidates.is_target.shape[-1] - candidates.evicted.shape[-1])  # no more slots are held
-    positions, order = candidates.positions.where(candidates.is_target, -1).sort(dim=-1, descending=True, stable=True)
+    # Flipped, because of tokens that share a position the newest lies in the highest slot.
+    flipped = candidates.positions.where(candidates.is_target, -1).flip(-1)
+    positions, order = flipped.sort(dim=-1, descending=True, stable=True)
+    order = flipped.shape[-1] - 1 - order
     # Slots that are no targets are sorted last. The newest target replaces them: of equal ones the first is found.
     targets = order.where(positions >= 0, order[..., :1])[..., :count]
     own_keys = _unit_keys(candidates.keys, candidates.evicted)

@@ -7,15 +7,19 @@ A policy declares `needs` and `observed_queries`, and has two methods: `score`, 
 attention. `windlass/policies/interfaces.py` has what only some policies need.
 
 You may rely on:
-1. `slots` are those of layer `slots.layer`, of `slots.layers`. A token keeps its slot until it is evicted, but for
-   one time: the cache packs its slots between a prompt and the tokens generated after it.
-2. State is 0 when its token is written, and moves with the token. State named "token" is the token's id.
+1. `slots` are those of layer `slots.layer`, of `slots.layers`. A token keeps its slot until it is evicted, but where
+   the cache packs its slots, between a prompt and the tokens generated after it, or sorts them, in `divide`.
+2. State is 0 when its token is written, and moves with the token. State named "token" is the token's id. What
+   `score` writes into state is kept in rows over budget only, as if each row were alone.
 3. `slots.statistics` holds what your `observe` put there. It is rolled back, saved and copied with its row.
-4. Slots are not in the order of the text: sort by `slots.positions` before you pool along the text.
+4. Slots are not in the order of the text: sort by `slots.positions` before you pool along the text. Sort stably:
+   tokens that share a position, after `divide`, are in order.
 5. The first `sinks` positions and the last `window` tokens are never evicted, whatever you return.
 6. Every kv head of a row holds the same number of tokens, perhaps different ones.
 7. `observation.mass` is attention probability, summed over the observed queries and over the query heads that
    share a kv head; it is 0 in free slots. A finished row observes nothing.
+8. With `Needs(mass=False)` you are shown queries, and a `mass` of no slots. If you ask for all queries, those of a
+   long step come in two calls, each query once; otherwise `observe` is called once a step.
 
 You owe:
 1. A score of shape (batch, kv_heads, slots), or (batch, 1, slots) with `per_head=False`. NaN ranks lowest, free
@@ -62,12 +66,14 @@ class Needs:
 
     `state` names tensors of one number per slot, `statistics` tensors (batch, ...) of the whole layer, which
     `observe` puts into `slots.statistics`. `per_head`: each kv head ranks its own tokens; False: one ranking for
-    all heads of a row.
+    all heads of a row. `mass`: whether the attention of the observed queries is wanted; False costs far less, for
+    a policy that reads the queries alone.
     """
 
     state: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
     per_head: bool = True
+    mass: bool = True
 
 
 @dataclass(frozen=True)
@@ -76,7 +82,7 @@ class Slots:
 
     `positions` are the tokens' indices in the text, negative in free slots, with one row of heads where
     `per_head` is False. `next_positions` is where the text of each row goes on; `prompt_ends` is one past the last
-    token that came in a step of several tokens. `rotate` rotates states (batch, any heads, n, head_dim) to
+    token that came in a pass of several, drafts aside. `rotate` rotates states (batch, any heads, n, head_dim) to
     positions (batch, 1 or as many heads, 1 or n) of the text read so far. `step_angles` gives cos and sin, per
     channel pair, of the rotation from one position to the next, scaled as the model scales what it rotates; None
     where the layer does not rotate. The first `sinks` and the last `window` tokens are not evicted in any case.
@@ -117,7 +123,8 @@ class Slots:
 class Observation:
     """What a policy is shown after a step: `mass`, see the contract, and the observed queries.
 
-    `queries` are un-rotated, newest first, and `positions` theirs: EMPTY where a row observed fewer.
+    `queries` are un-rotated, newest first, and `positions` theirs: EMPTY where a row observed fewer. Where `mass`
+    is that of all queries of a long step, `queries` are the newest of them only.
     """
 
     mass: PerSlot

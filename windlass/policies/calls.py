@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windlass.core.errors import PolicyError
 from windlass.core.shapes import NewKeys, Queries, Scores, SlotPositions, TokenIds
-from windlass.policies.base import TOKEN, WEIGHT, Policy, Slots
+from windlass.policies.base import TOKEN, WEIGHT, Observation, Policy, Slots
 from windlass.policies.interfaces import Trained
 from windlass.policies.wrapper import find
 
@@ -40,6 +40,12 @@ def scores_of(policy: Policy, layer: int, slots: Slots) -> Scores:
             f"expected {tuple(slots.positions.shape)} (batch, kv_heads, slots)"
         )
     return score
+
+
+def observe(policy: Policy, layer: int, slots: Slots, seen: Observation) -> None:
+    """Let the policy observe. Raises: PolicyError for whatever it raises."""
+    with policy_errors(policy, layer):
+        policy.observe(slots, seen)
 
 
 def preprocess(

@@ -22,23 +22,23 @@ class ExpectedAttention(Policy):
     counts for more. Without `has_covariance` the mean query alone decides, for a fraction of the work.
 
     Source: Devoto et al. 2025 (arXiv:2510.00636).
-    Differs: works at decode too, as queries come. The last `observed_queries` of a step stand for all of
-    it. As in the authors' code the first `skipped` positions neither count as queries nor share in the
+    Differs: works at decode too, as queries come. With a number, the last `observed_queries` of a step stand for
+    all of it. As in the authors' code the first `skipped` positions neither count as queries nor share in the
     softmax; they are kept. Logits are divided by the square root of head_dim, whatever the model does, and
     distances are those of the text, whatever the cache reads at. The score is a logarithm.
     """
 
     future: int = 512
-    observed_queries: int = 256
+    observed_queries: int | None = None
     skipped: int = 4
     has_covariance: bool = True
     epsilon: float = 0.0
 
-    needs = Needs(statistics=("count", "mean", "covariance"))
+    needs = Needs(statistics=("count", "mean", "covariance"), mass=False)
 
     def __post_init__(self) -> None:
         for name, value in (("future", self.future), ("observed_queries", self.observed_queries)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise PolicyError(f"ExpectedAttention: {name} must be at least 1, got {value}")
         for name, least in (("skipped", self.skipped), ("epsilon", self.epsilon)):
             if not least >= 0:

@@ -12,7 +12,8 @@ class H2O(Policy):
 
     Source: Zhang et al. 2023 (arXiv:2306.14048), algorithm 1.
     Differs: the paper's recent half is the cache's `window`: give `window = budget // 2` for it.
-    Each kv head ranks by the sum over its query heads.
+    Each kv head ranks by the sum over its query heads. As in the paper a sum is not divided by the number of
+    queries that could see the token, which some other libraries do.
     """
 
     needs = Needs(state=("mass",))

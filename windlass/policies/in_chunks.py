@@ -20,7 +20,8 @@ class InChunks(Wrapper):
     first.
 
     Source: ChunkKV, Liu et al. 2025 (arXiv:2502.00299).
-    Differs: a chunk is scored by those of its tokens that are still held. Layers choose for themselves.
+    Differs: a chunk is scored by those of its tokens that are still held. Each kv head of each layer chooses its own
+    chunks, where the paper sums the scores of a layer's heads and lets neighbouring layers share a choice.
     """
 
     size: int = 10

@@ -14,7 +14,8 @@ class KeyDiff(Policy):
     Needs no attention weights, so it costs the same at any chunk.
 
     Source: Park et al. 2025 (arXiv:2504.15364), algorithm 1.
-    Differs: compares un-rotated keys, so a token's novelty is its content alone, not its position.
+    Differs: compares un-rotated keys, so a token's novelty is its content alone, not its position. In the first
+    layer all copies of a word therefore tie, and the newest of them are kept.
     Cosines are compared in steps of 2**-16: keys of a repeated token differ by rounding alone.
     """
 

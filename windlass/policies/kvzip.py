@@ -16,9 +16,9 @@ class KVzip(Policy, OneShot):
 
     `engine.prefill` holds a first text whole, feeds it to the model again in chunks of `scoring_chunk` tokens,
     drops each of these before the next, and then evicts. The score of a token is the largest probability that any
-    query head gave it in the second pass. So the tokens kept serve any question on the text. The price is a second
-    prefill, and the memory of the whole text until then. Later tokens were never scored: they rank above the
-    text, the newest highest, and replace it as they come.
+    query head gave it in the second pass. So the tokens kept serve any question on the text. The price is
+    about three times the work of reading once, and the memory of the whole text until then. Later tokens were never
+    scored: they rank above the text, the newest highest, and replace it as they come.
 
     Source: Kim et al. 2025 (arXiv:2505.23416).
     Differs: no prompt asks for the repetition, and a chunk does not begin with the end of the one before. Each

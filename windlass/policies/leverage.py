@@ -35,12 +35,16 @@ class Leverage(Policy):
             raise PolicyError(f"Leverage: ridge must be above 0, got {self.ridge}")
 
     def score(self, slots: Slots) -> Scores:
-        is_held = (slots.positions >= 0).unsqueeze(-1)
+        return self.score_among(slots, slots.positions >= 0)
+
+    def score_among(self, slots: Slots, is_counted: Tensor) -> Scores:
+        """The leverage of each counted slot among those; 0 of the others."""
+        is_row = is_counted.unsqueeze(-1)
         # In float64: sums over slots round by their order, which must not decide what is kept, and
         # fewer tokens than channels leave nothing but the ridge in some directions.
         keys = slots.keys().double()
-        mean = (keys * is_held).sum(2, keepdim=True) / is_held.sum(2, keepdim=True).clamp(min=1)
-        x = (keys - mean) * is_held
+        mean = (keys * is_row).sum(2, keepdim=True) / is_row.sum(2, keepdim=True).clamp(min=1)
+        x = (keys - mean) * is_row
         if x.shape[-1] > self.sketch:
             x = x @ _gaussian(x.shape[-1], self.sketch, x.device)
         ridge = self.ridge * torch.eye(x.shape[-1], dtype=x.dtype, device=x.device)

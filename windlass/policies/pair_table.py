@@ -6,11 +6,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from windlass.core.errors import UsageError
-from windlass.core.files import replacing
+from windlass.core.files import read_bytes, replacing
 
 KIND: Final = "windlass pairs"
 VERSION: Final = 1
 AGAIN: Final = "make it again with `windlass calibrate`"
+MAX_COST: Final = 1e30  # nats
 NAMES: Final = {"model": str, "fingerprint": str, "merge": str, "tokens": int, "seed": int}
 
 
@@ -45,14 +46,14 @@ def write(table: PairTable, path: Path) -> None:
 def read(path: Path) -> PairTable:
     """The table of a file. Raises: UsageError when it is missing, damaged, or of another version."""
     try:
-        text = path.expanduser().read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"pair table {path} cannot be read: {error.strerror}; {AGAIN}") from None
+        text = read_bytes(path.expanduser(), f"pair table {path}").decode("utf-8")
+    except UsageError as error:
+        raise UsageError(f"{error}; {AGAIN}") from None
     except UnicodeDecodeError:
         raise UsageError(f"pair table {path} is not a file of `windlass calibrate`; {AGAIN}") from None
     try:
         document = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         what = "is cut short or damaged" if KIND in text[:64] else "is not a file of `windlass calibrate`"
         raise UsageError(f"pair table {path} {what}; {AGAIN}") from None
     if not isinstance(document, dict) or document.get("kind") != KIND:
@@ -73,4 +74,4 @@ def _is_pair(pair: Any) -> bool:
     if not isinstance(pair, list) or len(pair) != 4 or any(type(each) not in (int, float) for each in pair):
         return False
     *counts, cost = pair
-    return all(type(each) is int and 0 <= each < 2**31 for each in counts) and 0 <= cost < float("inf")
+    return all(type(each) is int and 0 <= each < 2**31 for each in counts) and 0 <= cost <= MAX_COST

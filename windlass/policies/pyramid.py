@@ -18,7 +18,8 @@ class Pyramid(Wrapper, Budgeter, Recency):
 
     Source: PyramidKV, Cai et al. 2024 (arXiv:2406.02069).
     Differs: any policy in place of SnapKV; sinks are as safe as the window; tokens left over by rounding go to
-    the bottom.
+    the bottom. A layer that is given more tokens than the text has leaves the rest unspent; the authors' code hands
+    it to the layers above.
     """
 
     beta: int | float = 20

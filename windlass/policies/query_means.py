@@ -1,11 +1,15 @@
 """Running means of the queries that a layer has observed, and how they read keys from positions ahead."""
 
+from typing import Final
+
 import torch
 from torch import Tensor
 
 from windlass.core.rotate import rotate
 from windlass.core.shapes import SlotKeys
 from windlass.policies.base import Observation, Slots
+
+COUNT: Final = "count"  # statistics: how many queries of each row the means are of
 
 
 def is_from(observation: Observation, start: int) -> Tensor:
@@ -14,18 +18,18 @@ def is_from(observation: Observation, start: int) -> Tensor:
 
 
 def update_means(statistics: dict[str, Tensor], is_counted: Tensor, new: dict[str, Tensor]) -> None:
-    """Update the running means named in `new` by these states (batch, heads, tokens, channels), and "count".
+    """Update the running means named in `new` by these states (batch, heads, tokens, channels), and `COUNT`.
 
     A mean is (batch, heads, channels), and 0 before anything was counted.
     """
     added = is_counted.sum(2).float()
-    before = statistics["count"] if statistics else torch.zeros_like(added)
+    before = statistics[COUNT] if statistics else torch.zeros_like(added)
     count = before + added
     for name, states in new.items():
         total = states.masked_fill(~is_counted, 0.0).sum(2)
         mean = statistics[name] if statistics else torch.zeros_like(total)
         new[name] = mean + (total - added * mean) / count.clamp(min=1)
-    statistics.update(new, count=count)
+    statistics.update({**new, COUNT: count})
 
 
 def rotate_ahead(slots: Slots, states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -17,7 +17,8 @@ class Random(Policy):
     batch and after a load.
 
     Source: Random Attention, 2026 (arXiv:2609.03430).
-    Differs: the draw is a hash, not a generator.
+    Differs: the draw is a hash, not a generator, and the same in all layers. With `keep_prompt`, tokens that came in a
+    pass of several tokens are a prompt's, but for the drafts of `generate`.
     """
 
     keep_prompt: bool = True

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 import torch
-from torch.nn.functional import max_pool1d
+from torch.nn.functional import avg_pool1d, max_pool1d
 
 from windlass import kernels
 from windlass.core.errors import PolicyError
@@ -15,14 +15,19 @@ from windlass.policies.base import Needs, Observation, Policy, Slots
 class SnapKV(Policy):
     """Keeps the tokens that the last queries attended to, with their neighbours in the text.
 
+    A token ranks by the most votes among the `pool` tokens around it; with `is_mean` by their mean. Votes for the
+    window count for nobody: its tokens are kept anyway.
+
     Source: Li et al. 2024 (arXiv:2404.14469), listing 1.
     Differs: works at decode too. A step shorter than `observed_queries` fades the older votes by
-    its share of the window. One-shot SnapKV is `chunk` as long as the prompt and
-    `window = observed_queries`. Votes of the query heads that share a kv head are summed.
+    its share of the window. One-shot SnapKV is `chunk` as long as the prompt, or `KVCache.compress` after it, and
+    `window = observed_queries`. Votes of the query heads that share a kv head are summed. The authors' code takes
+    the mean by default.
     """
 
     observed_queries: int = 32
     pool: int = 5
+    is_mean: bool = False
 
     needs = Needs(state=("votes",))
 
@@ -38,8 +43,10 @@ class SnapKV(Policy):
 
     def score(self, slots: Slots) -> Scores:
         votes = slots.state["votes"]
-        is_held = slots.positions >= 0
+        window_starts = (slots.next_positions - slots.window)[:, None, None]
+        is_pooled = (slots.positions >= 0) & (slots.positions < window_starts)
         text_order = kernels.argsort_positions(slots.positions)
-        in_order = votes.masked_fill(~is_held, 0.0).gather(-1, text_order)
-        pooled = max_pool1d(in_order, self.pool, stride=1, padding=self.pool // 2)
+        in_order = votes.masked_fill(~is_pooled, 0.0).gather(-1, text_order)
+        pool = avg_pool1d if self.is_mean else max_pool1d
+        pooled = pool(in_order, self.pool, stride=1, padding=self.pool // 2)
         return torch.empty_like(votes).scatter_(-1, text_order, pooled)

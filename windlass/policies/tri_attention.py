@@ -29,7 +29,7 @@ class TriAttention(Policy):
     reach: int = 65536
     observed_queries: int = 256
 
-    needs = Needs(statistics=("count", "mean", "lengths"))
+    needs = Needs(statistics=("count", "mean", "lengths"), mass=False)
 
     def __post_init__(self) -> None:
         for name, value in (("reach", self.reach), ("observed_queries", self.observed_queries)):

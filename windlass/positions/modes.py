@@ -18,6 +18,7 @@ from windlass.core.errors import UsageError
 from windlass.core.rotary_index import RotaryBranch, RotaryIndex
 from windlass.core.shapes import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
 from windlass.core.spec import parse_ints, parse_spec
+from windlass.core.step import MAX_NUMBER
 
 
 @dataclass(frozen=True)
@@ -103,8 +104,8 @@ class SelfExtend(PositionMode):
     window: int = 64
 
     def __post_init__(self) -> None:
-        _at_least("group", self.group, 1)
-        _at_least("window", self.window, 1)
+        _check_number("group", self.group, 1)
+        _check_number("window", self.window, 1)
 
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
         q, k = _per_rank(queries, slots), slots.clamp(min=0)
@@ -132,7 +133,7 @@ class Clamp(PositionMode):
     limit: int = 256
 
     def __post_init__(self) -> None:
-        _at_least("limit", self.limit, 1)
+        _check_number("limit", self.limit, 1)
 
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
         q, k = _per_rank(queries, slots), slots.clamp(min=0)
@@ -180,6 +181,6 @@ def _rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> RotaryBranch:
     return RotaryBranch((q - base).clamp(min=0), (k - base).clamp(0, q.shape[-1] + window))
 
 
-def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UsageError(f"{name} must be at least {least}, got {value}")
+def _check_number(name: str, value: int, least: int) -> None:
+    if not least <= value <= MAX_NUMBER:
+        raise UsageError(f"{name} must be from {least} to {MAX_NUMBER}, got {value}")

@@ -216,7 +216,7 @@ class Store(ABC):
             part[target] = part[source]
 
     def tensors(self) -> Parts:
-        """Every tensor allocated, by name: those that `nbytes` of a cache counts, and that a file holds."""
+        """Every tensor allocated, by name: what a file holds."""
         return {**self._parts, **self._constants, **self.full_precision.tensors} if self._parts else {}
 
     def restore(self, tensors: Parts) -> None:

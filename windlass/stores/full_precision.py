@@ -39,9 +39,9 @@ class FullPrecisionRing:
         self.sinks = sinks
         self.newest = newest
         self.tensors: dict[str, Tensor] = {}
-        """All that is allocated, by name. Every change makes a new dictionary: to put the dictionary from before
-        the last `write` back is to undo that write."""
-        self._latest_index: tuple[dict[str, Tensor], ReferenceType[Tensor]] | None = None
+        """All that is allocated, by name. A write makes a new dictionary: to put the one from before it back is to
+        undo it."""
+        self._latest_index: tuple[ReferenceType[Tensor], ...] | None = None  # of the tensors it was built from, and it
 
     def allocate(self, keys: NewKeys, values: NewValues, rollback: int) -> None:
         """Make room for copies of such keys and values, so that `rollback` tokens can be rolled back."""
@@ -113,6 +113,10 @@ class FullPrecisionRing:
         if self.tensors:
             self.tensors = {**self.tensors, WRITTEN: self._written_without(counts)}
 
+    def is_replaced(self, tensors: dict[str, Tensor]) -> bool:
+        """Whether what was written since these `tensors` were ours went into memory of its own."""
+        return bool(tensors) and tensors[KEYS] is not self.tensors[KEYS]
+
     def copied_token_index(self) -> Tensor | None:
         """Which token of its row each entry holds, in memory of its own; None if nothing is kept in full precision."""
         return self.tensors[TOKEN_INDEX].clone() if self.tensors else None
@@ -136,11 +140,13 @@ class FullPrecisionRing:
             return None
         # Keys and values of a step ask for the same index. A weak reference, so that it takes memory only in use.
         latest = None
-        if self._latest_index is not None and self._latest_index[0] is self.tensors:
-            latest = self._latest_index[1]()
+        if self._latest_index is not None:
+            *source, index = (reference() for reference in self._latest_index)
+            if all(was is now for was, now in zip(source, self.tensors.values(), strict=True)):
+                latest = index
         if latest is None or latest.shape[2] != slots:
             latest = self._build_ring_index(slots)
-            self._latest_index = self.tensors, ref(latest)
+            self._latest_index = (*map(ref, self.tensors.values()), ref(latest))
         return latest
 
     def _build_ring_index(self, slots: int) -> Tensor:
@@ -186,7 +192,7 @@ class FullPrecisionRing:
         """Overwrite row `target` with row `source`."""
         for tensor in self.tensors.values():
             tensor[target] = tensor[source]
-        self.tensors = dict(self.tensors)
+        self._latest_index = None
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Hold what `self.tensors` was, out of `tensors`; other names are ignored."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.core.errors import UsageError
+from windlass.core.files import read_bytes
 from windlass.evals.case import HINT, Case, Header, Line
 
 
@@ -59,10 +60,7 @@ def read_results(files: Sequence[Path]) -> LoadedResults:
 
 def _lines(file: Path) -> tuple[list[Line], bool]:
     """The lines of a file, and whether a last one was cut."""
-    try:
-        rows = file.read_bytes().split(b"\n")
-    except OSError as error:
-        raise UsageError(f"results file {file} cannot be read: {error.strerror}") from None
+    rows = read_bytes(file, f"results file {file}").split(b"\n")
     rows = [row.rstrip(b"\r") for row in rows]
     while rows and not rows[-1].strip():
         rows.pop()
@@ -70,7 +68,7 @@ def _lines(file: Path) -> tuple[list[Line], bool]:
     for index, row in enumerate(rows):
         try:
             data = json.loads(row)
-        except ValueError:
+        except (ValueError, RecursionError):
             data = None
         if isinstance(data, dict):
             lines.append(Line(data, f"results file {file}, line {index + 1}"))

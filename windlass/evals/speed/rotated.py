@@ -20,14 +20,21 @@ class RotatedStorage(KVCache):
     keys at every read. A stored key can be read at its own position only; whatever would move
     it is refused, and so is padding. Policies that look at keys are given rotated ones.
 
-    Raises: UsageError for positions other than "original", or a model that rotates neighbouring
-    channels: then keys of transformers' and ours are laid out differently.
+    Raises: UsageError for positions other than "original"; for a policy that keeps statistics of queries, which
+    it would be shown rotated; for a model that rotates neighbouring channels: then keys of transformers' and ours
+    are laid out differently.
     """
 
     is_rotated = True
 
     def reset(self) -> None:
         _check_mode(self.positions)
+        policy = self.options.policy
+        if policy.needs.statistics:
+            raise UsageError(
+                f"policy {policy!r} keeps statistics of un-rotated queries, and with rotated storage queries come "
+                f"rotated; {HINT}"
+            )
         if any(rotary is not None and rotary.layout.is_interleaved for rotary in self.rotaries):
             raise UsageError(f"rotated storage is for models whose channel pairs are halves; {HINT}")
         super().reset()

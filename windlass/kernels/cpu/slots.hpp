@@ -69,7 +69,7 @@ inline void lowest(const Eviction &call, std::int64_t count, std::int64_t *out, 
         for (std::int64_t i = 0, slot = 0; i < slots; ++i, slot += stride, slot -= slot < slots ? 0 : slots) {
             if (!is_heap || i < count)
                 found.emplace_back(ranks[slot], slot);
-            else if (ranks[slot] < found.front().first) {
+            else if (std::pair(ranks[slot], slot) < found.front()) {  // of equal ranks the lower slot
                 std::pop_heap(found.begin(), found.end());
                 found.back() = {ranks[slot], slot};
             } else

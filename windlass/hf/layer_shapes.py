@@ -1,0 +1,57 @@
+"""What each attention layer of a model hands to its cache, seen when one token is read."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from windlass.core.shapes import Attended, NewKeys, NewValues, Queries
+from windlass.core.step import AttentionCall, no_inference_mode
+from windlass.hf.kv_cache import KVCache
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one layer, the dtype of its keys, and its sliding window."""
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    sliding_window: int | None
+
+    def states(self, device: torch.device) -> tuple[Queries, NewKeys, NewValues]:
+        """Queries, keys and values of one token, all 0."""
+        sizes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
+        queries, keys, values = (torch.zeros(1, n, 1, width, dtype=self.dtype, device=device) for n, width in sizes)
+        return queries, keys, values
+
+
+class _ShapeCache(KVCache):
+    """A cache that holds nothing, and notes the shapes of what it is handed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        KVCache.__init__(self, model)
+        self.shapes: dict[int, LayerShape] = {}
+
+    def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
+        """What one token alone reads: its own value."""
+        heads, kv_heads = queries.shape[1], keys.shape[1]
+        self.shapes[layer] = LayerShape(
+            heads, kv_heads, keys.shape[3], values.shape[3], keys.dtype, call.sliding_window
+        )
+        return values.repeat_interleave(heads // kv_heads, 1)
+
+
+@no_inference_mode
+def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """The shape of each layer of an attached model, from one pass of one token that no cache holds.
+
+    Raises: UsageError when the model is not attached.
+    """
+    cache = _ShapeCache(model)
+    first: Tensor = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    model(input_ids=first, past_key_values=cache)
+    return [cache.shapes[layer] for layer in range(len(cache.layers))]

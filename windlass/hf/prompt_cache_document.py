@@ -1,0 +1,248 @@
+"""The JSON document of a prompt-cache file: what is written, and how it is read by someone who does not trust it."""
+
+import json
+from dataclasses import asdict, dataclass
+from typing import Any, Final, NoReturn
+
+from windlass.core.step import MAX_NUMBER
+from windlass.hf.policy_note import PolicyNote
+
+# What an older windlass could not read raises the number; the first one reads files of plain stores.
+PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, VERSION = 1, 2, 3, 4
+MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
+MAX_POLICY_NUMBER: Final = 2**62
+
+
+class InconsistentFile(Exception):
+    """Something in a file that `save` would not have written; the message says what, in one short line."""
+
+
+@dataclass(frozen=True)
+class LayerNote:
+    """What a layer knows beside its tensors; `budget` only where it is not what the policy gives it at the start."""
+
+    sliding_window: int | None
+    has_evicted: bool
+    budget: int | None = None
+
+
+@dataclass(frozen=True)
+class Contents:
+    """The document, with the options beside the other fields. A layer without tokens has no note."""
+
+    model: str
+    dtype: str
+    fingerprint: str
+    policy: PolicyNote
+    standing: dict[str, Any]  # see `RowTable.to_json`; files have called it so since version 1
+    has_tokens: bool
+    layers: list[LayerNote | None]
+    options: dict[str, Any]  # see `CacheOptions.document`
+
+
+def to_document(contents: Contents) -> tuple[dict[str, Any], int]:
+    """What goes into the file, and the oldest format version that can say it."""
+    document = asdict(contents)
+    document |= document.pop("options")
+    if any(note is not None and note.budget is not None for note in contents.layers):
+        return document, VERSION
+    for note in document["layers"]:
+        if note is not None:
+            del note["budget"]
+    if document["merge"] is not None:
+        return document, MERGE_VERSION
+    del document["merge"]
+    if document["store"] != "plain":
+        return document, STORE_VERSION
+    del document["store"]
+    return document, PLAIN_VERSION
+
+
+def parsed(text: str, version: int) -> Contents:
+    """The document of a file of this version. Every field has its type and range; none is missing, none is unknown.
+
+    Raises: InconsistentFile.
+    """
+    try:
+        data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+    except (ValueError, RecursionError) as error:
+        raise InconsistentFile(f"its header is no JSON that can be read ({shown(str(error))})") from None
+    given = Fields(data, "its header")
+    note = given.inner("policy")
+    policy = PolicyNote(note.text_or_none("name"), note.inner("fields").numbers(), note.text("label"))
+    note.end()
+    limits = given.inner("limits")
+    batch = given.whole("batch", 1)
+    options = {
+        "batch": batch,
+        "positions": given.text("positions"),
+        "limits": {
+            "budget": limits.whole_or_none("budget", 1),
+            "sinks": limits.whole("sinks"),
+            "window": limits.whole_or_none("window", 1),
+            "chunk": limits.whole("chunk", 1),
+            "rollback": limits.whole("rollback"),
+        },
+        "store": given.text("store") if version >= STORE_VERSION else "plain",
+        "merge": given.text_or_none("merge") if version >= MERGE_VERSION else None,
+    }
+    limits.end()
+    contents = Contents(
+        model=given.text("model"),
+        dtype=given.text("dtype"),
+        fingerprint=given.text("fingerprint"),
+        policy=policy,
+        standing=_rows(given.inner("standing"), batch),
+        has_tokens=given.flag("has_tokens"),
+        layers=[_layer(each, index, version) for index, each in enumerate(given.items("layers"))],
+        options=options,
+    )
+    given.end()
+    return contents
+
+
+def _layer(data: object, index: int, version: int) -> LayerNote | None:
+    if data is None:
+        return None
+    given = Fields(data, f"the note of layer {index}")
+    budget = given.whole_or_none("budget", 1) if version >= VERSION else None
+    note = LayerNote(given.whole_or_none("sliding_window", 1), given.flag("has_evicted"), budget)
+    given.end()
+    return note
+
+
+def _rows(given: "Fields", batch: int) -> dict[str, Any]:
+    """The standing of `batch` rows, each of which is as `Row` says that it may be."""
+    rows: dict[str, Any] = {
+        "tokens_seen": given.wholes("tokens_seen", batch),
+        "next_positions": given.wholes("next_positions", batch),
+        "prompts": [[_span(pair, row) for pair in spans] for row, spans in enumerate(given.lists("prompts", batch))],
+        "columns_seen": given.whole("columns_seen"),
+        "tokens": given.null("tokens"),
+        "since_edit": given.wholes("since_edit", batch),
+    }
+    given.end()
+    for row in range(batch):
+        seen, end, since = (rows[name][row] for name in ("tokens_seen", "next_positions", "since_edit"))
+        if since > min(seen, end) or (since == seen and end != seen):
+            raise InconsistentFile(
+                f"row {row} has seen {seen} tokens, {since} of them since its last edit, and goes on at position {end}"
+            )
+        last = -1
+        for start, stop in rows["prompts"][row]:
+            if not last < start < stop <= end:
+                raise InconsistentFile(f"the prompts of row {row} are not in order up to its end at {end}")
+            last = stop
+    return rows
+
+
+def _span(pair: object, row: int) -> list[int]:
+    if isinstance(pair, list) and len(pair) == 2 and all(_is_whole(each) for each in pair):
+        return pair
+    raise InconsistentFile(f"a prompt of row {row} is {shown(pair)}, not [start, end]")
+
+
+class Fields:
+    """The fields of a JSON object, each checked when it is taken. Errors name the field and the object, `where`."""
+
+    def __init__(self, data: object, where: str) -> None:
+        if not isinstance(data, dict):
+            raise InconsistentFile(f"{where} is {shown(data)}, not an object")
+        self._left, self._where = dict(data), where
+
+    def end(self) -> None:
+        """To be called when all fields are taken. Raises: InconsistentFile for one that is left."""
+        for name in self._left:
+            raise InconsistentFile(f"{self._where} has an unknown field {shown(name)}")
+
+    def text(self, name: str) -> str:
+        value = self._take(name)
+        # What is shown in an error must neither break its line nor steer a terminal.
+        if isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable():
+            return value
+        return self._refuse(name, value, f"a text of one line and at most {MAX_TEXT} characters")
+
+    def text_or_none(self, name: str) -> str | None:
+        return self._take(name) if self._is_none(name) else self.text(name)
+
+    def whole(self, name: str, least: int = 0) -> int:
+        value = self._take(name)
+        if _is_whole(value, least):
+            return int(value)
+        return self._refuse(name, value, f"a whole number from {least} to {MAX_NUMBER}")
+
+    def whole_or_none(self, name: str, least: int = 0) -> int | None:
+        return self._take(name) if self._is_none(name) else self.whole(name, least)
+
+    def wholes(self, name: str, count: int) -> list[int]:
+        values = self.items(name)
+        if len(values) == count and all(map(_is_whole, values)):
+            return values
+        return self._refuse(name, values, f"{count} whole numbers from 0 to {MAX_NUMBER}, one per row")
+
+    def lists(self, name: str, count: int) -> list[list[Any]]:
+        values = self.items(name)
+        if len(values) == count and all(isinstance(each, list) for each in values):
+            return values
+        return self._refuse(name, values, f"{count} lists, one per row")
+
+    def numbers(self) -> dict[str, float | int | bool | None]:
+        """All fields: finite numbers, true, false or null."""
+        numbers, self._left = self._left, {}
+        for name, value in numbers.items():
+            is_number = type(value) in (bool, int, float) and abs(value) <= MAX_POLICY_NUMBER
+            if value is not None and not is_number:
+                self._refuse(name, value, "a number")
+        return numbers
+
+    def flag(self, name: str) -> bool:
+        value = self._take(name)
+        return value if isinstance(value, bool) else self._refuse(name, value, "true or false")
+
+    def items(self, name: str) -> list[Any]:
+        value = self._take(name)
+        return value if isinstance(value, list) else self._refuse(name, value, "a list")
+
+    def inner(self, name: str) -> "Fields":
+        return Fields(self._take(name), f"{name} in {self._where}")
+
+    def null(self, name: str) -> object:
+        value = self._take(name)
+        return value if value is None else self._refuse(name, value, "null")
+
+    def _is_none(self, name: str) -> bool:
+        return name in self._left and self._left[name] is None
+
+    def _take(self, name: str) -> Any:
+        if name not in self._left:
+            raise InconsistentFile(f"{self._where} has no field {name!r}")
+        return self._left.pop(name)
+
+    def _refuse(self, name: str, value: object, wanted: str) -> NoReturn:
+        raise InconsistentFile(f"{name} in {self._where} is {shown(value)}, not {wanted}")
+
+
+def _is_whole(value: object, least: int = 0) -> bool:
+    return type(value) is int and least <= value <= MAX_NUMBER
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Without it, of two fields of one name the first would be lost silently."""
+    data = dict(pairs)
+    if len(data) < len(pairs):
+        raise ValueError("a field is there twice")
+    return data
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number")
+
+
+def shown(value: object) -> str:
+    """A short form of what a file holds, on one line and without signs that steer a terminal."""
+    if isinstance(value, list | dict):
+        return f"a list of {len(value)}" if isinstance(value, list) else "an object"
+    if isinstance(value, int | float) and not abs(value) <= MAX_POLICY_NUMBER:
+        return "a huge number"
+    text = ascii(value)
+    return text if len(text) <= 60 else text[:57] + "..."

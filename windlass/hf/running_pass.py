@@ -1,0 +1,36 @@
+"""A pass with a cache while it runs, which torch.compile must leave alone."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final, ParamSpec, TypeVar
+
+import torch
+
+from windlass.cache.cache import TextCache
+from windlass.cache.state import Text
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+BUSY: Final = (
+    "a pass with a KVCache runs in this model, in another thread or around this call; "
+    "give each thread a model of its own"
+)
+
+
+@dataclass(eq=False)
+class RunningPass:
+    """A pass with a cache, the thread that it runs in, and where the cache's text stood before it."""
+
+    cache: TextCache
+    thread: int | None = None
+    before: Text | None = None
+
+
+def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """`function`, which runs as it is where torch.compile compiles the model around it.
+
+    Kernels are given the addresses of tensors, and a compiled frame frees what it holds by address alone.
+    """
+    kept: Callable[Arguments, Result] = torch.compiler.disable(function)
+    return kept

@@ -1,0 +1,185 @@
+"""A short text, read with a cache and without: what the probe of one token can't see, this does.
+
+Each attention module is given, with the cache, the very inputs that it had in the model's own pass, and its outputs
+are replaced by those of that pass once they were compared. So an error is that of one layer, and rounding does not
+grow from layer to layer.
+"""
+
+import inspect
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from windlass.cache.options import CacheOptions
+from windlass.core.errors import UnsupportedModel
+from windlass.core.shapes import Attended, NewKeys, NewValues, Queries
+from windlass.core.step import AttentionCall
+from windlass.hf.model_cache import ModelCache
+from windlass.hf.probe import eval_mode
+from windlass.hf.token_ids import ordinary_ids
+from windlass.positions.rotary import Rotation
+
+PASSES: Final = (5, 3)  # tokens of each pass with the cache; the model's own reads all of them at once
+OPTIONS: Final = CacheOptions(chunk=max(PASSES))
+HIDDEN: Final = "hidden_states"
+
+# What one rounding changes, relatively. That of float32 counts sums of thousands of products in another order, too;
+# bfloat16 and float16 are summed in float32.
+ROUNDING: Final[Mapping[torch.dtype, float]] = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-18}
+# Of a float32 model whose products a GPU may round to TF32, or to bfloat16.
+FAST_ROUNDING: Final[Mapping[str, float]] = {"high": 2**-10, "medium": 2**-8}
+# Roundings in one attention module beside those of its scores: rotation, probabilities, values, projection.
+OF_ATTENTION: Final = 4
+# Linear layers with quantised weights may round activations, too: by a step of 8-bit codes.
+OF_CODES: Final = 2**-6
+# The decoder's last output has passed feed-forwards in every layer, where a rounding may choose another expert.
+OF_STREAM: Final = 32
+
+
+class CheckCache(ModelCache):
+    """Notes how large attention scores are: rounding them moves probabilities by as much."""
+
+    def reset(self) -> None:
+        super().reset()
+        self.largest_scores = [0.0] * len(self.layers)
+
+    def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
+        step = self.text.pending
+        assert step is not None, "attention outside of a pass"
+        rotation, at = Rotation(self.rotaries[layer], step.end, queries.device), step.positions[:, None]
+        rotated = rotation.rotate(keys.float(), at).repeat_interleave(queries.shape[1] // keys.shape[1], 1)
+        largest = call.scale * float((rotation.rotate(queries.float(), at) @ rotated.mT).abs().max())
+        largest = largest if call.softcap is None else min(largest, call.softcap)
+        self.largest_scores[layer] = max(largest, self.largest_scores[layer])
+        return super().attend(layer, queries, keys, values, call)
+
+
+class SelfCheck:
+    """What the model's own pass gave, and how far the passes with a cache are from it.
+
+    `modules` are those that call attention, by layer.
+    """
+
+    def __init__(self, model: PreTrainedModel, decoder: nn.Module, modules: Mapping[int, nn.Module]) -> None:
+        self._model, self._decoder, self._modules = model, decoder, modules
+        self._ids = ordinary_ids(model, sum(PASSES))
+        self._columns: slice | None = None  # of the pass with a cache that is running
+        self._cache: CheckCache | None = None
+        self._inputs: dict[int, Tensor] = {}
+        self._outputs: dict[int, Tensor] = {}
+        self._stream: Tensor | None = None
+
+    @torch.no_grad()
+    def run(self, cache: CheckCache, own_attention: AbstractContextManager[None]) -> None:
+        """Read a short text without a cache, under `own_attention`, then with it.
+
+        Raises: UnsupportedModel for a model that gives something else; UsageError for one that makes a pass that no
+        cache can take.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(eval_mode(self._model))
+            for layer, module in self._modules.items():
+                before = module.register_forward_pre_hook(partial(self._before, layer), with_kwargs=True)
+                stack.callback(before.remove)
+                stack.callback(module.register_forward_hook(partial(self._after, layer)).remove)
+            stack.callback(self._decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True).remove)
+            stack.callback(self._decoder.register_forward_hook(self._after_decoder).remove)
+            self._read_alone(own_attention)
+            self._cache, start = cache, 0
+            for tokens in PASSES:
+                self._columns = slice(start, start + tokens)
+                self._call(self._columns, use_cache=True, past_key_values=cache)
+                start += tokens
+
+    def _read_alone(self, own_attention: AbstractContextManager[None]) -> None:
+        """The model's own pass."""
+        try:
+            with own_attention:
+                self._call(slice(0, sum(PASSES)), use_cache=False)
+        except Exception as error:
+            raise UnsupportedModel(
+                f"can't read a text even without a cache: {type(error).__name__}: {error}"
+            ) from error
+        if self._stream is None:
+            raise UnsupportedModel("does not call its decoder")
+
+    def _call(self, columns: slice, **options: object) -> None:
+        """The model as `generate` calls it."""
+        if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
+            options["logits_to_keep"] = 1
+        ids = self._ids[:, columns]
+        if columns.start == 0:  # later some wrappers would count positions by the mask, and not by the ids
+            options["attention_mask"] = torch.ones_like(ids)
+        self._model(input_ids=ids, **options)
+
+    def _before_decoder(self, _module: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        if self._columns is not None and not (mask is None or (isinstance(mask, Tensor) and mask.ndim == 2)):
+            raise UnsupportedModel(
+                "makes the attention masks outside of its decoder, where a KVCache can't make its own"
+            )
+
+    def _after_decoder(self, _module: nn.Module, _args: object, output: Any) -> None:
+        if self._columns is None:
+            self._stream = output[0].clone()
+            return
+        assert self._stream is not None, "a pass with the cache before the model's own"
+        error = _error(output[0], self._stream[:, self._columns])
+        allowed = max(OF_STREAM * _rounding(output[0]), OF_ATTENTION * _of_codes(self._decoder))
+        if not error <= allowed:
+            raise UnsupportedModel(
+                f"gives other hidden states with a cache than without: {error:.1%} off, where rounding explains "
+                f"{allowed:.1%}"
+            )
+
+    def _before(self, layer: int, _module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Note a layer's own input, or let it have that again."""
+        given = kwargs.get(HIDDEN, args[0] if args else None)
+        if not isinstance(given, Tensor) or given.ndim < 3:
+            return None
+        if self._columns is None:
+            self._inputs[layer] = given.clone()
+            return None
+        if layer not in self._inputs:
+            return None
+        own = self._inputs[layer][:, self._columns].clone()
+        return (args, {**kwargs, HIDDEN: own}) if HIDDEN in kwargs else ((own, *args[1:]), kwargs)
+
+    def _after(self, layer: int, module: nn.Module, _args: object, output: Any) -> Any:
+        """Note a layer's own output, or compare with it and let the model go on with that."""
+        given = output[0] if isinstance(output, tuple) else output
+        if self._columns is None:
+            self._outputs[layer] = given.clone()
+            return None
+        assert self._cache is not None, "a pass with a cache, but which?"
+        own = self._outputs[layer][:, self._columns].clone()
+        roundings = OF_ATTENTION + self._cache.largest_scores[layer]
+        error, allowed = _error(given, own), max(roundings * _rounding(given), _of_codes(module))
+        if not error <= allowed:
+            raise UnsupportedModel(
+                f"attends otherwise in layer {layer} than a cache does: its output is {error:.1%} off, where rounding "
+                f"explains {allowed:.1%}"
+            )
+        return (own, *output[1:]) if isinstance(output, tuple) else own
+
+
+def _error(states: Tensor, own: Tensor) -> float:
+    return float((states.float() - own.float()).norm() / own.float().norm())
+
+
+def _of_codes(module: nn.Module) -> float:
+    """What the codes of quantised weights may change: 0 where no parameter is of integers, or of a class of its own."""
+    weights = (parameter.data for parameter in module.parameters())
+    is_quantised = any(type(weight) is not Tensor or not weight.is_floating_point() for weight in weights)
+    return OF_CODES if is_quantised else 0.0
+
+
+def _rounding(states: Tensor) -> float:
+    if states.dtype == torch.float32:
+        return FAST_ROUNDING.get(torch.get_float32_matmul_precision(), ROUNDING[torch.float32])
+    return ROUNDING.get(states.dtype, ROUNDING[torch.bfloat16])
