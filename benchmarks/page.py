@@ -128,8 +128,26 @@ def prefill(lines: Sequence[Line]) -> str:
     return _section("Prompts in chunks", "benchmarks/prefill.py", text, heads, rows, lines[-1])
 
 
+def verification(lines: Sequence[Line]) -> str:
+    """Passes of several drafts."""
+    rows = []
+    for line in lines:
+        one = line["seconds"]["1"]
+        passes = [f"{1e3 * taken:.1f} ({taken / one:.2f})" for taken in line["seconds"].values()]
+        rows.append([line["shape"], f"{line['depth']:,}", f"{line['budget']:,}", line["policy"], *passes])
+    heads = ["shape", "depth", "budget", "policy", *(f"{name} ms" for name in lines[0]["seconds"])]
+    text = (
+        "A pass that verifies drafts, by its tokens; in brackets over a pass of one token. A layer that evicts takes "
+        "these tokens one by one; `whole` is the same pass taken as a chunk of a prompt, as it was before."
+    )
+    return _section("Verifying drafts", "benchmarks/verification.py", text, heads, rows, lines[-1])
+
+
 def grid(title: str, command: str, axis: str, text: str) -> Callable[[Sequence[Line]], str]:
-    """A section of rows of `windlass bench` that differ in `axis`, against its first value."""
+    """A section of rows of `windlass bench` that differ in `axis`, against its first value.
+
+    `{n}` in the command is the number of tokens that the rows decoded.
+    """
 
     def section(lines: Sequence[Line]) -> str:
         bases: dict[tuple[str, str], Line] = {}
@@ -143,7 +161,7 @@ def grid(title: str, command: str, axis: str, text: str) -> Callable[[Sequence[L
         heads = ["model", "test", axis, "tokens/s", "GB/s", "ratio"]
         last = lines[-1]
         about = {**last, **last["versions"]}
-        return _section(title, command, text, heads, rows, about)
+        return _section(title, command.replace("{n}", str(last["decode_tokens"])), text, heads, rows, about)
 
     return section
 
@@ -166,22 +184,23 @@ SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
     "attention": attention,
     "storage": grid(
         "The cost of un-rotated storage",
-        f"{BENCH} 1b -p 0 -n 16 -d ... --storage rotated,unrotated",
+        BENCH + " 1b -p 0 -n {n} -d ... --storage rotated,unrotated",
         "storage",
         "The same kernel and model, with keys stored after RoPE (`rotated`, as other libraries do) and before it.",
     ),
     "policies": grid(
         "Policies",
-        f"{BENCH} 1b -p 0 --budget 1024 --policy recent,h2o,tova,snapkv",
+        BENCH + " 1b -p 0 -n {n} -d 2048 --budget 1024 --policy recent,h2o,tova,snapkv",
         "policy",
         "Decode at budget 1,024.",
     ),
     "stores": grid(
-        "Low-bit stores", f"{BENCH} 1b -p 0 -d 16384 --store plain,int8,int4", "store", "Decode at depth 16,384."
+        "Low-bit stores", BENCH + " 1b -p 0 -n {n} -d 16384 --store plain,int8,int4", "store", "Decode at depth 16,384."
     ),
     "share": share,
     "paired": paired,
     "prefill": prefill,
+    "verification": verification,
     "peers": peers,
 }
 

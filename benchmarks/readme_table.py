@@ -90,8 +90,9 @@ def conditions(rows: list[list[Row]], threads: int) -> str:
     lengths = [row.tokens_read for row in rows[0]]
     return (
         f"{len(lengths)} texts of {min(lengths):,} to {max(lengths):,} tokens from a novel, read before the question "
-        f"is known. Model: `{MODEL}`, 3.5M parameters, trained on 512 tokens, float32. tokens/s: median of reading, on "
-        f"{threads} threads of {cpu()}, torch {torch.__version__}."
+        f"is known. Model: `{MODEL}`, 3.5M parameters, trained on 512 tokens, float32. bytes: all that the cache "
+        f"keeps, records for rollback included. tokens/s: median of reading, on {threads} threads of {cpu()}, torch "
+        f"{torch.__version__}."
     )
 
 

@@ -33,6 +33,8 @@ def _entry(name: str, made: Policy) -> str:
     wanted = made.observed_queries
     counts = {None: "every query", 0: "no attention", 1: "the last query of a step"}
     sees = counts.get(wanted, f"the last {wanted} queries of a step")
+    if wanted != 0 and not made.needs.mass:
+        sees += ", without attention"
     text = inspect.cleandoc(kind.__doc__ or "").replace("\nDiffers:", "  \nDiffers:")
     entry = f"## `{name}`: [`{made!r}`](../windlass/policies/{file})\n\n{text}"
     if name not in NAMES:
