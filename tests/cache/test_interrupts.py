@@ -153,7 +153,7 @@ def test_an_interrupt_at_any_line_leaves_the_cache_as_it_was(
     step(model, ids[:, :25])(cache)
     for token in ids[:, 25:30].split(1, 1):
         step(model, token)(cache)
-    lines = check_every_line(model, cache, step(model, ids[:, 30 : 30 + tokens]), stride * {1: 1, 4: 29, 20: 7}[tokens])
+    lines = check_every_line(model, cache, step(model, ids[:, 30 : 30 + tokens]), stride * {1: 1, 4: 61, 20: 7}[tokens])
     assert lines > 100
 
 
@@ -165,7 +165,7 @@ def test_first_passes_growth_and_other_stores(
     model, ids = attached_model("qwen2"), text(90)
     cache = KVCache(model, budget=budget, store=store)
     for piece in (ids[:, :60], ids[:, 60:80], ids[:, 80:81], ids[:, 81:]):  # fills, grows, packs
-        check_every_line(model, cache, step(model, piece), 41)
+        check_every_line(model, cache, step(model, piece), 97)
 
 
 def test_a_second_pass_leaves_the_cache_as_it_was(attached_model: Models, text: Text) -> None:
