@@ -1,11 +1,9 @@
 """An interrupt at any line of a pass leaves the cache as it was, and so does an error while tokens are merged."""
 
 import copy
-import sys
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import pytest
@@ -14,6 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 import windlass
+from tests.helpers.interrupts import interrupted_at
 from tests.helpers.models import Models, Text
 from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError, kernels, prompt_cache
 from windlass.core.rotary_index import RESERVED
@@ -24,33 +23,7 @@ from windlass.engine.sampling import Sampler, Sampling
 from windlass.hf.forward import forward
 from windlass.merge import MergePlan
 
-PACKAGE = str(Path(windlass.__file__).parent)
 LIMITS: dict[str, Any] = {"budget": 12, "sinks": 2, "window": 3}
-
-
-def interrupted_at(line: int, work: Callable[[], object]) -> bool:
-    """Whether `work` ended in the interrupt that came before the `line`-th line of the package that it ran."""
-    left = line
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        work()
-    except KeyboardInterrupt:
-        return True
-    finally:
-        sys.settrace(before)
-    return False
 
 
 def content(cache: KVCache) -> dict[str, Any]:

@@ -1,9 +1,6 @@
 """A cache and its model side by side: each operation is done by both, then all that can be seen is compared."""
 
-import sys
 from collections.abc import Callable
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -11,17 +8,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-import windlass
 from tests.helpers.cache_compared import Compared
 from tests.helpers.cache_model_layer import Difference
 from tests.helpers.cache_model_tokens import Kind, Mode
 from tests.helpers.cache_setup import GROUP, HEAD_DIM, KV_HEADS
+from tests.helpers.interrupts import interrupted_at
 from windlass import UsageError
 from windlass.core.step import AttentionCall
 
 Array = NDArray[Any]
 Operation = tuple[str, int, int, int, int]  # a name, and numbers that are taken as the state of the pair allows
-PACKAGE = str(Path(windlass.__file__).parent)
 LONGEST = 3000  # positions: a text beyond starts anew
 MOVING = ("interrupt", "rollback", "splice", "file")  # after these contents are always compared
 MODES = (Mode("original"), Mode("compact"), Mode("self_extend", 3, 5), Mode("clamp", 9))
@@ -246,25 +242,3 @@ def interrupted(work: Callable[[], object]) -> bool:
     except Interrupt:
         return True
     return False
-
-
-def interrupted_at(line: int, work: Callable[[], object]) -> bool:
-    """Whether `work` ended in the interrupt that came before the `line`-th line of the package that it ran."""
-    left = line
-
-    def trace(frame: FrameType, event: str, _: object) -> Any:
-        nonlocal left
-        if not frame.f_code.co_filename.startswith(PACKAGE):
-            return None
-        if event == "line":
-            left -= 1
-            if left == 0:
-                raise Interrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        return interrupted(work)
-    finally:
-        sys.settrace(before)

@@ -1,4 +1,4 @@
-"""Attaching to a model: with `probe`, the only file that knows how the models of transformers are built.
+"""Attaching to a model of transformers: what a pass with our cache does to it, and how that is undone.
 
 A model is neither forked nor copied. In a forward pass with our cache, and in no other, its rotary
 module returns the identity, so that the keys it hands to `past_key_values.update` are not rotated,

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from windlass.core.shapes import Attended, NewKeys, NewValues, Queries
 from windlass.core.step import AttentionCall, no_inference_mode
 from windlass.hf.kv_cache import KVCache
+from windlass.hf.placement import device_of_inputs
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,6 @@ def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
     Raises: UsageError when the model is not attached.
     """
     cache = _ShapeCache(model)
-    first: Tensor = torch.zeros(1, 1, dtype=torch.long, device=model.device)
+    first: Tensor = torch.zeros(1, 1, dtype=torch.long, device=device_of_inputs(model))
     model(input_ids=first, past_key_values=cache)
     return [cache.shapes[layer] for layer in range(len(cache.layers))]

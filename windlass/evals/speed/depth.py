@@ -9,8 +9,8 @@ from windlass.cache.history import History
 from windlass.cache.rows import RowTable
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import EMPTY
-from windlass.engine.generate import prefill
 from windlass.evals.speed.rows import BenchRow
+from windlass.hf import layer_shapes as handed
 from windlass.hf.kv_cache import KVCache
 
 GROWTH = 1.5  # of a cache without budget, see `SlotLayer`
@@ -41,13 +41,10 @@ class LayerShape:
 
 def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
     """What each layer of an attached model hands to its cache, seen when one token is read."""
-    cache = KVCache(model)
-    prefill(model, cache, [[0]])
-    shapes = []
-    for layer in cache.layers:
-        kv_heads, head_dim, dtype = layer.store.layout
-        shapes.append(LayerShape(kv_heads, head_dim, layer.store.packed_values().channels, dtype, layer.sliding_window))
-    return shapes
+    return [
+        LayerShape(each.kv_heads, each.head_dim, each.value_dim, each.dtype, each.sliding_window)
+        for each in handed.layer_shapes(model)
+    ]
 
 
 def fill(cache: KVCache, shapes: list[LayerShape], depth: int) -> None:
