@@ -1,6 +1,8 @@
 """Policies and tasks by name or in a user's file: what is found, and one clear line for all that is wrong."""
 
+import os
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -120,6 +122,32 @@ def test_a_broken_file_is_one_line_that_names_its_own(asked: Asked, tmp_path: Pa
     path = tmp_path / "broken.py"
     path.write_text(source)
     assert asked.says(f"{path}:Any") == f"{asked.word} file {path}{says}"
+
+
+@each
+@pytest.mark.parametrize("end", ["", "\nraise ValueError(3)\n"])
+def test_nothing_looks_for_the_source_of_a_pipe(asked: Asked, tmp_path: Path, end: str):
+    """It has been read; who opens it again waits for ever, as `traceback` and `inspect.getsource` would."""
+    pipe = tmp_path / f"pipe{len(end)}"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=(asked.source + end,))
+    writer.start()
+    if end:
+        line = (asked.source + end).count("\n")
+        assert asked.says(f"{pipe}:Mine") == f"{asked.word} file {pipe}, line {line}: ValueError: 3"
+    else:
+        kind = type(asked.load(f"{pipe}:Mine"))
+        assert "__file__" not in vars(sys.modules[kind.__module__])
+    writer.join()
+
+
+@each
+@pytest.mark.parametrize("end", ["", "1 / 0"])
+def test_a_file_that_is_refused_leaves_no_module(asked: Asked, tmp_path: Path, end: str):
+    file, before = tmp_path / "left_behind.py", set(sys.modules)
+    file.write_text(f"{asked.source}\n{end}\n")
+    asked.says(f"{file}:Nope")
+    assert not [name for name in set(sys.modules) - before if "left_behind" in name]
 
 
 @each

@@ -1,6 +1,8 @@
 """A cache beside its model: whether all that can be seen of both is the same."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ from tests.helpers.cache_model_layer import Difference
 from tests.helpers.cache_model_tokens import Token, Tokens
 from tests.helpers.cache_setup import Setup
 from windlass import KVCache
+from windlass.core.record import StepRecord
 from windlass.core.step import AttentionCall
 
 Array = NDArray[Any]
@@ -33,11 +36,27 @@ class Compared:
             for kind in self.kinds
         ]  # fmt: skip
         self.operations = self.skipped = 0
+        self.steps: list[list[list[list[list[int]]]]] = []  # of each layer: what it held after each step of a pass
+
+    @contextmanager
+    def noting(self) -> Iterator[None]:
+        """Note what the cache's layers hold after each step that is taken, or taken again."""
+        layers, self.steps = list(self.cache.layers), []
+        for layer in layers:
+            steps: list[list[list[list[int]]]] = []
+            self.steps.append(steps)
+            layer.observe_and_evict = partial(after_step, layer, layer.observe_and_evict, steps)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            for layer in layers:
+                del layer.observe_and_evict
 
     def expect(self) -> None:
-        """Tell the model's layers what the cache holds, for where rounding decides."""
-        for mine, its in zip(self.model.layers, self.cache.layers, strict=True):
-            mine.expected = held(its.positions)
+        """Tell the model's layers what the cache holds, and what was noted, for where rounding decides."""
+        steps, self.steps = self.steps or [[] for _ in self.cache.layers], []
+        for mine, its, noted in zip(self.model.layers, self.cache.layers, steps, strict=True):
+            mine.expected, mine.noted = held(its.positions), noted
             mine.find = lambda row, at, tokens, count, its=its: nearest(its, row, at, tokens, count)
 
     def compare(self) -> None:
@@ -144,6 +163,12 @@ class Compared:
         share = {"plain": 2.0**-7, "int8": 2.0**-6, "int4": 0.3}[self.setup.store.partition("(")[0]]
         pairs = ((token.key, key), (token.value, value))
         return all(np.abs(mine - its).max() <= share * max(np.abs(mine).max(), 1.0) for mine, its in pairs)
+
+
+def after_step(layer: Any, work: Callable[[StepRecord], None], steps: list[Any], record: StepRecord) -> None:
+    """The second half of a step, and what is held after it."""
+    work(record)
+    steps.append(held(layer.positions))
 
 
 def slots_at(places: list[int]) -> dict[int, list[int]]:

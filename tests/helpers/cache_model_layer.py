@@ -62,9 +62,11 @@ class Held:
     written: list[int] = field(default_factory=list)
     has_evicted: bool = False
     is_close: bool = False  # whether rounding may have decided where a token was merged
-    is_last: bool = True  # whether a step is the last of its pass: what goes in others is not seen
-    is_doubtful: bool = False  # whether it may have decided what went between two tokens of a pass
+    is_last: bool = True  # whether a step is the last of its pass: values in others are not seen
+    is_seen: bool = True  # whether what the cache held after this step is known
+    is_doubtful: bool = False  # whether rounding may have decided what went between two tokens of a pass
     expected: list[list[list[int]]] | None = None  # positions that the cache holds after the pass being followed
+    noted: list[list[list[list[int]]]] = field(default_factory=list)  # those that it held after each step of it
     find: Callable[[int, int, Tokens, int], list[int]] | None = None
     """Which of a row's and list's tokens at one position the cache holds: their indices, given how many."""
 
@@ -223,7 +225,7 @@ class Held:
         else:
             left = Counter(places) - Counter(places[place] for place in chosen)
             is_possible = all(left[position] >= stays[position] for position in set(places))
-        if is_possible and not self.is_last:
+        if is_possible and not self.is_seen:
             most = max(scores.bound(place, 1) for place in chosen)
             self.is_doubtful |= most > min(scores.bound(place, -1) for place in order[count:])
             return chosen
@@ -247,7 +249,7 @@ class Held:
                 f"evicted before those it keeps: {wrong[:3]}"
             )
         self.counts.resettled += 1
-        self.is_doubtful |= not self.is_last
+        self.is_doubtful |= not self.is_seen
         return out
 
     def told_apart(
@@ -261,6 +263,9 @@ class Held:
             # Of equal ones the earlier in the text goes.
             pairs = [(stay, goes) for stay in kept for goes in gone if not scores.is_one(stay, goes)]
             if self.rules.merge or not any(scores.bound(stay, -1) < scores.bound(goes, 1) for stay, goes in pairs):
+                continue
+            if not self.is_last:
+                self.is_doubtful = True
                 continue
             assert self.find is not None
             stays = [places[index] for index in self.find(row, at, [tokens[place] for place in places], held[position])]

@@ -40,9 +40,9 @@ class LayerModel(Held):
         ends, first = list(starts), len(self.records)
         is_whole = is_first_pass or columns > SHORT
         pieces = [range(columns)] if is_whole else [range(at, at + 1) for at in range(columns)]
-        for piece in pieces:
+        for number, piece in enumerate(pieces):
             chosen = [[at for at in piece if places[at] >= 0] for places in positions]
-            self.is_last = piece[-1] == columns - 1
+            self.expect_step(number, len(pieces))
             ends = [end + len(own) for end, own in zip(ends, chosen, strict=True)]
             until = [min(prompt, end) for prompt, end in zip(prompt_ends, ends, strict=True)]
             self.step(grouped, keys, values, coded, positions, chosen, ends, until, mode, out, piece[0] == 0, is_small)
@@ -83,6 +83,14 @@ class LayerModel(Held):
             record.mass.append(masses)
         self.observe_and_evict(record)
         self.records.append(record)
+
+    def expect_step(self, number: int, steps: int) -> None:
+        """Look at what the cache held after step `number` of so many, where it took as many."""
+        is_noted = len(self.noted) == steps
+        self.is_last = number == steps - 1
+        self.is_seen = self.is_last or is_noted
+        if is_noted:
+            self.expected = self.noted[number]
 
     def remember(self, first: int, is_short: bool) -> None:
         """Which records can still be rolled back by all accounts: the last pass, and whole passes before it."""
@@ -156,7 +164,8 @@ class LayerModel(Held):
             self.held, self.written = record.before, record.written
             if any(kept):
                 again.append((record, kept, max(gone)))
-        for record, kept, done in reversed(again):
+        for number, (record, kept, done) in enumerate(reversed(again)):
+            self.expect_step(number, len(again))
             self.redo(record, kept, done, ends, prompt_ends)
 
     def redo(self, record: Record, kept: list[int], done: int, ends: Sequence[int], prompt_ends: Sequence[int]) -> None:

@@ -56,7 +56,8 @@ class Run(Pair):
             self.model.rollback(counts)
             self.adopt_merges()
 
-        self.both(lambda: self.cache.rollback(told), truth, refused, f"rollback({told})")
+        with self.noting():
+            self.both(lambda: self.cache.rollback(told), truth, refused, f"rollback({told})")
 
     def span(self, b: int, c: int) -> tuple[int, int]:
         """A range, often at the end of the text or at its beginning."""

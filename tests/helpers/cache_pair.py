@@ -129,6 +129,13 @@ class Pair(Compared):
         ids: Tensor | None, positions: Tensor | None = None, broken_at: int = -1,
     ) -> list[Tensor]:  # fmt: skip
         """A pass, as an attached model makes it. It ends in an interrupt before layer `broken_at`."""
+        with self.noting():
+            return self.run_pass(mask, columns, states, ids, positions, broken_at)
+
+    def run_pass(
+        self, mask: list[list[bool]] | None, columns: int, states: list[tuple[Tensor, Tensor, Tensor]],
+        ids: Tensor | None, positions: Tensor | None, broken_at: int,
+    ) -> list[Tensor]:  # fmt: skip
         before, outs = self.cache.text, []
         try:
             real = None if mask is None else torch.tensor(mask)
@@ -214,7 +221,7 @@ class Pair(Compared):
 
         self.cache.attend = noted  # type: ignore[method-assign]  # of this one object
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.noting():
                 self.setup.its_model(ids, attention_mask=torch.tensor(mask).long(), past_key_values=self.cache)
         finally:
             del self.cache.attend

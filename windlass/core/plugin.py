@@ -65,6 +65,7 @@ class PluginKind:
         if self._is_one(found):
             return found
         kinds = [each for each in vars(module).values() if self._is_one(each)]
+        del sys.modules[module.__name__]
         own = ", ".join(kind.__name__ for kind in kinds if kind.__module__ == module.__name__)
         what = "has no class" if found is None else f"has something else than a subclass of {self.imported_as} named"
         raise self.error(f"{self.word} file {path} {what} {name!r}; its {self.words}: {own or 'none'}")
@@ -75,8 +76,10 @@ class PluginKind:
     def _run(self, path: Path) -> ModuleType:
         """Unlike `import`, leaves no byte code beside the file."""
         file = f"{self.word} file {path}"
+        # What runs through all modules, or prints a traceback, opens their sources: a pipe would let it wait for ever.
+        source = str(path) if path.is_file() else f"<{path}>"
         try:
-            code = compile(read_bytes(path, file), str(path), "exec")
+            code = compile(read_bytes(path, file), source, "exec")
         except UsageError as error:
             raise self.error(str(error)) from None
         except SyntaxError as error:
@@ -84,14 +87,16 @@ class PluginKind:
         except (ValueError, RecursionError, MemoryError) as error:  # the last two of brackets in brackets
             raise self.error(f"{file} is not Python: {str(error) or type(error).__name__}") from None
         module = ModuleType(f"windlass_{self.word}_{path.stem}")
-        module.__file__ = str(path)
+        if path.is_file():
+            module.__file__ = source
         # `dataclass` looks its module up here to read annotations that are strings.
         sys.modules[module.__name__] = module
         try:
             exec(code, module.__dict__)
         except (Exception, SystemExit) as error:
+            del sys.modules[module.__name__]
             frames = traceback.extract_tb(error.__traceback__)
-            lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+            lines = [frame.lineno for frame in frames if frame.filename == source]
             at = f", line {lines[-1]}" if lines else ""
             raise self.error(f"{file}{at}: {type(error).__name__}: {error}") from error
         return module
