@@ -138,7 +138,7 @@ def verification(lines: Sequence[Line]) -> str:
     heads = ["shape", "depth", "budget", "policy", *(f"{name} ms" for name in lines[0]["seconds"])]
     text = (
         "A pass that verifies drafts, by its tokens; in brackets over a pass of one token. A layer that evicts takes "
-        "these tokens one by one; `whole` is the same pass taken as a chunk of a prompt, as it was before."
+        "these tokens one by one; `whole` is the same pass taken as a chunk of a prompt."
     )
     return _section("Verifying drafts", "benchmarks/verification.py", text, heads, rows, lines[-1])
 
