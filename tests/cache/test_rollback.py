@@ -78,6 +78,23 @@ def test_rows_take_back_what_each_must(attached_model: Models, text: Text) -> No
         assert cache.next_positions[row] == 38 + kept
 
 
+def test_a_rollback_before_anything_is_evicted_leaves_earlier_steps_their_records(
+    attached_model: Models, text: Text
+) -> None:
+    """Two tokens go while there is room; later ones push tokens out, and all of them can still be taken back."""
+    model, ids = attached_model("llama"), text(29)
+    caches = [KVCache(model, budget=12, policy=Recent(), window=2) for _ in range(2)]
+    for cache in caches:
+        read(model, cache, ids[:, :4], 4)
+    read(model, caches[0], ids[:, 4:11], 1)
+    caches[0].rollback(2)
+    read(model, caches[0], ids[:, 9:18], 1)
+    caches[0].rollback(14)
+    assert_same(*caches)
+    after = ids[:, 4:]
+    torch.testing.assert_close(read(model, caches[0], after, 1), read(model, caches[1], after, 1), atol=1e-5, rtol=0)
+
+
 def test_rollback_too_far_is_refused_and_changes_nothing(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(45)
     for policy, allowed in ((H2O(), 17), (Recent(), 17)):

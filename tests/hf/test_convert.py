@@ -1,6 +1,7 @@
 """Caches that travel between transformers and windlass."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.helpers.models import Models, Text
-from windlass import KeyDiff, KVCache, UsageError
+from windlass import KeyDiff, KVCache, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 
 TOLERANCE = 1e-5
@@ -109,3 +110,17 @@ def test_an_imported_cache_has_every_option(plain_model: Models, attached_model:
     for cache in (ours, twin):
         assert all(float(layer.table.state["merged"].max()) > 0 for layer in cache.layers)
     assert ours.limits.rollback == 3
+
+
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_an_import_of_sliding_layers_with_a_ring_is_saved_and_loaded(
+    family: str, plain_model: Models, attached_model: Models, text: Text, tmp_path: Path
+) -> None:
+    """A sliding layer was given the newest tokens alone, so it has written fewer than the text has."""
+    plain, model, ids = plain_model(family), attached_model(family), text(37)
+    theirs = DynamicCache(config=plain.config)
+    logits_of(plain, ids[:, :30], theirs)
+    cache = KVCache.from_rotated(model, theirs, CacheOptions(store="int8(newest=4)"))
+    prompt_cache.save(cache, tmp_path / "import.safetensors", model)
+    loaded = prompt_cache.load(tmp_path / "import.safetensors", model)
+    assert torch.equal(logits_of(model, ids[:, 30:], loaded), logits_of(model, ids[:, 30:], cache))
