@@ -4,7 +4,7 @@
 # Builds in a temporary folder, next to a copy of the package, so that the installed module is not the one that runs.
 set -eu
 cd "$(dirname "$0")/.."
-python=${1:-.venv/bin/python}
+python=$(realpath --no-symlinks "${1:-.venv/bin/python}")
 [ $# -gt 0 ] && shift
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
@@ -17,11 +17,13 @@ CXX=${CXX:-g++} cmake -S . -B "$work/build" -DCMAKE_BUILD_TYPE=RelWithDebInfo -D
     cmake --build "$work/build" -j 2 >>"$work/build.log" 2>&1 || { cat "$work/build.log"; exit 1; }
 cp "$work"/build/_native*.so "$work/windlass/kernels/cpu/"
 
+# Without `site` nothing leads to an editable install of the package.
+packages=$("$python" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
 cd "$work"
 run() {
     # Python and PyTorch leave memory to the end of the process: leaks are not looked for.
-    env LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" PYTHONPATH="$work" \
-        ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 OMP_WAIT_POLICY=passive "$python" "$@"
+    env LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libubsan.so)" PYTHONPATH="$work:$packages" \
+        ASAN_OPTIONS=detect_leaks=0:abort_on_error=1 UBSAN_OPTIONS=print_stacktrace=1 OMP_WAIT_POLICY=passive "$python" -S "$@"
 }
 run - "$work" <<'EOF'
 import sys
