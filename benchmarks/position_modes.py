@@ -17,6 +17,7 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import windlass
+from windlass.cache.policy_spec import policy_of
 from windlass.evals.report.markdown import table
 from windlass.evals.texts import novel
 
@@ -39,6 +40,7 @@ def main(
     text: Path | None = None,
     skip: Annotated[int, typer.Option(help="characters of the text to leave out")] = 5000,
     chunk: int = 64,
+    policy: Annotated[str, typer.Option(help="of the bounded rows")] = "recent",
     threads: int = 1,
 ) -> None:
     """Print the table."""
@@ -58,11 +60,14 @@ def main(
         ("original", None),
         ("self_extend(8, 64)", None),
         (f"clamp({half})", None),
+        ("auto", None),
         ("original", slots),
         ("compact", slots),
+        ("self_extend(8, 64)", slots),
+        ("auto", slots),
         (f"clamp({half})", slots),
     ):
-        cache = windlass.KVCache(model, limit, positions=mode, chunk=chunk)
+        cache = windlass.KVCache(model, limit, policy_of(policy), positions=mode, chunk=chunk)
         rows[f"{mode}, {'full cache' if limit is None else f'budget {limit}'}"] = nats(model, ids, cache, chunk)
     means = {label: losses[: windows * trained].reshape(windows, trained).mean(-1) for label, losses in rows.items()}
     heads = [f"nats per token, windows of {trained}", *(str(window + 1) for window in range(windows))]

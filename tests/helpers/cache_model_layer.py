@@ -161,7 +161,9 @@ class Held:
             counts = np.array([token.stands_for for token in tokens])
         if kind.sink_logits is not None:
             sinks = np.array(kind.sink_logits).reshape(kind.kv_heads, kind.group)[own]
-        return attention(kind, queries, keys, values, mode.distances(asked, held), seen, counts, sinks)
+        fuller = max(map(len, self.held[row])) - len(tokens)
+        distances = mode.distances(asked, held, kind, rules.budget is not None, fuller)
+        return attention(kind, queries, keys, values, distances, seen, counts, sinks)
 
     def observe_and_evict(self, record: Record) -> None:
         """After the step of `record`, whose tokens are the last of each list."""

@@ -44,6 +44,7 @@ class Kind:
     softcap: float | None = None
     sink_logits: tuple[float, ...] | None = None
     angles: tuple[float, ...] | None = None  # one per channel pair, of one position; None where it does not rotate
+    trained_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -58,22 +59,42 @@ class Mode:
         numbers = [str(number) for number in (self.first, self.second) if number]
         return f"{self.name}({', '.join(numbers)})" if numbers else self.name
 
-    def distances(self, queries: Array, held: Array) -> Array:
-        """(queries, held): at which distance each of the newest tokens reads each that is held, itself included."""
+    def distances(self, queries: Array, held: Array, kind: Kind, is_bounded: bool, fuller: int) -> Array:
+        """(queries, held): at which distance each of the newest tokens reads each that is held, itself included.
+
+        The fullest list of the row holds `fuller` more; `is_bounded` tells whether the layer has a budget.
+        """
+        ranks = np.empty(len(held), dtype=np.int64)
+        ranks[np.argsort(held, kind="stable")] = np.arange(len(held))
+        newest = len(held) - len(queries) + np.arange(len(queries))
         if self.name == "compact":
-            ranks = np.empty(len(held), dtype=np.int64)
-            ranks[np.argsort(held, kind="stable")] = np.arange(len(held))
-            newest = len(held) - len(queries) + np.arange(len(queries))
             return newest[:, None] - ranks[None]
         apart = queries[:, None] - held[None]
+        if self.name == "auto" and kind.trained_length is not None and kind.sliding_window is None:
+            places = (newest, ranks, fuller) if is_bounded else (queries, held, 0)
+            return inside(kind.trained_length, queries, apart, *places)
         if self.name == "clamp":
             return np.minimum(apart, self.first)
         if self.name == "self_extend":
             group, window = self.first, self.second
             far = queries[:, None] // group + window - window // group - held[None] // group
             return np.where(apart < window, apart, far)
-        assert self.name == "original", self.name
+        assert self.name in ("original", "auto"), self.name
         return apart
+
+
+def inside(trained: int, queries: Array, apart: Array, own: Array, places: Array, fuller: int) -> Array:
+    """Distances below `trained`: as they are for queries before it, then between places, in steps where need be."""
+    result, near = apart.copy(), trained // 8
+    for at, (query, place) in enumerate(zip(queries, own, strict=True)):
+        if query < trained:
+            continue
+        group = 1
+        while (place + fuller) // group + near - near // group >= trained:
+            group *= 2
+        far = place // group + near - near // group - places // group
+        result[at] = np.where(apart[at] < near, place - places, far)
+    return result
 
 
 @cache

@@ -246,6 +246,7 @@ def random_setup(draw: random.Random) -> Setup:
         softcap=draw.choice([None, None, 1.5]),
         has_sink_logits=draw.random() < 0.2,
         repeats=draw.random() < 0.2,
+        trained_length=draw.choice([4096, 13, 23, 60]),
     )
 
 

@@ -20,7 +20,7 @@ Array = NDArray[Any]
 Operation = tuple[str, int, int, int, int]  # a name, and numbers that are taken as the state of the pair allows
 LONGEST = 3000  # positions: a text beyond starts anew
 MOVING = ("interrupt", "rollback", "splice", "file")  # after these contents are always compared
-MODES = (Mode("original"), Mode("compact"), Mode("self_extend", 3, 5), Mode("clamp", 9))
+MODES = (Mode("original"), Mode("compact"), Mode("self_extend", 3, 5), Mode("clamp", 9), Mode("auto"), Mode("auto"))
 
 
 class Interrupt(BaseException):
@@ -227,8 +227,9 @@ class Pair(Compared):
             del self.cache.attend
         for layer, (_, _, call) in zip(self.model.layers, fed, strict=True):
             layer.this_pass = Kind(
-                KV_HEADS, GROUP, call.scale, call.sliding_window, call.softcap, None, self.kinds[layer.index].angles
-            )
+                KV_HEADS, GROUP, call.scale, call.sliding_window, call.softcap, None, self.kinds[layer.index].angles,
+                self.setup.trained_length,
+            )  # fmt: skip
         self.follow(mask, ids.tolist(), [states for states, _, _ in fed], [out for _, out, _ in fed])
         for layer in self.model.layers:
             layer.this_pass = None

@@ -44,13 +44,13 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 
 
 @cache
-def model_of(name: str, dtype: str = "float32") -> PreTrainedModel:
+def model_of(name: str, dtype: str = "float32", trained_length: int = 4096) -> PreTrainedModel:
     """A tiny attached model; only its shape is used, its passes are made up."""
     kind, options = MODELS[name]
     sizes: dict[str, object] = {
         "vocab_size": 31, "hidden_size": KV_HEADS * GROUP * HEAD_DIM, "intermediate_size": 10,
         "num_attention_heads": KV_HEADS * GROUP, "num_key_value_heads": KV_HEADS, "head_dim": HEAD_DIM,
-        "max_position_embeddings": 4096, "rope_parameters": {"rope_type": "default", "rope_theta": BASE},
+        "max_position_embeddings": trained_length, "rope_parameters": {"rope_type": "default", "rope_theta": BASE},
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     }  # fmt: skip
     with torch.random.fork_rng(devices=[]):
@@ -87,6 +87,7 @@ class Setup:
     softcap: float | None = None
     has_sink_logits: bool = False
     repeats: bool = False  # keys of few kinds, as of few words
+    trained_length: int = 4096
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -101,13 +102,22 @@ class Setup:
 
     @property
     def its_model(self) -> PreTrainedModel:
-        return model_of(self.model, self.dtype)
+        return model_of(self.model, self.dtype, self.trained_length)
 
     def kinds(self) -> list[Kind]:
         angles = tuple(BASE ** (-2 * pair / HEAD_DIM) for pair in range(HEAD_DIM // 2))
         sinks = tuple(0.3 * head - 1 for head in range(KV_HEADS * GROUP)) if self.has_sink_logits else None
         return [
-            Kind(KV_HEADS, GROUP, 0.4, window, self.softcap, sinks, None if rotary is None else angles)
+            Kind(
+                KV_HEADS,
+                GROUP,
+                0.4,
+                window,
+                self.softcap,
+                sinks,
+                None if rotary is None else angles,
+                self.trained_length,
+            )
             for window, rotary in zip(windows_of(self.model), self.rotaries(), strict=True)
         ]
 

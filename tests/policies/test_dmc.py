@@ -9,11 +9,11 @@ from torch import Tensor
 
 from tests.helpers.caches import assert_same
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, Composite, KeyDiff, KVCache, Policy, PolicyError, Smoothed, UsageError, prompt_cache
+from windlass import DMC, Composite, KeyDiff, KVCache, Policy, PolicyError, Recent, Smoothed, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
+from windlass.cache.policy_spec import policy_of
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.evals.load_policy import load_policy
 from windlass.merge import merge_of
 from windlass.positions.modes import Original
 from windlass.stores.plain import Plain
@@ -216,7 +216,7 @@ def test_a_policy_around_it_lets_tokens_in_as_it_does(attached_model: Models, te
 def test_what_cannot_be_honoured_is_refused(plain_model: Models, attached_model: Models, text: Text) -> None:
     model = attached_model("llama")
     with pytest.raises(UsageError, match=r"merge=weighted takes weights from the policy, and Recent\(\) gives none"):
-        KVCache(model, 20, merge="weighted")
+        KVCache(model, 20, merge="weighted", policy=Recent())
     with pytest.raises(PolicyError, match="DMC: channel must be 0, the first, or -1, the last, got 3"):
         DMC(channel=3)
     with torch.no_grad():
@@ -228,6 +228,6 @@ def test_what_cannot_be_honoured_is_refused(plain_model: Models, attached_model:
 
 
 def test_it_has_a_name(attached_model: Models) -> None:
-    assert load_policy("dmc(bias=0, channel=-1)") == DMC(0, 5.0, -1)
+    assert policy_of("dmc(bias=0, channel=-1)") == DMC(0, 5.0, -1)
     assert str(merge_of("weighted(nearest)")) == "weighted(nearest)"
-    assert KVCache(attached_model("llama"), 20, load_policy("dmc"), merge="weighted").merge is not None
+    assert KVCache(attached_model("llama"), 20, policy_of("dmc"), merge="weighted").merge is not None

@@ -29,7 +29,7 @@ from windlass import (
 from windlass.core.model_info import ModelInfo
 from windlass.core.shapes import Scores
 from windlass.hf.fingerprint import fingerprint
-from windlass.hf.policy_note import PolicyNote, policy_of
+from windlass.hf.policy_note import PolicyNote, noted_policy
 from windlass.policies import NAMES, WRAPPERS, Budgeter, Needs, OneShot, Slots, Trained, find
 from windlass.policies.wrapper import keeps_newest, scoring_chunk
 from windlass.testing import check_policy
@@ -59,7 +59,7 @@ def test_slots_tell_their_layer(attached_model: Models, text: Text) -> None:
 def test_the_outermost_that_offers_it_is_found() -> None:
     composite = Composite(KeyDiff())
     assert find(Pyramid(composite), OneShot) is composite
-    nested = Smoothed(Pyramid(Pyramid(KeyDiff(), 2), 3))
+    nested = Smoothed(Pyramid(KeyDiff(), 3))
     assert find(nested, Budgeter) is nested.policy  # type: ignore[type-abstract]
     assert find(nested, OneShot) is None
     assert [scoring_chunk(each) for each in (KeyDiff(), composite, Composite(ByValueNorm(KVzip(9))))] == [0, 0, 9]
@@ -137,4 +137,4 @@ def test_a_file_of_another_windlass_is_refused(tmp_path: Path) -> None:
     note = PolicyNote("kvzip", {"repeat": 128}, "KVzip(repeat=128)")
     words = r"written by a windlass whose policy was KVzip\(repeat=128\); this one has KVzip\(scoring_chunk=128\)"
     with pytest.raises(PromptCacheError, match=words):
-        policy_of(tmp_path / "file", note, None)
+        noted_policy(tmp_path / "file", note, None)

@@ -8,7 +8,7 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import Given, OneForAll, given
 from tests.helpers.slots import texts
 from windlass import InGroups, KeyDiff, KVCache, Leverage, Policy, PolicyError, Recent, Smoothed, SnapKV
-from windlass.evals.load_policy import load_policy
+from windlass.cache.policy_spec import policy_of
 from windlass.policies import H2O
 from windlass.testing import check_policy
 
@@ -92,4 +92,4 @@ def test_a_group_is_at_least_two() -> None:
     with pytest.raises(PolicyError, match="InGroups: group must be from 2 to 65536, got 1"):
         InGroups(KeyDiff(), 1)
     assert repr(InGroups(KeyDiff())) == "InGroups(policy=KeyDiff(), group=4)"
-    assert load_policy("in_groups(key_diff, group=3)") == InGroups(KeyDiff(), 3)
+    assert policy_of("in_groups(key_diff, group=3)") == InGroups(KeyDiff(), 3)

@@ -10,8 +10,8 @@ from torch.nn.functional import normalize
 
 from tests.helpers.slots import BATCH, GROUP, HEAD_DIM, KV_HEADS, SLOTS, assert_scores, slots_of, texts
 from windlass import RKV, LagKV, Leverage, PolicyError
+from windlass.cache.policy_spec import policy_of
 from windlass.core.rotary_index import EMPTY
-from windlass.evals.load_policy import load_policy
 from windlass.policies import Observation, Policy
 from windlass.testing import check_policy
 
@@ -173,7 +173,7 @@ def test_r_kv_compares_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 def test_small_ones_keep_the_contract(policy: Policy) -> None:
     """The defaults are checked with all other policies; these are small enough for the check's small cache."""
     check_policy(policy)
-    assert load_policy(repr(policy)) == policy
+    assert policy_of(repr(policy)) == policy
 
 
 @pytest.mark.parametrize(
@@ -190,4 +190,4 @@ def test_small_ones_keep_the_contract(policy: Policy) -> None:
 )
 def test_numbers_without_meaning_are_refused(spec: str, words: str) -> None:
     with pytest.raises(PolicyError, match=words):
-        load_policy(spec)
+        policy_of(spec)

@@ -10,10 +10,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tests.helpers.models import Models, Text, read
-from windlass import InGroups, KVCache, Pairs, Policy, PolicyError, Smoothed, UsageError, prompt_cache
+from windlass import InGroups, KVCache, Pairs, Policy, PolicyError, Recent, Smoothed, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
+from windlass.cache.policy_spec import policy_of
 from windlass.core.shapes import Scores
-from windlass.evals.load_policy import load_policy
 from windlass.hf.fingerprint import fingerprint
 from windlass.policies import Needs, Slots, pair_table, pairs
 from windlass.policies.pair_table import PairTable
@@ -187,7 +187,7 @@ def test_ids_travel_with_a_splice(attached_model: Models, text: Text) -> None:
     read(model, caches[1], ids[:, 12:], 18)
     caches[0].splice(caches[1])
     assert_known(caches[0], ids)
-    without = KVCache(model, 30)
+    without = KVCache(model, 30, policy=Recent())
     read(model, without, ids, 30)
     with pytest.raises(UsageError, match=r"splice: Known\(\) ranks by token ids, which the other cache's policy"):
         caches[0].splice(without)
@@ -208,16 +208,16 @@ def test_a_text_without_ids_is_refused(attached_model: Models, plain_model: Mode
 def test_it_is_made_from_a_file_and_prints_so(attached_model: Models, tmp_path: Path) -> None:
     path = table_of(tmp_path / "a (table), of 'mine'.json", attached_model("llama"), {(1, 2): 0.1})
     policy = Pairs(path)
-    assert load_policy(f"pairs({path})") == policy == load_policy(f"Pairs( table={path!r} )")
+    assert policy_of(f"pairs({path})") == policy == policy_of(f"Pairs( table={path!r} )")
     assert repr(policy) == f"Pairs(table={path!r})"
-    assert load_policy(repr(policy)) == policy
+    assert policy_of(repr(policy)) == policy
     assert hash(policy) == hash(Pairs(path))
     for each in (policy, Smoothed(policy), InGroups(policy)):
         check_policy(each)
     with pytest.raises(PolicyError, match=r"policy 'pairs' needs a table: Pairs\(FILE\), with a file of `windlass cal"):
-        load_policy("pairs")
+        policy_of("pairs")
     with pytest.raises(PolicyError, match=r"pair table nowhere.json cannot be read: No such file"):
-        load_policy("Pairs(nowhere.json)")
+        policy_of("Pairs(nowhere.json)")
 
 
 def test_a_table_serves_the_model_that_it_was_measured_on(attached_model: Models, tmp_path: Path) -> None:

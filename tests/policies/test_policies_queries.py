@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.helpers.slots import GROUP, HEAD_DIM, SCALE, SPEEDS, assert_scores, observe, slots_of, turned_slots
 from windlass import ExpectedAttention, PolicyError, TriAttention
-from windlass.evals.load_policy import load_policy
+from windlass.cache.policy_spec import policy_of
 from windlass.policies import Policy
 from windlass.testing import check_policy
 
@@ -130,7 +130,7 @@ def test_tri_attention(policy: TriAttention, is_turned: bool) -> None:
 )
 def test_other_numbers_keep_the_contract(policy: Policy) -> None:
     check_policy(policy)
-    assert load_policy(repr(policy)) == policy
+    assert policy_of(repr(policy)) == policy
 
 
 @pytest.mark.parametrize(
@@ -146,4 +146,4 @@ def test_other_numbers_keep_the_contract(policy: Policy) -> None:
 )
 def test_numbers_without_meaning_are_refused(spec: str, words: str) -> None:
     with pytest.raises(PolicyError, match=words):
-        load_policy(spec)
+        policy_of(spec)

@@ -1,13 +1,20 @@
 """What the queries of a step read of one layer's slots."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
 from windlass import kernels
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable
 from windlass.core.attention import AttentionInput, Mass
+from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import Attended, ObservedColumns, Queries
 from windlass.core.step import AttentionCall, Step
 from windlass.merge import log_counts
-from windlass.positions.modes import PositionMode
+from windlass.positions.base import PositionMode, Reading
 from windlass.positions.rotary import Rotary
 
 
@@ -22,27 +29,74 @@ def attend(
     observed: ObservedColumns | None,
 ) -> tuple[Attended, Mass | None]:
     """What the queries read of the slots, and the attention that each slot got from the `observed` ones."""
-    tables, index, tokens = None, None, queries.shape[2]
-    if rotary is not None:
-        index = mode.rotary_index(table.positions, step.positions)
-        held = min(table.occupancy_bound + step.graph_headroom, table.slots)
-        tables = rotary.tables(mode.bound(step.end, held, tokens), queries.device, kernels.table_dtype(queries))
+    tokens = queries.shape[2]
     is_rest_wanted = rules.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens
+    whole = AttentionInput(
+        queries,
+        table.store.packed_keys(),
+        table.store.packed_values(),
+        table.positions,
+        step.positions,
+        None,
+        None,
+        call.scale,
+        rules.visibility,
+        softcap=call.softcap,
+        sink_logits=call.sink_logits,
+        log_counts=log_counts(rules.merge, table.state),
+        observed=observed,
+        is_rest_wanted=is_rest_wanted,
+    )
+    if rotary is None:
+        return kernels.attend(whole)
+    # Distances within a sliding window are those that the model was trained on, however long the text.
+    trained_length = rotary.trained_length if rules.sliding_window is None else None
+    held = min(table.occupancy_bound + step.graph_headroom, table.slots)
+    readings = mode.within(trained_length, rules.budget is not None).readings(table.positions, step, held)
+    parts = [_read(whole, reading, rotary) for reading in readings]
+    if len(readings) == 1 and readings[0].is_read is None:
+        return parts[0]
+    return _joined(whole, [each.start for each in readings], [out for out, _ in parts], [mass for _, mass in parts])
+
+
+def _read(whole: AttentionInput, reading: Reading, rotary: Rotary) -> tuple[Attended, Mass | None]:
+    """What the queries of one reading read; zeros for the others of its columns."""
+    tables = rotary.tables(reading.bound, whole.queries.device, kernels.table_dtype(whole.queries))
+    call = replace(whole, rotary_index=reading.index, tables=tables)
+    if reading.is_read is None:
+        return kernels.attend(call)
+    start, is_read = reading.start, reading.is_read
+    stop = start + is_read.shape[1]
+    observed = whole.observed
+    if observed is not None:
+        at = (observed - start).clamp(0, stop - start - 1)
+        observed = at.where((at == observed - start) & is_read.gather(1, at), -1)
     return kernels.attend(
-        AttentionInput(
-            queries,
-            table.store.packed_keys(),
-            table.store.packed_values(),
-            table.positions,
-            step.positions,
-            index,
-            tables,
-            call.scale,
-            rules.visibility,
-            softcap=call.softcap,
-            sink_logits=call.sink_logits,
-            log_counts=log_counts(rules.merge, table.state),
+        replace(
+            call,
+            queries=whole.queries[:, :, start:stop],
+            query_positions=whole.query_positions[:, start:stop].where(is_read, EMPTY),
             observed=observed,
-            is_rest_wanted=is_rest_wanted,
         )
     )
+
+
+def _joined(
+    whole: AttentionInput, starts: Sequence[int], pieces: Sequence[Tensor], masses: Sequence[Mass | None]
+) -> tuple[Attended, Mass | None]:
+    """All queries of a step: each was read in one of the pieces, and is zero in the others."""
+    batch, heads, tokens, _ = whole.queries.shape
+    out = whole.queries.new_zeros(batch, heads, tokens, whole.values.channels)
+    for start, piece in zip(starts, pieces, strict=True):
+        out[:, :, start : start + piece.shape[2]] += piece
+    if whole.observed is None:
+        return out, None
+    kv_heads, slots = whole.keys.data.shape[1:3]
+    rows = out.new_zeros(batch, kv_heads, whole.observed.shape[1], slots, dtype=torch.float32)
+    rest = torch.zeros_like(rows[:, :, 0]) if whole.is_rest_wanted else None
+    for mass in masses:
+        assert mass is not None, "observed queries without their mass"
+        rows += mass.rows
+        if rest is not None and mass.rest is not None:
+            rest += mass.rest
+    return out, Mass(rows, rest)

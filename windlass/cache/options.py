@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.core.errors import UsageError
-from windlass.core.step import MAX_DEFAULT_WINDOW, MAX_NUMBER, Limits
+from windlass.cache.policy_spec import policy_of
+from windlass.core.limits import DEFAULT_SINKS, check_limits, default_window
+from windlass.core.step import Limits
 from windlass.merge import Merge, merge_of
-from windlass.policies import Policy, Recent
+from windlass.policies import Policy
+from windlass.policies.auto import AUTO, auto
 from windlass.positions.modes import PositionMode, position_mode
 from windlass.stores.base import Store
 from windlass.stores.spec import store_of
@@ -18,10 +20,11 @@ NO_MERGE = "none"  # the label of a cache that drops what it evicts
 class CacheOptions:
     """What a `KVCache` is asked for; there each option is explained.
 
-    Positions, store and merge rule may be given by name, and are held as objects. A `window` of None is kept as
+    Policy, positions, store and merge rule may be given by name, and are held as objects. A `window` of None is kept as
     None, because it follows the budget when that is lowered; `limits` has its number.
 
-    Raises: UsageError for an unknown name, or limits that cannot be honoured.
+    Raises: UsageError for an unknown name, a value of another type, or limits that cannot be honoured; PolicyError for
+    a policy that cannot be made.
     """
 
     budget: int | None
@@ -38,11 +41,11 @@ class CacheOptions:
     def __init__(
         self,
         budget: int | None = None,
-        policy: Policy | None = None,
-        sinks: int = 4,
+        policy: str | Policy | None = AUTO,
+        sinks: int = DEFAULT_SINKS,
         window: int | None = None,
         chunk: int = 512,
-        positions: str | PositionMode = "original",
+        positions: str | PositionMode = "auto",
         batch: int = 1,
         rollback: int = 16,
         store: str | Store = "plain",
@@ -50,7 +53,7 @@ class CacheOptions:
     ) -> None:
         vars(self).update(
             budget=budget,
-            policy=Recent() if policy is None else policy,
+            policy=auto(budget is not None) if policy is None or policy == AUTO else policy_of(policy),
             sinks=sinks,
             window=window,
             chunk=chunk,
@@ -60,27 +63,12 @@ class CacheOptions:
             store=store_of(store),
             merge=merge_of(merge),
         )
-        for name in ("budget", "sinks", "window", "chunk", "batch", "rollback"):
-            value, least = vars(self)[name], 0 if name in ("sinks", "rollback") else 1
-            if value is not None and not least <= value <= MAX_NUMBER:
-                raise UsageError(f"{name} must be from {least} to {MAX_NUMBER}, got {value}")
-        window = self.limits.window
-        if budget is not None and budget < sinks + window + 1:
-            raise UsageError(
-                f"budget ({budget} tokens) must be at least sinks ({sinks}) + window ({window}) + 1, "
-                f"which is {sinks + window + 1}; raise budget, or lower sinks or window"
-            )
+        vars(self).update(check_limits(vars(self)))
 
     @property
     def limits(self) -> Limits:
         """What every layer is told; where no window is given, it is a quarter of what the sinks leave, at most 64."""
-        window = self.window
-        if window is None:
-            window = (
-                MAX_DEFAULT_WINDOW
-                if self.budget is None
-                else max(1, min(MAX_DEFAULT_WINDOW, (self.budget - self.sinks) // 4))
-            )
+        window = default_window(self.budget, self.sinks) if self.window is None else self.window
         return Limits(self.budget, self.sinks, window, self.chunk, self.rollback)
 
     def labels(self) -> dict[str, int | str | None]:

@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 from windlass.core.errors import UnsupportedModel
 from windlass.core.rotate import rotate
 from windlass.hf.probe import Probe, RotaryCall
+from windlass.hf.trained_length import trained_length
 from windlass.positions.rotary import LAYOUTS, Layout, Rotary
 
 MARGIN = 4.0  # a candidate that is this many times closer than the next one is the right one
@@ -56,7 +57,13 @@ def rotaries_of(model: PreTrainedModel, rotated: Probe, plain: Probe) -> list[Ro
             continue
         best = _best(layer, candidates, *keys, tolerance, kinds[layer] if layer < len(kinds) else None)
         its = candidates[best]
-        rotary = Rotary(its.module, its.layer_type, its.layout, its.rotary_pairs)
+        rotary = Rotary(
+            its.module,
+            its.layer_type,
+            its.layout,
+            its.rotary_pairs,
+            trained_length(model.config.get_text_config(), its.layer_type),
+        )
         rotaries.append(found.setdefault(best, rotary))
     return rotaries
 

@@ -6,7 +6,7 @@ from windlass.core.errors import PolicyError
 from windlass.core.shapes import Scores
 from windlass.policies.base import Slots
 from windlass.policies.interfaces import Budgeter, Recency
-from windlass.policies.wrapper import Wrapper, keeps_newest
+from windlass.policies.wrapper import Wrapper, find, keeps_newest
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class Pyramid(Wrapper, Budgeter, Recency):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if find(self.policy, Budgeter):  # type: ignore[type-abstract]  # an interface is looked for
+            raise PolicyError(f"Pyramid: {self.policy!r} gives each layer its budget already; wrap the policy inside")
         if not self.beta >= 1:
             raise PolicyError(f"Pyramid: beta must be at least 1, got {self.beta}")
 

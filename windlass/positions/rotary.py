@@ -60,18 +60,27 @@ LAYOUTS = (
 class Rotary:
     """The rotary embedding of some layers of a model: tables on demand, and the channel layout.
 
-    `rotary_pairs` is half of the field's `rotary_dim`: the other channels of a head pass unrotated.
+    `rotary_pairs` is half of the field's `rotary_dim`: the other channels of a head pass unrotated. `trained_length`
+    is the longest text that the model was trained on, extensions of its window included; None where nobody knows.
     """
 
-    def __init__(self, module: nn.Module, layer_type: str | None, layout: Layout, rotary_pairs: int) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        layer_type: str | None,
+        layout: Layout,
+        rotary_pairs: int,
+        trained_length: int | None = None,
+    ) -> None:
         # A private copy: some schemes keep the length they last saw inside the module.
         self._module = _copied(module)
         self.layer_type = layer_type
-        self._rope_type, self.trained_length = _scheme(module, layer_type)
+        self._rope_type, self.constant_length = _scheme(module, layer_type)
         self._tables: dict[torch.dtype, tuple[RotaryTable, RotaryTable]] = {}
         self._built_for = 0
         self.layout = layout
         self.rotary_pairs = rotary_pairs
+        self.trained_length = trained_length
 
     @property
     def is_length_dependent(self) -> bool:
@@ -85,7 +94,7 @@ class Rotary:
 
     def table_changes_at(self, length: int) -> bool:
         """Whether a text of `length` tokens needs other tables than one within the trained length."""
-        return self.is_length_dependent and length > self.trained_length
+        return self.is_length_dependent and length > self.constant_length
 
     def same_table(self, length: int, longer: int) -> bool:
         """Whether the tables for a `longer` text begin with those for a text of `length` tokens."""
@@ -103,7 +112,7 @@ class Rotary:
         trained on, and its table is built again whenever the length changes.
         """
         if self.is_length_dependent:
-            wanted = max(length, self.trained_length)
+            wanted = max(length, self.constant_length)
             is_stale = self._built_for != wanted
         else:
             wanted = 256
