@@ -41,6 +41,7 @@ from windlass.policies import Policy as Policy
 from windlass.policies import Pyramid as Pyramid
 from windlass.policies import Random as Random
 from windlass.policies import Recent as Recent
+from windlass.policies import Slots as Slots
 from windlass.policies import Smoothed as Smoothed
 from windlass.policies import SnapKV as SnapKV
 from windlass.policies import TriAttention as TriAttention

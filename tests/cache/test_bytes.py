@@ -59,7 +59,7 @@ def test_bytes_are_those_of_all_that_is_kept_alive(
     cache = KVCache(model, policy=policy, sinks=2, window=3, batch=2, **options)
 
     def check() -> None:
-        assert cache.nbytes() == walked(cache)
+        assert cache.bytes_held == walked(cache)
 
     check()
     read(model, cache, ids[:, :30], 30)
@@ -93,12 +93,12 @@ def test_a_description_names_the_parts_and_their_bytes(attached_model: Models, t
     parts = dict(re.findall(r"(\S+) ([\d.]+) KiB", line.partition("(")[2]))
     assert list(parts) == ["keys", "values", "positions", "state.mass", "rollback"]
     total = sum(float(size) for size in parts.values())
-    assert total == pytest.approx(cache.nbytes() / 1024, abs=0.05)
+    assert total == pytest.approx(cache.bytes_held / 1024, abs=0.05)
     held = sum(tensor.nbytes for layer in cache.layers for tensor in layer.tensors().values())
-    assert float(parts["rollback"]) * 1024 == pytest.approx(cache.nbytes() - held, abs=10)
+    assert float(parts["rollback"]) * 1024 == pytest.approx(cache.bytes_held - held, abs=10)
     cache.drop(39, 40)
     assert "rollback" not in cache.describe()
-    assert cache.nbytes() == held
+    assert cache.bytes_held == held
 
 
 GROWTH = """
@@ -132,7 +132,7 @@ for name, size in sizes.items():
     made(*size)  # code, threads and rotary tables
     before = resident()
     cache = made(*size)
-    print(name, cache.nbytes(), resident() - before, sep=",")
+    print(name, cache.bytes_held, resident() - before, sep=",")
     del cache
 """
 

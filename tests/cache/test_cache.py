@@ -7,7 +7,7 @@ from torch import Tensor
 import windlass
 from tests.helpers.caches import MODES, POLICIES, bytes_of_slots
 from tests.helpers.models import Models, Text, masked, read
-from windlass import KVCache, UsageError
+from windlass import KVCache, Recent, UsageError
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import EMPTY
 from windlass.policies import Policy
@@ -27,7 +27,7 @@ def test_recent_equals_an_explicit_mask_of_sinks_and_window(
     ids = text(61, rows=2)
     distance, key = distances(61)
     seen = (distance >= 0) & ((key < sinks) | (distance < budget - sinks + 1))
-    cache = KVCache(attached_model("llama"), budget=budget, sinks=sinks, window=1, batch=2)
+    cache = KVCache(attached_model("llama"), budget=budget, sinks=sinks, window=1, batch=2, policy=Recent())
     ours = read(attached_model("llama"), cache, ids, chunk)
     torch.testing.assert_close(ours, masked(plain_model("llama"), ids, seen), atol=1e-5, rtol=0)
 
@@ -40,7 +40,7 @@ def test_recent_on_a_sliding_model_keeps_to_both_windows(
     ids = text(53)
     distance, key = distances(53)
     seen = (distance >= 0) & (distance < 11) & ((key < 3) | (distance < 8 - 3 + 1))
-    cache = KVCache(attached_model("mistral"), budget=8, sinks=3, window=2)
+    cache = KVCache(attached_model("mistral"), budget=8, sinks=3, window=2, policy=Recent())
     ours = read(attached_model("mistral"), cache, ids, chunk)
     torch.testing.assert_close(ours, masked(plain_model("mistral"), ids, seen), atol=1e-5, rtol=0)
 
@@ -145,7 +145,7 @@ def test_positions_that_do_not_follow_are_refused_and_nothing_is_changed(attache
         ({"chunk": 0}, "chunk must be from 1"),
         ({"batch": 0}, "batch must be from 1"),
         ({"rollback": -2}, "rollback must be from 0"),
-        ({"positions": "compacted"}, "is not a position mode; use one of: original, compact"),
+        ({"positions": "compacted"}, "is not a position mode; use one of: auto, original, compact"),
         ({"positions": "clamp(0)"}, "limit must be from 1"),
         ({"positions": "self_extend(8, 64, 2)"}, "self_extend takes group and window, each once"),
         ({"positions": "clamp(far)"}, "limit must be a whole number, got 'far'"),
@@ -167,7 +167,7 @@ def test_another_batch_size_is_refused(attached_model: Models, text: Text) -> No
 def test_bytes_are_the_formula_and_what_is_allocated(attached_model: Models, text: Text, family: str) -> None:
     """At rest: budget + 32 slots a layer (16 to write to, 16 for rollback); a window layer has its window."""
     model = attached_model(family)
-    cache = KVCache(model, budget=40, batch=2)
+    cache = KVCache(model, budget=40, batch=2, policy=Recent())
     read(model, cache, text(100, rows=2), 50)
     read(model, cache, text(3, rows=2), 1)
     expected = 0
@@ -177,7 +177,7 @@ def test_bytes_are_the_formula_and_what_is_allocated(attached_model: Models, tex
         expected += 2 * kv_heads * slots * 2 * layer.store.keys().shape[3] * 4 + 2 * slots * 4
     assert bytes_of_slots(cache) == expected
     cache.drop(102, 103)  # after an edit no step can be taken back
-    assert cache.nbytes() == expected
+    assert cache.bytes_held == expected
 
 
 def test_an_unbounded_cache_grows_geometrically(attached_model: Models, text: Text) -> None:

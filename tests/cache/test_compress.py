@@ -90,10 +90,10 @@ def test_with_every_store_merge_and_mode(
 def test_memory_is_by_the_formula_at_once(attached_model: Models, text: Text, rollback: int) -> None:
     model = attached_model("llama")
     cache = filled(model, text, None, policy=KeyDiff(), rollback=rollback)
-    before = cache.nbytes()
+    before = cache.bytes_held
     cache.compress(12)
     slots = 12 + HEADROOM + rollback
-    assert cache.nbytes() == 2 * 3 * 3 * slots * ((8 + 8) * 4 + 4) < before
+    assert cache.bytes_held == 2 * 3 * 3 * slots * ((8 + 8) * 4 + 4) < before
     read(model, cache, text(1, rows=3), 1)
     assert bytes_of_slots(cache) == 2 * 3 * 3 * slots * ((8 + 8) * 4 + 4)
     assert "budget   12 tokens a layer, sinks 4, window 2" in cache.describe()
@@ -103,7 +103,7 @@ def test_memory_is_by_the_formula_at_once(attached_model: Models, text: Text, ro
 @pytest.mark.parametrize("budget", [None, 20])
 def test_what_came_before_cannot_be_taken_back(attached_model: Models, text: Text, budget: int | None) -> None:
     model = attached_model("llama")
-    cache = KVCache(model, budget)
+    cache = KVCache(model, budget, policy=Recent())
     read(model, cache, text(30), 30)
     cache.compress(12)
     with pytest.raises(UsageError, match="rollback of 1 tokens, but row 0 was edited 0 tokens ago"):
@@ -174,7 +174,7 @@ def test_the_default_window_follows_the_budget_and_a_given_one_stays(attached_mo
         cache = KVCache(model, window=given)
         read(model, cache, text(40), 40)
         cache.compress(30, window=asked)
-        assert cache.limits == KVCache(model, 30, window=expected).limits
+        assert cache.limits == KVCache(model, 30, window=expected, policy=Recent()).limits
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,8 @@ from windlass.core.rotary_index import RESERVED
 from windlass.core.step import Pass
 from windlass.engine.decode import Decoder
 from windlass.engine.generate import prefill
-from windlass.engine.sampling import Sampler, Sampling
+from windlass.engine.sampler import Sampler
+from windlass.engine.sampling import Sampling
 from windlass.hf.forward import forward
 from windlass.merge import MergePlan
 
@@ -136,7 +137,7 @@ def test_first_passes_growth_and_other_stores(
     attached_model: Models, text: Text, store: str, budget: int | None
 ) -> None:
     model, ids = attached_model("qwen2"), text(90)
-    cache = KVCache(model, budget=budget, store=store)
+    cache = KVCache(model, budget=budget, store=store, policy=Recent())
     for piece in (ids[:, :60], ids[:, 60:80], ids[:, 80:81], ids[:, 81:]):  # fills, grows, packs
         check_every_line(model, cache, step(model, piece), 97)
 

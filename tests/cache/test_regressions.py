@@ -13,7 +13,7 @@ from tests.helpers.models import Models, Text, masked, read
 from windlass import H2O, KeyDiff, KVCache, Random, Recent, Sampling, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.cache.slot_layer import SlotLayer
-from windlass.engine.sampling import Sampler
+from windlass.engine.sampler import Sampler
 from windlass.policies import Policy, Slots
 from windlass.stores.plain import Plain
 
@@ -21,7 +21,7 @@ from windlass.stores.plain import Plain
 def test_slots_reserved_for_a_forgotten_step_stay_free(attached_model: Models, text: Text) -> None:
     """Steps of 16 and of 1, taken back now and then: reserved slots come free again, none is written twice."""
     model, ids = attached_model("llama"), text(200)[0].tolist()
-    cache, at = KVCache(model, budget=20), 40
+    cache, at = KVCache(model, budget=20, policy=Recent()), 40
     read(model, cache, torch.tensor([ids[:40]]), 40)
     for _ in range(4):
         for tokens in (16, 1, 1):
@@ -76,10 +76,10 @@ def test_a_splice_takes_no_free_slots_along(attached_model: Models, text: Text) 
 def test_a_splice_into_an_empty_cache_that_cannot_hold_it_is_refused(attached_model: Models, text: Text) -> None:
     other = KVCache(attached_model("llama"), budget=24, policy=KeyDiff())
     read(attached_model("llama"), other, text(60), 60)
-    cache = KVCache(attached_model("llama"), budget=24)
+    cache = KVCache(attached_model("llama"), budget=24, policy=Recent())
     with pytest.raises(UsageError, match="make this cache with a policy that ranks per head"):
         cache.splice(other)
-    assert cache.nbytes() == 0
+    assert cache.bytes_held == 0
     with pytest.raises(UsageError, match="made for another model"):
         KVCache(attached_model("qwen3")).splice(other)
 
@@ -100,7 +100,7 @@ def test_export_counts_what_each_row_holds(attached_model: Models, text: Text) -
 def test_compact_export_of_a_model_with_window_layers(plain_model: Models, attached_model: Models, text: Text) -> None:
     """All layers end at one position, whatever each of them holds."""
     model, ids = attached_model("qwen2"), text(61)
-    cache = KVCache(model, budget=20, positions="compact")
+    cache = KVCache(model, budget=20, positions="compact", policy=Recent())
     read(model, cache, ids[:, :60], 20)
     with torch.no_grad():
         theirs = plain_model("qwen2")(ids[:, 60:], past_key_values=cache.to_rotated()).logits
@@ -112,7 +112,7 @@ def test_compact_asks_for_no_longer_table_than_what_is_held(
 ) -> None:
     """Free slots must not stretch a rotation that depends on the length."""
     ids = text(50)
-    cache = KVCache(attached_model("llama_dynamic"), budget=60, positions="compact")
+    cache = KVCache(attached_model("llama_dynamic"), budget=60, positions="compact", policy=Recent())
     with torch.no_grad():
         truth = plain_model("llama_dynamic")(ids).logits
     torch.testing.assert_close(read(attached_model("llama_dynamic"), cache, ids, 50), truth, atol=1e-5, rtol=0)
@@ -172,7 +172,7 @@ def test_a_divided_text_goes_on_after_its_last_token(attached_model: Models, tex
 
 def test_a_splice_counts_its_tokens(attached_model: Models, text: Text) -> None:
     model = attached_model("llama")
-    cache, other = KVCache(model), KVCache(model, budget=12)
+    cache, other = KVCache(model), KVCache(model, budget=12, policy=Recent())
     read(model, cache, text(9), 9)
     read(model, other, text(30), 30)
     cache.splice(other)

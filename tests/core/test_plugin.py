@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from windlass.cache.policy_spec import policy_of
 from windlass.core.errors import PolicyError, UsageError, WindlassError
 from windlass.evals.load import load_task
-from windlass.evals.load_policy import load_policy
 
 POLICY = '''
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Asked:
 
 
 BOTH = [
-    Asked(load_policy, POLICY, "policy", "policies", "windlass.Policy", PolicyError),
+    Asked(policy_of, POLICY, "policy", "policies", "windlass.Policy", PolicyError),
     Asked(lambda spec: load_task(spec)[1], TASK, "task", "tasks", "windlass.evals.Task", UsageError),
 ]
 each = pytest.mark.parametrize("asked", BOTH, ids=lambda asked: asked.word)

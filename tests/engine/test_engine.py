@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import windlass
 from windlass import H2O, KeyDiff, KVCache, Sampling, UsageError
-from windlass.engine.sampling import DRAWS, Sampler
+from windlass.engine.sampler import DRAWS, Sampler
+from windlass.engine.stop import Stops
 from windlass.engine.text import TextStream
 from windlass.policies import Policy
 
@@ -168,7 +169,7 @@ def test_prompts_that_cannot_be_read_change_nothing(
     with pytest.raises(UsageError, match=words):
         windlass.prefill(model, cache, prompts)
     assert cache.tokens_seen == [0, 0]
-    assert cache.nbytes() == 0
+    assert cache.bytes_held == 0
 
 
 def test_wrong_calls_are_refused(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -176,7 +177,7 @@ def test_wrong_calls_are_refused(model: PreTrainedModel, tokenizer: PreTrainedTo
         windlass.stream(model, tokenizer, PROMPT, KVCache(model, batch=2))
     with pytest.raises(UsageError, match="takes a list of prompts"):
         windlass.generate(model, tokenizer, PROMPT)
-    with pytest.raises(UsageError, match="max_tokens must be at least 1, got 0"):
+    with pytest.raises(UsageError, match="max_tokens must be from 1 to 1073741824, got 0"):
         windlass.stream(model, tokenizer, PROMPT, KVCache(model), max_tokens=0)
     with pytest.raises(UsageError, match="the prompt of row 0 is empty"):
         windlass.generate(model, tokenizer, [""])
@@ -228,8 +229,10 @@ def test_a_repetition_penalty_counts_the_rows_own_text() -> None:
 def test_text_never_breaks_a_character(tokenizer: PreTrainedTokenizerBase) -> None:
     text = "caf\u00e9 \u2014 na\u00efve \U0001f600 done"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    stream = TextStream(tokenizer, [])
-    pieces = [stream.push(token) for token in ids]
+    streams = [TextStream.after(tokenizer, [], Stops(frozenset()))]
+    for token in ids:
+        streams.append(streams[-1].pushed(token))
+    pieces = [stream.piece for stream in streams[1:]]
     assert "".join(pieces) == text
     assert all("\ufffd" not in piece for piece in pieces)
     assert "" in pieces, "some token must have been part of a character"

@@ -11,14 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models, Text
+from tests.helpers.policies import made_by_default
 from tests.helpers.tape import Tape
-from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Sampling, SnapKV, UsageError, kernels
-from windlass.cli.catalogue import made_by_default
+from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Recent, Sampling, SnapKV, UsageError, kernels
 from windlass.core.shapes import Scores
 from windlass.engine import generate as engine
 from windlass.engine.decode import Decoder
 from windlass.engine.graph import CudaGraph, Graph
-from windlass.engine.sampling import Sampler
+from windlass.engine.sampler import Sampler
 from windlass.evals.speed.rotated import RotatedStorage
 from windlass.policies.base import Slots
 from windlass.testing import TRAINED_LENGTH, tiny_model
@@ -158,7 +158,7 @@ def test_a_cache_without_budget_is_recorded_anew_when_it_grows(attached_model: M
 def test_a_table_is_long_enough_for_all_steps_that_one_graph_serves(positions: str, text: Text) -> None:
     # Tables have 256 rows, or twice as many, and a model that others used has long ones.
     model, ids = windlass.attach(tiny_model("llama")), text(250)[0].tolist()
-    ours, theirs = (KVCache(model, budget=300, positions=positions, rollback=0) for _ in range(2))
+    ours, theirs = (KVCache(model, budget=300, positions=positions, rollback=0, policy=Recent()) for _ in range(2))
     logits, others = (engine.prefill(model, cache, [ids]) for cache in (ours, theirs))
     tape = Tape()
     assert write(model, ours, logits, tape) == write(model, theirs, others, None)
@@ -224,7 +224,7 @@ def test_what_cannot_be_recorded_runs_as_it_comes_and_says_so(attached_model: Mo
 def test_tables_that_follow_the_length_of_the_text_are_not_recorded(attached_model: Models, text: Text) -> None:
     model = attached_model("llama_dynamic")
     ids = text(TRAINED_LENGTH + 2)[0].tolist()
-    ours, theirs = (KVCache(model, budget=BUDGET, rollback=0) for _ in range(2))
+    ours, theirs = (KVCache(model, budget=BUDGET, rollback=0, policy=Recent()) for _ in range(2))
     logits, others = (engine.prefill(model, cache, [ids]) for cache in (ours, theirs))
     with pytest.warns(UserWarning, match="rotary tables change with the length"):
         written = write(model, ours, logits, Tape())

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.helpers.models import Models, Text
-from windlass import KeyDiff, KVCache, UsageError, prompt_cache
+from windlass import KeyDiff, KVCache, Recent, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 
 TOLERANCE = 1e-5
@@ -80,7 +80,7 @@ def test_generation_goes_on_in_the_other_cache(
     first = plain.generate(ids, past_key_values=theirs, max_new_tokens=8, **GREEDY)
     ours = KVCache.from_rotated(model, theirs)
     assert model.generate(first, past_key_values=ours, max_new_tokens=8, **GREEDY).tolist() == expected
-    ours = KVCache(model, budget=64)
+    ours = KVCache(model, budget=64, policy=Recent())
     first = model.generate(ids, past_key_values=ours, max_new_tokens=8, **GREEDY)
     theirs = ours.to_rotated()
     assert plain.generate(first, past_key_values=theirs, max_new_tokens=8, **GREEDY).tolist() == expected

@@ -1,16 +1,25 @@
 """Where a model is put: the names of devices, and what is said where there is none."""
 
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
 import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from tests.helpers.models import MODEL
+from windlass import kernels
 from windlass.cli.app import main
 from windlass.core.errors import UsageError
+from windlass.engine.generate import prefill
+from windlass.engine.text import encode
 from windlass.evals.speed.shapes import SHAPES, random_model
-from windlass.hf.load import device_of
+from windlass.hf.kv_cache import KVCache
+from windlass.hf.load import device_of, load
+from windlass.policies import H2O, TOVA, KeyDiff, KeyNorm, Policy, Recent, SnapKV
 
 COMMANDS = {
     "generate": (MODEL, "text"),
@@ -31,14 +40,14 @@ def test_every_command_that_opens_a_model_takes_a_device(
     assert main((command, *COMMANDS[command], "--device", "gpu")) == 2
     said = capsys.readouterr()
     assert said.err == (
-        "windlass: error: device 'gpu' is unknown; use cpu, cuda, or cuda:1 for the second of several GPUs\n"
+        "windlass: error: device 'gpu' is unknown; use auto, cpu, mps, cuda, or cuda:1 for the second of several GPUs\n"
     )
     assert said.out == ""
 
 
-@pytest.mark.parametrize("name", ["", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "CUDA", "mps", " cuda"])
+@pytest.mark.parametrize("name", ["", "cpu:0", "cuda:", "cuda:x", "cuda:-1", "CUDA", "mps:0", " cuda"])
 def test_other_names_are_refused(name: str):
-    with pytest.raises(UsageError, match="is unknown; use cpu, cuda, or cuda:1"):
+    with pytest.raises(UsageError, match="is unknown; use auto, cpu, mps, cuda, or cuda:1"):
         device_of(name)
 
 
@@ -70,6 +79,50 @@ def test_a_gpu_becomes_the_current_one(monkeypatch: pytest.MonkeyPatch):
     assert [device_of(name) for name in ("cuda", "cuda:1")] == [torch.device("cuda", 0), torch.device("cuda", 1)]
     assert [call.args for call in chosen.call_args_list] == [(0,), (1,)]
     assert device_of("cpu") == torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("has_cuda", "has_mps", "expected"),
+    [(True, True, "cuda:0"), (True, False, "cuda:0"), (False, True, "mps"), (False, False, "cpu")],
+)
+def test_auto_is_the_first_that_is_there(has_cuda: bool, has_mps: bool, expected: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: int(has_cuda))
+    monkeypatch.setattr(torch.cuda, "set_device", Mock())
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: has_mps)
+    assert str(device_of("auto")) == expected
+    if has_mps:
+        assert str(device_of("mps")) == "mps"
+    else:
+        with pytest.raises(
+            UsageError, match=r"device mps: PyTorch .* finds no GPU of an Apple computer; use device cpu"
+        ):
+            device_of("mps")
+
+
+class NoFloat64(TorchDispatchMode):
+    """Fails where a GPU of Apple's would: at the first tensor of float64."""
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        del types
+        made = function(*args, **(kwargs or {}))
+        assert not any(isinstance(each, Tensor) and each.dtype is torch.float64 for each in tree_leaves(made)), function
+        return made
+
+
+@pytest.mark.parametrize("store", ["plain", "int8"])
+@pytest.mark.parametrize("policy", [Recent(), KeyDiff(), SnapKV(), H2O(), TOVA(), KeyNorm()], ids=repr)
+def test_what_runs_on_a_device_without_float64(policy: Policy, store: str, monkeypatch: pytest.MonkeyPatch):
+    """The reference path, which serves such a device, from loading to the logits after a prompt and one token."""
+    monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
+    with NoFloat64():
+        model, tokenizer = load(MODEL, "float32")
+        cache = KVCache(model, budget=12, policy=policy, positions="compact", store=store, chunk=5)
+        prefill(model, cache, [encode(tokenizer, "He was in the boat, and the river was quiet.", is_start=True)])
+        prefill(model, cache, [[7]])
+    assert cache.tokens_seen[0] > 13
 
 
 @pytest.mark.gpu

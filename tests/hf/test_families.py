@@ -99,7 +99,7 @@ def test_generate_equals_transformers(
     assert ours.tolist() == plain_model(family).generate(ids, **options).tolist()
 
     ids, mask = padded([text(26, seed=3), text(15, seed=4)], "left")
-    cache = KVCache(model, ROOMY, batch=2)
+    cache = KVCache(model, ROOMY, batch=2, policy=Recent())
     ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **options)
     assert ours.tolist() == plain_model(family).generate(ids, attention_mask=mask, **options).tolist()
 

@@ -11,7 +11,7 @@ from transformers import DynamicCache, PreTrainedModel
 import windlass
 from tests.helpers.caches import POLICIES
 from tests.helpers.models import Models, Text
-from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, SnapKV
+from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Recent, SnapKV
 from windlass.testing import SLIDING_WINDOW, tiny_model
 
 TOLERANCE = 1e-5
@@ -38,7 +38,7 @@ def test_sampling_equals_transformers(plain_model: Models, attached_model: Model
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_a_second_turn_equals_a_fresh_run(family: str, attached_model: Models, text: Text) -> None:
     model = attached_model(family)
-    cache = KVCache(model, budget=80)
+    cache = KVCache(model, budget=80, policy=Recent())
     first = model.generate(text(17), past_key_values=cache, max_new_tokens=9, **GREEDY)
     ids = torch.cat((first, text(8, seed=1)), 1)
     second = model.generate(ids, past_key_values=cache, max_new_tokens=9, **GREEDY)
@@ -94,7 +94,7 @@ def test_columns_that_are_padding_in_every_row(
     ids = torch.cat([torch.cat((torch.full((1, 28 - piece.shape[1]), 7), piece), 1) for piece in texts])
     mask = torch.tensor([[0] * (28 - piece.shape[1]) + [1] * piece.shape[1] for piece in texts])
     options = {"max_new_tokens": 6, **GREEDY}
-    cache = KVCache(model, budget=40, batch=2)
+    cache = KVCache(model, budget=40, batch=2, policy=Recent())
     ours = model.generate(
         ids, attention_mask=mask, past_key_values=cache, prefill_chunk_size=prefill_chunk_size, **options
     )

@@ -5,9 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from transformers.utils import logging
 
 import windlass
+from windlass.hf import load as load_module
 
 FOLDER = Path(windlass.__file__).parent / "assets" / "passkey-3m"
 
@@ -17,7 +19,7 @@ def test_a_folder_gives_an_attached_model(name: Path | str):
     model, tokenizer = windlass.load(name, dtype="bfloat16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not model.training
-    cache = windlass.KVCache(model, budget=32)  # refused for a model that is not attached
+    cache = windlass.KVCache(model, budget=32, policy=windlass.Recent())  # refused for a model that is not attached
     [result] = windlass.generate(model, tokenizer, ["It was a dark night"], cache, max_tokens=3)
     assert result.text
 
@@ -42,7 +44,7 @@ def test_the_logging_of_transformers_is_as_before(is_found: bool, verbosity: int
         else:
             (tmp_path / "config.json").write_text("{}")
             (tmp_path / "model.safetensors").touch()
-            with pytest.raises(windlass.UsageError, match="no tokenizer that can be loaded"):
+            with pytest.raises(windlass.UsageError, match="has no tokenizer; copy its files there"):
                 windlass.load(tmp_path)
         assert logging.get_verbosity() == verbosity
         assert logging.is_progress_bar_enabled()
@@ -61,3 +63,23 @@ def test_a_long_text_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture):
     finally:
         root.removeHandler(caplog.handler)
     assert not caplog.records
+
+
+@pytest.mark.parametrize("is_off", [False, True])
+def test_the_hub_shows_its_downloads_where_its_user_wants_them(is_off: bool, monkeypatch: pytest.MonkeyPatch):
+    """transformers' bars are silent while a model is loaded; both are as before afterwards."""
+    seen = []
+
+    def loaded(*_: object) -> None:
+        seen.append((are_progress_bars_disabled(), logging.is_progress_bar_enabled()))
+        raise windlass.UsageError("seen")
+
+    monkeypatch.setattr(load_module, "_from_folder_or_hub", loaded)
+    (disable_progress_bars if is_off else enable_progress_bars)()
+    try:
+        with pytest.raises(windlass.UsageError, match="seen"):
+            windlass.load("some/model")
+        assert seen == [(is_off, False)]
+        assert (are_progress_bars_disabled(), logging.is_progress_bar_enabled()) == (is_off, True)
+    finally:
+        enable_progress_bars()

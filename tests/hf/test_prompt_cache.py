@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models
-from windlass import KVCache, Policy, PromptCacheError, UsageError, prompt_cache
+from windlass import KVCache, Policy, PromptCacheError, Recent, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import Scores
@@ -106,7 +106,7 @@ def test_goes_on_in_every_kind_of_layer(
 
 
 def test_transformers_generate_goes_on(model: PreTrainedModel, tmp_path: Path) -> None:
-    cache = KVCache(model, budget=20, sinks=2, window=3)
+    cache = KVCache(model, budget=20, sinks=2, window=3, policy=Recent())
     ids = torch.arange(60)[None] % VOCABULARY
     ids = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
     prompt_cache.save(cache, tmp_path / "cache", model)
@@ -187,7 +187,7 @@ def test_a_file_holds_what_is_held_and_no_more(model: PreTrainedModel, tmp_path:
     tokens = (53 + 38 + 2 * 3) * 4
     assert sum(tensor.nbytes for tensor in tensors.values()) == slots + tokens
     assert slots + tokens < path.stat().st_size < slots + tokens + 4096
-    assert slots < cache.nbytes()
+    assert slots < cache.bytes_held
 
 
 def test_a_policy_from_outside(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -205,7 +205,7 @@ def test_the_window_follows_the_budget_after_a_load_too(
     given: int | None, model: PreTrainedModel, tmp_path: Path
 ) -> None:
     """`compress` takes the window that was given; where none was, it takes the default of the new budget."""
-    cache = KVCache(model, budget=64, window=given, chunk=64, batch=2)
+    cache = KVCache(model, budget=64, window=given, chunk=64, batch=2, policy=Recent())
     logits = read(model, cache)
     prompt_cache.save(cache, tmp_path / "cache", model)
     loaded = prompt_cache.load(tmp_path / "cache", model)

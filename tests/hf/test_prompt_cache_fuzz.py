@@ -123,7 +123,7 @@ HOSTILE: dict[str, tuple[str, Spoil, str]] = {
     "a field twice": ("recent", text('{"batch": 1, "batch": 2}'), "a field is there twice"),
     "a huge number": ("recent", text('{"batch": 1' + "0" * 5000 + "}"), "no JSON that can be read"),
     "an extra field": ("recent", field("more", value=1), "unknown field 'more'"),
-    "no layers": ("recent", field("layers", value=[]), "0 layers, and the model has 2"),
+    "no layers": ("recent", field("layers", value=[]), "it has 0 layers, this model has 2"),
     "budget of text": ("recent", field("limits", "budget", value="x"), "budget in limits"),
     "a huge batch": ("recent", field("batch", value=10**9), "1000000000 whole numbers"),
     "seen 10**18": ("without ids", field("standing", "tokens_seen", value=[10**18]), "tokens_seen"),

@@ -126,7 +126,7 @@ def test_spliced_merged_tokens_keep_their_counts(attached_model: Models, text: T
         assert ours.equal(truth)
         assert float(ours.sum()) == 30 * ours.numel()
     with pytest.raises(UsageError, match="splice: the other cache merges tokens by mean_count, this one does not"):
-        KVCache(model, budget=20).splice(caches[0])
+        KVCache(model, budget=20, policy=Recent()).splice(caches[0])
     with pytest.raises(UsageError, match="to_rotated: tokens of this cache were merged"):
         caches[0].to_rotated()
 
@@ -161,7 +161,7 @@ class Unknown(Merge):
 
 def test_a_file_of_an_unknown_rule_is_refused(attached_model: Models, text: Text, tmp_path: Path) -> None:
     model = attached_model("llama")
-    cache = KVCache(model, budget=20, merge=Unknown())
+    cache = KVCache(model, budget=20, merge=Unknown(), policy=Recent())
     read(model, cache, text(30), 30)
     prompt_cache.save(cache, tmp_path / "unknown", model)
     with pytest.raises(PromptCacheError, match="merge='keepkv' is not a rule; use one of: mean_count, mean, sum, pick"):

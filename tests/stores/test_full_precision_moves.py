@@ -137,7 +137,7 @@ def test_a_splice_brings_exact_tokens_and_codes(attached_model: Models, text: Te
 def test_a_splice_counts_tokens_in_the_order_of_their_text(attached_model: Models, text: Text) -> None:
     """Slots that were freed and taken again are in another order."""
     model, store = attached_model("llama"), "int4(sinks=2, newest=3)"
-    source, cache = KVCache(model, budget=12, window=2, store=store), KVCache(model, store=store)
+    source, cache = KVCache(model, budget=12, window=2, store=store, policy=Recent()), KVCache(model, store=store)
     read(model, source, text(60), 1)
     slots = source.layers[0].positions[0, 0]
     assert slots[slots >= 0].diff().min() < 0

@@ -5,10 +5,11 @@ import torch
 
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import assert_equal
-from windlass import Int4, Int8, KVCache, Plain, UsageError
+from windlass import Int4, Int8, KVCache, Plain, Recent, UsageError
 from windlass.core.shapes import KeyMeans, NewKeys, NewValues, SlotKeys, SlotValues
 from windlass.evals.speed.depth import LayerShape
-from windlass.evals.speed.rows import BenchLists, rows_of
+from windlass.evals.speed.rows import rows_of
+from windlass.evals.speed.workloads import BenchLists
 from windlass.stores.base import Parts, Store
 from windlass.stores.spec import STORES, store_of
 
@@ -53,7 +54,7 @@ def test_it_reads_as_a_plain_store(attached_model: Models, text: Text, budget: i
     model, ids = attached_model("llama"), text(60)
     lives = []
     for store in (Shifted(0), Plain()):
-        cache, other = (KVCache(model, budget, store=store, window=3) for _ in range(2))
+        cache, other = (KVCache(model, budget, store=store, window=3, policy=Recent()) for _ in range(2))
         life = [read(model, cache, ids[:, :30], 7), read(model, other, ids[:, :12], 12)]
         cache.rollback(2)
         cache.splice(other)

@@ -65,7 +65,7 @@ def test_a_file_has_its_own_key_means(model: PreTrainedModel, text: Text, tmp_pa
 
 def test_a_plain_file_is_one_that_the_first_windlass_reads(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
     for store, version in (("plain", "1"), ("int8", "2")):
-        cache = KVCache(model, store=store)
+        cache = KVCache(model, positions="original", store=store)
         read(model, cache, text(9), 9)
         prompt_cache.save(cache, tmp_path / store, model)
         with safe_open(tmp_path / store, "pt") as file:

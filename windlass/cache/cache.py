@@ -2,15 +2,16 @@
 
 from torch import Tensor
 
-from windlass.cache import describe, edits
+from windlass.cache import describe, edits, summary
 from windlass.cache.compress import compress, layer_limits
 from windlass.cache.rows import RowTable, check_positions
 from windlass.cache.second_pass import second_pass
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState, Text
+from windlass.core.check import whole_number
 from windlass.core.errors import UsageError
 from windlass.core.shapes import Attended, NewKeys, NewValues, Queries, TokenIds, TokenMask
-from windlass.core.step import AttentionCall, no_inference_mode
+from windlass.core.step import MAX_NUMBER, AttentionCall, no_inference_mode
 from windlass.policies.base import TOKEN
 
 
@@ -29,6 +30,7 @@ class TextCache(CacheState):
 
     def reserve(self, tokens: int) -> None:
         """Let a cache without budget grow once, not step by step, while the next `tokens` are written."""
+        tokens = whole_number("tokens", tokens, 0, MAX_NUMBER)
         for layer in self.layers:
             layer.reserve_hint = layer.table.occupancy_bound + tokens
 
@@ -130,7 +132,8 @@ class TextCache(CacheState):
             layer.take_back(step)
         self.text = before
 
-    def nbytes(self) -> int:
+    @property
+    def bytes_held(self) -> int:
         """Bytes of all tensors that the cache keeps alive: slots, state, and what rolling steps back takes.
 
         Memory that tensors share counts once. Rotary tables do not count: they are the model's, and all its caches
@@ -138,6 +141,8 @@ class TextCache(CacheState):
         """
         return sum(describe.bytes_by_part(self).values())
 
+    __repr__ = summary.as_text
+    _repr_html_ = summary.as_html
     describe = describe.describe
     compress = compress
     rollback = edits.rollback

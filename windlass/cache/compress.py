@@ -11,10 +11,11 @@ import torch
 
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
+from windlass.core.check import whole_number
 from windlass.core.errors import UsageError
 from windlass.core.record import StepRecord
 from windlass.core.shapes import Scores
-from windlass.core.step import Limits, Step, no_inference_mode
+from windlass.core.step import MAX_NUMBER, Limits, Step, no_inference_mode
 from windlass.policies import Policy, Recent
 from windlass.policies.calls import scores_of
 from windlass.policies.interfaces import Budgeter, OneShot
@@ -28,7 +29,7 @@ def compress(cache: CacheState, budget: int, window: int | None = None) -> None:
     `window`: None takes what the cache was made with. A sliding window that no longer fits keeps its newest, if
     the policy keeps state. Raises: UsageError for what cannot be honoured, or a higher budget; nothing is changed.
     """
-    was = cache.options
+    budget, was = whole_number("budget", budget, 1, MAX_NUMBER), cache.options
     options = replace(was, budget=budget, window=was.window if window is None else window)
     if was.budget is not None and budget > was.budget:
         raise UsageError(f"compress to {budget} tokens, but the cache keeps {was.budget}; a budget can only be lowered")

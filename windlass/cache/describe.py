@@ -6,8 +6,9 @@ from dataclasses import fields, is_dataclass
 from torch import Tensor
 
 from windlass.cache.state import CacheState
-
-UNITS = ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB"))
+from windlass.core.units import in_units
+from windlass.positions.modes import Original
+from windlass.positions.windowed import Windowed
 
 
 def bytes_by_part(cache: CacheState) -> dict[str, int]:
@@ -46,12 +47,29 @@ def _tensors_in(record: object) -> Iterator[Tensor]:
         yield from _tensors_in(each)
 
 
-def in_units(count: int) -> str:
-    """A number of bytes as people write it: `"1.50 MiB"`."""
-    for size, unit in UNITS:
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return f"{count} B"
+def reading_now(cache: CacheState) -> str:
+    """The position mode in which the newest token of the longest row is read; for `auto`, the one that it is there."""
+    mode = cache.positions.within(cache.trained_length, cache.limits.budget is not None)
+    if not isinstance(mode, Windowed):
+        return str(mode)
+    held = max((layer.table.occupancy_bound for layer in cache.layers if layer.sliding_window is None), default=0)
+    return mode.label(max(cache.next_positions), held)
+
+
+def beyond_note(cache: CacheState) -> str | None:
+    """What to say of a full cache that reads a text where its model was not trained to; None where it does not."""
+    trained, tokens = cache.trained_length, max(cache.next_positions)
+    if (
+        trained is None
+        or tokens <= trained
+        or cache.limits.budget is not None
+        or not isinstance(cache.positions, Original)
+    ):
+        return None
+    return (
+        f"{tokens:,} tokens are more than the {trained:,} this model was trained on; "
+        "read them with positions auto, or set a budget as well"
+    )
 
 
 def describe(cache: CacheState) -> str:
@@ -62,13 +80,17 @@ def describe(cache: CacheState) -> str:
     budgets = {budget for budget in each if budget is not None}
     if len(budgets) > 1:
         budget += f" on average, from {min(budgets)} to {max(budgets)}"
+    reading = reading_now(cache)
+    now = "" if reading == str(cache.positions) else f", now {reading}"
     lines = [
-        f"KVCache: {len(cache.layers)} layers, batch {cache.batch_size}, positions {cache.positions}",
+        f"KVCache: {len(cache.layers)} layers, batch {cache.batch_size}, positions {cache.positions}{now}",
         f"  policy   {cache.policy!r}",
         f"  store    {cache.store.name}" + (f", merge {cache.merge}" if cache.merge is not None else ""),
         f"  budget   {budget}, sinks {limits.sinks}, window {limits.window}, chunk {limits.chunk}",
         f"  seen     {', '.join(map(str, cache.rows.tokens_seen))} tokens",
     ]
+    note = beyond_note(cache)
+    lines += [] if note is None else [f"  note     {note}"]
     groups: dict[str, list[int]] = {}
     for layer in cache.layers:
         held = "nothing yet" if layer.is_empty else f"{layer.table.occupancy_bound} of {layer.table.slots} slots"

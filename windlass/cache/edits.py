@@ -16,9 +16,10 @@ from torch import Tensor
 from windlass import kernels
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
+from windlass.core.check import check_kind, whole_number
 from windlass.core.errors import UsageError
 from windlass.core.rotary_index import EMPTY
-from windlass.core.step import no_inference_mode
+from windlass.core.step import MAX_NUMBER, no_inference_mode
 from windlass.policies.base import INITIAL_STATE
 
 
@@ -34,11 +35,10 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
 
     Raises: UsageError when they reach further back than can be rolled back; nothing is changed.
     """
-    counts = [tokens] * cache.batch_size if isinstance(tokens, int) else list(tokens)
-    if len(counts) != cache.batch_size or min(counts) < 0:
-        raise UsageError(
-            f"rollback takes one number of at least 0, or one for each of {cache.batch_size} rows: {tokens}"
-        )
+    each = tokens if isinstance(tokens, (list, tuple)) else [tokens] * cache.batch_size
+    counts = [whole_number("rollback's tokens", one, 0, MAX_NUMBER) for one in each]
+    if len(counts) != cache.batch_size:
+        raise UsageError(f"rollback takes one number, or one for each of {cache.batch_size} rows, got {len(counts)}")
     # A row that fed fewer tokens (it had finished) can't give more than it has.
     for row, (count, end) in enumerate(zip(counts, cache.next_positions, strict=True)):
         if count > end:
@@ -94,7 +94,7 @@ def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = No
     Raises: UsageError when a token would stand before 0, where another one stands, or past the end of its text.
     """
     _check_range(start, end)
-    rows = _rows_of(cache, row)
+    rows, by = _rows_of(cache, row), whole_number("by", by, -MAX_NUMBER, MAX_NUMBER)
     ends = [at + by if start < at <= end else at for at in cache.next_positions]
     first = min(ends[index] for index in rows)
     if first < 0:
@@ -116,9 +116,7 @@ def divide(cache: CacheState, start: int, end: int, by: int, row: int | None = N
     Raises: UsageError when the end of a text would move before a token that stays.
     """
     _check_range(start, end)
-    rows = _rows_of(cache, row)
-    if by < 1:
-        raise UsageError(f"divide by {by}: must be at least 1")
+    rows, by = _rows_of(cache, row), whole_number("by", by, 1, MAX_NUMBER)
     ends = [(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions]
     held = [layer for layer in cache.layers if not layer.is_empty]
     for layer in held:
@@ -152,6 +150,7 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) 
 
     Raises: UsageError when the caches differ in model or layout.
     """
+    check_kind("other", other, CacheState, "a KVCache")
     _check_row(cache, row, "row")
     _check_row(other, source, "source")
     if other.model_id is not cache.model_id:
@@ -251,6 +250,9 @@ def _check_ranks(mine: SlotLayer, theirs: SlotLayer, score_heads: int) -> None:
 @no_inference_mode
 def select_rows(cache: CacheState, rows: Tensor) -> None:
     """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
+    check_kind("rows", rows, Tensor, "a tensor of row numbers", "write torch.tensor([1, 0])")
+    for row in rows.tolist():
+        _check_row(cache, row, "row")
     for layer in cache.layers:
         layer.select_rows(rows.to(cache.device))
     cache.rows = cache.rows.selected(rows.tolist())
@@ -273,10 +275,12 @@ def _rows_of(cache: CacheState, row: int | None) -> Sequence[int]:
 
 
 def _check_row(cache: CacheState, row: int, name: str) -> None:
-    if not 0 <= row < cache.batch_size:
+    if not 0 <= whole_number(name, row, -MAX_NUMBER, MAX_NUMBER) < cache.batch_size:
         raise UsageError(f"{name} {row} is not one of the cache's {cache.batch_size} rows")
 
 
 def _check_range(start: int, end: int) -> None:
-    if not 0 <= start <= end:
-        raise UsageError(f"range [{start}, {end}) must satisfy 0 <= start <= end")
+    for name, place in (("start", start), ("end", end)):
+        whole_number(name, place, 0, MAX_NUMBER)
+    if start > end:
+        raise UsageError(f"range [{start}, {end}) ends before it starts")

@@ -42,6 +42,9 @@ class CacheState:
     expects_drafts: bool = False
     """Whether the tokens whose logits a pass asks for, but for the first, may turn out wrong and be rolled back."""
 
+    model_name: str = ""
+    """What people call the model; empty where that is not known."""
+
     layers: list[SlotLayer]
 
     key_means: list[KeyMeans | None] | None = None
@@ -71,6 +74,14 @@ class CacheState:
     @positions.setter
     def positions(self, mode: str | PositionMode) -> None:
         self.options = replace(self.options, positions=position_mode(mode))
+
+    @property
+    def trained_length(self) -> int | None:
+        """Tokens of the longest text that the model was trained on; None where its config does not tell."""
+        lengths = [
+            each.trained_length for each in self.rotaries if each is not None and each.trained_length is not None
+        ]
+        return min(lengths, default=None)
 
     @property
     def limits(self) -> Limits:

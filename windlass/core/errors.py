@@ -5,6 +5,8 @@ WindlassError            every error below; the command line prints it as one li
   PolicyError            a policy broke its contract, or could not be found or loaded
   UnsupportedModel       the model cannot work with a cache of un-rotated keys; says why
   PromptCacheError       a prompt-cache file that is damaged, foreign or too new
+
+WindlassWarning          what a user may want to know; the command line prints it as a note
 """
 
 
@@ -26,3 +28,7 @@ class UnsupportedModel(WindlassError):
 
 class PromptCacheError(WindlassError):
     """A prompt-cache file that is damaged, was made by another model, or is too new."""
+
+
+class WindlassWarning(UserWarning):
+    """What a user may want to know, though all goes on."""

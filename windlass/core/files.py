@@ -1,7 +1,9 @@
 """Files that a user names: texts that are read, and files that are written whole or not at all."""
 
+import errno
 import os
 import select
+import shutil
 import stat
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -28,10 +30,8 @@ def read_bytes(path: Path, what: str) -> bytes:
 
     Raises: UsageError when it cannot be read, is something else (a device has no end), or is larger.
     """
+    mode = check_readable(path, what)
     try:
-        mode = path.stat().st_mode
-        if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode) or stat.S_ISDIR(mode)):
-            raise UsageError(f"{what} is not a regular file, nor a pipe; give one of these")
         # Without O_NONBLOCK, to open a pipe would wait for a writer, who may never come.
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:
             if stat.S_ISFIFO(mode):
@@ -40,6 +40,26 @@ def read_bytes(path: Path, what: str) -> bytes:
             return read_limited(file.read, what)
     except OSError as error:
         raise UsageError(f"{what} cannot be read: {error.strerror}") from None
+
+
+def check_readable(path: Path, what: str) -> int:
+    """The mode of a regular file or a pipe, which errors call `what`; it is not opened.
+
+    Raises: UsageError when it is not there, may not be read, or is something else: a device has no end.
+    """
+    try:
+        mode = path.stat().st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        if not os.access(path, os.R_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise UsageError(f"{what} cannot be read: {error.strerror}") from None
+    except ValueError as error:  # a name with a zero byte
+        raise UsageError(f"{what} cannot be read: {error}") from None
+    if not (stat.S_ISREG(mode) or stat.S_ISFIFO(mode)):
+        raise UsageError(f"{what} is not a regular file, nor a pipe; give one of these")
+    return mode
 
 
 def read_limited(read: Callable[[int], bytes], what: str) -> bytes:
@@ -113,3 +133,26 @@ def replacing(path: Path) -> Iterator[Path]:
     finally:
         with suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing_folder(path: Path) -> Iterator[Path]:
+    """A new folder beside `path` for the block to fill; it becomes `path` when the block ends without an error.
+
+    Where there is a folder at `path`, the new files take the places of those of their names in it. At no moment is
+    there half a file, and a new folder has all of its files or is not there.
+
+    Raises: OSError as the system does.
+    """
+    target = path.resolve()
+    temporary = target.with_name(f".windlass-{uuid4().hex}.tmp")
+    try:
+        temporary.mkdir()
+        yield temporary
+        if target.exists():
+            for file in sorted(temporary.iterdir()):
+                file.replace(target / file.name)
+        else:
+            temporary.rename(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -5,7 +5,7 @@ arguments there are is checked where they are defined.
 """
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -88,6 +88,25 @@ def parse_ints(setting: str, spec: Spec, names: Sequence[str]) -> dict[str, int]
             raise UsageError(f"{setting}: {name} must be a whole number, got {value!r}")
         numbers[name] = int(value)
     return numbers
+
+
+def parse_bytes(option: str, typed: str) -> int:
+    """A number of bytes as people write it: `"64MiB"`, `"1.5 GiB"` or `"4096"`; units are powers of 1024.
+
+    Raises: UsageError, beginning with `option`, for another form, or less than one byte.
+    """
+    match = re.fullmatch(r"\s*([0-9]{1,12}(?:\.[0-9]{1,9})?)\s*([KMGT]?)(?:i?B)?\s*", typed, re.IGNORECASE)
+    size = int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " ")) if match else 0
+    if not size:
+        raise UsageError(f"{option} {typed!r} is no number of bytes; write it as 64MiB, 1.5GiB or 4096")
+    return size
+
+
+def check_given(spec: str, name: str, needed: Sequence[str], numbers: Mapping[str, int]) -> None:
+    """Raises: UsageError where a position mode lacks a number that only the user knows."""
+    for number in needed:
+        if number not in numbers:
+            raise UsageError(f"positions={spec!r}: {name} takes a {number} in tokens; write {name}(256), for example")
 
 
 def _parts(text: str) -> Iterator[str]:

@@ -8,13 +8,12 @@ from typing import Final, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
+from windlass.core.limits import MAX_NUMBER as MAX_NUMBER
 from windlass.core.shapes import RowCounts, TokenIds
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
-MAX_NUMBER: Final = 2**30  # positions are 32-bit
-MAX_DEFAULT_WINDOW: Final = 64
 HEADROOM: Final = 16  # free slots of a layer in decode: the longest step it takes without growing
 
 
@@ -73,6 +72,15 @@ class Step:
     def is_decode(self) -> bool:
         """Whether no part of the step is a chunk of a prompt, but for a short one."""
         return self.positions.shape[1] - self.drafts <= HEADROOM
+
+    @cached_property
+    def column_spans(self) -> list[tuple[int, int]]:
+        """Per column the lowest and the highest position of its tokens.
+
+        Where it has none, the first is above all positions. Asks the device, once for all layers.
+        """
+        lowest = self.positions.where(self.positions >= 0, MAX_NUMBER).amin(0)
+        return list(zip(lowest.tolist(), self.positions.amax(0).tolist(), strict=True))
 
     @cached_property
     def parts(self) -> tuple["Step", ...]:

@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.cache.history import History
+from windlass.core.errors import WindlassWarning
 from windlass.core.record import StepRecord
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import RotaryTable
 from windlass.core.step import Pass, Step, no_inference_mode
 from windlass.engine.graph import Graph, freeing_reserved, in_place, restoring
-from windlass.engine.sampling import Sampler
+from windlass.engine.sampler import Sampler
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 from windlass.positions.modes import PositionMode
@@ -161,7 +162,7 @@ class Decoder:
             self._captured_end, self._warm_key, self._captured_key = FIRST_CAPTURE, None, None
             while self._captured_end < end:
                 self._captured_end *= 2
-            changes = [each.trained_length for each in rotaries if each.table_changes_at(self._captured_end)]
+            changes = [each.constant_length for each in rotaries if each.table_changes_at(self._captured_end)]
             self._captured_end = min([self._captured_end, *(length for length in changes if length >= end)])
         if not all(each.same_table(end, self._captured_end) for each in rotaries):
             self._fall_back("its rotary tables change with the length of the text")
@@ -218,5 +219,6 @@ class Decoder:
         warnings.warn(
             f"a step of {type(self._model).__name__} can't be recorded as one graph, so each runs as it comes, which "
             f"is slower: {reason}",
+            WindlassWarning,
             stacklevel=2,
         )

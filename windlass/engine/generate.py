@@ -13,12 +13,17 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.compress import cut_to_budget
+from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT, Pass
+from windlass.engine.arguments import check_reading, check_writing, checked_prompts
 from windlass.engine.decode import Decoder
 from windlass.engine.graph import graph_for, wait_for
-from windlass.engine.result import FinishReason, Result
-from windlass.engine.sampling import Sampler, Sampling
+from windlass.engine.result import Result
+from windlass.engine.row import WrittenRow
+from windlass.engine.sampler import Sampler
+from windlass.engine.sampling import Sampling
+from windlass.engine.stop import stops_of
 from windlass.engine.text import TextStream, encode
 from windlass.hf.forward import forward, vocabulary_of
 from windlass.hf.kv_cache import KVCache
@@ -46,7 +51,8 @@ def prefill(
     Raises: UsageError for an empty prompt, ids outside the vocabulary, or another number of rows;
     nothing is then written.
     """
-    _check_prompts(model, cache, prompts)
+    check_reading(model, cache, progress)
+    prompts = checked_prompts(model, cache, prompts)
     if find(cache.policy, OneShot) is None or any(cache.tokens_seen):
         return _read(model, cache, prompts, progress)
     how = replace(PROMPT, defer_eviction=cache.budget is not None)
@@ -106,16 +112,18 @@ def stream(
     cache: KVCache,
     max_tokens: int = 256,
     sampling: Sampling | None = None,
-    stop: Sequence[int] | None = None,
+    stop: Sequence[str | int] | None = None,
     progress: Progress | None = None,
 ) -> "Stream":
     """The text that follows `prompt`, piece by piece; see `Stream`.
 
     The prompt continues what the cache holds; special tokens such as `<s>` are added at the start of
-    a text only. Ends at a token of `stop`, by default the model's end-of-text tokens.
+    a text only. The text ends before a string of `stop`, or at one of its token ids, as in `generate`; what may still
+    become such a string is not given out before that is decided.
 
-    Raises: UsageError for an empty prompt or a cache of several rows.
+    Raises: UsageError for an empty prompt, a cache of several rows, or an argument of another type.
     """
+    check_reading(model, cache, progress)
     if cache.batch_size != 1:
         raise UsageError(f"stream writes one text, but the cache has batch={cache.batch_size}; use windlass.generate")
     return Stream(_Run(model, tokenizer, [prompt], cache, max_tokens, sampling, stop, progress))
@@ -128,18 +136,23 @@ def generate(
     cache: KVCache | None = None,
     max_tokens: int = 256,
     sampling: Sampling | None = None,
-    stop: Sequence[int] | None = None,
+    stop: Sequence[str | int] | None = None,
     progress: Progress | None = None,
 ) -> list[Result]:
     """The texts that follow `prompts`, one per row of the cache (by default a new one without budget).
 
-    Each row ends by itself, at a token of `stop` (by default the model's end-of-text tokens) or at
-    `max_tokens`; a row that has ended leaves the others as they are.
+    Each row ends by itself: before a string of `stop`, wherever tokens begin and end in it, at a token id of `stop`,
+    or at `max_tokens`; a row that has ended leaves the others as they are. Strings stand beside the model's end-of-text
+    tokens, ids in place of these; an empty list lets nothing end a row.
 
-    Raises: UsageError for an empty prompt or another number of rows.
+    The cache then holds every token of each `Result`, those of the stop string with what the last of them has
+    beyond it, or the end-of-text token: the next prompt goes on after them.
+
+    Raises: UsageError for an empty prompt, another number of rows, or an argument of another type.
     """
     if isinstance(prompts, str):
         raise UsageError("generate takes a list of prompts, one per row; for one text use [prompt]")
+    check_kind("prompts", prompts, (list, tuple), "a list of texts, one per row")
     if cache is None:
         cache = KVCache(model, batch=len(prompts))
     run = _Run(model, tokenizer, prompts, cache, max_tokens, sampling, stop, progress)
@@ -151,7 +164,7 @@ def generate(
 class Stream:
     """An iterator over pieces of text, and the result so far.
 
-    Stopping early is fine: the cache then holds what was given out.
+    Stopping early is fine: the cache then holds what was given out, and what was held back.
     """
 
     def __init__(self, run: "_Run") -> None:
@@ -181,23 +194,20 @@ class _Run:
         cache: KVCache,
         max_tokens: int,
         sampling: Sampling | None,
-        stop: Sequence[int] | None,
+        stop: Sequence[str | int] | None,
         progress: Progress | None,
     ) -> None:
-        if max_tokens < 1:
-            raise UsageError(f"max_tokens must be at least 1, got {max_tokens}")
+        check_reading(model, cache, progress)
+        most = check_writing(tokenizer, prompts, sampling, max_tokens)
         self._model, self._cache, self._progress = model, cache, progress
-        self._max_tokens = max_tokens
-        self._stop = frozenset(_end_of_text(model) if stop is None else stop)
+        stops = stops_of(stop, tokenizer, _end_of_text(model), vocabulary_of(model))
         self._prompts = [
             encode(tokenizer, prompt, at == 0)
             for prompt, at in zip(prompts, _padded(cache.tokens_seen, prompts), strict=True)
         ]
-        _check_prompts(model, cache, self._prompts)
+        checked_prompts(model, cache, self._prompts)
         self._sampling = Sampling() if sampling is None else sampling
-        self._texts = [TextStream(tokenizer, prompt) for prompt in self._prompts]
-        self._tokens: list[list[int]] = [[] for _ in prompts]
-        self._reasons: list[FinishReason] = ["interrupted" for _ in prompts]
+        self._rows = [WrittenRow(TextStream.after(tokenizer, prompt, stops), most) for prompt in self._prompts]
         self._prefill_s = self._decode_s = 0.0
 
     def __iter__(self) -> Iterator[list[str]]:
@@ -207,17 +217,15 @@ class _Run:
         """One result per row."""
         return [
             Result(
-                tokens=list(tokens),
-                text=text.text,
-                finish_reason=reason,
+                tokens=list(row.tokens),
+                text=row.text,
+                finish_reason=row.reason,
                 prompt_tokens=len(prompt),
                 prefill_tokens_per_s=len(prompt) / self._prefill_s if self._prefill_s else 0.0,
-                decode_tokens_per_s=len(tokens) / self._decode_s if self._decode_s else 0.0,
-                bytes_held=self._cache.nbytes(),
+                decode_tokens_per_s=len(row.tokens) / self._decode_s if self._decode_s else 0.0,
+                bytes_held=self._cache.bytes_held,
             )
-            for tokens, text, reason, prompt in zip(
-                self._tokens, self._texts, self._reasons, self._prompts, strict=True
-            )
+            for row, prompt in zip(self._rows, self._prompts, strict=True)
         ]
 
     def _written(self) -> Iterator[list[str]]:
@@ -229,34 +237,14 @@ class _Run:
         decoder = Decoder(self._model, self._cache, sampler, logits, graph_for(logits.device))
         while True:
             started = time.perf_counter()
-            tokens = decoder.next_tokens()
-            pairs = zip(tokens, self._reasons, strict=True)
-            chosen = [token if reason == "interrupted" else None for token, reason in pairs]
-            reasons = [self._reason(row, token) for row, token in enumerate(chosen)]
-            is_last = "interrupted" not in reasons
+            steps = [row.step(token) for row, token in zip(self._rows, decoder.next_tokens(), strict=True)]
+            goes_on = [step.reason == "interrupted" for step in steps]
             # Fed before it is yielded: a caller that stops here finds the token in the cache.
-            decoder.advance([reason == "interrupted" for reason in reasons], is_last)
+            decoder.advance(goes_on, is_last=not any(goes_on))
             self._decode_s += time.perf_counter() - started
-            self._reasons = reasons
-            yield [self._pushed(row, token) for row, token in enumerate(chosen)]
-            if is_last:
+            yield [row.taken(step) for row, step in zip(self._rows, steps, strict=True)]
+            if not any(goes_on):
                 return
-
-    def _reason(self, row: int, token: int | None) -> FinishReason:
-        """Why row `row` has ended after `token`; "interrupted" while it goes on."""
-        if token is None:
-            return self._reasons[row]
-        if token in self._stop:
-            return "stop"
-        return "length" if len(self._tokens[row]) + 1 == self._max_tokens else "interrupted"
-
-    def _pushed(self, row: int, token: int | None) -> str:
-        """Add a token to its row; returns the new piece of text."""
-        if token is None:
-            return ""
-        self._tokens[row].append(token)
-        piece = "" if self._reasons[row] == "stop" else self._texts[row].push(token)
-        return piece if self._reasons[row] == "interrupted" else piece + self._texts[row].end()
 
 
 @torch.no_grad()
@@ -268,19 +256,6 @@ def _feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], colum
     if any(len(piece) < width for piece in pieces):
         mask = torch.tensor([[1] * len(piece) + [0] * (width - len(piece)) for piece in pieces], device=cache.device)
     return forward(model, ids, mask, cache, columns, how=how)
-
-
-def _check_prompts(model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]]) -> None:
-    if len(prompts) != cache.batch_size:
-        raise UsageError(f"{len(prompts)} prompts for a cache of batch={cache.batch_size}; give one prompt per row")
-    vocabulary = vocabulary_of(model)
-    for row, prompt in enumerate(prompts):
-        if not len(prompt):
-            raise UsageError(f"the prompt of row {row} is empty; give at least one token")
-        low, high = min(prompt), max(prompt)
-        if low < 0 or high >= vocabulary:
-            wrong = low if low < 0 else high
-            raise UsageError(f"token id {wrong} in row {row} is outside the model's vocabulary, 0 to {vocabulary - 1}")
 
 
 def _end_of_text(model: PreTrainedModel) -> list[int]:

@@ -10,9 +10,9 @@ FinishReason = Literal["stop", "length", "interrupted"]
 class Result:
     """One row's text and what it took.
 
-    `finish_reason`: `stop` at an end-of-text token (part of `tokens`, not of `text`), `length` at
-    `max_tokens`, `interrupted` when the caller ended it. Speeds count this row's tokens; `bytes_held`
-    is what the whole cache has allocated.
+    `finish_reason`: `stop` at an end-of-text token or a stop string (part of `tokens`, not of `text`), `length` at
+    `max_tokens`, `interrupted` when the caller ended it; `text` then lacks what a stream held back. Speeds count this
+    row's tokens; `bytes_held` is that of the whole cache.
     """
 
     tokens: list[int]

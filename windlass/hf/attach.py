@@ -20,7 +20,7 @@ from windlass.cache.cache import TextCache
 from windlass.core.errors import UnsupportedModel, UsageError
 from windlass.core.step import READ, AttentionCall
 from windlass.hf.arguments import at_positions, check_arguments
-from windlass.hf.guards import check_call, inference_only, note_drafts, real_columns
+from windlass.hf.guards import check_call, check_model, inference_only, note_drafts, real_columns
 from windlass.hf.mask import Mask, mask
 from windlass.hf.own_configs import OwnConfigs
 from windlass.hf.placement import device_of_inputs
@@ -28,6 +28,7 @@ from windlass.hf.probe import Probe, run
 from windlass.hf.refusal import refuse
 from windlass.hf.rotaries import rotaries_of
 from windlass.hf.running_pass import BUSY, RunningPass, not_compiled
+from windlass.hf.second_turn import CheckedGenerate
 from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
 from windlass.positions.rotary import Rotary
 
@@ -48,6 +49,7 @@ class AttachedModel:
         ]
         self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
         decoder.forward = self.forward
+        self._generate = CheckedGenerate(model) if model.can_generate() else None
         self.rotaries: list[Rotary | None] = []  # per layer; None where a layer does not rotate
         self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
         self._running: dict[str, RunningPass] = {}  # none or one; a dict's `setdefault` lets one thread in, not two
@@ -61,6 +63,8 @@ class AttachedModel:
         del self._decoder.forward
         if self._own_forward is not None:
             self._decoder.forward = self._own_forward
+        if self._generate is not None:
+            self._generate.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The decoder's forward pass; with our cache, a step of it.
@@ -164,6 +168,8 @@ class AttachedModel:
         if columns is None:
             raise UsageError("the model was called with neither input_ids nor inputs_embeds")
         batch, tokens = columns.shape[:2]
+        if not tokens:
+            raise UsageError("the model was called with no tokens; pass those that are new")
         return batch, tokens, real_columns(mask, cache, tokens), bound.get("position_ids"), ids
 
     def _rotary_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -193,8 +199,10 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     with a cache and without, and a model that attends otherwise is refused. While a pass with our cache runs, a
     pass of another thread is refused; give each thread a model of its own.
 
-    Raises: UnsupportedModel, naming the model and the reason; the model is then as it was.
+    Raises: UnsupportedModel, naming the model and the reason; the model is then as it was. UsageError for what is no
+    model of transformers.
     """
+    check_model(model)
     if isinstance(getattr(model, NAME, None), AttachedModel):
         return model
     refuse(model)
@@ -235,6 +243,7 @@ def attached(model: PreTrainedModel) -> AttachedModel:
     """What `attach` left on the model. Raises: UsageError when it is not attached."""
     attachment = getattr(model, NAME, None)
     if not isinstance(attachment, AttachedModel):
+        check_model(model)
         raise UsageError(f"{_name(model)} is not attached to windlass; call windlass.attach(model) first")
     return attachment
 

@@ -12,7 +12,7 @@ from windlass.core.errors import UsageError
 from windlass.core.rotate import rotate, unrotate
 from windlass.merge import holds_merged_tokens
 from windlass.policies.base import INITIAL_STATE
-from windlass.positions.modes import Compact
+from windlass.positions.modes import Auto, Compact
 from windlass.positions.rotary import Rotary
 
 
@@ -33,7 +33,7 @@ def fill_from_rotated(cache: CacheState, source: Cache) -> None:
     for layer, (keys, values, window) in zip(cache.layers, states, strict=True):
         if layer.rotary is not None and layer.rotary.table_changes_at(seen):
             raise UsageError(
-                f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.trained_length} up to which this "
+                f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.constant_length} up to which this "
                 "model's rotation is constant: each key was rotated by the table of its moment; feed the text anew"
             )
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
@@ -66,7 +66,9 @@ def to_rotated(cache: CacheState, config: PreTrainedConfig) -> DynamicCache:
     if any(holds_merged_tokens(layer.positions, layer.table.state) for layer in cache.layers):
         raise UsageError("to_rotated: tokens of this cache were merged, and a DynamicCache does not know their counts")
     result = DynamicCache(config=config)
-    is_compact = isinstance(cache.positions, Compact)
+    trained = cache.trained_length
+    is_beyond = trained is not None and max(cache.next_positions) > trained
+    is_compact = isinstance(cache.positions, Compact) or (isinstance(cache.positions, Auto) and is_beyond)
     most = max((int((layer.positions >= 0).sum(-1).max()) for layer in cache.layers if not layer.is_empty), default=0)
     end = most if is_compact else max(cache.next_positions)
     for layer in cache.layers:

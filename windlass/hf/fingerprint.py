@@ -25,7 +25,9 @@ VOLATILE_KEYS = frozenset(
 def fingerprint(model: PreTrainedModel) -> str:
     """A hash of the model's architecture and of a sample of every parameter.
 
-    Equal for the same weights in the same dtype, wherever they lie and whatever loaded them.
+    Equal for the same weights in the same dtype, wherever they lie and whatever loaded them. It costs about
+    `SAMPLES` values of each parameter, however large that is: time grows with the number of parameters, not with
+    their size.
 
     Raises: UsageError for weights that accelerate keeps elsewhere.
     """

@@ -5,10 +5,11 @@ from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from windlass.cache.cache import TextCache
 from windlass.cache.padding import check_mask
+from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
 from windlass.hf.running_pass import not_compiled
 
@@ -36,6 +37,14 @@ def note_drafts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     cache, wanted = kwargs.get("past_key_values"), kwargs.get("logits_to_keep")
     if isinstance(cache, TextCache) and cache.expects_drafts and isinstance(wanted, int):
         cache.schedule(replace(cache.next_pass, drafts=max(wanted - 1, 0)))
+
+
+def check_model(model: object) -> None:
+    """Raises: UsageError for what is no model of transformers, nor one of PEFT's around it."""
+    # A wrapper gives the config of the model inside.
+    kinds = nn.Module if isinstance(getattr(model, "config", None), PreTrainedConfig) else PreTrainedModel
+    way_out = "windlass.load(folder) gives a model and its tokenizer"
+    check_kind("model", model, kinds, "a model of transformers", way_out)
 
 
 def check_adapter(model: PreTrainedModel) -> None:

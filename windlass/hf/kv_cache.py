@@ -2,11 +2,13 @@
 
 import copy
 from dataclasses import fields, replace
+from pathlib import Path
 from typing import NoReturn
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from windlass.cache.options import CacheOptions
+from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
 from windlass.core.step import no_inference_mode
 from windlass.hf import convert
@@ -17,7 +19,8 @@ from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_info import model_info
 from windlass.hf.placement import device_of_inputs
 from windlass.merge import Merge, checked_merge
-from windlass.policies import Policy
+from windlass.policies import Policy, Recent
+from windlass.policies.auto import AUTO
 from windlass.policies.interfaces import Trained
 from windlass.policies.wrapper import find
 from windlass.positions.modes import PositionMode
@@ -33,8 +36,11 @@ class KVCache(ModelCache):
     `budget`: most tokens a layer keeps at rest, per row; None keeps them all and grows on demand.
     `sinks`: first positions of the text that are never evicted.
     `window`: newest tokens that are never evicted; None takes a quarter of what the sinks leave, at most 64.
+    `policy`: which tokens are kept, as a policy or its name: `"key_diff"`, `"SnapKV(pool=7)"`, `"file.py:Class"`;
+    "auto" (or None) is the best of those that read a text once, see docs/findings.md, and without a budget `Recent`.
     `chunk`: most tokens that the engine feeds per step of a prompt; room for these is allocated.
-    `positions`: where kept tokens are read, see `windlass.positions`; may be reassigned at any time.
+    `positions`: where kept tokens are read, see `windlass.positions`; may be reassigned at any time. "auto" reads as
+    the model does while a text is inside of the trained length, and so that it stays inside of it afterwards.
     `batch`: rows.
     `rollback`: tokens, fed in steps of their own, that can be rolled back beside the last step.
     `store`: "plain" holds keys and values as they are, "int8" in 0.52 of the bytes of bfloat16, "int4" in 0.27;
@@ -50,11 +56,11 @@ class KVCache(ModelCache):
         self,
         model: PreTrainedModel,
         budget: int | None = None,
-        policy: Policy | None = None,
+        policy: str | Policy | None = AUTO,
         sinks: int = 4,
         window: int | None = None,
         chunk: int = 512,
-        positions: str | PositionMode = "original",
+        positions: str | PositionMode = "auto",
         batch: int = 1,
         rollback: int = 16,
         store: str | Store = "plain",
@@ -66,18 +72,22 @@ class KVCache(ModelCache):
         trained = find(options.policy, Trained)
         if trained is not None:
             trained.check(model_info(model))
-        checked_merge(options.merge, budget, options.store, options.policy)
+        checked_merge(options.merge, options.budget, options.store, options.policy)
         device, config = device_of_inputs(model), model.config.get_text_config()
         super().__init__(attachment, options, attachment.rotaries, device, config)
+        self.model_name = _name_of(model)
         if options.store.needs_key_means:
             if attachment.key_means is None:
-                attachment.key_means = measure_key_means(model, KVCache(model, batch=ROWS))
+                attachment.key_means = measure_key_means(
+                    model, KVCache(model, policy=Recent(), positions="original", batch=ROWS)
+                )
             self.key_means = attachment.key_means
         self.reset()
 
     @classmethod
     def from_options(cls, model: PreTrainedModel, options: CacheOptions) -> "KVCache":
         """An empty cache with all of these options. Raises: UsageError, like the class itself."""
+        check_kind("options", options, CacheOptions, "CacheOptions")
         return cls(model, **{each.name: getattr(options, each.name) for each in fields(options)})
 
     @no_inference_mode
@@ -110,6 +120,7 @@ class KVCache(ModelCache):
         Raises: UsageError for a cache of another kind, or one filled under positions that changed
         with the length of the text (dynamic NTK past its window).
         """
+        check_kind("options", options, (CacheOptions, type(None)), "CacheOptions or None")
         options = replace(options or CacheOptions(), batch=convert.rows_of(past_key_values))
         cache = cls.from_options(model, options)
         convert.fill_from_rotated(cache, past_key_values)
@@ -124,3 +135,9 @@ class KVCache(ModelCache):
         Raises: UsageError when rows or heads do not hold positions 0, 1, 2, ... up to one length.
         """
         return convert.to_rotated(self, self.config)
+
+
+def _name_of(model: PreTrainedModel) -> str:
+    """The name of the model's folder, without where that is, and its class."""
+    folder, kind = Path(model.config.name_or_path or "").name, type(model).__name__
+    return f"{folder} ({kind})" if folder else kind

@@ -1,26 +1,33 @@
 """A model and its tokenizer from a folder or the hub, with one clear line for all that can be wrong."""
 
 import os
-import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import model_info
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging
 
-from windlass.core.errors import UsageError
+from windlass.core.check import check_kind
+from windlass.core.errors import UsageError, WindlassWarning
 from windlass.hf.attach import attach
+from windlass.hf.load_errors import explained, hub_problem
+from windlass.hf.names import DTYPES, check_config, check_dtype, folder_of, gpu_number
 
-DTYPES = {"auto": "auto", "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 HUB_SECONDS = 10.0
 # The key under which a tokenizer notes that it has given this warning.
 TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
-WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 
 
 def load(
@@ -29,43 +36,69 @@ def load(
     """The model of a folder, or of a name on the Hugging Face hub, and its tokenizer.
 
     A `Path` is always a folder, and a folder is read without the network. The model is attached, in eval
-    mode, on `device`: `cpu`, `cuda` or `cuda:1`; a GPU becomes the process's current one. `dtype` is `auto`
+    mode, on `device`: see `device_of`; a GPU becomes the process's current one. `dtype` is `auto`
     (that of the file), `float32`, `bfloat16` or `float16`. The tokenizer does not warn of texts longer than
     the trained window.
 
     Raises: UsageError when a part is missing, damaged or unknown; UnsupportedModel from `attach`.
     """
-    if dtype not in DTYPES:
-        raise UsageError(f"dtype {dtype!r} is unknown; use one of: {', '.join(DTYPES)}")
-    place = device_of(device)
+    check_kind("name", name, (str, os.PathLike), "a folder or a name on the hub")
+    check_kind("dtype", dtype, str, f"one of: {', '.join(DTYPES)}")
+    check_kind("device", device, str, "auto, cpu, mps, cuda or cuda:1")
+    number_type, place = dtype_of(dtype), device_of(device)
     with _quiet():
-        tokenizer, model = _from_folder_or_hub(name, dtype)
+        tokenizer, model = _from_folder_or_hub(name, number_type)
     tokenizer.deprecation_warnings[TOO_LONG] = True
     return attach(model.eval().to(place)), tokenizer
 
 
+def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
+    """The tokenizer of a model, named as for `load`, without the model. A tokenizer that was fetched before will do.
+
+    Raises: UsageError when there is none.
+    """
+    folder = folder_of(name)
+    with _quiet():
+        if folder is not None:
+            return _loaded_tokenizer(str(folder), is_offline=True)[0]
+        return _loaded_tokenizer(name, is_offline=_hub_problem(name) is not None)[0]
+
+
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without transformers' warnings and progress bars: what they tell of a damaged model, our errors tell."""
-    verbosity, has_bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    """Without transformers' warnings and bars: what they tell of a damaged model, our errors tell.
+
+    The hub's bars stay: a download takes minutes. They show at a terminal only, and huggingface_hub's own switches
+    turn them off.
+    """
+    verbosity, has_bars, is_hub_quiet = (
+        logging.get_verbosity(),
+        logging.is_progress_bar_enabled(),
+        are_progress_bars_disabled(),
+    )
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    logging.disable_progress_bar()  # the hub's, too
+    if not is_hub_quiet:
+        enable_progress_bars()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
         if has_bars:
             logging.enable_progress_bar()
+        if is_hub_quiet:
+            disable_progress_bars()
 
 
-def _from_folder_or_hub(name: str | os.PathLike[str], dtype: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    folder = Path(name).expanduser()
-    if not isinstance(name, str) or folder.exists() or _is_path(name):
-        _check_folder(folder)
+def _from_folder_or_hub(
+    name: str | os.PathLike[str], dtype: torch.dtype | None
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    folder = folder_of(name)
+    if folder is not None:
         return _loaded(str(folder), True, dtype)
-    problem = _hub_problem(name)
+    problem = _hub_problem(str(name))
     try:
-        return _loaded(name, problem is not None, dtype)
+        return _loaded(str(name), problem is not None, dtype)
     except UsageError as error:
         if problem is None:
             raise
@@ -74,17 +107,28 @@ def _from_folder_or_hub(name: str | os.PathLike[str], dtype: str) -> tuple[PreTr
         ) from error
 
 
+def dtype_of(name: str) -> torch.dtype | None:
+    """The number type of that name; None for `auto`. Raises: UsageError for an unknown one."""
+    check_dtype(name)
+    return None if name == "auto" else getattr(torch, name)
+
+
 def device_of(name: str) -> torch.device:
-    """The device that is called `cpu`, `cuda` (the first GPU) or `cuda:1`; a GPU becomes the process's current one.
+    """The device that is called `cpu`, `cuda` (the first GPU), `cuda:1` or `mps` (the GPU of an Apple computer).
+
+    `auto` is the first that is there of `cuda`, `mps` and `cpu`. A GPU of CUDA becomes the process's current one.
 
     Raises: UsageError for another name, or a GPU that is not there.
     """
-    match = re.fullmatch(r"cpu|cuda(?::(\d{1,3}))?", name)
-    if match is None:
-        raise UsageError(f"device {name!r} is unknown; use cpu, cuda, or cuda:1 for the second of several GPUs")
-    if name == "cpu":
-        return torch.device("cpu")
-    index, count = int(match[1] or 0), torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "auto":
+        has_cuda = torch.cuda.is_available() and torch.cuda.device_count() > 0
+        name = "cuda" if has_cuda else "mps" if torch.backends.mps.is_available() else "cpu"
+    index = gpu_number(name)
+    if name == "mps" and not torch.backends.mps.is_available():
+        raise UsageError(f"device mps: PyTorch {torch.__version__} finds no GPU of an Apple computer; use device cpu")
+    if index is None:
+        return torch.device(name)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         is_built = torch.version.cuda is not None or torch.version.hip is not None
         why = "finds no GPU that it can use" if is_built else "was built without CUDA"
@@ -96,71 +140,49 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _is_path(name: str) -> bool:
-    """Whether `name` can only be meant as a folder: hub names have one slash at most."""
-    return name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1 or not name
-
-
-def _check_folder(folder: Path) -> None:
-    if not folder.exists():
-        raise UsageError(f"model folder {folder} does not exist")
-    if not folder.is_dir():
-        raise UsageError(f"model {folder} is a file; give the folder that holds config.json and the weights")
-    if not (folder / "config.json").is_file():
-        raise UsageError(f"model folder {folder} has no config.json")
-    if not any(any(folder.glob(pattern)) for pattern in WEIGHTS):
-        raise UsageError(f"model folder {folder} has no weights; expected {' or '.join(WEIGHTS)}")
-
-
 def _hub_problem(name: str) -> str | None:
     """Why the hub cannot give this model now; asked once, because transformers itself tries for a minute."""
     try:
         model_info(name, timeout=HUB_SECONDS)
     except Exception as error:
-        return _gist(error)
+        return hub_problem(error)
     return None
 
 
-def _loaded(source: str, is_offline: bool, dtype: str) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    try:
-        # Said to be False: otherwise transformers asks the user at the terminal whether to run code of the folder.
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            source, local_files_only=is_offline, trust_remote_code=False
-        )
-    except Exception as error:
-        _check_own_code(source, error)
-        raise UsageError(f"model {source}: no tokenizer that can be loaded: {_gist(error)}") from error
-    loaded: Any
-    try:
-        loaded = AutoModelForCausalLM.from_pretrained(
+def _loaded(
+    source: str, is_offline: bool, dtype: torch.dtype | None
+) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    tokenizer, config = _loaded_tokenizer(source, is_offline)
+    with explained(source, "cannot be loaded", config):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             source,
-            dtype=DTYPES[dtype],
+            config=config,
+            dtype="auto" if dtype is None else dtype,
             local_files_only=is_offline,
             output_loading_info=True,
             trust_remote_code=False,
         )
-    except SafetensorError as error:
-        raise UsageError(f"model {source}: its weights are damaged: {_gist(error)}") from error
-    except Exception as error:
-        _check_own_code(source, error)
-        raise UsageError(f"model {source} cannot be loaded: {_gist(error)}") from error
-    model: PreTrainedModel = loaded[0]
-    missing = sorted(loaded[1]["missing_keys"])
+    model, found = loaded
+    missing, unused = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])
     if missing:
         raise UsageError(f"model {source}: its weights lack {len(missing)} tensors, the first is {missing[0]}")
+    if unused:
+        warnings.warn(
+            f"model {source}: {len(unused)} tensors of its weights are not used, the first is {unused[0]}; does its "
+            "config.json belong to them?",
+            WindlassWarning,
+            stacklevel=4,
+        )
     return tokenizer, model
 
 
-def _check_own_code(source: str, error: Exception) -> None:
-    """Raises: UsageError where transformers failed because the model brings code of its own."""
-    if "trust_remote_code" in str(error):
-        raise UsageError(
-            f"model {source} can only be loaded by Python code that comes with it, which windlass does not run; "
-            "use a model of an architecture that transformers has"
-        ) from error
-
-
-def _gist(error: Exception) -> str:
-    """The first line of a message that may be a page long."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0] if lines else type(error).__name__
+def _loaded_tokenizer(source: str, is_offline: bool) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig]:
+    """The tokenizer of a model, and the model's config."""
+    # Said to be False: otherwise transformers asks the user at the terminal whether to run code of the folder.
+    options: dict[str, Any] = {"local_files_only": is_offline, "trust_remote_code": False}
+    with explained(source, "config.json cannot be used"):
+        config = AutoConfig.from_pretrained(source, **options)
+    check_config(f"model {source}: config.json", config.to_dict())
+    with explained(source, "no tokenizer that can be loaded"):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(source, config=config, **options)
+    return tokenizer, config

@@ -7,7 +7,7 @@ from typing import Any, Final, get_args, get_type_hints
 from windlass.core.errors import PromptCacheError
 from windlass.policies import NAMES, Policy
 
-AGAIN: Final = "make it again with windlass.prompt_cache.save"
+AGAIN: Final = "make it again (`windlass cache`, or prompt_cache.save)"
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ def note_of(policy: Policy) -> PolicyNote:
     return PolicyNote(name, numbers, repr(policy))
 
 
-def policy_of(path: Path, note: PolicyNote, given: Policy | None) -> Policy:
+def noted_policy(path: Path, note: PolicyNote, given: Policy | None) -> Policy:
     """The policy of a file: rebuilt from its name and fields, or the one `given`, if it is the same.
 
     Raises: PromptCacheError, naming the file, for another policy than the file's, or one that must be given.
@@ -40,7 +40,7 @@ def policy_of(path: Path, note: PolicyNote, given: Policy | None) -> Policy:
     if note.name is None:
         raise PromptCacheError(
             f"{path} was made with the policy {note.label}, which is not one of windlass' own; "
-            "give it: load(path, model, policy=...)"
+            "give it: --policy file.py:Class, or load(path, model, policy=...)"
         )
     if note.name not in NAMES:
         raise PromptCacheError(f"{path} was made with the policy {note.name}, which this windlass lacks; upgrade it")

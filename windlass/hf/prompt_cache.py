@@ -7,6 +7,7 @@ layer has evicted.
 """
 
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,16 +18,19 @@ from transformers import PreTrainedModel
 
 from windlass.cache.compress import budgets_apart
 from windlass.cache.options import CacheOptions
+from windlass.cache.policy_spec import policy_of
 from windlass.cache.rows import RowTable
+from windlass.core.check import check_kind
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.step import no_inference_mode
 from windlass.hf import prompt_cache_file
 from windlass.hf.attach import attached
 from windlass.hf.fingerprint import fingerprint
 from windlass.hf.forward import vocabulary_of
+from windlass.hf.guards import check_model
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.layer_shapes import layer_shapes
-from windlass.hf.policy_note import AGAIN, note_of, policy_of
+from windlass.hf.policy_note import AGAIN, note_of, noted_policy
 from windlass.hf.prompt_cache_check import check_layer, check_rows
 from windlass.hf.prompt_cache_document import Contents, InconsistentFile, LayerNote, parsed, to_document
 from windlass.hf.prompt_cache_layout import COLUMNS, LayerPlan, Layout, layer_plans
@@ -44,6 +48,9 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     Raises: PromptCacheError when the file cannot be written; UsageError when `cache` belongs to
     another model, or reads at positions that have no name.
     """
+    check_kind("cache", cache, KVCache, "a KVCache", "save(cache, path, model)")
+    _check_path(path)
+    check_model(model)
     if cache.config is not model.config.get_text_config():
         raise UsageError(
             f"this cache was made for another model than this {type(model).__name__}; give the one it uses"
@@ -63,24 +70,25 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
 
 
 @no_inference_mode
-def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None) -> KVCache:
+def load(path: str | Path, model: PreTrainedModel, policy: str | Policy | None = None) -> KVCache:
     """The cache that `save` wrote: going on with it is as if the text had never been interrupted.
 
-    `policy` is needed only where the file's policy is not one of windlass' own. A file need not come from a friend:
-    all of it is checked before anything of it is used, and it changes nothing but the cache that is returned. The
-    model runs for one token, so that shapes are compared with its own.
+    `policy`, as a policy or its name, is needed only where the file's is not one of windlass' own. A file need not
+    come from a friend: all of it is checked before anything of it is used, and it changes nothing but the cache that
+    is returned. The model runs for one token, so that shapes are compared with its own.
 
     Raises: PromptCacheError, naming the file, when it is missing, damaged, of a newer format, made by
     another model, or made with another policy; UsageError when the model is not attached.
     """
-    path = Path(path)
     attached(model)
+    _check_path(path)
+    path, given = Path(path), None if policy is None else policy_of(policy)
 
     def check(text: str, version: int, found: Mapping[str, Layout]) -> tuple[Contents, CacheOptions, list[LayerPlan]]:
         contents = parsed(text, version)
-        _check_model(path, contents, model)
-        options = _options(path, contents, policy)
         shapes = layer_shapes(model)
+        _check_model(path, contents, model, len(shapes))
+        options = _options(path, contents, given)
         plans = layer_plans(model, shapes, contents, options, found)
         check_memory(contents, options, shapes, model)
         return contents, options, plans
@@ -102,9 +110,13 @@ def load(path: str | Path, model: PreTrainedModel, policy: Policy | None = None)
     return cache
 
 
+def _check_path(path: object) -> None:
+    check_kind("path", path, (str, os.PathLike), "the name of a file")
+
+
 def _options(path: Path, contents: Contents, policy: Policy | None) -> CacheOptions:
     try:
-        return CacheOptions.from_document(contents.options, policy_of(path, contents.policy, policy))
+        return CacheOptions.from_document(contents.options, noted_policy(path, contents.policy, policy))
     except PromptCacheError:
         raise
     except WindlassError as error:
@@ -142,12 +154,17 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> Contents:
     )
 
 
-def _check_model(path: Path, contents: Contents, model: PreTrainedModel) -> None:
+def _check_model(path: Path, contents: Contents, model: PreTrainedModel, layers: int) -> None:
     hint = "load it with that model, or make it again with this one"
     ours = type(model).__name__
     if contents.model != ours:
         raise PromptCacheError(f"{path} was made by a {contents.model}, this model is a {ours}; {hint}")
+    if len(contents.layers) != layers:
+        made = f"it has {len(contents.layers)} layers, this model has {layers}"
+        raise PromptCacheError(f"{path} was made by another {ours}: {made}; {hint}")
     if contents.dtype != _dtype(model):
+        # A fingerprint is one of weights in their dtype, so it cannot tell whether this is the same model.
+        hint = f"load the model that made it, with dtype {contents.dtype}"
         raise PromptCacheError(f"{path} was made in {contents.dtype}, this model is in {_dtype(model)}; {hint}")
     if contents.fingerprint != fingerprint(model):
         raise PromptCacheError(f"{path} was made by another {ours}: config or weights differ; {hint}")

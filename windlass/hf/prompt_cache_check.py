@@ -11,8 +11,8 @@ from torch import Tensor
 
 from windlass.cache.options import CacheOptions
 from windlass.cache.slot_table import STATE, STATISTICS
+from windlass.core.limits import MAX_NUMBER
 from windlass.core.rotary_index import EMPTY
-from windlass.core.step import MAX_NUMBER
 from windlass.hf.prompt_cache_document import Contents, InconsistentFile
 from windlass.hf.prompt_cache_layout import COLUMNS, POSITIONS, LayerPlan
 from windlass.merge.state import MERGED

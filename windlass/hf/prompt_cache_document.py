@@ -4,11 +4,13 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
-from windlass.core.step import MAX_NUMBER
+from windlass.core.limits import MAX_NUMBER
 from windlass.hf.policy_note import PolicyNote
+from windlass.positions.modes import Auto
 
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
-PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, VERSION = 1, 2, 3, 4
+PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, VERSION = 1, 2, 3, 4, 5
+AUTO: Final = str(Auto())
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
 
@@ -44,8 +46,10 @@ def to_document(contents: Contents) -> tuple[dict[str, Any], int]:
     """What goes into the file, and the oldest format version that can say it."""
     document = asdict(contents)
     document |= document.pop("options")
-    if any(note is not None and note.budget is not None for note in contents.layers):
+    if document["positions"] == AUTO:
         return document, VERSION
+    if any(note is not None and note.budget is not None for note in contents.layers):
+        return document, BUDGETS_VERSION
     for note in document["layers"]:
         if note is not None:
             del note["budget"]
@@ -98,6 +102,8 @@ def parsed(text: str, version: int) -> Contents:
         options=options,
     )
     given.end()
+    if version < VERSION and options["positions"] == AUTO:
+        raise InconsistentFile(f"positions in its header is {AUTO!r}, which version {version} does not know")
     return contents
 
 
@@ -105,7 +111,7 @@ def _layer(data: object, index: int, version: int) -> LayerNote | None:
     if data is None:
         return None
     given = Fields(data, f"the note of layer {index}")
-    budget = given.whole_or_none("budget", 1) if version >= VERSION else None
+    budget = given.whole_or_none("budget", 1) if version >= BUDGETS_VERSION else None
     note = LayerNote(given.whole_or_none("sliding_window", 1), given.flag("has_evicted"), budget)
     given.end()
     return note

@@ -1,5 +1,6 @@
 """The bytes of a prompt-cache file: a safetensors file with our metadata, read with care and written whole."""
 
+import errno
 import hashlib
 import stat
 from collections.abc import Callable, Mapping
@@ -49,10 +50,14 @@ def write(path: Path, tensors: dict[str, Tensor], contents: str, version: int) -
         with replacing(path) as temporary:
             save_file(tensors, temporary, metadata)
     except (OSError, SafetensorError) as error:
+        way = "free some space or save elsewhere" if _is_full(error) else "save elsewhere"
         left = "the older file there is unchanged" if target.exists() else "nothing was left there"
-        raise PromptCacheError(
-            f"{path} cannot be written: {error}; {left}; free some space or save elsewhere"
-        ) from error
+        raise PromptCacheError(f"{path} cannot be written: {error}; {left}; {way}") from error
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a disk has no more room; safetensors tells that in words only."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
 
 
 def read(path: Path, check: Callable[[str, int, Mapping[str, Layout]], Checked]) -> tuple[Checked, dict[str, Tensor]]:

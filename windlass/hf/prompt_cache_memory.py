@@ -33,8 +33,13 @@ def check_memory(
         per_slot = options.store.bytes_per_token(shape.head_dim, shape.value_dim, shape.dtype)
         needed += options.batch * shape.kv_heads * (slots * per_slot + exact * width * shape.dtype.itemsize)
     end = max(contents.standing["next_positions"]) + 1
-    rotary_pairs = max((rotary.rotary_pairs for rotary in rotaries if rotary is not None), default=0)
-    needed += 8 * rotary_pairs * options.positions.bound(end, slots or end, 1)
+    tables = {
+        rotary.rotary_pairs
+        * options.positions.within(rotary.trained_length, options.budget is not None).bound(end, slots or end, 1)
+        for rotary in rotaries
+        if rotary is not None
+    }
+    needed += 8 * max(tables, default=0)
     if needed > total:
         raise InconsistentFile(
             f"its cache takes {needed / 2**30:,.1f} GiB (a budget of {options.budget} tokens, {options.batch} rows, "

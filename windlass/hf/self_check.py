@@ -22,10 +22,11 @@ from windlass.core.step import AttentionCall
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.probe import eval_mode
 from windlass.hf.token_ids import ordinary_ids
+from windlass.policies import Recent
 from windlass.positions.rotary import Rotation
 
 PASSES: Final = (5, 3)  # tokens of each pass with the cache; the model's own reads all of them at once
-OPTIONS: Final = CacheOptions(chunk=max(PASSES))
+OPTIONS: Final = CacheOptions(policy=Recent(), chunk=max(PASSES), positions="original")
 HIDDEN: Final = "hidden_states"
 
 # What one rounding changes, relatively. That of float32 counts sums of thousands of products in another order, too;

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
+from windlass.core.errors import WindlassWarning
 from windlass.core.packed import PackedStates
 from windlass.core.shapes import Attended, PerSlot, Queries, SlotIndex, SlotPositions
 from windlass.kernels import cpu, reference, sdpa
@@ -103,12 +104,15 @@ def _is_compiled(device: str) -> bool:
         warnings.warn(
             "windlass was installed without its compiled kernels (no C++ compiler was found), so attention runs in "
             f"plain PyTorch, which is slower; install a compiler, then windlass again ({cpu.WHY_MISSING})",
+            WindlassWarning,
             stacklevel=3,
         )
         return False
     if cpu.instruction_set() == "plain" and cpu.chosen() is None:
         warnings.warn(
-            "this CPU has neither AVX2 nor AVX-512: attention runs in plain C++, which is slower", stacklevel=3
+            "this CPU has neither AVX2 nor AVX-512: attention runs in plain C++, which is slower",
+            WindlassWarning,
+            stacklevel=3,
         )
     return True
 
@@ -130,6 +134,7 @@ def _has_triton(device: str) -> bool:
         warnings.warn(
             "Triton is not installed, so on this GPU attention runs in plain PyTorch, which is slower; "
             "install it: pip install triton",
+            WindlassWarning,
             stacklevel=3,
         )
         return False

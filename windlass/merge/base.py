@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from windlass.core.check import real_number
 from windlass.core.errors import UsageError
 from windlass.merge.groups import TokenGroups
 from windlass.merge.state import MERGED
@@ -62,7 +63,7 @@ class Merge(ABC):
     def __post_init__(self) -> None:
         if self.target not in TARGETS:
             raise UsageError(f"target of a merge must be one of: {', '.join(TARGETS)}; got {self.target!r}")
-        if not -1 <= self.threshold <= 1:
+        if not -1 <= real_number("threshold of a merge", self.threshold) <= 1:
             raise UsageError(f"threshold of a merge must be a cosine from -1 to 1, got {self.threshold}")
 
     @abstractmethod

@@ -3,6 +3,7 @@
 import re
 from dataclasses import replace
 
+from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
 from windlass.core.spec import parse_spec
 from windlass.merge.base import Merge
@@ -23,6 +24,7 @@ def merge_of(spec: str | Merge | None) -> Merge | None:
     """
     if spec is None or isinstance(spec, Merge):
         return spec
+    check_kind("merge", spec, str, "a rule, its name or None", 'write merge="mean_count"')
     typed = parse_spec(spec)
     if typed is None or typed.name not in MERGES:
         raise UsageError(f"merge={spec!r} is not a rule; use one of: {', '.join(MERGES)}, or with settings: {FORM}")

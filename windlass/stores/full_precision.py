@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.core.errors import UsageError
+from windlass.core.check import whole_number
+from windlass.core.limits import LEAST, MAX_NUMBER
 from windlass.core.shapes import NewKeys, NewValues, RowCounts, SlotIndex
-from windlass.core.step import MAX_NUMBER
 
 # Names of the tensors. Prompt-cache files use them, too, so they must not change.
 KEYS: Final = "exact_keys"  # (batch, kv_heads, entries, head_dim)
@@ -29,15 +29,12 @@ class FullPrecisionRing:
     slot that holds its quantised copy. A token's index is the number of tokens written to the row before it,
     evicted ones included. Every token has a quantised copy, so a token leaves the ring by being overwritten.
 
-    Raises: UsageError for a negative number, or one above 2^30.
+    Raises: UsageError for what is no whole number, a negative one, or one above 2^30.
     """
 
     def __init__(self, sinks: int = 0, newest: int = 0) -> None:
-        for name, number in (("sinks", sinks), ("newest", newest)):
-            if not 0 <= number <= MAX_NUMBER:
-                raise UsageError(f"{name} of a store must be from 0 to {MAX_NUMBER}, got {number}")
-        self.sinks = sinks
-        self.newest = newest
+        self.sinks = whole_number("sinks of a store", sinks, LEAST["sinks"], MAX_NUMBER)
+        self.newest = whole_number("newest of a store", newest, LEAST["newest"], MAX_NUMBER)
         self.tensors: dict[str, Tensor] = {}
         """All that is allocated, by name. A write makes a new dictionary: to put the one from before it back is to
         undo it."""

@@ -2,6 +2,7 @@
 
 from typing import Final
 
+from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
 from windlass.core.spec import parse_ints, parse_spec
 from windlass.stores.base import Store
@@ -14,10 +15,11 @@ STORES: Final[dict[str, type[Store]]] = {"plain": Plain, "int8": Int8, "int4": I
 def store_of(spec: str | Store) -> Store:
     """The store that `spec` names: `"plain"`, `"int8"`, `"int4(sinks=4, newest=32)"`; or a store itself.
 
-    Raises: UsageError for an unknown name or wrong numbers.
+    Raises: UsageError for an unknown name, wrong numbers, or what is neither a store nor a name.
     """
     if isinstance(spec, Store):
         return spec
+    check_kind("store", spec, str, "a store or its name", 'write store="int8" or windlass.Int8()')
     typed = parse_spec(spec)
     if typed is None or typed.name not in STORES:
         hint = "numbers of a store stand in parentheses, as in int4(sinks=4, newest=32)"

@@ -1,0 +1,63 @@
+"""The limits of the numbers that users give. Nothing here needs torch, so that a wrong number is told at once."""
+
+from collections.abc import Mapping
+from typing import Final
+
+from windlass.core.check import whole_number
+from windlass.core.errors import UsageError
+
+MAX_NUMBER: Final = 2**30  # positions are 32-bit
+DEFAULT_SINKS: Final = 4
+MAX_DEFAULT_WINDOW: Final = 64
+LEAST = {  # the last three are those of position modes and stores
+    "budget": 1,
+    "sinks": 0,
+    "window": 1,
+    "chunk": 1,
+    "batch": 1,
+    "rollback": 0,
+    "group": 1,
+    "limit": 1,
+    "newest": 0,
+}
+
+
+def check_limits(options: Mapping[str, object]) -> dict[str, int | None]:
+    """The numbers of a cache out of its `options`, by name, as ints of Python; `budget` and `window` may be None.
+
+    Raises: UsageError for what is no whole number or out of its range, or a budget without room for `sinks` and
+    `window`.
+    """
+    numbers = {name: _checked(name, options[name]) for name in LEAST if name in options}
+    budget, sinks, window = (numbers.get(name) for name in ("budget", "sinks", "window"))
+    sinks = DEFAULT_SINKS if sinks is None else sinks
+    if window is None:
+        window = default_window(budget, sinks)
+    if budget is not None and budget < sinks + window + 1:
+        raise UsageError(
+            f"budget ({budget} tokens) must be at least sinks ({sinks}) + window ({window}) + 1, "
+            f"which is {sinks + window + 1}; raise budget, or lower sinks or window"
+        )
+    return numbers
+
+
+def _checked(name: str, value: object) -> int | None:
+    is_optional = name in ("budget", "window")
+    if value is None and is_optional:
+        return None
+    return whole_number(name, value, LEAST[name], MAX_NUMBER, ", or None" if is_optional else "")
+
+
+def check_range(name: str, value: object) -> int:
+    """`value` as an int of Python. Raises: UsageError for a number that its name does not allow."""
+    return whole_number(name, value, LEAST[name], MAX_NUMBER)
+
+
+def default_window(budget: int | None, sinks: int) -> int:
+    """The window where none is given: a quarter of what the sinks leave of the budget, at most 64."""
+    return MAX_DEFAULT_WINDOW if budget is None else max(1, min(MAX_DEFAULT_WINDOW, (budget - sinks) // 4))
+
+
+def check_max_tokens(max_tokens: object) -> int:
+    """`max_tokens` as an int of Python. Raises: UsageError for less than one token to write, or no whole number."""
+    return whole_number("max_tokens", max_tokens, 1, MAX_NUMBER)

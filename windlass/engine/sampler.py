@@ -1,0 +1,90 @@
+"""The next token of each row."""
+
+from collections.abc import Sequence
+from typing import Final, cast
+
+import torch
+from torch import Tensor
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from windlass.core.step import no_inference_mode
+from windlass.engine.sampling import Sampling
+
+DRAWS: Final = 256  # made at a time
+
+
+class Sampler:
+    """Chooses tokens by a `Sampling`, with transformers' own logits processors.
+
+    `texts` are the rows' tokens so far, which a repetition penalty counts. Row r of a batch draws from a
+    generator of its own on the CPU, so that its draws are the same in any batch and on every device. All that
+    `choose` reads lies in the same memory at every step and nothing waits for the device, so it may be captured
+    in a graph; `prepare` comes before each step, captured or not.
+    """
+
+    @no_inference_mode
+    def __init__(self, sampling: Sampling, texts: Sequence[Sequence[int]], device: torch.device) -> None:
+        self._is_greedy = sampling.temperature == 0.0
+        self._penalty, self._texts = sampling.repetition_penalty, texts
+        self._generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(texts))]
+        # A GPU of Apple's has no float64: of two tokens on the edge of a draw, it may take the other one.
+        self._wide = torch.float32 if device.type == "mps" else torch.float64
+        self._draws = torch.zeros(len(texts), DRAWS, dtype=self._wide, device=device)
+        self._column = torch.full((1,), -1, device=device)  # of the latest draws
+        self._drawn = DRAWS  # the same, as the host counts it
+        self._seen: Tensor | None = None  # (batch, vocabulary): whether a row has the token
+        self._warpers = LogitsProcessorList()
+        if self._is_greedy:
+            return
+        if sampling.temperature != 1.0:
+            self._warpers.append(TemperatureLogitsWarper(sampling.temperature))
+        if sampling.top_k:
+            self._warpers.append(TopKLogitsWarper(sampling.top_k))
+        if sampling.top_p < 1.0:
+            self._warpers.append(TopPLogitsWarper(sampling.top_p))
+        if sampling.min_p:
+            self._warpers.append(MinPLogitsWarper(sampling.min_p))
+
+    @no_inference_mode
+    def prepare(self) -> None:
+        """Make draws for the next step, where there are none left."""
+        self._drawn += 1
+        if not self._is_greedy and self._drawn >= DRAWS:
+            rows = [torch.rand(DRAWS, generator=generator, dtype=self._wide) for generator in self._generators]
+            self._draws.copy_(torch.stack(rows))
+            self._column.fill_(-1)
+            self._drawn = 0
+
+    @no_inference_mode
+    def choose(self, logits: Tensor) -> Tensor:
+        """One token a row, (batch, 1), from `logits` (batch, vocabulary); the first call must not be captured."""
+        if self._penalty != 1.0:
+            logits = self._penalised(logits.float())
+        if self._is_greedy:
+            chosen = logits.argmax(-1, keepdim=True)
+        else:
+            # No processor here looks at the text.
+            scores = self._warpers(cast(torch.LongTensor, None), cast(torch.FloatTensor, logits.float()))
+            upto = scores.softmax(-1).to(self._wide).cumsum(-1)
+            self._column += 1
+            # The first token whose share reaches beyond the draw: never one without a share.
+            drawn = self._draws.index_select(1, self._column) * upto[:, -1:]
+            chosen = torch.searchsorted(upto, drawn, right=True).clamp(max=upto.shape[-1] - 1)
+        if self._seen is not None:
+            self._seen.scatter_(1, chosen, True)
+        return chosen
+
+    def _penalised(self, scores: Tensor) -> Tensor:
+        """Source: Keskar et al. 2019 (arXiv:1909.05858), section 4.1. Differs: negative scores are multiplied."""
+        if self._seen is None:
+            self._seen = torch.zeros_like(scores, dtype=torch.bool)
+            for row, text in enumerate(self._texts):
+                self._seen[row, torch.tensor(list(text), device=scores.device, dtype=torch.long)] = True
+        weakened = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
+        return torch.where(self._seen, weakened, scores)
