@@ -20,8 +20,9 @@ from windlass.engine.generate import prefill
 from windlass.evals.speed import run as bench
 from windlass.evals.speed.depth import LayerShape, fill, layer_shapes
 from windlass.evals.speed.rotated import RotatedStorage
-from windlass.evals.speed.rows import BenchLists, rows_of
+from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.timer import Clock, Timer
+from windlass.evals.speed.workloads import BenchLists
 
 run, model = bench_run.run, bench_run.model  # fixtures
 
@@ -64,7 +65,7 @@ def test_lists_make_every_combination():
         (("--store", "int3"), "store='int3' is not a store; use one of: plain, int8, int4"),
         (("--policy", "h2"), "policy 'h2' is unknown; did you mean h2o?"),
         (("--dtype", "half"), "dtype 'half' is unknown; use one of: auto, float32, bfloat16, float16"),
-        (("-o", "/nowhere/x"), "-o /nowhere/x cannot be written: No such file or directory"),
+        (("-o", "/nowhere/x"), "-o /nowhere/x: the folder /nowhere does not exist"),
         (("-d", "1073741824"), "this needs about "),
         (("--repetitions", "0"), "Invalid value for '--repetitions'"),
     ],
@@ -109,7 +110,7 @@ def test_rows_take_turns(capsys: pytest.CaptureFixture[str]):
     times = squares()
     lists = BenchLists("7", "3", "0,20", storage="unrotated,rotated", threads="1")
     request = bench.BenchRequest(None, "tiny", None, lists, 512, 3, "auto")
-    assert cli_bench.bench(request, None, True, lambda: next(times)) == 0
+    assert cli_bench.bench(request, None, cli_bench.Form("json"), lambda: next(times)) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["test"], each["storage"]) for each in rows[:3]] == [
         ("pp7", "unrotated"),
@@ -167,7 +168,7 @@ def test_each_run_starts_at_its_depth(
 def test_a_filled_cache_is_as_after_reading(model: PreTrainedModel):
     ids = torch.randint(97, (200,)).tolist()
     for budget, chunk in ((64, 32), (300, 32), (None, 200)):
-        read, filled = (windlass.KVCache(model, budget=budget, chunk=chunk) for _ in range(2))
+        read, filled = (windlass.KVCache(model, budget=budget, chunk=chunk, policy=windlass.Recent()) for _ in range(2))
         prefill(model, read, [ids])
         fill(filled, layer_shapes(model), 200)
         # Reading leaves a record of its last step, which filling has not: that is the last line.
@@ -238,4 +239,4 @@ def test_a_model_of_a_folder(capsys: pytest.CaptureFixture[str]):
     name = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
     assert main(("bench", name, "-p", "5", "-n", "2", "-d", "20", "--threads", "1", "-r", "1", "--json")) == 0
     prompt, decode = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert (prompt["model"], prompt["test"], decode["test"]) == (name, "pp5 @ d20", "tg2 @ d20")
+    assert (prompt["model"], prompt["test"], decode["test"]) == ("passkey-3m", "pp5 @ d20", "tg2 @ d20")

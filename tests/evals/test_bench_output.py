@@ -14,10 +14,11 @@ from tests.helpers import bench_run
 from tests.helpers.bench_run import Ran, cells
 from windlass.cache.options import CacheOptions
 from windlass.evals.speed.depth import layer_shapes
-from windlass.evals.speed.rows import BenchLists, BenchRow, BenchSetup, Workload, rows_of
+from windlass.evals.speed.rows import BenchRow, BenchSetup, rows_of
 from windlass.evals.speed.shapes import SHAPES, random_model, shape_of
 from windlass.evals.speed.table import Conditions, as_json, footnote, ratios, table
 from windlass.evals.speed.timer import Timer, weight_bytes
+from windlass.evals.speed.workloads import BenchLists, Workload
 
 run, model = bench_run.run, bench_run.model  # fixtures
 CONDITIONS = Conditions("tiny", 130440, 65220, "bfloat16", 512, 2, "2026-01-02T03:04:05+00:00")
@@ -152,6 +153,41 @@ def test_ratios_keep_everything_else_equal(run: Callable[..., Ran]):
     for each in storages:
         mine, base = (speeds[each["test"], each["budget"], kind] for kind in ("rotated", "unrotated"))
         assert float(each["ratio"]) == pytest.approx(mine / base, abs=1e-3)
+
+
+def test_a_table_for_the_eye_fits_a_terminal(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch):
+    lists = ("-d", "0,30", "--storage", "unrotated,rotated", "--budget", "all,20", "--policy", "tova")
+    ran = run("-p", "9", "-n", "2", *lists, "--format", "table")
+    head, _, heads, _, *lines = ran.out.splitlines()
+    assert re.sub(r"\(\w+\)", "(set)", head) == (
+        "tiny, 127.38 KiB, 0.07 M parameters, bfloat16; cpu (set), 1 thread; policy TOVA"
+    )
+    assert heads.split() == ["test", "budget", "storage", "t/s", "±", "GB/s"]
+    rows = [line.split() for line in lines[:16]]
+    assert rows[0][:3] == ["pp9", "all", "unrotated"]
+    assert rows[15][:5] == ["tg2", "@", "d30", "20", "rotated"]
+    assert max(map(len, ran.out.splitlines()[1:20])) <= 80
+    assert "against" not in ran.out
+    assert "half the interquartile range of 2 runs" in ran.out
+    with_ratios = run("-p", "9", "-n", "0", "--budget", "all,20", "--format", "table", "--ratios")
+    assert "against" in with_ratios.out
+    # A long name is folded where a terminal is too narrow for it.
+    monkeypatch.setattr("windlass.cli.bench.PIPE_WIDTH", 80)
+    policies = "Smoothed(SnapKV(observed_queries=4, pool=3)),Smoothed(SnapKV(observed_queries=5, pool=3))"
+    more = ("--budget", "all,20", "--positions", "compact,self_extend(8, 64)", "--store", "plain,int8")
+    ran = run("-p", "9", "-n", "0", "-r", "1", *more, "--policy", policies, "--format", "table")
+    assert max(map(len, ran.out.splitlines())) <= 80
+
+
+def test_forms_that_exclude_each_other(run: Callable[..., Ran]):
+    for options, says in (
+        (("--json", "--format", "md"), "--json and --format md exclude each other"),
+        (("--json", "--ratios"), "--ratios go with --format table or md"),
+        (("--format", "csv"), "--format 'csv' is unknown; use one of: table, md, json"),
+    ):
+        ran = run(*options)
+        assert (ran.code, ran.out) == (2, "")
+        assert ran.err.startswith(f"windlass: error: {says}")
 
 
 def test_a_gpu_is_named_where_threads_would_be():

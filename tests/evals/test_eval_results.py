@@ -10,6 +10,7 @@ from rich.console import Console
 
 from windlass.cli.terminal import note
 from windlass.core.errors import UsageError
+from windlass.evals import results
 from windlass.evals.case import Case, Header, Line
 from windlass.evals.report.summaries import wilson
 from windlass.evals.results import ResultsFile
@@ -28,6 +29,7 @@ HEADER: dict[str, Any] = {
     "trained_length": 512,
     "seed": 3,
     "date": "2026-01-02T03:04:05+00:00",
+    "fingerprint": "5c" * 32,
 }
 CASE: dict[str, Any] = {
     "kind": "case",
@@ -115,7 +117,11 @@ def test_a_line_that_is_there_twice_counts_once(path: Path):
     ("field", "value", "says"),
     [
         ("version", 3, "was made with version 3, and this run has 2; give another file"),
-        ("model", "other", "was made with model other, and this run has some/model"),
+        (
+            "fingerprint",
+            "7d" * 32,
+            f"was made with fingerprint {'7d' * 6} of a some/model, and this run has {'5c' * 6}",
+        ),
         ("parameters", 98, "was made with parameters 98, and this run has 97"),
         ("dtype", "bfloat16", "was made with dtype bfloat16, and this run has float32"),
         ("seed", 4, "was made with seed 4, and this run has 3"),
@@ -129,6 +135,21 @@ def test_a_file_of_another_run_stays_as_it_is(path: Path, field: str, value: obj
         open_results(path, HEADER)
     assert f"-o {path} {says}" in str(caught.value)
     assert path.read_text() == text
+
+
+@pytest.mark.parametrize(
+    "old", [{"model": "/moved/to/here"}, {"fingerprint": None}, {"fingerprint": None, "model": "../up/there/model"}]
+)
+def test_the_same_model_by_another_path_goes_on(path: Path, old: dict[str, Any]):
+    text = path.read_text().replace(json.dumps(HEADER), json.dumps({**HEADER, **old}))
+    path.write_text(text)
+    assert len(open_results(path, HEADER).cases) == 3
+
+
+def test_an_old_file_of_a_model_of_another_name_is_refused(path: Path):
+    path.write_text(path.read_text().replace(json.dumps(HEADER), json.dumps({**HEADER, "fingerprint": None})))
+    with pytest.raises(UsageError, match="was made with model some/model, and this run has some/other"):
+        open_results(path, {**HEADER, "model": "some/other"})
 
 
 @pytest.mark.parametrize(
@@ -184,8 +205,8 @@ def test_the_summary_has_a_row_for_each_combination():
     lines = [case(0), case(1), case(2, score=0.0), case(0, asked_budget="all", policy="KeyDiff()", bytes_held=3000)]
     heads, first, second = shown(lines)
     assert heads == ["task", "policy", "budget", "samples", "bytes", "score", "95 %"]
-    assert first == ["passkey", "Recent()", "8x", "3", "1.00 KiB", "66.7 %", "20.8 to 93.9"]
-    assert second[:5] == ["passkey", "KeyDiff()", "all", "1", "2.93 KiB"]
+    assert first == ["passkey", "recent", "8x", "3", "1.00 KiB", "66.7 %", "20.8 to 93.9"]
+    assert second[:5] == ["passkey", "key_diff", "all", "1", "2.93 KiB"]
 
 
 def test_questions_on_one_text_are_one_sample():
@@ -206,3 +227,21 @@ def test_losses_are_shown_beside_scores():
     assert heads[-2:] == ["nll", "kl"]
     assert first[-2:] == ["-", "-"]
     assert second[-4:] == ["-", "-", "3.5000", "0.5000"]
+
+
+def test_a_full_disk_leaves_no_empty_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def append(path: Path, lines: Sequence[Any]) -> None:
+        path.touch()
+        if lines:
+            raise UsageError(f"-o {path} cannot be written: No space left on device")
+
+    monkeypatch.setattr(results, "_append", append)
+    path = tmp_path / "r.jsonl"
+    header = Header.from_json(Line(HEADER, "here"))
+    with pytest.raises(UsageError, match="No space left"):
+        opened(path, header, note)
+    assert not path.exists()
+    path.touch()  # of the user's own
+    with pytest.raises(UsageError, match="No space left"):
+        opened(path, header, note)
+    assert path.exists()

@@ -56,7 +56,7 @@ def test_a_full_cache_finds_the_key_and_a_window_does_not(run: Callable[..., Ran
     ran = run("eval", MODEL, *QUICK, *budgets, "-o", str(output), "--tasks", "passkey,passkey_novel")
     assert (ran.code, ran.err) == (0, "")
     header = json.loads(output.read_bytes().split(b"\n")[0])
-    assert (header["model"], header["parameters"], header["trained_length"]) == (MODEL, 3_475_712, 512)
+    assert (header["model"], header["parameters"], header["trained_length"]) == ("passkey-3m", 3_475_712, 512)
     assert (header["version"], header["seed"], header["dtype"]) == (2, 0, "float32")
     found = lines(output)
     assert len(found) == 2 * 2 * 4
@@ -76,7 +76,7 @@ def test_a_full_cache_finds_the_key_and_a_window_does_not(run: Callable[..., Ran
     # Both saw the same texts.
     texts = {(line["task"], line["sample"], line["budget"]): line["expected"] for line in found}
     assert all(texts[task, sample, None] == texts[task, sample, 32] for task, sample, _ in texts)
-    assert re.search(r"passkey +Recent\(\) +all +4 +[\d.]+ KiB +100.0 %", ran.out)
+    assert re.search(r"passkey +recent +all +4 +[\d.]+ KiB +100.0 %", ran.out)
 
 
 def test_a_stopped_run_goes_on(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
@@ -271,7 +271,7 @@ def test_a_full_cache_is_read_beside_while_the_model_knows_such_lengths(run: Cal
         (("--policies", "keydif"), "did you mean key_diff?"),
         (("--store", "int3"), "store='int3' is not a store"),
         (("--positions", "compcat"), "positions='compcat' is not a position mode"),
-        (("--budgets", "5"), "--budgets 5: budget (5 tokens) must be at least sinks (4) + window (1) + 1, which is 6"),
+        (("--budgets", "5"), "budget (5 tokens) must be at least sinks (4) + window (1) + 1, which is 6"),
         (("--budgets", "99x"), "--budgets 99x of the 1"),
         (("--lengths", "20"), "length 20 is too short for task passkey, which takes "),
         # The first nine texts would do.

@@ -47,14 +47,14 @@ def test_score_rows_by_hand(file: Path):
     # Largest budgets first, the best first within one.
     assert [(row.label, row.asked, row.count, row.slots, row.share, row.value) for row in short.rows] == [
         ("full cache", "all", 2, 500, 1.0, 1.0),
-        ("H2O(window=3)", "2x", 3, 250, 0.6, 1.0),
-        ("KeyDiff", "2x", 5, 250, 0.5, pytest.approx(0.7)),
-        ("KeyDiff", "4x", 1, 125, 0.25, 0.25),
+        ("h2o(window=3)", "2x", 3, 250, 0.6, 1.0),
+        ("key_diff", "2x", 5, 250, 0.5, pytest.approx(0.7)),
+        ("key_diff", "4x", 1, 125, 0.25, 0.25),
     ]
     # centre (0.7 + 0.384146) / 1.768292, half 1.959964 / 1.768292 * sqrt(0.042 + 0.038415)
     assert short.rows[2].low == pytest.approx(0.2988, abs=5e-5)
     assert short.rows[2].high == pytest.approx(0.9274, abs=5e-5)
-    assert [(row.label, row.value, row.low) for row in long.rows] == [("KeyDiff, compact, int8", 0.0, 0.0)]
+    assert [(row.label, row.value, row.low) for row in long.rows] == [("key_diff, compact, int8", 0.0, 0.0)]
 
 
 def test_turns_on_one_text_count_as_one(file: Path):
@@ -90,7 +90,7 @@ def test_depths_by_lengths(file: Path):
     found = depth_maps(cases(file, *lines))
     assert found is not None
     assert (found.depths, found.lengths) == (("0%", "25%", "100%"), (500, 2000))
-    assert [(each.label, each.asked) for each in found.maps] == [("full cache", "all"), ("KeyDiff", "2x")]
+    assert [(each.label, each.asked) for each in found.maps] == [("full cache", "all"), ("key_diff", "2x")]
     assert found.maps[0].cells == ((None, None), (1.0, None), (None, None))
     assert found.maps[1].cells == ((0.75, None), (0.0, None), (None, 1.0))
     assert depth_maps(cases(file, case())) is None
@@ -103,6 +103,28 @@ def test_depths_anywhere_are_in_ten_parts(file: Path):
     assert found is not None
     assert (found.depths[0], found.depths[9], len(found.depths)) == ("0 to 10%", "90 to 100%", 10)
     assert [row[0] for row in found.maps[0].cells] == [0.5, *[0.0] * 8, 0.5]
+
+
+def test_few_samples_make_fewer_parts_and_none_is_empty(file: Path):
+    # Of ten parts the second has none; of five all have one.
+    depths = [0.01, 0.25, 0.31, 0.45, 0.52, 0.63, 0.75, 0.85, 0.95, 0.999, 0.111 + 0.1, 0.333]
+    found = depth_maps(cases(file, *(case(depth=depth, sample=index) for index, depth in enumerate(depths))))
+    assert found is not None
+    assert found.depths == ("0 to 20%", "20 to 40%", "40 to 60%", "60 to 80%", "80 to 100%")
+    assert all(row[0] is not None for row in found.maps[0].cells)
+    # Seven random depths are no grid.
+    found = depth_maps(cases(file, *(case(depth=depth, sample=index) for index, depth in enumerate((0.123, 0.777)))))
+    assert found is not None
+    assert found.depths == ("0 to 50%", "50 to 100%")
+
+
+def test_the_full_cache_is_what_bytes_are_measured_by(file: Path):
+    """Its own slack is not counted."""
+    read = cases(file, full() | {"bytes_held": 1394}, case(bytes_held=697))
+    assert [(row.label, row.share) for row in score_blocks(read)[0].rows] == [
+        ("full cache", 1.0),
+        ("key_diff", pytest.approx(697 / 1280)),
+    ]
 
 
 def test_losses_by_hand(file: Path):
@@ -124,17 +146,17 @@ def test_least_losses_come_first(file: Path):
 
 def test_over_lengths_a_setting_needs_all_of_them(file: Path):
     lines = [case(score=1.0), case(sample=1, score=1.0), case(length=900, score=0.5), case(policy="A()", score=1.0)]
-    assert over_lengths(score_blocks(cases(file, *lines))) == {("KeyDiff", "2x"): 0.75, ("A", "2x"): None}
+    assert over_lengths(score_blocks(cases(file, *lines))) == {("key_diff", "2x"): 0.75, ("A", "2x"): None}
 
 
 def test_the_order_of_settings(file: Path):
     lines = [case(asked_budget="64", slots_held=64), case(policy="A()"), full(), full(store="int8"), case()]
     read = cases(file, *lines)
-    assert labels(read) == ["full cache", "A", "KeyDiff", "full cache, int8"]
+    assert labels(read) == ["full cache", "A", "full cache, int8", "key_diff"]
     assert settings(read) == [
         ("full cache", "all"),
         ("full cache, int8", "all"),
         ("A", "2x"),
-        ("KeyDiff", "2x"),
-        ("KeyDiff", "64"),
+        ("key_diff", "2x"),
+        ("key_diff", "64"),
     ]

@@ -1,10 +1,12 @@
 """Figures: they show the means, and can be read in black and white."""
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 
 from tests.helpers import results
 from tests.helpers.results import case, full, write
@@ -19,6 +21,11 @@ def of_figure(figure: Figure) -> list[Axes]:
     return [each for each in figure.axes if each.get_visible()]
 
 
+def named(figure: Any) -> list[str]:
+    """The names beside the lines, from the top down."""
+    return [text.get_text() for text in figure.axes[0].texts]
+
+
 def test_lines_differ_without_colour(file: Path):
     lines = [case(policy=f"P{index:02}()", score=index / 16) for index in range(15)]
     read = read_results([write(file, *lines, full(score=0.9))]).cases
@@ -28,11 +35,8 @@ def test_lines_differ_without_colour(file: Path):
     for figure, drawn in zip(figures, marked, strict=True):
         markers = [line.get_marker() for line in drawn if line.get_marker() != "None"]
         assert len(markers) == len(set(markers)) > 0
-        texts = [text.get_text() for text in figure.legends[0].get_texts()]
-        shown = [handle.get_marker() for handle in figure.legends[0].get_lines()]
-        # The legend's marker is the line's, and the full cache is the only line without one.
-        assert shown == ["None", *markers]
-        assert texts[0] == "full cache"
+        assert len(named(figure)) == len(drawn)
+        # The full cache is the only line without a marker.
         across = [line for line in drawn if line.get_marker() == "None"]
         assert [list(line.get_ydata()) for line in across] == [[90.0, 90.0]]
     assert [len(drawn) - 1 for drawn in marked] == [12, 3]
@@ -44,13 +48,30 @@ def test_lines_differ_without_colour(file: Path):
         assert line.get_marker() == by_place[line.get_ydata()[0]]
 
 
+def test_names_stand_beside_their_lines_and_not_on_each_other(file: Path):
+    lines = [case(policy=f"P{index}()", score=1.0 - index / 1000) for index in range(8)]
+    lines += [case(policy="A(seed=3, pool=12345, decay=0.125)", score=0.25)]
+    read = read_results([write(file, *lines, full())]).cases
+    (figure,) = plots.curves(score_blocks(read), labels(read), plots.SCORE)
+    plots.png(figure)  # lays it out
+    boxes = [Text.get_window_extent(text) for text in figure.axes[0].texts]  # without the strokes to the lines
+    assert named(figure)[:3] == ["P0", "full cache", "P1"]
+    assert "\n" in named(figure)[-1]
+    for above, below in pairwise(boxes):
+        assert above.y0 >= below.y1 - 1
+    assert all(box.x1 <= plots.WIDTH * plots.DPI for box in boxes)
+
+
 def test_lines_go_through_the_means(file: Path):
     lines = [case(score=0.5), case(asked_budget="4x", slots_held=125, bytes_held=320, score=0.25)]
     blocks = score_blocks(read_results([write(file, *lines, case(length=900, score=1.0))]).cases)
-    figure: Any
-    (figure,) = plots.curves(blocks, ["full cache", "KeyDiff"], plots.SCORE)
-    assert [panel.get_title(loc="left") for panel in of_figure(figure)] == ["500 tokens", "900 tokens"]
-    (line,) = figure.axes[0].get_lines()
+    figures: Any = plots.curves(blocks, ["full cache", "key_diff"], plots.SCORE)
+    titles = [panel.get_title(loc="left") for figure in figures for panel in of_figure(figure)]
+    assert titles == ["texts of 500 tokens", "texts of 900 tokens"]
+    for figure in figures:
+        assert figure.axes[0].get_xlabel() == "bytes held, % of the full cache's"
+        assert figure.axes[0].get_ylabel() == "score, %"
+    (line,) = figures[0].axes[0].get_lines()
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([25.0, 50.0], [25.0, 50.0])
     assert plots.curves(blocks, ["full cache"], plots.SCORE) == []
 
@@ -59,7 +80,7 @@ def test_losses_that_are_no_numbers_are_left_out_of_figures(file: Path):
     lines = [case(score=None, sample=index, measures={"nll": nll}) for index, nll in enumerate((1.0, float("nan")))]
     read = read_results([write(file, *lines, case(policy="A()", score=None, measures={"nll": 2.0}))]).cases
     (figure,) = plots.curves(loss_blocks(read), labels(read), plots.LOSS)
-    assert [text.get_text() for text in figure.legends[0].get_texts()] == ["A"]
+    assert named(figure) == ["A"]
     assert plots.png(figure).startswith(b"\x89PNG")
 
 

@@ -67,7 +67,7 @@ def test_a_last_line_cut_in_half_is_left_out_and_told(file: Path, last: bytes):
     file.write_bytes(file.read_bytes() + last)
     found = read_results([file])
     assert len(found.cases) == 1
-    assert found.notes == (f"{file}: the last line is cut in half, as of a run that was stopped; it is left out.",)
+    assert found.notes == (f"{file.name}: the last line is cut in half, as of a run that was stopped; it is left out.",)
 
 
 @pytest.mark.parametrize("end", ["", "\n", "\n\n", "\r\n"])
@@ -153,9 +153,30 @@ def test_missing_fields_are_told(file: Path):
 
 @pytest.mark.parametrize(
     ("change", "other"),
-    [({"model": "stories260K"}, "stories260K in float32"), ({"dtype": "bfloat16"}, "passkey-3m in bfloat16")],
+    [
+        ({"model": "stories260K", "fingerprint": "1a" * 32}, "stories260K in float32"),
+        ({"dtype": "bfloat16"}, "passkey-3m in bfloat16"),
+        ({"fingerprint": "1a" * 32}, "passkey-3m in float32"),
+        ({"model": "stories260K", "fingerprint": None}, "stories260K in float32"),
+    ],
 )
 def test_two_models_are_not_mixed(file: Path, change: Line, other: str):
     found = refused(write(file, case(), HEADER | change, case(sample=1)))
     assert "two models, passkey-3m in float32 (" in found
     assert f"{other} (" in found
+    assert ("their weights differ" in found) == (other == "passkey-3m in float32")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"model": "moved-elsewhere"},
+        {"model": "/home/jo/models/passkey-3m", "fingerprint": None},
+        {"model": "models/passkey-3m", "fingerprint": None},
+    ],
+)
+def test_one_model_by_any_name(file: Path, change: Line):
+    """By its fingerprint; in a file of before that has none, by the last part of its path."""
+    found = read_results([write(file, case(), HEADER | change, case(sample=1))])
+    assert len(found.cases) == 2
+    assert "jo" not in "".join(header.name for header in found.headers)

@@ -55,7 +55,7 @@ def test_the_model_turned_the_keys_that_are_stored(plain_model: Models, attached
 def test_evicts_rolls_back_and_copies_as_a_kv_cache(attached_model: Models, text: Text):
     model, logits = attached_model("llama"), []
     for kind in (RotatedStorage, windlass.KVCache):
-        cache = kind(model, budget=16, chunk=10, batch=2)
+        cache = kind(model, budget=16, policy=windlass.Recent(), chunk=10, batch=2)
         fed(model, cache, text(42, rows=2), *(10,) * 4, 1, 1)
         cache.rollback(2)
         twin = copy.deepcopy(cache)

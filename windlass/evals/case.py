@@ -20,7 +20,11 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Header:
-    """With what cases were run. `dtype` and `trained_length` are None where they are not known."""
+    """With what cases were run. `model` is the name of a folder or on the hub; `fingerprint` says which model it is.
+
+    `dtype`, `trained_length` and `fingerprint` are None where they are not known: in files of before, `model` is
+    whatever was typed.
+    """
 
     windlass: str
     torch: str
@@ -31,11 +35,33 @@ class Header:
     trained_length: int | None
     seed: int
     date: str
+    fingerprint: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The model as it is shown; of a path that was typed, the last folder."""
+        is_hub_name = self.model.count("/") < 2 and not self.model.startswith((".", "~", "/"))
+        return self.model if is_hub_name else _last(self.model)
 
     @property
     def run_model(self) -> str:
         """The model, and the type of its numbers where that was told: `"passkey-3m in float32"`."""
-        return self.model if self.dtype is None else f"{self.model} in {self.dtype}"
+        return self.name if self.dtype is None else f"{self.name} in {self.dtype}"
+
+    def difference(self, other: "Header") -> tuple[str, object, object] | None:
+        """The first thing that tells this model from that of `other`, as name and both values; None: it is the same.
+
+        Where both have a fingerprint, names do not count.
+        """
+        names = ("parameters", "dtype", "fingerprint")
+        ours, theirs = ([getattr(each, name) for name in names] for each in (self, other))
+        if None in (self.fingerprint, other.fingerprint):
+            names = ("model", "parameters", "dtype")
+            ours, theirs = ([each.model, each.parameters, each.dtype] for each in (self, other))
+            if _last(self.model) == _last(other.model):
+                ours[0] = theirs[0]
+        differing = [pair for pair in zip(names, ours, theirs, strict=True) if pair[1] != pair[2]]
+        return differing[0] if differing else None
 
     def to_json(self) -> JsonObject:
         """The line of the file."""
@@ -60,6 +86,7 @@ class Header:
             trained_length=line.or_none(line.whole, "trained_length"),
             seed=line.whole("seed"),
             date=line.text("date"),
+            fingerprint=line.or_none(line.text, "fingerprint"),
         )
 
 
@@ -109,7 +136,9 @@ class Case:
 
         Where nothing is evicted a policy makes no difference, and none is named.
         """
-        name = FULL if self.budget is None else self.policy.removesuffix("()")
+        from windlass.policies.spelling import spelled  # needs torch, and a file of results can be refused without
+
+        name = FULL if self.budget is None else spelled(self.policy)
         unusual = [self.merge] if self.merge != "none" else []
         unusual += [self.positions] if self.positions != "original" else []
         unusual += [self.store] if self.store != "plain" else []
@@ -235,6 +264,11 @@ class Line:
 
     def _refuse(self, name: str, wanted: str) -> NoReturn:
         raise UsageError(f"{self.where}: {name} must be {wanted}, got {_shown(self._data[name])}; {HINT}")
+
+
+def _last(model: str) -> str:
+    """The last part of a path or of a name on the hub."""
+    return model.rstrip("/").rpartition("/")[2]
 
 
 def _shown(value: object) -> str:

@@ -4,13 +4,10 @@ import inspect
 from pathlib import Path
 
 from windlass.core.errors import UsageError
-from windlass.core.plugin import PluginKind
 from windlass.core.spec import parse_spec
 from windlass.evals.fit import task_errors
-from windlass.evals.task import Task
+from windlass.evals.task import TASKS, Task
 from windlass.evals.tasks import NAMES
-
-TASKS = PluginKind("task", "tasks", Task, "windlass.evals.Task", UsageError)
 
 
 def load_task(spec: str) -> tuple[str, Task]:

@@ -80,7 +80,7 @@ def answered(
         with task_errors(label):
             scores = [float(task.score(turn, result.text)) for turn, result in zip(turns, results, strict=True)]
         now = time.perf_counter()
-        bytes_held, seconds = round(asked.nbytes() / len(fitted)), (now - started) / len(fitted)
+        bytes_held, seconds = round(asked.bytes_held / len(fitted)), (now - started) / len(fitted)
         for row, (turn, result, score) in enumerate(zip(turns, results, scores, strict=True)):
             outcomes[row].append(Outcome(turn, result.text, score, {}, slots_held[row], bytes_held, seconds))
         started = now
@@ -116,7 +116,7 @@ def predicted(model: PreTrainedModel, cache: KVCache, ids: list[int], full: KVCa
             kl += float((wanted.exp() * (wanted - ours)).sum())
     measures = {"nll": nll / tokens, "kl": None if full is None else kl / tokens}
     slots_held = max(layer.table.occupancy_bound for layer in cache.layers)
-    return Outcome(None, "", None, measures, slots_held, cache.nbytes(), time.perf_counter() - started)
+    return Outcome(None, "", None, measures, slots_held, cache.bytes_held, time.perf_counter() - started)
 
 
 def _log_probabilities(model: PreTrainedModel, cache: KVCache, piece: Tensor) -> Tensor:

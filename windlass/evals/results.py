@@ -9,7 +9,7 @@ from windlass.core.files import check_regular, read_bytes
 from windlass.evals.case import VERSION, Case, Header, Identity, JsonObject, Line
 
 START = b'{"kind": "'  # of every line
-SHARED = ("model", "parameters", "dtype", "seed")  # of the header: what a run must share with the file that it goes on
+SHOWN = 12  # signs of a fingerprint in an error
 
 
 class ResultsFile:
@@ -40,6 +40,7 @@ def open_results(path: Path, header: Header, note: Callable[[str], None]) -> Res
 
     Raises: UsageError for such a file: not one of results, or of another version, model or seed.
     """
+    is_new = not path.exists()
     data = _read(path)
     end = data.rfind(b"\n") + 1
     cut = data[end:]
@@ -56,7 +57,12 @@ def open_results(path: Path, header: Header, note: Callable[[str], None]) -> Res
         with path.open("r+b") as file:
             file.truncate(end)
     if not rows:
-        _append(path, [header.to_json()])
+        try:
+            _append(path, [header.to_json()])
+        except UsageError:
+            if is_new:  # a file without a line is of no use to anybody
+                path.unlink(missing_ok=True)
+            raise
     return ResultsFile(path, cases)
 
 
@@ -89,10 +95,14 @@ def _line(path: Path, number: int, data: bytes, kind: str) -> Line:
 
 def _check_header(path: Path, line: Line, header: Header) -> None:
     version = line.whole("version")
-    pairs = [("version", version, VERSION)]
     if version == VERSION:
         found = Header.from_json(line)
-        pairs = [(name, getattr(found, name), getattr(header, name)) for name in SHARED]
-    for name, in_file, wanted in pairs:
-        if in_file != wanted:
-            raise UsageError(f"-o {path} was made with {name} {in_file}, and this run has {wanted}; give another file")
+        seeds = None if found.seed == header.seed else ("seed", found.seed, header.seed)
+        differing = found.difference(header) or seeds
+    else:
+        differing = "version", version, VERSION
+    if differing is not None:
+        name, in_file, wanted = differing
+        if name == "fingerprint":
+            in_file, wanted = (f"{each.fingerprint:.{SHOWN}} of a {each.name}" for each in (found, header))
+        raise UsageError(f"-o {path} was made with {name} {in_file}, and this run has {wanted}; give another file")

@@ -7,9 +7,10 @@ from rich.box import SIMPLE
 from rich.table import Table
 from rich.text import Text
 
-from windlass.cache.describe import in_units
+from windlass.core.units import in_units
 from windlass.evals.case import Case
 from windlass.evals.report.summaries import wilson
+from windlass.policies.spelling import spelled
 
 ALWAYS = ("task", "policy", "asked_budget")
 VARIED = ("length", "merge", "positions", "store", "is_aware")  # shown where they differ
@@ -36,8 +37,12 @@ def summary(cases: Sequence[Case]) -> Table:
         cells = [str(len({case.sample for case in group})), in_units(round(held))]
         cells += _scores(group) if has_scores else []
         cells += [_mean([case.nll for case in group]), _mean([case.kl for case in group])] if has_losses else []
-        table.add_row(*(Text(str(getattr(group[0], name))) for name in shown), *cells)
+        table.add_row(*(Text(_label(group[0], name)) for name in shown), *cells)
     return table
+
+
+def _label(case: Case, name: str) -> str:
+    return spelled(case.policy) if name == "policy" else str(getattr(case, name))
 
 
 def _scores(group: Sequence[Case]) -> list[str]:

@@ -21,8 +21,11 @@ from windlass.evals.grid import Grid, Lists, Settings, grid_of
 from windlass.evals.measure import Outcome, answered, cache_of, predicted
 from windlass.evals.results import open_results
 from windlass.evals.speed.depth import LayerShape, layer_shapes
+from windlass.hf.fingerprint import fingerprint
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
+from windlass.hf.model_name import shown_name
+from windlass.hf.trained_length import trained_length
 from windlass.policies.interfaces import OneShot
 from windlass.policies.wrapper import find
 
@@ -86,7 +89,7 @@ class Sweep:
         model, tokenizer = load(options.model, options.dtype, options.device)
         self._runner = Runner(model, tokenizer, options.seed)
         self._runner.check(grid, options.samples, options.is_aware)
-        self._results = open_results(options.output, _header(options, model), note)
+        self._results = open_results(options.output, header_of(options.model, options.seed, model), note)
         self._batch = options.batch
         self._planned = planned(grid, options.samples, options.seed, options.is_aware)
 
@@ -229,7 +232,7 @@ class Runner:
     def _predicted(self, cache: KVCache, fitted: Fitted) -> Outcome:
         """A text that is predicted, with a full cache beside it while the model was trained on texts as long."""
         ids = encode(self._tokenizer, fitted.sample.context, is_start=True)
-        is_long = len(ids) > (trained_length(self._model) or FULL_TOKENS)
+        is_long = len(ids) > (trained_length(self._model.config.get_text_config()) or FULL_TOKENS)
         full = None if is_long else KVCache(self._model, chunk=cache.chunk)
         return predicted(self._model, cache, ids, full)
 
@@ -249,27 +252,23 @@ class Runner:
             raise UsageError(f"--budgets {budget.asked}{of}: {error}") from None
 
 
-def trained_length(model: PreTrainedModel) -> int | None:
-    """The longest text that the model was trained on, in tokens; None where its config does not tell."""
-    longest = model.config.get_text_config().to_dict().get("max_position_embeddings")
-    return longest if isinstance(longest, int) else None
-
-
 def bytes_full(shapes: Sequence[LayerShape], tokens: int) -> int:
     """Bytes of the keys and values of a text in a plain cache without budget."""
     per_token = ((shape, shape.kv_heads * (shape.head_dim + shape.value_dim)) for shape in shapes)
     return sum(min(tokens, shape.sliding_window or tokens) * count * shape.dtype.itemsize for shape, count in per_token)
 
 
-def _header(options: EvalOptions, model: PreTrainedModel) -> Header:
+def header_of(name: str, seed: int, model: PreTrainedModel) -> Header:
+    """What a file of results says of a run with this model, which was asked for by `name`."""
     return Header(
         windlass=version("windlass"),
         torch=version("torch"),
         transformers=version("transformers"),
-        model=options.model,
+        model=shown_name(name),
         parameters=sum(each.numel() for each in model.parameters()),
         dtype=str(model.dtype).removeprefix("torch."),
-        trained_length=trained_length(model),
-        seed=options.seed,
+        trained_length=trained_length(model.config.get_text_config()),
+        seed=seed,
         date=datetime.now(UTC).isoformat(timespec="seconds"),
+        fingerprint=fingerprint(model),
     )

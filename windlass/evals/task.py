@@ -9,6 +9,10 @@ import random
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+from windlass.core.errors import UsageError
+from windlass.core.plugin import PluginKind
 
 
 @dataclass(frozen=True)
@@ -73,3 +77,6 @@ class Task(ABC):
         Raises: UsageError when the file cannot be read.
         """
         return None
+
+
+TASKS: Final = PluginKind("task", "tasks", Task, "windlass.evals.Task", UsageError)

@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from windlass.core.errors import UsageError
-from windlass.core.files import check_writable
+from windlass.core.files import check_writable, replacing, replacing_folder
 from windlass.evals.case import Case
 from windlass.evals.report import summaries
-from windlass.evals.report.page import MODES, ModePart, Picture, TaskPart, page
+from windlass.evals.report.page import MODES, ModePart, Picture, TaskPart, page, without_folders
 from windlass.evals.report.read import read_results
+from windlass.evals.report.verdict import verdict
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -42,13 +43,17 @@ def write_report(files: Sequence[Path], output: Path) -> Written:
     results = read_results(files)
     modes = _modes(results.cases)
     folder = output.with_name(f"{output.stem}_files")
-    text = page(results, modes, [file.name for file in files], f"{folder.name}/")
+    text = page(results, verdict(results.cases), modes, [file.name for file in files], f"{folder.name}/")
     pictures = [picture for mode in modes for task in mode.tasks for picture in task.pictures]
-    if pictures:
-        folder.mkdir(exist_ok=True)
-    for picture in pictures:
-        (folder / picture.name).write_bytes(picture.png)
-    output.write_text(text, encoding="utf-8", errors="replace")
+    try:
+        with replacing(output) as file:
+            file.write_text(text, encoding="utf-8", errors="replace")
+            if pictures:
+                with replacing_folder(folder) as new:
+                    for picture in pictures:
+                        (new / picture.name).write_bytes(picture.png)
+    except OSError as error:
+        raise UsageError(f"output {output} cannot be written: {error.strerror}; nothing was") from None
     return Written(output, folder, len(results.cases), len(pictures), results.notes)
 
 
@@ -64,6 +69,8 @@ def _modes(cases: Sequence[Case]) -> list[ModePart]:
     modes = []
     for is_aware in MODES:
         of_mode = [case for case in cases if case.is_aware is is_aware]
+        if not of_mode:
+            continue
         tasks = dict.fromkeys(case.task for case in of_mode)
         parts = [_task(task, [case for case in of_mode if case.task == task], labels, taken) for task in tasks]
         modes.append(ModePart(is_aware, tuple(summaries.settings(of_mode)), tuple(parts)))
@@ -77,7 +84,7 @@ def _task(task: str, cases: Sequence[Case], labels: Sequence[str], taken: set[st
     except ImportError as error:
         raise UsageError(
             f"a report is drawn with matplotlib, which cannot be imported ({error}); "
-            "install it with: pip install 'windlass[report]'"
+            "install it: pip install 'matplotlib>=3.9,<4', or '.[report]' in the folder that windlass came from"
         ) from None
 
     scores, losses = summaries.score_blocks(cases), summaries.loss_blocks(cases)
@@ -104,8 +111,10 @@ def _task(task: str, cases: Sequence[Case], labels: Sequence[str], taken: set[st
     for kind, caption, figures in drawn:
         for number, figure in enumerate(figures, 1):
             place = f", {number} of {len(figures)}" if len(figures) > 1 else ""
-            name = _file_name(f"{mode.removeprefix('question-')}-{task}-{kind}", taken)
-            pictures.append(Picture(name, plots.png(figure), f"{task}, {mode}{place}: {caption}."))
+            shown = without_folders(task)
+            name = _file_name(f"{mode.removeprefix('question-')}-{shown}-{kind}", taken)
+            told = f"{shown}, {mode}{place}: {caption}."
+            pictures.append(Picture(name, plots.png(figure), plots.svg(figure, name), told))
     return TaskPart(task, scores, summaries.turns(cases), losses, tuple(pictures))
 
 

@@ -1,7 +1,7 @@
 """The page: one HTML file with its figures inside, no script, nothing fetched."""
 
-import base64
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -29,8 +29,9 @@ COLUMNS: Final = {
     "where they are not none, original and plain. “Full cache” evicts nothing: what the others are held against.",
     "budget": "As it was asked for: tokens that a layer keeps (64), or the text's tokens divided (4x), or all.",
     "slots": "Tokens that a layer held when the question was answered, on average.",
-    "bytes": "Bytes allocated, in percent of those that the keys and values of the whole text take.",
-    "texts": "Independent texts. TurnRows on one text are not independent: they count as one, with their mean.",
+    "bytes": "Bytes allocated, in percent of those that the keys and values of the whole text take; the full cache "
+    "counts as 100, whatever room it keeps free.",
+    "texts": "Independent texts. Turns on one text are not independent: they count as one, with their mean.",
     "score": "Mean score in percent; 100: everything that was asked for is in the answer.",
     "95 %": "Wilson's interval for that mean, by the number of texts. Where scores lie between 0 and 1 it is wider "
     "than it need be, not narrower, because right-or-wrong scores vary most. It is about one row: rows were asked the "
@@ -45,10 +46,11 @@ COLUMNS: Final = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: its file's name, the file, and what it shows."""
+    """A figure: its file's name, the file, the same as an element of the page, and what it shows."""
 
     name: str
     png: bytes
+    svg: str
     caption: str
 
 
@@ -72,15 +74,26 @@ class ModePart:
     tasks: tuple[TaskPart, ...]
 
 
-def page(results: LoadedResults, modes: Sequence[ModePart], files: Sequence[str], folder: str) -> str:
-    """The whole HTML text. `files` are the results' names and `folder` is where the figures lie too, as shown."""
-    model = escape(results.headers[0].model)
+@dataclass(frozen=True)
+class Row:
+    """A row of a table: whether it is what others are compared with, and what is told when somebody points at it."""
+
+    cells: Sequence[str]
+    is_full: bool = False
+    told: str = ""
+
+
+def page(results: LoadedResults, told: str, modes: Sequence[ModePart], files: Sequence[str], folder: str) -> str:
+    """The whole HTML text. `told` is the verdict, `files` are the results' names, `folder` is where figures lie."""
+    model = escape(results.headers[0].name)
     return "\n".join(
         [
             '<!DOCTYPE html>\n<html lang="en">\n<head>\n<meta charset="utf-8">',
-            '<meta name="viewport" content="width=device-width, initial-scale=1">',
+            '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
+            '<meta name="color-scheme" content="light dark">',
             f"<title>{model}: windlass report</title>\n<style>\n{CSS}</style>\n</head>\n<body>\n<header>",
             f"<h1>{model}</h1>\n<p>How much of the model is left, per byte of cache.</p>",
+            f'<p class="verdict">{escape(told)}</p>' if told else "",
             _facts(results, files),
             *(f'<p class="note">Note: {escape(note)}</p>' for note in results.notes),
             _contents(modes),
@@ -131,8 +144,10 @@ def _definitions(items: Iterable[tuple[str, str]]) -> str:
 def _contents(modes: Sequence[ModePart]) -> str:
     lines = []
     for mode in modes:
-        links = ", ".join(f'<a href="#{_anchor(mode, task)}">{escape(task.task)}</a>' for task in mode.tasks)
-        lines.append(f"<p>{MODES[mode.is_aware][0]}: {links or 'no cases'}.</p>")
+        links = ", ".join(
+            f'<a href="#{_anchor(mode, task)}">{escape(without_folders(task.task))}</a>' for task in mode.tasks
+        )
+        lines.append(f"<p>{MODES[mode.is_aware][0]}: {links}.</p>")
     return "<nav>\n" + "\n".join(lines) + '\n<p><a href="#columns">What the columns mean</a>.</p>\n</nav>'
 
 
@@ -143,12 +158,10 @@ def _anchor(mode: ModePart, task: TaskPart) -> str:
 def _mode(mode: ModePart) -> str:
     name, told = MODES[mode.is_aware]
     parts = [f"<section>\n<h2>{name}</h2>\n<p>{told}</p>"]
-    if not mode.tasks:
-        parts.append("<p>These results have no such cases.</p>")
     parts.append(_overview(mode))
     for task in mode.tasks:
-        parts.append(f'<section id="{_anchor(mode, task)}">\n<h3>{escape(task.task)}</h3>')
-        parts += [_figure(picture) for picture in task.pictures]
+        parts.append(f'<section id="{_anchor(mode, task)}">\n<h3>{escape(without_folders(task.task))}</h3>')
+        parts += [_figures(task.pictures)] if task.pictures else []
         parts += [_score_table(task.scores)] if task.scores else []
         parts += [_turn_table(task.turns)] if task.turns else []
         parts += [_loss_table(task.losses)] if task.losses else []
@@ -156,11 +169,18 @@ def _mode(mode: ModePart) -> str:
     return "\n".join([*(part for part in parts if part), "</section>"])
 
 
-def _figure(picture: Picture) -> str:
-    data = base64.b64encode(picture.png).decode("ascii")
-    caption = escape(picture.caption)
-    source = f"data:image/png;base64,{data}"
-    return f'<figure>\n<img src="{source}" alt="{caption}">\n<figcaption>{caption}</figcaption>\n</figure>'
+def without_folders(label: str) -> str:
+    """A task's label without the folders of a file in it: `"perplexity(text.txt)"`, `"task.py:Mine"`."""
+    return re.sub(r"^(\w+\()?[^()]*/(?=[^/()]+(?:\)|\.py:\w+)$)", lambda found: found[1] or "", label)
+
+
+def _figures(pictures: Sequence[Picture]) -> str:
+    """Beside each other where there is room."""
+    shown = [
+        f"<figure>\n{picture.svg}\n<figcaption>{escape(picture.caption)}</figcaption>\n</figure>"
+        for picture in pictures
+    ]
+    return "\n".join(['<div class="plots">', *shown, "</div>"])
 
 
 def _overview(mode: ModePart) -> str:
@@ -173,8 +193,9 @@ def _overview(mode: ModePart) -> str:
     for label, asked in mode.settings:
         values = [of_task.get((label, asked)) for of_task in means]
         if any(value is not None for value in values):
-            rows.append((label == FULL, [label, asked, *(NONE if each is None else _percent(each) for each in values)]))
-    heads = ["policy", "budget", *(task.task for task in scored)]
+            cells = [label, asked, *(NONE if each is None else _percent(each) for each in values)]
+            rows.append(Row(cells, label == FULL))
+    heads = ["policy", "budget", *(without_folders(task.task) for task in scored)]
     told = (
         "Mean scores in percent, each length of a task weighing the same; "
         f"{NONE}: not run, or not on all of the task's lengths."
@@ -188,9 +209,10 @@ def _score_table(blocks: Sequence[Block]) -> str:
     for block in blocks:
         full = next((row.value for row in block.rows if row.is_full), 0.0)
         rows = [
-            (
-                row.is_full,
+            Row(
                 [*_shared(row), _percent(row.value), _interval(row), _percent(row.value / full) if full else NONE],
+                row.is_full,
+                row.told,
             )
             for row in block.rows
         ]
@@ -203,13 +225,13 @@ def _turn_table(turns: Sequence[TurnRows]) -> str:
     bodies = []
     for length in dict.fromkeys(each.length for each in turns):
         rows = [
-            (
-                each.label == FULL,
+            Row(
                 [
                     each.label,
                     each.asked,
                     *(NONE if row is None else f"{_percent(row.value)} ({_interval(row)})" for row in each.rows),
                 ],
+                each.label == FULL,
             )
             for each in turns
             if each.length == length
@@ -228,7 +250,7 @@ def _loss_table(blocks: Sequence[Block]) -> str:
             error = NONE if row.high is None else f"{row.high - row.value:.4f}"
             over = NONE if full is None else f"{row.value - full:+.4f}".replace("-", "\N{MINUS SIGN}")
             numbers = [f"{row.value:.4f}", error, over, _perplexity(row.value), _divergence(row)]
-            rows.append((row.is_full, [*_shared(row), *numbers]))
+            rows.append(Row([*_shared(row), *numbers], row.is_full, row.told))
         bodies.append((f"{block.length:,} tokens", rows))
     return _table("Negative log-likelihood, lower is better.", heads, bodies)
 
@@ -256,19 +278,20 @@ def _divergence(row: SettingRow) -> str:
     return f"{row.kl:.4f}" + (f" ({row.kl_count} of {row.count})" if row.kl_count < row.count else "")
 
 
-def _table(told: str, heads: Sequence[str], bodies: Sequence[tuple[str, Sequence[tuple[bool, Sequence[str]]]]]) -> str:
-    """A table; each body has a name, and rows that say whether they are the reference. Escapes every text."""
+def _table(told: str, heads: Sequence[str], bodies: Sequence[tuple[str, Sequence[Row]]]) -> str:
+    """A table; each body has a name. Escapes every text."""
     lines = [f'<div class="wide">\n<table>\n<caption>{escape(told)}</caption>', f"<thead>{_cells('th', heads)}</thead>"]
     for name, rows in bodies:
         lines.append("<tbody>")
         if name:
             lines.append(f'<tr class="group"><th colspan="{len(heads)}" scope="rowgroup">{escape(name)}</th></tr>')
-        lines += [_cells("td", cells, "full" if is_full else "") for is_full, cells in rows]
+        lines += [_cells("td", row.cells, "full" if row.is_full else "", row.told) for row in rows]
         lines.append("</tbody>")
     return "\n".join([*lines, "</table>\n</div>"])
 
 
-def _cells(tag: str, texts: Sequence[str], kind: str = "") -> str:
+def _cells(tag: str, texts: Sequence[str], kind: str = "", told: str = "") -> str:
     # A policy with many numbers may go on in a second line where they begin.
     cells = "".join(f"<{tag}>{escape(text).replace('(', '(<wbr>')}</{tag}>" for text in texts)
-    return f'<tr class="{kind}">{cells}</tr>' if kind else f"<tr>{cells}</tr>"
+    attributes = (f' class="{kind}"' if kind else "") + (f' title="{escape(told)}"' if told else "")
+    return f"<tr{attributes}>{cells}</tr>"

@@ -6,6 +6,7 @@ The first line is a header, then comes one case a line. A header may come again 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
 
 from windlass.core.errors import UsageError
@@ -35,7 +36,7 @@ def read_results(files: Sequence[Path]) -> LoadedResults:
     for file in files:
         lines, is_cut = _lines(file)
         if is_cut:
-            notes.append(f"{file}: the last line is cut in half, as of a run that was stopped; it is left out.")
+            notes.append(f"{file.name}: the last line is cut in half, as of a run that was stopped; it is left out.")
         header = Header.from_json(lines[0])
         headers.setdefault(header, file)
         for line in lines[1:]:
@@ -88,10 +89,10 @@ def _not_results(file: Path) -> UsageError:
 
 
 def _check_one_model(headers: dict[Header, Path]) -> None:
-    models = {header.run_model: file for header, file in headers.items()}
-    if len(models) > 1:
-        (one, here), (other, there), *_ = models.items()
-        raise UsageError(
-            f"these are results of two models, {one} ({here}) and {other} ({there}), which no table should mix; "
-            "make a report of each"
-        )
+    for (first, here), (other, there) in combinations(headers.items(), 2):
+        if first.difference(other) is not None:
+            weights = "; their weights differ" if first.run_model == other.run_model else ""
+            raise UsageError(
+                f"these are results of two models, {first.run_model} ({here}) and {other.run_model} ({there}), which "
+                f"no table should mix{weights}; make a report of each"
+            )

@@ -9,7 +9,8 @@ from typing import Final, TypeVar
 from windlass.evals.case import FULL, Case
 
 CONFIDENCE: Final = 0.95
-BINS: Final = 10  # of depths, where samples lie anywhere in the text
+BINS: Final = (10, 5, 4, 3, 2, 1)  # of depths, where samples lie anywhere in the text
+MOST_BINS: Final = 10
 Key = TypeVar("Key")
 
 
@@ -32,6 +33,16 @@ class SettingRow:
     high: float | None
     kl: float | None = None
     kl_count: int = 0
+
+    @property
+    def told(self) -> str:
+        """All of it, for whoever points at it."""
+        numbers = f"{self.value:.4f}"
+        if self.low is not None and self.high is not None:
+            numbers += f", from {self.low:.4f} to {self.high:.4f}"
+        texts = f"{self.count:,} text{'' if self.count == 1 else 's'}"
+        held = f"{100 * self.share:.2f} % of the bytes, {self.slots:,.1f} slots"
+        return f"{self.label} at {self.asked}: {numbers}; {texts}; {held}"
 
     @property
     def is_full(self) -> bool:
@@ -119,18 +130,20 @@ def turns(cases: Sequence[Case]) -> tuple[TurnRows, ...]:
 def depth_maps(cases: Sequence[Case]) -> DepthMaps | None:
     """Scores by depth and length; None where no case has a depth.
 
-    Depths are taken as they are when they are few, else in ten equal parts of the text.
+    Depths are taken as they are when they are few and round, else in up to ten equal parts of the text: as many as
+    have a case each, wherever any were run.
     """
     deep = [case for case in cases if case.score is not None and case.depth is not None]
     if not deep:
         return None
     depths = sorted({_depth(case) for case in deep})
-    if len(depths) <= BINS + 1:
-        names = [f"{depth:.0%}" if round(depth, 2) == depth else f"{depth:.1%}" for depth in depths]
+    if len(depths) <= MOST_BINS + 1 and all(round(depth, 2) == depth for depth in depths):
+        names = [f"{depth:.0%}" for depth in depths]
         places = {depth: index for index, depth in enumerate(depths)}
     else:
-        names = [f"{part * 100 // BINS} to {(part + 1) * 100 // BINS}%" for part in range(BINS)]
-        places = {depth: min(int(depth * BINS), BINS - 1) for depth in depths}
+        bins = next(count for count in BINS if _is_filled(deep, count))
+        names = [f"{part * 100 // bins} to {(part + 1) * 100 // bins}%" for part in range(bins)]
+        places = {depth: _bin(depth, bins) for depth in depths}
     lengths = sorted({case.length for case in deep})
     of_setting = _grouped(deep, _setting)
     maps = []
@@ -176,7 +189,7 @@ def _blocks(
 
 
 def _score_row(cases: Sequence[Case]) -> SettingRow:
-    texts = _grouped(cases, _text)
+    texts = _grouped(cases, text_of)
     mean = fmean(_mean_score(of_text) for of_text in texts.values())
     return _row(cases, len(texts), mean, *wilson(mean, len(texts)))
 
@@ -194,6 +207,8 @@ def _loss_row(cases: Sequence[Case]) -> SettingRow:
 
 def _row(cases: Sequence[Case], count: int, value: float, low: float | None, high: float | None) -> SettingRow:
     slots, share = fmean(case.slots_held for case in cases), fmean(case.share for case in cases)
+    # The room that a full cache keeps free is not what others are measured by.
+    share = 1.0 if cases[0].label == FULL else share
     return SettingRow(*_setting(cases[0]), count, slots, share, value, low, high)
 
 
@@ -205,7 +220,7 @@ def _setting(case: Case) -> tuple[str, str]:
     return case.label, case.asked
 
 
-def _text(case: Case) -> tuple[object, ...]:
+def text_of(case: Case) -> tuple[object, ...]:
     """What cases on one text share: every turn asks for a needle at a depth of its own."""
     return case.seed, case.length, case.sample, case.depth if case.turn is None else None
 
@@ -213,6 +228,16 @@ def _text(case: Case) -> tuple[object, ...]:
 def _depth(case: Case) -> float:
     assert case.depth is not None
     return case.depth
+
+
+def _bin(depth: float, bins: int) -> int:
+    return min(int(depth * bins), bins - 1)
+
+
+def _is_filled(cases: Sequence[Case], bins: int) -> bool:
+    """Whether every setting has a case in each of so many parts, at every length that it was run at."""
+    groups = _grouped(cases, lambda case: (*_setting(case), case.length))
+    return all(len({_bin(_depth(case), bins) for case in each}) == bins for each in groups.values())
 
 
 def _budget_order(cases: Sequence[Case]) -> dict[str, float]:

@@ -8,7 +8,7 @@ from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError
 from windlass.core.shapes import TokenIds, TokenMask
 from windlass.hf.kv_cache import KVCache
-from windlass.positions.modes import Original, PositionMode, position_mode
+from windlass.positions.modes import Auto, Original, PositionMode, position_mode
 
 HINT = "use a KVCache, which stores keys un-rotated"
 
@@ -20,7 +20,9 @@ class RotatedStorage(KVCache):
     keys at every read. A stored key can be read at its own position only; whatever would move
     it is refused, and so is padding. Policies that look at keys are given rotated ones.
 
-    Raises: UsageError for positions other than "original"; for a policy that keeps statistics of queries, which
+    "auto" is "original" here, however long the text.
+
+    Raises: UsageError for other positions; for a policy that keeps statistics of queries, which
     it would be shown rotated; for a model that rotates neighbouring channels: then keys of transformers' and ours
     are laid out differently.
     """
@@ -28,7 +30,7 @@ class RotatedStorage(KVCache):
     is_rotated = True
 
     def reset(self) -> None:
-        _check_mode(self.positions)
+        self.positions = self.options.positions
         policy = self.options.policy
         if policy.needs.statistics:
             raise UsageError(
@@ -85,6 +87,8 @@ class RotatedStorage(KVCache):
 
 
 def _check_mode(mode: PositionMode) -> PositionMode:
+    if isinstance(mode, Auto):
+        return Original()
     if not isinstance(mode, Original):
         raise UsageError(f'rotated storage reads at positions="original" only, got "{mode}"; {HINT}')
     return mode

@@ -2,7 +2,6 @@
 
 import itertools
 import statistics
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -10,58 +9,21 @@ import torch
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
-from windlass.core.spec import int_parser, parse_list
-from windlass.core.step import MAX_NUMBER
-from windlass.evals.grid import ALL, Budget, axes_of
+from windlass.evals.budgets import ALL, Budget
+from windlass.evals.grid import axes_of
+from windlass.evals.speed.workloads import BenchLists, Workload, setups_of, workloads_of
+from windlass.policies import Recent
 from windlass.positions.modes import Original
 
-STORAGES: Final = ("unrotated", "rotated")
-GRAPHS: Final = ("off", "on")
+USUAL: Final[dict[str, Any]] = {"policy": Recent(), "positions": Original()}  # named in rows, so never "auto"
 AXES: Final = ("budget", "policy", "positions", "store", "storage", "threads", "graph")
-MOST_THREADS: Final = 1024
-MOST_ROWS: Final = 65536
-
-
-@dataclass(frozen=True)
-class BenchLists:
-    """What was typed; values are separated by commas. `threads` None: as torch has it; `graph` None: off.
-
-    `options` holds lists of values of the cache's options by their name; one without a list is the default.
-    """
-
-    prompt_tokens: str = "512"
-    decode_tokens: str = "128"
-    depth: str = "0"
-    options: Mapping[str, str] = field(default_factory=dict)
-    storage: str = "unrotated"
-    threads: str | None = None
-    batch: str = "1"
-    graph: str | None = None
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A prompt of `tokens` read, or `tokens` written one by one, where a text of `depth` tokens came before.
-
-    `batch` such texts at once.
-    """
-
-    is_prompt: bool
-    tokens: int
-    depth: int
-    batch: int = 1
-
-    def __str__(self) -> str:
-        rows = f" b{self.batch}" if self.batch > 1 else ""
-        at = f" @ d{self.depth}" if self.depth else ""
-        return f"{'pp' if self.is_prompt else 'tg'}{self.tokens}{rows}{at}"
 
 
 @dataclass(frozen=True)
 class BenchSetup:
     """With what a row is run; `options` are those of its cache, but for the batch."""
 
-    options: CacheOptions = field(default_factory=CacheOptions)
+    options: CacheOptions = field(default_factory=lambda: CacheOptions(**USUAL))
     storage: str = "unrotated"
     threads: int = 1
     graph: str = "off"
@@ -122,13 +84,7 @@ def rows_of(lists: BenchLists, chunk: int) -> list[BenchRow]:
     Raises: WindlassError for what cannot be honoured.
     """
     cache_axes = axes_of(lists.options)
-    setup_axes: dict[str, list[Any]] = {
-        "storage": parse_list("--storage", lists.storage, _storage),
-        "threads": [torch.get_num_threads()],
-        "graph": parse_list("--graph", lists.graph or "off", _graph),
-    }
-    if lists.threads is not None:
-        setup_axes["threads"] = parse_list("--threads", lists.threads, int_parser("--threads", 1, MOST_THREADS))
+    setup_axes: dict[str, list[Any]] = {"threads": [torch.get_num_threads()]} | setups_of(lists)
     axes = {axis: values for axis in AXES if (values := (cache_axes | setup_axes).get(axis))}
     setups = []
     for places in itertools.product(*(range(len(values)) for values in axes.values())):
@@ -136,32 +92,14 @@ def rows_of(lists: BenchLists, chunk: int) -> list[BenchRow]:
         rest = {axis: chosen.pop(axis) for axis in setup_axes}
         if "budget" in chosen:
             chosen["budget"] = _slots(chosen["budget"])
-        setup = BenchSetup(CacheOptions(chunk=chunk, **chosen), **rest)
+        setup = BenchSetup(CacheOptions(chunk=chunk, **USUAL | chosen), **rest)
         _check(setup)
         setups.append((setup, dict(zip(axes, places, strict=True))))
     return [
         BenchRow(workload, setup, {"task": index, **dict.fromkeys(AXES, 0), **places})
-        for index, workload in enumerate(_workloads(lists))
+        for index, workload in enumerate(workloads_of(lists))
         for setup, places in setups
     ]
-
-
-def _workloads(lists: BenchLists) -> list[Workload]:
-    kinds = ((True, "-p", lists.prompt_tokens), (False, "-n", lists.decode_tokens))
-    counts = [(kind, parse_list(option, typed, int_parser(option, 0, MAX_NUMBER))) for kind, option, typed in kinds]
-    depths = parse_list("-d", lists.depth, int_parser("-d", 0, MAX_NUMBER))
-    batches = parse_list("--batch", lists.batch, int_parser("--batch", 1, MOST_ROWS))
-    workloads = [
-        Workload(kind, tokens, depth, batch)
-        for depth in depths
-        for batch in batches
-        for kind, each in counts
-        for tokens in each
-        if tokens
-    ]
-    if not workloads:
-        raise UsageError("-p 0 and -n 0 leave nothing to measure; give one of them a number of tokens")
-    return workloads
 
 
 def _check(setup: BenchSetup) -> None:
@@ -176,15 +114,3 @@ def _slots(budget: Budget) -> int | None:
     if budget.divisor is not None:
         raise UsageError(f"--budget {budget.asked!r} is a part of a text; a benchmark takes a number of tokens, or all")
     return budget.slots
-
-
-def _storage(part: str) -> str:
-    if part not in STORAGES:
-        raise UsageError(f"--storage {part!r} is not one of: {', '.join(STORAGES)}")
-    return part
-
-
-def _graph(part: str) -> str:
-    if part not in GRAPHS:
-        raise UsageError(f"--graph {part!r} is not one of: {', '.join(GRAPHS)}")
-    return part

@@ -12,16 +12,18 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from windlass.cache.describe import in_units
 from windlass.core.errors import UsageError
+from windlass.core.units import in_units
 from windlass.engine.graph import graph_for
 from windlass.evals.speed.depth import LayerShape, layer_shapes
-from windlass.evals.speed.rows import BenchLists, BenchRow, rows_of
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.speed.rows import BenchRow, rows_of
+from windlass.evals.speed.shapes import SHAPES, random_model, shape_of
 from windlass.evals.speed.table import Conditions
 from windlass.evals.speed.timer import Clock, Timer
+from windlass.evals.speed.workloads import BenchLists, check_subject
 from windlass.hf.attach import attach
-from windlass.hf.load import DTYPES, device_of, load
+from windlass.hf.load import device_of, dtype_of, load
+from windlass.hf.model_name import shown_name
 
 Progress = Callable[[str, int, int], None]  # what is run next, how many runs are done, and of how many
 
@@ -47,8 +49,7 @@ class Benchmark:
     """
 
     def __init__(self, request: BenchRequest) -> None:
-        if (request.model is None) == (request.shape is None):
-            raise UsageError("give either a model or --shape with one of its names")
+        check_subject(request.model, request.shape, request.layers, SHAPES)
         self.rows = rows_of(_with_graph(request), request.chunk)
         model, self.conditions, shapes = _opened(request, self.rows)
         self._timers = [Timer(model, shapes, row) for row in self.rows]
@@ -89,34 +90,31 @@ def check_memory(weights: int, caches: int, free: int | None) -> None:
 
 def _with_graph(request: BenchRequest) -> BenchLists:
     """The lists, with a graph by default where there can be one. Raises: UsageError where one is asked for in vain."""
-    has_graphs = graph_for(device_of(request.device)) is not None
+    device = device_of(request.device)
+    has_graphs = graph_for(device) is not None
     asked = request.lists.graph
     if asked is None:
         return replace(request.lists, graph="on" if has_graphs else "off")
     if "on" in asked and not has_graphs:
-        raise UsageError(f"--graph {asked}: on a {request.device} steps run as they come; use --device cuda, or off")
+        raise UsageError(f"--graph {asked}: on a {device.type} steps run as they come; use --device cuda, or off")
     return request.lists
 
 
 def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrainedModel, Conditions, list[LayerShape]]:
     """The attached model, what to say of it, and what its layers hold."""
-    if request.dtype not in DTYPES:
-        raise UsageError(f"dtype {request.dtype!r} is unknown; use one of: {', '.join(DTYPES)}")
+    asked = dtype_of(request.dtype)
     device = device_of(request.device)
     if device.type != "cpu" and request.lists.threads is not None:
-        raise UsageError(f"--threads are those of a CPU; leave it out, or use --device cpu instead of {request.device}")
+        raise UsageError(f"--threads are those of a CPU; leave it out, or use --device cpu instead of {device}")
     if request.shape is not None:
         shape, label = shape_of(request.shape, request.layers)
-        asked = DTYPES[request.dtype]
         dtype = asked if isinstance(asked, torch.dtype) else torch.bfloat16
         layers = [LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, dtype)] * shape.layers
         check_memory(shape.parameters * dtype.itemsize, cache_bytes(layers, rows), free_bytes(device))
         model = attach(random_model(shape, dtype, device))
     else:
-        if request.layers is not None:
-            raise UsageError("--layers goes with --shape; a model has the layers that it has")
-        label = str(request.model)
-        model = load(label, request.dtype, request.device)[0]
+        model = load(str(request.model), request.dtype, request.device)[0]
+        label = shown_name(str(request.model))
     shapes = layer_shapes(model)
     if request.shape is None:
         check_memory(0, cache_bytes(shapes, rows), free_bytes(device))

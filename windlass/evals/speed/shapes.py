@@ -7,7 +7,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from windlass.core.errors import UsageError
+from windlass.evals.speed.workloads import check_subject
 
 CPU = torch.device("cpu")
 BLOCK = 1_000_003  # random numbers that are drawn; a prime, so that no two rows of a matrix are alike
@@ -63,8 +63,7 @@ def shape_of(name: str, layers: int | None) -> tuple[Shape, str]:
 
     Raises: UsageError for an unknown name.
     """
-    if name not in SHAPES:
-        raise UsageError(f"--shape {name!r} is unknown; use one of: {', '.join(SHAPES)}")
+    check_subject(None, name, layers, SHAPES)
     shape = SHAPES[name]
     if layers is None or layers == shape.layers:
         return shape, name

@@ -8,12 +8,12 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from windlass.cache.describe import in_units
+from windlass.core.units import in_units
 from windlass.evals.report.markdown import padded
 from windlass.evals.speed.rows import AXES, BenchRow, BenchSetup
 from windlass.kernels import cpu
 
-NUMBERS = ("size", "params", "threads", "t/s", "GB/s", "ratio", "rounds")  # columns that align at the right
+NUMBERS = ("size", "params", "threads", "t/s", "±", "GB/s", "ratio", "rounds")  # columns that align at the right
 
 
 def _now() -> str:
@@ -73,6 +73,36 @@ def table(rows: Sequence[BenchRow], conditions: Conditions) -> str:
             | {"GB/s": "-" if bandwidth is None else f"{bandwidth:.2f}"}
         )
     return padded(lines, NUMBERS)
+
+
+def in_common(rows: Sequence[BenchRow], conditions: Conditions) -> str:
+    """What all rows share: the model, where it ran, and settings that are not the default."""
+    usual, first = BenchSetup().texts, rows[0].setup.texts
+    same = [axis for axis in AXES if axis != "threads" and axis not in _varied(rows)]
+    threads = "" if "threads" in _varied(rows) else f", {first['threads']} thread{'s' * (first['threads'] != '1')}"
+    settings = [f"chunk {conditions.chunk}"] if conditions.chunk != 512 else []
+    settings += [f"{axis} {first[axis]}" for axis in same if first[axis] != usual[axis]]
+    return (
+        f"{conditions.model}, {in_units(conditions.size_bytes)}, {_in_millions(conditions.parameters)} parameters, "
+        f"{conditions.dtype}; {conditions.gpu or conditions.backend + threads}"
+        + "".join(f"; {each}" for each in settings)
+    )
+
+
+def varied(rows: Sequence[BenchRow]) -> list[dict[str, str]]:
+    """Per row the test, the settings in which rows differ, and what was measured."""
+    axes = _varied(rows)
+    return [
+        {"test": str(row.workload)}
+        | {axis: row.setup.texts[axis] for axis in axes}
+        | {"t/s": f"{row.tokens_per_s:.2f}", "±": f"{row.half_range:.2f}"}
+        | {"GB/s": "-" if row.gb_per_s is None else f"{row.gb_per_s:.2f}"}
+        for row in rows
+    ]
+
+
+def _varied(rows: Sequence[BenchRow]) -> list[str]:
+    return [axis for axis in AXES if len({row.setup.texts[axis] for row in rows}) > 1]
 
 
 def footnote(rows: Sequence[BenchRow], conditions: Conditions) -> str:

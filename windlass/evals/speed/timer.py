@@ -13,7 +13,8 @@ from windlass.core.errors import UsageError
 from windlass.engine.decode import Decoder
 from windlass.engine.generate import prefill
 from windlass.engine.graph import graph_for, wait_for
-from windlass.engine.sampling import Sampler, Sampling
+from windlass.engine.sampler import Sampler
+from windlass.engine.sampling import Sampling
 from windlass.evals.speed.depth import LayerShape, fill
 from windlass.evals.speed.rotated import RotatedStorage
 from windlass.evals.speed.rows import BenchRow
