@@ -6,13 +6,12 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers import cli
 from tests.helpers.cli import LAST_LINE, PROMPT, Ran, assert_refused, generate
 from tests.helpers.models import MODEL
-from windlass.cli.chat import Conversation
 from windlass.policies import NAMES, WRAPPERS, KeyDiff
 
 run, model, tokenizer, in_library = cli.run, cli.model, cli.tokenizer, cli.in_library  # fixtures
@@ -140,55 +139,3 @@ def test_policies_lists_every_policy(run: Callable[..., Ran]):
         assert doc.startswith(entry["keeps"])
         assert f"Source: {entry['source']} Differs:" in doc
         assert entry["source"]
-
-
-def test_chat_goes_on_in_one_cache(
-    run: Callable[..., Ran], in_library: Callable[..., windlass.Result], model: PreTrainedModel
-):
-    cache = windlass.KVCache(model, 24)
-    first = in_library(PROMPT, cache).text
-    second = in_library("\nThen he", cache).text
-    state = cache.describe()
-    fresh = in_library("Then he", windlass.KVCache(model, 24)).text
-    lines = [PROMPT, "", "Then he", "/describe", "/what", "/reset", "Then he", "/quit", "unread"]
-    options = ("--budget", "24", "--dtype", "float32", "--max-tokens", "12")
-    ran = run("chat", MODEL, *options, stdin="\n".join(lines).encode())
-    assert (ran.code, ran.out) == (0, f"{first}\n{second}\n{state}\n{fresh}\n")
-    assert ran.err.count("held") == 3
-    assert "/what is no command; /reset" in ran.err
-
-
-def test_chat_at_a_bad_line_keeps_what_was_said(run: Callable[..., Ran], in_library: Callable[..., windlass.Result]):
-    ran = run("chat", MODEL, "--dtype", "float32", "--max-tokens", "12", stdin=PROMPT.encode() + b"\n\xff\n")
-    assert (ran.code, ran.out) == (2, in_library().text + "\n")
-    assert ran.err.endswith("windlass: error: a line on stdin is not UTF-8 text; convert it first\n")
-
-
-TEMPLATE = (
-    "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content | trim }}<|eos|>\n{% endfor %}"
-    "{% if add_generation_prompt %}[assistant]{% endif %}"
-)
-
-
-@pytest.mark.parametrize("is_stopped", [True, False])
-def test_turns_add_up_to_the_template(is_stopped: bool):
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.chat_template = TEMPLATE
-    turns, held, messages = Conversation(tokenizer), tokenizer.bos_token, []
-    for line, reply in (("Hello?", "Yes, here."), ("And now?", "Still\nhere."), ("Bye", "")):
-        held += turns.missing(line)
-        messages.append({"role": "user", "content": line})
-        assert held == tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        # A reply that stops by itself has its last token in the cache already.
-        held += reply + (tokenizer.eos_token if is_stopped else "")
-        turns.replied(tokenizer.eos_token if is_stopped else "")
-        messages.append({"role": "assistant", "content": reply})
-
-
-def test_a_template_that_drops_replies_is_refused():
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    tokenizer.chat_template = "{{ messages[-1].content }}"
-    turns = Conversation(tokenizer)
-    turns.missing("a")
-    with pytest.raises(windlass.UsageError, match="leaves earlier replies out"):
-        turns.missing("b")

@@ -97,6 +97,7 @@ def test_a_pipe_gets_plain_text_and_a_terminal_the_bar(in_library: Callable[...,
 
 def test_ctrl_c_ends_cleanly():
     command = [*START, "generate", MODEL, PROMPT, "--max-tokens", "100000", "--budget", "64", "--threads", "1"]
+    command += ["--dtype", "float32", "--policy", "recent", "--positions", "compact"]  # nothing is left to be noted
     with subprocess.Popen(
         command,
         env=environment(),

@@ -105,8 +105,8 @@ def test_rows_tell_what_the_library_does(
     caches = [
         (whole, windlass.KVCache(model, 256, windlass.KeyDiff(), chunk=128, positions="compact")),
         (whole, windlass.KVCache(model, 256, windlass.Recent(), chunk=128, positions="compact")),
-        (part, windlass.KVCache(model, chunk=128, positions="original")),
-        (part, windlass.KVCache(model, chunk=128, positions="self_extend(8, 64)")),
+        (part, windlass.KVCache(model, policy=windlass.Recent(), chunk=128, positions="original")),
+        (part, windlass.KVCache(model, policy=windlass.Recent(), chunk=128, positions="self_extend(8, 64)")),
     ]
     assert len(found["rows"]) == len(caches)
     for row, (read, cache) in zip(found["rows"], caches, strict=True):
@@ -117,7 +117,7 @@ def test_rows_tell_what_the_library_does(
         assert row["answer"] == answer
         assert row["is_found"] == (re.match(r"\d*", answer)[0] == key)  # type: ignore[index]  # any text matches
         assert row["tokens_read"] == len(ids)
-        assert row["bytes_held"] == cache.nbytes()
+        assert row["bytes_held"] == cache.bytes_held
         assert row["slots"] == min(cache.tokens_seen[0], cache.budget or cache.tokens_seen[0])
         assert row["tokens_per_s"] > 0
     # What the demo is there to show; every place and key gives the same for this text.
@@ -134,6 +134,21 @@ def test_the_table_is_plain_in_a_pipe(run: Callable[..., tuple[int, str, str]], 
     rows = [line for line in out.splitlines() if re.search(r"\b(yes|no)\b", line)]
     assert len(rows) == 4
     assert [" 128 " in row for row in rows] == [True, True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("answer", "shown"),
+    [
+        ("66048.,", "66048"),
+        ("5555555., and the", "5555555"),
+        ("vering the same, and the", "vering the same"),
+        ("half a\n word", "half a word…"),
+        (". The", ". The…"),
+        ("", "…"),
+    ],
+)
+def test_answers_end_where_they_stop(answer: str, shown: str):
+    assert demo.trimmed(answer) == shown
 
 
 def test_seeds_draw_key_and_depth(

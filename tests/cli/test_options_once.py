@@ -17,8 +17,9 @@ SPELLED_OUT = {
     ("cli/options.py", "CacheArguments"),
 }
 PARTS = {
+    ("core/limits.py", "LEAST"),  # the smallest value of each
     ("core/step.py", "Limits"),  # the five that a layer is told
-    ("testing/contract.py", "LIMITS"),
+    ("cache/contract.py", "LIMITS"),
     ("evals/case.py", "Case"),  # labels of a row, as a file of results holds them
     ("hf/prompt_cache_document.py", "parsed"),  # the type and range of each limit, as a prompt-cache file holds them
 }

@@ -14,14 +14,23 @@ import typer
 from typer import Option
 
 from windlass.cli import options as take
-from windlass.cli.options import expanded
-from windlass.core.errors import WindlassError
+from windlass.cli import text_commands
+from windlass.cli import text_options as text
+from windlass.cli.expand import Unset, expanded
+from windlass.cli.given import the_model
+from windlass.cli.group import Commands
+from windlass.cli.loading import loading
+from windlass.cli.tune_options import TuneArguments, TuneSize, TuneText
+from windlass.core.errors import UsageError, WindlassError
 
 INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
+
+
 app = typer.Typer(
+    cls=Commands,
     help="Reads and writes texts far longer than a model's memory, in a cache of fixed size.",
     no_args_is_help=True,
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
 )
 
@@ -67,6 +76,19 @@ def _failed(message: str) -> int:
     return 2
 
 
+@app.callback()
+def before_command(is_version: text.Version = False) -> None:
+    """What may stand before a command. The version is shown before this is called."""
+    assert not is_version
+
+
+@app.command("help")
+def show_help(command: text.Command = None) -> int:
+    """Show what a command takes, or which commands there are."""
+    arguments = ["--help"] if command is None else [command, "--help"]
+    return int(app(args=arguments, prog_name="windlass", standalone_mode=False) or 0)
+
+
 @app.command()
 def demo(
     depth: Annotated[
@@ -82,79 +104,30 @@ def demo(
         bool, Option("--numerals", help="Leave the text's own numerals in, which this model takes for pass keys.")
     ] = False,
     threads: take.Threads = None,
-    is_json: take.Json = False,
+    is_json: text.Json = False,
 ) -> int:
     """Hide a pass key in a novel, read all of it in 256 slots, and ask. No download."""
-    from windlass.cli import demo as run
+    from windlass.cli import checks
+
+    checks.check_policy(policy)
+    checks.check_limits({"budget": budget})
+    if text is not None:
+        checks.check_text(text, f"text file {text}")
+    with loading():
+        from windlass.cli import demo as run
 
     return run.demo(run.Options(depth, budget, policy, text, seed, threads, has_numerals), is_json)
 
 
-@app.command()
-@expanded
-def generate(
-    model: take.ModelName,
-    prompt: take.PromptArguments,
-    cache: take.CacheArguments,
-    *,
-    prompt_cache: take.PromptCache = None,
-    max_tokens: take.MaxTokens = 256,
-    sampling: take.SamplingArguments,
-    load: take.LoadOptions,
-    is_json: take.Json = False,
-) -> int:
-    """Write the text that follows a prompt."""
-    from windlass.cli import session, terminal
-    from windlass.engine.sampling import Sampling
-
-    how = Sampling(**vars(sampling))
-    given = terminal.read_prompt(prompt.prompt, prompt.file)
-    return session.generate(session.open_session(model, cache, load, prompt_cache), given, max_tokens, how, is_json)
-
-
-@app.command()
-@expanded
-def chat(
-    model: take.ModelName,
-    cache: take.CacheArguments,
-    *,
-    prompt_cache: take.PromptCache = None,
-    max_tokens: take.MaxTokens = 256,
-    sampling: take.SamplingArguments,
-    load: take.LoadOptions,
-) -> int:
-    """Talk to a model, many turns on one cache; /reset, /describe, /quit."""
-    from windlass.cli import chat as run
-    from windlass.cli import session
-    from windlass.engine.sampling import Sampling
-
-    how = Sampling(**vars(sampling))
-    return run.chat(session.open_session(model, cache, load, prompt_cache), max_tokens, how)
-
-
-@app.command("cache")
-@expanded
-def save_cache(
-    model: take.ModelName,
-    prompt_cache: take.PromptCacheOut,
-    prompt: take.PromptArguments,
-    cache: take.CacheArguments,
-    load: take.LoadOptions,
-    is_json: take.Json = False,
-) -> int:
-    """Read a prompt once, into a file that `generate` and `chat` go on from."""
-    from windlass.cli import session, terminal
-    from windlass.core.files import check_writable
-
-    check_writable(prompt_cache, "prompt cache")
-    given = terminal.read_prompt(prompt.prompt, prompt.file)
-    return session.save_cache(session.open_session(model, cache, load), given, prompt_cache, is_json)
+app.command()(text_commands.generate)
+app.command()(text_commands.chat)
+app.command("cache")(text_commands.cache)
 
 
 @app.command()
 @expanded
 def bench(
-    model: take.BenchModel = None,
+    model: text.ModelArgument = None,
     shape: take.Shape = None,
     layers: take.Layers = None,
     prompt_tokens: take.PromptTokens = "512",
@@ -169,28 +142,41 @@ def bench(
     chunk: take.Chunk = None,
     repetitions: take.Repetitions = 5,
     dtype: take.Dtype = "auto",
-    device: take.Device = "cpu",
+    device: take.Device = "auto",
     output: take.Output = None,
-    is_json: take.JsonLines = False,
+    table: text.TableFormat = "table",
+    is_json: text.JsonLines = False,
+    has_ratios: text.HasRatios = False,
+    is_quiet: text.IsQuiet = False,
 ) -> int:
     """Measure tokens per second, as llama-bench does; lists (a,b) make every combination, in turn in one run.
 
     Tokens, keys and values are random, for speed does not depend on them; there is no sampler.
     """
-    from windlass.cli import bench as show
-    from windlass.evals.speed.rows import BenchLists
-    from windlass.evals.speed.run import BenchRequest
+    from windlass.cli import checks, terminal
+    from windlass.evals.speed.workloads import BenchLists
 
     lists = BenchLists(prompt_tokens, decode_tokens, depth, vars(cache), storage, threads, batch, graph)
     tokens = 512 if chunk is None else chunk
+    if is_json and table not in ("table", "json"):
+        raise UsageError(f"--json and --format {table} exclude each other; give one of them")
+    checks.check_limits({"chunk": tokens})
+    checks.check_bench(model, shape, layers, lists, take.LoadOptions(dtype, device), output)
+    with loading():
+        from windlass.cli import bench as show
+        from windlass.evals.speed.run import BenchRequest
+
+    form = show.Form("json" if is_json else table, has_ratios)
     request = BenchRequest(model, shape, layers, lists, tokens, repetitions, dtype, device)
-    return show.bench(request, output, is_json)
+    with terminal.quiet(is_quiet):
+        return show.bench(request, output, form)
 
 
 @app.command("eval")
 @expanded
 def evaluate(
-    model: take.ModelName,
+    unset: Unset,
+    named: text.ModelArguments,
     output: take.ResultsOut,
     lists: take.EvalLists,
     *,
@@ -199,19 +185,54 @@ def evaluate(
     batch: take.EvalBatch = 1,
     seed: take.Seed = 0,
     load: take.LoadOptions,
+    is_quiet: text.IsQuiet = False,
 ) -> int:
     """Measure what a model still finds in texts that its cache has compressed; lists (a,b) make every combination.
 
     A run that was stopped goes on where it was when the command is given again.
     """
-    from windlass.cli import evaluation
-    from windlass.evals.grid import Lists
-    from windlass.evals.sweep import EvalOptions
+    model = the_model(named.name, named.model, "model" in unset)
+    from windlass.cli import checks, terminal
+
+    checks.check_eval(lists, output)
+    checks.check_model(model, load)
+    with loading():
+        from windlass.cli import evaluation
+        from windlass.evals.grid import Lists
+        from windlass.evals.sweep import EvalOptions
 
     typed = Lists(lists.tasks, lists.lengths, lists.of_cache)
-    return evaluation.evaluate(
-        EvalOptions(model, typed, samples, seed, is_aware, output, load.dtype, load.threads, load.device, batch)
-    )
+    with terminal.quiet(is_quiet):
+        return evaluation.evaluate(
+            EvalOptions(model, typed, samples, seed, is_aware, output, load.dtype, load.threads, load.device, batch)
+        )
+
+
+@app.command()
+@expanded
+def tune(
+    unset: Unset,
+    named: text.ModelArguments,
+    tuned_text: TuneText,
+    size: TuneSize,
+    asked: TuneArguments,
+    load: take.LoadOptions,
+) -> int:
+    """Find the policy, store and positions that serve a model and your texts best in so many bytes.
+
+    A run that was stopped goes on where it was when the command is given again.
+    """
+    model = the_model(named.name, named.model, "model" in unset)
+    from windlass.cli import checks
+    from windlass.core.spec import parse_bytes
+
+    parse_bytes("--bytes", size)
+    checks.check_text(tuned_text, f"text {tuned_text}")
+    checks.check_model(model, load)
+    with loading():
+        from windlass.cli import tune as run
+
+    return run.tune(run.options_of(model, tuned_text, size, asked, load))
 
 
 @app.command()
@@ -233,24 +254,32 @@ def report(results: take.Results, output: take.Page = Path("report.html")) -> in
 @app.command()
 @expanded
 def calibrate(
-    model: take.ModelName,
-    text: take.CalibrationText,
+    model: text.ModelName,
+    source: take.CalibrationText,
     output: take.PairsOut,
     *,
     tokens: take.CalibrationTokens = 20_000,
     seed: take.Seed = 0,
     load: take.LoadOptions,
+    is_quiet: text.IsQuiet = False,
 ) -> int:
     """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`."""
-    from windlass.cli import evaluation
+    from windlass.cli import checks, terminal
 
-    return evaluation.calibrate(
-        evaluation.CalibrationOptions(model, text, output, tokens, seed, load.dtype, load.threads, load.device)
-    )
+    checks.check_writable(output, "-o")
+    checks.check_text(source, f"text {source}")
+    checks.check_model(model, load)
+    with loading():
+        from windlass.cli import evaluation
+
+    with terminal.quiet(is_quiet):
+        return evaluation.calibrate(
+            evaluation.CalibrationOptions(model, source, output, tokens, seed, load.dtype, load.threads, load.device)
+        )
 
 
 @app.command()
-def policies(is_json: take.Json = False) -> int:
+def policies(is_json: text.Json = False) -> int:
     """List the policies: name, defaults, what is kept, and where it comes from."""
     from windlass.cli import catalogue
 

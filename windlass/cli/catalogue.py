@@ -1,35 +1,35 @@
-"""The policies as a list to read, out of their own docstrings."""
+"""The policies as a list to read, out of their own docstrings and without importing them."""
 
-import inspect
 import json
 
-from rich.console import Console
-from rich.text import Text
+from windlass.cli import declared
+from windlass.core.declared import DeclaredClass
 
-from windlass.policies import NAMES, WRAPPERS, KeyDiff, Policy
-
-
-def made_by_default() -> dict[str, Policy]:
-    """One of each policy by its name; what goes around another one, around `KeyDiff`."""
-    around = {name: kind(KeyDiff()) for name, kind in WRAPPERS.items()}
-    return {name: kind() for name, kind in NAMES.items()} | around
+AROUND = "KeyDiff()"  # what a policy that goes around another one is shown with
 
 
 def catalogue() -> list[dict[str, str]]:
     """Per policy: `name`, how it is `made` by default, what it `keeps`, and its `source`."""
     entries = []
-    for name, policy in made_by_default().items():
-        paragraphs = inspect.cleandoc(policy.__doc__ or "").split("\n\n")
+    for name, kind in declared.policies().items():
+        paragraphs = kind.doc.split("\n\n")
         notes = " ".join(paragraphs[-1].split())
         entries.append(
             {
                 "name": name,
-                "made": repr(policy),
+                "made": _made(kind),
                 "keeps": " ".join(paragraphs[0].split()),
                 "source": notes.partition("Source: ")[2].partition(" Differs:")[0],
             }
         )
     return entries
+
+
+def _made(kind: DeclaredClass) -> str:
+    """As a policy of this class prints itself."""
+    fields: dict[str, str | None] = {"policy": AROUND} if declared.is_wrapper(kind) else {}
+    fields |= kind.fields
+    return f"{kind.name}({', '.join(f'{name}={default}' for name, default in fields.items())})"
 
 
 def show(is_json: bool) -> int:
@@ -38,6 +38,9 @@ def show(is_json: bool) -> int:
     if is_json:
         print(json.dumps({"policies": entries}, ensure_ascii=False))
         return 0
+    from rich.console import Console
+    from rich.text import Text
+
     # A pipe gets whole lines, whatever the width of a terminal.
     console = Console(soft_wrap=True, highlight=False)
     for entry in entries:

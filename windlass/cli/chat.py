@@ -1,132 +1,156 @@
-"""A conversation on one cache: every turn feeds only what is new."""
+"""Chat: lines from a terminal or a pipe, each a message to the model or a command."""
 
+import shutil
 import sys
-from contextlib import suppress
+from datetime import datetime
+from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
-
-from windlass.cli.session import Session, write
-from windlass.cli.terminal import INTERRUPTED, Bar, note, say, speeds
-from windlass.core.errors import UsageError
-from windlass.engine import generate as engine
+from windlass.cli import chat_file, state
+from windlass.cli.chat_file import Origin
+from windlass.cli.commands import COMMANDS, HINT, Commands, Ended, command_of, message_of
+from windlass.cli.dialogue import Dialogue, cache_beside
+from windlass.cli.journal import Journal
+from windlass.cli.options import ChatArguments
+from windlass.cli.session import Session
+from windlass.cli.terminal import INTERRUPTED, note, say
+from windlass.core.errors import UsageError, WindlassError
+from windlass.engine.generate import Stream
 from windlass.engine.sampling import Sampling
-
-HELP = "/reset forgets everything, /describe shows the cache, /quit ends"
-REPLY = "\u2042reply\u2042"  # stands for a reply in a template; no text has it
+from windlass.hf.fingerprint import fingerprint
 
 
-class Conversation:
-    """Turns a user's lines into the text that the cache is still missing.
-
-    With a chat template, that is the template from the end of the last reply up to the start of the
-    next; without one, the line itself, begun on a new line.
-    """
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
-        self._has_template = bool(tokenizer.chat_template)
-        self.reset()
-
-    def reset(self) -> None:
-        """Begin a new conversation."""
-        self._lines: list[str] = []
-        self._ended_with: str = ""
-
-    def replied(self, ended_with: str) -> None:
-        """The reply to the last line is in the cache, and so is the text `ended_with` of its last token."""
-        self._ended_with = ended_with
-
-    def missing(self, line: str) -> str:
-        """The text to feed for `line`.
-
-        Raises: UsageError for a chat template that does not show earlier replies as they were.
-        """
-        earlier, self._lines = self._lines, [*self._lines, line]
-        if not self._has_template:
-            return f"\n{line}" if earlier else line
-        messages = [message for each in earlier for message in (_message("user", each), _message("assistant", REPLY))]
-        text = str(
-            self._tokenizer.apply_chat_template(
-                [*messages, _message("user", line)], tokenize=False, add_generation_prompt=True
-            )
-        )
-        if not earlier:
-            return self._without_start(text)
-        _, found, rest = text.rpartition(REPLY)
-        if not found:
-            raise UsageError("this model's chat template leaves earlier replies out; use `windlass generate`")
-        return rest.removeprefix(self._ended_with) if self._ended_with else rest
-
-    def _without_start(self, text: str) -> str:
-        """Without the first special token, where the tokenizer adds it by itself."""
-        start = self._tokenizer.bos_token
-        if start and self._tokenizer("")["input_ids"][:1] == [self._tokenizer.bos_token_id]:
-            return text.removeprefix(str(start))
-        return text
-
-
-def chat(session: Session, max_tokens: int, sampling: Sampling) -> int:
+def chat(
+    session: Session,
+    max_tokens: int,
+    sampling: Sampling,
+    arguments: ChatArguments,
+    stop: list[str] | None = None,
+    system: str | None = None,
+) -> int:
     """Answer lines from the terminal or a pipe until /quit or their end; returns the exit code.
 
-    At a terminal Ctrl-C ends a reply, and at an empty line the program; in a pipe it always does.
+    At a terminal Ctrl-C clears the line or ends a reply, and what cannot be done is told; in a pipe either ends the
+    chat. A pipe gets no editing, no colours and no journal.
     """
-    is_terminal = sys.stdin.isatty()
-    read = _ask if is_terminal else _next_line
-    conversation = Conversation(session.tokenizer)
-    if is_terminal:
-        note(HELP)
-    while True:
-        try:
-            line = read()
-        except KeyboardInterrupt:
-            say("\n")
-            return INTERRUPTED
-        if line is None or line.strip() == "/quit":
-            return 0
-        if line.startswith("/"):
-            _command(line.strip(), session, conversation)
-        elif line.strip():
-            code = _turn(session, conversation, line, max_tokens, sampling)
-            if code and not is_terminal:
-                return code
-
-
-def _turn(session: Session, conversation: Conversation, line: str, max_tokens: int, sampling: Sampling) -> int:
-    prompt = conversation.missing(line)
-    with Bar("reading") as bar:
-        stream = engine.stream(
-            session.model, session.tokenizer, prompt, session.cache, max_tokens, sampling, progress=bar
-        )
-        code = write(stream, is_shown=True)
-    result = stream.result
-    is_stopped = result.finish_reason == "stop"
-    conversation.replied(str(session.tokenizer.decode(result.tokens[-1:])) if is_stopped else "")
-    note(("interrupted; " if code else "") + speeds(result, bar))
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    folder = _folder() if is_terminal and arguments.has_history else None
+    source = Path(str(session.model.name_or_path))  # a folder, also one like `.`, or a name on the hub
+    origin = Origin((source.resolve() if source.exists() else source).name, fingerprint(session.model))
+    journal = Journal(None if folder is None else folder / "chats", origin)
+    dialogue = Dialogue(session, max_tokens, sampling, journal, system, show_reply if is_terminal else None, stop)
+    if arguments.conversation is not None:
+        saved = chat_file.read(arguments.conversation)
+        dialogue.check_own(saved, arguments.conversation)
+        note(dialogue.take(saved, session.cache))
+    if not dialogue.conversation.has_template:
+        note("windlass: note: this model has no chat template: it goes on with your text, it does not answer")
+    code = at_terminal(dialogue, folder) if is_terminal else _from_pipe(dialogue)
+    journal.close()
     return code
 
 
-def _command(command: str, session: Session, conversation: Conversation) -> None:
-    if command == "/reset":
-        session.cache.reset()
-        conversation.reset()
-        note("the cache is empty")
-    elif command == "/describe":
-        say(session.cache.describe() + "\n")
-    else:
-        note(f"{command} is no command; {HELP}")
+def cache_to_load(arguments: ChatArguments, prompt_cache: Path | None) -> Path | None:
+    """The prompt cache that a chat begins with: the one given, or that of the conversation.
+
+    Raises: UsageError for both, or a conversation that cannot be read.
+    """
+    if arguments.conversation is None:
+        return prompt_cache
+    if prompt_cache is not None:
+        raise UsageError("both --load and --prompt-cache were given; a conversation has a cache of its own, use one")
+    chat_file.read(arguments.conversation)
+    beside = cache_beside(arguments.conversation)
+    return beside if beside.exists() else None
 
 
-def _message(role: str, content: str) -> dict[str, str]:
-    return {"role": role, "content": content}
+def _from_pipe(dialogue: Dialogue) -> int:
+    while (line := _next_line()) is not None:
+        try:
+            code = _do(dialogue, line)
+        except Ended:
+            break
+        if code:
+            return code
+    return 0
 
 
-def _ask() -> str | None:
-    with suppress(ImportError):
-        import readline  # noqa: F401  # gives `input` its line editing, where there is one
+def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
+    """Answer what is typed, whose history is kept in `folder`; returns the exit code. What is wrong is told."""
+    from windlass.cli.screen import Screen
+
+    screen = Screen(_history(folder), [f"/{name}" for name in COMMANDS])
+    note(f"{HINT}; Ctrl-D ends the chat")
+    offer(dialogue.journal)
+    while True:
+        try:
+            line = screen.ask(dialogue.status())
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        try:
+            if line is None:
+                return 0
+            _do(dialogue, line)
+        except Ended:
+            return 0
+        except KeyboardInterrupt:
+            note("interrupted")
+        except WindlassError as error:
+            note(f"windlass: error: {' '.join(str(error).split())}")
+
+
+def _do(dialogue: Dialogue, line: str) -> int:
+    """Obey a command, or answer a message; returns an exit code where the reply was interrupted."""
+    command = command_of(line)
+    if command is not None:
+        Commands(dialogue).obey(*command)
+        return 0
+    return dialogue.answer(message_of(line)) if line.strip() else 0
+
+
+def show_reply(stream: Stream) -> int:
+    """Show a reply with its words whole at the screen's edge; returns the exit code. Ctrl-C ends the reply alone."""
+    from windlass.cli.page import Page
+
+    page = Page(say, lambda: shutil.get_terminal_size().columns)
+    code = 0
     try:
-        return input("> ")
-    except EOFError:
-        say("\n")
+        for piece in stream:
+            page.push(piece)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    page.end()
+    return code
+
+
+def offer(journal: Journal) -> None:
+    """Tell of a conversation that a crash has ended, where there is one."""
+    found = journal.unfinished()
+    if found is not None:
+        _, saved = found
+        is_today = saved.time.date() == datetime.now().date()
+        since = saved.time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M")
+        turns = len(saved.turns) + (saved.pending is not None)
+        note(
+            f"an unfinished conversation of {turns} turn{'' if turns == 1 else 's'} from {since} is there; "
+            "/resume goes on with it"
+        )
+
+
+def _folder() -> Path | None:
+    try:
+        return state.state_folder()
+    except OSError as error:
+        note(f"windlass: note: no history is kept: {error}")
+        return None
+
+
+def _history(folder: Path | None) -> Path | None:
+    if folder is None:
+        return None
+    try:
+        return state.private_file(folder / "history")
+    except OSError as error:
+        note(f"windlass: note: no history is kept in {folder}: {error.strerror}")
         return None
 
 

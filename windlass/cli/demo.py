@@ -7,6 +7,7 @@ and a handful of them in the text already passes for one.
 
 import json
 import random
+import re
 from dataclasses import asdict, dataclass
 from importlib import resources
 from pathlib import Path
@@ -18,12 +19,13 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.describe import in_units
+from windlass.cache.policy_spec import policy_of
+from windlass.cli.loading import loading
 from windlass.cli.terminal import INTERRUPTED, Bar, note, say
 from windlass.core.files import read_text
+from windlass.core.units import in_units
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
-from windlass.evals.load_policy import load_policy
 from windlass.evals.texts import ASKED, hide_pass_key, in_words, novel
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
@@ -87,11 +89,11 @@ def demo(options: Options, is_json: bool) -> int:
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    policy = load_policy(options.policy)
+    policy = policy_of(options.policy)
     text = novel() if options.text is None else read_text(options.text, f"text file {options.text}")
     if not options.has_numerals:
         text = in_words(text)
-    with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
+    with loading(), resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = load(str(folder), "float32")
     draw = random.Random(options.seed)
     key = "".join(draw.choice("0123456789") for _ in range(5))
@@ -162,8 +164,15 @@ def table(rows: list[Row]) -> Table:
     for row in rows:
         numbers = f"{row.tokens_read:,}", f"{row.slots:,}", in_units(row.bytes_held), f"{row.tokens_per_s:,.0f}"
         found = "[green]yes[/]" if row.is_found else "[red]no[/]"
-        shown.add_row(Text(row.label), *numbers, Text(" ".join(row.answer.split())), found)
+        shown.add_row(Text(row.label), *numbers, Text(trimmed(row.answer)), found)
     return shown
+
+
+def trimmed(answer: str) -> str:
+    """An answer up to its first stop, since the words after it were begun for no reader; else with an ellipsis."""
+    words = " ".join(answer.split())
+    clause = re.match(r"([^.,;:!?]+)[.,;:!?]", words)
+    return clause[1] if clause else f"{words}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _setups(options: Options, policy: Policy, whole: str, short: str) -> list[Setup]:

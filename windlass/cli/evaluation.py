@@ -7,9 +7,11 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from windlass.cli.loading import loading
 from windlass.cli.terminal import INTERRUPTED, Bar, note, progress, say
 from windlass.core.files import check_writable, read_text
 from windlass.evals import pair_costs
+from windlass.evals.report.verdict import verdict
 from windlass.evals.summary import summary
 from windlass.evals.sweep import EvalOptions, Sweep
 from windlass.hf.load import load
@@ -28,7 +30,11 @@ def evaluate(options: EvalOptions) -> int:
 
     Raises: WindlassError for what cannot be honoured, before anything is run.
     """
-    sweep = Sweep(options, note)
+    notes: list[str] = []
+    with loading():
+        sweep = Sweep(options, notes.append)
+    for line in notes:
+        note(line)
     with progress("cases", speed_s=SPEED_S) as bars:
         bar = bars.add_task("", total=None)
         is_complete = sweep.run(
@@ -37,6 +43,9 @@ def evaluate(options: EvalOptions) -> int:
     if sweep.cases:
         # A pipe gets whole lines, whatever the width of a terminal.
         Console(width=None if Console().is_terminal else PIPE_WIDTH).print(summary(sweep.cases))
+        told = verdict(sweep.cases)
+        if told:
+            say(f"{told}\n")
     if not is_complete:
         done, total = sweep.counts
         note(f"interrupted; {done} of {total} cases are done; the same command goes on from here")
@@ -66,7 +75,8 @@ def calibrate(options: CalibrationOptions) -> int:
     text = read_text(options.text, f"text {options.text}")
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    model, tokenizer = load(options.model, options.dtype, options.device)
+    with loading():
+        model, tokenizer = load(options.model, options.dtype, options.device)
     with Bar("measuring") as bar:
         try:
             table = pair_costs.measured(model, tokenizer, text, options.tokens, options.seed, bar)

@@ -1,24 +1,19 @@
 """The options of the command line, each declared once; they are named as in the library."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, fields, is_dataclass
-from inspect import Parameter, Signature, signature
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Argument, Option
 
-ModelName = Annotated[
-    str, Argument(metavar="MODEL", help="A model's folder, or its name on the hub.", show_default=False)
-]
-Prompt = Annotated[
-    str | None,
-    Argument(metavar="[PROMPT]", help="The text; - or nothing reads it from a pipe.", show_default=False),
-]
-PromptFile = Annotated[Path | None, Option("--file", "-f", metavar="FILE", help="Read the text from a UTF-8 file.")]
+from windlass.cli import complete
+from windlass.cli.stop import unescaped
 
 Budget = Annotated[
-    int | None, Option("--budget", "--max-kv-size", help="Most tokens that a layer keeps; by default all.")
+    int | None,
+    Option(
+        "--budget", "--max-kv-size", envvar="WINDLASS_BUDGET", help="Most tokens that a layer keeps; by default all."
+    ),
 ]
 Sinks = Annotated[int | None, Option("--sinks", help="First tokens, never evicted; by default 4.")]
 Window = Annotated[
@@ -29,7 +24,9 @@ PolicySpec = Annotated[
     Option(
         "--policy",
         metavar="NAME",
-        help="Which tokens to keep: a name, SnapKV(pool=7), or file.py:Class; by default recent.",
+        envvar="WINDLASS_POLICY",
+        autocompletion=complete.policies,
+        help="Which tokens to keep: a name, SnapKV(pool=7), or file.py:Class; by default auto, which is key_diff.",
     ),
 ]
 Positions = Annotated[
@@ -37,8 +34,10 @@ Positions = Annotated[
     Option(
         "--positions",
         metavar="MODE",
-        help="Where kept tokens are read: original, compact, self_extend(group, window) or clamp(limit); "
-        "by default original.",
+        envvar="WINDLASS_POSITIONS",
+        autocompletion=complete.names_of(complete.MODES),
+        help="Where kept tokens are read: auto, original, compact, self_extend(group, window) or clamp(limit); "
+        "by default auto: as the model does, and so that a longer text stays within its trained length.",
     ),
 ]
 StoreSpec = Annotated[
@@ -46,6 +45,8 @@ StoreSpec = Annotated[
     Option(
         "--store",
         metavar="NAME",
+        envvar="WINDLASS_STORE",
+        autocompletion=complete.names_of(complete.STORES),
         help="How the cache is held: plain, int8, int4, or int4(sinks=4, newest=32), whose first and newest tokens "
         "are held in full precision; by default plain.",
     ),
@@ -55,36 +56,64 @@ MergeSpec = Annotated[
     Option(
         "--merge",
         metavar="RULE",
+        envvar="WINDLASS_MERGE",
+        autocompletion=complete.names_of(complete.MERGES),
         help="How evicted tokens are merged into kept ones: mean_count, mean, sum, pick or weighted, also as "
         "mean_count(next, threshold=0.5); by default they are dropped.",
     ),
 ]
-Chunk = Annotated[int | None, Option("--chunk", help="Most tokens taken in one step of the prompt; by default 512.")]
+Chunk = Annotated[
+    int | None,
+    Option("--chunk", envvar="WINDLASS_CHUNK", help="Most tokens taken in one step of the prompt; by default 512."),
+]
 PromptCache = Annotated[
     Path | None,
     Option("--prompt-cache", metavar="FILE", help="Go on from this file, made by `windlass cache`; it stays as it is."),
 ]
-PromptCacheOut = Annotated[Path, Option("--prompt-cache", metavar="FILE", help="The file to write.")]
+PromptCacheOut = Annotated[Path | None, Option("--prompt-cache", metavar="FILE", help="The file to write.")]
+Conversation = Annotated[Path | None, Option("--load", metavar="FILE", help="Go on with what /save wrote there.")]
+HasHistory = Annotated[
+    bool, Option("--history/--no-history", envvar="WINDLASS_HISTORY", help="Keep lines and unfinished conversations.")
+]
 
-MaxTokens = Annotated[int, Option("--max-tokens", "-n", help="Most tokens to write.")]
-Temperature = Annotated[float, Option("--temperature", help="0 takes the likeliest token.")]
+MaxTokens = Annotated[int, Option("--max-tokens", "-n", envvar="WINDLASS_MAX_TOKENS", help="Most tokens to write.")]
+Temperature = Annotated[
+    float, Option("--temperature", envvar="WINDLASS_TEMPERATURE", help="0 takes the likeliest token.")
+]
 TopK = Annotated[int, Option("--top-k", help="Draw from the k likeliest tokens; 0: off.")]
 TopP = Annotated[float, Option("--top-p", help="Draw from the likeliest tokens that sum to p; 1: off.")]
 MinP = Annotated[
     float, Option("--min-p", help="Leave out tokens less likely than this share of the likeliest; 0: off.")
 ]
 RepetitionPenalty = Annotated[float, Option("--repetition-penalty", help="Above 1 discourages repeats; 1: off.")]
+Stop = Annotated[
+    list[str] | None,
+    Option("--stop", metavar="TEXT", callback=unescaped, help="End before this text (\\n: a line break); repeatable."),
+]
 Seed = Annotated[int, Option("--seed", min=0, max=2**63 - 1, help="Same seed, same text.")]
 
-Dtype = Annotated[str, Option("--dtype", help="auto (as the weights are), float32, bfloat16 or float16.")]
-Device = Annotated[
-    str, Option("--device", metavar="NAME", help="Where the model and its cache are: cpu, cuda, cuda:1.")
+Dtype = Annotated[
+    str,
+    Option(
+        "--dtype",
+        envvar="WINDLASS_DTYPE",
+        autocompletion=complete.names_of(complete.DTYPES),
+        help="auto (as the weights are), float32, bfloat16 or float16.",
+    ),
 ]
-Threads = Annotated[int | None, Option("--threads", min=1, max=1024, help="CPU threads; by default one per core.")]
-Json = Annotated[bool, Option("--json", help="Print one JSON object instead of text.")]
-
-BenchModel = Annotated[
-    str | None, Argument(metavar="[MODEL]", help="A model's folder, or its name on the hub.", show_default=False)
+Device = Annotated[
+    str,
+    Option(
+        "--device",
+        metavar="NAME",
+        envvar="WINDLASS_DEVICE",
+        autocompletion=complete.names_of(complete.DEVICES),
+        help="Where the model and its cache are: cpu, cuda, cuda:1, mps; auto: the first there is of cuda, mps, cpu.",
+    ),
+]
+Threads = Annotated[
+    int | None,
+    Option("--threads", min=1, max=1024, envvar="WINDLASS_THREADS", help="CPU threads; by default one per core."),
 ]
 Shape = Annotated[
     str | None,
@@ -126,7 +155,6 @@ Repetitions = Annotated[int, Option("--repetitions", "-r", min=1, max=10_000, he
 Output = Annotated[
     Path | None, Option("--output", "-o", metavar="FILE", help="Add a line of JSON per row to this file.")
 ]
-JsonLines = Annotated[bool, Option("--json", help="Print a line of JSON per row instead of the table.")]
 
 EvalTasks = Annotated[
     str,
@@ -185,14 +213,6 @@ Page = Annotated[
 
 
 @dataclass(frozen=True)
-class PromptArguments:
-    """Where the prompt comes from."""
-
-    prompt: Prompt = None
-    file: PromptFile = None
-
-
-@dataclass(frozen=True)
 class CacheArguments:
     """What was asked of the cache; None where nothing was, so that the defaults or a prompt cache decide."""
 
@@ -223,11 +243,19 @@ class SamplingArguments:
 
 
 @dataclass(frozen=True)
+class ChatArguments:
+    """What a chat goes on with, and whether anything of it is kept."""
+
+    conversation: Conversation = None
+    has_history: HasHistory = True
+
+
+@dataclass(frozen=True)
 class LoadOptions:
     """How the model is loaded, and what runs it."""
 
     dtype: Dtype = "auto"
-    device: Device = "cpu"
+    device: Device = "auto"
     threads: Threads = None
 
 
@@ -257,31 +285,3 @@ class EvalLists:
     def of_cache(self) -> dict[str, str]:
         """Those of the cache's options, by the names of their flags."""
         return {name: typed for name, typed in vars(self).items() if name not in ("tasks", "lengths")}
-
-
-def expanded(command: Callable[..., int]) -> Callable[..., int]:
-    """`command` for Typer: in place of each parameter that is a dataclass of this file, the fields of it."""
-    groups: dict[str, Any] = {}
-    flat: list[Parameter] = []
-    for parameter in signature(command).parameters.values():
-        kind: Any = parameter.annotation
-        if is_dataclass(kind):
-            groups[parameter.name] = kind
-            flat += [_parameter(each.name, each.type, each.default) for each in fields(kind)]
-        else:
-            flat.append(_parameter(parameter.name, kind, parameter.default))
-
-    def run(**given: Any) -> int:
-        made = {
-            name: group(**{each.name: given.pop(each.name) for each in fields(group)}) for name, group in groups.items()
-        }
-        return command(**given, **made)
-
-    run.__name__, run.__doc__ = command.__name__, command.__doc__
-    run.__annotations__ = {each.name: each.annotation for each in flat}
-    run.__signature__ = Signature(flat)  # type: ignore[attr-defined]  # where `inspect` looks first
-    return run
-
-
-def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
-    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)

@@ -1,36 +1,64 @@
 """One model, tokenizer and cache, as the options of the command line ask for, and what is done with them."""
 
 import json
+import time
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from enum import Enum
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.describe import in_units
 from windlass.cache.options import CacheOptions
+from windlass.cli.choices import Choices, dtype_note
+from windlass.cli.loading import loading
 from windlass.cli.options import CacheArguments, LoadOptions
 from windlass.cli.terminal import INTERRUPTED, Bar, note, per_s, say, speeds
 from windlass.core.errors import UsageError
-from windlass.core.files import check_regular
+from windlass.core.units import in_units
 from windlass.engine import generate as engine
+from windlass.engine import templates
 from windlass.engine.generate import Stream
+from windlass.engine.result import Result
 from windlass.engine.sampling import Sampling
 from windlass.engine.text import encode
-from windlass.evals.load_policy import load_policy
 from windlass.hf import prompt_cache
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load as load_model
 
 
+class Shown(Enum):
+    """What goes to stdout: the text, one JSON object at the end, or one for each piece as well."""
+
+    TEXT = "text"
+    JSON = "json"
+    JSON_STREAM = "json-stream"
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is wanted of a prompt. `is_begun`: it is read as the beginning of a message that goes on later."""
+
+    system: str | None = None
+    is_raw: bool = False
+    is_begun: bool = False
+    max_tokens: int = 256
+    sampling: Sampling = field(default_factory=Sampling)
+    stop: list[str] | None = None
+
+
 @dataclass(frozen=True)
 class Session:
-    """What a command works with."""
+    """What a command works with, and how long it took to open."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     cache: KVCache
+    given: frozenset[str] = frozenset()
+    """The options of the cache that the user named."""
+
+    load_s: float = 0.0
 
 
 def open_session(
@@ -43,27 +71,27 @@ def open_session(
     Raises: WindlassError for whatever cannot be honoured.
     """
     given = arguments.given()
-    if "policy" in given:
-        given["policy"] = load_policy(given["policy"])
     path = prompt_cache_file
     numbers = {name: value for name, value in given.items() if isinstance(value, int)}
     # Numbers are checked together, and those that were not given are the file's, where there is one.
     asked = CacheOptions(**{name: value for name, value in given.items() if path is None or name not in numbers})
-    if path is not None and not path.exists():
-        raise UsageError(f"prompt cache {path} is not there; make it with `windlass cache`")
-    if path is not None:
-        check_regular(path, "prompt cache")
     if load.threads is not None:
         torch.set_num_threads(load.threads)
-    model, tokenizer = load_model(name, load.dtype, load.device)
+    started = time.perf_counter()
+    with loading():
+        model, tokenizer = load_model(name, load.dtype, load.device)
+    load_s = time.perf_counter() - started
+    said = dtype_note(load.dtype, model.dtype, model.device)
+    if said is not None:
+        note(f"windlass: note: {said}")
     if path is None:
-        return Session(model, tokenizer, KVCache.from_options(model, asked))
-    cache = prompt_cache.load(path, model, given.get("policy"))
+        return Session(model, tokenizer, KVCache.from_options(model, asked), frozenset(given), load_s)
+    cache = prompt_cache.load(path, model, asked.policy if "policy" in given else None)
     wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
     _check_same(path, wanted, cache.options.labels())
     if "positions" in given:
         cache.positions = asked.positions
-    return Session(model, tokenizer, cache)
+    return Session(model, tokenizer, cache, frozenset(given), load_s)
 
 
 def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, object]) -> None:
@@ -73,49 +101,93 @@ def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, obj
             raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {made[name]}; leave it out")
 
 
-def generate(session: Session, prompt: str, max_tokens: int, sampling: Sampling, is_json: bool) -> int:
-    """Write what follows `prompt` to stdout; returns the exit code."""
+def generate(session: Session, prompt: str, asked: Asked, shown: Shown) -> tuple[int, Result]:
+    """Write what follows `prompt` to stdout; returns the exit code, and what was written.
+
+    Raises: UsageError for a system prompt where it has no place.
+    """
+    text = fed(session, prompt, asked)
     with Bar("reading") as bar:
         stream = engine.stream(
-            session.model, session.tokenizer, prompt, session.cache, max_tokens, sampling, progress=bar
+            session.model, session.tokenizer, text, session.cache, asked.max_tokens, asked.sampling, asked.stop, bar
         )
-        code = write(stream, is_shown=not is_json)
-    if is_json:
-        say(json.dumps(asdict(stream.result) | labels(session.cache), ensure_ascii=False) + "\n")
+        code = write(stream, shown is not Shown.JSON, shown is Shown.JSON_STREAM)
+    if shown is not Shown.TEXT:
+        done = {"done": True} if shown is Shown.JSON_STREAM else {}
+        say(json.dumps(asdict(stream.result) | labels(session.cache) | done, ensure_ascii=False) + "\n")
+    Choices(session.cache, session.given).tell()
     note(("interrupted; " if code else "") + speeds(stream.result, bar))
-    return code
+    return code, stream.result
 
 
-def write(stream: Stream, is_shown: bool) -> int:
-    """Show the pieces of a stream as they come; returns the exit code. Ctrl-C ends the stream alone."""
+def fed(session: Session, prompt: str, asked: Asked) -> str:
+    """The text to read for `prompt`: with the model's chat template, if it has one and `asked` does not leave it out.
+
+    After a prompt cache it goes on with the user's message that ends the text there, or begins the next one.
+
+    Raises: UsageError for a system prompt where it has no place, or a template that fails.
+    """
+    system, tokenizer = asked.system, session.tokenizer
+    if asked.is_raw and system is not None:
+        raise UsageError("--system is a message of the chat template, which --raw leaves out; give one of them")
+    if asked.is_raw or (system is None and not templates.has_template(tokenizer)):
+        return prompt
+    opened = [*templates.of_system(system), templates.message("user", prompt)]
+    if not any(session.cache.tokens_seen):
+        return templates.begun(tokenizer, prompt, system) if asked.is_begun else templates.opening(tokenizer, opened)
+    if system is not None:
+        raise UsageError("--system comes before the text of a prompt cache; give it to `windlass cache` instead")
+    standing, ended_with = templates.standing(tokenizer, (session.cache.tokens or [[]])[0])
+    if standing == "user":
+        return prompt if asked.is_begun else templates.rest(tokenizer, prompt)
+    if asked.is_begun:
+        return prompt
+    if standing == "bare":
+        return templates.opening(tokenizer, opened)
+    earlier = [templates.message("user", ""), templates.message("assistant", "")]
+    return templates.following(tokenizer, [*earlier, *opened], ended_with)
+
+
+def write(stream: Stream, is_shown: bool, is_json: bool = False) -> int:
+    """Show the pieces of a stream as they come, each as a line of JSON if `is_json`; returns the exit code.
+
+    Ctrl-C ends the stream alone.
+    """
     piece = "\n"
     code = 0
     try:
         for piece in stream:
             if is_shown:
-                say(piece)
+                say(json.dumps({"text": piece, "done": False}, ensure_ascii=False) + "\n" if is_json else piece)
     except KeyboardInterrupt:
         code = INTERRUPTED
-    if is_shown and not piece.endswith("\n"):
+    if is_shown and not is_json and not piece.endswith("\n"):
         say("\n")
     return code
 
 
-def save_cache(session: Session, prompt: str, path: Path, is_json: bool) -> int:
-    """Read `prompt` into a prompt-cache file; returns the exit code. Nothing is written after Ctrl-C."""
-    ids = encode(session.tokenizer, prompt, is_start=True)
+def save_cache(session: Session, prompt: str, asked: Asked, path: Path, is_json: bool) -> int:
+    """Read `prompt` into a prompt-cache file; returns the exit code. Nothing is written after Ctrl-C.
+
+    The session's cache may hold the beginning of the text.
+    """
+    before = session.cache.tokens_seen[0]
+    ids = encode(session.tokenizer, fed(session, prompt, asked), is_start=before == 0)
     with Bar("reading") as bar:
         try:
             engine.prefill(session.model, session.cache, [ids], bar)
         except KeyboardInterrupt:
-            note(f"interrupted; prefill {bar.done:,} of {len(ids):,} tokens; {path} was not written")
+            left = "stays as it was" if before else "was not written"
+            note(f"interrupted; prefill {bar.done:,} of {len(ids):,} tokens; {path} {left}")
             return INTERRUPTED
+    Choices(session.cache, session.given).tell()
     prompt_cache.save(session.cache, path, session.model)
     size = path.stat().st_size
     if is_json:
         numbers = {"path": str(path), "prompt_tokens": len(ids), "prefill_tokens_per_s": bar.tokens_per_s}
         say(json.dumps(numbers | {"file_bytes": size} | labels(session.cache), ensure_ascii=False) + "\n")
-    note(f"prefill {len(ids):,} tokens, {per_s(bar.tokens_per_s)}; {path} written, {in_units(size)}")
+    after = f" after {before:,}" if before else ""
+    note(f"prefill {len(ids):,} tokens{after}, {per_s(bar.tokens_per_s)}; {path} written, {in_units(size)}")
     return 0
 
 

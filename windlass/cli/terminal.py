@@ -1,26 +1,47 @@
 """What the command line shows, and where prompts come from. Text goes to stdout, all else to stderr."""
 
+import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from windlass.cache.describe import in_units
 from windlass.core.errors import UsageError
 from windlass.core.files import decoded, read_limited, read_text
+from windlass.core.units import in_units
 from windlass.engine.result import Result
 
 INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
+HUB_IS_QUIET = "HF_HUB_DISABLE_PROGRESS_BARS"  # read when huggingface_hub is imported, which is later
+# A note is said from many places, to which how loud a command is would have to be told.
+_QUIET: ContextVar[bool] = ContextVar("quiet", default=False)
+
+
+@contextmanager
+def quiet(is_quiet: bool) -> Iterator[None]:
+    """A block without notes and progress, if `is_quiet`."""
+    token, before = _QUIET.set(is_quiet), os.environ.get(HUB_IS_QUIET)
+    if is_quiet:
+        os.environ[HUB_IS_QUIET] = "1"
+    try:
+        yield
+    finally:
+        _QUIET.reset(token)
+        if is_quiet and before is None:
+            del os.environ[HUB_IS_QUIET]
 
 
 def progress(unit: str, *, has_thread: bool = True, speed_s: float = 30.0) -> Progress:
-    """A bar on stderr that counts `unit` and leaves the screen at its end; none when stderr is no terminal.
+    """A bar on stderr that counts `unit` and leaves the screen at its end.
 
-    A thread of its own draws it, unless `has_thread` is False. The time left is told from the speed of the
-    newest `speed_s` seconds.
+    There is none when stderr is no terminal, or the command quiet. A thread of its own draws it, unless `has_thread`
+    is False. The time left is told from the speed of the newest `speed_s` seconds.
     """
     console = Console(stderr=True)
     return Progress(
@@ -34,7 +55,7 @@ def progress(unit: str, *, has_thread: bool = True, speed_s: float = 30.0) -> Pr
         transient=True,
         auto_refresh=has_thread,
         speed_estimate_period=speed_s,
-        disable=not console.is_terminal,
+        disable=_QUIET.get() or not console.is_terminal,
     )
 
 
@@ -91,9 +112,10 @@ def per_s(speed: float) -> str:
 
 
 def note(line: str) -> None:
-    """One line on stderr, after whatever is on stdout."""
+    """One line on stderr, after whatever is on stdout; none in a command that is quiet."""
     sys.stdout.flush()
-    print(line, file=sys.stderr, flush=True)
+    if not _QUIET.get():
+        print(line, file=sys.stderr, flush=True)
 
 
 def say(piece: str) -> None:

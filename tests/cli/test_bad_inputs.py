@@ -1,0 +1,90 @@
+"""Hundreds of bad and odd inputs to the program: one clear line, exit code 2, and no wait for torch."""
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import windlass
+from tests.helpers import serve_bad_inputs
+from tests.helpers.bad_inputs import command_lines
+
+ROOT = Path(windlass.__file__).parents[1]
+MODEL = ROOT / "tests" / "models" / "stories260K"
+LINES = list(dict.fromkeys(command_lines()))
+PROCESSES = 20
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("inputs")
+    for name, data in {
+        "text": b"Once upon a time",
+        "empty": b"",
+        "latin": b"caf\xe9 noir",
+        "binary": b"ELF\x00\x01",
+    }.items():
+        (folder / name).write_bytes(data)
+    (folder / "folder").mkdir()
+    named = {name: str(folder / name) for name in ("text", "empty", "latin", "binary", "folder", "missing", "new")}
+    return named | {"model": str(MODEL), "long": "x" * 400, "name": "no-such-folder"}
+
+
+@pytest.fixture(scope="module")
+def answers(places: dict[str, str]) -> dict[str, tuple[int, str, str]]:
+    """What the program says to each line; one process runs them all."""
+    asked = [json.dumps(arguments(line, places)) for line, _ in LINES]
+    ran = subprocess.run(
+        [sys.executable, serve_bad_inputs.__file__],
+        input="\n".join(asked) + "\n",
+        capture_output=True,
+        text=True,
+        env=environment(),
+        cwd=places["folder"],
+    )
+    said = [json.loads(line) for line in ran.stdout.splitlines()]
+    assert len(said) == len(LINES), ran.stderr
+    return {line: tuple(answer) for (line, _), answer in zip(LINES, said, strict=True)}
+
+
+def arguments(line: str, places: dict[str, str]) -> list[str]:
+    return [part.format(**places) for part in shlex.split(line)]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+
+
+def check(code: int, out: str, err: str, says: str) -> None:
+    assert (code, out) == (2, ""), err
+    assert err.startswith("windlass: error: ")
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    assert re.search(says, err), err
+    assert len(err) < 1500
+
+
+def test_there_are_hundreds() -> None:
+    assert len(LINES) >= 300
+
+
+@pytest.mark.parametrize(("line", "says"), LINES, ids=[line for line, _ in LINES])
+def test_a_bad_input_is_one_line(answers: dict[str, tuple[int, str, str]], line: str, says: str) -> None:
+    check(*answers[line], says)
+
+
+@pytest.mark.parametrize(("line", "says"), LINES[:: len(LINES) // PROCESSES][:PROCESSES])
+def test_a_process_says_the_same(
+    answers: dict[str, tuple[int, str, str]], places: dict[str, str], line: str, says: str
+) -> None:
+    command = [sys.executable, "-m", "windlass.cli.program", *arguments(line, places)]
+    ran = subprocess.run(
+        command, stdin=subprocess.DEVNULL, capture_output=True, env=environment(), cwd=places["folder"]
+    )
+    assert (ran.returncode, ran.stdout.decode(), ran.stderr.decode()) == answers[line]
+    check(ran.returncode, ran.stdout.decode(), ran.stderr.decode(), says)

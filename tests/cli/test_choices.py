@@ -1,0 +1,76 @@
+"""What the command line says that it chose by itself: once, and only where it matters."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.helpers import cli
+from tests.helpers.cli import Ran
+from tests.helpers.models import MODEL
+from windlass.cli.choices import dtype_note
+from windlass.evals.texts import ASKED, hide_pass_key, in_words, novel
+
+run = cli.run
+KEY, AT = "48213", 40_000  # where the text begins, in characters of the novel
+NOTE = "windlass: note: "
+
+
+def notes(ran: Ran) -> list[str]:
+    return [line.removeprefix(NOTE) for line in ran.err.splitlines() if line.startswith(NOTE)]
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """3,250 tokens or so with a pass key in the middle, and the question."""
+    file = tmp_path_factory.mktemp("long") / "long.txt"
+    file.write_text(hide_pass_key(in_words(novel())[AT : AT + 10_500], KEY, 0.5) + ASKED)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--budget", "256"), ["256 of them are kept, chosen by KeyDiff()", "read as compact"]),
+        ((), ["read as self_extend(8, 64) (--positions), because this model was trained on 512"]),
+    ],
+)
+def test_the_defaults_find_the_key_in_a_text_beyond_the_trained_length(
+    run: Callable[..., Ran], long: Path, options: tuple[str, ...], said: list[str]
+) -> None:
+    ran = run("generate", MODEL, "-f", str(long), "-n", "8", "--dtype", "float32", *options)
+    assert (ran.code, ran.out.strip()[:6]) == (0, f"{KEY}.")
+    assert len(notes(ran)) == 1
+    assert all(part in notes(ran)[0] for part in said)
+
+
+def test_a_full_cache_read_as_it_stands_is_told_of(run: Callable[..., Ran], long: Path) -> None:
+    ran = run("generate", MODEL, "-f", str(long), "-n", "2", "--positions", "original", "--dtype", "float32")
+    assert len(notes(ran)) == 1
+    assert "tokens are more than the 512 this model was trained on; read them with positions auto" in notes(ran)[0]
+
+
+def test_nothing_is_said_of_a_short_text_nor_of_what_was_asked_for(run: Callable[..., Ran]) -> None:
+    short = ("generate", MODEL, "He was sitting in the boat", "-n", "2", "--dtype", "float32")
+    assert notes(run(*short)) == []
+    assert notes(run(*short, "--budget", "100")) == []
+    chosen = ("--budget", "12", "--policy", "recent", "--positions", "compact")
+    assert notes(run("generate", MODEL, "one two " * 20, "-n", "2", "--dtype", "float32", *chosen)) == []
+
+
+def test_a_chat_says_it_once(run: Callable[..., Ran]) -> None:
+    turns = "\n".join(["He was sitting in the boat, and the river was quiet."] * 3).encode()
+    ran = run("chat", MODEL, "--budget", "12", "-n", "3", "--dtype", "float32", stdin=turns)
+    assert [line.partition(":")[2] for line in notes(ran)][1:] == [
+        " 12 of them are kept, chosen by KeyDiff() (--policy)"
+    ]
+
+
+def test_half_precision_that_nobody_asked_for_is_told_of(run: Callable[..., Ran]) -> None:
+    cpu = torch.device("cpu")
+    assert dtype_note("bfloat16", torch.bfloat16, cpu) is None
+    assert dtype_note("auto", torch.float32, cpu) is None
+    assert dtype_note("auto", torch.bfloat16, torch.device("cuda")) is None
+    said = notes(run("generate", MODEL, "Hello", "-n", "1"))
+    assert said == ["computed in bfloat16, as the weights are stored; --dtype float32 is more exact"]

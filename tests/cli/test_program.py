@@ -1,0 +1,140 @@
+"""The program as a process: what it imports, what a terminal shows while it loads, and how it ends."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+import windlass
+from tests.helpers.cli import START
+from tests.helpers.models import MODEL
+from windlass.cli import declared
+from windlass.cli.loading import CLEAR, loading
+from windlass.evals.speed.shapes import SHAPES
+from windlass.merge import MERGES, TARGETS
+from windlass.policies import NAMES, WRAPPERS
+from windlass.positions.modes import MODES, position_mode
+from windlass.stores.spec import STORES
+
+ENVIRONMENT = {
+    **os.environ,
+    "PYTHONPATH": str(Path(windlass.__file__).parents[1]),
+    "HF_HUB_OFFLINE": "1",
+    "TERM": "xterm",
+    "OMP_NUM_THREADS": "1",
+}
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT)
+
+
+def test_help_and_the_catalogue_do_not_import_torch() -> None:
+    commands = ["", "generate", "chat", "cache", "bench", "eval", "report", "calibrate", "demo", "policies"]
+    code = (
+        "import sys\nfrom windlass.cli.app import main\n"
+        f"codes = [main([*name.split(), '--help']) for name in {commands}] + [main(['policies'])]\n"
+        "print(codes, [name for name in ('torch', 'transformers', 'numpy') if name in sys.modules])"
+    )
+    ran = python(code)
+    assert ran.stdout.splitlines()[-1] == f"{[0] * (len(commands) + 1)} []", ran.stderr
+    assert "SnapKV(observed_queries=32, pool=5, is_mean=False)" in ran.stdout
+
+
+def test_what_is_declared_is_what_there_is() -> None:
+    assert list(declared.policies()) == [*NAMES, *WRAPPERS]
+    assert {name for name, kind in declared.policies().items() if declared.is_wrapper(kind)} == {*WRAPPERS}
+    live = {name: [each.name for each in fields(kind)] for name, kind in MODES.items()}
+    assert {name: [*numbers] for name, numbers in declared.positions().items()} == live
+    assert declared.stores() == {name: [*kind.parameters] for name, kind in STORES.items()}
+    assert sorted(declared.merges()) == sorted(MERGES)
+    assert declared.merge_targets() == list(TARGETS)
+    assert declared.shapes() == list(SHAPES)
+
+
+def test_a_clamp_needs_its_limit() -> None:
+    assert str(position_mode("clamp(7)")) == "clamp(7)"
+    for spec in ("clamp", "clamp()"):
+        with pytest.raises(windlass.UsageError, match="clamp takes a limit in tokens"):
+            position_mode(spec)
+
+
+def test_the_process_ends_without_taking_python_apart() -> None:
+    code = (
+        "import atexit, builtins, sys\n"
+        "class End:\n    def __del__(self):\n        print('taken apart', flush=True)\n"
+        "builtins.end = End()\n"
+        "atexit.register(lambda: print('registered', flush=True))\n"
+        "sys.argv = ['windlass', {argument}]\n"
+        "from windlass.cli.program import run\nrun()"
+    )
+    ran = python(code.format(argument="'policies'"))
+    assert ran.returncode == 0
+    assert ran.stdout.startswith("recent ")
+    assert ran.stdout.endswith("registered\n")
+    assert "taken apart" not in ran.stdout
+    ran = python(code.format(argument="'--frob'"))
+    assert (ran.returncode, ran.stdout) == (2, "registered\n")
+    assert ran.stderr == "windlass: error: No such option: --frob\n"
+
+
+def test_loading_is_seen_at_a_terminal_only(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with loading():
+        pass
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with loading():
+        assert capsys.readouterr().err == "loading ..."
+    assert capsys.readouterr().err == CLEAR
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.2])
+def test_ctrl_c_while_it_loads_is_told(seconds: float) -> None:
+    ours, theirs = pty.openpty()
+    with subprocess.Popen(
+        [*START, "generate", MODEL, "hi"],
+        env=ENVIRONMENT,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=theirs,
+        # A test runner in the background passes on that it ignores interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    ) as process:
+        os.close(theirs)
+        shown = os.read(ours, 1000)
+        time.sleep(seconds)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    try:
+        while piece := os.read(ours, 65536):
+            shown += piece
+    except OSError:  # how Linux tells that the other end of a terminal is closed
+        pass
+    os.close(ours)
+    assert (process.returncode, out) == (130, b"")
+    assert shown.decode() == f"loading ...{CLEAR}windlass: interrupted\r\n"
+
+
+def test_a_warning_of_ours_is_one_note() -> None:
+    code = (
+        "import sys, warnings\n"
+        "import windlass.cli.app as app\n"
+        "from windlass.core.errors import WindlassWarning\n"
+        "def main():\n"
+        "    for _ in range(2):\n"
+        "        warnings.warn('no kernels', WindlassWarning, stacklevel=2)\n"
+        "        warnings.warn('advice of a library', UserWarning, stacklevel=1)\n"
+        "    return 0\n"
+        "app.main = main\n"
+        "from windlass.cli.program import run\nrun()"
+    )
+    ran = python(code)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "windlass: note: no kernels\n")

@@ -1,0 +1,207 @@
+"""Options are checked here before torch is imported, which takes seconds: names, numbers, and whether files are there.
+
+Whatever passes is checked once more where it is used, in full: here only what is certainly wrong is refused.
+"""
+
+import ast
+import math
+import stat
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from windlass.cli import declared
+from windlass.cli.options import CacheArguments, EvalLists, LoadOptions
+from windlass.core.errors import PolicyError, UsageError
+from windlass.core.files import check_readable, check_regular, read_text
+from windlass.core.files import check_writable as check_writable
+from windlass.core.limits import MAX_NUMBER, check_max_tokens, check_range
+from windlass.core.limits import check_limits as check_limits
+from windlass.core.plugin import PluginKind
+from windlass.core.spec import Spec, check_given, int_parser, parse_ints, parse_list, parse_spec
+from windlass.evals.budgets import budget_of
+from windlass.evals.speed.workloads import BenchLists, check_subject, setups_of, workloads_of
+from windlass.evals.task import TASKS
+from windlass.evals.tasks import NAMES as TASK_NAMES
+from windlass.hf.names import check_dtype, folder_of, gpu_number
+
+POLICIES = PluginKind("policy", "policies", object, "windlass.Policy", PolicyError)
+AUTO = "auto"  # of a policy or a mode: decided when the model is known
+NO_MERGE = "none"
+
+
+def check_model(name: str, load: LoadOptions) -> None:
+    """Raises: UsageError for a folder that lacks what a model needs, or an unknown dtype or device."""
+    check_dtype(load.dtype)
+    gpu_number(load.device)
+    folder_of(name)
+
+
+def check_session(
+    model: str, load: LoadOptions, cache: CacheArguments, prompt_cache: Path | None = None, max_tokens: int = 1
+) -> None:
+    """Raises: WindlassError for a model, a cache or a number of tokens that cannot be had."""
+    check_max_tokens(max_tokens)
+    check_cache(cache, prompt_cache)
+    check_model(model, load)
+
+
+def check_prompt(prompt: str | None, file: Path | None) -> None:
+    """Raises: UsageError for a prompt that is given twice, or a file that cannot be read."""
+    if prompt is not None and file is not None:
+        raise UsageError("both a prompt and --file were given; use one of them")
+    if file is not None and str(file) != "-":
+        check_readable(file, f"prompt file {file}")
+
+
+def check_cache(arguments: CacheArguments, prompt_cache: Path | None = None) -> None:
+    """Raises: WindlassError for options that no cache can have, or a prompt cache that is not there."""
+    given = arguments.given()
+    parsers = {"policy": check_policy, "positions": check_positions, "store": check_store, "merge": check_merge}
+    for name, check in parsers.items():
+        if name in given:
+            check(given[name])
+    if prompt_cache is None:
+        check_limits(given)
+        return
+    if not prompt_cache.exists():
+        raise UsageError(f"prompt cache {prompt_cache} is not there; make it with `windlass cache`")
+    check_regular(prompt_cache, "prompt cache")
+
+
+def check_policy(spec: str) -> None:
+    """Raises: PolicyError for an unknown name, an argument that a policy does not take, or a file that is not there."""
+    typed = parse_spec(spec)
+    if typed is not None and typed.name.lower() == "pairs":
+        file = (typed.inside or "").rpartition("=")[2].strip().strip("\"'")
+        if file and not Path(file).exists():
+            raise PolicyError(f"policy {spec!r}: {file} is not there; make it with `windlass calibrate`")
+        return
+    path, text = POLICIES.split(spec)
+    typed = parse_spec(text)
+    if typed is None:
+        raise PolicyError(
+            f"policy {spec!r} cannot be read; use a name, Name(argument=number), Wrapper(name) or path/to/file.py:Class"
+        )
+    if path is None:
+        _check_made(spec, typed)
+        return
+    try:
+        check_readable(path, f"policy file {path}")
+    except UsageError as error:
+        raise PolicyError(str(error)) from None
+
+
+def _check_made(spec: str, typed: Spec) -> None:
+    if typed.name.lower() == AUTO:
+        return
+    kind = declared.policies()[POLICIES.name_of(typed.name, declared.policies())]
+    fields = [*(("policy",) if declared.is_wrapper(kind) else ()), *kind.fields]
+    unknown = [name for name, _ in typed.named if name not in fields]
+    if unknown or len(typed.positional) + len(typed.named) > len(fields):
+        takes = f"it takes {kind.name}({', '.join(fields)})"
+        what = f"{unknown[0]!r} is no argument of it" if unknown else "it has too many arguments"
+        raise PolicyError(f"policy {spec!r} cannot be made: {what}; {takes}")
+    for value in (*typed.positional, *(value for _, value in typed.named)):
+        inner = parse_spec(value)
+        try:
+            number = ast.literal_eval(value)
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            if inner is not None:
+                _check_made(spec, inner)
+            continue
+        if isinstance(number, float) and not math.isfinite(number):
+            raise PolicyError(f"policy {spec!r}: {value} is not a number that it can count with; give a smaller one")
+
+
+def check_positions(spec: str) -> None:
+    """Raises: UsageError for an unknown mode, or wrong numbers of one."""
+    known = declared.positions()
+    typed = parse_spec(spec)
+    if typed is not None and typed.name == AUTO:
+        return
+    if typed is None or typed.name not in known:
+        forms = (f"{name}({', '.join(numbers)})" if numbers else name for name, numbers in known.items())
+        raise UsageError(f"positions={spec!r} is not a position mode; use one of: {', '.join(forms)}")
+    numbers = parse_ints(f"positions={spec!r}", typed, list(known[typed.name]))
+    check_given(spec, typed.name, [name for name, default in known[typed.name].items() if default is None], numbers)
+    for name, number in numbers.items():
+        check_range(name, number)
+
+
+def check_store(spec: str) -> None:
+    """Raises: UsageError for an unknown store, or wrong numbers of one."""
+    known = declared.stores()
+    typed = parse_spec(spec)
+    if typed is None or typed.name not in known:
+        hint = "numbers of a store stand in parentheses, as in int4(sinks=4, newest=32)"
+        raise UsageError(f"store={spec!r} is not a store; use one of: {', '.join(known)}; {hint}")
+    for name, number in parse_ints(f"store={spec!r}", typed, known[typed.name]).items():
+        check_range(name, number)
+
+
+def check_merge(spec: str) -> None:
+    """Raises: UsageError for an unknown rule or target."""
+    typed = parse_spec(spec)
+    if typed is None or typed.name not in declared.merges():
+        names = ", ".join(declared.merges())
+        raise UsageError(f"merge={spec!r} is not a rule; use one of: {names}, or with settings: mean_count(next)")
+    for word in typed.positional:
+        if word not in declared.merge_targets():
+            targets = ", ".join(declared.merge_targets())
+            raise UsageError(f"merge={spec!r}: {word!r} is not a setting; use one of: {targets}")
+
+
+def check_task(spec: str) -> None:
+    """Raises: UsageError for an unknown task, or a file that is not there."""
+    typed = parse_spec(spec)
+    if typed is not None and typed.inside:
+        name = TASKS.name_of(typed.name, TASK_NAMES)
+        if TASK_NAMES[name].reading(Path(typed.inside).expanduser()) is None:
+            raise UsageError(f"task {name} reads no text, so it takes no file; use {name}")
+        return
+    path, name = TASKS.split(spec)
+    if path is None:
+        TASKS.name_of(name, TASK_NAMES)
+    else:
+        check_readable(path, f"task file {path}")
+
+
+def check_eval(lists: EvalLists, output: Path) -> None:
+    """Raises: WindlassError for a value of a list that cannot be honoured, or a file that cannot be written."""
+    check_writable(output, "-o")
+    parse_list("--tasks", lists.tasks, check_task)
+    parse_list("--lengths", lists.lengths, int_parser("--lengths", 1, MAX_NUMBER))
+    parse_list("--merge", lists.merge, lambda part: None if part == NO_MERGE else check_merge(part))
+    _check_lists({"policies": check_policy, "positions": check_positions, "store": check_store}, vars(lists))
+    for part in parse_list("--budgets", lists.budgets, str):
+        check_limits({"budget": budget_of("--budgets", part).slots})
+
+
+def check_bench(
+    model: str | None, shape: str | None, layers: int | None, lists: BenchLists, load: LoadOptions, output: Path | None
+) -> None:
+    """Raises: WindlassError for a value that cannot be honoured, or a file that cannot be written."""
+    check_subject(model, shape, layers, declared.shapes())
+    if model is not None:
+        check_model(model, load)
+    check_dtype(load.dtype)
+    gpu_number(load.device)
+    workloads_of(lists)
+    setups_of(lists)
+    _check_lists({"policy": check_policy, "positions": check_positions, "store": check_store}, lists.options)
+    for part in parse_list("--budget", lists.options["budget"], str):
+        check_limits({"budget": budget_of("--budget", part).slots})
+    if output is not None:
+        check_writable(output, "-o")
+
+
+def check_text(file: Path, what: str) -> None:
+    """Raises: UsageError, which calls the file `what`, when it cannot be read; a regular file is read for that."""
+    check_readable(file, what)
+    if stat.S_ISREG(file.stat().st_mode):
+        read_text(file, what)
+
+
+def _check_lists(checks: Mapping[str, Callable[[str], None]], lists: Mapping[str, str]) -> None:
+    for name, check in checks.items():
+        parse_list(f"--{name}", lists[name], check)
