@@ -1,10 +1,11 @@
-.PHONY: demo test coverage check install bench-peers bench-clients compare-kvpress clean
+.PHONY: demo test coverage check docs install bench-peers bench-clients compare-kvpress clean
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
 SOURCES := pyproject.toml CMakeLists.txt $(wildcard windlass/kernels/cpu/*.cpp windlass/kernels/cpu/*.hpp)
 PEERS := .venv-peers
 CLIENTS := .venv-clients
+DOCS := .venv-docs
 
 demo: install
 	$(BIN)/windlass demo
@@ -20,6 +21,17 @@ check: install
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# The site: open build/site/index.html. Fails where a link leads nowhere. In an environment without windlass, which is
+# read and not imported.
+docs: $(DOCS)/installed
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/python -m mkdocs build
+
+$(DOCS)/installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS)
+	$(PYTHON) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		| $(DOCS)/bin/python -m pip install --quiet --requirement /dev/stdin
+	touch $@
 
 install: $(STAMP)
 
@@ -61,4 +73,4 @@ $(CLIENTS)/installed: benchmarks/clients/requirements.txt
 	touch $@
 
 clean:
-	rm -rf .venv $(PEERS) $(CLIENTS) build .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv $(PEERS) $(CLIENTS) $(DOCS) build .coverage* .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -13,9 +13,9 @@ from typing import Annotated
 import torch
 import typer
 
+from windlass.cache.policy_spec import policy_of
 from windlass.cli import demo
 from windlass.evals import texts
-from windlass.evals.load_policy import load_policy
 from windlass.hf.load import load
 
 SETTINGS = [
@@ -46,7 +46,7 @@ def main(
         for seed in range(first, first + seeds):
             draw = Random(seed)
             key = "".join(draw.choice("0123456789") for _ in range(5))
-            setup = demo.Setup(texts.hide_pass_key(text, key, draw.random()), load_policy(policy), budget, positions)
+            setup = demo.Setup(texts.hide_pass_key(text, key, draw.random()), policy_of(policy), budget, positions)
             found.append(demo.read_and_ask(model, tokenizer, setup, key).is_found)
         row = {"cache": setup.label, "tokens": tokens or "all", "numerals": has_numerals}
         print(json.dumps({**row, "found": sum(found), "of": seeds, "seeds": [first, first + seeds]}), flush=True)

@@ -17,7 +17,6 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import windlass
-from windlass.evals.load_policy import load_policy
 
 BLOCK = 2_000
 
@@ -34,7 +33,7 @@ def main(
     torch.set_num_threads(threads)
     model = windlass.attach(AutoModelForCausalLM.from_pretrained(model_name, dtype=torch.float32).eval())
     tokenizer = AutoTokenizer.from_pretrained(model_name, model_max_length=10**9)
-    cache = windlass.KVCache(model, budget=budget, policy=load_policy(policy), positions=positions)
+    cache = windlass.KVCache(model, budget=budget, policy=policy, positions=positions)
     sampling = windlass.Sampling(temperature=0.8, seed=1)
     stream = windlass.stream(model, tokenizer, "Once upon a time", cache, tokens, sampling, stop=())
     times: list[float] = []
@@ -47,7 +46,7 @@ def main(
         if len(times) == BLOCK:
             row = {
                 "tokens_seen": cache.tokens_seen[0],
-                "bytes_held": cache.nbytes(),
+                "bytes_held": cache.bytes_held,
                 "held": cache.layers[0].table.occupancy_bound,
             }
             print(json.dumps({**row, "ms_per_token": round(statistics.median(times) * 1e3, 3)}), flush=True)

@@ -24,13 +24,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass import KVCache, Policy
 from windlass.cache.compress import shared_budgets
 from windlass.cache.options import CacheOptions
+from windlass.cache.policy_spec import policy_of
 from windlass.cli.demo import MODEL
 from windlass.core.step import Limits
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
 from windlass.evals.fit import SampleSpec, fit
 from windlass.evals.load import load_task
-from windlass.evals.load_policy import load_policy
 from windlass.evals.report.summaries import wilson
 from windlass.hf.load import load
 from windlass.policies.calls import scores_of
@@ -114,7 +114,7 @@ def main() -> None:
     model, tokenizer = load(str(options.model), "float32")
     divisors = [int(each) for each in options.divisors.split()]
     for name in options.policies.split():
-        policy = load_policy(name)
+        policy = policy_of(name)
         rows = [(divisor, shape) for divisor in divisors for shape in SHAPES]
         hits: dict[tuple[int, str], list[float]] = defaultdict(list)
         held: dict[tuple[int, str], list[dict[str, float]]] = defaultdict(list)

@@ -21,7 +21,6 @@ from windlass import KVCache
 from windlass.cli.demo import ANSWER_TOKENS, MODEL
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
-from windlass.evals.load_policy import load_policy
 from windlass.evals.texts import ASKED, BEFORE, HIDDEN, in_words, novel
 from windlass.hf.load import load
 
@@ -44,9 +43,7 @@ def main() -> None:
     ends = [at + 1 for at, token in enumerate(ids) if str(tokenizer.decode([token])).endswith(".")]
     for policy in options.policies:
         draw = random.Random(0)
-        cache = KVCache(
-            model, options.budget, load_policy(policy), chunk=options.chunk, positions="compact", rollback=0
-        )
+        cache = KVCache(model, options.budget, policy, chunk=options.chunk, positions="compact", rollback=0)
         read = 0
         for number in range(options.depths):
             start = time.perf_counter()

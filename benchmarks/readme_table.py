@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from windlass.cache.describe import in_units
 from windlass.cli.demo import MODEL, Row, Setup, read_and_ask
+from windlass.core.units import in_units
 from windlass.evals.report.markdown import table
 from windlass.evals.texts import hide_pass_key, novel
 from windlass.hf.load import load

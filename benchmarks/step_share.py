@@ -24,7 +24,6 @@ import windlass
 from windlass import kernels
 from windlass.cache.slot_layer import SlotLayer
 from windlass.engine.generate import prefill
-from windlass.evals.load_policy import load_policy
 from windlass.evals.speed.shapes import random_model, shape_of
 
 
@@ -58,7 +57,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     model = windlass.attach(random_model(shape_of(options.shape, None)[0], torch.bfloat16))
-    cache = windlass.KVCache(model, budget=options.budget, policy=load_policy(options.policy))
+    cache = windlass.KVCache(model, budget=options.budget, policy=options.policy)
     clock = Clock()
     kernels.attend = clock.wrap("attention", kernels.attend)
     SlotLayer.step = clock.wrap("step", SlotLayer.step)  # type: ignore[method-assign]

@@ -17,7 +17,6 @@ from machine import machine
 
 import windlass
 from windlass.core.step import PROMPT, READ
-from windlass.evals.load_policy import load_policy
 from windlass.evals.speed.depth import fill, layer_shapes
 from windlass.evals.speed.shapes import random_model, shape_of
 from windlass.hf.forward import forward
@@ -42,7 +41,7 @@ def main() -> None:
     ids = torch.randint(0, model.config.vocab_size, (1, max(TOKENS)), generator=torch.Generator().manual_seed(0))
     ways = [(tokens, how) for tokens in TOKENS for how in (READ, PROMPT) if tokens > 1 or how is READ]
     for policy in options.policy.split(","):
-        cache = windlass.KVCache(model, options.budget, load_policy(policy))
+        cache = windlass.KVCache(model, options.budget, policy)
         fill(cache, shapes, options.depth)
         seconds: dict[str, list[float]] = {}
         for turn in range(options.rounds + 2):  # the first two warm up

@@ -3,8 +3,7 @@
 import inspect
 from pathlib import Path
 
-from windlass.cli.catalogue import made_by_default
-from windlass.policies import NAMES, Policy, base
+from windlass.policies import NAMES, WRAPPERS, KeyDiff, Policy, base
 from windlass.policies.wrapper import scoring_chunk
 
 DOCS = Path(__file__).parent
@@ -14,7 +13,14 @@ def contract() -> str:
     """The page of the policy contract."""
     said = inspect.cleandoc(base.__doc__ or "").removeprefix("The policy contract: which tokens a layer keeps.\n")
     intro = "The docstring of [`windlass/policies/base.py`](../windlass/policies/base.py), where the types are."
+    said = said.replace(":\n1. ", ":\n\n1. ")  # some readers of Markdown begin a list after an empty line only
     return f"# The policy contract: which tokens a layer keeps\n\n{intro}\n{said}\n"
+
+
+def made_by_default() -> dict[str, Policy]:
+    """One of each policy by its name; what goes around another one, around `KeyDiff`."""
+    around = {name: kind(KeyDiff()) for name, kind in WRAPPERS.items()}
+    return {name: kind() for name, kind in NAMES.items()} | around
 
 
 def catalogue() -> str:

@@ -21,4 +21,4 @@ for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "t
 more = tokenizer(" Then the woman said", return_tensors="pt", add_special_tokens=False).input_ids
 ids = model.generate(torch.cat([ids, more], dim=1), past_key_values=cache, max_new_tokens=20, do_sample=False)
 print("second turn ->", repr(tokenizer.decode(ids[0], skip_special_tokens=True)))
-print(f"{cache.tokens_seen[0]} tokens seen, {cache.nbytes():,} bytes held")
+print(f"{cache.tokens_seen[0]} tokens seen, {cache.bytes_held:,} bytes held")

@@ -22,6 +22,10 @@ from windlass.testing import VOCABULARY, tiny_model
 if TYPE_CHECKING:
     from tests.helpers.models import Models, Text
 
+for name in [each for each in os.environ if each.startswith("WINDLASS_") and each != "WINDLASS_CPU"]:
+    del os.environ[name]  # an option of the command line
+if torch.cuda.is_available():
+    os.environ["WINDLASS_DEVICE"] = "cpu"  # where the library's texts are, with which those of commands are compared
 pytest.register_assert_rewrite("tests.helpers")  # before any of them is imported
 torch.set_num_threads(1)
 # Fills torch.empty with NaN, so that reading what was never written shows.
@@ -53,6 +57,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def any_type() -> None:
+    """Arguments of the wrong type reach the code, whose errors are tested; else annotations refuse them first."""
+    jaxtyping.config.update("jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="session")

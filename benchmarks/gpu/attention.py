@@ -13,9 +13,9 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu.part import Part, Work
 from windlass import kernels
-from windlass.cache.describe import in_units
 from windlass.core.attention import AttentionInput, Visibility
 from windlass.core.packed import PackedStates
+from windlass.core.units import in_units
 from windlass.evals.speed.run import free_bytes
 from windlass.evals.speed.shapes import SHAPES, Shape
 from windlass.positions.modes import Original

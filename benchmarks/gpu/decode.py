@@ -11,11 +11,12 @@ from transformers import PreTrainedModel
 from gpu.part import Part
 from windlass import attach
 from windlass.evals.speed.depth import layer_shapes
-from windlass.evals.speed.rows import BenchLists, rows_of
+from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.run import cache_bytes, check_memory, free_bytes, gpu_name
 from windlass.evals.speed.shapes import SHAPES, random_model
 from windlass.evals.speed.table import Conditions, as_json
 from windlass.evals.speed.timer import Timer
+from windlass.evals.speed.workloads import BenchLists
 
 POLICIES = "recent,h2o,snapkv,tova,key_diff"
 STORES = "plain,int8,int4"
@@ -91,5 +92,5 @@ def _measure(
     about = Conditions(shape, size, numbers, "bfloat16", chunk, len(samples[0]), gpu=gpu_name(part.device))
     for (way, row), timer, samples_s, most in zip(rows, timers, samples, step_bytes, strict=True):
         row.samples_s[:] = samples_s
-        memory = {"held_bytes": timer.cache.nbytes(), "step_bytes": most}
+        memory = {"bytes_held": timer.cache.bytes_held, "step_bytes": most}
         part.write("decode", group=name, way=way, **as_json(row, about), **memory)

@@ -21,9 +21,10 @@ from gpu.part import Part, Timed, summary
 from windlass.core.errors import UsageError
 from windlass.engine.graph import wait_for
 from windlass.evals.speed.depth import LayerShape, layer_shapes
-from windlass.evals.speed.rows import BenchLists, rows_of
+from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.run import check_memory, free_bytes
 from windlass.evals.speed.timer import Clock, Timer
+from windlass.evals.speed.workloads import BenchLists
 
 COMPILED_STEPS = 4  # until a step is compiled, recorded and replayed
 CACHES = 8  # of the full text, that are there at most: four, and what growing ones take and copy

@@ -87,7 +87,7 @@ def _decode(lines: Sequence[Line]) -> str:
     rows = []
     for line, base in against(of_kind(lines, "decode", "storage"), "storage", "rotated"):
         if line["storage"] == "unrotated":
-            memory = [_mib(line["held_bytes"]), _mib(line["step_bytes"])]
+            memory = [_mib(line["bytes_held"]), _mib(line["step_bytes"])]
             rates = [*_rates(line), _of_copy(line["gb_per_s"], lines), _ratio(line, base, 3)]
             rows.append([line["model"], line["test"], line["graph"], *rates, *memory])
     heads = ["model", "test", "graph", "tokens/s", "GB/s", "of copy", "un-rotated / rotated", "cache MiB", "step MiB"]

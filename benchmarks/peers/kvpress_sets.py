@@ -33,7 +33,7 @@ from transformers import (
 )
 
 from windlass import KVCache, attach
-from windlass.evals.load_policy import load_policy
+from windlass.cache.policy_spec import policy_of
 from windlass.evals.report.markdown import table
 from windlass.evals.speed.rotated import RotatedStorage
 from windlass.evals.texts import novel
@@ -136,7 +136,7 @@ def asked(row: Row, ratio: float) -> dict[str, Any]:
 def ours(model: PreTrainedModel, row: Row, ids: list[int], token: int, ratio: float) -> tuple[list[Tensor], Tensor]:
     """Per layer the positions that each kv head keeps, and the next token's logits."""
     kind = RotatedStorage if row.is_rotated else KVCache
-    policy = load_policy(row.policy.replace("{ratio}", str(ratio)))
+    policy = policy_of(row.policy.replace("{ratio}", str(ratio)))
     cache = kind(model, policy=policy, sinks=row.sinks, window=row.window, chunk=TOKENS)
     model(torch.tensor([ids]), past_key_values=cache)
     cache.compress(round(TOKENS * (1 - ratio)), row.window)

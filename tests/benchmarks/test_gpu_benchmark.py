@@ -46,7 +46,7 @@ def decode(rate: float, group: str, depth: int = 4096, **more: object) -> dict[s
         "depth": depth,
         "tokens_per_s": rate,
     }
-    line |= {"half_interquartile_range_per_s": 0.5, "gb_per_s": 16.0 * rate, "held_bytes": 2**30, "step_bytes": 2**20}
+    line |= {"half_interquartile_range_per_s": 0.5, "gb_per_s": 16.0 * rate, "bytes_held": 2**30, "step_bytes": 2**20}
     return line | more
 
 

@@ -13,6 +13,7 @@ from windlass.cli.app import main
 from windlass.evals.speed.shapes import SHAPES, random_model
 
 QUICK = ("bench", "--shape", "tiny", "--threads", "1", "-r", "2")
+MARKDOWN = ("--format", "md", "--ratios")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,8 @@ class Ran:
 @pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Callable[..., Ran]:
     def go(*arguments: str) -> Ran:
-        return Ran(main((*QUICK, *arguments)), *capsys.readouterr())
+        form = () if {"--json", "--format"} & set(arguments) else MARKDOWN
+        return Ran(main((*QUICK, *form, *arguments)), *capsys.readouterr())
 
     return go
 

@@ -5,17 +5,19 @@ import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 
 import pytest
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
 from tests.helpers.models import MODEL
+from windlass.cli import session
 from windlass.cli.app import main
 from windlass.hf.load import load
 
 PROMPT = "He was sitting in the boat, and the river was quiet. She said"
-START = [sys.executable, "-c", "import sys; from windlass.cli.app import main; sys.exit(main())"]
+START = [sys.executable, "-m", "windlass.cli.program"]
 LAST_LINE = re.compile(
     r"(interrupted; )?prefill [\d,]+( of [\d,]+)? tokens, [\d,.]+ tokens/s; "
     r"decode [\d,]+ tokens, [\d,.]+ tokens/s; [\d.]+ ([KMG]i)?B held"
@@ -39,6 +41,17 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
         return Ran(code, *capsys.readouterr())
 
     return go
+
+
+@cache
+def _loaded(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load(name, dtype, device)
+
+
+@pytest.fixture(autouse=True)
+def loaded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For modules that import it: commands share their models, for it takes seconds to load one."""
+    monkeypatch.setattr(session, "load_model", _loaded)
 
 
 @pytest.fixture(scope="module")

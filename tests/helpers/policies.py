@@ -9,10 +9,17 @@ import torch
 from tests.helpers.slots import slots_of
 from windlass import Policy
 from windlass.core.shapes import Scores
-from windlass.policies import H2O, NAMES, WRAPPERS, Needs, Slots, Trained
+from windlass.policies import H2O, NAMES, WRAPPERS, KeyDiff, Needs, Slots, Trained
 
 ALL_POLICIES: list[Policy] = [*(kind() for kind in NAMES.values()), *(kind(H2O()) for kind in WRAPPERS.values())]
 """Each policy, and each wrapper around one that keeps state."""
+
+
+def made_by_default() -> dict[str, Policy]:
+    """One of each policy by its name; what goes around another one, around `KeyDiff`."""
+    around = {name: kind(KeyDiff()) for name, kind in WRAPPERS.items()}
+    return {name: kind() for name, kind in NAMES.items()} | around
+
 
 Score = Callable[[Policy, Slots], object]
 

@@ -23,6 +23,7 @@ HEADER: Line = {
     "trained_length": 512,
     "seed": 7,
     "date": "2026-11-21T10:00:00+00:00",
+    "fingerprint": "0f" * 32,
 }
 
 

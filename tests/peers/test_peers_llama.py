@@ -30,7 +30,7 @@ from transformers import DynamicCache
 import windlass
 from tests.helpers.caches import assert_holds, contents, held
 from tests.helpers.models import Models, Text, greedy, read
-from windlass import H2O, KVCache, SnapKV, prompt_cache
+from windlass import H2O, KVCache, Recent, SnapKV, prompt_cache
 from windlass.core.rotate import rotate
 
 
@@ -61,7 +61,11 @@ def test_one_row_removed_leaves_the_other_and_goes_on(attached_model: Models, te
     """test-save-load-state, 2: of two sequences one is removed; the bytes of the other are unchanged, it goes on as
     before, and the freed row reads a new text from position 0."""
     model, ids = attached_model("llama"), text(36, rows=2)
-    cache, alone, fresh = KVCache(model, 20, batch=2), KVCache(model, 20), KVCache(model, 20)
+    cache, alone, fresh = (
+        KVCache(model, 20, batch=2, policy=Recent()),
+        KVCache(model, 20, policy=Recent()),
+        KVCache(model, 20, policy=Recent()),
+    )
     read(model, cache, ids[:, :30], 9)
     kept = [tensor.clone() for tensor in contents(cache, 1)]
     cache.drop(0, 30, row=0)
@@ -135,7 +139,7 @@ def test_a_slot_is_saved_restored_elsewhere_and_erased(attached_model: Models, t
     again = read(model, slots, torch.tensor([whole[-1:]]), 1)[0, -1]
     torch.testing.assert_close(again, windlass.prefill(model, KVCache(model), [whole])[0], atol=1e-5, rtol=0)
     slots.reset()
-    assert (slots.nbytes(), slots.tokens) == (0, [[]])
+    assert (slots.bytes_held, slots.tokens) == (0, [[]])
     torch.testing.assert_close(read(model, slots, prompt, 21)[:, -1], first, atol=0, rtol=0)
 
 
@@ -144,7 +148,10 @@ def test_rollback_by_3_then_a_file(attached_model: Models, text: Text, tmp_path:
     of never having read them."""
     model, ids = attached_model("gemma3"), text(50)
     for budget in (None, 14):
-        cache, never = KVCache(model, budget, window=2), KVCache(model, budget, window=2)
+        cache, never = (
+            KVCache(model, budget, window=2, policy=Recent()),
+            KVCache(model, budget, window=2, policy=Recent()),
+        )
         for each in (cache, never):
             read(model, each, ids[:, :40], 8)
         read(model, cache, text(3, seed=1), 1)
@@ -162,7 +169,7 @@ def test_caches_of_one_model_do_not_meet(attached_model: Models, text: Text) -> 
     makes = [
         lambda: KVCache(model, batch=2),
         lambda: KVCache(model, 12, H2O(), window=2, batch=2),
-        lambda: KVCache(model, 15, window=3, positions="compact", batch=2),
+        lambda: KVCache(model, 15, window=3, positions="compact", batch=2, policy=Recent()),
         lambda: KVCache(model, 14, SnapKV(observed_queries=3), window=3, positions="self_extend(3, 5)", batch=2),
     ]
     caches = [make() for make in makes]

@@ -16,7 +16,7 @@ import windlass
 from tests.helpers import models
 from tests.helpers.caches import assert_holds, contents, held
 from tests.helpers.models import Models, Text, logits_at, read
-from windlass import KVCache
+from windlass import KVCache, Recent
 
 MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
 Pair = tuple[PreTrainedModel, PreTrainedModel]
@@ -52,7 +52,7 @@ def test_context_shift(one_layer: Pair, text: Text, n_keep: int, n_discard: int,
 def test_keep_4_discard_1_is_recent_under_compact(attached_model: Models, text: Text) -> None:
     """Context shift with --keep 4 and n_discard 1 equals StreamingLLM: our `Recent` with 4 sinks, read compactly."""
     model, ids = attached_model("llama"), text(70)
-    shifted, recent = KVCache(model), KVCache(model, budget=20, sinks=4, window=1, positions="compact")
+    shifted, recent = KVCache(model), KVCache(model, budget=20, sinks=4, window=1, positions="compact", policy=Recent())
     for at, token in enumerate(ids.split(1, 1)):
         ours, truth = (read(model, cache, token, 1) for cache in (recent, shifted))
         torch.testing.assert_close(ours, truth, atol=1e-5, rtol=0)

@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import windlass
 from tests.helpers.caches import assert_holds, contents
 from tests.helpers.models import Models, Text, greedy, read
-from windlass import KVCache, Sampling, UsageError, prompt_cache
+from windlass import KVCache, Recent, Sampling, UsageError, prompt_cache
 
 MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
 
@@ -48,7 +48,7 @@ def test_a_file_gives_back_every_byte(attached_model: Models, text: Text, tmp_pa
     """test_save_load, test_save_load_rotating_cache: keys, values and limits come back as they were, also
     after two rotations (8 slots, 2 kept), and the next update leaves both caches alike."""
     model, ids = attached_model("llama"), text(34)
-    cache = KVCache(model, budget, sinks=2, window=1)
+    cache = KVCache(model, budget, sinks=2, window=1, policy=Recent())
     read(model, cache, ids[:, :24], 4)
     prompt_cache.save(cache, tmp_path / "cache", model)
     loaded = prompt_cache.load(tmp_path / "cache", model)
@@ -64,7 +64,7 @@ def test_a_trim_is_whole_or_refused(attached_model: Models, text: Text) -> None:
     """test_trim_cache: of 10 tokens 7 go; where theirs then answers a wish for 4 with 3, ours refuses and
     keeps the 3. A cache of 6 with 5 gives up 4; after 10 more theirs gives none, ours the newest exactly."""
     model, ids = attached_model("llama"), text(30)
-    cache, twin = KVCache(model), KVCache(model, budget=6, sinks=2, window=1)
+    cache, twin = KVCache(model), KVCache(model, budget=6, sinks=2, window=1, policy=Recent())
     read(model, cache, ids[:, :10], 10)
     kept = [tensor[:3] if tensor.ndim == 1 else tensor[:, :3] for tensor in contents(cache)]
     cache.rollback(7)
@@ -72,7 +72,7 @@ def test_a_trim_is_whole_or_refused(attached_model: Models, text: Text) -> None:
         cache.rollback(4)
     assert_holds(cache, kept)
     for most, is_refused in ((16, False), (0, True)):
-        ring = KVCache(model, budget=6, sinks=2, window=1, rollback=most)
+        ring = KVCache(model, budget=6, sinks=2, window=1, rollback=most, policy=Recent())
         read(model, ring, ids[:, :5], 5)
         ring.rollback(4)
         assert contents(ring)[0].tolist() == [0]
@@ -123,7 +123,7 @@ def test_a_trimmed_cache_writes_the_same_again(attached_model: Models, text: Tex
     """test_trim_cache_with_generate: after a rollback of 3 the same 3 tokens follow, also over budget."""
     model, ids = attached_model("llama"), text(9)
     for budget in (None, 6):
-        cache = KVCache(model, budget, window=1)
+        cache = KVCache(model, budget, window=1, policy=Recent())
         written = greedy(model, cache, ids, 8)
         cache.rollback(3)
         assert cache.next_positions == [14]
@@ -136,7 +136,7 @@ def test_a_single_write_touches_one_slot(attached_model: Models, text: Text, sin
     """test_rotating_kv_cache: a ring of 8, alone or with keep=2 after 20 tokens, then tokens one by one (21 to 30
     are counted): theirs cycles through slots, ours overwrites the bytes of one free slot and moves none."""
     model, ids = attached_model("llama"), text(31)
-    cache = KVCache(model, budget=8, sinks=sinks, window=1)
+    cache = KVCache(model, budget=8, sinks=sinks, window=1, policy=Recent())
     read(model, cache, ids[:, :first], first)
     read(model, cache, ids[:, first : first + 1], 1)
     for at in range(first + 1, 30):
@@ -195,7 +195,7 @@ def test_empty_caches_join(attached_model: Models, text: Text) -> None:
     nothing = KVCache(model, batch=2)
     nothing.splice(KVCache(model), row=1)
     nothing.select_rows(torch.tensor([1, 0]))
-    assert (nothing.next_positions, nothing.nbytes()) == ([0, 0], 0)
+    assert (nothing.next_positions, nothing.bytes_held) == ([0, 0], 0)
     nothing.splice(full, row=1)
     assert nothing.next_positions == [0, 7]
     assert len(contents(nothing, 0)[0]) == 0
@@ -208,13 +208,13 @@ def test_empty_caches_join(attached_model: Models, text: Text) -> None:
 def test_merge_then_extract_is_lossless(attached_model: Models, text: Text) -> None:
     """test_cache_list: caches that become rows of one and are taken out again are what they were."""
     model = attached_model("gemma3")
-    singles = [KVCache(model, budget=14, window=2) for _ in range(3)]
-    merged = KVCache(model, budget=14, window=2, batch=3)
+    singles = [KVCache(model, budget=14, window=2, policy=Recent()) for _ in range(3)]
+    merged = KVCache(model, budget=14, window=2, batch=3, policy=Recent())
     for row, (single, tokens) in enumerate(zip(singles, (5, 30, 13), strict=True)):
         read(model, single, text(tokens, seed=row), 6)
         merged.splice(single, row=row)
     for row in (2, 0, 1):
-        extracted = KVCache(model, budget=14, window=2)
+        extracted = KVCache(model, budget=14, window=2, policy=Recent())
         extracted.splice(merged, row)
         assert_holds(extracted, contents(singles[row]))
         assert (extracted.next_positions, extracted.tokens) == (singles[row].next_positions, singles[row].tokens)
@@ -226,7 +226,7 @@ def test_merge_then_extract_is_lossless(attached_model: Models, text: Text) -> N
 def test_embeddings_read_as_their_tokens(attached_model: Models, text: Text) -> None:
     """test_stream_generate_input_embeddings_prefill: a prompt given as embeddings, in chunks, over budget."""
     model, ids = attached_model("llama"), text(25)
-    caches = [KVCache(model, budget=10, window=2) for _ in range(2)]
+    caches = [KVCache(model, budget=10, window=2, policy=Recent()) for _ in range(2)]
     read(model, caches[0], ids[:, :20], 6)
     with torch.no_grad():
         for piece in model.get_input_embeddings()(ids[:, :20]).split(6, 1):

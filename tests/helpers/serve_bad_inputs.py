@@ -1,0 +1,72 @@
+"""A process that runs command lines one after the other, and where torch cannot be imported.
+
+Reads a line of JSON per command line, a list of arguments; writes one per run: exit code, stdout, stderr.
+"""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+
+HEAVY = ("torch", "transformers")
+
+
+class HeavyImport(BaseException):
+    """Something imported what takes seconds. No `Exception`: nobody catches it on the way."""
+
+
+class Refuse:
+    """An import finder, asked before all others."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if name in HEAVY:
+            raise HeavyImport(f"{name} was imported")
+        return None
+
+
+def ran(arguments: list[str]) -> tuple[int, str, str]:
+    """What `main` returns, and what was written to the process's own outputs."""
+    from windlass.cli.app import main
+
+    kept = os.dup(1), os.dup(2)
+    with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
+        os.dup2(out.fileno(), 1)
+        os.dup2(err.fileno(), 2)
+        try:
+            code = main(arguments)
+        except HeavyImport as error:
+            code = -1
+            print(error, file=sys.stderr)
+        except Exception as error:  # what would be a traceback
+            code = -2
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            for place, output in enumerate(kept, 1):
+                os.dup2(output, place)
+                os.close(output)
+        texts = []
+        for file in (out, err):
+            file.seek(0)
+            texts.append(file.read().decode("utf-8", "replace"))
+    return code, texts[0], texts[1]
+
+
+def serve() -> None:
+    """Until stdin ends; the commands themselves get an empty one."""
+    sys.meta_path.insert(0, Refuse())
+    lines = sys.stdin.readlines()
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+    for line in lines:
+        print(json.dumps(ran(json.loads(line))), flush=True)
+
+
+if __name__ == "__main__":
+    serve()
