@@ -59,7 +59,7 @@ def test_rows_are_told_one_by_one_while_they_are_few(attached_model: Models) -> 
     windlass.prefill(model, cache, [[5] * 12, [7] * 4, [3] * 9])
     assert kept(cache) == [[{9}, {4}, {9}]] * 2
     first, second = repr(cache).split("\n")
-    assert first.endswith("budget 9, policy H2O(), positions original, store int8, merge mean_count, rows 3")
+    assert first.endswith("budget 9, policy H2O(), positions auto, store int8, merge mean_count, rows 3")
     assert second.startswith("  12, 4, 9 tokens seen, 9, 4, 9 kept, ")
     many = KVCache(model, batch=8)
     windlass.prefill(model, many, [[5] * (3 + row) for row in range(8)])
@@ -89,7 +89,7 @@ def test_the_table_of_a_notebook_says_the_same_and_is_escaped(attached_model: Mo
         "model": "<b>&'x",
         "budget": "20",
         "policy": "SnapKV(observed_queries=32, pool=7, is_mean=False)",
-        "positions": "original",
+        "positions": "auto",
         "store": "plain",
         "tokens seen": "33",
         "tokens kept": "20",
