@@ -121,13 +121,13 @@ def test_rounds() -> None:
     assert rounds_of(1, 1) == [(0, 1, 1)]
 
 
-def ranked(policy: str, found: list[float], nll: float | list[float], **options: str) -> Ranked:
+def ranked(
+    policy: str, found: list[float], nll: float | list[float], positions: str = "original", store: str = "plain"
+) -> Ranked:
     nlls = nll if isinstance(nll, list) else [nll] * len(found)
     of_text = [("task", 500, 0, sample, None) for sample in range(len(found))]
-    settings = Settings(
-        Budget("1812", 1812),
-        CacheOptions(**{"policy": policy_of(policy), "chunk": 128, "positions": "original", **options}),
-    )  # type: ignore[arg-type]
+    options = CacheOptions(policy=policy_of(policy), chunk=128, positions=positions, store=store)
+    settings = Settings(Budget("1812", 1812), options)
     return Ranked(settings, dict(zip(of_text, found, strict=True)), dict(zip(of_text, nlls, strict=True)), None, 900)
 
 
