@@ -160,7 +160,7 @@ def test_rows_are_filtered_and_joined(attached_model: Models, text: Text, budget
     model, lengths = attached_model("llama"), (6, 7, 6, 1, 4)
     prompts = [text(n, seed=i)[0].tolist() for i, n in enumerate(lengths)]
     more = [text(n, seed=20 + i)[0].tolist() for i, n in enumerate((2, 5, 1, 9, 3))]
-    limits: dict[str, Any] = {"budget": budget, "sinks": 1, "window": 1}
+    limits: dict[str, Any] = {"budget": budget, "sinks": 1, "window": 1, "policy": Recent()}
     first, second = KVCache(model, **limits, batch=3), KVCache(model, **limits, batch=3)
     windlass.prefill(model, first, [prompts[1], prompts[0] * 2, prompts[0]])
     windlass.prefill(model, second, prompts[2:])
