@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # The compiled kernels' tests under AddressSanitizer and UndefinedBehaviorSanitizer; the first finding ends the run.
 #     benchmarks/sanitize.sh [PYTHON] [pytest arguments]
-# Needs nanobind beside PYTHON: `pip install nanobind`. Builds in a temporary folder, next to a copy of the package, so that the installed module is not the one that runs.
+# Needs nanobind beside PYTHON: `pip install nanobind`. Builds in a temporary folder, next to a copy of the package, so
+# that the installed module is not the one that runs.
 set -eu
 cd "$(dirname "$0")/.."
 python=$(realpath --no-symlinks "${1:-.venv/bin/python}")
