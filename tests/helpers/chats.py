@@ -22,6 +22,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}[assistant]{% endif %}"
 )
 FIRST, SECOND, THIRD = "He was sitting in the boat.", "And the river?", "She said that it was late"
+SAMPLING = Sampling(temperature=1.5, seed=3)
 Make = Callable[..., Dialogue]
 
 
@@ -61,3 +62,10 @@ def dialogue(model: PreTrainedModel, tmp_path: Path) -> Iterator[Make]:
 def held(cache: windlass.KVCache) -> list[list[int]]:
     """Per layer the positions that are held, in the text's order."""
     return [sorted(each for each in layer.positions[0, 0].tolist() if each >= 0) for layer in cache.layers]
+
+
+def after(talk: Dialogue, *lines: str) -> Dialogue:
+    """The chat after these messages and their replies."""
+    for line in lines:
+        assert talk.answer(line) == 0
+    return talk

@@ -10,8 +10,9 @@ from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState, Text
 from windlass.core.check import whole_number
 from windlass.core.errors import UsageError
+from windlass.core.limits import MAX_NUMBER
 from windlass.core.shapes import Attended, NewKeys, NewValues, Queries, TokenIds, TokenMask
-from windlass.core.step import MAX_NUMBER, AttentionCall, no_inference_mode
+from windlass.core.step import AttentionCall, no_inference_mode
 from windlass.policies.base import TOKEN
 
 

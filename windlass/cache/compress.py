@@ -13,9 +13,10 @@ from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
 from windlass.core.check import whole_number
 from windlass.core.errors import UsageError
+from windlass.core.limits import MAX_NUMBER
 from windlass.core.record import StepRecord
 from windlass.core.shapes import Scores
-from windlass.core.step import MAX_NUMBER, Limits, Step, no_inference_mode
+from windlass.core.step import Limits, Step, no_inference_mode
 from windlass.policies import Policy, Recent
 from windlass.policies.calls import scores_of
 from windlass.policies.interfaces import Budgeter, OneShot

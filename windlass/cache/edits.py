@@ -18,8 +18,9 @@ from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
 from windlass.core.check import check_kind, whole_number
 from windlass.core.errors import UsageError
+from windlass.core.limits import MAX_NUMBER
 from windlass.core.rotary_index import EMPTY
-from windlass.core.step import MAX_NUMBER, no_inference_mode
+from windlass.core.step import no_inference_mode
 from windlass.policies.base import INITIAL_STATE
 
 

@@ -5,15 +5,14 @@ from typing import Any
 
 from windlass.cache.policy_spec import policy_of
 from windlass.core.limits import DEFAULT_SINKS, check_limits, default_window
+from windlass.core.spec import AUTO, NO_MERGE
 from windlass.core.step import Limits
 from windlass.merge import Merge, merge_of
 from windlass.policies import Policy
-from windlass.policies.auto import AUTO, auto
+from windlass.policies.auto import auto, is_auto
 from windlass.positions.modes import PositionMode, position_mode
 from windlass.stores.base import Store
 from windlass.stores.spec import store_of
-
-NO_MERGE = "none"  # the label of a cache that drops what it evicts
 
 
 @dataclass(frozen=True, init=False)
@@ -45,7 +44,7 @@ class CacheOptions:
         sinks: int = DEFAULT_SINKS,
         window: int | None = None,
         chunk: int = 512,
-        positions: str | PositionMode = "auto",
+        positions: str | PositionMode = AUTO,
         batch: int = 1,
         rollback: int = 16,
         store: str | Store = "plain",
@@ -53,7 +52,7 @@ class CacheOptions:
     ) -> None:
         vars(self).update(
             budget=budget,
-            policy=auto(budget is not None) if policy is None or policy == AUTO else policy_of(policy),
+            policy=auto(budget is not None) if is_auto(policy) or policy is None else policy_of(policy),
             sinks=sinks,
             window=window,
             chunk=chunk,

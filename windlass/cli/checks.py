@@ -17,7 +17,7 @@ from windlass.core.files import check_writable as check_writable
 from windlass.core.limits import MAX_NUMBER, check_max_tokens, check_range
 from windlass.core.limits import check_limits as check_limits
 from windlass.core.plugin import PluginKind
-from windlass.core.spec import Spec, check_given, int_parser, parse_ints, parse_list, parse_spec
+from windlass.core.spec import AUTO, NO_MERGE, Spec, check_given, int_parser, parse_ints, parse_list, parse_spec
 from windlass.evals.budgets import budget_of
 from windlass.evals.speed.workloads import BenchLists, check_subject, setups_of, workloads_of
 from windlass.evals.task import TASKS
@@ -25,8 +25,6 @@ from windlass.evals.tasks import NAMES as TASK_NAMES
 from windlass.hf.names import check_dtype, folder_of, gpu_number
 
 POLICIES = PluginKind("policy", "policies", object, "windlass.Policy", PolicyError)
-AUTO = "auto"  # of a policy or a mode: decided when the model is known
-NO_MERGE = "none"
 
 
 def check_model(name: str, load: LoadOptions) -> None:

@@ -6,8 +6,8 @@ import torch
 
 from windlass.cache.describe import beyond_note, reading_now
 from windlass.cli.terminal import note
+from windlass.core.spec import AUTO
 from windlass.hf.kv_cache import KVCache
-from windlass.policies.auto import AUTO
 
 HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 

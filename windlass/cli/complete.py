@@ -5,11 +5,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from windlass.hf.names import DTYPES as DTYPES
+
 PACKAGE: Final = Path(__file__).parents[1]
 MODES: Final = ("auto", "original", "compact", "self_extend", "clamp")
 STORES: Final = ("plain", "int8", "int4")
 MERGES: Final = ("mean_count", "mean", "sum", "pick", "weighted")
-DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 DEVICES: Final = ("auto", "cpu", "cuda", "mps")
 NO_POLICIES: Final = ("base", "interfaces", "wrapper")  # what a policy is made of
 

@@ -15,9 +15,9 @@ def loading(is_quiet: bool = False) -> Iterator[None]:
     Nothing if `is_quiet`, or where stderr is no terminal.
     """
     is_shown = sys.stderr.isatty() and not is_quiet
-    if is_shown:
-        print("loading ...", end="", file=sys.stderr, flush=True)
     try:
+        if is_shown:
+            print("loading ...", end="", file=sys.stderr, flush=True)
         yield
     finally:
         if is_shown:

@@ -7,11 +7,15 @@ arguments there are is checked where they are defined.
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
 from windlass.core.errors import UsageError
 
 Value = TypeVar("Value")
+
+
+AUTO: Final = "auto"  # of a policy, a mode, a number type or a device: it is chosen
+NO_MERGE: Final = "none"  # the label of a cache that drops what it evicts
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from typing import Final, ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from windlass.core.limits import MAX_NUMBER as MAX_NUMBER
+from windlass.core.limits import MAX_NUMBER
 from windlass.core.shapes import RowCounts, TokenIds
 
 Arguments = ParamSpec("Arguments")

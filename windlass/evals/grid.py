@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.cache.options import NO_MERGE, CacheOptions
+from windlass.cache.options import CacheOptions
 from windlass.cache.policy_spec import policy_of
 from windlass.core.limits import MAX_NUMBER
-from windlass.core.spec import int_parser, parse_list
+from windlass.core.spec import NO_MERGE, int_parser, parse_list
 from windlass.evals.budgets import ALL, Budget, budget_of
 from windlass.evals.load import load_task
 from windlass.evals.task import Task

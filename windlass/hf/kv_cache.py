@@ -10,6 +10,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 from windlass.cache.options import CacheOptions
 from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
+from windlass.core.spec import AUTO
 from windlass.core.step import no_inference_mode
 from windlass.hf import convert
 from windlass.hf.attach import attached
@@ -20,7 +21,6 @@ from windlass.hf.model_info import model_info
 from windlass.hf.placement import device_of_inputs
 from windlass.merge import Merge, checked_merge
 from windlass.policies import Policy, Recent
-from windlass.policies.auto import AUTO
 from windlass.policies.interfaces import Trained
 from windlass.policies.wrapper import find
 from windlass.positions.modes import PositionMode
@@ -37,7 +37,8 @@ class KVCache(ModelCache):
     `sinks`: first positions of the text that are never evicted.
     `window`: newest tokens that are never evicted; None takes a quarter of what the sinks leave, at most 64.
     `policy`: which tokens are kept, as a policy or its name: `"key_diff"`, `"SnapKV(pool=7)"`, `"file.py:Class"`;
-    "auto" (or None) is the best of those that read a text once, see docs/findings.md, and without a budget `Recent`.
+    "auto" (or None) is the best of those that read a text once, see docs/findings.md;
+    without a budget it is `Recent`, also for a later `compress`.
     `chunk`: most tokens that the engine feeds per step of a prompt; room for these is allocated.
     `positions`: where kept tokens are read, see `windlass.positions`; may be reassigned at any time. "auto" reads as
     the model does while a text is inside of the trained length, and so that it stays inside of it afterwards.
@@ -60,7 +61,7 @@ class KVCache(ModelCache):
         sinks: int = 4,
         window: int | None = None,
         chunk: int = 512,
-        positions: str | PositionMode = "auto",
+        positions: str | PositionMode = AUTO,
         batch: int = 1,
         rollback: int = 16,
         store: str | Store = "plain",

@@ -5,12 +5,11 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from windlass.core.limits import MAX_NUMBER
+from windlass.core.spec import AUTO
 from windlass.hf.policy_note import PolicyNote
-from windlass.positions.modes import Auto
 
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
 PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, VERSION = 1, 2, 3, 4, 5
-AUTO: Final = str(Auto())
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
 

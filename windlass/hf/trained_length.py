@@ -4,7 +4,7 @@ from typing import Final
 
 from transformers import PreTrainedConfig
 
-from windlass.core.step import MAX_NUMBER
+from windlass.core.limits import MAX_NUMBER
 
 # With these schemes `max_position_embeddings` stays what it was before the window was extended by `factor`, as
 # transformers asks; where a config tells the original length, too, the scheme does not matter.

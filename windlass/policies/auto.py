@@ -1,12 +1,14 @@
 """The policy of a cache for which nobody chose one."""
 
-from typing import Final
-
+from windlass.core.spec import AUTO
 from windlass.policies.base import Policy
 from windlass.policies.key_diff import KeyDiff
 from windlass.policies.recent import Recent
 
-AUTO: Final = "auto"
+
+def is_auto(policy: object) -> bool:
+    """Whether nobody chose a policy: None, or the word "auto" in any case."""
+    return policy is None or (isinstance(policy, str) and policy.strip().lower() == AUTO)
 
 
 def auto(has_budget: bool = True) -> Policy:

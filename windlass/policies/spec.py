@@ -8,7 +8,7 @@ from windlass.core.errors import PolicyError
 from windlass.core.plugin import PluginKind
 from windlass.core.spec import Spec, parse_spec
 from windlass.policies import NAMES, WRAPPERS, Pairs, Policy
-from windlass.policies.auto import AUTO, auto
+from windlass.policies.auto import auto, is_auto
 
 Value = bool | int | float | Policy | None
 KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS}
@@ -26,7 +26,7 @@ def parse_policy(spec: str) -> tuple[Policy, bool]:
 
     Raises: PolicyError for what cannot be found or made.
     """
-    if spec.strip().lower() == AUTO:
+    if is_auto(spec):
         return auto(), False
     typed = parse_spec(spec)
     if typed is not None and typed.name.lower() == "pairs":

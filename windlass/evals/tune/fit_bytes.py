@@ -8,7 +8,8 @@ from transformers import PreTrainedModel
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
-from windlass.core.step import HEADROOM, MAX_NUMBER
+from windlass.core.limits import MAX_NUMBER
+from windlass.core.step import HEADROOM
 from windlass.core.units import in_units
 from windlass.engine import generate as engine
 from windlass.hf.forward import forward
