@@ -23,7 +23,7 @@ from training.lessons import lessons
 from training.options import Options, contexts_of, mix_of, options_of
 from training.rows import Batches, Rows
 from training.start import from_config, from_folder
-from windlass.cli.terminal import INTERRUPTED
+from windlass.cli.loading import INTERRUPTED
 from windlass.core.errors import UsageError
 
 LOGGED = 10  # steps

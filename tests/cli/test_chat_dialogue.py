@@ -19,7 +19,7 @@ from tests.helpers.chats import FIRST, SAMPLING, SECOND, THIRD, Make, after, hel
 from windlass.cli import chat_file, session
 from windlass.cli.chat import at_terminal, show_reply
 from windlass.cli.dialogue import Dialogue, Show, cache_beside
-from windlass.cli.terminal import INTERRUPTED
+from windlass.cli.loading import INTERRUPTED
 from windlass.engine import generate as engine
 
 model, dialogue = cli.model, chats.dialogue  # fixtures

@@ -123,6 +123,19 @@ def test_ctrl_c_while_it_loads_is_told(seconds: float) -> None:
     assert shown.decode() == f"loading ...{CLEAR}windlass: interrupted\r\n"
 
 
+def test_an_interrupt_after_the_first_loading_is_the_command_s_own() -> None:
+    code = (
+        "import signal\nfrom windlass.cli.loading import end_at_ctrl_c, loading\n"
+        "end_at_ctrl_c()\nwith loading():\n    pass\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('taken', flush=True)\n"
+        "signal.signal(signal.SIGINT, signal.SIG_IGN)\nend_at_ctrl_c()\nsignal.raise_signal(signal.SIGINT)\n"
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\nend_at_ctrl_c()\n"
+        "try:\n    signal.raise_signal(signal.SIGINT)\nfinally:\n    print('not reached', flush=True)"
+    )
+    ran = python(code)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (130, "taken\n", "windlass: interrupted\n")
+
+
 def test_a_warning_of_ours_is_one_note() -> None:
     code = (
         "import sys, warnings\n"

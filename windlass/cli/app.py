@@ -19,12 +19,9 @@ from windlass.cli import text_options as text
 from windlass.cli.expand import Unset, expanded
 from windlass.cli.given import the_model
 from windlass.cli.group import Commands
-from windlass.cli.loading import loading
+from windlass.cli.loading import INTERRUPTED, WORDS, loading
 from windlass.cli.tune_options import TuneArguments, TuneSize, TuneText
 from windlass.core.errors import UsageError, WindlassError
-
-INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
-
 
 app = typer.Typer(
     cls=Commands,
@@ -52,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (WindlassError, typer.TyperException) as error:
         return _failed(str(error) if isinstance(error, WindlassError) else error.format_message())
     except (KeyboardInterrupt, typer.Abort):
-        print("windlass: interrupted", file=sys.stderr)
+        print(WORDS, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone; without this, Python complains once more at exit.
@@ -239,7 +236,9 @@ def tune(
 def report(results: take.Results, output: take.Page = Path("report.html")) -> int:
     """Make one HTML page, and figures as PNG, of results that `windlass eval` wrote."""
     from windlass.cli import terminal
-    from windlass.evals.report.make import write_report
+
+    with loading():
+        from windlass.evals.report.make import write_report
 
     written = write_report(results, output)
     for line in written.notes:

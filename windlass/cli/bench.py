@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from windlass.cli.loading import loading
-from windlass.cli.terminal import INTERRUPTED, note, progress, say
+from windlass.cli.loading import INTERRUPTED, loading
+from windlass.cli.terminal import note, progress, say
 from windlass.core.errors import UsageError
 from windlass.core.files import check_regular
 from windlass.evals.speed.rows import BenchRow

@@ -10,9 +10,10 @@ from windlass.cli.chat_file import Origin
 from windlass.cli.commands import COMMANDS, HINT, Commands, Ended, command_of, message_of
 from windlass.cli.dialogue import Dialogue, cache_beside
 from windlass.cli.journal import Journal
+from windlass.cli.loading import INTERRUPTED
 from windlass.cli.options import ChatArguments
 from windlass.cli.session import Session
-from windlass.cli.terminal import INTERRUPTED, note, say
+from windlass.cli.terminal import note, say
 from windlass.core.errors import UsageError, WindlassError
 from windlass.engine.generate import Stream
 from windlass.engine.sampling import Sampling

@@ -20,8 +20,8 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.policy_spec import policy_of
-from windlass.cli.loading import loading
-from windlass.cli.terminal import INTERRUPTED, Bar, note, say
+from windlass.cli.loading import INTERRUPTED, loading
+from windlass.cli.terminal import Bar, note, say
 from windlass.core.files import read_text
 from windlass.core.units import in_units
 from windlass.engine import generate as engine

@@ -7,8 +7,8 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
-from windlass.cli.loading import loading
-from windlass.cli.terminal import INTERRUPTED, Bar, note, progress, say
+from windlass.cli.loading import INTERRUPTED, loading
+from windlass.cli.terminal import Bar, note, progress, say
 from windlass.core.files import check_writable, read_text
 from windlass.evals import pair_costs
 from windlass.evals.report.verdict import verdict

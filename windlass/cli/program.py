@@ -10,7 +10,7 @@ import sys
 import warnings
 from typing import NoReturn, TextIO
 
-from windlass.cli.loading import CLEAR
+from windlass.cli.loading import CLEAR, end_at_ctrl_c
 from windlass.core.errors import WindlassWarning
 
 GARBAGE_EVERY = 100_000  # new objects between two searches for garbage; imports make a million of them, and no garbage
@@ -25,12 +25,10 @@ def run() -> NoReturn:
     gc.set_threshold(GARBAGE_EVERY)
     warnings.showwarning = _note
     warnings.simplefilter("once", WindlassWarning)
-    try:
-        from windlass.cli.app import main
+    end_at_ctrl_c()
+    from windlass.cli.app import main
 
-        code = main()
-    except KeyboardInterrupt:  # before `main` could catch it
-        code = _interrupted()
+    code = main()
     atexit._run_exitfuncs()
     sys.stderr.flush()
     os._exit(code)
@@ -50,11 +48,6 @@ def _note(
         print(f"{start}windlass: note: {message}", file=sys.stderr)
     elif sys.warnoptions:
         print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
-
-
-def _interrupted() -> int:
-    print("windlass: interrupted", file=sys.stderr)
-    return 130
 
 
 if __name__ == "__main__":

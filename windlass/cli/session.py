@@ -12,9 +12,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
 from windlass.cli.choices import Choices, dtype_note
-from windlass.cli.loading import loading
+from windlass.cli.loading import INTERRUPTED, loading
 from windlass.cli.options import CacheArguments, LoadOptions
-from windlass.cli.terminal import INTERRUPTED, Bar, note, per_s, say, speeds
+from windlass.cli.terminal import Bar, note, per_s, say, speeds
 from windlass.core.errors import UsageError
 from windlass.core.units import in_units
 from windlass.engine import generate as engine

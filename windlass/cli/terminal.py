@@ -17,7 +17,6 @@ from windlass.core.files import decoded, read_limited, read_text
 from windlass.core.units import in_units
 from windlass.engine.result import Result
 
-INTERRUPTED = 130  # the exit code that shells give to Ctrl-C
 HUB_IS_QUIET = "HF_HUB_DISABLE_PROGRESS_BARS"  # read when huggingface_hub is imported, which is later
 # A note is said from many places, to which how loud a command is would have to be told.
 _QUIET: ContextVar[bool] = ContextVar("quiet", default=False)

@@ -7,8 +7,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from windlass.cli.loading import INTERRUPTED
 from windlass.cli.options import LoadOptions
-from windlass.cli.terminal import INTERRUPTED, note, progress, say
+from windlass.cli.terminal import note, progress, say
 from windlass.cli.tune_options import TuneArguments
 from windlass.core.spec import parse_bytes
 from windlass.core.units import in_units
