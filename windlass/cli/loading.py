@@ -36,9 +36,8 @@ def loading(is_quiet: bool = False) -> Iterator[None]:
 def end_at_ctrl_c() -> None:
     """Let an interrupt end the process at once, until the first `loading` is over.
 
-    Nothing but modules is loaded so far, and libraries do not bear a KeyboardInterrupt while they are:
-    torch's C++ loses it, makes another error of it, or aborts. Does nothing where interrupts are ignored or are taken by
-    another handler.
+    Nothing but modules is loaded so far, and libraries do not bear a KeyboardInterrupt while they are: torch loses it,
+    makes another error of it, or aborts. Does nothing where interrupts are ignored or another handler takes them.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, _end)
