@@ -129,6 +129,24 @@ def test_a_splice_beyond_the_budget_is_evicted_at_the_next_step(attached_model: 
     assert [len(head) for head in held(cache, row=1)] == [20] * 3
 
 
+@pytest.mark.parametrize("edit", [lambda c: c.copy(0, 1), lambda c: c.select_rows(torch.tensor([0, 0]))])
+def test_where_the_longest_row_is_replaced_later_steps_can_be_rolled_back(
+    attached_model: Models, text: Text, edit: Callable[[KVCache], None]
+) -> None:
+    """Were the old length still counted, the next step would seem to evict more than the records hold."""
+    model = attached_model("llama")
+    cache, other = (KVCache(model, 20, KeyDiff(), window=5, batch=rows, rollback=3) for rows in (2, 1))
+    read(model, cache, text(33, rows=2), 33)
+    read(model, other, text(31, seed=4), 31)
+    cache.splice(other, row=1)
+    edit(cache)
+    before = held(cache)
+    read(model, cache, text(3, rows=2), 1)
+    assert held(cache) != before
+    cache.rollback(3)
+    assert held(cache) == before
+
+
 def test_rows_can_be_selected_and_repeated(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(30, rows=3)
     cache = KVCache(model, budget=12, policy=H2O(), window=2, batch=3)

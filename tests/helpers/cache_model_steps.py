@@ -129,12 +129,11 @@ class LayerModel(Held):
                 is_sure = False
         if any(left) and not self.is_lossless:
             return True
-        is_sure = is_sure and not any(left)
-        is_sure |= self.is_lossless and self.rules.budget is None
+        is_recorded = is_sure and not any(left)
         is_whole_pass = list(counts) == self.last_lengths() and not any(record.done for record in self.records)
-        if self.configured.store_newest and sum(counts) and not is_whole_pass:
+        if self.configured.store_newest and sum(counts) and not (is_recorded and is_whole_pass):
             return None
-        return False if is_sure else None
+        return False if is_recorded or (self.is_lossless and self.rules.budget is None) else None
 
     def last_lengths(self) -> list[int]:
         """Tokens of each row that came with the last pass and still stand."""

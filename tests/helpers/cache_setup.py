@@ -20,7 +20,8 @@ from windlass.hf.attach import attached
 from windlass.stores.spec import store_of
 
 Array = NDArray[Any]
-KV_HEADS, GROUP, HEAD_DIM, BASE = 2, 3, 4, 100.0
+KV_HEADS, GROUP, HEAD_DIM = 2, 3, 4
+BASE = 64.0  # whose frequencies, 1 and 1/8, a model in bfloat16 holds exactly
 WINDOW = 7
 
 POLICIES: dict[str, tuple[Policy, PolicyModel]] = {

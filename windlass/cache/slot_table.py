@@ -154,19 +154,18 @@ class SlotTable:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
-        is_fewer = len(rows) < self.positions.shape[0]
         self.store.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
         self.state = {name: tensor.index_select(0, rows) for name, tensor in self.state.items()}
         self.statistics = {name: tensor.index_select(0, rows) for name, tensor in self.statistics.items()}
-        if is_fewer:  # the longest may be gone
-            self.count()
+        self.count()  # the longest may be gone
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
         self.store.copy_row(source, target)
         for tensor in (self.positions, *self.state.values(), *self.statistics.values()):
             tensor[target] = tensor[source]
+        self.count()  # as above
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything allocated, by name."""

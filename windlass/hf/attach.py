@@ -215,7 +215,9 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
         if module is model or isinstance(getattr(module, "layer_idx", None), int):
             setattr(module, NAME, attachment)
     try:
-        attachment.find_rotaries(model)
+        # Where the model was compiled before, none of these few passes is worth compiling.
+        with torch.compiler.set_stance("force_eager"):
+            attachment.find_rotaries(model)
     except UnsupportedModel as error:
         detach(model)
         raise UnsupportedModel(f"{_name(model)} {error}") from None

@@ -52,7 +52,8 @@ def write(path: Path, tensors: dict[str, Tensor], contents: str, version: int) -
     except (OSError, SafetensorError) as error:
         way = "free some space or save elsewhere" if _is_full(error) else "save elsewhere"
         left = "the older file there is unchanged" if target.exists() else "nothing was left there"
-        raise PromptCacheError(f"{path} cannot be written: {error}; {left}; {way}") from error
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error  # it names another file
+        raise PromptCacheError(f"{path} cannot be written: {why}; {left}; {way}") from error
 
 
 def _is_full(error: BaseException) -> bool:
