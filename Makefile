@@ -11,7 +11,7 @@ demo: install
 	$(BIN)/windlass demo
 
 test: install
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The same tests with branch coverage and its floor, which takes two to three times as long.
 coverage: install

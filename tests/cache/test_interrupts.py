@@ -112,7 +112,7 @@ def step(model: PreTrainedModel, ids: Tensor) -> Callable[[KVCache], object]:
 @pytest.mark.parametrize(
     ("policy", "merge", "stride"),
     [
-        (Recent(), None, 5),
+        (Recent(), None, 11),
         (KeyDiff(), "mean_count", 1),
         (H2O(), None, 17),
         (SnapKV(observed_queries=2), "mean_count(next)", 17),
