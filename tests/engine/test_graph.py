@@ -118,6 +118,18 @@ def test_every_store_and_position_mode_does(positions: str, store: str, attached
     check(attached_model("llama"), text, 2, policy=KeyDiff(), positions=positions, store=store)
 
 
+@pytest.mark.parametrize("trained", [6, 13, 21, 300])
+@pytest.mark.parametrize("budget", [BUDGET, 27, None])
+def test_auto_does_before_and_beyond_the_trained_length(trained: int, budget: int | None, text: Text) -> None:
+    """A graph serves steps on both sides of that length, and groups that no row needs when it is recorded."""
+    config = tiny_model("llama").config
+    config.max_position_embeddings = trained
+    torch.manual_seed(5)
+    model = windlass.attach(AutoModelForCausalLM.from_config(config).eval())
+    cache = check(model, text, 1 if budget is None else 2, policy=KeyDiff(), positions="auto", budget=budget)
+    assert max(cache.next_positions) == 28
+
+
 @pytest.mark.parametrize("merge", ["mean_count", "mean_count(threshold=0.2)", "sum(next)", "pick"])
 def test_every_merge_does(merge: str, attached_model: Models, text: Text) -> None:
     check(attached_model("llama"), text, 2, policy=SnapKV(), merge=merge)

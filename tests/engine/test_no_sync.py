@@ -24,7 +24,8 @@ from windlass.core.step import AttentionCall, Limits, Step
 from windlass.merge import MERGES, TARGETS, Merge, merge_of
 from windlass.policies import NAMES, WRAPPERS, Policy, pair_table
 from windlass.policies.pair_table import PairTable
-from windlass.positions.modes import position_mode
+from windlass.positions.modes import PositionMode, position_mode
+from windlass.positions.windowed import Windowed
 from windlass.stores.spec import store_of
 
 DEVICE = torch.device("meta")
@@ -71,7 +72,7 @@ def run(attached_model: Models) -> Callable[..., None]:
         policy: Policy | None = None,
         store: str = "plain",
         merge: str | Merge | None = None,
-        positions: str = "original",
+        positions: str | PositionMode = "original",
         sliding_window: int | None = None,
     ) -> None:
         layer = SlotLayer(0, LIMITS, policy or KeyDiff(), rotary, store_of(store), merge_of(merge))
@@ -87,7 +88,9 @@ def run(attached_model: Models) -> Callable[..., None]:
             step = Step(places, (tokens,) * BATCH, ends, ends, end, ids)
             call = AttentionCall(HEAD_DIM**-0.5, sliding_window)
             with watched() if number == len(STEPS) - 1 else nullcontext():
-                layer.step(queries, keys, values, step, position_mode(positions), call)
+                # A prompt may ask, once a pass: auto does.
+                mode = position_mode(positions if tokens == 1 else "original")
+                layer.step(queries, keys, values, step, mode, call)
         assert layer.history.has_evicted
 
     return steps
@@ -112,6 +115,12 @@ def test_a_pair_table_does_not_wait(run: Callable[..., None], tmp_path: Path) ->
 @pytest.mark.parametrize("positions", ["original", "compact", "self_extend(4, 9)", "clamp(20)"])
 def test_no_store_and_no_position_mode_waits(run: Callable[..., None], store: str, positions: str) -> None:
     run(store=store, positions=positions)
+
+
+@pytest.mark.parametrize("is_bounded", [True, False])
+@pytest.mark.parametrize("trained", [9, 50, 99])
+def test_no_auto_waits(run: Callable[..., None], trained: int, is_bounded: bool) -> None:
+    run(positions=Windowed(trained, is_bounded))
 
 
 @pytest.mark.parametrize("target", TARGETS)
