@@ -84,8 +84,9 @@ SESSIONS = (
 class Terminal:
     """A shell in tmux, with nothing of the user's own around it."""
 
-    def __init__(self, folder: Path, home: Path, path: str) -> None:
-        self._server = ["tmux", "-L", home.parent.name, "-f", os.devnull]
+    def __init__(self, name: str, folder: Path, home: Path, path: str) -> None:
+        # A server of its own: one that was told to end may still be there.
+        self._server = ["tmux", "-L", f"{home.parent.name}-{name}", "-f", os.devnull]
         # Without PIP_QUIET pip may tell where this machine's packages come from.
         clean = {"HOME": str(home), "PATH": path, "LANG": "C.UTF-8", "PS1": "$ ", "PIP_QUIET": "2"}
         clean |= {"TERM": "screen-256color", "VIRTUAL_ENV_DISABLE_PROMPT": "1"}
@@ -133,7 +134,7 @@ def record(session: Session, folder: Path, home: Path, path: str) -> str:
 
     Raises: ValueError where it shows something of this machine, or the time of the day.
     """
-    terminal = Terminal(folder, home, path)
+    terminal = Terminal(session.name, folder, home, path)
     try:
         for step in session.steps:
             terminal.take(step)
