@@ -189,7 +189,6 @@ def test_the_notebook_runs() -> None:
     assert notebook.run(stored) == stored
 
 
-@pytest.mark.xfail(strict=True, reason="to be recorded when the page's commands are all there")
 def test_the_start_page_has_the_sessions() -> None:
     """What is typed stands there, in this order; python docs/terminal.py records the answers."""
     terminal = module_at(ROOT / "docs" / "terminal.py")

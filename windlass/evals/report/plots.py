@@ -236,7 +236,7 @@ def _map_figure(maps: DepthMaps, drawn: Sequence[DepthMap]) -> Figure:
         panel.set_title(textwrap.fill(_title(each), 48 // across), fontsize=8)
         panel.tick_params(labelleft=index % across == 0)
     figure.supxlabel("length of the text, tokens", fontsize=8.5)
-    figure.supylabel("depth of the answer in the text", fontsize=8.5)
+    figure.supylabel("depth of the answer", fontsize=8.5)
     for panel in panels[len(drawn) :]:
         panel.remove()
     return figure
