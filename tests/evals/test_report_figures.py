@@ -100,7 +100,7 @@ def test_heat_maps_print_their_numbers(file: Path):
     figure.draw_without_rendering()
     for text in figure.findobj(Text):  # nothing is cut off
         box = text.get_window_extent()
-        assert 0 <= box.y0
+        assert box.y0 >= 0
         assert box.y1 <= figure.bbox.y1
     assert [text.get_text() for text in panel.get_xticklabels()] == ["500", "900"]
     assert [text.get_text() for text in panel.get_yticklabels()] == ["0%", "100%"]

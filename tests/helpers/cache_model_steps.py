@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from tests.helpers.cache_model_layer import SHORT, Held, Record
 from tests.helpers.cache_model_rows import Rules
-from tests.helpers.cache_model_tokens import Mode
+from tests.helpers.cache_model_tokens import Mode, Tokens
 
 Array = NDArray[Any]
 
@@ -171,8 +171,13 @@ class LayerModel(Held):
         """The step of `record`, as if only its first `kept` tokens of each row had come."""
         new = [[own[:n] for own in lists] for lists, n in zip(record.new, kept, strict=True)]
         mass = [
-            [each[:, :n, : each.shape[2] - was + n] for each in masses]
-            for masses, n, was in zip(record.mass, kept, record.lengths, strict=True)
+            [
+                attended_again(each[:, :n, : each.shape[2] - was + n], then, now)
+                for each, then, now in zip(masses, before, held, strict=True)
+            ]
+            for masses, before, held, n, was in zip(
+                record.mass, record.before, self.held, kept, record.lengths, strict=True
+            )
         ]
         record = record._replace(
             before=self.held,
@@ -207,3 +212,20 @@ def split(record: Record, counts: Sequence[int]) -> tuple[list[int], list[int], 
         [min(was, n) for was, n in pairs],
         [max(n - was, 0) for was, n in pairs],
     )
+
+
+def attended_again(mass: Array, then: Tokens, now: Tokens) -> Array:
+    """`mass` (heads, queries, tokens) of the tokens that a list held `then`, for those that it holds `now`.
+
+    A row over budget after a splice is cut in a step of other rows. Taken back, that step leaves the row with tokens
+    that its own later steps did not attend.
+    """
+    places = {token.position: place for place, token in enumerate(then)}
+    if [token.position for token in now] == [*places]:
+        return mass
+    result = np.zeros((*mass.shape[:2], len(now) + mass.shape[2] - len(then)))
+    result[..., len(now) :] = mass[..., len(then) :]
+    for at, token in enumerate(now):
+        if token.position in places:
+            result[..., at] = mass[..., places[token.position]]
+    return result
