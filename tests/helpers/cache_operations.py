@@ -171,6 +171,8 @@ class Run(Pair):
         with tempfile.TemporaryDirectory() as folder:
             prompt_cache.save(self.cache, Path(folder, "cache"), self.setup.its_model)
             self.cache = prompt_cache.load(Path(folder, "cache"), self.setup.its_model)
+        if any(row.ids is None for row in self.model.rows):  # a file has the ids of all rows, or of none
+            self.model.rows = [row._replace(ids=None) for row in self.model.rows]
         for layer in self.model.layers:
             layer.forget()
 
