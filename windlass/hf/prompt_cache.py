@@ -45,7 +45,9 @@ from windlass.stores.spec import STORES
 def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     """Write `cache` to `path`; an older file there is replaced once the new one is whole, or not at all.
 
-    The ids of the tokens are written where those of all rows are known. Raises: PromptCacheError when the file cannot be written; UsageError when `cache` belongs to
+    The ids of the tokens are written where those of all rows are known.
+
+    Raises: PromptCacheError when the file cannot be written; UsageError when `cache` belongs to
     another model, or reads at positions that have no name.
     """
     check_kind("cache", cache, KVCache, "a KVCache", "save(cache, path, model)")
