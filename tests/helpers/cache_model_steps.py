@@ -220,12 +220,13 @@ def attended_again(mass: Array, then: Tokens, now: Tokens) -> Array:
     A row over budget after a splice is cut in a step of other rows. Taken back, that step leaves the row with tokens
     that its own later steps did not attend.
     """
-    places = {token.position: place for place, token in enumerate(then)}
-    if [token.position for token in now] == [*places]:
+    places = {token.number: place for place, token in enumerate(then)}  # positions repeat after divide
+    assert len(places) == len(then)
+    if [token.number for token in now] == [*places]:
         return mass
     result = np.zeros((*mass.shape[:2], len(now) + mass.shape[2] - len(then)))
     result[..., len(now) :] = mass[..., len(then) :]
     for at, token in enumerate(now):
-        if token.position in places:
-            result[..., at] = mass[..., places[token.position]]
+        if token.number in places:
+            result[..., at] = mass[..., places[token.number]]
     return result
