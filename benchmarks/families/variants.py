@@ -22,6 +22,12 @@ _EXPERTS: Final = {
     "hidden_size_per_layer_input": 0,
     "num_global_key_value_heads": 2,
 }
+_NO_MAMBA: Final = {
+    "num_hidden_layers": 4,
+    "layer_types": ["full_attention"] * 4,
+    "position_embedding_type": "rope",
+    "num_local_experts": 0,
+}
 _CONVOLUTIONS: Final = {"num_hidden_layers": 4, "layer_types": ["conv", "full_attention"] * 2}
 
 VARIANTS: Final[dict[tuple[str, str], dict[str, Any]]] = {
@@ -29,6 +35,7 @@ VARIANTS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("exaone4", "no windows"): {"layer_types": ["full_attention"] * 4},
     ("gemma4_text", "experts, keys that are values"): {"init": _EXPERTS},
     ("gemma4_text", "no inputs per layer"): {"init": {"hidden_size_per_layer_input": 0}},
+    ("granitemoehybrid", "no recurrent layers"): {"init": _NO_MAMBA},
     ("lfm2", "convolutions"): {"init": _CONVOLUTIONS},
     ("llama", "biases"): {"attention_bias": True, "mlp_bias": True},
     ("mellum", "two tables of one base"): {"rope_parameters": _TWO_TABLES, "sizes": {"head_dim": 128}},

@@ -229,6 +229,23 @@ UNSUPPORTED: list[tuple[str, dict[str, object], str]] = [
     ("t5", {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2}, "T5Model is an encoder-decoder"),
     ("gpt2", {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}, "GPT2LMHeadModel has no rotary module"),
     ("opt", {**SMALL, "word_embed_proj_dim": 32, "ffn_dim": 40}, "OPTForCausalLM has no rotary module"),
+    (
+        "gptj",
+        {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+        "GPTJForCausalLM has no rotary",
+    ),
+    (
+        "bloom",
+        {"vocab_size": 97, "hidden_size": 32, "n_layer": 2, "n_head": 4},
+        "BloomForCausalLM has no rotary module",
+    ),
+    ("mpt", {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4}, "MptForCausalLM has no rotary module"),
+    ("falcon", {**SMALL, "alibi": False}, "FalconForCausalLM does not let its attention function be chosen"),
+    (
+        "granitemoehybrid",
+        {**SMALL, "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8},
+        "GraniteMoeHybridForCausalLM is recurrent in some layers",
+    ),
     ("mamba", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}, "MambaForCausalLM is recurrent"),
     ("lfm2", {**SMALL, "num_key_value_heads": 2, "full_attn_idxs": [1]}, "Lfm2ForCausalLM is recurrent"),
     (

@@ -46,6 +46,7 @@ def attend(
         log_counts=log_counts(rules.merge, table.state),
         observed=observed,
         is_rest_wanted=is_rest_wanted,
+        sees_to=call.sees_to,
     )
     if rotary is None:
         return kernels.attend(whole)
@@ -71,12 +72,14 @@ def _read(whole: AttentionInput, reading: Reading, rotary: Rotary) -> tuple[Atte
     if observed is not None:
         at = (observed - start).clamp(0, stop - start - 1)
         observed = at.where((at == observed - start) & is_read.gather(1, at), -1)
+    sees_to = whole.sees_to
     return kernels.attend(
         replace(
             call,
             queries=whole.queries[:, :, start:stop],
             query_positions=whole.query_positions[:, start:stop].where(is_read, EMPTY),
             observed=observed,
+            sees_to=None if sees_to is None else sees_to[:, start:stop].where(is_read, EMPTY),
         )
     )
 

@@ -93,7 +93,8 @@ class SlotLayer(Layer):
         parts = self._parts(step)
         columns = [part.positions.shape[1] for part in parts]
         pieces = zip(parts, *(states.split(columns, 2) for states in (queries, keys, values)), strict=True)
-        outs = [self._step(q, k, v, part, mode, call, at > 0) for at, (part, q, k, v) in enumerate(pieces)]
+        calls = call.split(columns)
+        outs = [self._step(q, k, v, part, mode, calls[at], at > 0) for at, (part, q, k, v) in enumerate(pieces)]
         self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 

@@ -48,6 +48,9 @@ class AttentionInput:
     to the logits of their slots: a slot that stands for n tokens counts n times. `sink_logits` (one per head)
     join each softmax and take their share away.
 
+    `sees_to` is the last position that each query sees, where some see later ones than their own (in a picture, say);
+    it lies nowhere before a query's own. Distances within `visibility` are still those from its own position.
+
     `observed` names the query columns whose attention mass is returned row by row (-1: none, a row of zeros);
     `is_rest_wanted` asks for the sum over all other queries, too.
     """
@@ -66,6 +69,7 @@ class AttentionInput:
     log_counts: Scores | None = None
     observed: ObservedColumns | None = None
     is_rest_wanted: bool = False
+    sees_to: QueryPositions | None = None
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """One forward pass with a cache: its limits, how it is taken, and what the model asks of its attention."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, ParamSpec, TypeVar
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.limits import MAX_NUMBER
-from windlass.core.shapes import RowCounts, TokenIds
+from windlass.core.shapes import QueryPositions, RowCounts, TokenIds
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -135,9 +135,19 @@ PROMPT: Final = Pass(is_prompt=True)
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the model passes to attention beside queries, keys and values."""
+    """What the model passes to attention beside queries, keys and values.
+
+    `sees_to`: see `AttentionInput`; for all columns of the step.
+    """
 
     scale: float
     sliding_window: int | None = None
     softcap: float | None = None
     sink_logits: Tensor | None = None
+    sees_to: QueryPositions | None = None
+
+    def split(self, columns: Sequence[int]) -> list["AttentionCall"]:
+        """The calls of a step's parts, of so many columns each."""
+        if self.sees_to is None:
+            return [self] * len(columns)
+        return [replace(self, sees_to=part) for part in self.sees_to.split(list(columns), 1)]

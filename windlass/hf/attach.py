@@ -8,6 +8,7 @@ and its attention function is ours, which lets the cache write, attend, observe 
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from threading import get_ident
 from typing import Any
 
@@ -17,15 +18,17 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from windlass.cache.cache import TextCache
-from windlass.core.errors import UnsupportedModel, UsageError
+from windlass.core.errors import UsageError, WindlassError
 from windlass.core.step import READ, AttentionCall
 from windlass.hf.arguments import at_positions, check_arguments
+from windlass.hf.decoder import Decoder, decoder_of
 from windlass.hf.guards import check_call, check_model, inference_only, note_drafts, real_columns
 from windlass.hf.mask import Mask, mask
 from windlass.hf.own_configs import OwnConfigs
+from windlass.hf.pictures import sees_to, token_types
 from windlass.hf.placement import device_of_inputs
 from windlass.hf.probe import Probe, run
-from windlass.hf.refusal import refuse
+from windlass.hf.refusal import check_kind_of_model, refusal
 from windlass.hf.rotaries import rotaries_of
 from windlass.hf.running_pass import BUSY, RunningPass, not_compiled
 from windlass.hf.second_turn import CheckedGenerate
@@ -38,18 +41,20 @@ NAME = "windlass"  # of the attention function, and of the attribute on an attac
 class AttachedModel:
     """What `attach` found out about a model, and the cache of the pass that is running."""
 
-    def __init__(self, model: PreTrainedModel, decoder: nn.Module, rotary_modules: list[nn.Module]) -> None:
-        self._configs = OwnConfigs(model)
-        self._decoder = decoder
-        self._own_forward = vars(decoder).get("forward")
-        self._forward: Callable[..., Any] = decoder.forward
-        self._signature = inspect.signature(decoder.forward)
+    def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
+        rotary_modules, outer = decoder.rotary_modules, decoder.outer
+        self._configs = OwnConfigs(decoder.modules)
+        self.decoder = decoder
+        self._own_forward = vars(outer).get("forward")
+        self._forward: Callable[..., Any] = outer.forward
+        self._signature = inspect.signature(outer.forward)
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
         ]
         self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
-        decoder.forward = self.forward
+        outer.forward = self.forward
         self._generate = CheckedGenerate(model) if model.can_generate() else None
+        self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
         self.rotaries: list[Rotary | None] = []  # per layer; None where a layer does not rotate
         self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
         self._running: dict[str, RunningPass] = {}  # none or one; a dict's `setdefault` lets one thread in, not two
@@ -60,14 +65,14 @@ class AttachedModel:
         """Leave the decoder as it was found."""
         for handle in self._handles:
             handle.remove()
-        del self._decoder.forward
+        del self.decoder.outer.forward
         if self._own_forward is not None:
-            self._decoder.forward = self._own_forward
+            self.decoder.outer.forward = self._own_forward
         if self._generate is not None:
             self._generate.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The decoder's forward pass; with our cache, a step of it.
+        """The forward pass of the decoder's outer module; with our cache, a step of it.
 
         Not hooks of the module: those are not called when a pass is interrupted. The arguments are those
         of the model at hand, passed on as they come.
@@ -100,7 +105,9 @@ class AttachedModel:
         if self._running.setdefault("pass", mine) is not mine:
             raise UsageError(BUSY)
         fed = self._checked(mine.cache, bound)
-        mine.before = mine.cache.text
+        mine.before, mine.types = mine.cache.text, token_types(bound)
+        if mine.types is not None and fed[1] > 1:  # with a picture, perhaps, which is read in one piece
+            mine.cache.schedule(replace(mine.cache.next_pass, is_prompt=True))
         mine.cache.begin(*fed)
         self.attended.clear()
         self._configs.exchange(NAME)
@@ -127,6 +134,11 @@ class AttachedModel:
         running = self._running.get("pass")
         return running.cache if running is not None and running.thread == get_ident() else None
 
+    def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
+        """What a layer is asked for under this mask. Raises: UsageError for a mask that no cache can honour."""
+        window = mask.window if mask.is_causal else self._windows[layer]
+        return AttentionCall(scale, window, softcap, sinks, sees_to(self._running["pass"], mask, window))
+
     @contextmanager
     def attention(self, name: str) -> Iterator[None]:
         """The model with another attention function."""
@@ -141,7 +153,7 @@ class AttachedModel:
         self.probe = Probe(is_identity)
         try:
             with self.attention(NAME):
-                return run(self.probe, model, self._decoder)
+                return run(self.probe, model, self.decoder.outer)
         finally:
             self.probe = None
 
@@ -152,9 +164,10 @@ class AttachedModel:
         """
         rotated = self.probed(model, False)
         self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
+        self._windows = rotated.windows
         cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), model.config.get_text_config())
         cache.reset()
-        SelfCheck(model, self._decoder, rotated.modules).run(cache, self.attention("eager"))
+        SelfCheck(model, self.decoder.outer, rotated.modules).run(cache, self.attention("eager"))
 
     def _checked(
         self, cache: TextCache, bound: dict[str, Any]
@@ -162,7 +175,7 @@ class AttachedModel:
         """What `TextCache.begin` takes of a pass with these arguments. Raises: UsageError for one that can't be."""
         if cache.model_id is not self:
             raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
-        check_call(self._decoder, bound)
+        check_call((self.decoder.inner, self.decoder.outer), bound)
         ids, embeds, mask = bound.get("input_ids"), bound.get("inputs_embeds"), bound.get("attention_mask")
         columns = ids if ids is not None else embeds
         if columns is None:
@@ -170,7 +183,9 @@ class AttachedModel:
         batch, tokens = columns.shape[:2]
         if not tokens:
             raise UsageError("the model was called with no tokens; pass those that are new")
-        return batch, tokens, real_columns(mask, cache, tokens), bound.get("position_ids"), ids
+        positions = bound.get("position_ids")
+        own = positions if positions is None else positions - self.decoder.first_position
+        return batch, tokens, real_columns(mask, cache, tokens), own, ids
 
     def _rotary_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs.
@@ -205,30 +220,19 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     check_model(model)
     if isinstance(getattr(model, NAME, None), AttachedModel):
         return model
-    refuse(model)
-    decoder = model.get_decoder() if model.can_generate() else model
-    modules = [module for module in decoder.modules() if type(module).__name__.endswith("RotaryEmbedding")]
-    if not modules:
-        raise UnsupportedModel(f"{_name(model)} has no rotary module: its positions are not RoPE, or built in")
-    attachment = AttachedModel(model, decoder, modules)
-    for module in (model, *decoder.modules()):
-        if module is model or isinstance(getattr(module, "layer_idx", None), int):
-            setattr(module, NAME, attachment)
     try:
         # Where the model was compiled before, none of these few passes is worth compiling.
         with torch.compiler.set_stance("force_eager"):
+            check_kind_of_model(model)
+            decoder = decoder_of(model)
+            attachment = AttachedModel(model, decoder)
+            for module in (model, *decoder.attention_modules):
+                setattr(module, NAME, attachment)
             attachment.find_rotaries(model)
-    except UnsupportedModel as error:
-        detach(model)
-        raise UnsupportedModel(f"{_name(model)} {error}") from None
-    except UsageError as error:
-        detach(model)
-        raise UnsupportedModel(f"{_name(model)}: {error}") from None
     except Exception as error:
-        detach(model)
-        raise UnsupportedModel(
-            f"{_name(model)} can't be run with attention replaced: {type(error).__name__}: {error}"
-        ) from error
+        if isinstance(getattr(model, NAME, None), AttachedModel):
+            detach(model)
+        raise refusal(model, error) from (None if isinstance(error, WindlassError) else error)
     return model
 
 
@@ -281,7 +285,7 @@ def _attention(
         pairs = rotary.rotary_pairs
         query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    call = AttentionCall(scale, attention_mask.window, softcap, s_aux)
+    call = attachment.call(layer, attention_mask, scale, softcap, s_aux)
     out = inference_only(cache.attend(layer, query, key, value, call), query, key, value)
     return out.transpose(1, 2).contiguous(), None
 

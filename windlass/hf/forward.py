@@ -6,6 +6,7 @@ from transformers import PreTrainedModel
 
 from windlass.cache.cache import TextCache
 from windlass.core.step import READ, Pass
+from windlass.hf.attach import attached
 
 
 def forward(
@@ -28,7 +29,7 @@ def forward(
             wanted = 1 if columns == [ids.shape[1] - 1] else torch.tensor(columns, device=ids.device)
             out = model(**given, past_key_values=cache, logits_to_keep=wanted).logits
         else:
-            out = model.get_decoder()(**given, past_key_values=cache).last_hidden_state
+            out = attached(model).decoder.outer(**given, past_key_values=cache).last_hidden_state
     finally:
         cache.schedule(READ)
     return out

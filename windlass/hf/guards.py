@@ -1,5 +1,6 @@
 """What a pass is called with. What a KVCache cannot honour is refused by name, before anything changes."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
@@ -16,11 +17,15 @@ from windlass.hf.running_pass import not_compiled
 PREFIXES: Final = ("PREFIX_TUNING", "CARTRIDGE")  # PEFT's names of adapters that are a cache
 
 
-def check_call(decoder: nn.Module, arguments: dict[str, Any]) -> None:
-    """Raises: UsageError for arguments of the decoder's forward pass that no cache of ours can honour."""
-    if decoder.training and torch.is_grad_enabled():
+def check_call(called: Sequence[nn.Module], arguments: dict[str, Any]) -> None:
+    """Raises: UsageError for arguments of a forward pass of the modules `called` that no cache of ours can honour.
+
+    The first of them is the decoder.
+    """
+    if called[0].training and torch.is_grad_enabled():
         raise UsageError("a KVCache is for inference: call model.eval(), or leave past_key_values out to train")
-    if arguments.get("output_attentions", getattr(decoder.config, "output_attentions", False)):
+    asked = any(getattr(module.config, "output_attentions", False) for module in called)
+    if arguments.get("output_attentions", asked):
         raise UsageError("output_attentions is not available with a KVCache: it never holds the whole matrix")
     if arguments.get("use_cache") is False:
         raise UsageError(

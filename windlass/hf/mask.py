@@ -2,39 +2,94 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 
-from windlass.core.errors import UsageError
+QUERIES: Final = 256  # of which a matrix is made at once
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Mask:
-    """What our mask function hands to our attention function: a rule, not a matrix."""
+    """What our mask function hands to our attention function: a rule, not a matrix.
+
+    It is that of a pass of `rows`, whose new columns are those of `columns`. `is_causal`: no query sees later keys.
+    Else `window` may be None where there is one.
+    """
+
+    ndim: ClassVar[int] = 4  # what some wrappers ask of a mask, lest it be one of padding
 
     window: int | None
     is_seen: Callable[..., Tensor]  # of (batch, head, query, key) indices
+    is_causal: bool
+    rows: int
+    columns: range
+    device: torch.device
 
     def is_sliding_window(self) -> bool:
-        """Whether a query sees the newest `window` keys (None: all) up to its own, and no others."""
+        """Whether a query sees the newest `window` keys (None: all) up to its own, and no others.
+
+        Of a mask that is not causal, whether it is in this pass.
+        """
+        if not self.is_causal:
+            last = self.last_seen(self.window)
+            return last is not None and torch.equal(
+                last, torch.arange(len(self.columns), device=last.device).expand_as(last)
+            )
         query = 1000 if self.window is None else 2 * self.window
         oldest = 0 if self.window is None else query - self.window + 1
         keys = torch.tensor([max(oldest - 1, 0), oldest, query - 1, query, query + 1])
         zero = torch.tensor(0)
         return torch.equal(self.is_seen(zero, zero, torch.tensor(query), keys), (keys >= oldest) & (keys <= query))
 
+    def last_seen(self, window: int | None) -> Tensor | None:
+        """Per row and new column, the last of the new columns that it sees, as its number among them.
+
+        None if that and `window`, from the column itself back (None: all), do not tell what each column sees.
+        """
+        found, keys = [], torch.arange(self.columns.stop, device=self.device)
+        for start in range(self.columns.start, self.columns.stop, QUERIES):
+            queries = range(start, min(start + QUERIES, self.columns.stop))
+            seen = self.matrix(queries)
+            last = len(keys) - 1 - seen.flip(-1).to(torch.uint8).argmax(-1)
+            oldest = 0 if window is None else keys[queries.start : queries.stop, None] - window + 1
+            if not torch.equal(seen, (keys <= last[..., None]) & (keys >= oldest)):
+                return None
+            found.append(last - self.columns.start)
+        return torch.cat(found, 1)
+
+    def sees(self, query: int, key: int) -> Tensor:
+        """Per row, whether the column `query` sees the column `key`; padding counts as a token."""
+        rows, zero, query_, key_ = (
+            torch.tensor(each, device=self.device) for each in (range(self.rows), 0, query, key)
+        )
+        return self.is_seen(rows, zero, query_, key_).expand(self.rows)
+
+    def matrix(self, queries: range) -> Tensor:
+        """(rows, queries, columns up to the pass's last): what these columns see; padding counts as a token."""
+        rows, its, keys = (
+            torch.arange(each.start, each.stop, device=self.device)
+            for each in (range(self.rows), queries, range(self.columns.stop))
+        )
+        seen = self.is_seen(rows[:, None, None], torch.zeros_like(rows[:1]), its[:, None], keys)
+        return seen.expand(self.rows, len(queries), len(keys))
+
 
 def mask(
     *,
+    batch_size: int,
+    q_length: int,
+    q_offset: int,
     mask_function: Callable[..., Tensor],
     allow_is_causal_skip: bool,
+    device: torch.device,
+    attention_mask: object = None,
     local_size: int | None = None,
     **kwargs: object,  # noqa: ARG001  # what a matrix would need
 ) -> Mask:
     """The mask function registered with transformers: visibility is decided by position, by the cache."""
-    if not allow_is_causal_skip:
-        raise UsageError(
-            "this model asks for a mask that is not causal (for images, perhaps); a KVCache reads text only"
-        )
-    return Mask(local_size, mask_function)
+    if isinstance(attention_mask, Mask):  # made outside of the decoder, which hands it on
+        return attention_mask
+    columns = range(q_offset, q_offset + q_length)
+    return Mask(local_size, mask_function, allow_is_causal_skip, batch_size, columns, device)

@@ -39,7 +39,9 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
         Raises: UsageError when the calling model is not attached.
         """
         if not self.is_in_step:
-            raise UsageError("this model is not attached to windlass; call windlass.attach(model) first")
+            raise UsageError(
+                "this model is not attached to windlass; call windlass.attach(model) first, and the model as a whole"
+            )
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

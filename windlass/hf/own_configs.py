@@ -5,6 +5,7 @@ changed: while a pass runs, the modules of the model, and nobody else, hold copi
 """
 
 import copy
+from collections.abc import Iterable
 from typing import final
 
 from torch import nn
@@ -13,10 +14,10 @@ from transformers import PreTrainedConfig
 
 @final
 class OwnConfigs:
-    """The configs that a model's modules hold; copies that name another attention take their place."""
+    """The configs that some modules hold; copies that name another attention take their place."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._modules = [each for each in model.modules() if isinstance(vars(each).get("config"), PreTrainedConfig)]
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [each for each in modules if isinstance(vars(each).get("config"), PreTrainedConfig)]
         self._held: list[PreTrainedConfig] | None = None
 
     def exchange(self, attention: str) -> None:

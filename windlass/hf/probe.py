@@ -21,6 +21,7 @@ from windlass.hf.token_ids import ordinary_ids
 
 NEAR: Final = 7  # small enough for any trained length, large enough to tell two rotary bases apart
 FAR: Final = 4095  # where the config does not tell the trained length
+OWN_ATTENTION: Final = "does not let its attention function be chosen"
 # Attention modules that repeat keys and values after the cache gave them back. Ours stores them repeated.
 REPEATS: Final = frozenset({"JetMoeAttention"})
 
@@ -47,6 +48,7 @@ class Probe:
         self.rotary_calls: list[RotaryCall] = []
         self.modules: dict[int, nn.Module] = {}
         self.keys: dict[int, Tensor] = {}
+        self.windows: dict[int, int | None] = {}
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Note a call of a rotary module; returns what the model gets from it.
@@ -84,10 +86,25 @@ class Probe:
             if keys is not written_keys or values is not written_values:
                 raise UnsupportedModel(f"changes keys or values in layer {layer} between the cache and attention")
         self.modules[layer], self.keys[layer] = module, keys.float().cpu()
+        self.windows[layer] = mask.window
         return values.repeat_interleave(queries.shape[1] // values.shape[1], 1).transpose(1, 2)
+
+    @contextmanager
+    def own_attention_is_named(self, model: PreTrainedModel) -> Iterator[None]:
+        """Raises: UnsupportedModel, in place of the error of attention code that can make nothing of our mask."""
+        try:
+            yield
+        except UnsupportedModel:
+            raise
+        except Exception as error:
+            if self.keys or getattr(model, "_supports_attention_backend", False):
+                raise
+            raise UnsupportedModel(OWN_ATTENTION) from error
 
     def check_layers(self, layers: int) -> None:
         """Return if each of `layers` wrote to the cache and attended. Raises: UnsupportedModel, naming the others."""
+        if not self.keys:
+            raise UnsupportedModel(OWN_ATTENTION)
         ours, expected = self._written.keys() & self.keys.keys(), set(range(layers))
         if missing := sorted(expected - ours):
             raise UnsupportedModel(f"has layers without attention keys and values of their own: {missing}")
@@ -120,7 +137,7 @@ def run(probe: Probe, model: PreTrainedModel, decoder: nn.Module) -> Probe:
     end = getattr(config, "max_position_embeddings", None) or FAR + 1
     at = torch.tensor([[NEAR], [max(end - 1, NEAR + 1)]], device=device_of_inputs(model))
     ids = ordinary_ids(model, 1).expand(2, 1)
-    with eval_mode(model):
+    with eval_mode(model), probe.own_attention_is_named(model):
         decoder(input_ids=ids, position_ids=at, past_key_values=ProbeCache(probe), use_cache=True)
     probe.check_layers(config.num_hidden_layers)
     return probe

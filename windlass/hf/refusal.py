@@ -1,17 +1,24 @@
 """Architectures that are known not to work, each with its reason."""
 
+from typing import Final
+
 from transformers import PreTrainedModel
 
-from windlass.core.errors import UnsupportedModel
+from windlass.core.errors import UnsupportedModel, UsageError
+from windlass.hf.mask import Mask
 from windlass.hf.placement import has_no_weights
 
+# Layer types of configs. A class of which some models are recurrent says so of all: then these decide.
+ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+RECURRENT: Final = frozenset({"conv", "linear_attention"})
 
-def refuse(model: PreTrainedModel) -> None:
-    """Return for a model that may work. Raises: UnsupportedModel, naming the model and the reason."""
+
+def check_kind_of_model(model: PreTrainedModel) -> None:
+    """Return for a model that may work. Raises: UnsupportedModel, with the reason."""
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}
     schemes = [rope, *(scheme for scheme in rope.values() if isinstance(scheme, dict))]
-    kinds = getattr(config, "layer_types", None) or []
+    kinds = set(getattr(config, "layer_types", None) or ())
     # `vars`: a config whose layers differ raises when it is asked for what varies, and not an AttributeError.
     latent = vars(config).get("kv_lora_rank")
     reason = None
@@ -21,13 +28,23 @@ def refuse(model: PreTrainedModel) -> None:
         reason = "uses multi-head latent attention (MLA): its keys are part rotated, part compressed"
     elif any("mrope_section" in scheme for scheme in schemes):
         reason = "uses multi-dimensional positions (M-RoPE): a token has no single place in the text"
-    elif getattr(model, "_is_stateful", False) or {"conv", "linear_attention"} & set(kinds):
+    elif kinds & RECURRENT or (getattr(model, "_is_stateful", False) and not (kinds and kinds <= ATTENTION)):
         reason = "is recurrent in some layers: tokens can't be taken out of their state"
     elif "chunked_attention" in kinds:
         reason = "attends within fixed chunks of the text: only full and sliding-window attention are known"
-    elif not getattr(model, "_supports_attention_backend", False):
-        reason = "does not let its attention function be chosen"
     elif has_no_weights(model):
         reason = "has weights on the meta device, not loaded; attach runs the model, so load all of them"
     if reason is not None:
-        raise UnsupportedModel(f"{type(model).__name__} {reason}")
+        raise UnsupportedModel(reason)
+
+
+def refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModel:
+    """What to raise for a model that `error` kept from being attached: its name, and the reason."""
+    name = type(model).__name__
+    if isinstance(error, UnsupportedModel):
+        return UnsupportedModel(f"{name} {error}")
+    if isinstance(error, UsageError):
+        return UnsupportedModel(f"{name}: {error}")
+    if isinstance(error, AttributeError) and isinstance(error.obj, Mask):
+        return UnsupportedModel(f"{name} makes its own attention mask")
+    return UnsupportedModel(f"{name} can't be run with attention replaced: {type(error).__name__}: {error}")

@@ -81,7 +81,7 @@ def _candidates(model: PreTrainedModel, calls: list[RotaryCall]) -> list[Candida
         if (id(call.module), call.layer_type) not in seen:
             seen.add((id(call.module), call.layer_type))
             found.extend(
-                Candidate(call.module, call.layer_type, layout, layout.columns(call.cos), layout.columns(call.sin))
+                Candidate(call.module, call.layer_type, layout, *layout.columns(call.cos, call.sin))
                 for layout in LAYOUTS
             )
     return found

@@ -1,13 +1,15 @@
 """A pass with a cache while it runs, which torch.compile must leave alone."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, ParamSpec, TypeVar
 
 import torch
 
 from windlass.cache.cache import TextCache
 from windlass.cache.state import Text
+from windlass.core.shapes import QueryPositions
+from windlass.hf.mask import Mask
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -18,13 +20,26 @@ BUSY: Final = (
 )
 
 
+@dataclass(frozen=True)
+class TokenTypes:
+    """What tells a model which columns are pictures: the argument's name, and how many columns it covers."""
+
+    name: str
+    columns: int
+
+
 @dataclass(eq=False)
 class RunningPass:
-    """A pass with a cache, the thread that it runs in, and where the cache's text stood before it."""
+    """A pass with a cache, the thread that it runs in, and where the cache's text stood before it.
+
+    `sees_to` has for each mask that is not causal the last positions that the tokens see.
+    """
 
     cache: TextCache
     thread: int | None = None
     before: Text | None = None
+    types: TokenTypes | None = None
+    sees_to: dict[Mask, QueryPositions | None] = field(default_factory=dict)
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

@@ -13,6 +13,7 @@ from windlass.core.shapes import (
     Attended,
     ObservedColumns,
     PerSlot,
+    QueryPositions,
     RotaryTable,
     SlotIndex,
     SlotPositions,
@@ -55,7 +56,8 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
             scores = call.softcap * torch.tanh(scores / call.softcap)
         if call.log_counts is not None:
             scores = scores + call.log_counts[:, :, None, None]
-        seen = visible(distance, call.slot_positions, call.visibility)[:, :, None]
+        sees_to = None if call.sees_to is None else call.sees_to[:, span]
+        seen = visible(distance, call.slot_positions, call.visibility, sees_to)[:, :, None]
         probabilities = _softmax(scores.masked_fill(~seen, -torch.inf), call.sink_logits)
         outputs.append(probabilities @ values[:, :, None])
         masses.add(probabilities.sum(2), start)
@@ -109,9 +111,12 @@ class _MassSum:
         return Mass(torch.stack(self._rows).sum(0).float(), rest)
 
 
-def visible(distance: Tensor, slots: SlotPositions, visibility: Visibility) -> Tensor:
+def visible(
+    distance: Tensor, slots: SlotPositions, visibility: Visibility, sees_to: QueryPositions | None = None
+) -> Tensor:
     """Whether each query sees each slot: (batch, score_heads, tokens, slots)."""
-    seen = (distance >= 0) & (slots >= 0)[:, :, None, :]
+    is_before = distance >= 0 if sees_to is None else slots[:, :, None, :] <= sees_to[:, None, :, None]
+    seen = is_before & (slots >= 0)[:, :, None, :]
     if visibility.reach is not None:
         seen &= (distance < visibility.reach) | (slots < visibility.sinks)[:, :, None, :]
     if visibility.sliding_window is not None:

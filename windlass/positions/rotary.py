@@ -23,16 +23,19 @@ class Layout:
 
     `stop` (a share of the table's width) and `step` pick one column per channel pair out of the
     model's table. `is_interleaved`: a pair is two neighbours (2i, 2i + 1), else one of each half (i, i + n).
+    `is_backward`: a pair is turned by the negative of the table's angle.
     """
 
     name: str
     stop: float
     step: int
     is_interleaved: bool
+    is_backward: bool = False
 
-    def columns(self, table: Tensor) -> Tensor:
-        """One column per channel pair."""
-        return table[..., : int(table.shape[-1] * self.stop) : self.step]
+    def columns(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+        """Cos and sin of the angle that each channel pair is turned by, out of the model's table."""
+        cos, sin = (table[..., : int(table.shape[-1] * self.stop) : self.step] for table in (cos, sin))
+        return cos, -sin if self.is_backward else sin
 
     def to_halves(self, states: Tensor, rotary_pairs: int) -> Tensor:
         """Channels reordered so that pair i is (i, i + rotary_pairs); a copy only where they are interleaved."""
@@ -54,6 +57,7 @@ LAYOUTS = (
     Layout("halves, half table", 1.0, 1, False),  # gpt-oss
     Layout("interleaved", 0.5, 1, True),  # GLM
     Layout("interleaved, repeated table", 1.0, 2, True),  # Cohere
+    Layout("halves, backward", 0.5, 1, False, is_backward=True),  # nanochat
 )
 
 
@@ -136,7 +140,8 @@ class Rotary:
             # Some schemes never shrink from one length to the next; one token takes them back to the start.
             module(probe, positions[:, :1], *of_layers)
         cos, sin = module(probe, positions, *of_layers)
-        return self.layout.columns(cos[0]).float().contiguous(), self.layout.columns(sin[0]).float().contiguous()
+        cos, sin = self.layout.columns(cos[0], sin[0])
+        return cos.float().contiguous(), sin.float().contiguous()
 
 
 @dataclass(frozen=True)

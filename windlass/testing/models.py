@@ -48,6 +48,16 @@ _LONGROPE = {
 }
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 _YARN = {"original_max_position_embeddings": 64}
+# Nine tokens for a picture of 24 pixels by 24.
+_VISION = {
+    "hidden_size": 20,
+    "intermediate_size": 28,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 24,
+    "patch_size": 8,
+}
+_PICTURE = {"mm_tokens_per_image": 9, "image_token_id": VOCABULARY - 1, "image_token_index": VOCABULARY - 1}
 
 
 def _scaled(rope_type: str, factor: float, more: _Options = MappingProxyType({})) -> _Options:
@@ -77,6 +87,41 @@ _CONFIGS: dict[str, tuple[str, _Options]] = {
         "granite",
         {**_WIDE, "attention_multiplier": 0.3, "embedding_multiplier": 2.0, "residual_multiplier": 0.7},
     ),
+    "granite4": (  # without its recurrent layers
+        "granitemoehybrid",
+        {
+            **_WIDE,
+            "layer_types": ["full_attention"] * 2,
+            "num_local_experts": 0,
+            "shared_intermediate_size": 52,
+            "mamba_n_heads": 8,
+            "position_embedding_type": "rope",
+            "attention_multiplier": 0.3,
+        },
+    ),
+    "gemma3_wrapped": (  # where it reads pictures, too
+        "gemma3",
+        {"text_config": {**_ALTERNATING, "query_pre_attn_scalar": 6}, "vision_config": _VISION, **_PICTURE},
+    ),
+    "gemma4_wrapped": (
+        "gemma4",
+        {
+            "text_config": {
+                **_ALTERNATING,
+                "global_head_dim": 12,
+                "num_kv_shared_layers": 0,
+                "vocab_size_per_layer_input": VOCABULARY,
+                "hidden_size_per_layer_input": 14,
+                "use_bidirectional_attention": "vision",
+                "pad_token_id": 0,  # in place of tokens of pictures
+            },
+            "vision_config": _VISION,
+            "audio_config": None,
+            **_PICTURE,
+        },
+    ),
+    "stablelm": ("stablelm", {**_WIDE, "use_qkv_bias": True, "qk_layernorm": True}),
+    "nanochat": ("nanochat", {}),
     "gpt_oss": ("gpt_oss", {**_EXPERTS, **_ALTERNATING, **_scaled("yarn", 8.0, {**_YARN, "truncate": False})}),
 }
 
@@ -94,7 +139,7 @@ def tiny_model(family: str) -> PreTrainedModel:
     if family not in _CONFIGS:
         raise UsageError(f"family {family!r} is unknown; use one of: {', '.join(FAMILIES)}")
     model_type, options = _CONFIGS[family]
-    config = AutoConfig.for_model(model_type, **{**_SIZES, **options})
+    config = AutoConfig.for_model(model_type, **_sized(options))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
@@ -104,6 +149,14 @@ def tiny_model(family: str) -> PreTrainedModel:
             # Norms, biases and learned sinks start as constants, which would hide that they are used.
             if parameter.ndim == 1:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
+            elif not parameter.any():  # as a projection of pictures starts, which would hide them
+                parameter.data.normal_(0, 0.18)
     model.get_output_embeddings().weight.data.mul_(0.5)
     model.eval()
     return model
+
+
+def _sized(options: _Options) -> _Options:
+    """With all sizes; those of the text model, where that is only a part of the model."""
+    text = options.get("text_config")
+    return {**options, "text_config": {**_SIZES, **text}} if isinstance(text, dict) else {**_SIZES, **options}
