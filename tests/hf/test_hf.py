@@ -241,13 +241,8 @@ UNSUPPORTED: list[tuple[str, dict[str, object], str]] = [
     ),
     ("mpt", {"vocab_size": 97, "d_model": 32, "n_layers": 2, "n_heads": 4}, "MptForCausalLM has no rotary module"),
     ("falcon", {**SMALL, "alibi": False}, "FalconForCausalLM does not let its attention function be chosen"),
-    (
-        "granitemoehybrid",
-        {**SMALL, "layer_types": ["linear_attention", "full_attention"], "mamba_n_heads": 8},
-        "GraniteMoeHybridForCausalLM is recurrent in some layers",
-    ),
     ("mamba", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}, "MambaForCausalLM is recurrent"),
-    ("lfm2", {**SMALL, "num_key_value_heads": 2, "full_attn_idxs": [1]}, "Lfm2ForCausalLM is recurrent"),
+    ("lfm2", {**SMALL, "num_key_value_heads": 2, "layer_types": ["conv"] * 2}, "Lfm2ForCausalLM is recurrent in all"),
     (
         "llama4_text",
         {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 16},

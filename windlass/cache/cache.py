@@ -4,6 +4,7 @@ from torch import Tensor
 
 from windlass.cache import describe, edits, summary
 from windlass.cache.compress import compress, layer_limits
+from windlass.cache.recurrent_layer import RecurrentLayer, check_columns
 from windlass.cache.rows import RowTable, check_positions
 from windlass.cache.second_pass import second_pass
 from windlass.cache.slot_layer import SlotLayer
@@ -27,7 +28,12 @@ class TextCache(CacheState):
             SlotLayer(index, limits, self.policy, rotary, self.store.fresh(mean), self.merge, len(means))
             for index, (limits, rotary, mean) in enumerate(each)
         ]
+        self.recurrent = self.new_recurrent_layers()
         self.rows, self.expects_drafts = RowTable.at_start(self.batch_size), False
+
+    def new_recurrent_layers(self) -> list[RecurrentLayer]:
+        """Empty states for the model's recurrent layers; here none, for PyTorch alone knows of no model."""
+        return []
 
     def reserve(self, tokens: int) -> None:
         """Let a cache without budget grow once, not step by step, while the next `tokens` are written."""
@@ -83,12 +89,16 @@ class TextCache(CacheState):
             raise UsageError(f"{self.policy!r} ranks by token ids; call the model with input_ids, not inputs_embeds")
         how, rows = self.next_pass, self.rows
         step = how.step
+        if self.recurrent and tokens > 1:
+            check_columns(self.recurrent, rows.rows, mask if step is None else step.positions >= 0)
         if step is None:
             ours, lengths = rows.columns(tokens, mask, self.device)
             if positions is not None:
                 check_positions(ours, positions.to(self.device))
             step = rows.step(ours, lengths, ids, how)
         self.text = Text(rows, pending=step)
+        for layer in self.recurrent:
+            layer.protect(step)
 
     @no_inference_mode
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
@@ -114,6 +124,8 @@ class TextCache(CacheState):
                 after = after.told(_ids_of(step.ids, step.positions))
             elif how.token_ids is not None:
                 after = after.told(how.token_ids)
+        for state in self.recurrent:
+            state.settle(step)
         self.text = Text(after, latest=step)  # from here on the pass has happened
         for layer in self.layers:
             layer.commit()
@@ -129,7 +141,7 @@ class TextCache(CacheState):
             return
         step = now.pending or now.latest
         assert step is not None, "an edit while a pass was running"
-        for layer in self.layers:
+        for layer in (*self.layers, *self.recurrent):
             layer.take_back(step)
         self.text = before
 

@@ -107,6 +107,8 @@ def cut_to_budget(cache: CacheState) -> None:
     for layer in cache.layers:
         if not layer.is_empty:
             _cut_layer(layer, here, Recent() if layer in blind else layer.policy)
+    for state in cache.recurrent:
+        state.forget_steps()
     cache.rows = cache.rows.edited(None)
 
 

@@ -1,5 +1,6 @@
 """What a cache holds and what it takes, read from what is allocated."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 
@@ -18,8 +19,10 @@ def bytes_by_part(cache: CacheState) -> dict[str, int]:
     that a store did not take over as they are, and "rollback": what is kept so that steps can be taken back.
     """
     parts = [part for layer in cache.layers for part in layer.tensors().items()]
+    parts += [("recurrent states", tensor) for layer in cache.recurrent for tensor in layer.tensors().values()]
     parts += [("key_means", tensor) for tensor in _tensors_in(cache.key_means)]
     undo = [(layer.history, layer.checkpoint) for layer in cache.layers]
+    parts += [("rollback", tensor) for layer in cache.recurrent for tensor in layer.undo_tensors]
     parts += [("rollback", tensor) for tensor in _tensors_in((undo, cache.text, cache.next_pass))]
     total: dict[str, int] = {}
     counted = set()
@@ -98,6 +101,8 @@ def describe(cache: CacheState) -> str:
             held += f", sliding window {layer.sliding_window}"
         groups.setdefault(held, []).append(layer.index)
     lines += [f"  held     {held} in {len(layers)} layers" for held, layers in groups.items()]
+    states = Counter(layer.kind for layer in cache.recurrent)
+    lines += [f"  states   {kind} in {count} layers, of one size" for kind, count in states.items()]
     sizes = bytes_by_part(cache)
     parts = ", ".join(f"{name} {in_units(size)}" for name, size in sizes.items())
     lines.append(f"  bytes    {in_units(sum(sizes.values()))}" + (f" ({parts})" if parts else ""))

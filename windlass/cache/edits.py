@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
+from windlass.cache.recurrent_layer import refuse_edit
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
 from windlass.core.check import check_kind, whole_number
@@ -49,6 +50,12 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
             raise UsageError(f"rollback of {count} tokens, but row {row} was edited {since} tokens ago; use drop")
     if not any(counts):
         return
+    for state in cache.recurrent:
+        if not state.can_roll_back(counts):
+            raise UsageError(
+                f"rollback of {max(counts)} tokens is not the last step, whole, which is all that {state.label} can "
+                "take back: it keeps one copy of its state; read the text again"
+            )
     for layer in cache.layers:
         if not layer.can_roll_back(counts):
             raise UsageError(
@@ -64,8 +71,8 @@ def rollback(cache: CacheState, tokens: int | Sequence[int]) -> None:
             )
     rows = cache.rows.rolled_back(counts)
     here = rows.standstill(cache.device)
-    for layer in cache.layers:
-        layer.roll_back(counts, here)
+    for memory in (*cache.layers, *cache.recurrent):
+        memory.roll_back(counts, here)
     cache.rows = rows
 
 
@@ -75,6 +82,7 @@ def drop(cache: CacheState, start: int, end: int, row: int | None = None) -> Non
 
     Dropping the newest tokens moves the end of the text back to `start`.
     """
+    refuse_edit(cache.recurrent, "drop")
     _check_range(start, end)
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), EMPTY, p))
     cache.rows = cache.rows.moved_to([start if start < at <= end else at for at in cache.next_positions], row)
@@ -83,6 +91,7 @@ def drop(cache: CacheState, start: int, end: int, row: int | None = None) -> Non
 @no_inference_mode
 def keep(cache: CacheState, start: int, end: int, row: int | None = None) -> None:
     """Free every token but those at positions `start` up to `end`."""
+    refuse_edit(cache.recurrent, "keep")
     _check_range(start, end)
     _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p, EMPTY))
     cache.rows = cache.rows.moved_to([min(at, end) for at in cache.next_positions], row)
@@ -94,6 +103,7 @@ def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = No
 
     Raises: UsageError when a token would stand before 0, where another one stands, or past the end of its text.
     """
+    refuse_edit(cache.recurrent, "shift")
     _check_range(start, end)
     rows, by = _rows_of(cache, row), whole_number("by", by, -MAX_NUMBER, MAX_NUMBER)
     ends = [at + by if start < at <= end else at for at in cache.next_positions]
@@ -116,6 +126,7 @@ def divide(cache: CacheState, start: int, end: int, by: int, row: int | None = N
 
     Raises: UsageError when the end of a text would move before a token that stays.
     """
+    refuse_edit(cache.recurrent, "divide")
     _check_range(start, end)
     rows, by = _rows_of(cache, row), whole_number("by", by, 1, MAX_NUMBER)
     ends = [(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions]
@@ -136,7 +147,7 @@ def copy(cache: CacheState, source: int, target: int) -> None:
     """Overwrite row `target` with row `source`: its tokens, positions and policy state."""
     for name, row in (("source", source), ("target", target)):
         _check_row(cache, row, name)
-    for layer in cache.layers:
+    for layer in (*cache.layers, *cache.recurrent):
         layer.copy_row(source, target)
     copied = cache.rows.rows[source].copied()
     cache.rows = cache.rows.changed(lambda *_: copied, target)
@@ -152,6 +163,7 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) 
     Raises: UsageError when the caches differ in model or layout.
     """
     check_kind("other", other, CacheState, "a KVCache")
+    refuse_edit(cache.recurrent, "splice")
     _check_row(cache, row, "row")
     _check_row(other, source, "source")
     if other.model_id is not cache.model_id:
@@ -254,7 +266,7 @@ def select_rows(cache: CacheState, rows: Tensor) -> None:
     check_kind("rows", rows, Tensor, "a tensor of row numbers", "write torch.tensor([1, 0])")
     for row in rows.tolist():
         _check_row(cache, row, "row")
-    for layer in cache.layers:
+    for layer in (*cache.layers, *cache.recurrent):
         layer.select_rows(rows.to(cache.device))
     cache.rows = cache.rows.selected(rows.tolist())
     cache.options = replace(cache.options, batch=len(rows))

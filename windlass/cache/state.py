@@ -6,6 +6,7 @@ from typing import ClassVar
 import torch
 
 from windlass.cache.options import CacheOptions
+from windlass.cache.recurrent_layer import RecurrentLayer
 from windlass.cache.rows import RowTable
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.shapes import KeyMeans
@@ -46,6 +47,10 @@ class CacheState:
     """What people call the model; empty where that is not known."""
 
     layers: list[SlotLayer]
+    """One for each attention layer, in the order of the model."""
+
+    recurrent: list[RecurrentLayer]
+    """One for each recurrent layer; where a layer of the model attends as well, both have its number."""
 
     key_means: list[KeyMeans | None] | None = None
     """Per layer the mean key, for a store that asks for it."""

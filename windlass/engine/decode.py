@@ -65,8 +65,10 @@ class Decoder:
     def __init__(
         self, model: PreTrainedModel, cache: KVCache, sampler: Sampler, logits: Tensor, graph: Graph | None
     ) -> None:
-        self._model, self._cache, self._sampler, self._graph = model, cache, sampler, graph
-        self._is_recordable = graph is not None
+        # A replayed step would change the state of a recurrent layer without a copy of what it was.
+        self._graph = None if cache.recurrent else graph
+        self._model, self._cache, self._sampler = model, cache, sampler
+        self._is_recordable = self._graph is not None
         self._active = self._fed = [True] * cache.batch_size
         self._waiting: Callable[[], list[int]] | None = None
         sampler.prepare()

@@ -7,6 +7,7 @@ every token that was yielded, so that the next call continues the text.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -93,16 +94,26 @@ def _read(
     longest = max(map(len, prompts))
     cache.reserve(longest + scoring_chunk(cache.policy))
     last: dict[int, Tensor] = {}
-    for start in range(0, longest, cache.chunk):
-        pieces = [list(prompt[start : start + cache.chunk]) for prompt in prompts]
+    for start, stop in _spans(cache, [*map(len, prompts)]):
+        pieces = [list(prompt[start:stop]) for prompt in prompts]
         ends = {row: len(piece) - 1 for row, piece in enumerate(pieces) if 0 < len(prompts[row]) - start <= len(piece)}
         columns = sorted(set(ends.values()))
         logits = _feed(model, cache, pieces, columns, how)
         for row, column in ends.items():
             last[row] = logits[row, columns.index(column)]
         if progress is not None:
-            progress(min(start + cache.chunk, longest), longest)
+            progress(stop, longest)
     return torch.stack([last[row] for row in range(len(prompts))])
+
+
+def _spans(cache: KVCache, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """The columns [start, stop) of each pass over prompts of these lengths.
+
+    With recurrent layers, which read no padding, no row ends in the middle of a pass: it idles in the next one.
+    """
+    longest = max(lengths)
+    stops = {*range(cache.chunk, longest, cache.chunk), longest, *(lengths if cache.recurrent else ())}
+    return list(pairwise([0, *sorted(stops)]))
 
 
 def stream(

@@ -23,6 +23,7 @@ from windlass.core.step import READ, AttentionCall
 from windlass.hf.arguments import at_positions, check_arguments
 from windlass.hf.decoder import Decoder, decoder_of
 from windlass.hf.guards import check_call, check_model, inference_only, note_drafts, real_columns
+from windlass.hf.linear_layer import layer_kinds, meta_states
 from windlass.hf.mask import Mask, mask
 from windlass.hf.own_configs import OwnConfigs
 from windlass.hf.pictures import sees_to, token_types
@@ -43,7 +44,7 @@ class AttachedModel:
 
     def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
         rotary_modules, outer = decoder.rotary_modules, decoder.outer
-        self._configs = OwnConfigs(decoder.modules)
+        self._configs, self.kinds = OwnConfigs(decoder.modules), layer_kinds(model)
         self.decoder = decoder
         self._own_forward = vars(outer).get("forward")
         self._forward: Callable[..., Any] = outer.forward
@@ -55,7 +56,8 @@ class AttachedModel:
         outer.forward = self.forward
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
-        self.rotaries: list[Rotary | None] = []  # per layer; None where a layer does not rotate
+        self.rotaries: list[Rotary | None] = []  # per attention layer; None where it does not rotate
+        self.states: dict[str, Tensor] = {}  # of recurrent layers, on "meta": their shapes for one row
         self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
         self._running: dict[str, RunningPass] = {}  # none or one; a dict's `setdefault` lets one thread in, not two
         self.attended: set[int] = set()  # layers, in the pass that is running
@@ -153,7 +155,7 @@ class AttachedModel:
         self.probe = Probe(is_identity)
         try:
             with self.attention(NAME):
-                return run(self.probe, model, self.decoder.outer)
+                return run(self.probe, model, self.decoder.outer, self.kinds)
         finally:
             self.probe = None
 
@@ -165,9 +167,11 @@ class AttachedModel:
         rotated = self.probed(model, False)
         self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
         self._windows = rotated.windows
-        cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), model.config.get_text_config())
+        config = model.config.get_text_config()
+        cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), config, self.kinds)
         cache.reset()
         SelfCheck(model, self.decoder.outer, rotated.modules).run(cache, self.attention("eager"))
+        self.states = meta_states(cache.recurrent)
 
     def _checked(
         self, cache: TextCache, bound: dict[str, Any]
@@ -250,7 +254,7 @@ def attached(model: PreTrainedModel) -> AttachedModel:
     attachment = getattr(model, NAME, None)
     if not isinstance(attachment, AttachedModel):
         check_model(model)
-        raise UsageError(f"{_name(model)} is not attached to windlass; call windlass.attach(model) first")
+        raise UsageError(f"{type(model).__name__} is not attached to windlass; call windlass.attach(model) first")
     return attachment
 
 
@@ -280,19 +284,16 @@ def _attention(
     if layer in attachment.attended:
         raise UsageError(f"layer {layer} calls attention twice in one pass; a KVCache takes one call per layer")
     attachment.attended.add(layer)
-    rotary = attachment.rotaries[layer]
+    own = attachment.kinds.attention.index(layer)  # which of the layers that attend
+    rotary = attachment.rotaries[own]
     if rotary is not None:
         pairs = rotary.rotary_pairs
         query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = attachment.call(layer, attention_mask, scale, softcap, s_aux)
-    out = inference_only(cache.attend(layer, query, key, value, call), query, key, value)
+    out = inference_only(cache.attend(own, query, key, value, call), query, key, value)
     return out.transpose(1, 2).contiguous(), None
 
 
 AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, mask)
-
-
-def _name(model: PreTrainedModel) -> str:
-    return type(model).__name__

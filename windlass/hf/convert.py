@@ -6,6 +6,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from windlass.cache.history import History
+from windlass.cache.recurrent_layer import refuse_edit
 from windlass.cache.rows import RowTable
 from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError
@@ -23,6 +24,7 @@ def rows_of(source: Cache) -> int:
 
 def fill_from_rotated(cache: CacheState, source: Cache) -> None:
     """See `KVCache.from_rotated`; `cache` is new."""
+    refuse_edit(cache.recurrent, "from_rotated")
     missing = [what for name, what in INITIAL_STATE.items() if name in cache.policy.needs.state]
     if missing:
         raise UsageError(f"from_rotated: {cache.policy!r} ranks by {missing[0]}, which a DynamicCache does not know")
@@ -63,6 +65,7 @@ def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
 
 def to_rotated(cache: CacheState, config: PreTrainedConfig) -> DynamicCache:
     """See `KVCache.to_rotated`."""
+    refuse_edit(cache.recurrent, "to_rotated")
     if any(holds_merged_tokens(layer.positions, layer.table.state) for layer in cache.layers):
         raise UsageError("to_rotated: tokens of this cache were merged, and a DynamicCache does not know their counts")
     result = DynamicCache(config=config)

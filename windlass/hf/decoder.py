@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
+from windlass.hf.linear_layer import layer_kinds
 from windlass.hf.own_configs import OwnConfigs
 from windlass.hf.probe import eval_mode
 from windlass.hf.token_ids import ordinary_ids
@@ -30,11 +31,7 @@ class Decoder:
 
     @property
     def rotary_modules(self) -> list[nn.Module]:
-        """Raises: UnsupportedModel when there are none."""
-        found = [module for module in self.inner.modules() if type(module).__name__.endswith(ROTARY)]
-        if not found:
-            raise UnsupportedModel("has no rotary module: its positions are not RoPE, or built in")
-        return found
+        return [module for module in self.inner.modules() if type(module).__name__.endswith(ROTARY)]
 
     @property
     def attention_modules(self) -> list[nn.Module]:
@@ -49,8 +46,13 @@ class Decoder:
 
 
 def decoder_of(model: PreTrainedModel) -> Decoder:
-    """The decoder of a model; with the base model around it, where that makes the decoder's masks."""
+    """The decoder of a model; with the base model around it, where that makes the decoder's masks.
+
+    Raises: UnsupportedModel for one that has no positions of its own, in rotation or in recurrent layers.
+    """
     inner = model.get_decoder() if model.can_generate() else model
+    if not Decoder(inner, inner).rotary_modules and not layer_kinds(model).is_recurrent:
+        raise UnsupportedModel("has no rotary module: its positions are not RoPE, or built in")
     base = model.base_model
     if base is inner or all(module is not inner for module in base.modules()):
         return Decoder(inner, inner)

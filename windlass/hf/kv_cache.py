@@ -16,6 +16,7 @@ from windlass.hf import convert
 from windlass.hf.attach import attached
 from windlass.hf.guards import check_adapter
 from windlass.hf.key_means import ROWS, measure_key_means
+from windlass.hf.linear_layer import check_policy
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_info import model_info
 from windlass.hf.placement import device_of_inputs
@@ -75,7 +76,8 @@ class KVCache(ModelCache):
             trained.check(model_info(model))
         checked_merge(options.merge, options.budget, options.store, options.policy)
         device, config = device_of_inputs(model), model.config.get_text_config()
-        super().__init__(attachment, options, attachment.rotaries, device, config)
+        check_policy(attachment.kinds, options.policy)
+        super().__init__(attachment, options, attachment.rotaries, device, config, attachment.kinds)
         self.model_name = _name_of(model)
         if options.store.needs_key_means:
             if attachment.key_means is None:

@@ -12,9 +12,10 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
+from windlass.hf.linear_layer import LayerKinds
 from windlass.hf.mask import Mask
 from windlass.hf.placement import device_of_inputs
 from windlass.hf.token_ids import ordinary_ids
@@ -101,22 +102,24 @@ class Probe:
                 raise
             raise UnsupportedModel(OWN_ATTENTION) from error
 
-    def check_layers(self, layers: int) -> None:
-        """Return if each of `layers` wrote to the cache and attended. Raises: UnsupportedModel, naming the others."""
+    def check_layers(self, kinds: LayerKinds) -> None:
+        """Return if each layer that attends wrote to the cache. Raises: UnsupportedModel, naming the others."""
         if not self.keys:
             raise UnsupportedModel(OWN_ATTENTION)
-        ours, expected = self._written.keys() & self.keys.keys(), set(range(layers))
+        ours, expected = self._written.keys() & self.keys.keys(), set(kinds.attention)
         if missing := sorted(expected - ours):
             raise UnsupportedModel(f"has layers without attention keys and values of their own: {missing}")
         if further := sorted((self._written.keys() | self.keys.keys()) - expected):
-            raise UnsupportedModel(f"writes or attends in layers {further}, but its config counts {layers}")
+            raise UnsupportedModel(
+                f"writes or attends in layers {further}, but its config has attention in {sorted(expected)}"
+            )
 
 
 class ProbeCache(DynamicCache):
     """Tells a probe what each layer passes to the cache."""
 
-    def __init__(self, probe: Probe) -> None:
-        super().__init__()
+    def __init__(self, probe: Probe, config: PreTrainedConfig, kinds: LayerKinds) -> None:
+        super().__init__(config=config if kinds.is_recurrent else None)
         self._probe = probe
 
     def update(
@@ -128,7 +131,7 @@ class ProbeCache(DynamicCache):
 
 
 @torch.no_grad()
-def run(probe: Probe, model: PreTrainedModel, decoder: nn.Module) -> Probe:
+def run(probe: Probe, model: PreTrainedModel, decoder: nn.Module, kinds: LayerKinds) -> Probe:
     """Feed one token near the start of a text and, as another row, at the end of the trained length.
 
     It is the same every time. The model must hand its rotation and attention to `probe`.
@@ -138,8 +141,8 @@ def run(probe: Probe, model: PreTrainedModel, decoder: nn.Module) -> Probe:
     at = torch.tensor([[NEAR], [max(end - 1, NEAR + 1)]], device=device_of_inputs(model))
     ids = ordinary_ids(model, 1).expand(2, 1)
     with eval_mode(model), probe.own_attention_is_named(model):
-        decoder(input_ids=ids, position_ids=at, past_key_values=ProbeCache(probe), use_cache=True)
-    probe.check_layers(config.num_hidden_layers)
+        decoder(input_ids=ids, position_ids=at, past_key_values=ProbeCache(probe, config, kinds), use_cache=True)
+    probe.check_layers(kinds)
     return probe
 
 

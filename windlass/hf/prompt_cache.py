@@ -30,8 +30,9 @@ from windlass.hf.forward import vocabulary_of
 from windlass.hf.guards import check_model
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.layer_shapes import layer_shapes
+from windlass.hf.linear_layer import state_name
 from windlass.hf.policy_note import AGAIN, note_of, noted_policy
-from windlass.hf.prompt_cache_check import check_layer, check_rows
+from windlass.hf.prompt_cache_check import check_layer, check_rows, check_states
 from windlass.hf.prompt_cache_document import Contents, InconsistentFile, LayerNote, parsed, to_document
 from windlass.hf.prompt_cache_layout import COLUMNS, LayerPlan, Layout, layer_plans
 from windlass.hf.prompt_cache_memory import check_memory
@@ -63,6 +64,8 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     tensors = {f"layers.{index}.{name}": tensor for index, held in packed.items() for name, tensor in held.items()}
     for row, ids in enumerate(cache.tokens or []):
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
+    for state in cache.recurrent:
+        tensors |= {state_name(state.index, name): tensor for name, tensor in state.tensors().items()}
     columns = [row.columns for row in cache.rows.rows]
     if len(set(columns)) > 1:
         tensors[COLUMNS] = torch.tensor(columns)
@@ -98,6 +101,7 @@ def load(path: str | Path, model: PreTrainedModel, policy: str | Policy | None =
     try:
         (contents, options, plans), tensors = prompt_cache_file.read(path, check)
         check_rows(contents, tensors, vocabulary_of(model))
+        check_states(tensors)
         for plan in plans:
             check_layer(plan, contents, options, tensors)
     except InconsistentFile as error:
@@ -106,6 +110,11 @@ def load(path: str | Path, model: PreTrainedModel, policy: str | Policy | None =
     for plan in plans:
         held = {name: tensors[plan.prefix + name].to(cache.device) for name in plan.layouts}
         cache.layers[plan.index].load(held, plan.rules, plan.note.has_evicted)
+    if contents.has_states:
+        for state in cache.recurrent:
+            prefix = state_name(state.index, "")
+            own = {name.removeprefix(prefix): each for name, each in tensors.items() if name.startswith(prefix)}
+            state.load({name: each.to(cache.device) for name, each in own.items()})
     tokens = [tensors[f"tokens.{row}"].tolist() for row in range(cache.batch_size)] if contents.has_tokens else None
     columns = tensors[COLUMNS].tolist() if COLUMNS in tensors else None
     cache.rows = RowTable.from_json(contents.standing, tokens, columns)
@@ -153,6 +162,7 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> Contents:
             for layer, budget in zip(cache.layers, budgets_apart(cache), strict=True)
         ],
         options=cache.options.document(),
+        has_states=any(not state.is_empty for state in cache.recurrent),
     )
 
 

@@ -13,6 +13,7 @@ from windlass.cache.options import CacheOptions
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.rotary_index import EMPTY
+from windlass.hf.linear_layer import STATES
 from windlass.hf.prompt_cache_document import Contents, InconsistentFile
 from windlass.hf.prompt_cache_layout import COLUMNS, POSITIONS, LayerPlan
 from windlass.merge.state import MERGED
@@ -36,6 +37,13 @@ def check_rows(contents: Contents, tensors: Mapping[str, Tensor], vocabulary: in
     for row, (seen, fed) in enumerate(zip(rows["tokens_seen"], columns, strict=True)):
         if seen > fed:
             raise InconsistentFile(f"row {row} has seen {seen} tokens in {fed} columns")
+
+
+def check_states(tensors: Mapping[str, Tensor]) -> None:
+    """Check that the states of recurrent layers are finite."""
+    for name, tensor in tensors.items():
+        if name.startswith(STATES) and not _is_finite(tensor):
+            raise InconsistentFile(f"tensor {name} has numbers that are not finite")
 
 
 def check_layer(plan: LayerPlan, contents: Contents, options: CacheOptions, tensors: Mapping[str, Tensor]) -> None:

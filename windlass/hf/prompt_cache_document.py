@@ -9,7 +9,9 @@ from windlass.core.spec import AUTO
 from windlass.hf.policy_note import PolicyNote
 
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
-PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, VERSION = 1, 2, 3, 4, 5
+PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, AUTO_VERSION = 1, 2, 3, 4, 5
+STATES_VERSION: Final = 6
+VERSION: Final = STATES_VERSION
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
 
@@ -29,7 +31,10 @@ class LayerNote:
 
 @dataclass(frozen=True)
 class Contents:
-    """The document, with the options beside the other fields. A layer without tokens has no note."""
+    """The document, with the options beside the other fields. A layer without tokens has no note.
+
+    `has_states`: whether there are states of recurrent layers.
+    """
 
     model: str
     dtype: str
@@ -39,14 +44,18 @@ class Contents:
     has_tokens: bool
     layers: list[LayerNote | None]
     options: dict[str, Any]  # see `CacheOptions.document`
+    has_states: bool = False
 
 
 def to_document(contents: Contents) -> tuple[dict[str, Any], int]:
     """What goes into the file, and the oldest format version that can say it."""
     document = asdict(contents)
     document |= document.pop("options")
+    if contents.has_states:
+        return document, STATES_VERSION
+    del document["has_states"]
     if document["positions"] == AUTO:
-        return document, VERSION
+        return document, AUTO_VERSION
     if any(note is not None and note.budget is not None for note in contents.layers):
         return document, BUDGETS_VERSION
     for note in document["layers"]:
@@ -99,9 +108,10 @@ def parsed(text: str, version: int) -> Contents:
         has_tokens=given.flag("has_tokens"),
         layers=[_layer(each, index, version) for index, each in enumerate(given.items("layers"))],
         options=options,
+        has_states=version >= STATES_VERSION and given.flag("has_states"),
     )
     given.end()
-    if version < VERSION and options["positions"] == AUTO:
+    if version < AUTO_VERSION and options["positions"] == AUTO:
         raise InconsistentFile(f"positions in its header is {AUTO!r}, which version {version} does not know")
     return contents
 

@@ -14,6 +14,7 @@ from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.errors import UsageError
 from windlass.core.step import HEADROOM, AttentionCall
+from windlass.hf.attach import attached
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.layer_shapes import LayerShape
 from windlass.hf.prompt_cache_document import Contents, InconsistentFile, LayerNote, shown
@@ -83,6 +84,7 @@ def layer_plans(
     seen = contents.standing["tokens_seen"]
     if contents.has_tokens:
         expected |= {f"tokens.{row}": Layout((count,), torch.int32) for row, count in enumerate(seen)}
+    expected |= _states(model, contents, options.batch)
     if COLUMNS in found:
         expected[COLUMNS] = Layout((len(seen),), torch.int64)
     _compare(found, expected)
@@ -172,6 +174,18 @@ def _statistics(model: PreTrainedModel, policy: Policy, shapes: Sequence[LayerSh
     for layer, shape in enumerate(shapes):
         cache.attend(layer, *shape.states(model.device), AttentionCall(1.0))  # no window: the policy is at work
     return [layer.table.statistics for layer in cache.layers]
+
+
+def _states(model: PreTrainedModel, contents: Contents, batch: int) -> dict[str, Layout]:
+    """The states of recurrent layers, without which no token was seen."""
+    states = attached(model).states
+    if states and not contents.has_states and max(contents.standing["tokens_seen"]) > 0:
+        raise InconsistentFile("its recurrent layers have no states, though tokens were seen")
+    if contents.has_states and not states:
+        raise InconsistentFile("it has states of recurrent layers, and the model has none")
+    if not contents.has_states:
+        return {}
+    return {name: Layout((batch, *state.shape[1:]), state.dtype) for name, state in states.items()}
 
 
 def _kept(

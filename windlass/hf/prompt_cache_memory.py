@@ -33,6 +33,8 @@ def check_memory(
         per_slot = options.store.bytes_per_token(shape.head_dim, shape.value_dim, shape.dtype)
         needed += options.batch * shape.kv_heads * (slots * per_slot + exact * width * shape.dtype.itemsize)
     end = max(contents.standing["next_positions"]) + 1
+    # A state, and the copy that is made before a pass.
+    needed += 2 * options.batch * sum(state.nbytes for state in attached(model).states.values())
     tables = {
         rotary.rotary_pairs
         * options.positions.within(rotary.trained_length, options.budget is not None).bound(end, slots or end, 1)

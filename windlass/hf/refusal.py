@@ -5,12 +5,12 @@ from typing import Final
 from transformers import PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel, UsageError
+from windlass.hf.linear_layer import keeps_states, layer_kinds, unknown_types
 from windlass.hf.mask import Mask
 from windlass.hf.placement import has_no_weights
 
 # Layer types of configs. A class of which some models are recurrent says so of all: then these decide.
 ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
-RECURRENT: Final = frozenset({"conv", "linear_attention"})
 
 
 def check_kind_of_model(model: PreTrainedModel) -> None:
@@ -28,8 +28,12 @@ def check_kind_of_model(model: PreTrainedModel) -> None:
         reason = "uses multi-head latent attention (MLA): its keys are part rotated, part compressed"
     elif any("mrope_section" in scheme for scheme in schemes):
         reason = "uses multi-dimensional positions (M-RoPE): a token has no single place in the text"
-    elif kinds & RECURRENT or (getattr(model, "_is_stateful", False) and not (kinds and kinds <= ATTENTION)):
-        reason = "is recurrent in some layers: tokens can't be taken out of their state"
+    elif getattr(model, "_is_stateful", False) and not keeps_states(config) and not (kinds and kinds <= ATTENTION):
+        reason = "is recurrent, or keeps other states, in layers that its config's layer_types don't tell of"
+    elif unknown := unknown_types(config):
+        reason = f"has recurrent layers, and others of types that transformers' own cache does not know: {unknown}"
+    elif keeps_states(config) and not layer_kinds(model).attention:
+        reason = "is recurrent in all layers: no layer attends, so there are no keys to keep"
     elif "chunked_attention" in kinds:
         reason = "attends within fixed chunks of the text: only full and sliding-window attention are known"
     elif has_no_weights(model):

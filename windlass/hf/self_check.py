@@ -26,6 +26,7 @@ from windlass.policies import Recent
 from windlass.positions.rotary import Rotation
 
 PASSES: Final = (5, 3)  # tokens of each pass with the cache; the model's own reads all of them at once
+RECURRENT_PASSES: Final = (4, 3, 1)  # where layers keep a state, code of its own takes single tokens
 OPTIONS: Final = CacheOptions(policy=Recent(), chunk=max(PASSES), positions="original")
 HIDDEN: Final = "hidden_states"
 
@@ -68,6 +69,7 @@ class SelfCheck:
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, modules: Mapping[int, nn.Module]) -> None:
         self._model, self._decoder, self._modules = model, decoder, modules
+        self._places = {layer: place for place, layer in enumerate(sorted(modules))}  # among those that attend
         self._ids = ordinary_ids(model, sum(PASSES))
         self._columns: slice | None = None  # of the pass with a cache that is running
         self._cache: CheckCache | None = None
@@ -92,7 +94,7 @@ class SelfCheck:
             stack.callback(self._decoder.register_forward_hook(self._after_decoder).remove)
             self._read_alone(own_attention)
             self._cache, start = cache, 0
-            for tokens in PASSES:
+            for tokens in RECURRENT_PASSES if cache.recurrent else PASSES:
                 self._columns = slice(start, start + tokens)
                 self._call(self._columns, use_cache=True, past_key_values=cache)
                 start += tokens
@@ -159,7 +161,7 @@ class SelfCheck:
             return None
         assert self._cache is not None, "a pass with a cache, but which?"
         own = self._outputs[layer][:, self._columns].clone()
-        roundings = OF_ATTENTION + self._cache.largest_scores[layer]
+        roundings = OF_ATTENTION + self._cache.largest_scores[self._places[layer]]
         error, allowed = _error(given, own), max(roundings * _rounding(given), _of_codes(module))
         if not error <= allowed:
             raise UnsupportedModel(

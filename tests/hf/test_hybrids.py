@@ -1,0 +1,149 @@
+"""Models with recurrent layers: attention is bounded as ever, and states are transformers' own."""
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+import windlass
+from tests.helpers.hybrids import HYBRIDS, KINDS, bound, plain, tiny_hybrid
+from tests.helpers.models import Text, masked, read
+from windlass import KVCache, Recent
+from windlass.engine.generate import prefill
+
+TOKENS, ROOMY = 45, 60
+TOLERANCE = 1e-5
+OF_CHUNKS = 1e-4  # transformers' own, of states that are added up in one pass or in many
+GREEDY = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
+
+each_family = pytest.mark.parametrize("family", HYBRIDS)
+each_kind = pytest.mark.parametrize("family", KINDS)
+
+
+@torch.no_grad()
+def one_shot(family: str, ids: Tensor) -> Tensor:
+    return plain(family)(ids, use_cache=False).logits
+
+
+@torch.no_grad()
+def own_chunks(family: str, ids: Tensor, chunk: int) -> Tensor:
+    """Logits with transformers' own cache, told the positions, which Bamba counts anew in each pass."""
+    model = plain(family)
+    cache, logits = DynamicCache(config=model.config), []
+    for start in range(0, ids.shape[1], chunk):
+        piece = ids[:, start : start + chunk]
+        positions = torch.arange(start, start + piece.shape[1])[None]
+        logits.append(model(piece, past_key_values=cache, position_ids=positions).logits)
+    return torch.cat(logits, 1)
+
+
+def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> None:
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).norm() <= tolerance * theirs.norm()
+
+
+@each_family
+@pytest.mark.parametrize("budget", [None, ROOMY])
+@pytest.mark.parametrize("chunk", [1, 7, TOKENS])
+def test_room_for_all_equals_transformers(family: str, chunk: int, budget: int | None, text: Text) -> None:
+    ids = text(TOKENS)
+    ours = read(bound(family), KVCache(bound(family), budget), ids, chunk)
+    assert_close(ours, own_chunks(family, ids, chunk))
+    assert_close(ours, one_shot(family, ids), OF_CHUNKS)
+
+
+@each_family
+@pytest.mark.parametrize("chunk", [1, 7, 18])
+def test_a_budget_equals_an_explicit_mask(family: str, chunk: int, text: Text) -> None:
+    budget, sinks, ids = 20, 3, text(TOKENS)
+    cache = KVCache(bound(family), budget, Recent(), sinks, positions="original")
+    ours = read(bound(family), cache, ids, chunk)
+    query, key = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None]
+    seen = (key <= query) & ((key < sinks) | (key >= query - (budget - sinks)))
+    # transformers gives a mask of four dimensions to attention alone: states read every token.
+    theirs = masked(plain(family), ids, seen)
+    assert_close(ours, theirs, OF_CHUNKS)
+    assert (theirs - one_shot(family, ids)).norm() > 0.05 * theirs.norm()
+
+
+@each_family
+@pytest.mark.parametrize("prefill_chunk_size", [None, 7])
+def test_generate_equals_transformers(family: str, prefill_chunk_size: int | None, text: Text) -> None:
+    model, ids, options = bound(family), text(26, seed=3), {**GREEDY, "prefill_chunk_size": prefill_chunk_size}
+    ours = model.generate(ids, past_key_values=KVCache(model), **options)
+    assert ours.tolist() == plain(family).generate(ids, **GREEDY).tolist()
+
+
+@each_family
+def test_generate_of_left_padded_rows_equals_each_row_alone(family: str, text: Text) -> None:
+    texts = [text(26, seed=3), text(15, seed=4)]
+    ids = torch.cat([texts[0], torch.cat((torch.full((1, 11), 7), texts[1]), 1)])
+    mask = torch.tensor([[1] * 26, [0] * 11 + [1] * 15])
+    model = bound(family)
+    for size in (None, 7):  # in the second, a row begins two passes later than the other
+        cache = KVCache(model, ROOMY, batch=2)
+        ours = model.generate(ids, attention_mask=mask, past_key_values=cache, **GREEDY, prefill_chunk_size=size)
+        for row, alone in enumerate(texts):
+            assert ours[row, -12:].tolist() == plain(family).generate(alone, **GREEDY)[0, -12:].tolist()
+
+
+@each_kind
+def test_beams_equal_transformers(family: str, text: Text) -> None:
+    options = {**GREEDY, "num_beams": 3}
+    ours = bound(family).generate(text(17), past_key_values=KVCache(bound(family), batch=3), **options)
+    assert ours.tolist() == plain(family).generate(text(17), **options).tolist()
+
+
+@each_kind
+def test_a_second_turn_of_generate_equals_a_fresh_run(family: str, text: Text) -> None:
+    model = bound(family)
+    cache = KVCache(model)
+    first = model.generate(text(17), past_key_values=cache, **GREEDY)
+    ids = torch.cat((first, text(8, seed=1)), 1)
+    second = model.generate(ids, past_key_values=cache, **GREEDY)
+    assert second.tolist() == plain(family).generate(ids, **GREEDY).tolist()
+
+
+def test_transformers_is_told_which_layers_only_keep_a_state() -> None:
+    assert KVCache(bound("lfm2")).is_linear == [True, False, True, True, False]
+    assert not any(KVCache(bound("falcon_h1")).is_linear)
+    assert not KVCache(bound("lfm2")).is_croppable
+
+
+@each_kind
+def test_without_our_cache_the_model_is_its_own(family: str, text: Text) -> None:
+    model, ids = bound(family), text(TOKENS)
+    read(model, KVCache(model, 20), ids, 7)
+    own = DynamicCache(config=model.config)
+    with torch.no_grad():
+        assert torch.equal(model(ids, use_cache=False).logits, one_shot(family, ids))
+        theirs = torch.cat([model(piece, past_key_values=own).logits for piece in ids.split(7, 1)], 1)
+    assert_close(theirs, one_shot(family, ids), OF_CHUNKS)
+
+
+@each_kind
+def test_bfloat16_is_no_worse_than_its_own_error(family: str, text: Text) -> None:
+    ids, truth, low = text(TOKENS), one_shot(family, text(TOKENS)), tiny_hybrid(family).bfloat16()
+    errors = []
+    for chunk in (1, 7, TOKENS):
+        own = DynamicCache(config=low.config)
+        with torch.no_grad():
+            theirs = torch.cat([low(piece, past_key_values=own).logits for piece in ids.split(chunk, 1)], 1)
+        errors.append(float((theirs.float() - truth).norm() / truth.norm()))
+    low = windlass.attach(low)
+    for chunk in (1, 7, TOKENS):
+        ours = read(low, KVCache(low), ids, chunk)
+        assert float((ours.float() - truth).norm() / truth.norm()) <= 1.25 * max(errors)
+
+
+@pytest.mark.parametrize("family", ["qwen3_next", "lfm2", "falcon_h1"])
+def test_bytes_do_not_grow_with_the_text(family: str, text: Text) -> None:
+    model = bound(family)
+    cache = KVCache(model, 64, chunk=500)
+    held = []
+    for tokens in (500, 3500):
+        prefill(model, cache, text(tokens).tolist())
+        read(model, cache, text(3, seed=1), 1)
+        held.append(cache.bytes_held)
+    assert cache.tokens_seen == [4006]
+    assert held[0] == held[1]

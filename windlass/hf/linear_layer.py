@@ -1,0 +1,126 @@
+"""Recurrent layers: which layers of a model keep a state, and that state in transformers' own classes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, final
+
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    DummyLayer,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from windlass.cache.recurrent_layer import RecurrentLayer
+from windlass.core.errors import UsageError
+from windlass.policies import Policy
+from windlass.policies.wrapper import scoring_chunk
+
+# The types of a config's `layer_types` that keep a state, and those that keep nothing at all.
+RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+WITHOUT_MEMORY: Final = frozenset({"moe", "mlp"})
+STATES: Final = "states."  # begins the names of states in a file
+CONV: Final = "conv."  # begins the names of such tensors
+STATE: Final = "state."
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """Which of a model's layers attend, by their numbers, and which keep how many states, and of what kind."""
+
+    attention: tuple[int, ...]
+    recurrent: tuple[tuple[int, int, str], ...] = ()  # number, states, kind
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer keeps a state."""
+        return bool(self.recurrent)
+
+
+def layer_kinds(model: PreTrainedModel) -> LayerKinds:
+    """What each layer of `model` keeps, as its config tells; all attend where it tells nothing."""
+    config = model.config.get_text_config()
+    types = _types(config)
+    if not (RECURRENT | WITHOUT_MEMORY) & set(types):
+        return LayerKinds(tuple(range(config.num_hidden_layers)))
+    layers = DynamicCache(config=config).layers
+    states = {number: layer for number, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+    return LayerKinds(
+        tuple(
+            number
+            for number, layer in enumerate(layers)
+            if not isinstance(layer, DummyLayer) and (number not in states or types[number].startswith("hybrid"))
+        ),
+        tuple((number, layer.number_of_states, types[number]) for number, layer in states.items()),
+    )
+
+
+def keeps_states(config: PreTrainedConfig) -> bool:
+    """Whether a config's layer types tell which layers keep a state, so that a cache can be made for them."""
+    return bool(RECURRENT & set(_types(config)))
+
+
+def unknown_types(config: PreTrainedConfig) -> list[str]:
+    """The layer types of a config with recurrent layers for which transformers has no cache."""
+    known = WITHOUT_MEMORY | DYNAMIC_LAYER_TYPE_MAPPING.keys()
+    return sorted({*_types(config)} - known) if keeps_states(config) else []
+
+
+def _types(config: PreTrainedConfig) -> Sequence[str]:
+    return getattr(config, "layer_types", None) or []
+
+
+def check_policy(kinds: LayerKinds, policy: Policy) -> None:
+    """Raises: UsageError for a policy that reads a text twice, where a state would have read it twice, too."""
+    if kinds.is_recurrent and scoring_chunk(policy):
+        number, _, kind = kinds.recurrent[0]
+        raise UsageError(
+            f"{policy!r} reads a text twice, and layer {number} ({kind}) keeps a state that would read it twice, too; "
+            "take a policy that reads it once, such as key_diff"
+        )
+
+
+def state_name(layer: int, name: str) -> str:
+    """What a file calls a layer's state of this name."""
+    return f"{STATES}{layer}.{name}"
+
+
+def meta_states(layers: Sequence[RecurrentLayer]) -> dict[str, Tensor]:
+    """Their states by the names that a file has for them, without numbers."""
+    named = [(layer, *each) for layer in layers for each in layer.tensors().items()]
+    return {state_name(layer.index, name): state.to("meta") for layer, name, state in named}
+
+
+@final
+class LinearLayer(RecurrentLayer):
+    """A recurrent layer of a model, in transformers' own `LinearAttentionLayer`, which the model's code writes into."""
+
+    def __init__(self, index: int, states: int, kind: str) -> None:
+        super().__init__(index)
+        self.kind, self._count = kind, states
+        self.own = LinearAttentionLayer(number_of_states=states)
+
+    def tensors(self) -> dict[str, Tensor]:
+        held = [(CONV, self.own.conv_states), (STATE, self.own.recurrent_states)]
+        return {
+            f"{name}{number}": state
+            for name, states in held
+            for number, state in states.items()
+            if state is not None and self.own.has_previous_state[number]
+        }
+
+    def load(self, states: dict[str, Tensor]) -> None:
+        own = LinearAttentionLayer(number_of_states=self._count)
+        for name, state in states.items():
+            part, _, number = name.partition(".")
+            at = int(number)
+            own.has_previous_state[at] = True
+            own.dtype, own.device = state.dtype, state.device  # type: ignore[assignment]  # None until now
+            if part + "." == CONV:
+                own.conv_states[at], own.is_conv_states_initialized[at] = state, True
+                own.conv_kernel_size[at] = state.shape[-1]
+            else:
+                own.recurrent_states[at], own.is_recurrent_states_initialized[at] = state, True
+        self.own = own
