@@ -84,15 +84,15 @@ def test_babyllama_at_four_times_its_window() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_tokens_at_budget_256_take_flat_memory() -> None:
+def test_six_thousand_tokens_at_budget_256_take_flat_memory() -> None:
     """In a process of its own, where no annotation is checked."""
     script = [sys.executable, str(ROOT / "benchmarks" / "flat.py"), str(MODELS / "stories260K")]
-    run = subprocess.run([*script, "--tokens", "10000"], capture_output=True, text=True, check=True)
+    run = subprocess.run([*script, "--tokens", "6100"], capture_output=True, text=True, check=True)
     *blocks, end = [json.loads(line) for line in run.stdout.splitlines()]
-    assert blocks[-1]["tokens_seen"] > 8_000
+    assert blocks[-1]["tokens_seen"] > 5_000
     assert {block["held"] for block in blocks} == {256}
     assert len({block["bytes_held"] for block in blocks}) == 1
-    # Still English after 19 trained windows: the model itself, inside its window, finds it likely.
+    # Still English after 11 trained windows: the model itself, inside its window, finds it likely.
     assert end["nats_per_token_of_the_end"] < 1.6
 
 

@@ -143,3 +143,17 @@ def test_a_cache_is_not_pickled(dump: Callable[[Any], object], attached_model: M
     with pytest.raises(UsageError, match=r"can't be pickled.*windlass\.prompt_cache\.save"):
         dump(cache)
     assert read(model, copy.deepcopy(cache), text(4), 1).equal(read(model, cache, text(4), 1))
+
+
+def test_positions_of_several_axes_are_taken_where_they_agree(attached_model: Models, text: Text) -> None:
+    """As some models that read pictures hand them to their decoder, text and pictures alike."""
+    model, ids = attached_model("llama"), text(11)
+    decoder, twin, cache = model.get_decoder(), KVCache(model), KVCache(model)
+    expected = decoder(ids, past_key_values=twin).last_hidden_state
+    axes = torch.arange(11).expand(4, 1, 11)
+    assert torch.equal(decoder(ids, position_ids=axes, past_key_values=cache).last_hidden_state, expected)
+    picture = (axes + 11).clone()
+    picture[2, 0, 5:8] += 3
+    with pytest.raises(UsageError, match=r"differ between their axes.*read text alone"):
+        decoder(ids, position_ids=picture, past_key_values=cache)
+    assert cache.next_positions == [11]

@@ -18,11 +18,11 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from windlass.cache.cache import TextCache
-from windlass.core.errors import UsageError, WindlassError
+from windlass.core.errors import UnsupportedModel, UsageError, WindlassError
 from windlass.core.step import READ, AttentionCall
 from windlass.hf.arguments import at_positions, check_arguments
 from windlass.hf.decoder import Decoder, decoder_of
-from windlass.hf.guards import check_call, check_model, inference_only, note_drafts, real_columns
+from windlass.hf.guards import check_call, check_model, fed, inference_only, note_drafts, real_columns
 from windlass.hf.linear_layer import layer_kinds, meta_states
 from windlass.hf.mask import Mask, mask
 from windlass.hf.own_configs import OwnConfigs
@@ -106,11 +106,11 @@ class AttachedModel:
         mine.thread = get_ident()
         if self._running.setdefault("pass", mine) is not mine:
             raise UsageError(BUSY)
-        fed = self._checked(mine.cache, bound)
+        step = self._checked(mine.cache, bound)
         mine.before, mine.types = mine.cache.text, token_types(bound)
-        if mine.types is not None and fed[1] > 1:  # with a picture, perhaps, which is read in one piece
+        if mine.types is not None and step[1] > 1:  # with a picture, perhaps, which is read in one piece
             mine.cache.schedule(replace(mine.cache.next_pass, is_prompt=True))
-        mine.cache.begin(*fed)
+        mine.cache.begin(*step)
         self.attended.clear()
         self._configs.exchange(NAME)
 
@@ -165,6 +165,8 @@ class AttachedModel:
         Raises: UnsupportedModel, UsageError for a model that does not.
         """
         rotated = self.probed(model, False)
+        if rotated.has_axes and self.decoder.outer is not self.decoder.inner:
+            raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
         self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
         self._windows = rotated.windows
         config = model.config.get_text_config()
@@ -180,16 +182,9 @@ class AttachedModel:
         if cache.model_id is not self:
             raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
         check_call((self.decoder.inner, self.decoder.outer), bound)
-        ids, embeds, mask = bound.get("input_ids"), bound.get("inputs_embeds"), bound.get("attention_mask")
-        columns = ids if ids is not None else embeds
-        if columns is None:
-            raise UsageError("the model was called with neither input_ids nor inputs_embeds")
+        columns, ids, positions = fed(bound, self.decoder.first_position)
         batch, tokens = columns.shape[:2]
-        if not tokens:
-            raise UsageError("the model was called with no tokens; pass those that are new")
-        positions = bound.get("position_ids")
-        own = positions if positions is None else positions - self.decoder.first_position
-        return batch, tokens, real_columns(mask, cache, tokens), own, ids
+        return batch, tokens, real_columns(bound.get("attention_mask"), cache, tokens), positions, ids
 
     def _rotary_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs.

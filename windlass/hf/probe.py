@@ -50,6 +50,7 @@ class Probe:
         self.modules: dict[int, nn.Module] = {}
         self.keys: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}
+        self.has_axes = False  # whether positions have several axes
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Note a call of a rotary module; returns what the model gets from it.
@@ -58,6 +59,8 @@ class Probe:
         """
         if not (isinstance(output, tuple) and len(output) == 2):
             raise UnsupportedModel("has a rotary module that does not return (cos, sin)")
+        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        self.has_axes |= any(each.ndim == 3 and not each.is_floating_point() for each in given)
         cos, sin = output
         layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
         self.rotary_calls.append(RotaryCall(module, layer_type, cos.float().cpu(), sin.float().cpu()))

@@ -149,7 +149,9 @@ def tiny_model(family: str) -> PreTrainedModel:
             # Norms, biases and learned sinks start as constants, which would hide that they are used.
             if parameter.ndim == 1:
                 parameter.data.add_(torch.randn_like(parameter), alpha=0.3)
-            elif not parameter.any():  # as a projection of pictures starts, which would hide them
+            elif (
+                not parameter.is_meta and not parameter.any()
+            ):  # as a projection of pictures starts, which would hide them
                 parameter.data.normal_(0, 0.18)
     model.get_output_embeddings().weight.data.mul_(0.5)
     model.eval()
