@@ -14,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
 from tests.helpers import cli
-from tests.helpers.cli import LAST_LINE, PROMPT, START, Ran, generate
+from tests.helpers.cli import LAST_LINE, PROMPT, START, Ran, generate, rest_of
 from tests.helpers.models import MODEL
 from windlass.cli import session
 from windlass.cli.terminal import Bar
@@ -83,13 +83,7 @@ def test_a_pipe_gets_plain_text_and_a_terminal_the_bar(in_library: Callable[...,
     command = [*START, *generate(PROMPT, "--threads", "1", "--chunk", "4")]
     ran = subprocess.run(command, env=environment(), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=theirs)
     os.close(theirs)
-    shown = b""
-    try:
-        while piece := os.read(ours, 65536):
-            shown += piece
-    except OSError:  # how Linux tells that the other end of a terminal is closed
-        pass
-    os.close(ours)
+    shown = rest_of(ours)
     assert "reading" in shown.decode()
     assert "\x1b[" in shown.decode()
     assert ran.stdout.decode() == in_library().text + "\n"

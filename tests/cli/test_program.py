@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import windlass
-from tests.helpers.cli import START
+from tests.helpers.cli import START, rest_of
 from tests.helpers.models import MODEL
 from windlass.cli import declared
 from windlass.cli.loading import CLEAR, loading
@@ -113,12 +113,7 @@ def test_ctrl_c_while_it_loads_is_told(seconds: float) -> None:
         time.sleep(seconds)
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=60)
-    try:
-        while piece := os.read(ours, 65536):
-            shown += piece
-    except OSError:  # how Linux tells that the other end of a terminal is closed
-        pass
-    os.close(ours)
+    shown += rest_of(ours)
     assert (process.returncode, out) == (130, b"")
     assert shown.decode() == f"loading ...{CLEAR}windlass: interrupted\r\n"
 

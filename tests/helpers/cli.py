@@ -1,6 +1,7 @@
 """The command line run in this process, what it says, and what the library gives for the same."""
 
 import io
+import os
 import re
 import sys
 from collections.abc import Callable
@@ -91,3 +92,15 @@ def assert_refused(ran: Ran, says: str) -> None:
     assert says in ran.err
     assert ran.err.startswith("windlass: error: ")
     assert ran.err.count("\n") == 1
+
+
+def rest_of(terminal: int) -> bytes:
+    """What is still to be read of a terminal whose other end has been closed; closes it."""
+    shown = b""
+    try:
+        while piece := os.read(terminal, 65536):
+            shown += piece
+    except OSError:  # how Linux tells that the other end is closed
+        pass
+    os.close(terminal)
+    return shown

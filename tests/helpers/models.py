@@ -11,10 +11,21 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import windlass
 from windlass import KVCache
+from windlass.testing import VOCABULARY
 
 Models = Callable[[str], PreTrainedModel]
 Text = Callable[..., Tensor]
 MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+TEXT_CONFIG: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 20,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "pad_token_id": 0,
+}  # of a tiny text model
 
 
 @pytest.fixture(scope="module")

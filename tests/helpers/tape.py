@@ -41,7 +41,7 @@ class Tape(Graph):
 
     def replay(self) -> None:
         for function, args, kwargs, results in self._operations:
-            again = function(*args, **kwargs)
+            again = function(*args, **kwargs)  # of PyTorch, as they were recorded
             for old, new in zip(tree_leaves(results), tree_leaves(again), strict=True):
                 if isinstance(old, Tensor) and old.data_ptr() != new.data_ptr():
                     assert old.shape == new.shape, f"the shape of a result of {function} changes"
@@ -74,7 +74,7 @@ class Recorder(TorchDispatchMode):
                 storage = value.untyped_storage()
                 if storage.data_ptr() not in self._before:
                     self._before[storage.data_ptr()] = storage, storage.clone()
-        results = function(*args, **kwargs)
+        results = function(*args, **kwargs)  # of any operation of PyTorch
         self.operations.append((function, args, kwargs, results))
         return results
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
 import windlass
-from tests.helpers.models import Text
+from tests.helpers.models import TEXT_CONFIG, Text
 from windlass import H2O, KVCache, Recent, UsageError
 from windlass.hf.attach import attached
 from windlass.testing import SLIDING_WINDOW, VOCABULARY, tiny_model
@@ -27,17 +27,7 @@ BUDGET, SINKS = 20, 3
 KINDS = {"gemma3_wrapped": "token_type_ids", "gemma4_wrapped": "mm_token_type_ids"}
 GREEDY: dict[str, Any] = {"max_new_tokens": 9, "do_sample": False, "pad_token_id": 0}
 
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-    "initializer_range": 0.2,
-}
+TEXT: dict[str, Any] = {**TEXT_CONFIG, "initializer_range": 0.2}
 KINDS_OF_LAYERS = {
     "global_head_dim": 12,
     "layer_types": ["sliding_attention", "full_attention"],

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 import windlass
-from tests.helpers.models import Text, read
+from tests.helpers.models import TEXT_CONFIG, Text, read
 from windlass import KVCache, UnsupportedModel, UsageError
 from windlass.hf.token_ids import ordinary_ids
 from windlass.testing import VOCABULARY, tiny_model
@@ -134,16 +134,6 @@ def test_what_only_a_later_pass_does_is_refused_there(
     assert torch.equal(*after)
 
 
-TEXT: dict[str, Any] = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 20,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "pad_token_id": 0,
-}
 PER_LAYER = {"global_head_dim": 8, "layer_types": ["sliding_attention", "full_attention"], "num_kv_shared_layers": 0}
 LOW = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8}
 
@@ -171,7 +161,7 @@ def assert_reads_as_without(model: PreTrainedModel, ids: Tensor) -> None:
 def test_gemma4s_text_model_is_read_by_ids(text: Text) -> None:
     # Embeddings alone do not tell it the inputs that each layer has of its own.
     torch.manual_seed(0)
-    config = AutoConfig.for_model("gemma4_text", **{**TEXT, **PER_LAYER, **LOW}, initializer_range=0.2)
+    config = AutoConfig.for_model("gemma4_text", **{**TEXT_CONFIG, **PER_LAYER, **LOW}, initializer_range=0.2)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     assert_reads_as_without(model, text(25))
 
@@ -185,14 +175,16 @@ TWICE: list[tuple[str, str]] = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("model_type", "message"), TWICE, ids=[name for name, _ in TWICE])
 def test_families_that_a_cache_cannot_hold(model_type: str, message: str, dtype: torch.dtype) -> None:
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **TEXT), attn_implementation="eager")
+    model = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(model_type, **TEXT_CONFIG), attn_implementation="eager"
+    )
     with pytest.raises(UnsupportedModel, match=message):
         windlass.attach(model.to(dtype=dtype).eval())
 
 
 def test_a_layer_that_is_known_to_repeat_its_keys(text: Text) -> None:
     torch.manual_seed(0)
-    sizes = {**TEXT, "kv_channels": 8, "num_local_experts": 4, "initializer_range": 0.2}
+    sizes = {**TEXT_CONFIG, "kv_channels": 8, "num_local_experts": 4, "initializer_range": 0.2}
     del sizes["head_dim"], sizes["num_attention_heads"]
     model = AutoModelForCausalLM.from_config(
         AutoConfig.for_model("jetmoe", **sizes), attn_implementation="eager"

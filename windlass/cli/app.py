@@ -19,7 +19,7 @@ from windlass.cli import text_options as text
 from windlass.cli.expand import Unset, expanded
 from windlass.cli.given import the_model
 from windlass.cli.group import Commands
-from windlass.cli.loading import INTERRUPTED, WORDS, loading
+from windlass.cli.loading import INTERRUPTED, INTERRUPTED_LINE, loading
 from windlass.cli.tune_options import TuneArguments, TuneSize, TuneText
 from windlass.core.errors import UsageError, WindlassError
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (WindlassError, typer.TyperException) as error:
         return _failed(str(error) if isinstance(error, WindlassError) else error.format_message())
     except (KeyboardInterrupt, typer.Abort):
-        print(WORDS, file=sys.stderr)
+        print(INTERRUPTED_LINE, file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         # Whoever read our output has gone; without this, Python complains once more at exit.

@@ -10,7 +10,7 @@ from types import FrameType
 from typing import Final, NoReturn
 
 CLEAR: Final = "\r\x1b[K"  # to the start of the line, and erase it
-WORDS: Final = "windlass: interrupted"
+INTERRUPTED_LINE: Final = "windlass: interrupted"
 INTERRUPTED: Final = 130  # the exit code that shells give to Ctrl-C
 
 
@@ -45,5 +45,5 @@ def end_at_ctrl_c() -> None:
 
 def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # what Python gives
     start = CLEAR if os.isatty(2) else ""
-    os.write(2, f"{start}{WORDS}\n".encode())  # `print` may be what was interrupted
+    os.write(2, f"{start}{INTERRUPTED_LINE}\n".encode())  # `print` may be what was interrupted
     os._exit(INTERRUPTED)
