@@ -1,0 +1,199 @@
+"""What `attach` found out about a model, and the cache of the pass that is running."""
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from threading import get_ident
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import PreTrainedModel
+
+from windlass.cache.cache import TextCache
+from windlass.core.errors import UnsupportedModel, UsageError
+from windlass.core.step import READ, AttentionCall
+from windlass.hf.arguments import at_positions
+from windlass.hf.decoder import Decoder
+from windlass.hf.guards import check_call, fed, note_drafts, real_columns
+from windlass.hf.linear_layer import layer_kinds, meta_states
+from windlass.hf.mask import Mask
+from windlass.hf.own_configs import OwnConfigs
+from windlass.hf.pictures import sees_to, token_types
+from windlass.hf.placement import device_of_inputs
+from windlass.hf.probe import Probe, run
+from windlass.hf.rotaries import rotaries_of
+from windlass.hf.running_pass import BUSY, RunningPass, not_compiled
+from windlass.hf.second_turn import CheckedGenerate
+from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
+from windlass.positions.rotary import Rotary
+
+NAME = "windlass"  # of the attention function, and of the attribute on an attached model
+
+
+class AttachedModel:
+    """What `attach` found out about a model, and the cache of the pass that is running."""
+
+    def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
+        rotary_modules, outer = decoder.rotary_modules, decoder.outer
+        self._configs, self.kinds = OwnConfigs(decoder.modules), layer_kinds(model)
+        self.decoder = decoder
+        self._own_forward = vars(outer).get("forward")
+        self._forward: Callable[..., Any] = outer.forward
+        self._signature = inspect.signature(outer.forward)
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
+        ]
+        self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
+        outer.forward = self.forward
+        self._generate = CheckedGenerate(model) if model.can_generate() else None
+        self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
+        self.rotaries: list[Rotary | None] = []  # per attention layer; None where it does not rotate
+        self.states: dict[str, Tensor] = {}  # of recurrent layers, on "meta": their shapes for one row
+        self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
+        self._running: dict[str, RunningPass] = {}  # none or one; a dict's `setdefault` lets one thread in, not two
+        self.attended: set[int] = set()  # layers, in the pass that is running
+        self.probe: Probe | None = None
+
+    def remove(self) -> None:
+        """Leave the decoder as it was found."""
+        for handle in self._handles:
+            handle.remove()
+        del self.decoder.outer.forward
+        if self._own_forward is not None:
+            self.decoder.outer.forward = self._own_forward
+        if self._generate is not None:
+            self._generate.remove()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of the decoder's outer module; with our cache, a step of it.
+
+        Not hooks of the module: those are not called when a pass is interrupted. The arguments are those
+        of the model at hand, passed on as they come.
+        """
+        bound = self._signature.bind_partial(*args, **kwargs).arguments
+        bound = {**bound.pop("kwargs", {}), **bound}
+        cache = bound.get("past_key_values")
+        if isinstance(cache, TextCache):
+            return self._step(cache, bound, args, kwargs)
+        if self._running:
+            raise UsageError(BUSY)
+        return self._forward(*args, **kwargs)
+
+    def _step(self, cache: TextCache, bound: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pass with our cache. One that fails, or is interrupted at any line, leaves no trace."""
+        mine = RunningPass(cache)
+        try:
+            self._begin(mine, bound)
+            args, kwargs = at_positions(cache, list(self._signature.parameters), args, kwargs)
+            output = self._forward(*args, **kwargs)
+            self._commit(mine)
+            return output
+        except BaseException:
+            self._take_back(mine)
+            raise
+
+    @not_compiled
+    def _begin(self, mine: RunningPass, bound: dict[str, Any]) -> None:
+        mine.thread = get_ident()
+        if self._running.setdefault("pass", mine) is not mine:
+            raise UsageError(BUSY)
+        step = self._checked(mine.cache, bound)
+        mine.before, mine.types = mine.cache.text, token_types(bound)
+        if mine.types is not None and step[1] > 1:  # with a picture, perhaps, which is read in one piece
+            mine.cache.schedule(replace(mine.cache.next_pass, is_prompt=True))
+        mine.cache.begin(*step)
+        self.attended.clear()
+        self._configs.exchange(NAME)
+
+    @not_compiled
+    def _commit(self, mine: RunningPass) -> None:
+        self._configs.give_back()
+        mine.cache.commit()
+        mine.cache.schedule(READ)
+        del self._running["pass"]
+
+    @not_compiled
+    def _take_back(self, mine: RunningPass) -> None:
+        if self._running.get("pass") is mine:
+            self._configs.give_back()
+            del self._running["pass"]
+        if mine.before is not None:
+            mine.cache.take_back(mine.before)
+            mine.cache.schedule(READ)
+
+    @property
+    def current_cache(self) -> TextCache | None:
+        """The cache of the pass that runs in this thread."""
+        running = self._running.get("pass")
+        return running.cache if running is not None and running.thread == get_ident() else None
+
+    def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
+        """What a layer is asked for under this mask. Raises: UsageError for a mask that no cache can honour."""
+        window = mask.window if mask.is_causal else self._windows[layer]
+        return AttentionCall(scale, window, softcap, sinks, sees_to(self._running["pass"], mask, window))
+
+    @contextmanager
+    def attention(self, name: str) -> Iterator[None]:
+        """The model with another attention function."""
+        try:
+            self._configs.exchange(name)
+            yield
+        finally:
+            self._configs.give_back()
+
+    def probed(self, model: PreTrainedModel, is_identity: bool) -> Probe:
+        """One pass of one token, with or without rotation."""
+        self.probe = Probe(is_identity)
+        try:
+            with self.attention(NAME):
+                return run(self.probe, model, self.decoder.outer, self.kinds)
+        finally:
+            self.probe = None
+
+    def find_rotaries(self, model: PreTrainedModel) -> None:
+        """Find out how each layer rotates its keys, then read a short text with a cache, to see that it works.
+
+        Raises: UnsupportedModel, UsageError for a model that does not.
+        """
+        rotated = self.probed(model, False)
+        if rotated.has_axes and self.decoder.outer is not self.decoder.inner:
+            raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
+        self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
+        self._windows = rotated.windows
+        config = model.config.get_text_config()
+        cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), config, self.kinds)
+        cache.reset()
+        SelfCheck(model, self.decoder.outer, rotated.modules).run(cache, self.attention("eager"))
+        self.states = meta_states(cache.recurrent)
+
+    def _checked(
+        self, cache: TextCache, bound: dict[str, Any]
+    ) -> tuple[int, int, Tensor | None, Tensor | None, Tensor | None]:
+        """What `TextCache.begin` takes of a pass with these arguments. Raises: UsageError for one that can't be."""
+        if cache.model_id is not self:
+            raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
+        check_call((self.decoder.inner, self.decoder.outer), bound)
+        columns, ids, positions = fed(bound, self.decoder.first_position)
+        batch, tokens = columns.shape[:2]
+        return batch, tokens, real_columns(bound.get("attention_mask"), cache, tokens), positions, ids
+
+    def _rotary_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs.
+
+        `args` and `kwargs` are the module's own, which differ from model to model.
+        """
+        if self.probe is not None:
+            return self.probe.rotary_output(module, args, kwargs, output)
+        if not self._running or self._is_rotated():
+            return output
+        cos, sin = output
+        return torch.ones_like(cos), torch.zeros_like(sin)
+
+    @not_compiled
+    def _is_rotated(self) -> bool:
+        """Whether the pass that runs in this thread leaves rotation to the model."""
+        cache = self.current_cache
+        return cache is None or cache.is_rotated
