@@ -20,11 +20,11 @@ from gpu.decode import pair
 from gpu.part import Part, Timed, summary
 from windlass.core.errors import UsageError
 from windlass.engine.graph import wait_for
-from windlass.evals.speed.depth import LayerShape, layer_shapes
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.run import check_memory, free_bytes
 from windlass.evals.speed.timer import Clock, Timer
 from windlass.evals.speed.workloads import BenchLists
+from windlass.hf.layer_shapes import LayerShape, layer_shapes
 
 COMPILED_STEPS = 4  # until a step is compiled, recorded and replayed
 CACHES = 8  # of the full text, that are there at most: four, and what growing ones take and copy
@@ -62,7 +62,7 @@ class Models:
 
 def _measure(part: Part, what: str, shape: str, models: Models, batch: int, depth: int, share: float) -> None:
     sizes = part.sizes
-    text = sum(each.kv_heads * (each.head_dim + each.value_dim) * each.dtype.itemsize for each in models.shapes)
+    text = sum(each.kv_heads * each.channels * each.dtype.itemsize for each in models.shapes)
     check_memory(0, CACHES * batch * depth * text, free_bytes(part.device))
     timed: dict[str, Timed] = {}
     budgets = ["all", str(sizes.budget)] if depth > sizes.budget else ["all"]

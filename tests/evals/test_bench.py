@@ -18,11 +18,12 @@ from windlass.cli import bench as cli_bench
 from windlass.cli.app import main
 from windlass.engine.generate import prefill
 from windlass.evals.speed import run as bench
-from windlass.evals.speed.depth import LayerShape, fill, layer_shapes
+from windlass.evals.speed.depth import fill
 from windlass.evals.speed.rotated import RotatedStorage
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.timer import Clock, Timer
 from windlass.evals.speed.workloads import BenchLists
+from windlass.hf.layer_shapes import LayerShape, layer_shapes
 
 run, model = bench_run.run, bench_run.model  # fixtures
 
@@ -188,7 +189,7 @@ def test_a_sliding_window_is_filled_as_the_model_would(attached_model: Models):
     model = attached_model("gemma3")
     shapes = layer_shapes(model)
     assert [shape.sliding_window for shape in shapes] == [11, None, 11, None]
-    assert shapes[0] == LayerShape(3, 8, 8, torch.float32, 11)
+    assert shapes[0] == LayerShape(15, 3, 8, 8, torch.float32, 11)
     read, filled = windlass.KVCache(model), windlass.KVCache(model)
     prefill(model, read, [list(range(50))])
     fill(filled, shapes, 50)

@@ -13,12 +13,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.helpers import bench_run
 from tests.helpers.bench_run import Ran, cells
 from windlass.cache.options import CacheOptions
-from windlass.evals.speed.depth import layer_shapes
 from windlass.evals.speed.rows import BenchRow, BenchSetup, rows_of
 from windlass.evals.speed.shapes import SHAPES, random_model, shape_of
 from windlass.evals.speed.table import Conditions, as_json, footnote, ratios, table
 from windlass.evals.speed.timer import Timer, weight_bytes
 from windlass.evals.speed.workloads import BenchLists, Workload
+from windlass.hf.layer_shapes import layer_shapes
 
 run, model = bench_run.run, bench_run.model  # fixtures
 CONDITIONS = Conditions("tiny", 130440, 65220, "bfloat16", 512, 2, "2026-01-02T03:04:05+00:00")

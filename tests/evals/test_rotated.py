@@ -15,7 +15,7 @@ from tests.helpers.models import Models, Text
 from windlass.engine.generate import prefill
 from windlass.evals.speed.rotated import RotatedStorage
 
-FAMILIES = ("llama", "llama_yarn", "qwen3", "gemma2", "gemma3", "smollm3", "gpt_oss")
+FAMILIES = ("llama", "llama_yarn", "qwen3", "gemma2", "gemma3", "smollm3", "deepseek_v3", "gpt_oss")
 
 
 @torch.no_grad()

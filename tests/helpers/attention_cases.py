@@ -34,10 +34,18 @@ class Case:
     tokens: int = 4
     is_per_head: bool = True
     is_evicted: bool = True
+    is_latent: bool = False  # values are channels of the keys
 
 
 AXES: dict[str, list[Any]] = {
-    "shape": [(2, 3, 64, 64, 32), (3, 1, 128, 128, 64), (3, 5, 8, 6, 3), (1, 6, 40, 48, 10), (2, 7, 96, 32, 16)],
+    "shape": [
+        (2, 3, 64, 64, 32),
+        (3, 1, 128, 128, 64),
+        (3, 5, 8, 6, 3),
+        (1, 6, 40, 48, 10),
+        (2, 7, 96, 32, 16),
+        (1, 22, 50, 38, 5),
+    ],
     "dtype": list(TOLERANCE),
     "bits": [None, 8, 4],
     "mode": [None, "original", "compact", "self_extend(4, 22)", "clamp(30)"],
@@ -48,6 +56,7 @@ AXES: dict[str, list[Any]] = {
     "tokens": [1, 5, 16, 17, 40],
     "is_per_head": [True, False],
     "is_evicted": [True, False],
+    "is_latent": [False, True],
 }
 
 
@@ -108,24 +117,26 @@ def step(case: Case, seed: int = 0) -> AttentionInput:
     kv_heads, group, head_dim, value_dim, pairs = case.shape
     randn, where = noise(case, seed), positions(case, seed)
     end = 2 * case.slots + 1
-    queries = torch.arange(end - case.tokens, end).clamp(min=-1).repeat(BATCH, 1)
-    queries[3, : (case.tokens + 1) // 2] = -1  # padding
+    at = torch.arange(end - case.tokens, end).clamp(min=-1).repeat(BATCH, 1)
+    at[3, : (case.tokens + 1) // 2] = -1  # padding
     rotary_index = tables = None
     if case.mode is not None:
         mode = position_mode(case.mode)
-        rotary_index = mode.rotary_index(where, queries)
+        rotary_index = mode.rotary_index(where, at)
         most_held = int((where >= 0).sum(-1).max()) + 1  # the queries' own tokens count, too
         length = mode.bound(end, most_held, case.tokens)  # no more: reading past it shows under a sanitizer
         angles = torch.arange(length)[:, None] / 10000 ** (torch.arange(pairs) / pairs)
         tables = angles.cos() * 1.1, angles.sin() * 1.1
     columns = torch.stack([torch.randperm(case.tokens + 2)[:OBSERVED] for _ in range(BATCH)])
     columns = columns.where(columns < case.tokens, -1)
+    queries = randn(BATCH, case.tokens, kv_heads * group, head_dim).to(case.dtype).transpose(1, 2)
+    keys, values = held(case, randn, head_dim, has_means=True), held(case, randn, value_dim, has_means=False)
     return AttentionInput(
-        queries=randn(BATCH, case.tokens, kv_heads * group, head_dim).to(case.dtype).transpose(1, 2),
-        keys=held(case, randn, head_dim, has_means=True),
-        values=held(case, randn, value_dim, has_means=False),
+        queries=queries,
+        keys=keys,
+        values=replace(keys, last=min(value_dim, head_dim)) if case.is_latent else values,
         slot_positions=where,
-        query_positions=queries,
+        query_positions=at,
         rotary_index=rotary_index,
         tables=tables,
         scale=head_dim**-0.5,

@@ -42,13 +42,14 @@ class Told(Plain):
 
     def encode(self, keys: NewKeys, values: NewValues) -> Parts:
         codes = self._like.encode(keys, values)
-        coded = {"coded_keys": self._like.decode_keys(codes), "coded_values": self._like.decode_values(codes)}
+        decoded = self._like.decode_values(codes) if values.shape[3] else values  # values may be a part of the keys
+        coded = {"coded_keys": self._like.decode_keys(codes), "coded_values": decoded}
         return {"keys": keys, "values": values, **coded, "numbers": torch.zeros(*keys.shape[:3], 1, dtype=torch.long)}
 
     def write(
         self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Writes = ()
     ) -> None:
-        parts = self.encode(keys, values)
+        parts = self.parts_of(keys, values)
         for row, columns in enumerate((positions >= 0).any(1).tolist()):
             for column, is_token in enumerate(columns):
                 if is_token:
@@ -57,7 +58,7 @@ class Told(Plain):
         kernels.write_all(index, [*((held, parts[name]) for name, held in self._allocated().items()), *beside])
 
     def put(self, index: SlotIndex, parts: Parts, beside: Writes = ()) -> None:
-        kernels.write_all(index, [(self._allocated()[name], parts[name]) for name in ("coded_keys", "coded_values")])
+        kernels.write_all(index, [(self._allocated()[name], part) for name, part in parts.items() if "coded" in name])
 
     def roll_back(self, counts: list[int]) -> None:
         self.written = [number - count for number, count in zip(self.written, counts, strict=True)]

@@ -65,7 +65,7 @@ def test_a_life_of_evictions_edits_and_rollbacks(
 
 
 @pytest.mark.parametrize("spec", SPECS)
-@pytest.mark.parametrize("family", ["qwen2", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3", "deepseek_v3", "gpt_oss"])
 def test_families(attached_model: Models, text: Text, family: str, spec: str) -> None:
     model, ids = attached_model(family), text(70)
     assert_alike(*([read(model, cache, ids, 23)] for cache in pair(model, spec, budget=24)))

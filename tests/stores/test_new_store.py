@@ -7,9 +7,10 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import assert_equal
 from windlass import Int4, Int8, KVCache, Plain, Recent, UsageError
 from windlass.core.shapes import KeyMeans, NewKeys, NewValues, SlotKeys, SlotValues
-from windlass.evals.speed.depth import LayerShape
+from windlass.evals.speed.depth import bytes_held
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.workloads import BenchLists
+from windlass.hf.layer_shapes import LayerShape
 from windlass.stores.base import Parts, Store
 from windlass.stores.spec import STORES, store_of
 
@@ -120,11 +121,11 @@ def test_bytes_per_token(store: Store, dtype: torch.dtype, expected: int) -> Non
 def test_a_benchmark_asks_the_store_for_its_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two float32 rows of 3 heads, budget 40 and a chunk of 8."""
     monkeypatch.setitem(STORES, "shifted", Shifted)
-    shape = LayerShape(3, 10, 6, torch.float32)
+    shape = LayerShape(3, 3, 10, 6, torch.float32, None)
     for store, per_token in (("plain", 64), ("int8", 16 + 2 * 2), ("shifted(2)", 64)):
         lists = BenchLists(prompt_tokens="0", options={"budget": "40", "store": store}, batch="2")
         (row,) = rows_of(lists, chunk=8)
-        assert shape.bytes_held(row) == 2 * 3 * (40 + 8) * per_token
+        assert bytes_held(shape, row) == 2 * 3 * (40 + 8) * per_token
 
 
 def test_a_store_that_cannot_hold_the_model_says_so() -> None:

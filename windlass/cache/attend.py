@@ -33,8 +33,7 @@ def attend(
     is_rest_wanted = rules.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens
     whole = AttentionInput(
         queries,
-        table.store.packed_keys(),
-        table.store.packed_values(),
+        *table.store.packed(),
         table.positions,
         step.positions,
         None,

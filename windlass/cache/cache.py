@@ -12,9 +12,10 @@ from windlass.cache.state import CacheState, Text
 from windlass.core.check import whole_number
 from windlass.core.errors import UsageError
 from windlass.core.limits import MAX_NUMBER
-from windlass.core.shapes import Attended, NewKeys, NewValues, Queries, TokenIds, TokenMask
+from windlass.core.shapes import Attended, KeyMeans, NewKeys, NewValues, Queries, TokenIds, TokenMask
 from windlass.core.step import AttentionCall, no_inference_mode
 from windlass.policies.base import TOKEN
+from windlass.stores.base import Store
 
 
 class TextCache(CacheState):
@@ -25,11 +26,20 @@ class TextCache(CacheState):
         means = self.key_means or [None] * len(self.rotaries)
         each = zip(layer_limits(self.policy, self.limits, len(means)), self.rotaries, means, strict=True)
         self.layers = [
-            SlotLayer(index, limits, self.policy, rotary, self.store.fresh(mean), self.merge, len(means))
+            SlotLayer(index, limits, self.policy, rotary, self._store(index, mean), self.merge, len(means))
             for index, (limits, rotary, mean) in enumerate(each)
         ]
         self.recurrent = self.new_recurrent_layers()
         self.rows, self.expects_drafts = RowTable.at_start(self.batch_size), False
+
+    def _store(self, layer: int, key_means: KeyMeans | None) -> Store:
+        store = self.store.fresh(key_means)
+        store.latent = self.latent_of(layer)
+        return store
+
+    def latent_of(self, layer: int) -> int:
+        """How many of a layer's last key channels are its values (MLA), 0 for none; here none, as below."""
+        return 0
 
     def new_recurrent_layers(self) -> list[RecurrentLayer]:
         """Empty states for the model's recurrent layers; here none, for PyTorch alone knows of no model."""

@@ -27,6 +27,8 @@ class PackedStates:
     A number of INT8 or INT4 is code * scale + mean: one scale for each slot and head, one mean for each
     channel (None: 0). Some slots are also held at full precision and are read from there: slot s at entry
     `ring_index[s]` of `full_precision`, -1 for none.
+
+    `last`: only the last so many channels are meant, as in values that are a part of their keys; None: all of them.
     """
 
     data: Tensor
@@ -35,11 +37,22 @@ class PackedStates:
     means: KeyMeans | None = None
     full_precision: Tensor | None = None  # (batch, kv_heads, entries, channels)
     ring_index: Tensor | None = None  # (batch, kv_heads, slots) int32
+    last: int | None = None
+
+    @property
+    def held_channels(self) -> int:
+        """Numbers per slot and head that lie in memory."""
+        return self.data.shape[-1] * (2 if self.format is Format.INT4 else 1)
 
     @property
     def channels(self) -> int:
         """Numbers per slot and head."""
-        return self.data.shape[-1] * (2 if self.format is Format.INT4 else 1)
+        return self.held_channels if self.last is None else self.last
+
+    @property
+    def first(self) -> int:
+        """The first of the channels that are meant."""
+        return self.held_channels - self.channels
 
     @property
     def bits(self) -> int:
@@ -48,6 +61,9 @@ class PackedStates:
 
     def floats(self) -> Tensor:
         """The decoded numbers, float32; floats come as they are."""
+        return self._held()[..., self.first :]
+
+    def _held(self) -> Tensor:
         if self.scales is None:
             return self.data
         codes = self.data

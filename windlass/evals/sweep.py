@@ -20,9 +20,9 @@ from windlass.evals.fit import Fitted, SampleSpec, fit, shortest
 from windlass.evals.grid import Grid, Lists, Settings, grid_of
 from windlass.evals.measure import Outcome, answered, cache_of, predicted
 from windlass.evals.results import open_results
-from windlass.evals.speed.depth import LayerShape, layer_shapes
 from windlass.hf.fingerprint import fingerprint
 from windlass.hf.kv_cache import KVCache
+from windlass.hf.layer_shapes import LayerShape, layer_shapes
 from windlass.hf.load import load
 from windlass.hf.model_name import shown_name
 from windlass.hf.trained_length import trained_length
@@ -254,7 +254,7 @@ class Runner:
 
 def bytes_full(shapes: Sequence[LayerShape], tokens: int) -> int:
     """Bytes of the keys and values of a text in a plain cache without budget."""
-    per_token = ((shape, shape.kv_heads * (shape.head_dim + shape.value_dim)) for shape in shapes)
+    per_token = ((shape, shape.kv_heads * shape.channels) for shape in shapes)
     return sum(min(tokens, shape.sliding_window or tokens) * count * shape.dtype.itemsize for shape, count in per_token)
 
 

@@ -85,7 +85,8 @@ def _attention(
     assert isinstance(layer, int), "an attention layer without a number"
     check_arguments(layer, kwargs)
     if attachment.probe is not None:
-        return attachment.probe.attention(module, layer, query, key, value, attention_mask), None
+        latent = attachment.latents.get(module)
+        return attachment.probe.attention(module, layer, query, key, value, attention_mask, latent), None
     cache = attachment.current_cache
     if cache is None:
         raise UsageError(BUSY)
@@ -93,14 +94,19 @@ def _attention(
     if layer in attachment.attended:
         raise UsageError(f"layer {layer} calls attention twice in one pass; a KVCache takes one call per layer")
     attachment.attended.add(layer)
+    latent = attachment.latents.get(module)
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    if latent is not None:
+        query = latent.queries(query)
     own = attachment.kinds.attention.index(layer)  # which of the layers that attend
     rotary = attachment.rotaries[own]
     if rotary is not None:
         pairs = rotary.rotary_pairs
         query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     call = attachment.call(layer, attention_mask, scale, softcap, s_aux)
     out = inference_only(cache.attend(own, query, key, value, call), query, key, value)
+    if latent is not None:
+        out = latent.values(out)
     return out.transpose(1, 2).contiguous(), None
 
 

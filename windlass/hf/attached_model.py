@@ -18,6 +18,7 @@ from windlass.core.step import READ, AttentionCall
 from windlass.hf.arguments import at_positions
 from windlass.hf.decoder import Decoder
 from windlass.hf.guards import check_call, fed, note_drafts, real_columns
+from windlass.hf.latent import EXPAND, Latent
 from windlass.hf.linear_layer import layer_kinds, meta_states
 from windlass.hf.mask import Mask
 from windlass.hf.own_configs import OwnConfigs
@@ -48,6 +49,11 @@ class AttachedModel:
         ]
         self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
         outer.forward = self.forward
+        self.latents = {
+            module: Latent(module, self._is_served)
+            for module in decoder.attention_modules
+            if callable(getattr(module, EXPAND, None))
+        }
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
         self.rotaries: list[Rotary | None] = []  # per attention layer; None where it does not rotate
@@ -64,6 +70,8 @@ class AttachedModel:
         del self.decoder.outer.forward
         if self._own_forward is not None:
             self.decoder.outer.forward = self._own_forward
+        for latent in self.latents.values():
+            latent.remove()
         if self._generate is not None:
             self._generate.remove()
 
@@ -162,7 +170,7 @@ class AttachedModel:
         if rotated.has_axes and self.decoder.outer is not self.decoder.inner:
             raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
         self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
-        self._windows = rotated.windows
+        self._windows, self.kinds = rotated.windows, replace(self.kinds, latents=rotated.latents)
         config = model.config.get_text_config()
         cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), config, self.kinds)
         cache.reset()
@@ -191,6 +199,11 @@ class AttachedModel:
             return output
         cos, sin = output
         return torch.ones_like(cos), torch.zeros_like(sin)
+
+    @not_compiled
+    def _is_served(self) -> bool:
+        """Whether the pass that runs in this thread has a cache of ours."""
+        return self.probe is None and self.current_cache is not None
 
     @not_compiled
     def _is_rotated(self) -> bool:

@@ -39,6 +39,8 @@ def fill_from_rotated(cache: CacheState, source: Cache) -> None:
                 "model's rotation is constant: each key was rotated by the table of its moment; feed the text anew"
             )
         positions = torch.arange(seen - keys.shape[2], seen, device=keys.device)
+        if layer.store.latent:  # there latents are called keys, and what all heads share values
+            keys, values = torch.cat((values, keys), -1), keys
         keys = _converted_keys(keys, positions, layer.rotary, seen, is_out=False)
         layer.append(keys, values, positions.expand(keys.shape[0], 1, -1), window)
         # A sliding layer has dropped what its window left behind, which a rollback would have to bring back.
@@ -91,7 +93,10 @@ def to_rotated(cache: CacheState, config: PreTrainedConfig) -> DynamicCache:
                 'export a cache that has evicted under positions="compact"'
             )
         keys, values = (_gathered(states, order) for states in (layer.store.keys(), layer.store.values()))
-        result.update(_converted_keys(keys, positions, layer.rotary, first + tokens, is_out=True), values, layer.index)
+        keys = _converted_keys(keys, positions, layer.rotary, first + tokens, is_out=True)
+        if layer.store.latent:
+            keys, values = values, keys[..., : -layer.store.latent]
+        result.update(keys, values, layer.index)
         exported = result.layers[layer.index]
         if isinstance(exported, DynamicSlidingWindowLayer):
             exported.cumulative_length = end

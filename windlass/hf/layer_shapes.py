@@ -10,11 +10,15 @@ from windlass.core.shapes import Attended, NewKeys, NewValues, Queries
 from windlass.core.step import AttentionCall, no_inference_mode
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.placement import device_of_inputs
+from windlass.stores.base import Store
 
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of one layer, the dtype of its keys, and its sliding window."""
+    """Sizes of one layer, the dtype of its keys, and its sliding window.
+
+    `latent`: of its keys' channels the last so many are its values (MLA), and are held once; 0 for none.
+    """
 
     heads: int
     kv_heads: int
@@ -22,6 +26,22 @@ class LayerShape:
     value_dim: int
     dtype: torch.dtype
     sliding_window: int | None
+    latent: int = 0
+
+    @property
+    def channels(self) -> int:
+        """Numbers that are held of each token and kv head."""
+        return self.head_dim + (0 if self.latent else self.value_dim)
+
+    def empty_store(self, like: Store) -> Store:
+        """A store of the same settings as `like`, for this layer."""
+        store = like.fresh(None)
+        store.latent = self.latent
+        return store
+
+    def bytes_per_token(self, store: Store) -> int:
+        """Bytes that a token takes per kv head in such a store, see `Store.bytes_per_token`."""
+        return self.empty_store(store).bytes_per_token(self.head_dim, self.value_dim, self.dtype)
 
     def states(self, device: torch.device) -> tuple[Queries, NewKeys, NewValues]:
         """Queries, keys and values of one token, all 0."""
@@ -41,7 +61,13 @@ class _ShapeCache(KVCache):
         """What one token alone reads: its own value."""
         heads, kv_heads = queries.shape[1], keys.shape[1]
         self.shapes[layer] = LayerShape(
-            heads, kv_heads, keys.shape[3], values.shape[3], keys.dtype, call.sliding_window
+            heads,
+            kv_heads,
+            keys.shape[3],
+            values.shape[3],
+            keys.dtype,
+            call.sliding_window,
+            self.latent_of(layer),
         )
         return values.repeat_interleave(heads // kv_heads, 1)
 

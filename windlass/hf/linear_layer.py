@@ -1,7 +1,7 @@
 """Recurrent layers: which layers of a model keep a state, and that state in transformers' own classes."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, final
 
 from torch import Tensor
@@ -28,10 +28,14 @@ STATE: Final = "state."
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Which of a model's layers attend, by their numbers, and which keep how many states, and of what kind."""
+    """Which of a model's layers attend, by their numbers, and which keep how many states, and of what kind.
+
+    `latents`: of layers that attend over latents (MLA), how many channels those have.
+    """
 
     attention: tuple[int, ...]
     recurrent: tuple[tuple[int, int, str], ...] = ()  # number, states, kind
+    latents: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def is_recurrent(self) -> bool:

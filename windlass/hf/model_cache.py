@@ -39,6 +39,9 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
     def new_recurrent_layers(self) -> list[RecurrentLayer]:
         return [LinearLayer(*each) for each in self.kinds.recurrent]
 
+    def latent_of(self, layer: int) -> int:
+        return self.kinds.latents.get(self.kinds.attention[layer], 0)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
+from windlass.hf.latent import Latent
 from windlass.hf.linear_layer import LayerKinds
 from windlass.hf.mask import Mask
 from windlass.hf.placement import device_of_inputs
@@ -50,6 +51,7 @@ class Probe:
         self.modules: dict[int, nn.Module] = {}
         self.keys: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}
+        self.latents: dict[int, int] = {}  # channels of each layer's latents, where it has them
         self.has_axes = False  # whether positions have several axes
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -73,7 +75,14 @@ class Probe:
         self._written[layer] = keys, values
 
     def attention(
-        self, module: nn.Module, layer: int, queries: Tensor, keys: Tensor, values: Tensor, mask: object
+        self,
+        module: nn.Module,
+        layer: int,
+        queries: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        mask: object,
+        latent: Latent | None,
     ) -> Tensor:
         """Note a layer's keys; returns what one token alone reads."""
         if not isinstance(mask, Mask):
@@ -85,11 +94,15 @@ class Probe:
         written_as = next((number for number, (key, _) in self._written.items() if key is keys), layer)
         if written_as != layer:
             raise UnsupportedModel(f"writes the keys of layer {layer} to the cache as those of layer {written_as}")
-        if layer in self._written and type(module).__name__ not in REPEATS:
+        held = keys
+        if latent is not None and layer in self._written:
+            held = latent.check(*self._written[layer], keys, values)
+            self.latents[layer] = latent.rank
+        elif layer in self._written and type(module).__name__ not in REPEATS:
             written_keys, written_values = self._written[layer]
             if keys is not written_keys or values is not written_values:
                 raise UnsupportedModel(f"changes keys or values in layer {layer} between the cache and attention")
-        self.modules[layer], self.keys[layer] = module, keys.float().cpu()
+        self.modules[layer], self.keys[layer] = module, held.float().cpu()
         self.windows[layer] = mask.window
         return values.repeat_interleave(queries.shape[1] // values.shape[1], 1).transpose(1, 2)
 

@@ -147,18 +147,18 @@ def _layouts(
     options: CacheOptions, rules: LayerRules, shape: LayerShape, slots: int, score_heads: int
 ) -> dict[str, Layout]:
     """The tensors of a layer, but for the statistics of its policy."""
-    batch, own = options.batch, type(options.store)()
+    batch, own = options.batch, shape.empty_store(type(options.store)())
     _, keys, values = shape.states(torch.device("cpu"))
     try:
         own.allocate(keys, values, 1)
     except UsageError as error:
         raise InconsistentFile(str(error)) from None
     layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in own.tensors().items()}
-    for name in own.part_names:
+    for name in [name for name in own.part_names if name in layouts]:
         layouts[name] = Layout((batch, shape.kv_heads, slots, layouts[name].shape[3]), layouts[name].dtype)
     # On "meta" nothing is allocated, whatever number of tokens the options ask for.
     ring = FullPrecisionRing(options.store.full_precision.sinks, options.store.full_precision.newest)
-    ring.allocate(keys.to("meta"), values.to("meta"), HEADROOM + options.rollback)
+    ring.allocate(keys.to("meta"), own.stored(values).to("meta"), HEADROOM + options.rollback)
     layouts |= {name: Layout((batch, *tensor.shape[1:]), tensor.dtype) for name, tensor in ring.tensors.items()}
     per_slot = batch, score_heads, slots
     layouts[POSITIONS] = Layout(per_slot, torch.int32)

@@ -29,9 +29,8 @@ def check_memory(
     exact = ring.sinks + (ring.newest + HEADROOM + options.rollback if ring.newest else 0)
     needed = 0
     for shape in shapes:
-        width = shape.head_dim + shape.value_dim
-        per_slot = options.store.bytes_per_token(shape.head_dim, shape.value_dim, shape.dtype)
-        needed += options.batch * shape.kv_heads * (slots * per_slot + exact * width * shape.dtype.itemsize)
+        per_slot = shape.bytes_per_token(options.store)
+        needed += options.batch * shape.kv_heads * (slots * per_slot + exact * shape.channels * shape.dtype.itemsize)
     end = max(contents.standing["next_positions"]) + 1
     # A state, and the copy that is made before a pass.
     needed += 2 * options.batch * sum(state.nbytes for state in attached(model).states.values())

@@ -19,13 +19,9 @@ def check_kind_of_model(model: PreTrainedModel) -> None:
     rope = getattr(config, "rope_parameters", None) or {}
     schemes = [rope, *(scheme for scheme in rope.values() if isinstance(scheme, dict))]
     kinds = set(getattr(config, "layer_types", None) or ())
-    # `vars`: a config whose layers differ raises when it is asked for what varies, and not an AttributeError.
-    latent = vars(config).get("kv_lora_rank")
     reason = None
     if model.config.is_encoder_decoder:
         reason = "is an encoder-decoder: its cross-attention has no text positions"
-    elif latent:
-        reason = "uses multi-head latent attention (MLA): its keys are part rotated, part compressed"
     elif any("mrope_section" in scheme for scheme in schemes):
         reason = "uses multi-dimensional positions (M-RoPE): a token has no single place in the text"
     elif getattr(model, "_is_stateful", False) and not keeps_states(config) and not (kinds and kinds <= ATTENTION):

@@ -115,8 +115,8 @@ def _rotated(
 def _floats(states: PackedStates, used: int, dtype: torch.dtype) -> Tensor:
     """The first `used` slots as `dtype`; a view where they are."""
     if states.format is Format.FLOAT and states.data.dtype == dtype:
-        return states.data[:, :, :used]
-    return cpu.rotated(states, None, None, used, dtype)
+        return states.data[:, :, :used, states.first :]
+    return cpu.rotated(states, None, None, used, dtype)[..., states.first :]
 
 
 def _attended(

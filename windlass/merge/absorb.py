@@ -95,7 +95,7 @@ def _plan_of(merge: Merge, layer: LayerView, candidates: Candidates, groups: Tok
 
     batch = MergeBatch(states_at(targets, 1.0), states_at(evicted, groups.is_merged), groups.expand(heads))
     merged = merge.combine(batch)
-    parts = layer.store.encode(merged[..., :head_dim].to(keys.dtype), merged[..., head_dim:].to(values.dtype))
+    parts = layer.store.parts_of(merged[..., :head_dim].to(keys.dtype), merged[..., head_dim:].to(values.dtype))
     state = {name: layer.state[name].gather(-1, targets) for name in adds}
     grown = {name: state[name] + groups.sum(adds[name].gather(-1, evicted)) for name in adds}
     return MergePlan(targets, SlotContent(layer.store.take_all(targets), state), SlotContent(parts, grown))

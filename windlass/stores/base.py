@@ -20,6 +20,7 @@ each step.
 
 import copy
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -61,6 +62,9 @@ class Store(ABC):
     needs_key_means: ClassVar[bool] = False
     """Whether `fresh` should be given the mean keys of a layer, which are measured once per model."""
 
+    latent: int = 0
+    """Values that are not stored, for they are the last so many channels of the keys; 0: they are stored."""
+
     def __init__(self, full_precision: FullPrecisionRing | None = None) -> None:
         self.full_precision = full_precision or FullPrecisionRing()
         self._parts: Parts = {}
@@ -77,7 +81,7 @@ class Store(ABC):
 
     @abstractmethod
     def encode(self, keys: NewKeys, values: NewValues) -> Parts:
-        """The parts of these tokens. `make_constants` was called before."""
+        """The parts of these tokens. `make_constants` was called before. Values of no channels take no bytes."""
 
     @abstractmethod
     def decode_keys(self, parts: Parts) -> SlotKeys:
@@ -101,6 +105,11 @@ class Store(ABC):
         values = self.values()
         return PackedStates(values)
 
+    def packed(self) -> tuple[PackedStates, PackedStates]:
+        """All keys and all values as kernels read them."""
+        keys = self.packed_keys()
+        return keys, replace(keys, last=self.latent) if self.latent else self.packed_values()
+
     def is_compatible(self, other: "Store") -> bool:
         """Whether the parts of `other` stand for the same tokens here, so that `put` may take them as they are.
 
@@ -109,6 +118,14 @@ class Store(ABC):
         return type(other) is type(self) and all(
             self._constants[name].equal(other._constants[name]) for name in self.constant_names
         )
+
+    def parts_of(self, keys: NewKeys, values: NewValues) -> Parts:
+        """What is stored of these tokens."""
+        return {name: part for name, part in self.encode(keys, self.stored(values)).items() if part.shape[3]}
+
+    def stored(self, values: Tensor) -> Tensor:
+        """What of the values is not held as a part of the keys."""
+        return values[..., :0] if self.latent else values
 
     def bytes_per_token(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
         """Bytes that a token takes per kv head, in a model of these sizes and this dtype.
@@ -119,8 +136,8 @@ class Store(ABC):
         """
         keys, values = (torch.zeros(1, 1, 1, width, dtype=dtype) for width in (head_dim, value_dim))
         store = self.fresh(None)
-        store._constants = store.make_constants(keys)
-        return sum(part.nbytes for part in store.encode(keys, values).values())
+        store.latent, store._constants = self.latent, store.make_constants(keys)
+        return sum(part.nbytes for part in store.parts_of(keys, values).values())
 
     def allocate(self, keys: NewKeys, values: NewValues, slots: int, rollback: int = 0) -> None:
         """Make room for `slots` slots shaped and typed like one step's keys and values.
@@ -129,9 +146,9 @@ class Store(ABC):
 
         Raises: UsageError where the store cannot hold such keys or values.
         """
-        self.full_precision.allocate(keys, values, rollback)
+        self.full_precision.allocate(keys, self.stored(values), rollback)
         self._constants = self.make_constants(keys)
-        sample = self.encode(keys[:, :, :1], values[:, :, :1])
+        sample = self.parts_of(keys[:, :, :1], values[:, :, :1])
         self._parts = {name: part.new_zeros(*part.shape[:2], slots, part.shape[3]) for name, part in sample.items()}
 
     @property
@@ -153,8 +170,8 @@ class Store(ABC):
         `positions` are EMPTY for padding, which is written, but does not count as a token of the row.
         `beside`: other tensors to write at the same slots, see `kernels.write_all`.
         """
-        self.put(index, self.encode(keys, values), beside)
-        self.full_precision.write(index, keys, values, positions)
+        self.put(index, self.parts_of(keys, values), beside)
+        self.full_precision.write(index, keys, self.stored(values), positions)
 
     def put(self, index: SlotIndex, parts: Parts, beside: Writes = ()) -> None:
         """Overwrite the parts at `index` with those of this store, or of one that `is_compatible`."""
@@ -179,6 +196,8 @@ class Store(ABC):
 
     def values(self) -> SlotValues:
         """All values, in the model's dtype; free slots hold anything finite."""
+        if self.latent:
+            return self.keys()[..., -self.latent :]
         return self.full_precision.overlay(self.decode_values(self._allocated()), self.full_precision.values)
 
     def rearrange(self, order: SlotIndex, slots: int) -> None:
@@ -222,7 +241,7 @@ class Store(ABC):
     def restore(self, tensors: Parts) -> None:
         """Hold what `tensors()` gave, in place of what is held now; other names are ignored."""
         self.full_precision.restore(tensors)
-        self._parts = {name: tensors[name] for name in self.part_names}
+        self._parts = {name: tensors[name] for name in self.part_names if name in tensors}
         self._constants = {name: tensors[name] for name in self.constant_names}
 
     def _allocated(self) -> Parts:

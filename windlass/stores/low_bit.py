@@ -2,6 +2,8 @@
 
 from typing import ClassVar, Final, final
 
+import torch
+
 from windlass import kernels
 from windlass.core.errors import UsageError
 from windlass.core.packed import Format, PackedStates
@@ -67,7 +69,9 @@ class LowBit(Store):
                     f"store int4 packs two channels into a byte, but this model's {what} have {width}; use store int8"
                 )
         key_codes, key_scales = kernels.encode(keys, self._constants[KEY_MEANS], self.bits)
-        value_codes, value_scales = kernels.encode(values, None, self.bits)
+        value_codes = value_scales = values.new_zeros(values.shape, dtype=torch.uint8)  # of no channels
+        if values.shape[3]:
+            value_codes, value_scales = kernels.encode(values, None, self.bits)
         return {
             "key_codes": key_codes,
             "key_scales": key_scales,

@@ -48,6 +48,16 @@ _LONGROPE = {
 }
 _LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 128}
 _YARN = {"original_max_position_embeddings": 64}
+# Latent attention: channels of a query's and of a token's latent, and of a head's keys, rotated and not, and values.
+_LATENT = {
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+}
 # Nine tokens for a picture of 24 pixels by 24.
 _VISION = {
     "hidden_size": 20,
@@ -122,6 +132,22 @@ _CONFIGS: dict[str, tuple[str, _Options]] = {
     ),
     "stablelm": ("stablelm", {**_WIDE, "use_qkv_bias": True, "qk_layernorm": True}),
     "nanochat": ("nanochat", {}),
+    "deepseek_v3": (
+        "deepseek_v3",
+        {
+            **_LATENT,
+            **_EXPERTS,
+            "num_experts": 6,
+            "num_local_experts": 6,
+            **_scaled("yarn", 8.0, {**_YARN, "mscale_all_dim": 1.0, "mscale": 1.0}),
+            "num_hidden_layers": 3,
+            "first_k_dense_replace": 1,
+            "n_routed_experts": 6,
+            "n_group": 2,
+            "topk_group": 1,
+        },
+    ),
+    "minicpm3": ("minicpm3", {**_LATENT, "initializer_range": 0.3}),
     "gpt_oss": ("gpt_oss", {**_EXPERTS, **_ALTERNATING, **_scaled("yarn", 8.0, {**_YARN, "truncate": False})}),
 }
 

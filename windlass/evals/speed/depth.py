@@ -1,50 +1,28 @@
 """A cache as a long text would have left it, filled with random keys and values instead of read."""
 
-from dataclasses import dataclass
-
 import torch
-from transformers import PreTrainedModel
 
 from windlass.cache.history import History
 from windlass.cache.rows import RowTable
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import EMPTY
 from windlass.evals.speed.rows import BenchRow
-from windlass.hf import layer_shapes as handed
 from windlass.hf.kv_cache import KVCache
+from windlass.hf.layer_shapes import LayerShape
 
 GROWTH = 1.5  # of a cache without budget, see `SlotLayer`
 BLOCK = 1024  # random tokens that are drawn; longer texts repeat them
 
 
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer of a model hands to its cache."""
-
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    sliding_window: int | None = None
-
-    def bytes_held(self, row: BenchRow) -> int:
-        """About what the cache of `row` takes in this layer."""
-        work, budget = row.workload, row.setup.options.budget
-        slots = GROWTH * (work.depth + work.tokens)
-        if self.sliding_window is not None:
-            budget = min(self.sliding_window, budget or self.sliding_window)
-        if budget is not None:
-            slots = budget + row.setup.options.chunk
-        per_token = row.setup.options.store.bytes_per_token(self.head_dim, self.value_dim, self.dtype)
-        return int(work.batch * slots * self.kv_heads * per_token)
-
-
-def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
-    """What each layer of an attached model hands to its cache, seen when one token is read."""
-    return [
-        LayerShape(each.kv_heads, each.head_dim, each.value_dim, each.dtype, each.sliding_window)
-        for each in handed.layer_shapes(model)
-    ]
+def bytes_held(shape: LayerShape, row: BenchRow) -> int:
+    """About what the cache of `row` takes in a layer of this shape."""
+    work, budget = row.workload, row.setup.options.budget
+    slots = GROWTH * (work.depth + work.tokens)
+    if shape.sliding_window is not None:
+        budget = min(shape.sliding_window, budget or shape.sliding_window)
+    if budget is not None:
+        slots = budget + row.setup.options.chunk
+    return int(work.batch * slots * shape.kv_heads * shape.bytes_per_token(row.setup.options.store))
 
 
 def fill(cache: KVCache, shapes: list[LayerShape], depth: int) -> None:
@@ -82,5 +60,7 @@ def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache)
     for start in range(0, len(positions), size):
         here = slice(start, min(start + size, len(positions)))
         new_keys, new_values = keys[:, :, here, : shape.head_dim], values[:, :, here, : shape.value_dim]
+        if shape.latent:
+            new_values = new_keys[..., -shape.latent :]
         at = positions[here].expand(cache.batch_size, 1, -1)
         layer.append(new_keys, new_values, at, shape.sliding_window)

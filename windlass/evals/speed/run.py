@@ -15,13 +15,14 @@ from transformers import PreTrainedModel
 from windlass.core.errors import UsageError
 from windlass.core.units import in_units
 from windlass.engine.graph import graph_for
-from windlass.evals.speed.depth import LayerShape, layer_shapes
+from windlass.evals.speed.depth import bytes_held
 from windlass.evals.speed.rows import BenchRow, rows_of
 from windlass.evals.speed.shapes import SHAPES, random_model, shape_of
 from windlass.evals.speed.table import Conditions
 from windlass.evals.speed.timer import Clock, Timer
 from windlass.evals.speed.workloads import BenchLists, check_subject
 from windlass.hf.attach import attach
+from windlass.hf.layer_shapes import LayerShape, layer_shapes
 from windlass.hf.load import device_of, dtype_of, load
 from windlass.hf.model_name import shown_name
 
@@ -109,7 +110,7 @@ def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrained
     if request.shape is not None:
         shape, label = shape_of(request.shape, request.layers)
         dtype = asked if isinstance(asked, torch.dtype) else torch.bfloat16
-        layers = [LayerShape(shape.kv_heads, shape.head_dim, shape.head_dim, dtype)] * shape.layers
+        layers = [LayerShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, dtype, None)] * shape.layers
         check_memory(shape.parameters * dtype.itemsize, cache_bytes(layers, rows), free_bytes(device))
         model = attach(random_model(shape, dtype, device))
     else:
@@ -128,7 +129,7 @@ def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrained
 
 def cache_bytes(shapes: Sequence[LayerShape], rows: Sequence[BenchRow]) -> int:
     """About what the caches of all rows take."""
-    return sum(shape.bytes_held(row) for shape in shapes for row in rows)
+    return sum(bytes_held(shape, row) for shape in shapes for row in rows)
 
 
 def free_bytes(device: torch.device) -> int | None:

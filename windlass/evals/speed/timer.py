@@ -15,11 +15,12 @@ from windlass.engine.generate import prefill
 from windlass.engine.graph import graph_for, wait_for
 from windlass.engine.sampler import Sampler
 from windlass.engine.sampling import Sampling
-from windlass.evals.speed.depth import LayerShape, fill
+from windlass.evals.speed.depth import fill
 from windlass.evals.speed.rotated import RotatedStorage
 from windlass.evals.speed.rows import BenchRow
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
+from windlass.hf.layer_shapes import LayerShape
 
 Clock = Callable[[], float]
 
@@ -116,7 +117,8 @@ class Timer:
             tokens = sum(held) / len(held)
             ring = layer.store.full_precision
             full_precision = min(tokens, ring.sinks + ring.newest)
-            for part in (layer.store.packed_keys(), layer.store.packed_values()):
+            keys, values = layer.store.packed()
+            for part in (keys, values) if values.last is None else (keys,):
                 coded = part.data.nbytes + (0 if part.scales is None else part.scales.nbytes)
                 copied = part.full_precision
                 copies = 0.0 if copied is None else full_precision * copied.nbytes / copied.shape[2]

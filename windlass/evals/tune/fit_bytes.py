@@ -56,7 +56,7 @@ def layer_bytes(shape: LayerShape, options: CacheOptions) -> LayerBytes:
     _, keys, values = shape.states(torch.device("cpu"))
     sizes = []
     for slots in (1, 2):
-        store = options.store.fresh(None)
+        store = shape.empty_store(options.store)
         store.allocate(keys, values, slots, options.rollback)
         sizes.append(sum(tensor.nbytes for tensor in store.tensors().values()))
     needs = options.policy.needs

@@ -1,6 +1,7 @@
 """The kernels in C++, for tensors in a CPU's memory; `kernels.reference` says what each function means."""
 
 import os
+from dataclasses import replace
 from functools import cache
 from typing import Final
 
@@ -85,7 +86,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     query_positions = call.query_positions.to(torch.int64).contiguous()
     sink_logits = None if call.sink_logits is None else call.sink_logits.float().contiguous()
     log_counts = None if call.log_counts is None else call.log_counts.float().contiguous()
-    key_means, visibility = _contiguous_means(keys), call.visibility
+    key_means, value_means, visibility = _contiguous_means(keys), _contiguous_means(values), call.visibility
     _native.attend(
         (batch, heads, kv_heads, call.slot_positions.shape[1], tokens, slots),
         _format(keys),
@@ -93,7 +94,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         queries.data_ptr(),
         queries.stride()[:3],
         _states(keys, key_means),
-        _states(values, None),
+        _states(values, value_means),
         call.slot_positions.data_ptr(),
         query_positions.data_ptr(),
         (*near, *far, 0 if index is None else index.near_window),
@@ -118,7 +119,11 @@ def rotated(
     used: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The first `used` slots as floats, rotated to `positions` (None: not rotated)."""
+    """The first `used` slots as floats, rotated to `positions` (None: not rotated).
+
+    All channels that are held, whatever `states.last` says.
+    """
+    states = replace(states, last=None)
     batch, kv_heads, slots = states.data.shape[:3]
     out = torch.empty(batch, kv_heads, used, states.channels, dtype=dtype)
     positions = None if positions is None else positions.to(torch.int32).contiguous()
@@ -230,14 +235,15 @@ def _contiguous_means(states: PackedStates) -> Tensor | None:
     return None if states.means is None else states.means.float().contiguous()
 
 
-def _states(states: PackedStates, means: Tensor | None) -> tuple[int, int, int, int, int, int, int, int, int]:
+def _states(states: PackedStates, means: Tensor | None) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
     """`PackedStates` of `_native.pyi`; `means` are those of `states`, contiguous."""
     data, ring = states.data, states.full_precision
     in_ring = (0, 0, 0, 0)
     if ring is not None and states.ring_index is not None:
         in_ring = ring.data_ptr(), states.ring_index.data_ptr(), ring.shape[2], FLOATS[ring.dtype]
     row_bytes = data.shape[-1] * data.itemsize
-    return data.data_ptr(), _address(states.scales), _address(means), states.channels, row_bytes, *in_ring
+    channels = states.channels, states.first, states.held_channels
+    return data.data_ptr(), _address(states.scales), _address(means), *channels, row_bytes, *in_ring
 
 
 def _tables(tables: tuple[RotaryTable, RotaryTable] | None) -> tuple[int, int, int]:

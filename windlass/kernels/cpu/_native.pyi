@@ -1,7 +1,8 @@
 """The compiled module, see `module.cpp`. Tensors are passed by address, 0 for none."""
 
-# data, scales, means, channels, bytes of a slot; ring at full precision, index into it, its entries, their format
-PackedStates = tuple[int, int, int, int, int, int, int, int, int]
+# data, scales, means, channels that are meant, the first of them, all that are held, bytes of a slot; ring at full
+# precision, index into it, its entries, their format
+PackedStates = tuple[int, int, int, int, int, int, int, int, int, int, int]
 
 def instruction_sets() -> str: ...
 def attend(

@@ -254,25 +254,34 @@ class Kernel {
                     buffers.near[q * BLOCK + j] *= from_half(packed.scales[place + j]);
 #if defined(__AVX512BF16__)
         if (F == Format::bfloat16 && call.float_format == Format::bfloat16 && packed.channels % 32 == 0)
-            return add_all_narrow(buffers.near, shared, packed.data + place * packed.row_bytes,
-                                  packed.row_bytes, packed.channels, count, mask.is_seen, states + MAX_LANES,
+            return add_all_narrow(buffers.near, shared,
+                                  packed.data + place * packed.row_bytes + 2 * packed.first, packed.row_bytes, packed.channels, count, mask.is_seen, states + MAX_LANES,
                                   sizes.partial_width);
 #endif
         add_all_values<F>(buffers.near, shared, packed.data + place * packed.row_bytes, packed.row_bytes,
-                          packed.channels, count, mask.is_seen, states + MAX_LANES, sizes.partial_width);
+                          packed.first, packed.held, count, mask.is_seen, states + MAX_LANES, sizes.partial_width);
     }
 
-    // Adds the values that are held at full precision, and sets their weights to 0.
+    // Of a head's values, those that are meant; null where all are 0.
+    const float *value_means(int head) const {
+        const PackedStates &packed = call.values;
+        return packed.means ? packed.means + std::size_t(head) * packed.held + packed.first : nullptr;
+    }
+
+    // Adds the values that are held at full precision, without the mean that `join` adds to all, and sets their
+    // weights to 0.
     void add_full_precision(int row, int head, std::size_t place, int count, int shared,
                             ThreadBuffers buffers, float *states) {
         const std::size_t index = std::size_t(row) * call.kv_heads + head;
+        const float *means = value_means(head);
         for (int j = 0; j < count; ++j) {
             if (call.values.ring_entry(place + j) < 0) continue;
             with_slot<F>(call.values, index, place + j, head, [&](auto value) {
                 for (int q = 0; q < shared; ++q) {
                     float &weight = buffers.near[q * BLOCK + j],
                           *sum = states + q * sizes.partial_width + MAX_LANES;
-                    for (int i = 0; i < value.channels; ++i) sum[i] += weight * value.one(i);
+                    for (int i = 0; i < value.channels; ++i)
+                        sum[i] += weight * (value.one(i) - (means ? means[i] : 0.0f));
                     weight = 0;
                 }
             });
@@ -298,6 +307,8 @@ class Kernel {
                     first[MAX_LANES + i] = so_far + share * state[MAX_LANES + i];
                 }
             }
+            if (const float *means = value_means(head / call.group()))
+                for (int i = 0; i < channels; ++i) first[MAX_LANES + i] += means[i] * sum_exp;
             if (call.sink_logits) sum_exp += std::exp(call.sink_logits[head] - top);
             const float inverse = sum_exp > 0 ? 1.0f / sum_exp : 0.0f;
             const std::int64_t at = ((std::int64_t(row) * call.tokens + t) * call.heads + head) * channels;

@@ -9,14 +9,15 @@ enum class Format : int { float32, bfloat16, float16, int8, int4 };
 
 // The keys or the values of a layer, (batch, kv_heads, slots, row_bytes), contiguous.
 // A number of int8 or int4 is code * scale + mean: one scale per slot and kv head, one mean per channel.
+// Meant are `channels` of the `held` ones, from `first` on: values may be a part of their keys.
 struct PackedStates {
     const std::uint8_t *data;
     const std::uint16_t *scales;  // float16; null unless low-bit
-    const float *means;           // (kv_heads, channels); null where all are 0
-    int channels;
+    const float *means;           // (kv_heads, held); null where all are 0
+    int channels, first, held;
     std::size_t row_bytes;
     // Some slots are held at full precision, too: slot s at entry ring_index[s], -1 for none; may be null.
-    const std::uint8_t *full_precision;  // (batch, kv_heads, ring_entries, channels) in `ring_format`
+    const std::uint8_t *full_precision;  // (batch, kv_heads, ring_entries, held) in `ring_format`
     const std::int32_t *ring_index;      // (batch, kv_heads, slots)
     int ring_entries;
     Format ring_format;

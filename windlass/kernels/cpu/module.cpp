@@ -97,15 +97,18 @@ float *scratch_of(std::size_t floats) {
     return scratch.get();
 }
 
-using PackedArguments = std::tuple<Address, Address, Address, int, std::size_t, Address, Address, int, int>;
+using PackedArguments = std::tuple<Address, Address, Address, int, int, int, std::size_t, Address, Address, int,
+                                   int>;
 
 PackedStates packed_states(const PackedArguments &from) {
-    const auto &[data, scales, means, channels, row_bytes, full_precision, ring_index, ring_entries,
-                 ring_format] = from;
+    const auto &[data, scales, means, channels, first, held, row_bytes, full_precision, ring_index,
+                 ring_entries, ring_format] = from;
     return {at<const std::uint8_t>(data),
             at<const std::uint16_t>(scales),
             at<const float>(means),
             channels,
+            first,
+            held,
             row_bytes,
             at<const std::uint8_t>(full_precision),
             at<const std::int32_t>(ring_index),

@@ -46,7 +46,7 @@ struct Run<Format::int4> {
     }
 };
 
-// Adds to each query's sum the values of a block, weighted.
+// Adds to each query's sum the values of a block, weighted; `sum` is where the sum of channel `first` stands.
 template <Format F, int QUERIES, int VECTORS>
 void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int channels,
                 int count, const bool *is_seen, int first, float *sum, std::size_t sum_stride) {
@@ -54,7 +54,7 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
     Floats sums_of[QUERIES][VECTORS];
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v)
-            sums_of[q][v] = load<Floats>(sum + q * sum_stride + first + v * LANES);
+            sums_of[q][v] = load<Floats>(sum + q * sum_stride + v * LANES);
     for (int start = 0; start < count; start += LANES) {
         if (!is_seen[start / LANES]) continue;
         const int end = start + LANES < count ? start + LANES : count;
@@ -66,43 +66,45 @@ void add_values(const float *weights, const std::uint8_t *values, std::size_t ro
         }
     }
     for (int q = 0; q < QUERIES; ++q)
-        for (int v = 0; v < VECTORS; ++v) store(sum + q * sum_stride + first + v * LANES, sums_of[q][v]);
+        for (int v = 0; v < VECTORS; ++v) store(sum + q * sum_stride + v * LANES, sums_of[q][v]);
 }
+// Those of the channels from `from` on.
 template <Format F, int QUERIES>
-void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int channels,
-                int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
+void add_values(const float *weights, const std::uint8_t *values, std::size_t row_bytes, int from,
+                int channels, int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
     constexpr int MAX_VECTORS = LANES == 16 ? 4 : 2;  // what the registers hold
-    int i = 0;
+    int i = from;
     // The two halves of a row of int4 lie in one another; no vector is astride both.
     for (const int edge : {F == Format::int4 ? channels / 2 : channels, channels}) {
         for (; i + MAX_VECTORS * LANES <= edge; i += MAX_VECTORS * LANES)
-            add_values<F, QUERIES, MAX_VECTORS>(weights, values, row_bytes, channels, count, is_seen, i, sum,
-                                                sum_stride);
+            add_values<F, QUERIES, MAX_VECTORS>(weights, values, row_bytes, channels, count, is_seen, i,
+                                                sum + (i - from), sum_stride);
         for (; i + LANES <= edge; i += LANES)
-            add_values<F, QUERIES, 1>(weights, values, row_bytes, channels, count, is_seen, i, sum,
-                                      sum_stride);
+            add_values<F, QUERIES, 1>(weights, values, row_bytes, channels, count, is_seen, i,
+                                      sum + (i - from), sum_stride);
         for (; i < edge; ++i)
             for (int q = 0; q < QUERIES; ++q) {
                 float total = 0;
                 for (int j = 0; j < count; ++j)
                     if (is_seen[j / LANES])
                         total += weights[q * BLOCK + j] * Row<F>::one(values + j * row_bytes, i, channels);
-                sum[q * sum_stride + i] += total;
+                sum[q * sum_stride + i - from] += total;
             }
     }
 }
 template <Format F>
 void add_all_values(const float *weights, int queries, const std::uint8_t *values, std::size_t row_bytes,
-                    int channels, int count, const bool *is_seen, float *sum, std::size_t sum_stride) {
+                    int from, int channels, int count, const bool *is_seen, float *sum,
+                    std::size_t sum_stride) {
     int q = 0;
     for (; q + 4 <= queries; q += 4)
-        add_values<F, 4>(weights + q * BLOCK, values, row_bytes, channels, count, is_seen,
+        add_values<F, 4>(weights + q * BLOCK, values, row_bytes, from, channels, count, is_seen,
                          sum + q * sum_stride, sum_stride);
     for (; q + 2 <= queries; q += 2)
-        add_values<F, 2>(weights + q * BLOCK, values, row_bytes, channels, count, is_seen,
+        add_values<F, 2>(weights + q * BLOCK, values, row_bytes, from, channels, count, is_seen,
                          sum + q * sum_stride, sum_stride);
     for (; q < queries; ++q)
-        add_values<F, 1>(weights + q * BLOCK, values, row_bytes, channels, count, is_seen,
+        add_values<F, 1>(weights + q * BLOCK, values, row_bytes, from, channels, count, is_seen,
                          sum + q * sum_stride, sum_stride);
 }
 

@@ -1,7 +1,7 @@
 // One slot's key or value as float32, rotated to its position.
 // Included inside the namespace of one instruction set, after simd.hpp.
 
-// The numbers of one slot, from channel i on.
+// The numbers of one slot, from channel i on; of all that are held, but for a slot of the ring.
 template <Format F>
 struct Slot {
     const std::uint8_t *row;
@@ -24,16 +24,16 @@ struct Slot {
 
 template <Format F>
 inline Slot<F> slot_of(const PackedStates &packed, std::size_t place, int head) {
-    return {packed.data + place * packed.row_bytes, packed.channels,
+    return {packed.data + place * packed.row_bytes, packed.held,
             packed.scales ? from_half(packed.scales[place]) : 1.0f,
-            packed.means ? packed.means + std::size_t(head) * packed.channels : nullptr};
+            packed.means ? packed.means + std::size_t(head) * packed.held : nullptr};
 }
 
 template <Format F>
 inline Slot<F> ring_slot_of(const PackedStates &packed, std::size_t index, int entry) {
-    const std::size_t bytes = packed.channels * (F == Format::float32 ? 4 : 2);
-    return {packed.full_precision + (index * packed.ring_entries + entry) * bytes, packed.channels, 1.0f,
-            nullptr};
+    const std::size_t bytes = F == Format::float32 ? 4 : 2,
+                      row = (index * packed.ring_entries + entry) * packed.held;
+    return {packed.full_precision + (row + packed.first) * bytes, packed.channels, 1.0f, nullptr};
 }
 
 // Calls `use` with the slot at `place`, of the row and head number `index`: at full precision if it is held

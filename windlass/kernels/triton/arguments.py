@@ -12,7 +12,7 @@ from windlass.core.rotary_index import RotaryBranch
 
 FLOATS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 LOW_BIT: Final = (Format.INT8, Format.INT4)
-MAX_CHANNELS: Final = 256
+MAX_CHANNELS: Final = 1024
 
 
 class Plane(NamedTuple):

@@ -66,7 +66,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     inputs = (Strided(queries, *queries.stride()), packed_tensors(keys), logit_args)
     channels: dict[str, object] = {
         "GROUP": group,
-        "WIDTH": keys.channels,
+        "WIDTH": keys.held_channels,
         "PAIRS": pairs,
         "HALF": _padded(pairs),
         "REST": _padded(keys.channels - 2 * pairs),
@@ -93,9 +93,9 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     with torch.cuda.device_of(queries):
         attend_kernel[(programs * splits,)](
             *inputs, packed_tensors(values), *ends, partials, partial_softmax, logits_buf, batch, kv_heads, tokens,
-            slots, splits, each, **channels, VALUE_WIDTH=values.channels, VALUES=width, VALUE_BITS=values.bits,
-            ROWS=at.rows, BLOCK=at.block, SKIPS=tokens > 1 and splits == 1 and logits_buf is None, num_warps=at.warps,
-            num_stages=at.stages,
+            slots, splits, each, **channels, VALUE_FIRST=values.first, VALUE_WIDTH=values.channels, VALUES=width,
+            VALUE_BITS=values.bits, ROWS=at.rows, BLOCK=at.block,
+            SKIPS=tokens > 1 and splits == 1 and logits_buf is None, num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
         if splits > 1:
             join_kernel[(batch * kv_heads * rows,)](
@@ -167,6 +167,7 @@ def attend_kernel(
     REST: tl.constexpr,
     BITS: tl.constexpr,
     NUMBER: tl.constexpr,
+    VALUE_FIRST: tl.constexpr,
     VALUE_WIDTH: tl.constexpr,
     VALUES: tl.constexpr,
     VALUE_BITS: tl.constexpr,
@@ -220,9 +221,9 @@ def attend_kernel(
             shrink = tl.exp(top - base)
             o_channels = tl.arange(0, VALUES)
             m_channels = o_channels < VALUE_WIDTH
-            v = load_states(
-                values, index, i_head, o_slots, m_seen, o_channels, m_channels, slots, VALUE_WIDTH, VALUE_BITS
-            )
+            o_held = VALUE_FIRST + o_channels
+            held: tl.constexpr = VALUE_FIRST + VALUE_WIDTH
+            v = load_states(values, index, i_head, o_slots, m_seen, o_held, m_channels, slots, held, VALUE_BITS)
             total = total * shrink + tl.sum(weights, 1)
             sums = product(weights.to(NUMBER), v.to(NUMBER), sums * shrink[:, None])
             top = highest

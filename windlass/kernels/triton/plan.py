@@ -23,6 +23,8 @@ class Plan:
 def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
     """For `rows` queries (heads of a group x tokens) of `width` channels, which the store holds in `bits` each."""
     wide = width * itemsize
+    if width > 256:  # latents; not tuned
+        return Plan(16, 16, 8, 1) if itemsize == 4 else Plan(16 if rows <= 16 else 32, 32, 8, 2)
     if rows <= 32:
         # Bound by bytes: as many as possible on their way. Keys and rows of the table wait for positions, which is
         # why five stages hold two blocks of them, and a block is what four programs can hold twice each. Codes become
