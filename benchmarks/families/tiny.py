@@ -46,7 +46,7 @@ _SIZES: Final[Sequence[tuple[str, int]]] = (
     (r"moe.*intermediate_size.*|expert_ffn_hidden_size|share_expert_dim", 48),
     (r".*intermediate_size.*|.*ffn_dim|d_ff|dff|dim_ff|n_inner|ffn_hidden_size|mlp_dim|d_inner|feed_forward_size", 96),
     (r"index_n_heads|indexer_n_heads", 2),
-    (r"index_topk", 8),
+    (r"index_topk", 512),  # more than any text has, as the 2,048 of real models are more than a budget
     (r"index_topk_blocks", 4),
     (r"index_block_size", 16),
     (r".*(hidden_size|hidden_dim|embed_dim)(_global)?|d_model|n_embd|emb_dim|embedding_size|embedding_dim", 64),

@@ -48,7 +48,7 @@ def test_lists_make_every_combination():
 @pytest.mark.parametrize(
     ("arguments", "why"),
     [
-        (("--shape", "2b"), "--shape '2b' is unknown; use one of: tiny, 1b, 8b, 7b-mha"),
+        (("--shape", "2b"), "--shape '2b' is unknown; use one of: tiny, 1b, 8b, 7b-mha, qwen3-next, dsv3"),
         (("some/model",), "give either a model or --shape with one of its names"),
         (("-d", "0,,1"), "-d '0,,1' has an empty value; put one comma between two values"),
         (("-n", "x"), "-n 'x' is not a whole number from 0 to 1073741824"),

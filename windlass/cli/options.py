@@ -117,7 +117,7 @@ Threads = Annotated[
 ]
 Shape = Annotated[
     str | None,
-    Option("--shape", metavar="NAME", help="Instead of a model: random weights like 1b, 8b, 7b-mha or tiny."),
+    Option("--shape", metavar="NAME", help="Instead of a model: random weights like 1b, 8b, 7b-mha, qwen3-next, dsv3."),
 ]
 Layers = Annotated[int | None, Option("--layers", min=1, max=1024, help="Layers of the shape; by default its own.")]
 PromptTokens = Annotated[str, Option("--prompt-tokens", "-p", metavar="LIST", help="Tokens to read; 0: none.")]

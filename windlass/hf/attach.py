@@ -83,6 +83,8 @@ def _attention(
     attachment, layer = getattr(module, NAME), module.layer_idx
     assert isinstance(attachment, AttachedModel), "windlass attention outside of an attached model"
     assert isinstance(layer, int), "an attention layer without a number"
+    if attachment.indexers:
+        kwargs.pop("indices", None)  # which are none
     check_arguments(layer, kwargs)
     if attachment.probe is not None:
         latent = attachment.latents.get(module)

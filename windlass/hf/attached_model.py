@@ -18,6 +18,7 @@ from windlass.core.step import READ, AttentionCall
 from windlass.hf.arguments import at_positions
 from windlass.hf.decoder import Decoder
 from windlass.hf.guards import check_call, fed, note_drafts, real_columns
+from windlass.hf.indexer import check_picks, indexers_of
 from windlass.hf.latent import EXPAND, Latent
 from windlass.hf.linear_layer import layer_kinds, meta_states
 from windlass.hf.mask import Mask
@@ -54,6 +55,7 @@ class AttachedModel:
             for module in decoder.attention_modules
             if callable(getattr(module, EXPAND, None))
         }
+        self.indexers = indexers_of(decoder.attention_modules, lambda: self.probe is not None or self._is_served())
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
         self.rotaries: list[Rotary | None] = []  # per attention layer; None where it does not rotate
@@ -70,8 +72,8 @@ class AttachedModel:
         del self.decoder.outer.forward
         if self._own_forward is not None:
             self.decoder.outer.forward = self._own_forward
-        for latent in self.latents.values():
-            latent.remove()
+        for each in (*self.latents.values(), *self.indexers):
+            each.remove()
         if self._generate is not None:
             self._generate.remove()
 
@@ -186,6 +188,7 @@ class AttachedModel:
         check_call((self.decoder.inner, self.decoder.outer), bound)
         columns, ids, positions = fed(bound, self.decoder.first_position)
         batch, tokens = columns.shape[:2]
+        check_picks(self.indexers, cache, tokens)
         return batch, tokens, real_columns(bound.get("attention_mask"), cache, tokens), positions, ids
 
     def _rotary_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:

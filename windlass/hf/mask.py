@@ -6,6 +6,7 @@ from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
+from transformers.masking_utils import causal_mask_function
 
 QUERIES: Final = 256  # of which a matrix is made at once
 
@@ -26,6 +27,10 @@ class Mask:
     rows: int
     columns: range
     device: torch.device
+
+    def __getitem__(self, index: object) -> "Mask":
+        """The same rule: a part of it is as good for code that only hands it on. Code that computes with it fails."""
+        return self
 
     def is_sliding_window(self) -> bool:
         """Whether a query sees the newest `window` keys (None: all) up to its own, and no others.
@@ -92,4 +97,5 @@ def mask(
     if isinstance(attention_mask, Mask):  # made outside of the decoder, which hands it on
         return attention_mask
     columns = range(q_offset, q_offset + q_length)
-    return Mask(local_size, mask_function, allow_is_causal_skip, batch_size, columns, device)
+    is_causal = allow_is_causal_skip or mask_function is causal_mask_function
+    return Mask(local_size, mask_function, is_causal, batch_size, columns, device)

@@ -110,8 +110,8 @@ def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrained
     if request.shape is not None:
         shape, label = shape_of(request.shape, request.layers)
         dtype = asked if isinstance(asked, torch.dtype) else torch.bfloat16
-        layers = [LayerShape(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim, dtype, None)] * shape.layers
-        check_memory(shape.parameters * dtype.itemsize, cache_bytes(layers, rows), free_bytes(device))
+        caches = cache_bytes(shape.cached_layers(dtype), rows)
+        check_memory(shape.parameters * dtype.itemsize, caches, free_bytes(device))
         model = attach(random_model(shape, dtype, device))
     else:
         model = load(str(request.model), request.dtype, request.device)[0]

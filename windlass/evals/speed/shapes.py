@@ -1,13 +1,15 @@
 """Models to measure: random weights in the shape of well-known ones, made in memory."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, Final
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from windlass.evals.speed.workloads import check_subject
+from windlass.hf.layer_shapes import LayerShape
 
 CPU = torch.device("cpu")
 BLOCK = 1_000_003  # random numbers that are drawn; a prime, so that no two rows of a matrix are alike
@@ -15,47 +17,55 @@ BLOCK = 1_000_003  # random numbers that are drawn; a prime, so that no two rows
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a Llama; its head over the vocabulary has weights of its own."""
+    """The sizes of a model: a type of transformers' configs, its number of layers, and other options of the config.
 
+    Its head over the vocabulary has weights of its own.
+    """
+
+    model_type: str
     layers: int
-    hidden: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int
-    vocabulary: int
+    options: Mapping[str, Any]
 
     @property
-    def config(self) -> LlamaConfig:
+    def config(self) -> PreTrainedConfig:
         """For transformers."""
-        return LlamaConfig(
-            num_hidden_layers=self.layers,
-            hidden_size=self.hidden,
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            head_dim=self.head_dim,
-            intermediate_size=self.mlp,
-            vocab_size=self.vocabulary,
-            max_position_embeddings=131072,
-            tie_word_embeddings=False,
-            bos_token_id=0,
-            eos_token_id=0,
-        )
+        fixed = {"max_position_embeddings": 131072, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
+        return AutoConfig.for_model(self.model_type, num_hidden_layers=self.layers, **fixed, **self.options)
 
     @property
     def parameters(self) -> int:
         """How many numbers the model has."""
-        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
-        layer = attention + 3 * self.hidden * self.mlp + 2 * self.hidden
-        return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
+        with torch.device("meta"):
+            return sum(each.numel() for each in AutoModelForCausalLM.from_config(self.config).parameters())
+
+    def cached_layers(self, dtype: torch.dtype) -> list[LayerShape]:
+        """What the layers that attend hand to a cache."""
+        config = self.config
+        types = getattr(config, "layer_types", None) or ["full_attention"] * self.layers
+        heads, latent = config.num_attention_heads, getattr(config, "kv_lora_rank", None) or 0
+        if latent:
+            own = LayerShape(heads, 1, config.qk_rope_head_dim + latent, latent, dtype, None, latent)
+        else:
+            own = LayerShape(heads, config.num_key_value_heads, config.head_dim, config.head_dim, dtype, None)
+        return [own for each in types if each == "full_attention"]
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, vocabulary: int) -> Shape:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    return Shape("llama", layers, {"hidden_size": hidden, "intermediate_size": mlp, "vocab_size": vocabulary, **sizes})
 
 
 SHAPES = {
-    "tiny": Shape(2, 60, 15, 3, 8, 52, 97),
-    "1b": Shape(16, 2048, 32, 8, 64, 8192, 32000),
-    "8b": Shape(32, 4096, 32, 8, 128, 14336, 128256),
-    "7b-mha": Shape(32, 4096, 32, 32, 128, 11008, 32000),
+    "tiny": _llama(2, 60, 15, 3, 8, 52, 97),
+    "1b": _llama(16, 2048, 32, 8, 64, 8192, 32000),
+    "8b": _llama(32, 4096, 32, 8, 128, 14336, 128256),
+    "7b-mha": _llama(32, 4096, 32, 32, 128, 11008, 32000),
+    # Qwen3-Next 80B-A3B has 48 layers: of every four, three are recurrent. Each has 3.2 GB of weights.
+    "qwen3-next": Shape("qwen3_next", 4, {}),
+    # DeepSeek V3 has 61 layers, of which only the first three are without experts; here all are.
+    "dsv3": Shape("deepseek_v3", 3, {"first_k_dense_replace": 61}),
 }
+WHOLE: Final[Mapping[str, int]] = {"qwen3-next": 48, "dsv3": 61}  # layers of the models that these are a part of
 
 
 def shape_of(name: str, layers: int | None) -> tuple[Shape, str]:
@@ -65,14 +75,15 @@ def shape_of(name: str, layers: int | None) -> tuple[Shape, str]:
     """
     check_subject(None, name, layers, SHAPES)
     shape = SHAPES[name]
-    if layers is None or layers == shape.layers:
-        return shape, name
+    layers = shape.layers if layers is None else layers
+    if layers == WHOLE.get(name, shape.layers):
+        return replace(shape, layers=layers), name
     return replace(shape, layers=layers), f"{name} ({layers} layer{'s' if layers > 1 else ''})"
 
 
 @torch.no_grad()
 def random_model(shape: Shape, dtype: torch.dtype, device: torch.device = CPU) -> PreTrainedModel:
-    """A Llama of this shape in eval mode, made where it is to be; the same numbers at every call and place.
+    """A model of this shape in eval mode, made where it is to be; the same numbers at every call and place.
 
     Each matrix repeats one block of random numbers, scaled so that states neither grow nor vanish:
     the speed of a matrix product does not depend on what is in it.
@@ -81,8 +92,11 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device = CPU) -
     with torch.device("meta"):
         model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
     model.to_empty(device=device)
-    # Its table is not among the weights, and was lost with the meta device.
-    model.get_decoder().rotary_emb = LlamaRotaryEmbedding(config).to(device)
+    # What is not among the weights was lost with the meta device.
+    for buffer in model.buffers():
+        buffer.zero_()
+    rotary = model.get_decoder().rotary_emb
+    model.get_decoder().rotary_emb = type(rotary)(config).to(device)
     block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
     scaled: dict[float, Tensor] = {}
     start = 0
@@ -90,7 +104,7 @@ def random_model(shape: Shape, dtype: torch.dtype, device: torch.device = CPU) -
         if parameter.ndim == 1:
             parameter.fill_(1.0)  # of norms
             continue
-        deviation = 1.0 if "embed_tokens" in name else parameter.shape[1] ** -0.5
+        deviation = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
         if deviation not in scaled:
             scaled[deviation] = (block * deviation).to(device, dtype)
         _repeat(scaled[deviation], start, parameter.view(-1))

@@ -1,0 +1,124 @@
+"""Sparse attention with an indexer: exact while the indexer would pick every token that a query sees, else refused."""
+
+from functools import cache
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+import windlass
+from tests.helpers.models import Text, masked, read
+from windlass import KVCache, Recent, UsageError
+from windlass.testing import VOCABULARY
+
+PICKED, TOKENS = 24, 45
+OPTIONS = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 60,
+    "intermediate_size": 52,
+    "moe_intermediate_size": 20,
+    "num_hidden_layers": 4,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_experts_per_tok": 2,
+    "num_attention_heads": 5,
+    "num_key_value_heads": 5,
+    "q_lora_rank": 28,
+    "kv_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 10,
+    "index_n_heads": 3,
+    "index_head_dim": 14,
+    "index_topk": PICKED,
+    "initializer_range": 0.18,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+MODELS = ("deepseek_v32", "glm_moe_dsa")  # an indexer in each layer, and in one of several
+
+each_model = pytest.mark.parametrize("name", MODELS)
+
+
+def made(name: str) -> PreTrainedModel:
+    types = {"indexer_types": ["full", "shared", "full", "shared"]} if name == "glm_moe_dsa" else {}
+    config = AutoConfig.for_model(name, **OPTIONS, **types)
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+
+
+plain = cache(made)
+
+
+@cache
+def bound(name: str) -> PreTrainedModel:
+    return windlass.attach(made(name))
+
+
+@torch.no_grad()
+def one_shot(name: str, ids: Tensor) -> Tensor:
+    return plain(name)(ids, use_cache=False).logits
+
+
+def assert_close(ours: Tensor, theirs: Tensor) -> None:
+    assert (ours - theirs).norm() <= 1e-5 * theirs.norm()
+
+
+@each_model
+@pytest.mark.parametrize("chunk", [1, 7, PICKED])
+def test_a_text_of_as_many_tokens_as_are_picked(name: str, chunk: int, text: Text) -> None:
+    ids = text(PICKED)
+    assert_close(read(bound(name), KVCache(bound(name)), ids, chunk), one_shot(name, ids))
+
+
+@each_model
+@pytest.mark.parametrize("chunk", [1, 5])
+def test_a_budget_below_equals_an_explicit_mask(name: str, chunk: int, text: Text) -> None:
+    budget, sinks, ids = 19, 3, text(TOKENS)
+    ours = read(bound(name), KVCache(bound(name), budget, Recent(), sinks, positions="original"), ids, chunk)
+    query, key = torch.arange(TOKENS)[:, None], torch.arange(TOKENS)[None]
+    seen = (key <= query) & ((key < sinks) | (key >= query - (budget - sinks)))
+    theirs = masked(plain(name), ids, seen)
+    assert_close(ours, theirs)
+    assert (theirs - one_shot(name, ids)).norm() > 0.05 * theirs.norm()
+
+
+@each_model
+def test_a_pass_that_would_have_to_choose_is_refused(name: str, text: Text) -> None:
+    ids, twin = text(TOKENS), KVCache(bound(name))
+    cache = KVCache(bound(name))
+    for each in (cache, twin):
+        read(bound(name), each, ids[:, :20], 20)
+    with pytest.raises(UsageError, match=r"could see 25 tokens, and the model's indexer would pick 24 of them"):
+        read(bound(name), cache, ids[:, 20:25], 5)
+    one, other = (read(bound(name), each, ids[:, 20:24], 4) for each in (cache, twin))
+    assert one.equal(other)
+    with pytest.raises(UsageError, match="give it a budget, and read the prompt in chunks"):
+        read(bound(name), KVCache(bound(name), 19, Recent()), ids, 25)
+
+
+@each_model
+def test_without_our_cache_the_indexer_picks(name: str, text: Text) -> None:
+    ids, model = text(TOKENS), made(name)
+    windlass.attach(model)
+    read(model, KVCache(model), ids[:, :9], 9)
+    with torch.no_grad():
+        assert model(ids, use_cache=False).logits.equal(one_shot(name, ids))
+        windlass.detach(model)
+        assert model(ids, use_cache=False).logits.equal(one_shot(name, ids))
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_the_indexer_matters_beyond() -> None:
+    """Else none of this would show a fault."""
+    ids = torch.arange(TOKENS)[None] % VOCABULARY
+    model = made("deepseek_v32")
+    with torch.no_grad():
+        sparse = model(ids, use_cache=False).logits
+        for layer in model.model.layers:
+            layer.self_attn.indexer.index_topk = TOKENS
+        whole = model(ids, use_cache=False).logits
+    assert (sparse - whole).norm() > 0.05 * whole.norm()
