@@ -21,7 +21,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.core.attention import AttentionInput, Visibility
 from windlass.core.packed import PackedStates
-from windlass.evals.speed.shapes import SHAPES, Shape
+from windlass.evals.speed.shapes import SHAPES
+from windlass.hf.layer_shapes import LayerShape
 from windlass.kernels import cpu
 from windlass.positions.modes import Original
 
@@ -39,7 +40,7 @@ class Layers:
     tables: tuple[torch.Tensor, torch.Tensor]
 
     @classmethod
-    def random(cls, shape: Shape, depth: int) -> "Layers":
+    def random(cls, shape: LayerShape, depth: int) -> "Layers":
         """Enough layers to fill LAYER_BYTES."""
         size = shape.kv_heads, depth, shape.head_dim
         count = max(2, LAYER_BYTES // (4 * shape.kv_heads * depth * shape.head_dim))
@@ -112,7 +113,7 @@ def measure(layers: Layers, rounds: int) -> dict[str, float]:
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["1b", "7b-mha"], choices=[*SHAPES])
+    parser.add_argument("--shapes", nargs="+", default=["1b", "7b-mha"], choices=["1b", "8b", "7b-mha"])
     parser.add_argument("--depths", nargs="+", type=int, default=[1024, 8192, 16384])
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -121,7 +122,7 @@ def main() -> None:
     torch.manual_seed(0)
     for name in options.shapes:
         for depth in options.depths:
-            shape = SHAPES[name]
+            (shape, *_) = SHAPES[name].cached_layers(torch.bfloat16)
             seconds = measure(Layers.random(shape, depth), options.rounds)
             held = 4 * shape.kv_heads * shape.head_dim * depth
             about = {"kind": "attention", **machine(options.threads), "kernel": cpu.instruction_set()}

@@ -17,7 +17,8 @@ from windlass.core.attention import AttentionInput, Visibility
 from windlass.core.packed import PackedStates
 from windlass.core.units import in_units
 from windlass.evals.speed.run import free_bytes
-from windlass.evals.speed.shapes import SHAPES, Shape
+from windlass.evals.speed.shapes import SHAPES
+from windlass.hf.layer_shapes import LayerShape
 from windlass.positions.modes import Original
 from windlass.stores.spec import store_of
 
@@ -36,7 +37,7 @@ def measure(part: Part) -> None:
 
 
 def _measure(part: Part, what: str, name: str, batch: int, slots: int) -> None:
-    shape = SHAPES[name]
+    (shape, *_) = SHAPES[name].cached_layers(torch.bfloat16)
     layer_bytes = 4 * batch * shape.kv_heads * slots * shape.head_dim
     count = min(MOST_LAYERS, max(2, part.sizes.layer_bytes // layer_bytes))
     needed, free = (2 * count + TEMPORARIES) * layer_bytes, free_bytes(part.device)
@@ -64,7 +65,7 @@ def _measure(part: Part, what: str, name: str, batch: int, slots: int) -> None:
 class Layers:
     """What `count` layers hold in every store, and one query per row."""
 
-    def __init__(self, shape: Shape, batch: int, slots: int, count: int, device: torch.device) -> None:
+    def __init__(self, shape: LayerShape, batch: int, slots: int, count: int, device: torch.device) -> None:
         size = batch, shape.kv_heads, slots, shape.head_dim
         self._scale, self._is_grouped = shape.head_dim**-0.5, shape.heads > shape.kv_heads
         self._queries = torch.randn(batch, shape.heads, 1, shape.head_dim, device=device, dtype=torch.bfloat16)

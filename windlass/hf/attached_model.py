@@ -72,8 +72,10 @@ class AttachedModel:
         del self.decoder.outer.forward
         if self._own_forward is not None:
             self.decoder.outer.forward = self._own_forward
-        for each in (*self.latents.values(), *self.indexers):
-            each.remove()
+        for latent in self.latents.values():
+            latent.remove()
+        for indexer in self.indexers:
+            indexer.remove()
         if self._generate is not None:
             self._generate.remove()
 

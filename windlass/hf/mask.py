@@ -97,5 +97,6 @@ def mask(
     if isinstance(attention_mask, Mask):  # made outside of the decoder, which hands it on
         return attention_mask
     columns = range(q_offset, q_offset + q_length)
-    is_causal = allow_is_causal_skip or mask_function is causal_mask_function
+    causal: Callable[..., object] = causal_mask_function
+    is_causal = allow_is_causal_skip or mask_function is causal
     return Mask(local_size, mask_function, is_causal, batch_size, columns, device)
