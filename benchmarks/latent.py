@@ -10,6 +10,7 @@ import argparse
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 
 import torch
@@ -71,8 +72,8 @@ def main() -> None:
             cache.crop(-1)
 
         works: dict[str, tuple[Callable[[], None], int]] = {
-            "unrotated": (lambda cache=ours: with_ours(cache), WRITTEN),
-            "rotated": (lambda cache=rotated: with_ours(cache), WRITTEN),
+            "unrotated": (partial(with_ours, ours), WRITTEN),
+            "rotated": (partial(with_ours, rotated), WRITTEN),
             "transformers": (with_own, 1),
         }
         seconds: dict[str, list[float]] = {kind: [] for kind in works}

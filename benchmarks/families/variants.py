@@ -22,6 +22,12 @@ _EXPERTS: Final = {
     "hidden_size_per_layer_input": 0,
     "num_global_key_value_heads": 2,
 }
+_SHARED: Final = {
+    "num_hidden_layers": 6,
+    "layer_types": ["sliding_attention", "full_attention"] * 3,
+    "num_kv_shared_layers": 4,
+    "use_double_wide_mlp": True,
+}
 _NO_MAMBA: Final = {
     "num_hidden_layers": 4,
     "layer_types": ["full_attention"] * 4,
@@ -35,6 +41,7 @@ VARIANTS: Final[dict[tuple[str, str], dict[str, Any]]] = {
     ("exaone4", "no windows"): {"layer_types": ["full_attention"] * 4},
     ("gemma4_text", "experts, keys that are values"): {"init": _EXPERTS},
     ("gemma4_text", "no inputs per layer"): {"init": {"hidden_size_per_layer_input": 0}},
+    ("gemma4_text", "layers that share keys"): {"init": _SHARED},
     ("granitemoehybrid", "no recurrent layers"): {"init": _NO_MAMBA},
     ("lfm2", "convolutions"): {"init": _CONVOLUTIONS},
     ("llama", "biases"): {"attention_bias": True, "mlp_bias": True},

@@ -143,7 +143,7 @@ def test_rows_that_end_at_different_steps_do(
     check(attached_model("llama"), text, 1, sampling, policy=policy, batch=3)
 
 
-@pytest.mark.parametrize("family", ["gemma3", "qwen3", "glm4", "cohere"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3", "glm4", "cohere", "gemma4_e"])
 def test_families_with_windows_and_other_rotations_do(family: str, attached_model: Models, text: Text) -> None:
     check(attached_model(family), text, 2, policy=H2O())
 

@@ -107,7 +107,7 @@ def test_columns_that_are_padding_in_every_row(
     assert again.tolist() == fresh.tolist()
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "gemma3", "gpt_oss", "gemma3n", "gemma4_e"])
 def test_assisted_decoding_equals_greedy(family: str, attached_model: Models, text: Text) -> None:
     model, ids = attached_model(family), text(15)
     for assistant in (tiny_model(family), tiny_model("qwen3")):
@@ -132,7 +132,13 @@ def assert_drafts_change_nothing(model: PreTrainedModel, ids: Tensor, tokens: in
 
 @pytest.mark.parametrize(
     ("family", "policy"),
-    [*(("llama", policy) for policy in POLICIES), ("mistral", KeyDiff()), ("gemma3", H2O())],
+    [
+        *(("llama", policy) for policy in POLICIES),
+        ("mistral", KeyDiff()),
+        ("gemma3", H2O()),
+        ("gemma3n", KeyDiff()),
+        ("gemma4_e", H2O()),
+    ],
     ids=repr,
 )
 def test_drafts_change_nothing_for_any_policy(family: str, policy: Policy, attached_model: Models, text: Text) -> None:
@@ -206,7 +212,7 @@ def test_crop(attached_model: Models, text: Text) -> None:
     assert cache.tokens_seen == [24]
 
 
-@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss"])
+@pytest.mark.parametrize("family", ["llama", "mistral", "gpt_oss", "gemma3n"])
 @pytest.mark.parametrize("policy", [None, H2O()])
 def test_beam_search_equals_transformers(
     family: str, policy: Policy | None, attached_model: Models, text: Text

@@ -93,6 +93,7 @@ def test_goes_on_after_eviction(policy: Policy, mode: str, model: PreTrainedMode
 FAMILIES = [
     *[("llama_dynamic", None), ("llama_dynamic", 20), ("mistral", 20), ("gemma2", 9), ("gemma2", 20)],
     *[("phi3", 9), ("smollm3", 9), ("cohere", 9), ("gpt_oss", None), ("gpt_oss", 20)],
+    *[("gemma3n", 20), ("gemma4_e", 9), ("gemma4_e", None)],
 ]
 
 

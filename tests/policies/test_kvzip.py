@@ -32,7 +32,7 @@ def peaks(plain: PreTrainedModel, ids: list[int], repeat: int) -> list[list[list
     return most
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gpt_oss", "gemma2", "gemma3n", "gemma4_e"])
 def test_the_best_by_what_the_repeated_text_looks_at_are_kept(
     plain_model: Models, attached_model: Models, text: Text, family: str
 ) -> None:

@@ -8,33 +8,32 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.rules import LayerRules
-from windlass.cache.slot_table import SlotTable
+from windlass.cache.table_view import TableView
 from windlass.core.attention import AttentionInput, Mass
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import Attended, ObservedColumns, Queries
-from windlass.core.step import AttentionCall, Step
-from windlass.merge import log_counts
+from windlass.core.step import AttentionCall
 from windlass.positions.base import PositionMode, Reading
 from windlass.positions.rotary import Rotary
 
 
 def attend(
-    table: SlotTable,
+    view: TableView,
     rules: LayerRules,
     rotary: Rotary | None,
     queries: Queries,
-    step: Step,
     mode: PositionMode,
     call: AttentionCall,
     observed: ObservedColumns | None,
 ) -> tuple[Attended, Mass | None]:
     """What the queries read of the slots, and the attention that each slot got from the `observed` ones."""
-    tokens = queries.shape[2]
+    tokens, step = queries.shape[2], view.step
     is_rest_wanted = rules.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens
     whole = AttentionInput(
         queries,
-        *table.store.packed(),
-        table.positions,
+        view.keys,
+        view.values,
+        view.positions,
         step.positions,
         None,
         None,
@@ -42,7 +41,7 @@ def attend(
         rules.visibility,
         softcap=call.softcap,
         sink_logits=call.sink_logits,
-        log_counts=log_counts(rules.merge, table.state),
+        log_counts=view.log_counts,
         observed=observed,
         is_rest_wanted=is_rest_wanted,
         sees_to=call.sees_to,
@@ -51,8 +50,7 @@ def attend(
         return kernels.attend(whole)
     # Distances within a sliding window are those that the model was trained on, however long the text.
     trained_length = rotary.trained_length if rules.sliding_window is None else None
-    held = min(table.occupancy_bound + step.graph_headroom, table.slots)
-    readings = mode.within(trained_length, rules.budget is not None).readings(table.positions, step, held)
+    readings = mode.within(trained_length, rules.budget is not None).readings(view.positions, step, view.occupancy)
     parts = [_read(whole, reading, rotary) for reading in readings]
     if len(readings) == 1 and readings[0].is_read is None:
         return parts[0]

@@ -7,6 +7,7 @@ from windlass.cache.compress import compress, layer_limits
 from windlass.cache.recurrent_layer import RecurrentLayer, check_columns
 from windlass.cache.rows import RowTable, check_positions
 from windlass.cache.second_pass import second_pass
+from windlass.cache.shared import attend_shared
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState, Text
 from windlass.core.check import whole_number
@@ -26,7 +27,16 @@ class TextCache(CacheState):
         means = self.key_means or [None] * len(self.rotaries)
         each = zip(layer_limits(self.policy, self.limits, len(means)), self.rotaries, means, strict=True)
         self.layers = [
-            SlotLayer(index, limits, self.policy, rotary, self._store(index, mean), self.merge, len(means))
+            SlotLayer(
+                index,
+                limits,
+                self.policy,
+                rotary,
+                self._store(index, mean),
+                self.merge,
+                len(means),
+                index in self.shared,
+            )
             for index, (limits, rotary, mean) in enumerate(each)
         ]
         self.recurrent = self.new_recurrent_layers()
@@ -118,6 +128,14 @@ class TextCache(CacheState):
         return (second_pass if step.is_second_pass else SlotLayer.step)(
             its, queries, keys, values, step, self.positions, call
         )
+
+    @no_inference_mode
+    def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
+        """What a layer of the model without keys and values of its own reads of layer `layer`, which has attended.
+
+        `queries` are those of the pass's last columns, mostly of all. Raises: UsageError for another sliding window.
+        """
+        return attend_shared(self.layers[layer], queries, self.positions, call)
 
     @no_inference_mode
     def commit(self) -> None:

@@ -7,6 +7,7 @@ import torch
 from windlass import kernels
 from windlass.cache.attend import attend
 from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.table_view import TableView
 from windlass.core.shapes import Attended, NewKeys, NewValues, PerSlot, Queries
 from windlass.core.step import AttentionCall, Step
 from windlass.policies.base import Observation
@@ -35,7 +36,10 @@ def second_pass(
     written = kernels.first_free(table.positions, keys.shape[2])
     table.write(written, keys, values, positions, initial_state)
     table.occupancy_bound += max(step.lengths)
-    out, peak = _attended(layer, queries, step, mode, call)
+    view = TableView.of(table, layer.rules, step)
+    if layer.is_shared:
+        layer.views.append(view.kept())
+    out, peak = _attended(layer, view, queries, mode, call)
     if scoring_chunk(layer.policy):
         seen = Observation(peak, queries.flip(2), step.positions.flip(1))
         observe(layer.policy, layer.index, layer.slots_at(step), seen)
@@ -45,21 +49,21 @@ def second_pass(
 
 
 def _attended(
-    layer: SlotLayer, queries: Queries, step: Step, mode: PositionMode, call: AttentionCall
+    layer: SlotLayer, view: TableView, queries: Queries, mode: PositionMode, call: AttentionCall
 ) -> tuple[Attended, PerSlot]:
     """What the queries read, and the largest probability that any of them gave each slot.
 
     The query heads that share a kv head are taken one after the other: their mass comes as a sum.
     """
     heads = queries.shape[1]
-    columns = torch.arange(queries.shape[2], device=queries.device).where(step.positions >= 0, -1)
+    columns = torch.arange(queries.shape[2], device=queries.device).where(view.step.positions >= 0, -1)
     kv_heads = layer.store.layout[0]
     sinks = None if call.sink_logits is None else call.sink_logits.view(kv_heads, -1)
     outs, peaks = [], []
     for member in range(heads // kv_heads):
         own = replace(call, sink_logits=None if sinks is None else sinks[:, member])
         member_queries = queries[:, member :: heads // kv_heads]
-        out, mass = attend(layer.table, layer.rules, layer.rotary, member_queries, step, mode, own, columns)
+        out, mass = attend(view, layer.rules, layer.rotary, member_queries, mode, own, columns)
         assert mass is not None, "attention that nobody observed"
         outs.append(out)
         peaks.append(mass.rows.amax(2))

@@ -15,6 +15,7 @@ from windlass.cache.layer import Layer
 from windlass.cache.observation import observation, observed_columns, queries_at, settle, slots_view
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable
+from windlass.cache.table_view import TableView
 from windlass.core.record import StepRecord
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import Attended, NewKeys, NewValues, Queries, SlotIndex
@@ -40,8 +41,9 @@ class SlotLayer(Layer):
         store: Store,
         merge: Merge | None = None,
         layers: int = 1,
+        is_shared: bool = False,
     ) -> None:
-        self.index, self.layers, self.rotary = index, layers, rotary
+        self.index, self.layers, self.rotary, self.is_shared = index, layers, rotary, is_shared
         self.table = SlotTable(store)
         self.configured_policy, self.configured_merge = policy, merge
         self.rules = LayerRules(policy, merge, limits, limits.budget)
@@ -49,6 +51,7 @@ class SlotLayer(Layer):
         self.reserve_hint = 0  # slots that are known to be needed soon, so that a layer without budget grows once
         self.history = History()
         self.checkpoint: Checkpoint | None = None
+        self.views: list[TableView] = []  # of the parts of the pass that runs, for the layers that share the slots
 
     @property
     def is_empty(self) -> bool:
@@ -92,9 +95,9 @@ class SlotLayer(Layer):
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
         parts = self._parts(step)
         columns = [part.positions.shape[1] for part in parts]
-        pieces = zip(parts, *(states.split(columns, 2) for states in (queries, keys, values)), strict=True)
-        calls = call.split(columns)
-        outs = [self._step(q, k, v, part, mode, calls[at], at > 0) for at, (part, q, k, v) in enumerate(pieces)]
+        pieces = zip(*(states.split(columns, 2) for states in (queries, keys, values)), strict=True)
+        each = zip(parts, pieces, call.split(columns), strict=True)
+        outs = [self._step(part, piece, mode, its, part is not parts[0]) for part, piece, its in each]
         self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
@@ -105,17 +108,10 @@ class SlotLayer(Layer):
         return step.parts if is_apart and not step.defer_eviction else (step,)
 
     def _step(
-        self,
-        queries: Queries,
-        keys: NewKeys,
-        values: NewValues,
-        step: Step,
-        mode: PositionMode,
-        call: AttentionCall,
-        is_continued: bool,
+        self, step: Step, states: tuple[Tensor, ...], mode: PositionMode, call: AttentionCall, is_continued: bool
     ) -> Attended:
-        """Write, attend, observe, evict, and note how to undo it."""
-        table, state = self.table, self.table.copied_state()
+        """Write, attend, observe, evict, and note how to undo it. `states` are queries, keys and values."""
+        (queries, keys, values), table, state = states, self.table, self.table.copied_state()
         if self.checkpoint is not None and not is_continued:
             self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
         queries, keys, initial_state = preprocess(self.configured_policy, self.index, queries, keys, step.ids)
@@ -126,7 +122,10 @@ class SlotLayer(Layer):
         table.occupancy_bound += max(step.lengths)
         observed = observed_columns(step, self.policy.observed_queries)
         weighed = observed if self.policy.needs.mass else None
-        out, mass = attend(table, self.rules, self.rotary, queries, step, mode, call, weighed)
+        view = TableView.of(table, self.rules, step)
+        if self.is_shared:
+            self.views.append(view.kept())
+        out, mass = attend(view, self.rules, self.rotary, queries, mode, call, weighed)
         record = StepRecord(
             step,
             (0,) * len(step.lengths),
@@ -153,10 +152,10 @@ class SlotLayer(Layer):
         return self.checkpoint
 
     def commit(self) -> None:
-        self.checkpoint = None
+        self.checkpoint, self.views = None, []
 
     def take_back(self, step: Step) -> None:
-        checkpoint, records = self.checkpoint, self.history.records
+        checkpoint, records, self.views = self.checkpoint, self.history.records, []
         if checkpoint is not None and checkpoint.step is step:
             checkpoint.restore(self.table)
             self.rules, self.history, self.checkpoint = checkpoint.rules, checkpoint.history, None

@@ -52,6 +52,9 @@ class CacheState:
     recurrent: list[RecurrentLayer]
     """One for each recurrent layer; where a layer of the model attends as well, both have its number."""
 
+    shared: frozenset[int] = frozenset()
+    """Which of `layers` are read by further layers of the model, too, that have no keys and values of their own."""
+
     key_means: list[KeyMeans | None] | None = None
     """Per layer the mean key, for a store that asks for it."""
 

@@ -100,13 +100,14 @@ def _attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if latent is not None:
         query = latent.queries(query)
-    own = attachment.kinds.attention.index(layer)  # which of the layers that attend
-    rotary = attachment.rotaries[own]
+    place, is_shared = attachment.place(layer, key)
+    rotary = attachment.rotaries[place]
     if rotary is not None:
         pairs = rotary.rotary_pairs
         query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
     call = attachment.call(layer, attention_mask, scale, softcap, s_aux)
-    out = inference_only(cache.attend(own, query, key, value, call), query, key, value)
+    out = cache.attend_shared(place, query, call) if is_shared else cache.attend(place, query, key, value, call)
+    out = inference_only(out, query, key, value)
     if latent is not None:
         out = latent.values(out)
     return out.transpose(1, 2).contiguous(), None

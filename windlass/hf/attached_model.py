@@ -142,8 +142,21 @@ class AttachedModel:
         running = self._running.get("pass")
         return running.cache if running is not None and running.thread == get_ident() else None
 
+    def place(self, layer: int, keys: Tensor) -> tuple[int, bool]:
+        """Which of the cache's layers a layer of the model attends to, and whether another one has written that.
+
+        Raises: UsageError where `keys` are not those that attach has seen it attend to.
+        """
+        source, handed = self.kinds.sources.get(layer), self._running["pass"].keys
+        if source is None:
+            handed[layer] = keys
+        elif handed.get(source) is not keys:
+            raise UsageError(f"layer {layer} attends to other keys than those of layer {source}, as it did at attach")
+        return self.kinds.place(layer), source is not None
+
     def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
         """What a layer is asked for under this mask. Raises: UsageError for a mask that no cache can honour."""
+        mask = mask.whole
         window = mask.window if mask.is_causal else self._windows[layer]
         return AttentionCall(scale, window, softcap, sinks, sees_to(self._running["pass"], mask, window))
 
@@ -174,7 +187,8 @@ class AttachedModel:
         if rotated.has_axes and self.decoder.outer is not self.decoder.inner:
             raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
         self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
-        self._windows, self.kinds = rotated.windows, replace(self.kinds, latents=rotated.latents)
+        self._windows = rotated.windows
+        self.kinds = replace(self.kinds, latents=rotated.latents).with_sources(rotated.sources)
         config = model.config.get_text_config()
         cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), config, self.kinds)
         cache.reset()

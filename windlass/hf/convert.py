@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from windlass.cache.history import History
 from windlass.cache.recurrent_layer import refuse_edit
@@ -11,24 +11,25 @@ from windlass.cache.rows import RowTable
 from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError
 from windlass.core.rotate import rotate, unrotate
+from windlass.hf.linear_layer import LayerKinds
 from windlass.merge import holds_merged_tokens
 from windlass.policies.base import INITIAL_STATE
 from windlass.positions.modes import Auto, Compact
 from windlass.positions.rotary import Rotary
 
 
-def rows_of(source: Cache) -> int:
+def rows_of(source: Cache, kinds: LayerKinds) -> int:
     """The batch of a `DynamicCache`. Raises: UsageError when it is something else, or empty."""
-    return _states_of(source)[0][0].shape[0]
+    return _states_of(source, kinds)[0][0].shape[0]
 
 
-def fill_from_rotated(cache: CacheState, source: Cache) -> None:
-    """See `KVCache.from_rotated`; `cache` is new."""
+def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds) -> None:
+    """See `KVCache.from_rotated`; `cache` is new. `kinds` are those of the model's layers."""
     refuse_edit(cache.recurrent, "from_rotated")
     missing = [what for name, what in INITIAL_STATE.items() if name in cache.policy.needs.state]
     if missing:
         raise UsageError(f"from_rotated: {cache.policy!r} ranks by {missing[0]}, which a DynamicCache does not know")
-    states = _states_of(source)
+    states = _states_of(source, kinds)
     if len(states) != len(cache.layers):
         raise UsageError(f"the DynamicCache has {len(states)} layers, the model has {len(cache.layers)}")
     seen = source.get_seq_length()
@@ -48,12 +49,15 @@ def fill_from_rotated(cache: CacheState, source: Cache) -> None:
     cache.rows = RowTable.after_prompt(cache.batch_size, seen)
 
 
-def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
-    """Keys, values and sliding window of each layer."""
+def _states_of(source: Cache, kinds: LayerKinds) -> list[tuple[Tensor, Tensor, int | None]]:
+    """Keys, values and sliding window of each layer that has any of its own."""
     if not isinstance(source, DynamicCache):
         raise UsageError(f"from_rotated takes a transformers DynamicCache, got {type(source).__name__}")
     states: list[tuple[Tensor, Tensor, int | None]] = []
     for index, layer in enumerate(source.layers):
+        is_none = isinstance(layer, DummyLayer) or (isinstance(layer, DynamicLayer) and layer.keys is None)
+        if index in kinds.sources and is_none:
+            continue
         if not isinstance(layer, DynamicLayer):
             raise UsageError(f"layer {index} of the DynamicCache is a {type(layer).__name__}: not keys and values")
         if layer.keys is None or layer.values is None or layer.keys.numel() == 0:
@@ -65,8 +69,8 @@ def _states_of(source: Cache) -> list[tuple[Tensor, Tensor, int | None]]:
     return states
 
 
-def to_rotated(cache: CacheState, config: PreTrainedConfig) -> DynamicCache:
-    """See `KVCache.to_rotated`."""
+def to_rotated(cache: CacheState, config: PreTrainedConfig, kinds: LayerKinds) -> DynamicCache:
+    """See `KVCache.to_rotated`. `kinds` are those of the model's layers."""
     refuse_edit(cache.recurrent, "to_rotated")
     if any(holds_merged_tokens(layer.positions, layer.table.state) for layer in cache.layers):
         raise UsageError("to_rotated: tokens of this cache were merged, and a DynamicCache does not know their counts")
@@ -96,8 +100,9 @@ def to_rotated(cache: CacheState, config: PreTrainedConfig) -> DynamicCache:
         keys = _converted_keys(keys, positions, layer.rotary, first + tokens, is_out=True)
         if layer.store.latent:
             keys, values = values, keys[..., : -layer.store.latent]
-        result.update(keys, values, layer.index)
-        exported = result.layers[layer.index]
+        number = kinds.attention[layer.index]
+        result.update(keys, values, number)
+        exported = result.layers[number]
         if isinstance(exported, DynamicSlidingWindowLayer):
             exported.cumulative_length = end
     return result

@@ -124,9 +124,9 @@ class KVCache(ModelCache):
         with the length of the text (dynamic NTK past its window).
         """
         check_kind("options", options, (CacheOptions, type(None)), "CacheOptions or None")
-        options = replace(options or CacheOptions(), batch=convert.rows_of(past_key_values))
+        options = replace(options or CacheOptions(), batch=convert.rows_of(past_key_values, attached(model).kinds))
         cache = cls.from_options(model, options)
-        convert.fill_from_rotated(cache, past_key_values)
+        convert.fill_from_rotated(cache, past_key_values, cache.kinds)
         return cache
 
     def to_rotated(self) -> DynamicCache:
@@ -137,7 +137,7 @@ class KVCache(ModelCache):
 
         Raises: UsageError when rows or heads do not hold positions 0, 1, 2, ... up to one length.
         """
-        return convert.to_rotated(self, self.config)
+        return convert.to_rotated(self, self.config, self.kinds)
 
 
 def _name_of(model: PreTrainedModel) -> str:

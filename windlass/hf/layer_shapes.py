@@ -56,6 +56,7 @@ class _ShapeCache(KVCache):
     def __init__(self, model: PreTrainedModel) -> None:
         KVCache.__init__(self, model)
         self.shapes: dict[int, LayerShape] = {}
+        self._values: dict[int, NewValues] = {}
 
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
         """What one token alone reads: its own value."""
@@ -69,7 +70,13 @@ class _ShapeCache(KVCache):
             call.sliding_window,
             self.latent_of(layer),
         )
+        self._values[layer] = values
         return values.repeat_interleave(heads // kv_heads, 1)
+
+    def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
+        """As `attend`, of a layer that wrote."""
+        values = self._values[layer]
+        return values.repeat_interleave(queries.shape[1] // values.shape[1], 1)
 
 
 @no_inference_mode

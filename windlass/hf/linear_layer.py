@@ -1,7 +1,7 @@
 """Recurrent layers: which layers of a model keep a state, and that state in transformers' own classes."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, final
 
 from torch import Tensor
@@ -16,7 +16,8 @@ from transformers.cache_utils import (
 from windlass.cache.recurrent_layer import RecurrentLayer
 from windlass.core.errors import UsageError
 from windlass.policies import Policy
-from windlass.policies.wrapper import scoring_chunk
+from windlass.policies.interfaces import Trained
+from windlass.policies.wrapper import find, scoring_chunk
 
 # The types of a config's `layer_types` that keep a state, and those that keep nothing at all.
 RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
@@ -28,19 +29,35 @@ STATE: Final = "state."
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Which of a model's layers attend, by their numbers, and which keep how many states, and of what kind.
+    """Which of a model's layers have keys and values, by their numbers, and which keep how many states, of what kind.
 
-    `latents`: of layers that attend over latents (MLA), how many channels those have.
+    `sources` has, for each layer that attends to keys and values of another layer, that layer's number; `latents`, for
+    each that attends over latents (MLA), how many channels those have.
     """
 
     attention: tuple[int, ...]
     recurrent: tuple[tuple[int, int, str], ...] = ()  # number, states, kind
     latents: Mapping[int, int] = field(default_factory=dict)
+    sources: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def is_recurrent(self) -> bool:
         """Whether any layer keeps a state."""
         return bool(self.recurrent)
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Those that other layers share, counted among the layers with keys and values."""
+        return frozenset(map(self.place, self.sources.values()))
+
+    def place(self, layer: int) -> int:
+        """Which of the layers with keys and values has those that `layer` attends to."""
+        return self.attention.index(self.sources.get(layer, layer))
+
+    def with_sources(self, sources: Mapping[int, int]) -> "LayerKinds":
+        """Once it is known which layers have no keys and values of their own."""
+        own = tuple(layer for layer in self.attention if layer not in sources)
+        return replace(self, attention=own, sources=dict(sources))
 
 
 def layer_kinds(model: PreTrainedModel) -> LayerKinds:
@@ -77,7 +94,17 @@ def _types(config: PreTrainedConfig) -> Sequence[str]:
 
 
 def check_policy(kinds: LayerKinds, policy: Policy) -> None:
-    """Raises: UsageError for a policy that reads a text twice, where a state would have read it twice, too."""
+    """Return for a policy that fits these layers.
+
+    Raises: UsageError for one that reads a text twice, where a state would have read it twice, too; and for one that
+    was trained with the model, where layers share keys that it would change.
+    """
+    if kinds.sources and find(policy, Trained) is not None:
+        layer, source = next(iter(kinds.sources.items()))
+        raise UsageError(
+            f"{policy!r} changes the keys and queries of every layer, and layer {layer} has no keys but those of layer "
+            f"{source}; take a policy that needs no training, such as key_diff"
+        )
     if kinds.is_recurrent and scoring_chunk(policy):
         number, _, kind = kinds.recurrent[0]
         raise UsageError(

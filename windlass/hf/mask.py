@@ -1,12 +1,14 @@
 """What a model asks its attention mask to be. A cache decides by positions what is visible: no matrix is made."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Final
 
 import torch
 from torch import Tensor
 from transformers.masking_utils import causal_mask_function
+
+from windlass.core.errors import UsageError
 
 QUERIES: Final = 256  # of which a matrix is made at once
 
@@ -27,10 +29,24 @@ class Mask:
     rows: int
     columns: range
     device: torch.device
+    _whole: "Mask | None" = None
 
-    def __getitem__(self, index: object) -> "Mask":
-        """The same rule: a part of it is as good for code that only hands it on. Code that computes with it fails."""
-        return self
+    def __getitem__(self, index: tuple[slice | int, ...]) -> "Mask":
+        """That of the pass's last columns alone, for layers in which no other queries are needed; or of any head.
+
+        Raises: UsageError for any other part, which a model would take of a matrix.
+        """
+        batch, head, queries, keys = (index + (slice(None),) * 4)[:4]
+        part = replace(self, columns=self.columns[queries], _whole=self.whole) if isinstance(queries, slice) else None
+        is_whole = batch == slice(None) and head in (slice(None), 0) and keys == slice(None)
+        if part is None or not is_whole or part.columns.stop != self.columns.stop:
+            raise UsageError(f"this model takes a part of its attention mask, {index}, and a KVCache makes no matrix")
+        return part
+
+    @property
+    def whole(self) -> "Mask":
+        """That of all columns of the pass."""
+        return self if self._whole is None else self._whole
 
     def is_sliding_window(self) -> bool:
         """Whether a query sees the newest `window` keys (None: all) up to its own, and no others.

@@ -34,7 +34,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
     ) -> None:
         Cache.__init__(self, layers=[])
         TextCache.__init__(self, model_id, options, rotaries, device)
-        self.config, self.kinds = config, kinds
+        self.config, self.kinds, self.shared = config, kinds, kinds.shared
 
     def new_recurrent_layers(self) -> list[RecurrentLayer]:
         return [LinearLayer(*each) for each in self.kinds.recurrent]

@@ -52,6 +52,7 @@ class Probe:
         self.keys: dict[int, Tensor] = {}
         self.windows: dict[int, int | None] = {}
         self.latents: dict[int, int] = {}  # channels of each layer's latents, where it has them
+        self.sources: dict[int, int] = {}  # of a layer that attends to the keys and values of another, that layer
         self.has_axes = False  # whether positions have several axes
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -89,10 +90,13 @@ class Probe:
             raise UnsupportedModel("makes its own attention mask")
         if not mask.is_sliding_window():
             raise UnsupportedModel(f"masks attention in layer {layer} by more than causality and a sliding window")
-        if layer in self.keys:
+        if layer in self.modules:
             raise UnsupportedModel(f"calls attention more than once in layer {layer}: a cache writes at each call")
         written_as = next((number for number, (key, _) in self._written.items() if key is keys), layer)
-        if written_as != layer:
+        self.windows[layer] = mask.window
+        if written_as in self.keys and layer not in self._written:
+            self._note_source(layer, written_as, values)
+        elif written_as != layer:
             raise UnsupportedModel(f"writes the keys of layer {layer} to the cache as those of layer {written_as}")
         held = keys
         if latent is not None and layer in self._written:
@@ -102,9 +106,21 @@ class Probe:
             written_keys, written_values = self._written[layer]
             if keys is not written_keys or values is not written_values:
                 raise UnsupportedModel(f"changes keys or values in layer {layer} between the cache and attention")
-        self.modules[layer], self.keys[layer] = module, held.float().cpu()
-        self.windows[layer] = mask.window
+        self.modules[layer] = module
+        if layer not in self.sources:
+            self.keys[layer] = held.float().cpu()
         return values.repeat_interleave(queries.shape[1] // values.shape[1], 1).transpose(1, 2)
+
+    def _note_source(self, layer: int, source: int, values: Tensor) -> None:
+        """Note a layer that attends to the keys which `source` wrote, and attended to before."""
+        if values is not self._written[source][1]:
+            raise UnsupportedModel(f"attends in layer {layer} to the keys of layer {source}, and to other values")
+        if self.windows[layer] != self.windows[source]:
+            raise UnsupportedModel(
+                f"attends in layer {layer} to the keys and values of layer {source} through a sliding window of "
+                f"{self.windows[layer]}, and layer {source} keeps them for one of {self.windows[source]}"
+            )
+        self.sources[layer] = source
 
     @contextmanager
     def own_attention_is_named(self, model: PreTrainedModel) -> Iterator[None]:
@@ -122,7 +138,7 @@ class Probe:
         """Return if each layer that attends wrote to the cache. Raises: UnsupportedModel, naming the others."""
         if not self.keys:
             raise UnsupportedModel(OWN_ATTENTION)
-        ours, expected = self._written.keys() & self.keys.keys(), set(kinds.attention)
+        ours, expected = self._written.keys() & self.keys.keys(), set(kinds.attention) - self.sources.keys()
         if missing := sorted(expected - ours):
             raise UnsupportedModel(f"has layers without attention keys and values of their own: {missing}")
         if further := sorted((self._written.keys() | self.keys.keys()) - expected):

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Final, ParamSpec, TypeVar
 
 import torch
+from torch import Tensor
 
 from windlass.cache.cache import TextCache
 from windlass.cache.state import Text
@@ -32,7 +33,8 @@ class TokenTypes:
 class RunningPass:
     """A pass with a cache, the thread that it runs in, and where the cache's text stood before it.
 
-    `sees_to` has for each mask that is not causal the last positions that the tokens see.
+    `sees_to` has for each mask that is not causal the last positions that the tokens see; `keys` what layers were
+    handed whose keys others share.
     """
 
     cache: TextCache
@@ -40,6 +42,7 @@ class RunningPass:
     before: Text | None = None
     types: TokenTypes | None = None
     sees_to: dict[Mask, QueryPositions | None] = field(default_factory=dict)
+    keys: dict[int, Tensor] = field(default_factory=dict)
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

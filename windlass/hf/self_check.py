@@ -48,17 +48,30 @@ class CheckCache(ModelCache):
 
     def reset(self) -> None:
         super().reset()
-        self.largest_scores = [0.0] * len(self.layers)
+        self.largest_scores: dict[int, float] = {}  # by layer, and by all that share it
+        self._rotated: dict[int, Tensor] = {}  # keys of the pass
 
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
+        self._rotated[layer] = self._turned(layer, keys)
+        self._note(layer, queries, call)
+        return super().attend(layer, queries, keys, values, call)
+
+    def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
+        self._note(layer, queries, call)
+        return super().attend_shared(layer, queries, call)
+
+    def _note(self, layer: int, queries: Queries, call: AttentionCall) -> None:
+        keys = self._rotated[layer].repeat_interleave(queries.shape[1] // self._rotated[layer].shape[1], 1)
+        largest = call.scale * float((self._turned(layer, queries) @ keys.mT).abs().max())
+        largest = largest if call.softcap is None else min(largest, call.softcap)
+        self.largest_scores[layer] = max(largest, self.largest_scores.get(layer, 0.0))
+
+    def _turned(self, layer: int, states: Tensor) -> Tensor:
+        """Queries or keys of the pass, rotated."""
         step = self.text.pending
         assert step is not None, "attention outside of a pass"
-        rotation, at = Rotation(self.rotaries[layer], step.end, queries.device), step.positions[:, None]
-        rotated = rotation.rotate(keys.float(), at).repeat_interleave(queries.shape[1] // keys.shape[1], 1)
-        largest = call.scale * float((rotation.rotate(queries.float(), at) @ rotated.mT).abs().max())
-        largest = largest if call.softcap is None else min(largest, call.softcap)
-        self.largest_scores[layer] = max(largest, self.largest_scores[layer])
-        return super().attend(layer, queries, keys, values, call)
+        rotation = Rotation(self.rotaries[layer], step.end, states.device)
+        return rotation.rotate(states.float(), step.positions[:, None])
 
 
 class SelfCheck:
@@ -69,8 +82,8 @@ class SelfCheck:
 
     def __init__(self, model: PreTrainedModel, decoder: nn.Module, modules: Mapping[int, nn.Module]) -> None:
         self._model, self._decoder, self._modules = model, decoder, modules
-        self._places = {layer: place for place, layer in enumerate(sorted(modules))}  # among those that attend
         self._ids = ordinary_ids(model, sum(PASSES))
+        self._wanted = 1  # logits
         self._columns: slice | None = None  # of the pass with a cache that is running
         self._cache: CheckCache | None = None
         self._inputs: dict[int, Tensor] = {}
@@ -92,8 +105,10 @@ class SelfCheck:
                 stack.callback(module.register_forward_hook(partial(self._after, layer)).remove)
             stack.callback(self._decoder.register_forward_pre_hook(self._before_decoder, with_kwargs=True).remove)
             stack.callback(self._decoder.register_forward_hook(self._after_decoder).remove)
+            # Layers that share keys may leave out queries of which nobody wants logits.
+            self._wanted, start = 0 if cache.shared else 1, 0
             self._read_alone(own_attention)
-            self._cache, start = cache, 0
+            self._cache = cache
             for tokens in RECURRENT_PASSES if cache.recurrent else PASSES:
                 self._columns = slice(start, start + tokens)
                 self._call(self._columns, use_cache=True, past_key_values=cache)
@@ -114,7 +129,7 @@ class SelfCheck:
     def _call(self, columns: slice, **options: object) -> None:
         """The model as `generate` calls it."""
         if "logits_to_keep" in inspect.signature(self._model.forward).parameters:
-            options["logits_to_keep"] = 1
+            options["logits_to_keep"] = self._wanted
         ids = self._ids[:, columns]
         if columns.start == 0:  # later some wrappers would count positions by the mask, and not by the ids
             options["attention_mask"] = torch.ones_like(ids)
@@ -161,7 +176,7 @@ class SelfCheck:
             return None
         assert self._cache is not None, "a pass with a cache, but which?"
         own = self._outputs[layer][:, self._columns].clone()
-        roundings = OF_ATTENTION + self._cache.largest_scores[self._places[layer]]
+        roundings = OF_ATTENTION + self._cache.largest_scores[self._cache.kinds.place(layer)]
         error, allowed = _error(given, own), max(roundings * _rounding(given), _of_codes(module))
         if not error <= allowed:
             raise UnsupportedModel(

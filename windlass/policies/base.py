@@ -17,7 +17,8 @@ You may rely on:
 5. The first `sinks` positions and the last `window` tokens are never evicted, whatever you return.
 6. Every kv head of a row holds the same number of tokens, perhaps different ones.
 7. `observation.mass` is attention probability, summed over the observed queries and over the query heads that
-   share a kv head; it is 0 in free slots. A finished row observes nothing.
+   share a kv head; it is 0 in free slots. A finished row observes nothing. Where other layers of the model share the
+   layer's keys, you are shown the layer's own queries, and none of theirs.
 8. With `Needs(mass=False)` you are shown queries, and a `mass` of no slots. If you ask for all queries, those of a
    long step come in two calls, each query once; otherwise `observe` is called once a step.
 

@@ -37,6 +37,17 @@ _ALTERNATING = {
     "layer_types": ["sliding_attention", "full_attention"] * 2,
     "sliding_window": SLIDING_WINDOW,
 }
+_SLIDING, _FULL = "sliding_attention", "full_attention"
+# The last four attend to the keys and values of layers 2 and 3, two to each.
+_SHARED = {
+    "num_hidden_layers": 8,
+    "layer_types": [_SLIDING, _SLIDING, _FULL, _SLIDING, _FULL, _SLIDING, _SLIDING, _FULL],
+    "num_kv_shared_layers": 4,
+    "sliding_window": SLIDING_WINDOW,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "hidden_size_per_layer_input": 14,
+    "pad_token_id": 0,
+}
 _EXPERTS = {"num_experts": 5, "num_local_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 _LONGROPE = {
     "rope_type": "longrope",
@@ -109,6 +120,11 @@ _CONFIGS: dict[str, tuple[str, _Options]] = {
             "attention_multiplier": 0.3,
         },
     ),
+    "gemma3n": (
+        "gemma3n_text",
+        {**_SHARED, "activation_sparsity_pattern": [0.9, 0.5, *[0.0] * 6], "laurel_rank": 7, "altup_num_inputs": 3},
+    ),
+    "gemma4_e": ("gemma4_text", {**_SHARED, "global_head_dim": 12, "use_double_wide_mlp": True}),
     "gemma3_wrapped": (  # where it reads pictures, too
         "gemma3",
         {"text_config": {**_ALTERNATING, "query_pre_attn_scalar": 6}, "vision_config": _VISION, **_PICTURE},

@@ -1,0 +1,58 @@
+"""What the queries of a step find in a layer's slots."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from windlass.cache.rules import LayerRules
+from windlass.cache.slot_table import SlotTable
+from windlass.core.packed import PackedStates
+from windlass.core.shapes import Scores, SlotPositions
+from windlass.core.step import Step
+from windlass.merge import log_counts
+
+
+@dataclass(frozen=True)
+class TableView:
+    """A layer's slots once the tokens of `step` are written, and before any token is evicted.
+
+    It reads the memory of the layer, so it holds until that is written into; `kept` holds for the whole pass.
+    """
+
+    step: Step
+    keys: PackedStates
+    values: PackedStates
+    positions: SlotPositions
+    log_counts: Scores | None
+    occupancy: int  # tokens of any row at most, or while a graph replays the step
+    _tails: dict[int, Step] = field(default_factory=dict, repr=False, compare=False)
+
+    @classmethod
+    def of(cls, table: SlotTable, rules: LayerRules, step: Step) -> TableView:
+        """That of a table which holds the tokens of `step` already."""
+        store, occupancy = table.store, min(table.occupancy_bound + step.graph_headroom, table.slots)
+        counts = log_counts(rules.merge, table.state)
+        return cls(step, *store.packed(), table.positions, counts, occupancy)
+
+    def kept(self) -> TableView:
+        """The same for the rest of the pass, whatever is written and evicted in it. Merges have to be undone first.
+
+        An evicted token's slot is reserved until the pass ends, so keys and values are still there; what a store holds
+        in full precision may be overwritten.
+        """
+        keys, values = (_apart(states) for states in (self.keys, self.values))
+        return replace(self, keys=keys, values=values, positions=self.positions.clone())
+
+    def tail(self, columns: int) -> TableView:
+        """What the last `columns` queries of the step find; the step's `lengths` stay those of the whole."""
+        if columns == self.step.positions.shape[1]:
+            return self
+        if columns not in self._tails:  # made once: a step asks the device about its columns
+            self._tails[columns] = replace(self.step, positions=self.step.positions[:, -columns:].contiguous())
+        return replace(self, step=self._tails[columns])
+
+
+def _apart(states: PackedStates) -> PackedStates:
+    """With tokens in full precision in memory of their own."""
+    ring = states.full_precision
+    return states if ring is None else replace(states, full_precision=ring.clone())
