@@ -49,8 +49,14 @@ AXES: dict[str, list[Any]] = {
     "dtype": list(TOLERANCE),
     "bits": [None, 8, 4],
     "mode": [None, "original", "compact", "self_extend(4, 22)", "clamp(30)"],
-    "visibility": [ALL, Visibility(700), Visibility(None, 40, 9), Visibility(70, 50, 13)],
-    "extras": [(), ("softcap",), ("sinks", "counts"), ("counts",)],
+    "visibility": [
+        ALL,
+        Visibility(700),
+        Visibility(None, 40, 9),
+        Visibility(70, 50, 13),
+        Visibility(attention_chunk=37),
+    ],
+    "extras": [(), ("softcap",), ("sinks", "counts"), ("counts", "gain"), ("gain",)],
     "mass": [None, "rows", "rest"],
     "slots": [1, 63, 1000],
     "tokens": [1, 5, 16, 17, 40],
@@ -146,6 +152,7 @@ def step(case: Case, seed: int = 0) -> AttentionInput:
         log_counts=randn(*where.shape).abs() if "counts" in case.extras else None,
         observed=None if case.mass is None else columns,
         is_rest_wanted=case.mass == "rest",
+        query_gain=randn(head_dim) if "gain" in case.extras else None,
     )
 
 

@@ -30,18 +30,24 @@ def random_step(ranked: int, seed: int) -> dict[str, Tensor]:
     }
 
 
-def view_of(step: dict[str, Tensor], sliding_window: int | None = None) -> LayerView:
+def view_of(
+    step: dict[str, Tensor], sliding_window: int | None = None, attention_chunk: int | None = None
+) -> LayerView:
     """A layer of its own that holds the step's tensors."""
     store = Plain()
     store.allocate(step["keys"], step["values"], SLOTS)
     store.put(torch.arange(SLOTS).expand(2, 1, -1), {"keys": step["keys"], "values": step["values"]})
     state = {"merged": step["merged"].clone(), "token_weight": step["weights"].clone()}
-    return LayerView(store, step["positions"], state, torch.tensor(ENDS), SINKS, WINDOW, sliding_window)
+    return LayerView(
+        store, step["positions"], state, torch.tensor(ENDS), SINKS, WINDOW, sliding_window, attention_chunk
+    )
 
 
-def merged_by(rule: Merge, step: dict[str, Tensor], sliding_window: int | None = None) -> tuple[LayerView, MergePlan]:
+def merged_by(
+    rule: Merge, step: dict[str, Tensor], sliding_window: int | None = None, attention_chunk: int | None = None
+) -> tuple[LayerView, MergePlan]:
     """The layer after the merge, and the plan of it."""
-    layer = view_of(step, sliding_window)
+    layer = view_of(step, sliding_window, attention_chunk)
     plan = plan_merge(rule, layer, step["evicted"], step["before"])
     plan.apply(layer.store, layer.state)
     return layer, plan

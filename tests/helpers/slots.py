@@ -43,7 +43,7 @@ def slots_of(
     store.restore({"keys": keys.where(~is_free, 40.0), "values": values.where(~is_free, -30.0)})
     state = {name: torch.rand(positions.shape, generator=draw) for name in names}
     ends = torch.tensor([3 * SLOTS, 0, 3 * SLOTS + 5])
-    return Slots(store, positions, state, ends, ends, rotate, step_angles, {})
+    return Slots(store, positions, state, ends, ends, rotate, step_angles, statistics={})
 
 
 def turned_slots() -> Slots:

@@ -22,7 +22,9 @@ def logits_of(model: PreTrainedModel, ids: Tensor, cache: object = None, **optio
     return model(ids, past_key_values=cache, **options).logits
 
 
-TRAVELLERS = ["llama", "gemma3", "glm4", "mistral", "cohere", "smollm3", "llama_yarn", "phi3", "gemma3n"]
+TRAVELLERS = [
+    *("llama", "llama4", "hunyuan", "gemma3", "gemma3n", "glm4", "mistral", "cohere", "smollm3", "llama_yarn", "phi3")
+]
 
 
 @pytest.mark.parametrize("family", TRAVELLERS)

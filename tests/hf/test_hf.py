@@ -244,11 +244,6 @@ UNSUPPORTED: list[tuple[str, dict[str, object], str]] = [
     ("mamba", {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2}, "MambaForCausalLM is recurrent"),
     ("lfm2", {**SMALL, "num_key_value_heads": 2, "layer_types": ["conv"] * 2}, "Lfm2ForCausalLM is recurrent in all"),
     (
-        "llama4_text",
-        {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2, "attention_chunk_size": 16},
-        "Llama4ForCausalLM attends within fixed chunks",
-    ),
-    (
         "gemma3_text",
         {**SMALL, "num_key_value_heads": 2, "head_dim": 8, "use_bidirectional_attention": True},
         "Gemma3ForCausalLM: this model asks for a mask that is not causal",

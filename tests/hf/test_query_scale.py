@@ -23,8 +23,8 @@ SIZES = {
     "bos_token_id": None,
     "eos_token_id": None,
 }
-# Ministral 3 scales queries from its trained length on, here from 16; Beam from the first position on, in the layers
-# without RoPE.
+# Ministral 3 scales queries from its trained length on, here from 16; Beam from the first position on, and Llama 4
+# every few tokens, in the layers without RoPE.
 OPTIONS: dict[str, dict[str, Any]] = {
     "ministral3": {
         "num_hidden_layers": 2,
@@ -38,6 +38,18 @@ OPTIONS: dict[str, dict[str, Any]] = {
             "llama_4_scaling_beta": 0.5,
         },
     },
+    # By the length that its cache tells, in layers without RoPE.
+    "llama4_text": {
+        "num_hidden_layers": 3,
+        "initializer_range": 0.18,
+        "no_rope_layers": [1, 0, 0],
+        "attention_chunk_size": 11,
+        "interleave_moe_layer_step": 4,
+        "intermediate_size_mlp": 44,
+        "attn_temperature_tuning": True,
+        "floor_scale": 6,
+        "attn_scale": 0.9,
+    },
     "beam": {
         "num_hidden_layers": 4,
         "initializer_range": 0.4,
@@ -46,7 +58,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "sliding_window": 11,
     },
 }
-LENGTHS, AFTER = (45, 29), 3  # tokens of each row, and those of them that follow the prompt
+LENGTHS, AFTER = (45, 29), 9  # tokens of each row, and those of them that follow the prompt
 
 
 @pytest.fixture(scope="module", params=list(OPTIONS))
@@ -61,9 +73,9 @@ def scaled(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def alone(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
-    """What transformers says after each row."""
+    """What transformers says of the last tokens of each row."""
     with torch.no_grad():
-        return torch.cat([model(row, use_cache=False).logits[:, -1] for row in rows]).float()
+        return torch.cat([model(row, use_cache=False).logits[:, -AFTER:] for row in rows]).float()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -73,15 +85,15 @@ def test_rows_of_different_lengths(scaled: PreTrainedModel, chunk: int, dtype: t
     expected = alone(scaled.float(), rows)
     model = scaled
     nn.Module.to(model, dtype)
-    own_errors = (alone(model, rows) - expected).norm(dim=-1)
+    own_errors = (alone(model, rows) - expected).norm(dim=(1, 2))
     cache = KVCache(windlass.attach(model), batch=2, chunk=chunk)
     # A prompt's columns are its positions. What follows comes in the same columns in both rows.
     windlass.prefill(model, cache, [row[0, :-AFTER].tolist() for row in rows])
     with torch.no_grad():
-        ours = model(torch.cat([row[:, -AFTER:] for row in rows]), past_key_values=cache).logits[:, -1]
+        ours = model(torch.cat([row[:, -AFTER:] for row in rows]), past_key_values=cache).logits
     windlass.detach(model)
-    errors = (ours.float() - expected).norm(dim=-1)
-    assert (errors <= 1e-5 * expected.norm(dim=-1) + 1.5 * own_errors).all(), errors / expected.norm(dim=-1)
+    errors, sizes = (ours.float() - expected).norm(dim=(1, 2)), expected.norm(dim=(1, 2))
+    assert (errors <= 1e-5 * sizes + 1.5 * own_errors).all(), errors / sizes
 
 
 def test_the_callers_own_positions_are_still_compared(scaled: PreTrainedModel, text: Text) -> None:

@@ -64,6 +64,7 @@ def by_hand(
     visibility: Visibility,
     softcap: float | None,
     sinks: Tensor | None,
+    gain: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Output and mass (batch, kv_heads, tokens, slots), by loops."""
     tokens = step["queries"].shape[2]
@@ -84,12 +85,16 @@ def by_hand(
                         continue
                     if visibility.reach is not None and d >= visibility.reach and position >= visibility.sinks:
                         continue
+                    chunk = visibility.attention_chunk
+                    if chunk is not None and at // chunk != position // chunk:
+                        continue
                     q, k = step["queries"][b, head, t].tolist(), step["keys"][b, kv, s].tolist()
                     if index is not None:
                         branch = index.near if index.far is None or d < index.near_window else index.far
                         q = rotated(step["queries"][b, head, t], int(branch.queries[b, kv, t]), tables())
                         k = rotated(step["keys"][b, kv, s], int(branch.keys[b, kv, s]), tables())
-                    logit = scale * sum(x * y for x, y in zip(q, k, strict=True))
+                    weights = [1.0] * HEAD_DIM if gain is None else gain.tolist()
+                    logit = scale * sum(x * w * y for x, w, y in zip(q, weights, k, strict=True))
                     logits[s] = logit if softcap is None else softcap * math.tanh(logit / softcap)
                 divisor = sum(math.exp(x) for x in logits.values())
                 divisor += 0 if sinks is None else math.exp(float(sinks[head]))
@@ -114,18 +119,33 @@ def indexes() -> dict[str, RotaryIndex | None]:
 @pytest.mark.parametrize("index", indexes())
 @pytest.mark.parametrize(
     "visibility",
-    [Visibility(), Visibility(sliding_window=7), Visibility(reach=4, sinks=9), Visibility(9, 5, 13)],
+    [
+        Visibility(),
+        Visibility(sliding_window=7),
+        Visibility(reach=4, sinks=9),
+        Visibility(9, 5, 13),
+        Visibility(attention_chunk=7),
+    ],
     ids=str,
 )
-@pytest.mark.parametrize(("softcap", "has_sinks"), [(None, False), (0.7, False), (None, True)])
+@pytest.mark.parametrize(
+    ("softcap", "has_sinks", "has_gain"), [(None, False, False), (0.7, False, True), (None, True, False)]
+)
 def test_attend_equals_loops(
-    index: str, visibility: Visibility, softcap: float | None, has_sinks: bool, monkeypatch: pytest.MonkeyPatch
+    index: str,
+    visibility: Visibility,
+    softcap: float | None,
+    has_sinks: bool,
+    has_gain: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     step, where = make(2), indexes()[index]
+    gain = torch.linspace(-2, 3, HEAD_DIM, dtype=torch.float64) if has_gain else None
     sinks = torch.linspace(-1, 2, KV_HEADS * GROUP, dtype=torch.float64) if has_sinks else None
     observed = torch.tensor([[3, 1], [2, -1]])
     options: dict[str, Any] = {"scale": 0.4, "visibility": visibility, "softcap": softcap, "sink_logits": sinks}
-    truth, mass = by_hand(step, where, 0.4, visibility, softcap, sinks)
+    options["query_gain"] = gain
+    truth, mass = by_hand(step, where, 0.4, visibility, softcap, sinks, gain)
     for block in (None, 1):  # all queries at once, and one block a query
         if block is not None:
             monkeypatch.setattr(reference, "SCORE_BYTES", block)

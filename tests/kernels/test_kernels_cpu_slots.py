@@ -35,16 +35,33 @@ def scored_slots(draw: st.DrawFn) -> tuple[Tensor, Tensor, Tensor]:
     return score.reshape(2, 3, slots), where.int(), where.flatten(1).amax(1).clamp(min=-1) + 1
 
 
-@given(scored_slots(), st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(1, 40), st.integers(0, 10**6))
+NUMBERS, LIMITS = st.integers(0, 9), st.none() | st.integers(1, 40)
+
+
+@given(scored_slots(), NUMBERS, NUMBERS, LIMITS, LIMITS, st.integers(0, 10**6))
 @settings(max_examples=300, deadline=None)
 def test_lowest_takes_the_first_of_the_total_order(
-    step: tuple[Tensor, Tensor, Tensor], sinks: int, window: int, sliding_window: int | None, count: int
+    step: tuple[Tensor, Tensor, Tensor],
+    sinks: int,
+    window: int,
+    sliding_window: int | None,
+    attention_chunk: int | None,
+    count: int,
 ) -> None:
     count %= step[0].shape[-1] + 1
-    call = EvictionInput(*step, sinks, window, sliding_window, count)
+    call = EvictionInput(*step, sinks, window, sliding_window, count, attention_chunk)
     order, chosen = total_order(call), cpu.lowest(call)
     assert chosen.sort(-1).values.diff(dim=-1).ne(0).all()
     assert order.gather(-1, chosen).sort(-1).values.equal(order.sort(-1).values[..., :count])
+
+
+def test_what_no_later_token_sees_goes_first() -> None:
+    """The next token, at 23, sees from 20 on: the rest of its chunk of 10; at 30 it would see nothing of all this."""
+    where = torch.tensor([[[22, 3, 20, 19, -1, 21, 18]], [[29, 27, 0, -1, 25, 24, 28]]]).int()
+    score = torch.tensor([[[1.0, 9.0, 2.0, 8.0, 0.0, 3.0, 7.0]], [[1.0, 9.0, 2.0, 8.0, 0.0, 3.0, 7.0]]])
+    for lowest in (cpu.lowest, reference.lowest):
+        found = lowest(EvictionInput(score, where, torch.tensor([23, 30]), 4, 2, None, 5, 10))
+        assert found.sort(-1).values.tolist() == [[[1, 2, 3, 4, 6]], [[1, 2, 3, 4, 5]]]
 
 
 @pytest.mark.parametrize("count", [3, 5, 9, 40, 69])

@@ -51,7 +51,8 @@ def scored_slots(draw: st.DrawFn) -> Step:
     return score.view_as(where), where.int(), where.flatten(1).amax(1).clamp(min=-1) + 1
 
 
-LIMITS = st.tuples(st.integers(0, 9), st.integers(0, 9), st.none() | st.integers(1, 40))
+LIMIT = st.none() | st.integers(1, 40)
+LIMITS = st.tuples(st.integers(0, 9), st.integers(0, 9), LIMIT, LIMIT)
 TIES = (
     torch.tensor([0.0, -0.0, 0.0] * 6 + [torch.inf, FLOAT32_MAX, torch.inf] * 5).expand(BATCH, 1, 33),
     (torch.arange(33) // 2).int().expand(BATCH, 1, 33),
@@ -61,18 +62,19 @@ FALLING = -torch.arange(33.0).expand(BATCH, 1, 33), torch.arange(33).int().expan
 
 
 @given(scored_slots(), LIMITS, st.integers(0, 10**6))
-@example(TIES, (2, 3, None), 8)
-@example(TIES, (2, 3, None), 19)
-@example(FALLING, (0, 0, 9), 25)  # just what no later token sees
+@example(TIES, (2, 3, None, None), 8)
+@example(TIES, (2, 3, None, 6), 19)
+@example(FALLING, (0, 0, 9, None), 25)  # just what no later token sees
 @of_examples
 def test_evict_reserves_the_first_of_the_total_order(
-    on: torch.device, step: Step, limits: tuple[int, int, int | None], count: int
+    on: torch.device, step: Step, limits: tuple[int, int, int | None, int | None], count: int
 ) -> None:
     score, where, ends = (tensor.to(on) for tensor in step)
     count %= score.shape[-1] + 1
-    order = total_order(EvictionInput(score, where, ends, *limits, count))
+    sinks, window, sliding_window, attention_chunk = limits
+    order = total_order(EvictionInput(score, where, ends, sinks, window, sliding_window, count, attention_chunk))
     ours, truth = where.clone(), where.clone()
-    index, before = slots.evict(EvictionInput(score, ours, ends, *limits, count))
+    index, before = slots.evict(EvictionInput(score, ours, ends, sinks, window, sliding_window, count, attention_chunk))
     assert index.diff(dim=-1).gt(0).all()
     assert order.gather(-1, index).sort(-1).values.equal(order.sort(-1).values[..., :count])
     assert before.equal(reference.reserve(truth, index))

@@ -16,6 +16,7 @@ def by_hand(
     target: str,
     step: dict[str, Tensor],
     sliding_window: int | None,
+    attention_chunk: int | None,
 ) -> tuple[Tensor, ...]:
     """Keys, values, merged counts and weights after the step, target by target in float64."""
     keys, values, merged, weights = (step[each].double().clone() for each in ("keys", "values", "merged", "weights"))
@@ -25,6 +26,7 @@ def by_hand(
         heads = range(HEADS) if ranked == 1 else [rank]
         held = {slot: int(at) for slot, at in enumerate(step["positions"][row, rank]) if at >= 0}
         oldest = 0 if sliding_window is None else ENDS[row] - sliding_window + 1
+        oldest = oldest if attention_chunk is None else ENDS[row] // attention_chunk * attention_chunk
         cells = [s for s, at in held.items() if max(SINKS, oldest) <= at < ENDS[row] - WINDOW]
         joining: dict[int, list[tuple[int, int]]] = {}
 
@@ -65,16 +67,18 @@ def by_hand(
     return keys, values, merged, weights
 
 
-@pytest.mark.parametrize("sliding_window", [None, 15])
+@pytest.mark.parametrize(("sliding_window", "attention_chunk"), [(None, None), (15, None), (None, 13)])
 @pytest.mark.parametrize("ranked", [1, HEADS])
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", MERGES)
-def test_every_rule_equals_loops_over_targets(name: str, target: str, ranked: int, sliding_window: int | None) -> None:
+def test_every_rule_equals_loops_over_targets(
+    name: str, target: str, ranked: int, sliding_window: int | None, attention_chunk: int | None
+) -> None:
     rule = MERGES[name](target)
     for seed in range(2):
         step = random_step(ranked, seed)
-        layer, plan = merged_by(rule, step, sliding_window)
-        expected = by_hand(name, target, step, sliding_window)
+        layer, plan = merged_by(rule, step, sliding_window, attention_chunk)
+        expected = by_hand(name, target, step, sliding_window, attention_chunk)
         ours = layer.store.keys(), layer.store.values(), layer.state["merged"], layer.state["token_weight"]
         for mine, truth in zip(ours, expected, strict=True):
             torch.testing.assert_close(mine.double(), truth, atol=2e-5, rtol=0)

@@ -10,6 +10,7 @@ from windlass import kernels
 from windlass.cache.rules import LayerRules
 from windlass.cache.table_view import TableView
 from windlass.core.attention import AttentionInput, Mass
+from windlass.core.errors import UsageError
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import Attended, ObservedColumns, Queries
 from windlass.core.step import AttentionCall
@@ -45,12 +46,20 @@ def attend(
         observed=observed,
         is_rest_wanted=is_rest_wanted,
         sees_to=call.sees_to,
+        query_gain=None if rotary is None else rotary.query_gain(),
     )
     if rotary is None:
         return kernels.attend(whole)
     # Distances within a sliding window are those that the model was trained on, however long the text.
     trained_length = rotary.trained_length if rules.sliding_window is None else None
-    readings = mode.within(trained_length, rules.budget is not None).readings(view.positions, step, view.occupancy)
+    mode = mode.within(trained_length, rules.budget is not None)
+    if whole.query_gain is not None and not mode.keeps_places(step.end, view.occupancy):
+        raise UsageError(
+            f"positions={mode.name!r} would keep distances here, but not where tokens stand, and this model applies "
+            'norms with weights after RoPE, so that its attention depends on both; use "original", or "compact" with '
+            "a budget below the trained length"
+        )
+    readings = mode.readings(view.positions, step, view.occupancy)
     parts = [_read(whole, reading, rotary) for reading in readings]
     if len(readings) == 1 and readings[0].is_read is None:
         return parts[0]

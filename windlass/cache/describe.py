@@ -55,7 +55,7 @@ def reading_now(cache: CacheState) -> str:
     mode = cache.positions.within(cache.trained_length, cache.limits.budget is not None)
     if not isinstance(mode, Windowed):
         return str(mode)
-    held = max((layer.table.occupancy_bound for layer in cache.layers if layer.sliding_window is None), default=0)
+    held = max((layer.table.occupancy_bound for layer in cache.layers if layer.rules.most_visible is None), default=0)
     return mode.label(max(cache.next_positions), held)
 
 
@@ -99,6 +99,8 @@ def describe(cache: CacheState) -> str:
         held = "nothing yet" if layer.is_empty else f"{layer.table.occupancy_bound} of {layer.table.slots} slots"
         if layer.sliding_window is not None:
             held += f", sliding window {layer.sliding_window}"
+        if layer.rules.attention_chunk is not None:
+            held += f", attention within chunks of {layer.rules.attention_chunk}"
         groups.setdefault(held, []).append(layer.index)
     lines += [f"  held     {held} in {len(layers)} layers" for held, layers in groups.items()]
     states = Counter(layer.kind for layer in cache.recurrent)

@@ -230,7 +230,7 @@ def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at:
     positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
     is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
     keys, values = (states.expand(batch, -1, -1, -1) for states in theirs.store.read(source, order))
-    slots = mine.append(keys, values, positions.where(is_row, EMPTY), theirs.sliding_window)
+    slots = mine.append(keys, values, positions.where(is_row, EMPTY))
     if mine.store.is_compatible(theirs.store):  # else they were converted, once
         mine.store.put(slots, parts)
     kept = {*INITIAL_STATE, *(() if mine.rules.merge is None else mine.rules.merge.state)}
@@ -243,7 +243,7 @@ def _check_same_layout(mine: SlotLayer, theirs: SlotLayer) -> None:
     if theirs.is_empty:
         return
     if mine.is_empty:
-        mine.use_sliding_window(theirs.sliding_window)
+        mine.use_sliding_window(theirs.sliding_window, theirs.rules.attention_chunk)
         _check_ranks(mine, theirs, theirs.store.layout[0] if mine.policy.needs.per_head else 1)
         return
     ours, other = mine.store.layout, theirs.store.layout

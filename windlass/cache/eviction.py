@@ -34,7 +34,9 @@ def evict(table: SlotTable, rules: LayerRules, record: StepRecord, score: Scores
     assert rules.budget is not None, "eviction without a budget"
     count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget
     order = (*rules.protected, rules.sliding_window, count)
-    evicted, before = kernels.evict(EvictionInput(score, table.positions, record.step.next_positions, *order))
+    evicted, before = kernels.evict(
+        EvictionInput(score, table.positions, record.step.next_positions, *order, rules.attention_chunk)
+    )
     table.occupancy_bound = rules.budget
     return replace(record, evicted=evicted, evicted_positions=before, evicted_count=evicted_count)
 
@@ -45,7 +47,16 @@ def merge_evicted(table: SlotTable, rules: LayerRules, record: StepRecord, check
     assert record.evicted is not None, "a merge without an eviction"
     assert record.evicted_positions is not None, "evicted tokens without positions"
     ends, limits = record.step.next_positions, rules.limits
-    view = LayerView(table.store, table.positions, table.state, ends, limits.sinks, limits.window, rules.sliding_window)
+    view = LayerView(
+        table.store,
+        table.positions,
+        table.state,
+        ends,
+        limits.sinks,
+        limits.window,
+        rules.sliding_window,
+        rules.attention_chunk,
+    )
     plan = plan_merge(rules.merge, view, record.evicted, record.evicted_positions)
     if checkpoint is not None:
         checkpoint.merged.append(plan)

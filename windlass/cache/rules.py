@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
-from windlass.core.attention import Visibility
-from windlass.core.step import HEADROOM, Limits
+from windlass.core.attention import Visibility, most_visible
+from windlass.core.step import HEADROOM, AttentionCall, Limits
 from windlass.merge import Merge
 from windlass.policies.base import Policy
 from windlass.policies.recent import Recent
@@ -20,8 +20,8 @@ GROWTH: Final = 64  # slots of an unbounded layer grow by half, and to a multipl
 class LayerRules:
     """Which tokens a layer keeps at this moment, and where the others go.
 
-    A layer whose sliding window fits in the budget holds just that window, whatever it was configured with: all
-    of it is visible to the next token and nothing else is.
+    A layer whose sliding window, or chunk of attention, fits in the budget holds just as many tokens, whatever it was
+    configured with: no others are visible to the next token.
     """
 
     policy: Policy
@@ -31,22 +31,34 @@ class LayerRules:
     """Most tokens at rest: that of the limits, or a sliding window."""
     sliding_window: int | None = None
     """The model's own."""
+    attention_chunk: int | None = None
+    """Likewise; see `Visibility`."""
 
-    def with_sliding_window(self, sliding_window: int | None) -> LayerRules:
-        """Those of a layer that attends to its newest `sliding_window` tokens."""
-        rules = replace(self, sliding_window=sliding_window)
-        if sliding_window is None or (self.budget is not None and sliding_window > self.budget):
+    def with_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> LayerRules:
+        """Those of a layer that attends to its newest `sliding_window` tokens, or within an `attention_chunk`."""
+        rules = replace(self, sliding_window=sliding_window, attention_chunk=attention_chunk)
+        most = rules.most_visible
+        if most is None or (self.budget is not None and most > self.budget):
             return rules
-        return replace(rules, policy=Recent(), merge=None, budget=sliding_window)
+        return replace(rules, policy=Recent(), merge=None, budget=most)
+
+    def knows(self, call: AttentionCall) -> bool:
+        """Whether the model's own limits are those of `call`."""
+        return (self.sliding_window, self.attention_chunk) == (call.sliding_window, call.attention_chunk)
 
     def with_budget(self, budget: int | None) -> LayerRules:
         """With another budget."""
         return replace(self, limits=replace(self.limits, budget=budget), budget=budget)
 
     @cached_property
+    def most_visible(self) -> int | None:
+        """The most tokens that a query sees, its own among them; None where there is no limit."""
+        return most_visible(self.sliding_window, self.attention_chunk)
+
+    @cached_property
     def is_whole_window(self) -> bool:
-        """Whether the budget is the sliding window."""
-        return self.sliding_window is not None and self.budget == self.sliding_window
+        """Whether the budget is the sliding window, or the chunk of attention."""
+        return self.most_visible is not None and self.budget == self.most_visible
 
     @cached_property
     def state(self) -> tuple[str, ...]:
@@ -91,5 +103,6 @@ class LayerRules:
     def visibility(self) -> Visibility:
         """Which of the held tokens a query may see, beyond causality."""
         if keeps_newest(self.policy) and self.budget is not None and self.merge is None and not self.is_whole_window:
-            return Visibility(self.sliding_window, self.budget - self.limits.sinks + 1, self.limits.sinks)
-        return Visibility(self.sliding_window)
+            reach = self.budget - self.limits.sinks + 1
+            return Visibility(self.sliding_window, reach, self.limits.sinks, self.attention_chunk)
+        return Visibility(self.sliding_window, attention_chunk=self.attention_chunk)

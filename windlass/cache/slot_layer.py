@@ -88,8 +88,8 @@ class SlotLayer(Layer):
         """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
         if not step.is_captured:
             self.protect(step)
-        if self.is_empty or call.sliding_window != self.sliding_window:  # an import may not have known it
-            self.use_sliding_window(call.sliding_window)
+        if self.is_empty or not self.rules.knows(call):  # an import may not have known its window
+            self.use_sliding_window(call.sliding_window, call.attention_chunk)
         if step.drafts:
             self.longest_decode = max(self.longest_decode, step.positions.shape[1])
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
@@ -173,9 +173,9 @@ class SlotLayer(Layer):
             record = replace(record, mass=None, queries=None)
         self.history = self.history.with_record(record)
 
-    def use_sliding_window(self, sliding_window: int | None) -> None:
-        """Hold just the sliding window, where that fits in the budget."""
-        rules = self.rules.with_sliding_window(sliding_window)
+    def use_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> None:
+        """Hold just the sliding window, or a chunk of attention, where that fits in the budget."""
+        rules = self.rules.with_sliding_window(sliding_window, attention_chunk)
         if rules.is_whole_window:
             self.table.state, self.table.statistics = {}, {}
         self.rules = rules
@@ -187,13 +187,11 @@ class SlotLayer(Layer):
             self.table.split_heads()
         self.table.keep_state(self.rules.state, UNKNOWN_STATE)
 
-    def append(self, keys: NewKeys, values: NewValues, positions: Tensor, sliding_window: int | None) -> SlotIndex:
+    def append(self, keys: NewKeys, values: NewValues, positions: Tensor) -> SlotIndex:
         """Write tokens that attend to nothing, at (batch, score_heads, tokens) `positions`; returns the slots they got.
 
         What exceeds the budget is evicted at the next step.
         """
-        if self.is_empty:
-            self.use_sliding_window(sliding_window)
         self.make_room(keys, values, is_decode=keys.shape[2] <= HEADROOM, defer_eviction=False)
         positions = positions.expand(-1, self.table.score_heads, -1)
         written = kernels.first_free(self.positions, keys.shape[2])

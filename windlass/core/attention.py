@@ -29,11 +29,18 @@ class Visibility:
 
     `sliding_window`: only keys at distances below it (the model's own window).
     `reach`: likewise, but the first `sinks` positions of the text are exempt.
+    `attention_chunk`: only keys of the same chunk of the text, which are so many positions, the first from 0 on.
     """
 
     sliding_window: int | None = None
     reach: int | None = None
     sinks: int = 0
+    attention_chunk: int | None = None
+
+
+def most_visible(sliding_window: int | None, attention_chunk: int | None) -> int | None:
+    """The most tokens of a text that a query sees under the model's own limits, its own token among them."""
+    return min((each for each in (sliding_window, attention_chunk) if each is not None), default=None)
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,7 @@ class AttentionInput:
     Queries and keys come un-rotated. `rotary_index` gives the rotary position of each, which are rows of
     `tables` (cos, sin); where either is None nothing is rotated. A query sees slots at or before its own
     position, as far as `visibility` allows; a slot with a negative position is never seen.
+    `query_gain` (head_dim) multiplies each query once it is rotated: weights of the model's norms after RoPE.
 
     Logits are multiplied by `scale`, then capped: `softcap * tanh(logit / softcap)`. `log_counts` are added
     to the logits of their slots: a slot that stands for n tokens counts n times. `sink_logits` (one per head)
@@ -70,6 +78,7 @@ class AttentionInput:
     observed: ObservedColumns | None = None
     is_rest_wanted: bool = False
     sees_to: QueryPositions | None = None
+    query_gain: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -89,8 +98,8 @@ class EvictionInput:
     """One call of `evict`: free `count` slots of each row and head, those of the lowest `score`.
 
     The first `sinks` tokens of the text and the newest `window` tokens before `next_positions` (the position
-    of each row's next token) come last, whatever their score. Tokens that no later query sees through the
-    model's own `sliding_window` (None: no window) come first.
+    of each row's next token) come last, whatever their score. Tokens that no later query sees, because of the
+    model's own `sliding_window` or `attention_chunk` (None: there is none), come first.
     """
 
     score: Scores
@@ -100,3 +109,4 @@ class EvictionInput:
     window: int
     sliding_window: int | None
     count: int
+    attention_chunk: int | None = None

@@ -137,7 +137,7 @@ PROMPT: Final = Pass(is_prompt=True)
 class AttentionCall:
     """What the model passes to attention beside queries, keys and values.
 
-    `sees_to`: see `AttentionInput`; for all columns of the step.
+    `sliding_window`, `attention_chunk`: see `Visibility`. `sees_to`: see `AttentionInput`; for all columns of the step.
     """
 
     scale: float
@@ -145,6 +145,7 @@ class AttentionCall:
     softcap: float | None = None
     sink_logits: Tensor | None = None
     sees_to: QueryPositions | None = None
+    attention_chunk: int | None = None
 
     def split(self, columns: Sequence[int]) -> list["AttentionCall"]:
         """The calls of a step's parts, of so many columns each."""

@@ -255,7 +255,7 @@ class Runner:
 def bytes_full(shapes: Sequence[LayerShape], tokens: int) -> int:
     """Bytes of the keys and values of a text in a plain cache without budget."""
     per_token = ((shape, shape.kv_heads * shape.channels) for shape in shapes)
-    return sum(min(tokens, shape.sliding_window or tokens) * count * shape.dtype.itemsize for shape, count in per_token)
+    return sum(min(tokens, shape.most_visible or tokens) * count * shape.dtype.itemsize for shape, count in per_token)
 
 
 def header_of(name: str, seed: int, model: PreTrainedModel) -> Header:

@@ -96,6 +96,7 @@ def _attention(
     if layer in attachment.attended:
         raise UsageError(f"layer {layer} calls attention twice in one pass; a KVCache takes one call per layer")
     attachment.attended.add(layer)
+    query = attachment.at_positions(layer, query)
     latent = attachment.latents.get(module)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if latent is not None:
@@ -103,8 +104,7 @@ def _attention(
     place, is_shared = attachment.place(layer, key)
     rotary = attachment.rotaries[place]
     if rotary is not None:
-        pairs = rotary.rotary_pairs
-        query, key = rotary.layout.to_halves(query, pairs), rotary.layout.to_halves(key, pairs)
+        query, key = rotary.plain(query, key)
     call = attachment.call(layer, attention_mask, scale, softcap, s_aux)
     out = cache.attend_shared(place, query, call) if is_shared else cache.attend(place, query, key, value, call)
     out = inference_only(out, query, key, value)

@@ -4,10 +4,10 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -26,11 +26,13 @@ from windlass.hf.own_configs import OwnConfigs
 from windlass.hf.pictures import sees_to, token_types
 from windlass.hf.placement import device_of_inputs
 from windlass.hf.probe import Probe, run
-from windlass.hf.rotaries import rotaries_of
+from windlass.hf.query_scale import QueryScale, query_scales
+from windlass.hf.rotaries import rotaries_of, tolerance_of
 from windlass.hf.running_pass import BUSY, RunningPass, not_compiled
 from windlass.hf.second_turn import CheckedGenerate
 from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
 from windlass.positions.rotary import Rotary
+from windlass.positions.tables import unturned
 
 NAME = "windlass"  # of the attention function, and of the attribute on an attached model
 
@@ -58,7 +60,9 @@ class AttachedModel:
         self.indexers = indexers_of(decoder.attention_modules, lambda: self.probe is not None or self._is_served())
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
+        self._chunks: dict[int, int | None] = {}  # likewise, of attention within chunks
         self.rotaries: list[Rotary | None] = []  # per attention layer; None where it does not rotate
+        self.query_scales: dict[int, QueryScale] = {}
         self.states: dict[str, Tensor] = {}  # of recurrent layers, on "meta": their shapes for one row
         self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
         self._running: dict[str, RunningPass] = {}  # none or one; a dict's `setdefault` lets one thread in, not two
@@ -157,8 +161,21 @@ class AttachedModel:
     def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
         """What a layer is asked for under this mask. Raises: UsageError for a mask that no cache can honour."""
         mask = mask.whole
-        window = mask.window if mask.is_causal else self._windows[layer]
+        window, chunk = mask.window if mask.is_causal else self._windows[layer], self._chunks[layer]
+        if chunk is not None:
+            if not mask.is_causal:
+                raise UsageError(f"layer {layer} attends within chunks of {chunk} tokens by a mask that is not causal")
+            return AttentionCall(scale, None, softcap, sinks, attention_chunk=chunk)
         return AttentionCall(scale, window, softcap, sinks, sees_to(self._running["pass"], mask, window))
+
+    def at_positions(self, layer: int, queries: Tensor) -> Tensor:
+        """Queries that a layer scaled by their columns, scaled by their positions."""
+        cache, scale = self._running["pass"].cache, self.query_scales.get(layer)
+        if scale is None:
+            return queries
+        step = cache.text.pending
+        assert step is not None, "attention outside of a pass"
+        return scale.moved(queries, cache.columns_seen, step.positions)
 
     @contextmanager
     def attention(self, name: str) -> Iterator[None]:
@@ -169,9 +186,9 @@ class AttachedModel:
         finally:
             self._configs.give_back()
 
-    def probed(self, model: PreTrainedModel, is_identity: bool) -> Probe:
-        """One pass of one token, with or without rotation."""
-        self.probe = Probe(is_identity)
+    def probed(self, model: PreTrainedModel, is_identity: bool, columns_seen: int = 0) -> Probe:
+        """One pass of one token, with or without rotation, by a cache that says it has seen so many columns."""
+        self.probe = Probe(is_identity, columns_seen)
         try:
             with self.attention(NAME):
                 return run(self.probe, model, self.decoder.outer, self.kinds)
@@ -187,7 +204,8 @@ class AttachedModel:
         if rotated.has_axes and self.decoder.outer is not self.decoder.inner:
             raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
         self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
-        self._windows = rotated.windows
+        self.query_scales = query_scales(rotated, partial(self.probed, model, False), tolerance_of(model))
+        self._windows, self._chunks = rotated.windows, rotated.chunks
         self.kinds = replace(self.kinds, latents=rotated.latents).with_sources(rotated.sources)
         config = model.config.get_text_config()
         cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), config, self.kinds)
@@ -216,8 +234,7 @@ class AttachedModel:
             return self.probe.rotary_output(module, args, kwargs, output)
         if not self._running or self._is_rotated():
             return output
-        cos, sin = output
-        return torch.ones_like(cos), torch.zeros_like(sin)
+        return unturned(output)
 
     @not_compiled
     def _is_served(self) -> bool:

@@ -23,7 +23,7 @@ def rows_of(source: Cache, kinds: LayerKinds) -> int:
     return _states_of(source, kinds)[0][0].shape[0]
 
 
-def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds) -> None:
+def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds, config: PreTrainedConfig) -> None:
     """See `KVCache.from_rotated`; `cache` is new. `kinds` are those of the model's layers."""
     refuse_edit(cache.recurrent, "from_rotated")
     missing = [what for name, what in INITIAL_STATE.items() if name in cache.policy.needs.state]
@@ -43,7 +43,11 @@ def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds) -> No
         if layer.store.latent:  # there latents are called keys, and what all heads share values
             keys, values = torch.cat((values, keys), -1), keys
         keys = _converted_keys(keys, positions, layer.rotary, seen, is_out=False)
-        layer.append(keys, values, positions.expand(keys.shape[0], 1, -1), window)
+        # Of transformers' caches, those of chunks and of windows are alike.
+        types = getattr(config, "layer_types", None) or ()
+        is_chunked = "chunked_attention" in types and types[kinds.attention[layer.index]] == "chunked_attention"
+        layer.use_sliding_window(*((None, window) if is_chunked else (window, None)))
+        layer.append(keys, values, positions.expand(keys.shape[0], 1, -1))
         # A sliding layer has dropped what its window left behind, which a rollback would have to bring back.
         layer.history = History(has_evicted=keys.shape[2] < seen)
     cache.rows = RowTable.after_prompt(cache.batch_size, seen)
@@ -87,7 +91,7 @@ def to_rotated(cache: CacheState, config: PreTrainedConfig, kinds: LayerKinds) -
         tokens = int(held.max())
         order = layer.positions.where(layer.positions >= 0, 2**31 - 1).argsort(dim=-1, stable=True)[..., :tokens]
         positions = layer.positions.gather(-1, order)
-        first = 0 if layer.sliding_window is None else end - tokens
+        first = 0 if layer.rules.most_visible is None else end - tokens
         expected = torch.arange(first, first + tokens, device=positions.device)
         if is_compact and first + tokens == end and bool((held == tokens).all()):
             positions = expected.expand_as(positions)
@@ -120,6 +124,8 @@ def _converted_keys(keys: Tensor, positions: Tensor, rotary: Rotary | None, leng
     states = keys.float()
     if is_out:
         states = rotary.layout.from_halves(rotate(states, cos, sin), rotary.rotary_pairs)
+        states = states if rotary.norm_weights is None else rotary.norm_weights.put_in(states)
     else:
+        states = states if rotary.norm_weights is None else rotary.norm_weights.left_out(states, states)[1]
         states = unrotate(rotary.layout.to_halves(states, rotary.rotary_pairs), cos, sin)
     return states.to(keys.dtype)

@@ -50,7 +50,7 @@ def decoder_of(model: PreTrainedModel) -> Decoder:
 
     Raises: UnsupportedModel for one that has no positions of its own, in rotation or in recurrent layers.
     """
-    inner = model.get_decoder() if model.can_generate() else model
+    inner = _without_head(model.get_decoder()) if model.can_generate() else model
     if not Decoder(inner, inner).rotary_modules and not layer_kinds(model).is_recurrent:
         raise UnsupportedModel("has no rotary module: its positions are not RoPE, or built in")
     base = model.base_model
@@ -61,6 +61,12 @@ def decoder_of(model: PreTrainedModel) -> Decoder:
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
         return Decoder(inner, inner)
     return Decoder(inner, base, int(positions[0, 0]) if isinstance(positions, Tensor) and positions.ndim == 2 else 0)
+
+
+def _without_head(decoder: PreTrainedModel) -> PreTrainedModel:
+    """Of a decoder that gives logits, the one model inside, which gives hidden states."""
+    inner = [each for each in decoder.children() if isinstance(each, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 and decoder.get_output_embeddings() is not None else decoder
 
 
 class _Reached(Exception):  # no error: it ends a pass of which nothing more is wanted

@@ -126,7 +126,7 @@ class KVCache(ModelCache):
         check_kind("options", options, (CacheOptions, type(None)), "CacheOptions or None")
         options = replace(options or CacheOptions(), batch=convert.rows_of(past_key_values, attached(model).kinds))
         cache = cls.from_options(model, options)
-        convert.fill_from_rotated(cache, past_key_values, cache.kinds)
+        convert.fill_from_rotated(cache, past_key_values, cache.kinds, cache.config)
         return cache
 
     def to_rotated(self) -> DynamicCache:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from windlass.core.attention import most_visible
 from windlass.core.shapes import Attended, NewKeys, NewValues, Queries
 from windlass.core.step import AttentionCall, no_inference_mode
 from windlass.hf.kv_cache import KVCache
@@ -15,7 +16,7 @@ from windlass.stores.base import Store
 
 @dataclass(frozen=True)
 class LayerShape:
-    """Sizes of one layer, the dtype of its keys, and its sliding window.
+    """Sizes of one layer, the dtype of its keys, and its sliding window or chunk of attention.
 
     `latent`: of its keys' channels the last so many are its values (MLA), and are held once; 0 for none.
     """
@@ -27,6 +28,12 @@ class LayerShape:
     dtype: torch.dtype
     sliding_window: int | None
     latent: int = 0
+    attention_chunk: int | None = None
+
+    @property
+    def most_visible(self) -> int | None:
+        """The most tokens that a query sees; None where there is no limit."""
+        return most_visible(self.sliding_window, self.attention_chunk)
 
     @property
     def channels(self) -> int:
@@ -69,6 +76,7 @@ class _ShapeCache(KVCache):
             keys.dtype,
             call.sliding_window,
             self.latent_of(layer),
+            call.attention_chunk,
         )
         self._values[layer] = values
         return values.repeat_interleave(heads // kv_heads, 1)

@@ -64,6 +64,19 @@ class Mask:
         zero = torch.tensor(0)
         return torch.equal(self.is_seen(zero, zero, torch.tensor(query), keys), (keys >= oldest) & (keys <= query))
 
+    def is_chunked(self) -> bool:
+        """Whether a query sees the keys up to its own of the same chunk of `window` columns, and no others."""
+        if not self.is_causal or self.window is None:
+            return False
+        zero, keys = torch.tensor(0), torch.arange(3 * self.window)
+        return all(
+            torch.equal(
+                self.is_seen(zero, zero, torch.tensor(query), keys),
+                (keys <= query) & (keys // self.window == query // self.window),
+            )
+            for query in (2 * self.window - 1, 2 * self.window, 2 * self.window + self.window // 2)
+        )
+
     def last_seen(self, window: int | None) -> Tensor | None:
         """Per row and new column, the last of the new columns that it sees, as its number among them.
 

@@ -15,11 +15,14 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
+from windlass.hf.late_norms import NormOutputs
 from windlass.hf.latent import Latent
 from windlass.hf.linear_layer import LayerKinds
 from windlass.hf.mask import Mask
 from windlass.hf.placement import device_of_inputs
 from windlass.hf.token_ids import ordinary_ids
+from windlass.positions.norm_weights import NormWeights
+from windlass.positions.tables import cos_sin, unturned
 
 NEAR: Final = 7  # small enough for any trained length, large enough to tell two rotary bases apart
 FAR: Final = 4095  # where the config does not tell the trained length
@@ -39,20 +42,25 @@ class RotaryCall:
 
 
 class Probe:
-    """One pass of one token, and the keys and rotary calls seen in it.
+    """One pass of one token, and the queries, keys and rotary calls seen in it.
 
     `AttachedModel` calls it in place of rotation and attention, and `ProbeCache` in place of a cache.
     """
 
-    def __init__(self, is_identity: bool) -> None:
-        self._is_identity = is_identity
+    def __init__(self, is_identity: bool, columns_seen: int = 0) -> None:
+        self._is_identity, self._columns_seen = is_identity, columns_seen
+        self.asked_lengths: set[int] = set()  # layers that asked the cache how many columns it has seen
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
         self.rotary_calls: list[RotaryCall] = []
         self.modules: dict[int, nn.Module] = {}
+        self.queries: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
+        self.norm_outputs = NormOutputs()
+        self.norm_weights: dict[int, NormWeights | None] = {}  # of norms that gave the very queries and keys
         self.windows: dict[int, int | None] = {}
         self.latents: dict[int, int] = {}  # channels of each layer's latents, where it has them
         self.sources: dict[int, int] = {}  # of a layer that attends to the keys and values of another, that layer
+        self.chunks: dict[int, int | None] = {}
         self.has_axes = False  # whether positions have several axes
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -60,14 +68,17 @@ class Probe:
 
         `args` and `kwargs` are the module's own, which differ from model to model.
         """
-        if not (isinstance(output, tuple) and len(output) == 2):
-            raise UnsupportedModel("has a rotary module that does not return (cos, sin)")
+        cos, sin = cos_sin(output)
         given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         self.has_axes |= any(each.ndim == 3 and not each.is_floating_point() for each in given)
-        cos, sin = output
         layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
         self.rotary_calls.append(RotaryCall(module, layer_type, cos.float().cpu(), sin.float().cpu()))
-        return (torch.ones_like(cos), torch.zeros_like(sin)) if self._is_identity else output
+        return unturned(output) if self._is_identity else output
+
+    def columns_seen(self, layer: int) -> int:
+        """What a layer is told of the columns that its cache has seen."""
+        self.asked_lengths.add(layer)
+        return self._columns_seen
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> None:
         """Note what a layer wrote to the cache."""
@@ -85,15 +96,19 @@ class Probe:
         mask: object,
         latent: Latent | None,
     ) -> Tensor:
-        """Note a layer's keys; returns what one token alone reads."""
+        """Note a layer's queries and keys; returns what one token alone reads."""
         if not isinstance(mask, Mask):
             raise UnsupportedModel("makes its own attention mask")
-        if not mask.is_sliding_window():
-            raise UnsupportedModel(f"masks attention in layer {layer} by more than causality and a sliding window")
+        is_sliding = mask.is_sliding_window()
+        is_chunked = not is_sliding and mask.is_chunked()
+        if not is_sliding and not is_chunked:
+            raise UnsupportedModel(
+                f"masks attention in layer {layer} by more than causality and a sliding window or chunk"
+            )
         if layer in self.modules:
             raise UnsupportedModel(f"calls attention more than once in layer {layer}: a cache writes at each call")
         written_as = next((number for number, (key, _) in self._written.items() if key is keys), layer)
-        self.windows[layer] = mask.window
+        self.windows[layer], self.chunks[layer] = (None, mask.window) if is_chunked else (mask.window, None)
         if written_as in self.keys and layer not in self._written:
             self._note_source(layer, written_as, values)
         elif written_as != layer:
@@ -108,7 +123,8 @@ class Probe:
                 raise UnsupportedModel(f"changes keys or values in layer {layer} between the cache and attention")
         self.modules[layer] = module
         if layer not in self.sources:
-            self.keys[layer] = held.float().cpu()
+            self.norm_weights[layer] = self.norm_outputs.weights(queries, keys)
+            self.queries[layer], self.keys[layer] = queries.float().cpu(), held.float().cpu()
         return values.repeat_interleave(queries.shape[1] // values.shape[1], 1).transpose(1, 2)
 
     def _note_source(self, layer: int, source: int, values: Tensor) -> None:
@@ -120,6 +136,8 @@ class Probe:
                 f"attends in layer {layer} to the keys and values of layer {source} through a sliding window of "
                 f"{self.windows[layer]}, and layer {source} keeps them for one of {self.windows[source]}"
             )
+        if self.chunks[layer] != self.chunks[source]:
+            raise UnsupportedModel(f"attends in layer {layer} to keys of layer {source}, in other chunks of the text")
         self.sources[layer] = source
 
     @contextmanager
@@ -161,6 +179,9 @@ class ProbeCache(DynamicCache):
         self._probe.update(layer_idx, key_states, value_states)
         return key_states, value_states
 
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        return super().get_seq_length() if layer_idx is None else self._probe.columns_seen(layer_idx)
+
 
 @torch.no_grad()
 def run(probe: Probe, model: PreTrainedModel, decoder: nn.Module, kinds: LayerKinds) -> Probe:
@@ -172,7 +193,8 @@ def run(probe: Probe, model: PreTrainedModel, decoder: nn.Module, kinds: LayerKi
     end = getattr(config, "max_position_embeddings", None) or FAR + 1
     at = torch.tensor([[NEAR], [max(end - 1, NEAR + 1)]], device=device_of_inputs(model))
     ids = ordinary_ids(model, 1).expand(2, 1)
-    with eval_mode(model), probe.own_attention_is_named(model):
+    norms = probe.norm_outputs.noted(list(decoder.modules()))
+    with eval_mode(model), probe.own_attention_is_named(model), norms:
         decoder(input_ids=ids, position_ids=at, past_key_values=ProbeCache(probe, config, kinds), use_cache=True)
     probe.check_layers(kinds)
     return probe

@@ -116,7 +116,7 @@ def _check_positions(plan: LayerPlan, text: _Text, positions: Tensor) -> None:
     if int((is_held.sum(-1) - since).max()) > text.seen - text.since_edit:
         raise InconsistentFile(f"{where} holds more tokens than were seen before its last edit")
     # An import holds no more than a sliding window shows, and nothing was evicted for that.
-    window = plan.shape.sliding_window
+    window = plan.shape.most_visible
     kept = text.since_edit if window is None else min(text.since_edit, window - 1)
     if not plan.note.has_evicted and int(since.min()) < kept:
         raise InconsistentFile(f"{where} lacks tokens, though none was evicted")
@@ -138,7 +138,7 @@ def _check_ring(
     where = f"layer {plan.index}, row {text.row}"
     owners, token_index, written = ring[SLOTS][:, :-1].long(), ring[TOKEN_INDEX], int(ring[WRITTEN])
     # Of an import a sliding layer was given the newest tokens alone.
-    is_whole = plan.shape.sliding_window is None
+    is_whole = plan.shape.most_visible is None
     least = text.since_edit if is_whole else 0
     if not least <= written <= text.seen or (is_whole and text.since_edit == text.seen != written):
         raise InconsistentFile(f"{where} has written {written} tokens of {text.seen}")

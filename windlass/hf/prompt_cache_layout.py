@@ -116,7 +116,7 @@ def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShap
             raise InconsistentFile(
                 f"layer {index} has a sliding window of {note.sliding_window}, in the model of {shape.sliding_window}"
             )
-        all_rules[index] = all_rules[index].with_sliding_window(note.sliding_window)
+        all_rules[index] = all_rules[index].with_sliding_window(note.sliding_window, shape.attention_chunk)
         if note.budget is not None:
             if options.budget is None or not options.sinks < note.budget <= options.budget * len(shapes):
                 raise InconsistentFile(

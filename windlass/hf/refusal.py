@@ -30,8 +30,6 @@ def check_kind_of_model(model: PreTrainedModel) -> None:
         reason = f"has recurrent layers, and others of types that transformers' own cache does not know: {unknown}"
     elif keeps_states(config) and not layer_kinds(model).attention:
         reason = "is recurrent in all layers: no layer attends, so there are no keys to keep"
-    elif "chunked_attention" in kinds:
-        reason = "attends within fixed chunks of the text: only full and sliding-window attention are known"
     elif has_no_weights(model):
         reason = "has weights on the meta device, not loaded; attach runs the model, so load all of them"
     if reason is not None:

@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
 from windlass.core.rotate import rotate
+from windlass.hf.late_norms import check_weights
 from windlass.hf.probe import Probe, RotaryCall
 from windlass.hf.trained_length import trained_length
 from windlass.positions.rotary import LAYOUTS, Layout, Rotary
@@ -44,17 +45,20 @@ def rotaries_of(model: PreTrainedModel, rotated: Probe, plain: Probe) -> list[Ro
 
     Raises: UnsupportedModel for a layer whose keys are turned otherwise, or by either of two tables.
     """
-    # Rounding of the rotated keys to the model's own dtype is all that separates them from the right table's.
-    tolerance = 1e-4 if model.dtype == torch.float32 else 1e-2
+    tolerance = tolerance_of(model)
     candidates = _candidates(model, rotated.rotary_calls)
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or []
     found: dict[int, Rotary] = {}
     rotaries: list[Rotary | None] = []
     for layer in sorted(rotated.keys):
-        keys = plain.keys[layer], rotated.keys[layer]
-        if _error(*keys) <= tolerance:
+        if _error(plain.keys[layer], rotated.keys[layer]) <= tolerance:
             rotaries.append(None)
             continue
+        keys, weights = (plain.keys[layer], rotated.keys[layer]), rotated.norm_weights.get(layer)
+        if weights is not None:
+            check_weights(layer, weights)
+            seen = [weights.left_out(each.queries[layer], each.keys[layer]) for each in (plain, rotated)]
+            queries, keys = zip(*seen, strict=True)
         best = _best(layer, candidates, *keys, tolerance, kinds[layer] if layer < len(kinds) else None)
         its = candidates[best]
         rotary = Rotary(
@@ -64,8 +68,16 @@ def rotaries_of(model: PreTrainedModel, rotated: Probe, plain: Probe) -> list[Ro
             its.rotary_pairs,
             trained_length(model.config.get_text_config(), its.layer_type),
         )
-        rotaries.append(found.setdefault(best, rotary))
+        rotary = found.setdefault(best, rotary)
+        if weights is not None and not its.error(*queries) <= tolerance:
+            raise UnsupportedModel(f"applies norms to rotated queries of layer {layer} otherwise than to its keys")
+        rotaries.append(rotary if weights is None else rotary.with_norm_weights(weights))
     return rotaries
+
+
+def tolerance_of(model: PreTrainedModel) -> float:
+    """How far from another, relatively, states may be that only rounding to the model's own dtype separates."""
+    return 1e-4 if model.dtype == torch.float32 else 1e-2
 
 
 def _candidates(model: PreTrainedModel, calls: list[RotaryCall]) -> list[Candidate]:

@@ -62,7 +62,9 @@ class CheckCache(ModelCache):
 
     def _note(self, layer: int, queries: Queries, call: AttentionCall) -> None:
         keys = self._rotated[layer].repeat_interleave(queries.shape[1] // self._rotated[layer].shape[1], 1)
-        largest = call.scale * float((self._turned(layer, queries) @ keys.mT).abs().max())
+        turned, rotary = self._turned(layer, queries), self.rotaries[layer]
+        gain = None if rotary is None else rotary.query_gain()
+        largest = call.scale * float(((turned if gain is None else turned * gain) @ keys.mT).abs().max())
         largest = largest if call.softcap is None else min(largest, call.softcap)
         self.largest_scores[layer] = max(largest, self.largest_scores.get(layer, 0.0))
 

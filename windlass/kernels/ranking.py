@@ -19,6 +19,8 @@ def total_order(call: EvictionInput) -> Tensor:
     score = score.masked_fill((positions >= ends - call.window) | (positions < call.sinks), torch.inf)
     if call.sliding_window is not None:
         score = score.masked_fill(positions <= ends - call.sliding_window, least)
+    if call.attention_chunk is not None:
+        score = score.masked_fill(positions < ends - ends % call.attention_chunk, least)
     score = score.masked_fill(positions < 0, -torch.inf) + 0.0  # adding 0.0 turns -0.0 into 0.0
     bits = score.view(torch.int32)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # compares as the float does

@@ -39,9 +39,10 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     kv_heads, slots = keys.shape[1], keys.shape[2]
     grouped = queries.to(dtype).unflatten(1, (kv_heads, heads // kv_heads))
 
-    near = _Logits(grouped, keys, None if index is None else index.near, tables)
+    gain = None if call.query_gain is None else call.query_gain.to(dtype)
+    near = _Logits(grouped, keys, None if index is None else index.near, tables, gain)
     has_far = index is not None and index.far is not None and tables is not None
-    far = _Logits(grouped, keys, index.far, tables) if has_far and index is not None else None
+    far = _Logits(grouped, keys, index.far, tables, gain) if has_far and index is not None else None
 
     outputs, masses = [], _MassSum(call.observed, call.query_positions.shape, call.is_rest_wanted)
     block = max(1, SCORE_BYTES // (batch * heads * slots * dtype.itemsize))
@@ -68,12 +69,18 @@ class _Logits:
     """Unscaled logits of one branch, a block of queries at a time; keys are rotated once."""
 
     def __init__(
-        self, queries: Tensor, keys: Tensor, branch: RotaryBranch | None, tables: tuple[RotaryTable, RotaryTable] | None
+        self,
+        queries: Tensor,
+        keys: Tensor,
+        branch: RotaryBranch | None,
+        tables: tuple[RotaryTable, RotaryTable] | None,
+        gain: Tensor | None,
     ) -> None:
         if branch is not None and tables is not None:
             cos, sin = tables
             keys = rotate(keys, cos[branch.keys], sin[branch.keys])
             queries = rotate(queries, cos[branch.queries][:, :, None], sin[branch.queries][:, :, None])
+        queries = queries if gain is None else queries * gain
         self._queries, self._keys = queries, keys[:, :, None].transpose(-1, -2)
 
     def block(self, span: slice) -> Tensor:
@@ -121,6 +128,9 @@ def visible(
         seen &= (distance < visibility.reach) | (slots < visibility.sinks)[:, :, None, :]
     if visibility.sliding_window is not None:
         seen &= distance < visibility.sliding_window
+    if (chunk := visibility.attention_chunk) is not None:
+        held = slots[:, :, None, :]
+        seen &= (distance + held) // chunk == held // chunk
     return seen
 
 

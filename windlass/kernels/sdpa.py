@@ -15,7 +15,7 @@ from windlass.core.attention import AttentionInput, Mass, Visibility
 from windlass.core.packed import Format, PackedStates
 from windlass.core.rotary_index import RotaryBranch
 from windlass.core.rotate import rotate
-from windlass.core.shapes import Attended, ObservedColumns, Queries, QueryPositions, RotaryTable, SlotPositions
+from windlass.core.shapes import Attended, ObservedColumns, QueryPositions, SlotPositions
 from windlass.kernels import cpu
 from windlass.kernels.reference import SCORE_BYTES, visible
 
@@ -35,9 +35,9 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     near_window = index.near_window if index is not None and far is not None else None
     counts = None if call.log_counts is None else call.log_counts[..., :used]
     masks = _Masks(where, call.query_positions.to(torch.int32), call.visibility, near_window, counts)
-    branches = [_rotated(queries, call.keys, near, call.tables, used)]
+    branches = [_rotated(call, near, used)]
     if far is not None:
-        branches.append(_rotated(queries, call.keys, far, call.tables, used))
+        branches.append(_rotated(call, far, used))
     values = _floats(call.values, used, queries.dtype)
     out, lse = _attended(branches, values, masks, call.scale, call.sink_logits)
     if call.observed is None:
@@ -95,21 +95,18 @@ class _Masks:
             )
 
 
-def _rotated(
-    queries: Queries,
-    keys: PackedStates,
-    branch: RotaryBranch | None,
-    tables: tuple[RotaryTable, RotaryTable] | None,
-    used: int,
-) -> _Rotated:
-    if branch is None or tables is None:
-        return _Rotated(queries, _floats(keys, used, queries.dtype))
-    cos, sin = tables
+def _rotated(call: AttentionInput, branch: RotaryBranch | None, used: int) -> _Rotated:
+    queries, gain = call.queries, call.query_gain
+    if branch is None or call.tables is None:
+        weighed = queries if gain is None else (queries.float() * gain).to(queries.dtype)
+        return _Rotated(weighed, _floats(call.keys, used, queries.dtype))
+    cos, sin = call.tables
     at = branch.queries
     if at.shape[1] > 1:
         at = at.repeat_interleave(queries.shape[1] // at.shape[1], 1)
-    rotated = rotate(queries.float(), cos[at], sin[at]).to(queries.dtype)
-    return _Rotated(rotated, cpu.rotated(keys, branch.keys, tables, used, queries.dtype))
+    rotated = rotate(queries.float(), cos[at], sin[at])
+    rotated = (rotated if gain is None else rotated * gain).to(queries.dtype)
+    return _Rotated(rotated, cpu.rotated(call.keys, branch.keys, call.tables, used, queries.dtype))
 
 
 def _floats(states: PackedStates, used: int, dtype: torch.dtype) -> Tensor:

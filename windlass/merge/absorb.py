@@ -28,6 +28,7 @@ class LayerView:
     sinks: int
     window: int
     sliding_window: int | None
+    attention_chunk: int | None = None
 
 
 @dataclass(frozen=True)
@@ -62,12 +63,14 @@ class MergePlan:
 def plan_merge(merge: Merge, layer: LayerView, evicted: SlotIndex, evicted_positions: SlotIndex) -> MergePlan:
     """How `merge` takes in the tokens of the slots `evicted`, which stood at `evicted_positions` (below 0: no token).
 
-    A kept slot may take tokens unless it is a sink, in the window, or past the model's sliding window. A token is
-    dropped where a row and head has no such slot, where its key is too unlike its target's, or where the sliding
-    window hides it from all later queries. Changes nothing.
+    A kept slot may take tokens unless it is a sink, in the window, or past what the model's sliding window or chunk
+    shows to the next query. A token is dropped where a row and head has no such slot, where its key is too unlike its
+    target's, or where it is past that itself. Changes nothing.
     """
     ends = layer.next_positions[:, None, None]
     oldest = torch.zeros_like(ends) if layer.sliding_window is None else ends - layer.sliding_window + 1
+    if layer.attention_chunk is not None:
+        oldest = oldest.maximum(ends - ends % layer.attention_chunk)
     is_target = (layer.positions >= layer.sinks) & (layer.positions >= oldest)
     is_target &= layer.positions < ends - layer.window
     is_merged = (evicted_positions >= 0) & (evicted_positions >= oldest) & is_target.any(-1, keepdim=True)

@@ -86,7 +86,9 @@ class Slots:
     token that came in a pass of several, drafts aside. `rotate` rotates states (batch, any heads, n, head_dim) to
     positions (batch, 1 or as many heads, 1 or n) of the text read so far. `step_angles` gives cos and sin, per
     channel pair, of the rotation from one position to the next, scaled as the model scales what it rotates; None
-    where the layer does not rotate. The first `sinks` and the last `window` tokens are not evicted in any case.
+    where the layer does not rotate. `query_gain` gives None, or (head_dim) what a rotated query is multiplied by before
+    its products with rotated keys: weights of norms that the model applies after RoPE. The first `sinks` and the last
+    `window` tokens are not evicted in any case.
     `layer` is the index of the layer, of `layers` in all.
     """
 
@@ -97,6 +99,7 @@ class Slots:
     prompt_ends: RowCounts
     rotate: Callable[[Tensor, Tensor], Tensor]
     step_angles: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None
+    query_gain: Callable[[], Tensor | None] = lambda: None
     statistics: dict[str, Tensor] = field(default_factory=dict)
     sinks: int = 0
     window: int = 0
@@ -116,8 +119,12 @@ class Slots:
         return self.store.values()
 
     def rotated_keys(self) -> SlotKeys:
-        """Keys rotated to their own positions in the text; costs one rotation of all slots."""
-        return self.rotate(self.store.keys(), self.positions.clamp(min=0))
+        """Keys rotated to their own positions in the text, times `query_gain`; costs one rotation of all slots.
+
+        Their products with rotated queries are the model's logits, but for its scale.
+        """
+        rotated, gain = self.rotate(self.store.keys(), self.positions.clamp(min=0)), self.query_gain()
+        return rotated if gain is None else rotated * gain
 
 
 @dataclass(frozen=True)

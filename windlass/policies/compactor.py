@@ -56,7 +56,11 @@ class Compactor(Policy):
         index = order.gather(-1, ranks.clamp(max=order.shape[-1] - 1))
         at = slots.positions.gather(-1, index)
         keys = slots.rotate(gather_sorted(slots.keys(), index), at.clamp(min=0)).float()
-        queries = slots.rotate(observation.queries, observation.positions.clamp(min=0)[:, None]).float()
+        queries, gain = (
+            slots.rotate(observation.queries, observation.positions.clamp(min=0)[:, None]),
+            slots.query_gain(),
+        )
+        queries = (queries if gain is None else queries * gain).float()
         logits = queries.unflatten(1, (keys.shape[1], -1)) @ keys.mT[:, :, None] / keys.shape[-1] ** 0.5
         asking = observation.positions[:, None]
         blocks = [(positions - slots.sinks).div(BLOCK, rounding_mode="floor") for positions in (asking, at)]

@@ -46,6 +46,9 @@ class TriAttention(Policy):
         rotation, angles = slots.step_angles(), _angles(slots, keys)
         # Of both the query and the key, as the model scales what it rotates.
         scale: float | Tensor = 1.0 if rotation is None else rotation[0].square() + rotation[1].square()
+        if (gain := slots.query_gain()) is not None:
+            # Of a pair's two gains, over all angles only the mean counts.
+            scale = scale * gain[: 2 * len(angles)].unflatten(0, (2, -1)).mean(0)
         scatter = scale * (slots.statistics["lengths"][:, :, None] - _lengths(mean, angles))
         logits = head_products(scatter, _lengths(keys, angles))
         ahead = mean if rotation is None else rotate_ahead(slots, mean, *self._mean_rotation(angles))

@@ -63,6 +63,13 @@ class PositionMode(ABC):
         """
         return self
 
+    def keeps_places(self, end: int, occupancy: int) -> bool:
+        """Whether keys and queries are read where they stand, or at their ranks, and not just at some distance.
+
+        In a text up to `end`, of which a row holds `occupancy` tokens at most. Only with norms after RoPE it matters.
+        """
+        return False
+
     def readings(self, slots: SlotPositions, step: Step, occupancy: int) -> Sequence[Reading]:
         """How the queries of `step` read the slots, which hold its tokens already; each query is in one reading.
 

@@ -31,6 +31,9 @@ class Original(PositionMode):
     def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return end
 
+    def keeps_places(self, end: int, occupancy: int) -> bool:
+        return True
+
 
 @dataclass(frozen=True)
 class Compact(PositionMode):
@@ -48,6 +51,9 @@ class Compact(PositionMode):
 
     def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return occupancy
+
+    def keeps_places(self, end: int, occupancy: int) -> bool:
+        return True
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from windlass.core.rotate import rotate
 from windlass.core.shapes import RotaryTable
+from windlass.positions.norm_weights import NormWeights
+from windlass.positions.tables import cos_sin
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 
@@ -57,8 +59,17 @@ LAYOUTS = (
     Layout("halves, half table", 1.0, 1, False),  # gpt-oss
     Layout("interleaved", 0.5, 1, True),  # GLM
     Layout("interleaved, repeated table", 1.0, 2, True),  # Cohere
+    Layout("interleaved, half table", 1.0, 1, True),  # Llama 4: complex numbers
     Layout("halves, backward", 0.5, 1, False, is_backward=True),  # nanochat
 )
+
+
+@dataclass
+class _Built:
+    """The tables in use, and the length that they were asked for."""
+
+    tables: dict[torch.dtype, tuple[RotaryTable, RotaryTable]]
+    length: int = 0
 
 
 class Rotary:
@@ -66,6 +77,7 @@ class Rotary:
 
     `rotary_pairs` is half of the field's `rotary_dim`: the other channels of a head pass unrotated. `trained_length`
     is the longest text that the model was trained on, extensions of its window included; None where nobody knows.
+    `norm_weights` are those of one layer that applies norms to what it has rotated; None where there are none.
     """
 
     def __init__(
@@ -80,11 +92,35 @@ class Rotary:
         self._module = _copied(module)
         self.layer_type = layer_type
         self._rope_type, self.constant_length = _scheme(module, layer_type)
-        self._tables: dict[torch.dtype, tuple[RotaryTable, RotaryTable]] = {}
-        self._built_for = 0
+        self._built = _Built({})
         self.layout = layout
         self.rotary_pairs = rotary_pairs
         self.trained_length = trained_length
+        self.norm_weights: NormWeights | None = None
+
+    def with_norm_weights(self, weights: NormWeights) -> "Rotary":
+        """The same rotation and the same tables, for a layer whose norms after RoPE have these weights."""
+        twin = copy.copy(self)
+        twin.norm_weights = weights
+        return twin
+
+    def plain(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """A model's un-rotated queries and keys as a cache takes them.
+
+        Channel pairs are halves, and the weights of norms after RoPE are left out.
+        """
+        if self.norm_weights is not None:
+            queries, keys = self.norm_weights.left_out(queries, keys)
+        return self.layout.to_halves(queries, self.rotary_pairs), self.layout.to_halves(keys, self.rotary_pairs)
+
+    def query_gain(self) -> Tensor | None:
+        """(head_dim) in float32: what a rotated query is multiplied by before its products with keys.
+
+        The weights of both norms after RoPE; None where there are none.
+        """
+        if self.norm_weights is None:
+            return None
+        return self.layout.to_halves(self.norm_weights.product(), self.rotary_pairs)
 
     @property
     def is_length_dependent(self) -> bool:
@@ -94,7 +130,7 @@ class Rotary:
     @property
     def built(self) -> dict[torch.dtype, tuple[RotaryTable, RotaryTable]]:
         """The latest tables, by dtype. Longer ones are new tensors; a CUDA graph must keep alive those it reads."""
-        return self._tables
+        return self._built.tables
 
     def table_changes_at(self, length: int) -> bool:
         """Whether a text of `length` tokens needs other tables than one within the trained length."""
@@ -117,19 +153,19 @@ class Rotary:
         """
         if self.is_length_dependent:
             wanted = max(length, self.constant_length)
-            is_stale = self._built_for != wanted
+            is_stale = self._built.length != wanted
         else:
             wanted = 256
             while wanted < length:
                 wanted *= 2
-            is_stale = self._built_for < wanted
-        if not self._tables or is_stale or self._tables[torch.float32][0].device != device:
-            self._tables = {torch.float32: self._build(wanted, device)}
-            self._built_for = wanted
-        if dtype not in self._tables:
-            cos, sin = self._tables[torch.float32]
-            self._tables[dtype] = cos.to(dtype), sin.to(dtype)
-        return self._tables[dtype]
+            is_stale = self._built.length < wanted
+        built = self._built
+        if not built.tables or is_stale or built.tables[torch.float32][0].device != device:
+            built.tables, built.length = {torch.float32: self._build(wanted, device)}, wanted
+        if dtype not in built.tables:
+            cos, sin = built.tables[torch.float32]
+            built.tables[dtype] = cos.to(dtype), sin.to(dtype)
+        return built.tables[dtype]
 
     def _build(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
         positions = torch.arange(length, device=device)[None]
@@ -139,7 +175,7 @@ class Rotary:
         if self.is_length_dependent:
             # Some schemes never shrink from one length to the next; one token takes them back to the start.
             module(probe, positions[:, :1], *of_layers)
-        cos, sin = module(probe, positions, *of_layers)
+        cos, sin = cos_sin(module(probe, positions, *of_layers))
         cos, sin = self.layout.columns(cos[0], sin[0])
         return cos.float().contiguous(), sin.float().contiguous()
 
@@ -161,6 +197,10 @@ class Rotation:
             return states
         cos, sin = self.rotary.tables(self.end, self.device)
         return rotate(states.float(), cos[positions], sin[positions])
+
+    def query_gain(self) -> Tensor | None:
+        """(head_dim): what a rotated query is multiplied by before its products with rotated keys; None for 1."""
+        return None if self.rotary is None else self.rotary.query_gain()
 
     def step_angles(self) -> tuple[Tensor, Tensor] | None:
         """Cos and sin of each channel pair's angle from one position to the next; None without rotation.

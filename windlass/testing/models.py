@@ -164,6 +164,24 @@ _CONFIGS: dict[str, tuple[str, _Options]] = {
         },
     ),
     "minicpm3": ("minicpm3", {**_LATENT, "initializer_range": 0.3}),
+    "hunyuan": ("hunyuan_v1_dense", {}),
+    "hunyuan_moe": ("hunyuan_v1_moe", {**_EXPERTS, "moe_topk": 2, **_scaled("dynamic", 1.0, {"alpha": 50.0})}),
+    "llama4": (
+        "llama4_text",
+        {
+            **_EXPERTS,
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 0, 1],  # 0: no rotation, and attention to the whole text
+            "attention_chunk_size": SLIDING_WINDOW,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 44,
+            "intermediate_size": 20,
+            "use_qk_norm": True,
+            "attn_temperature_tuning": True,
+            "floor_scale": 6,
+            "attn_scale": 0.4,
+        },
+    ),
     "gpt_oss": ("gpt_oss", {**_EXPERTS, **_ALTERNATING, **_scaled("yarn", 8.0, {**_YARN, "truncate": False})}),
 }
 

@@ -18,8 +18,8 @@ def bytes_held(shape: LayerShape, row: BenchRow) -> int:
     """About what the cache of `row` takes in a layer of this shape."""
     work, budget = row.workload, row.setup.options.budget
     slots = GROWTH * (work.depth + work.tokens)
-    if shape.sliding_window is not None:
-        budget = min(shape.sliding_window, budget or shape.sliding_window)
+    if shape.most_visible is not None:
+        budget = min(shape.most_visible, budget or shape.most_visible)
     if budget is not None:
         slots = budget + row.setup.options.chunk
     return int(work.batch * slots * shape.kv_heads * shape.bytes_per_token(row.setup.options.store))
@@ -43,7 +43,7 @@ def fill(cache: KVCache, shapes: list[LayerShape], depth: int) -> None:
 
 
 def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache) -> None:
-    layer.use_sliding_window(shape.sliding_window)
+    layer.use_sliding_window(shape.sliding_window, shape.attention_chunk)
     sinks, device = cache.limits.sinks, cache.device
     positions = torch.arange(depth, device=device)
     size = depth
@@ -63,4 +63,4 @@ def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache)
         if shape.latent:
             new_values = new_keys[..., -shape.latent :]
         at = positions[here].expand(cache.batch_size, 1, -1)
-        layer.append(new_keys, new_values, at, shape.sliding_window)
+        layer.append(new_keys, new_values, at)

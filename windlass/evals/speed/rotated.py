@@ -39,6 +39,8 @@ class RotatedStorage(KVCache):
             )
         if any(rotary is not None and rotary.layout.is_interleaved for rotary in self.rotaries):
             raise UsageError(f"rotated storage is for models whose channel pairs are halves; {HINT}")
+        if any(rotary is not None and rotary.norm_weights is not None for rotary in self.rotaries):
+            raise UsageError(f"rotated storage is not for models with weights of norms after RoPE; {HINT}")
         super().reset()
         for layer in self.layers:
             layer.rotary = None

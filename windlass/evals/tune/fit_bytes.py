@@ -63,7 +63,7 @@ def layer_bytes(shape: LayerShape, options: CacheOptions) -> LayerBytes:
     numbers = 1 + len({*needs.state, *(options.merge.state if options.merge is not None else ())})
     heads = shape.kv_heads if needs.per_head else 1
     one, two = sizes
-    return LayerBytes(2 * one - two, two - one + NUMBER_BYTES * heads * numbers, shape.sliding_window)
+    return LayerBytes(2 * one - two, two - one + NUMBER_BYTES * heads * numbers, shape.most_visible)
 
 
 def bytes_of(layers: Sequence[LayerBytes], options: CacheOptions, budget: int, records: Records = Records()) -> float:

@@ -86,6 +86,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     query_positions = call.query_positions.to(torch.int64).contiguous()
     sink_logits = None if call.sink_logits is None else call.sink_logits.float().contiguous()
     log_counts = None if call.log_counts is None else call.log_counts.float().contiguous()
+    query_gain = None if call.query_gain is None else call.query_gain.float().contiguous()
     key_means, value_means, visibility = _contiguous_means(keys), _contiguous_means(values), call.visibility
     _native.attend(
         (batch, heads, kv_heads, call.slot_positions.shape[1], tokens, slots),
@@ -99,9 +100,15 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         query_positions.data_ptr(),
         (*near, *far, 0 if index is None else index.near_window),
         _tables(call.tables),
+        _address(query_gain),
         call.scale,
         call.softcap or 0.0,
-        (visibility.sliding_window or NO_LIMIT, visibility.reach or NO_LIMIT, visibility.sinks),
+        (
+            visibility.sliding_window or NO_LIMIT,
+            visibility.reach or NO_LIMIT,
+            visibility.sinks,
+            visibility.attention_chunk or NO_LIMIT,
+        ),
         _address(sink_logits),
         _address(log_counts),
         (_address(observed), 0 if observed is None else observed.shape[1], _address(rows), _address(rest)),
@@ -182,7 +189,7 @@ def lowest(call: EvictionInput) -> SlotIndex:
     score, positions = call.score.float().contiguous(), call.positions
     ends = call.next_positions.to(torch.int64).contiguous()
     out = torch.empty(*positions.shape[:2], call.count, dtype=torch.int64)
-    limits = (call.sinks, call.window, call.sliding_window or 0)
+    limits = (call.sinks, call.window, call.sliding_window or 0, call.attention_chunk or NO_LIMIT)
     addresses = score.data_ptr(), positions.data_ptr(), ends.data_ptr()
     _native.lowest(tuple(positions.shape), *addresses, limits, call.count, out.data_ptr(), torch.get_num_threads())
     return out

@@ -101,6 +101,7 @@ class Kernel {
                     to[i] =
                         int(i) < call.keys.channels ? number(call.float_format, from, i) * call.scale : 0.0f;
                 if (branch.keys) rotate_query(branch, row, score_head, t, to);
+                for (int i = 0; call.query_gain && i < call.keys.channels; ++i) to[i] *= call.query_gain[i];
             }
         }
     }

@@ -45,8 +45,10 @@ struct Attend {
     int near_window;
     const float *cos, *sin;  // (length, pairs)
     int pairs;
+    const float *query_gain;           // (key channels), of rotated queries; may be null
     float scale, softcap;              // softcap 0: none
     int sliding_window, reach, sinks;  // window and reach: INT32_MAX for none
+    int attention_chunk;               // INT32_MAX for none
     const float *sink_logits;          // (heads); may be null
     const float *log_counts;           // (batch, score_heads, slots); may be null
     const std::int64_t *observed;      // (batch, observations) columns or -1

@@ -20,10 +20,12 @@ void mask_block(const Attend &call, int row, int score_head, int start, int coun
     const std::int32_t near_window = call.has_far() ? call.near_window : INT32_MAX;
     for (int t = 0; t < call.tokens; ++t) {
         const std::int32_t query = std::int32_t(call.query_positions[std::int64_t(row) * call.tokens + t]);
+        const std::int32_t chunk_start = query - query % call.attention_chunk;
         for (int j = 0; j < BLOCK; ++j) {
             const std::int32_t distance = query - positions[j];
             const std::int32_t is_visible = (positions[j] >= 0) & (distance >= 0) &
                                             (distance < call.sliding_window) &
+                                            (positions[j] >= chunk_start) &
                                             ((distance < call.reach) | (positions[j] < call.sinks));
             const std::int32_t is_far = distance >= near_window;
             mask.bias[t][j] = is_visible ? 0.0f : HIDDEN;

@@ -168,8 +168,8 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int floa
             std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, PackedArguments keys,
             PackedArguments values, Address slot_positions, Address query_positions,
             std::tuple<Address, Address, Address, Address, int> rotary_index,
-            std::tuple<Address, Address, int> tables, float scale, float softcap,
-            std::tuple<int, int, int> visibility, Address sink_logits, Address log_counts,
+            std::tuple<Address, Address, int> tables, Address query_gain, float scale, float softcap,
+            std::tuple<int, int, int, int> visibility, Address sink_logits, Address log_counts,
             std::tuple<Address, int, Address, Address> mass, Address out, const std::string &instruction_set,
             int threads) {
     Attend call{};
@@ -187,8 +187,9 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int floa
     call.near_window = std::get<4>(rotary_index);
     call.cos = at<const float>(std::get<0>(tables)), call.sin = at<const float>(std::get<1>(tables));
     call.pairs = std::get<2>(tables);
+    call.query_gain = at<const float>(query_gain);
     call.scale = scale, call.softcap = softcap;
-    std::tie(call.sliding_window, call.reach, call.sinks) = visibility;
+    std::tie(call.sliding_window, call.reach, call.sinks, call.attention_chunk) = visibility;
     call.sink_logits = at<const float>(sink_logits), call.log_counts = at<const float>(log_counts);
     call.observed = at<const std::int64_t>(std::get<0>(mass)), call.observations = std::get<1>(mass);
     call.mass_rows = at<float>(std::get<2>(mass)), call.mass_rest = at<float>(std::get<3>(mass));
@@ -209,8 +210,8 @@ NB_MODULE(_native, module) {
     using namespace nb::literals;
     module.def("instruction_sets", &instruction_sets);
     module.def("attend", &attend, "sizes"_a, "format"_a, "float_format"_a, "queries"_a, "strides"_a, "keys"_a,
-               "values"_a, "slot_positions"_a, "query_positions"_a, "rotary_index"_a, "tables"_a, "scale"_a,
-               "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
+               "values"_a, "slot_positions"_a, "query_positions"_a, "rotary_index"_a, "tables"_a,
+               "query_gain"_a, "scale"_a, "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
     module.def("rotate", &rotate, "sizes"_a, "format"_a, "float_format"_a, "states"_a, "positions"_a,
                "tables"_a, "out"_a, "instruction_set"_a, "threads"_a);
@@ -226,11 +227,11 @@ NB_MODULE(_native, module) {
     });
     module.def("lowest", [](std::tuple<std::int64_t, std::int64_t, std::int64_t> sizes, Address scores,
                             Address positions, Address next_positions,
-                            std::tuple<std::int64_t, std::int64_t, std::int64_t> limits, std::int64_t count,
-                            Address out, int threads) {
+                            std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t> limits,
+                            std::int64_t count, Address out, int threads) {
         lowest({std::get<0>(sizes), std::get<1>(sizes), std::get<2>(sizes), at<const float>(scores),
                 at<const std::int32_t>(positions), at<const std::int64_t>(next_positions),
-                std::get<0>(limits), std::get<1>(limits), std::get<2>(limits)},
+                std::get<0>(limits), std::get<1>(limits), std::get<2>(limits), std::get<3>(limits)},
                count, at<std::int64_t>(out), threads);
     });
     module.def(

@@ -31,6 +31,7 @@ struct Eviction {
     const std::int32_t *positions;               // (batch, score_heads, slots)
     const std::int64_t *next_positions;          // (batch)
     std::int64_t sinks, window, sliding_window;  // sliding_window 0: none
+    std::int64_t attention_chunk;                // INT32_MAX for none
 };
 
 // What `ranking.total_order` gives for one slot.
@@ -40,6 +41,7 @@ inline std::int64_t rank_of(const Eviction &call, float score, std::int64_t posi
     score = std::isnan(score) ? least : std::clamp(score, least, most);
     if (position >= end - call.window || position < call.sinks) score = infinity;
     if (call.sliding_window && position <= end - call.sliding_window) score = least;
+    if (position < end - end % call.attention_chunk) score = least;
     if (position < 0) score = -infinity;
     score += 0.0f;  // there is no -0.0 then
     std::int32_t bits;

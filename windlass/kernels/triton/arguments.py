@@ -54,6 +54,7 @@ class LogitArgs(NamedTuple):
     queries: Plane  # positions
     cos: Tensor | None
     sin: Tensor | None
+    query_gain: Tensor | None
     near_keys: Plane | None
     near_queries: Plane | None
     far_keys: Plane | None
@@ -65,6 +66,7 @@ class LogitArgs(NamedTuple):
     sliding_window: int | None
     reach: int | None
     sinks: int
+    attention_chunk: int | None
 
 
 def knows(states: PackedStates) -> bool:
@@ -103,6 +105,7 @@ def pack_logit_args(call: AttentionInput) -> LogitArgs:
         as_plane(call.query_positions[:, None]),
         cos,
         sin,
+        None if call.query_gain is None else call.query_gain.float().contiguous(),
         None if near is None else as_plane(near.keys),
         None if near is None else as_plane(near.queries),
         None if far is None else as_plane(far.keys),
@@ -114,4 +117,5 @@ def pack_logit_args(call: AttentionInput) -> LogitArgs:
         call.visibility.sliding_window,
         call.visibility.reach,
         call.visibility.sinks,
+        call.visibility.attention_chunk,
     )

@@ -72,6 +72,7 @@ def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:
             call.sinks,
             call.window,
             call.sliding_window or 0,
+            call.attention_chunk or 0,
             count,
             slots <= block,
             block,
@@ -157,13 +158,14 @@ def _argsort_positions(p_positions, p_out, slots, BLOCK: tl.constexpr):
 @no_type_check
 def _total_order(row, o_slots):
     """`ranking.total_order` of some slots, ABOVE_ALL where there is none, and their positions."""
-    p_score, stride, p_positions, slots, end, sinks, window, sliding_window = row
+    p_score, stride, p_positions, slots, end, sinks, window, sliding_window, chunk_start = row
     m_slots = o_slots < slots
     b_score = tl.load(p_score + o_slots * stride, mask=m_slots, other=0.0).to(tl.float32)
     b_positions = tl.load(p_positions + o_slots, mask=m_slots, other=0)
     b_score = tl.where(b_score != b_score, FLOAT32_MIN, tl.minimum(tl.maximum(b_score, FLOAT32_MIN), FLOAT32_MAX))
     b_score = tl.where((b_positions >= end - window) | (b_positions < sinks), float("inf"), b_score)
     b_score = tl.where((sliding_window > 0) & (b_positions <= end - sliding_window), FLOAT32_MIN, b_score)
+    b_score = tl.where(b_positions < chunk_start, FLOAT32_MIN, b_score)
     b_score = tl.where(b_positions < 0, float("-inf"), b_score)
     b_bits = tl.where(b_score == 0.0, 0.0, b_score).to(tl.int32, bitcast=True)  # there is no -0.0 then
     b_bits = b_bits ^ ((b_bits >> 31) & 0x7FFFFFFF)  # compares as the float does
@@ -183,6 +185,7 @@ def _evict(
     sinks,
     window,
     sliding_window,
+    attention_chunk,
     count,
     IS_WHOLE: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -197,7 +200,8 @@ def _evict(
     p_score += i_batch * strides[0] + i_rank * strides[1]
     p_positions += i_row * slots
     end = tl.load(p_ends + i_batch).to(tl.int64)
-    row = p_score, strides[2], p_positions, slots, end, sinks, window, sliding_window
+    chunk_start = tl.where(attention_chunk > 0, end - end % tl.maximum(attention_chunk, 1), 0)
+    row = p_score, strides[2], p_positions, slots, end, sinks, window, sliding_window, chunk_start
     o_block = tl.arange(0, BLOCK)
     b_keys, b_positions = _total_order(row, o_block)
 

@@ -36,6 +36,9 @@ def visible(newest, oldest, slots, logit_args):
         seen = seen & ((oldest < logit_args.reach) | (slots < logit_args.sinks))
     if logit_args.sliding_window is not None:
         seen = seen & (oldest < logit_args.sliding_window)
+    if logit_args.attention_chunk is not None:
+        position = oldest + slots  # of the oldest query
+        seen = seen & (slots >= position - position % logit_args.attention_chunk)
     return seen
 
 
@@ -86,6 +89,15 @@ def rotated(first, second, logit_args, positions, m_rows, PAIRS: tl.constexpr, H
     cos = tl.load(logit_args.cos + at, mask=mask, other=0).to(tl.float32)
     sin = tl.load(logit_args.sin + at, mask=mask, other=0).to(tl.float32)
     return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+@no_type_check
+def with_gain(states, logit_args, o_channels, m_channels):
+    """Rotated queries times the gain of their channels, if there is one."""
+    if logit_args.query_gain is not None:
+        states = states.to(tl.float32) * tl.load(logit_args.query_gain + o_channels, mask=m_channels, other=0)[None, :]
+    return states
 
 
 @triton.jit
@@ -153,7 +165,8 @@ def load_queries(
     if REST > 0:
         o_rest = 2 * PAIRS + tl.arange(0, REST)
         mask = m_rows[:, None] & (o_rest < WIDTH)[None, :]
-        rest = tl.load(rows[:, None] + o_rest[None, :] * queries.channel, mask=mask, other=0).to(NUMBER)
+        rest = tl.load(rows[:, None] + o_rest[None, :] * queries.channel, mask=mask, other=0)
+        rest = with_gain(rest, logit_args, o_rest, o_rest < WIDTH).to(NUMBER)
         near_first, near_second, far_first, far_second = rest, rest, rest, rest
     if PAIRS > 0:
         o_pairs = tl.arange(0, HALF)
@@ -163,12 +176,14 @@ def load_queries(
         second = tl.load(at + PAIRS * queries.channel, mask=mask, other=0).to(tl.float32)
         positions = tl.load(at_head(logit_args.near_queries, i_batch, i_head) + o_tokens, mask=m_rows, other=0)
         near_first, near_second = rotated(first, second, logit_args, positions, m_rows, PAIRS, HALF)
-        near_first, near_second = near_first.to(NUMBER), near_second.to(NUMBER)
+        near_first = with_gain(near_first, logit_args, o_pairs, o_pairs < PAIRS).to(NUMBER)
+        near_second = with_gain(near_second, logit_args, PAIRS + o_pairs, o_pairs < PAIRS).to(NUMBER)
         far_first, far_second = near_first, near_second
         if logit_args.far_queries is not None:
             positions = tl.load(at_head(logit_args.far_queries, i_batch, i_head) + o_tokens, mask=m_rows, other=0)
             far_first, far_second = rotated(first, second, logit_args, positions, m_rows, PAIRS, HALF)
-            far_first, far_second = far_first.to(NUMBER), far_second.to(NUMBER)
+            far_first = with_gain(far_first, logit_args, o_pairs, o_pairs < PAIRS).to(NUMBER)
+            far_second = with_gain(far_second, logit_args, PAIRS + o_pairs, o_pairs < PAIRS).to(NUMBER)
         if REST == 0:
             rest = near_first
     return near_first, near_second, far_first, far_second, rest
