@@ -52,14 +52,18 @@ def attend(
         return kernels.attend(whole)
     # Distances within a sliding window are those that the model was trained on, however long the text.
     trained_length = rotary.trained_length if rules.sliding_window is None else None
-    mode = mode.within(trained_length, rules.budget is not None)
-    if whole.query_gain is not None and not mode.keeps_places(step.end, view.occupancy):
+    mode, places = mode.within(trained_length, rules.budget is not None), view.places
+    if whole.query_gain is not None and places is None and not mode.keeps_places(step.end, view.occupancy):
         raise UsageError(
             f"positions={mode.name!r} would keep distances here, but not where tokens stand, and this model applies "
             'norms with weights after RoPE, so that its attention depends on both; use "original", or "compact" with '
             "a budget below the trained length"
         )
-    readings = mode.readings(view.positions, step, view.occupancy)
+    readings = (
+        mode.readings(view.positions, step, view.occupancy)
+        if places is None
+        else [mode.reading_at(places, step.known_places)]
+    )
     parts = [_read(whole, reading, rotary) for reading in readings]
     if len(readings) == 1 and readings[0].is_read is None:
         return parts[0]

@@ -4,11 +4,13 @@ from torch import Tensor
 
 from windlass.cache import describe, edits, summary
 from windlass.cache.compress import compress, layer_limits
+from windlass.cache.picture_edits import check_pictures
 from windlass.cache.recurrent_layer import RecurrentLayer, check_columns
 from windlass.cache.rows import RowTable, check_positions
 from windlass.cache.second_pass import second_pass
 from windlass.cache.shared import attend_shared
 from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.splice import splice
 from windlass.cache.state import CacheState, Text
 from windlass.core.check import whole_number
 from windlass.core.errors import UsageError
@@ -93,15 +95,22 @@ class TextCache(CacheState):
 
     @no_inference_mode
     def begin(
-        self, batch: int, tokens: int, mask: TokenMask | None, positions: Tensor | None, ids: TokenIds | None
+        self,
+        batch: int,
+        tokens: int,
+        mask: TokenMask | None,
+        positions: Tensor | None,
+        ids: TokenIds | None,
+        axes: Tensor | None = None,
     ) -> None:
         """Give the next `tokens` columns their positions; to be called before each pass of the model.
 
         `mask` tells the real tokens of these columns from padding. `positions` are the caller's,
-        only compared. `ids` are remembered for the prompt cache and for policies that ask for them.
+        only compared. `ids` are remembered for the prompt cache and for policies that ask for them. `axes` (axes,
+        batch, tokens) are the positions of the tokens where these have several, as those of pictures do.
 
-        Raises: UsageError when the batch is another, positions do not follow, or ids that the policy asks
-        for are missing; nothing is changed.
+        Raises: UsageError when the batch is another, positions do not follow, ids that the policy asks for are
+        missing, or the cache can't take a picture; nothing is changed.
         """
         if batch != self.batch_size:
             raise UsageError(f"this cache was made for batch={self.batch_size}, the model was called with {batch} rows")
@@ -115,7 +124,8 @@ class TextCache(CacheState):
             ours, lengths = rows.columns(tokens, mask, self.device)
             if positions is not None:
                 check_positions(ours, positions.to(self.device))
-            step = rows.step(ours, lengths, ids, how)
+            step = rows.step(ours, lengths, ids, how, rows.places(ours, axes))
+        check_pictures(self, step)
         self.text = Text(rows, pending=step)
         for layer in self.recurrent:
             layer.protect(step)
@@ -148,6 +158,8 @@ class TextCache(CacheState):
             is_mixed = any(0 < tokens < columns for tokens in step.lengths)
             is_token = (step.positions >= 0).tolist() if is_mixed else None
             after = rows.fed(step.lengths, columns, step.prompt_lengths, is_token)
+            if step.places is not None and step.places.has_pictures:
+                after = after.shown(step.places.pictures)
             if how.step is None:
                 after = after.told(_ids_of(step.ids, step.positions))
             elif how.token_ids is not None:
@@ -192,7 +204,7 @@ class TextCache(CacheState):
     shift = edits.shift
     divide = edits.divide
     copy = edits.copy
-    splice = edits.splice
+    splice = splice
     select_rows = edits.select_rows
 
 

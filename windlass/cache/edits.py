@@ -1,9 +1,8 @@
 """Sequence edits: what happens to a text after it was read.
 
 All of them change integers. `drop`, `keep` and `shift` touch positions only. `divide` sorts the slots as well, so
-that tokens which then share a position lie in the order of the text. `copy` and `splice` move keys and values to
-other rows or caches, byte for byte (but into another kind of store, where they are converted once). What is spliced
-counts as newly written: a store with exact tokens copies these as the other cache reads them. Ranges are half-open.
+that tokens which then share a position lie in the order of the text. `copy` moves keys and values to another row, byte
+for byte. Ranges are half-open.
 After an edit other than `rollback`, the steps before it can no longer be rolled back.
 """
 
@@ -13,16 +12,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from windlass import kernels
+from windlass.cache.picture_edits import check_places, refuse_pictures, shift_places, shifted
 from windlass.cache.recurrent_layer import refuse_edit
-from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
 from windlass.core.check import check_kind, whole_number
 from windlass.core.errors import UsageError
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.rotary_index import EMPTY
 from windlass.core.step import no_inference_mode
-from windlass.policies.base import INITIAL_STATE
 
 
 @no_inference_mode
@@ -84,8 +81,8 @@ def drop(cache: CacheState, start: int, end: int, row: int | None = None) -> Non
     """
     refuse_edit(cache.recurrent, "drop")
     _check_range(start, end)
-    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), EMPTY, p))
-    cache.rows = cache.rows.moved_to([start if start < at <= end else at for at in cache.next_positions], row)
+    ends = [start if start < at <= end else at for at in cache.next_positions]
+    _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), EMPTY, p))
 
 
 @no_inference_mode
@@ -93,15 +90,19 @@ def keep(cache: CacheState, start: int, end: int, row: int | None = None) -> Non
     """Free every token but those at positions `start` up to `end`."""
     refuse_edit(cache.recurrent, "keep")
     _check_range(start, end)
-    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p, EMPTY))
-    cache.rows = cache.rows.moved_to([min(at, end) for at in cache.next_positions], row)
+    ends = [min(at, end) for at in cache.next_positions]
+    _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), p, EMPTY))
 
 
 @no_inference_mode
 def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = None) -> None:
     """Add `by` to the positions from `start` up to `end`.
 
-    Raises: UsageError when a token would stand before 0, where another one stands, or past the end of its text.
+    The tokens of a text with pictures are read `by` further on, too, on all axes.
+
+    Raises: UsageError when a token would stand before 0, where another one stands, or past the end of its text; in a
+    text with pictures, when the range ends before the text, tears a picture, or tokens would be read before 0 or
+    before such as were before them.
     """
     refuse_edit(cache.recurrent, "shift")
     _check_range(start, end)
@@ -114,8 +115,12 @@ def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = No
         for index in rows:
             if not layer.is_empty:
                 _check_shift(layer.positions[index], start, end, by, ends[index])
-    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p + by, p))
-    cache.rows = cache.rows.moved_to(ends, row)
+    pictures = {index: shifted(cache.rows.rows[index], start, end, by) for index in rows}
+    check_places(cache, rows, start, end, by)
+    moved = cache.rows.changed(lambda index, one: replace(one, pictures=pictures.get(index, one.pictures)), row)
+    shift_places(cache, rows, start, end, by)
+    cache.rows = moved
+    _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), p + by, p))
 
 
 @no_inference_mode
@@ -127,6 +132,7 @@ def divide(cache: CacheState, start: int, end: int, by: int, row: int | None = N
     Raises: UsageError when the end of a text would move before a token that stays.
     """
     refuse_edit(cache.recurrent, "divide")
+    refuse_pictures(cache, "divide")
     _check_range(start, end)
     rows, by = _rows_of(cache, row), whole_number("by", by, 1, MAX_NUMBER)
     ends = [(at - 1) // by + 1 if start < at <= end else at for at in cache.next_positions]
@@ -138,60 +144,18 @@ def divide(cache: CacheState, start: int, end: int, by: int, row: int | None = N
     for layer in held:
         layer.forget_steps(0)
         layer.table.sort()
-    _apply(cache, row, lambda p: torch.where((p >= start) & (p < end), p // by, p))
-    cache.rows = cache.rows.moved_to(ends, row)
+    _apply(cache, row, ends, lambda p: torch.where((p >= start) & (p < end), p // by, p))
 
 
 @no_inference_mode
 def copy(cache: CacheState, source: int, target: int) -> None:
     """Overwrite row `target` with row `source`: its tokens, positions and policy state."""
     for name, row in (("source", source), ("target", target)):
-        _check_row(cache, row, name)
+        check_row(cache, row, name)
     for layer in (*cache.layers, *cache.recurrent):
         layer.copy_row(source, target)
     copied = cache.rows.rows[source].copied()
     cache.rows = cache.rows.changed(lambda *_: copied, target)
-
-
-@no_inference_mode
-def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) -> None:
-    """Append the kept tokens of row `source` of another cache to row `row`, as text that goes on here.
-
-    Keys are copied (converted once, into another kind of store); distances among them stay. They have
-    not seen the text before them, as after any join. What exceeds the budget goes at the next step.
-
-    Raises: UsageError when the caches differ in model or layout.
-    """
-    check_kind("other", other, CacheState, "a KVCache")
-    refuse_edit(cache.recurrent, "splice")
-    _check_row(cache, row, "row")
-    _check_row(other, source, "source")
-    if other.model_id is not cache.model_id:
-        raise UsageError("splice: the other cache was made for another model")
-    if other.is_rotated != cache.is_rotated:
-        raise UsageError("splice: one of the caches holds rotated keys, the other does not")
-    if len(other.layers) != len(cache.layers):
-        raise UsageError(f"splice: the other cache has {len(other.layers)} layers, this one {len(cache.layers)}")
-    if other.merge is not None and cache.merge != other.merge:
-        raise UsageError(
-            f"splice: the other cache merges tokens by {other.merge}, this one {cache.merge or 'does not'}"
-        )
-    missing = [
-        said
-        for name, said in INITIAL_STATE.items()
-        if name in {*cache.policy.needs.state} - {*other.policy.needs.state}
-    ]
-    if missing:
-        raise UsageError(
-            f"splice: {cache.policy!r} ranks by {missing[0]}, which the other cache's policy does not keep"
-        )
-    for mine, theirs in zip(cache.layers, other.layers, strict=True):
-        _check_same_layout(mine, theirs)
-    at = cache.next_positions[row]
-    for mine, theirs in zip(cache.layers, other.layers, strict=True):
-        if not theirs.is_empty:
-            _splice_layer(mine, theirs, source, row, at, cache.batch_size)
-    cache.rows = cache.rows.spliced(other.rows.rows[source], row)
 
 
 def _check_shift(positions: Tensor, start: int, end: int, by: int, text_end: int) -> None:
@@ -220,74 +184,37 @@ def _check_end(stays: Tensor, text_end: int, edit: str) -> None:
         )
 
 
-def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at: int, batch: int) -> None:
-    held = theirs.positions[source : source + 1]
-    # In the order of the text: the store counts them as they come.
-    order = kernels.argsort_positions(held)[..., : int((held >= 0).sum(-1).max())]
-    parts = {name: part.expand(batch, -1, -1, -1) for name, part in theirs.store.take(source, order).items()}
-    state = {name: tensor[source : source + 1].gather(-1, order) for name, tensor in theirs.table.state.items()}
-    positions = held.gather(-1, order)
-    positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
-    is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
-    keys, values = (states.expand(batch, -1, -1, -1) for states in theirs.store.read(source, order))
-    slots = mine.append(keys, values, positions.where(is_row, EMPTY))
-    if mine.store.is_compatible(theirs.store):  # else they were converted, once
-        mine.store.put(slots, parts)
-    kept = {*INITIAL_STATE, *(() if mine.rules.merge is None else mine.rules.merge.state)}
-    for name in kept & set(mine.table.state) & set(state):
-        here = mine.table.state[name]
-        here.scatter_(-1, slots, state[name].expand_as(slots).where(is_row, here.gather(-1, slots)))
-
-
-def _check_same_layout(mine: SlotLayer, theirs: SlotLayer) -> None:
-    if theirs.is_empty:
-        return
-    if mine.is_empty:
-        mine.use_sliding_window(theirs.sliding_window, theirs.rules.attention_chunk)
-        _check_ranks(mine, theirs, theirs.store.layout[0] if mine.policy.needs.per_head else 1)
-        return
-    ours, other = mine.store.layout, theirs.store.layout
-    if ours != other:
-        raise UsageError(f"splice: layer {mine.index} holds (kv_heads, head_dim, dtype) {ours}, not {other}")
-    _check_ranks(mine, theirs, mine.positions.shape[1])
-
-
-def _check_ranks(mine: SlotLayer, theirs: SlotLayer, score_heads: int) -> None:
-    if score_heads < theirs.positions.shape[1]:
-        raise UsageError(
-            f"splice: the other cache's policy {theirs.policy!r} kept other tokens in each head, {mine.policy!r} "
-            "holds the same in all; make this cache with a policy that ranks per head"
-        )
-
-
 @no_inference_mode
 def select_rows(cache: CacheState, rows: Tensor) -> None:
     """Keep the batch rows at `rows`, in that order; a row may be named more than once."""
     check_kind("rows", rows, Tensor, "a tensor of row numbers", "write torch.tensor([1, 0])")
     for row in rows.tolist():
-        _check_row(cache, row, "row")
+        check_row(cache, row, "row")
     for layer in (*cache.layers, *cache.recurrent):
         layer.select_rows(rows.to(cache.device))
     cache.rows = cache.rows.selected(rows.tolist())
     cache.options = replace(cache.options, batch=len(rows))
 
 
-def _apply(cache: CacheState, row: int | None, change: Callable[[Tensor], Tensor]) -> None:
+def _apply(cache: CacheState, row: int | None, ends: Sequence[int], change: Callable[[Tensor], Tensor]) -> None:
+    """Change the positions of one row, or of all, whose texts then go on at `ends`."""
     _rows_of(cache, row)
+    rows = cache.rows.moved_to(ends, row).edited(row)
     for layer in cache.layers:
         layer.edit(change, row)
-    cache.rows = cache.rows.edited(row)
+    cache.rows = rows
 
 
 def _rows_of(cache: CacheState, row: int | None) -> Sequence[int]:
     """The rows that an edit is for: the one given, or all."""
     if row is None:
         return range(cache.batch_size)
-    _check_row(cache, row, "row")
+    check_row(cache, row, "row")
     return [row]
 
 
-def _check_row(cache: CacheState, row: int, name: str) -> None:
+def check_row(cache: CacheState, row: int, name: str) -> None:
+    """Raises: UsageError where `row`, which errors call `name`, is not one of the cache's."""
     if not 0 <= whole_number(name, row, -MAX_NUMBER, MAX_NUMBER) < cache.batch_size:
         raise UsageError(f"{name} {row} is not one of the cache's {cache.batch_size} rows")
 

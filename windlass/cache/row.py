@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from windlass.cache.padding import Padding, extended
+from windlass.core.errors import UsageError
+from windlass.core.places import Picture
 
 
 @dataclass(frozen=True, eq=False)
@@ -15,7 +17,8 @@ class Row:
     `columns` counts what it was fed, padding included, and `since_edit` the tokens after its last edit, which
     are all that can be rolled back. `prompts` are the ranges [start, end) of positions that came in passes of
     several tokens, drafts aside. The first `known_ids` of `ids` are the tokens fed, edits aside; None where any came
-    without ids. `padding` tells which of the columns were no tokens.
+    without ids. `padding` tells which of the columns were no tokens. `pictures` are those of the text, dropped ones
+    included: the text after them goes on at places that differ from its positions.
     """
 
     tokens_seen: int = 0
@@ -26,6 +29,7 @@ class Row:
     ids: list[int] | None = None
     known_ids: int = 0
     padding: Padding = ()
+    pictures: tuple[Picture, ...] = ()
 
     @property
     def tokens(self) -> list[int] | None:
@@ -39,7 +43,17 @@ class Row:
     @property
     def _key(self) -> tuple[object, ...]:
         counts = self.tokens_seen, self.next_position, self.columns, self.since_edit
-        return *counts, self.prompts, self.tokens
+        return *counts, self.prompts, self.tokens, self.pictures
+
+    @property
+    def offset(self) -> int:
+        """The place of the next token of text, minus its position; not 0 only after a picture."""
+        return self.pictures[-1].offset if self.pictures else 0
+
+    @property
+    def next_place(self) -> int:
+        """Where the next token of text is read."""
+        return self.next_position + self.offset
 
     @property
     def prompt_end(self) -> int:
@@ -65,6 +79,7 @@ class Row:
             self.ids,
             self.known_ids,
             self.padding if tokens == columns else extended(self.padding, self.columns, columns, is_token),
+            self.pictures,
         )
 
     def told(self, ids: Sequence[int] | None) -> Row:
@@ -79,9 +94,16 @@ class Row:
         return replace(self, known_ids=self.known_ids + len(ids))
 
     def moved_to(self, end: int) -> Row:
-        """Going on at position `end`."""
+        """Going on at position `end`. Raises: UsageError for one inside of a picture."""
+        for start, stop, _ in self.pictures:
+            if start < end < stop:
+                raise UsageError(
+                    f"the text would end at {end}, inside of the picture from {start} up to {stop}, where no model "
+                    f"says how it goes on; end it at {start} or {stop}"
+                )
         prompts = tuple((start, min(stop, end)) for start, stop in self.prompts if start < end)
-        return replace(self, next_position=end, prompts=prompts)
+        pictures = tuple(picture for picture in self.pictures if picture.stop <= end)
+        return replace(self, next_position=end, prompts=prompts, pictures=pictures)
 
     def rolled_back(self, tokens: int) -> Row:
         """Without its newest `tokens`."""

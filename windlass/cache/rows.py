@@ -11,6 +11,7 @@ from torch import Tensor
 
 from windlass.cache.row import Row
 from windlass.core.errors import UsageError
+from windlass.core.places import Picture, Places, places_of_axes
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import QueryPositions, TokenIds, TokenMask
 from windlass.core.step import Pass, Step
@@ -73,8 +74,38 @@ class RowTable:
             return starts + torch.arange(tokens, device=device), [tokens] * len(starts)
         return (starts + mask.long().cumsum(-1) - 1).where(mask, EMPTY), mask.sum(-1).tolist()
 
-    def step(self, positions: QueryPositions, lengths: Sequence[int], ids: TokenIds | None, how: Pass) -> Step:
-        """A step of `lengths` tokens per row from here."""
+    @property
+    def has_pictures(self) -> bool:
+        """Whether any text has read a picture."""
+        return any(row.pictures for row in self.rows)
+
+    def places(self, positions: QueryPositions, axes: Tensor | None = None) -> Places | None:
+        """Where the next tokens, at `positions`, are read; None: there.
+
+        `axes` (axes, batch, tokens) are the positions that a model gives them, if it does.
+
+        Raises: UsageError where these do not go on from here.
+        """
+        if axes is None and not self.has_pictures:
+            return None
+        offsets = torch.tensor([row.offset for row in self.rows], device=positions.device)[:, None]
+        is_token = positions >= 0
+        if axes is not None and not bool(((axes == positions + offsets) | ~is_token).all()):
+            return places_of_axes(positions, axes, [row.next_place for row in self.rows])
+        if not self.has_pictures:
+            return None
+        end = max(row.next_place for row in self.rows) + positions.shape[1]
+        return Places.of_text(positions, offsets, end)
+
+    def step(
+        self,
+        positions: QueryPositions,
+        lengths: Sequence[int],
+        ids: TokenIds | None,
+        how: Pass,
+        places: Places | None = None,
+    ) -> Step:
+        """A step of `lengths` tokens per row from here, which are read at `places`."""
         ends = [row.next_position + n for row, n in zip(self.rows, lengths, strict=True)]
         device = positions.device
         step = Step(
@@ -88,6 +119,7 @@ class RowTable:
             how.defer_eviction,
             drafts=max(min(how.drafts, positions.shape[1] - 1), 0),
             is_prompt=how.is_prompt or not any(self.tokens_seen),
+            places=places,
         )
         if not any(step.prompt_lengths):
             return step
@@ -123,6 +155,11 @@ class RowTable:
                 for old, new in zip(self.rows, rows, strict=True)
             )
         )
+
+    def shown(self, pictures: Sequence[Sequence[Picture]]) -> RowTable:
+        """With more pictures in each row."""
+        pairs = zip(self.rows, pictures, strict=True)
+        return RowTable(tuple(replace(row, pictures=(*row.pictures, *more)) for row, more in pairs))
 
     def told(self, ids: Sequence[Sequence[int]] | None) -> RowTable:
         """With the ids of the tokens that were fed last, or None where they are not known."""
@@ -169,6 +206,7 @@ class RowTable:
             "columns_seen": self.columns_seen,
             "tokens": None,
             "since_edit": [row.since_edit for row in self.rows],
+            "pictures": [[list(picture) for picture in row.pictures] for row in self.rows],
         }
 
     @classmethod
@@ -188,6 +226,7 @@ class RowTable:
                     None if tokens is None else tokens[row],
                     0 if tokens is None else len(tokens[row]),
                     None,
+                    tuple(Picture(*each) for each in told["pictures"][row]),
                 )
                 for row, seen in enumerate(told["tokens_seen"])
             )

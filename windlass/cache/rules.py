@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Final
 
 from windlass.core.attention import Visibility, most_visible
+from windlass.core.places import PLACES
 from windlass.core.step import HEADROOM, AttentionCall, Limits
 from windlass.merge import Merge
 from windlass.policies.base import Policy
@@ -33,6 +34,8 @@ class LayerRules:
     """The model's own."""
     attention_chunk: int | None = None
     """Likewise; see `Visibility`."""
+    has_places: bool = False
+    """Whether the text has pictures, so that it is kept of each token where it is read."""
 
     def with_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> LayerRules:
         """Those of a layer that attends to its newest `sliding_window` tokens, or within an `attention_chunk`."""
@@ -62,8 +65,9 @@ class LayerRules:
 
     @cached_property
     def state(self) -> tuple[str, ...]:
-        """What is kept per slot: the policy's state, and what merging needs."""
-        return self.policy.needs.state if self.merge is None else (*self.policy.needs.state, *self.merge.state)
+        """What is kept per slot: the policy's state, what merging needs, and where tokens are read."""
+        own = self.policy.needs.state if self.merge is None else (*self.policy.needs.state, *self.merge.state)
+        return (*own, *PLACES) if self.has_places else own
 
     @cached_property
     def is_lossless(self) -> bool:

@@ -90,6 +90,8 @@ class SlotLayer(Layer):
             self.protect(step)
         if self.is_empty or not self.rules.knows(call):  # an import may not have known its window
             self.use_sliding_window(call.sliding_window, call.attention_chunk)
+        if step.places is not None and not self.rules.has_places:
+            self.keep_places()
         if step.drafts:
             self.longest_decode = max(self.longest_decode, step.positions.shape[1])
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
@@ -114,11 +116,13 @@ class SlotLayer(Layer):
         (queries, keys, values), table, state = states, self.table, self.table.copied_state()
         if self.checkpoint is not None and not is_continued:
             self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
-        queries, keys, initial_state = preprocess(self.configured_policy, self.index, queries, keys, step.ids)
+        queries, keys, initial = preprocess(self.configured_policy, self.index, queries, keys, step.ids)
+        if self.rules.has_places:
+            initial |= step.known_places.state
         positions = step.positions[:, None].expand(-1, table.score_heads, -1)
         written = kernels.first_free(table.positions, keys.shape[2])
         held, statistics, ring = table.occupancy_bound, dict(table.statistics), table.store.full_precision.tensors
-        table.write(written, keys, values, positions, initial_state)
+        table.write(written, keys, values, positions, initial)
         table.occupancy_bound += max(step.lengths)
         observed = observed_columns(step, self.policy.observed_queries)
         weighed = observed if self.policy.needs.mass else None
@@ -126,22 +130,12 @@ class SlotLayer(Layer):
         if self.is_shared:
             self.views.append(view.kept())
         out, mass = attend(view, self.rules, self.rotary, queries, mode, call, weighed)
-        record = StepRecord(
-            step,
-            (0,) * len(step.lengths),
-            held,
-            statistics,
-            written,
-            state,
-            ring,
-            initial_state,
-            observed,
-            mass,
-            None if observed is None else queries_at(queries, observed),
-            settle(self.policy, self.index, lambda: self.slots_at(step), queries, step),
-            is_continued=is_continued,
+        seen = None if observed is None else queries_at(queries, observed)
+        settled = settle(self.policy, self.index, lambda: self.slots_at(step), queries, step)
+        before = StepRecord(step, (0,) * len(step.lengths), held, statistics, written, state, ring, initial)
+        self.observe_and_evict(
+            replace(before, observed=observed, mass=mass, queries=seen, settled=settled, is_continued=is_continued)
         )
-        self.observe_and_evict(record)
         return out
 
     def protect(self, step: Step) -> Checkpoint:
@@ -176,9 +170,17 @@ class SlotLayer(Layer):
     def use_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> None:
         """Hold just the sliding window, or a chunk of attention, where that fits in the budget."""
         rules = self.rules.with_sliding_window(sliding_window, attention_chunk)
-        if rules.is_whole_window:
-            self.table.state, self.table.statistics = {}, {}
+        if rules.is_whole_window and not self.is_empty:
+            self.table.keep_state((), {})
+            self.table.statistics = {}
         self.rules = rules
+
+    def keep_places(self) -> None:
+        """Note from now on where tokens are read: in a text with pictures. Earlier steps can't be rolled back."""
+        self.rules = replace(self.rules, has_places=True)
+        if not self.is_empty:
+            self.forget_steps(0)
+            self.table.keep_places()
 
     def restore_policy(self) -> None:
         """Go by the cache's own policy, which has observed nothing yet, where just the sliding window was held."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass import kernels
+from windlass.core.places import PLACES, SlotPlaces
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, QueryPositions, SlotIndex
 from windlass.policies.calls import initial_writes
@@ -69,10 +70,26 @@ class SlotTable:
         self.positions = torch.full(shape, EMPTY, dtype=torch.int32, device=keys.device)
 
     def keep_state(self, names: tuple[str, ...], initial: Mapping[str, float]) -> None:
-        """Keep these tensors per slot from now on, and no others; they begin as `initial` says, or as 0."""
+        """Keep these tensors per slot from now on, and no others; they begin as `initial` says, or as 0.
+
+        Where tokens are read is not forgotten.
+        """
+        places = {name: self.state[name].expand_as(self.positions).clone() for name in PLACES if name in self.state}
         self.state = {
             name: torch.full_like(self.positions, initial.get(name, 0.0), dtype=torch.float32) for name in names
-        }
+        } | places
+
+    def keep_places(self) -> None:
+        """Note from now on where each token is read: so far at its own position."""
+        at = self.positions.clamp(min=0).float()
+        self.state = self.state | dict(zip(PLACES, (at, at.clone(), at + 1), strict=True))
+
+    @property
+    def places(self) -> SlotPlaces | None:
+        """Where the tokens are read; None: at their positions."""
+        if PLACES[0] not in self.state:
+            return None
+        return SlotPlaces(*(self.state[name].int().where(self.positions >= 0, EMPTY) for name in PLACES))
 
     def split_heads(self) -> None:
         """Let each kv head hold tokens of its own from now on."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable
 from windlass.core.packed import PackedStates
+from windlass.core.places import SlotPlaces
 from windlass.core.shapes import Scores, SlotPositions
 from windlass.core.step import Step
 from windlass.merge import log_counts
@@ -24,6 +25,7 @@ class TableView:
     values: PackedStates
     positions: SlotPositions
     log_counts: Scores | None
+    places: SlotPlaces | None  # in a text with pictures
     occupancy: int  # tokens of any row at most, or while a graph replays the step
     _tails: dict[int, Step] = field(default_factory=dict, repr=False, compare=False)
 
@@ -32,7 +34,7 @@ class TableView:
         """That of a table which holds the tokens of `step` already."""
         store, occupancy = table.store, min(table.occupancy_bound + step.graph_headroom, table.slots)
         counts = log_counts(rules.merge, table.state)
-        return cls(step, *store.packed(), table.positions, counts, occupancy)
+        return cls(step, *store.packed(), table.positions, counts, table.places, occupancy)
 
     def kept(self) -> TableView:
         """The same for the rest of the pass, whatever is written and evicted in it. Merges have to be undone first.
@@ -47,6 +49,7 @@ class TableView:
         """What the last `columns` queries of the step find; the step's `lengths` stay those of the whole."""
         if columns == self.step.positions.shape[1]:
             return self
+        assert self.places is None, "a part of a pass with pictures"
         if columns not in self._tails:  # made once: a step asks the device about its columns
             self._tails[columns] = replace(self.step, positions=self.step.positions[:, -columns:].contiguous())
         return replace(self, step=self._tails[columns])

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.limits import MAX_NUMBER
+from windlass.core.places import Places
 from windlass.core.shapes import QueryPositions, RowCounts, TokenIds
 
 Arguments = ParamSpec("Arguments")
@@ -59,6 +60,13 @@ class Step:
     drafts: int = 0
     is_prompt: bool = False
     """Whether it is a chunk of a prompt, however short; rows may have few tokens in it."""
+    places: Places | None = None
+    """Where the tokens are read, in a text with pictures; None: at their positions."""
+
+    @cached_property
+    def known_places(self) -> Places:
+        """Where the tokens are read, in any text."""
+        return self.places or Places.of_text(self.positions, 0, self.end)
 
     @cached_property
     def prompt_lengths(self) -> tuple[int, ...]:
@@ -106,6 +114,7 @@ class Step:
                     self.prompt_ends.minimum(ends[:, last]),
                     highest[last],
                     None if self.ids is None else self.ids[:, start:stop],
+                    places=None if self.places is None else self.places.columns(start, stop),
                 )
             )
             start, before = stop, told[last]

@@ -65,8 +65,9 @@ class Decoder:
     def __init__(
         self, model: PreTrainedModel, cache: KVCache, sampler: Sampler, logits: Tensor, graph: Graph | None
     ) -> None:
-        # A replayed step would change the state of a recurrent layer without a copy of what it was.
-        self._graph = None if cache.recurrent else graph
+        # A replayed step would change the state of a recurrent layer without a copy of what it was. Where tokens of a
+        # text with pictures are read, the host tells each step.
+        self._graph = None if cache.recurrent or cache.rows.has_pictures else graph
         self._model, self._cache, self._sampler = model, cache, sampler
         self._is_recordable = self._graph is not None
         self._active = self._fed = [True] * cache.batch_size
@@ -147,6 +148,7 @@ class Decoder:
             ids,
             graph_headroom=headroom,
             is_captured=is_captured,
+            places=self._cache.rows.places(positions),
         )
         columns = [] if is_last else [0]
         logits = forward(self._model, ids, None, self._cache, columns, Pass(step, tokens))

@@ -59,7 +59,7 @@ def at_positions(
     """
     step = cache.text.pending
     assert step is not None, "positions outside of a pass"
-    if POSITIONS not in names:
+    if POSITIONS not in names or (step.places is not None and step.places.has_pictures):  # these the model gives
         return args, kwargs
     at, positions = names.index(POSITIONS), step.positions.clamp(min=0).long()
     if at < len(args):

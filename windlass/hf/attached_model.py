@@ -8,6 +8,7 @@ from functools import partial
 from threading import get_ident
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
@@ -15,7 +16,8 @@ from transformers import PreTrainedModel
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UnsupportedModel, UsageError
 from windlass.core.step import READ, AttentionCall
-from windlass.hf.arguments import at_positions
+from windlass.hf.arguments import POSITIONS, at_positions
+from windlass.hf.axes import Axes, RopeDeltas, Turn, turned_by_differences
 from windlass.hf.decoder import Decoder
 from windlass.hf.guards import check_call, fed, note_drafts, real_columns
 from windlass.hf.indexer import check_picks, indexers_of
@@ -51,6 +53,8 @@ class AttachedModel:
             module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
         ]
         self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
+        self._deltas = RopeDeltas(model)
+        self._axes = Axes(0, False)
         outer.forward = self.forward
         self.latents = {
             module: Latent(module, self._is_served)
@@ -71,7 +75,7 @@ class AttachedModel:
 
     def remove(self) -> None:
         """Leave the decoder as it was found."""
-        for handle in self._handles:
+        for handle in (*self._handles, *self._deltas.handles):
             handle.remove()
         del self.decoder.outer.forward
         if self._own_forward is not None:
@@ -201,9 +205,10 @@ class AttachedModel:
         Raises: UnsupportedModel, UsageError for a model that does not.
         """
         rotated = self.probed(model, False)
-        if rotated.has_axes and self.decoder.outer is not self.decoder.inner:
+        if rotated.axes and self.decoder.outer is not self.decoder.inner:
             raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
         self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
+        self._axes = Axes.found(rotated.axes, self.rotaries, device_of_inputs(model))
         self.query_scales = query_scales(rotated, partial(self.probed, model, False), tolerance_of(model))
         self._windows, self._chunks = rotated.windows, rotated.chunks
         self.kinds = replace(self.kinds, latents=rotated.latents).with_sources(rotated.sources)
@@ -215,15 +220,18 @@ class AttachedModel:
 
     def _checked(
         self, cache: TextCache, bound: dict[str, Any]
-    ) -> tuple[int, int, Tensor | None, Tensor | None, Tensor | None]:
+    ) -> tuple[int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
         """What `TextCache.begin` takes of a pass with these arguments. Raises: UsageError for one that can't be."""
         if cache.model_id is not self:
             raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
         check_call((self.decoder.inner, self.decoder.outer), bound)
-        columns, ids, positions = fed(bound, self.decoder.first_position)
+        columns, ids = fed(bound)
         batch, tokens = columns.shape[:2]
         check_picks(self.indexers, cache, tokens)
-        return batch, tokens, real_columns(bound.get("attention_mask"), cache, tokens), positions, ids
+        positions, axes = self._axes.split(bound.get(POSITIONS), self.decoder.first_position)
+        if axes is not None and self._deltas.is_relative:
+            axes = axes + torch.tensor([row.next_place for row in cache.rows.rows], device=axes.device)[:, None]
+        return batch, tokens, real_columns(bound.get("attention_mask"), cache, tokens), positions, ids, axes
 
     def _rotary_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs.
@@ -232,8 +240,11 @@ class AttachedModel:
         """
         if self.probe is not None:
             return self.probe.rotary_output(module, args, kwargs, output)
-        if not self._running or self._is_rotated():
+        turn = self._turn() if self._running else Turn.OWN
+        if turn is Turn.OWN:
             return output
+        if turn is Turn.DIFFERENCES:
+            return turned_by_differences(module, args, kwargs)
         return unturned(output)
 
     @not_compiled
@@ -242,7 +253,11 @@ class AttachedModel:
         return self.probe is None and self.current_cache is not None
 
     @not_compiled
-    def _is_rotated(self) -> bool:
-        """Whether the pass that runs in this thread leaves rotation to the model."""
+    def _turn(self) -> Turn:
+        """What the rotary modules do in the pass that runs in this thread."""
         cache = self.current_cache
-        return cache is None or cache.is_rotated
+        if cache is None or cache.is_rotated:
+            return Turn.OWN
+        step = cache.text.pending
+        has_pictures = step is not None and step.places is not None and step.places.has_pictures
+        return Turn.DIFFERENCES if has_pictures else Turn.NONE

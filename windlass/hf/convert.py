@@ -6,6 +6,7 @@ from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from windlass.cache.history import History
+from windlass.cache.picture_edits import refuse_pictures
 from windlass.cache.recurrent_layer import refuse_edit
 from windlass.cache.rows import RowTable
 from windlass.cache.state import CacheState
@@ -76,6 +77,7 @@ def _states_of(source: Cache, kinds: LayerKinds) -> list[tuple[Tensor, Tensor, i
 def to_rotated(cache: CacheState, config: PreTrainedConfig, kinds: LayerKinds) -> DynamicCache:
     """See `KVCache.to_rotated`. `kinds` are those of the model's layers."""
     refuse_edit(cache.recurrent, "to_rotated")
+    refuse_pictures(cache, "to_rotated")
     if any(holds_merged_tokens(layer.positions, layer.table.state) for layer in cache.layers):
         raise UsageError("to_rotated: tokens of this cache were merged, and a DynamicCache does not know their counts")
     result = DynamicCache(config=config)

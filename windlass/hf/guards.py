@@ -33,36 +33,15 @@ def check_call(called: Sequence[nn.Module], arguments: dict[str, Any]) -> None:
         )
 
 
-def fed(arguments: dict[str, Any], first: int) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """What a pass reads, ids or embeddings; the ids; and the positions, in a model that counts from `first`.
-
-    Raises: UsageError for no tokens, and for positions that no cache has.
-    """
+def fed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
+    """What a pass reads, ids or embeddings; and the ids. Raises: UsageError for no tokens."""
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     columns = ids if ids is not None else embeds
     if columns is None:
         raise UsageError("the model was called with neither input_ids nor inputs_embeds")
     if not columns.shape[1]:
         raise UsageError("the model was called with no tokens; pass those that are new")
-    return columns, ids, _in_the_text(arguments.get("position_ids"), first)
-
-
-def _in_the_text(positions: Tensor | None, first: int) -> Tensor | None:
-    """Positions (batch, tokens) in a text whose first token a model counts as `first`.
-
-    Some models have positions of several axes, (axes, batch, tokens). Raises: UsageError where these differ, as in a
-    picture.
-    """
-    if positions is None:
-        return None
-    if positions.ndim == 3:
-        if not torch.equal(positions, positions[:1].expand_as(positions)):
-            raise UsageError(
-                "position_ids differ between their axes, as those of a picture do; a KVCache has one position for each "
-                "token: read text alone, or leave past_key_values out"
-            )
-        positions = positions[0]
-    return positions - first
+    return columns, ids
 
 
 @not_compiled

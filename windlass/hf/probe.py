@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
+from windlass.hf.axes import axes_of
 from windlass.hf.late_norms import NormOutputs
 from windlass.hf.latent import Latent
 from windlass.hf.linear_layer import LayerKinds
@@ -61,16 +62,15 @@ class Probe:
         self.latents: dict[int, int] = {}  # channels of each layer's latents, where it has them
         self.sources: dict[int, int] = {}  # of a layer that attends to the keys and values of another, that layer
         self.chunks: dict[int, int | None] = {}
-        self.has_axes = False  # whether positions have several axes
+        self.axes = 0  # of positions, where these have several
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         """Note a call of a rotary module; returns what the model gets from it.
 
         `args` and `kwargs` are the module's own, which differ from model to model.
         """
-        cos, sin = cos_sin(output)
-        given = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
-        self.has_axes |= any(each.ndim == 3 and not each.is_floating_point() for each in given)
+        self.axes = max(self.axes, axes_of(args, kwargs))
+        cos, sin = (table[0] if table.ndim == 4 else table for table in cos_sin(output))  # alike on all axes, if any
         layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
         self.rotary_calls.append(RotaryCall(module, layer_type, cos.float().cpu(), sin.float().cpu()))
         return unturned(output) if self._is_identity else output
@@ -181,6 +181,10 @@ class ProbeCache(DynamicCache):
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
         return super().get_seq_length() if layer_idx is None else self._probe.columns_seen(layer_idx)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """What masks are made by, which is no layer's own question."""
+        return super().get_seq_length()
 
 
 @torch.no_grad()

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from windlass.cache.compress import budgets_apart
 from windlass.cache.options import CacheOptions
+from windlass.cache.picture_edits import has_places
 from windlass.cache.policy_spec import policy_of
 from windlass.cache.rows import RowTable
 from windlass.core.check import check_kind
@@ -163,6 +164,7 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> Contents:
         ],
         options=cache.options.document(),
         has_states=any(not state.is_empty for state in cache.recurrent),
+        has_places=has_places(cache),
     )
 
 

@@ -12,9 +12,10 @@ from torch import Tensor
 from windlass.cache.options import CacheOptions
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.limits import MAX_NUMBER
+from windlass.core.places import PLACES
 from windlass.core.rotary_index import EMPTY
 from windlass.hf.linear_layer import STATES
-from windlass.hf.prompt_cache_document import Contents, InconsistentFile
+from windlass.hf.prompt_cache_document import Contents, InconsistentFile, next_places
 from windlass.hf.prompt_cache_layout import COLUMNS, POSITIONS, LayerPlan
 from windlass.merge.state import MERGED
 from windlass.policies.query_means import COUNT
@@ -67,6 +68,10 @@ def check_layer(plan: LayerPlan, contents: Contents, options: CacheOptions, tens
         text = _Text(row, *(rows[name][row] for name in ("tokens_seen", "next_positions", "since_edit")))
         positions = own[POSITIONS][row]
         _check_positions(plan, text, positions)
+        if contents.has_places:
+            _check_places(
+                plan, text, positions, [own[STATE + name][row] for name in PLACES], next_places(contents)[row]
+            )
         if STATE + MERGED in own:
             _check_merged(plan, text, positions, own[STATE + MERGED][row])
         if WRITTEN in own:
@@ -120,6 +125,15 @@ def _check_positions(plan: LayerPlan, text: _Text, positions: Tensor) -> None:
     kept = text.since_edit if window is None else min(text.since_edit, window - 1)
     if not plan.note.has_evicted and int(since.min()) < kept:
         raise InconsistentFile(f"{where} lacks tokens, though none was evicted")
+
+
+def _check_places(plan: LayerPlan, text: _Text, positions: Tensor, places: list[Tensor], end: int) -> None:
+    """`places`: where the tokens at `positions` are read, and how far their pictures reach, all of it up to `end`."""
+    at, start, stop = (each.where(positions >= 0, 0.0) for each in places)
+    is_whole = all(torch.equal(each, each.floor()) for each in (at, start, stop))
+    is_inside = (start <= at) & (at < stop) & (stop <= end) | (positions < 0)
+    if not (is_whole and bool(is_inside.all())):
+        raise InconsistentFile(f"layer {plan.index}, row {text.row} reads tokens outside of its text, up to {end}")
 
 
 def _check_merged(plan: LayerPlan, text: _Text, positions: Tensor, merged: Tensor) -> None:

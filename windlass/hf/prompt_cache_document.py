@@ -5,13 +5,14 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
 from windlass.core.limits import MAX_NUMBER
+from windlass.core.places import MAX_PLACE
 from windlass.core.spec import AUTO
 from windlass.hf.policy_note import PolicyNote
 
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
 PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, AUTO_VERSION = 1, 2, 3, 4, 5
-STATES_VERSION: Final = 6
-VERSION: Final = STATES_VERSION
+STATES_VERSION, PLACES_VERSION = 6, 7
+VERSION: Final = PLACES_VERSION
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
 
@@ -33,7 +34,8 @@ class LayerNote:
 class Contents:
     """The document, with the options beside the other fields. A layer without tokens has no note.
 
-    `has_states`: whether there are states of recurrent layers.
+    `has_states`: whether there are states of recurrent layers. `has_places`: whether the text has pictures, so that it
+    is kept where tokens are read.
     """
 
     model: str
@@ -45,12 +47,22 @@ class Contents:
     layers: list[LayerNote | None]
     options: dict[str, Any]  # see `CacheOptions.document`
     has_states: bool = False
+    has_places: bool = False
+
+
+def next_places(contents: Contents) -> list[int]:
+    """Per row, where the next token of text is read."""
+    rows = zip(contents.standing["next_positions"], contents.standing["pictures"], strict=True)
+    return [end + (pictures[-1][2] if pictures else 0) for end, pictures in rows]
 
 
 def to_document(contents: Contents) -> tuple[dict[str, Any], int]:
     """What goes into the file, and the oldest format version that can say it."""
     document = asdict(contents)
     document |= document.pop("options")
+    if contents.has_places:
+        return document, PLACES_VERSION
+    del document["has_places"], document["standing"]["pictures"]
     if contents.has_states:
         return document, STATES_VERSION
     del document["has_states"]
@@ -104,11 +116,12 @@ def parsed(text: str, version: int) -> Contents:
         dtype=given.text("dtype"),
         fingerprint=given.text("fingerprint"),
         policy=policy,
-        standing=_rows(given.inner("standing"), batch),
+        standing=_rows(given.inner("standing"), batch, version),
         has_tokens=given.flag("has_tokens"),
         layers=[_layer(each, index, version) for index, each in enumerate(given.items("layers"))],
         options=options,
         has_states=version >= STATES_VERSION and given.flag("has_states"),
+        has_places=version >= PLACES_VERSION and given.flag("has_places"),
     )
     given.end()
     if version < AUTO_VERSION and options["positions"] == AUTO:
@@ -126,7 +139,7 @@ def _layer(data: object, index: int, version: int) -> LayerNote | None:
     return note
 
 
-def _rows(given: "Fields", batch: int) -> dict[str, Any]:
+def _rows(given: "Fields", batch: int, version: int) -> dict[str, Any]:
     """The standing of `batch` rows, each of which is as `Row` says that it may be."""
     rows: dict[str, Any] = {
         "tokens_seen": given.wholes("tokens_seen", batch),
@@ -135,6 +148,7 @@ def _rows(given: "Fields", batch: int) -> dict[str, Any]:
         "columns_seen": given.whole("columns_seen"),
         "tokens": given.null("tokens"),
         "since_edit": given.wholes("since_edit", batch),
+        "pictures": given.lists("pictures", batch) if version >= PLACES_VERSION else [[]] * batch,
     }
     given.end()
     for row in range(batch):
@@ -148,7 +162,18 @@ def _rows(given: "Fields", batch: int) -> dict[str, Any]:
             if not last < start < stop <= end:
                 raise InconsistentFile(f"the prompts of row {row} are not in order up to its end at {end}")
             last = stop
+        _check_pictures(rows["pictures"][row], row, end)
     return rows
+
+
+def _check_pictures(pictures: list[Any], row: int, end: int) -> None:
+    """Of `row`, which goes on at position `end`: each [start, stop, offset], see `Picture`."""
+    last = 0
+    for each in pictures:
+        is_three = isinstance(each, list) and len(each) == 3 and all(type(number) is int for number in each)
+        if not (is_three and last <= each[0] <= each[1] <= end and 0 <= end + each[2] < MAX_PLACE):
+            raise InconsistentFile(f"a picture of row {row} is {shown(each)}, not in order up to its end at {end}")
+        last = each[1]
 
 
 def _span(pair: object, row: int) -> list[int]:

@@ -108,7 +108,10 @@ def _check_options(contents: Contents, options: CacheOptions, layers: int) -> No
 def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShape]) -> list[LayerRules]:
     """By which rules each layer keeps tokens, its own budget and sliding window included."""
     planned = layer_limits(options.policy, options.limits, len(shapes))
-    all_rules = [LayerRules(options.policy, options.merge, limits, limits.budget) for limits in planned]
+    places = contents.has_places
+    all_rules = [
+        LayerRules(options.policy, options.merge, limits, limits.budget, has_places=places) for limits in planned
+    ]
     for index, (note, shape) in enumerate(zip(contents.layers, shapes, strict=True)):
         if note is None:
             continue

@@ -10,7 +10,7 @@ from windlass.cache.options import CacheOptions
 from windlass.core.step import HEADROOM
 from windlass.hf.attach import attached
 from windlass.hf.layer_shapes import LayerShape
-from windlass.hf.prompt_cache_document import Contents, InconsistentFile
+from windlass.hf.prompt_cache_document import Contents, InconsistentFile, next_places
 
 
 def check_memory(
@@ -31,7 +31,7 @@ def check_memory(
     for shape in shapes:
         per_slot = shape.bytes_per_token(options.store)
         needed += options.batch * shape.kv_heads * (slots * per_slot + exact * shape.channels * shape.dtype.itemsize)
-    end = max(contents.standing["next_positions"]) + 1
+    end = max(map(max, next_places(contents), contents.standing["next_positions"])) + 1
     # A state, and the copy that is made before a pass.
     needed += 2 * options.batch * sum(state.nbytes for state in attached(model).states.values())
     tables = {

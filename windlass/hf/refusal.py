@@ -16,14 +16,10 @@ ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_at
 def check_kind_of_model(model: PreTrainedModel) -> None:
     """Return for a model that may work. Raises: UnsupportedModel, with the reason."""
     config = model.config.get_text_config()
-    rope = getattr(config, "rope_parameters", None) or {}
-    schemes = [rope, *(scheme for scheme in rope.values() if isinstance(scheme, dict))]
     kinds = set(getattr(config, "layer_types", None) or ())
     reason = None
     if model.config.is_encoder_decoder:
         reason = "is an encoder-decoder: its cross-attention has no text positions"
-    elif any("mrope_section" in scheme for scheme in schemes):
-        reason = "uses multi-dimensional positions (M-RoPE): a token has no single place in the text"
     elif getattr(model, "_is_stateful", False) and not keeps_states(config) and not (kinds and kinds <= ATTENTION):
         reason = "is recurrent, or keeps other states, in layers that its config's layer_types don't tell of"
     elif unknown := unknown_types(config):

@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
+from windlass.hf.axes import tell_deltas
 
 WAY_OUT: Final = "pass the whole conversation, as it was read, and what is new, or call cache.reset() first"
 UNKNOWN: Final = -1  # in place of the id of padding, or of a token that came without one
@@ -45,6 +46,8 @@ class CheckedGenerate:
         is_whole = isinstance(columns, Tensor) and (mask is None or mask.shape[1:2] == columns.shape[1:2])
         if isinstance(cache, TextCache) and is_whole:
             check_continues(cache, columns.shape[1], None if columns is embeds else ids)
+            if cache.columns_seen and not cache.batch_size % len(columns):
+                tell_deltas(self._model, cache, len(columns))
         return self._generate(*args, **kwargs)
 
 

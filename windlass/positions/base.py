@@ -14,6 +14,8 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
+from windlass.core.errors import UsageError
+from windlass.core.places import Places, SlotPlaces
 from windlass.core.rotary_index import RotaryBranch, RotaryIndex
 from windlass.core.shapes import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
 from windlass.core.step import Step
@@ -78,6 +80,15 @@ class PositionMode(ABC):
         return [
             Reading(self.rotary_index(slots, step.positions), self.bound(step.end, occupancy, step.positions.shape[1]))
         ]
+
+    def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
+        """How the queries of a step read the slots, of a text with pictures.
+
+        Raises: UsageError for a mode that can't.
+        """
+        raise UsageError(
+            f'positions="{self}" can\'t read a text with pictures; set cache.positions to "original" or "compact"'
+        )
 
     def __str__(self) -> str:
         """The text that `position_mode` reads back."""

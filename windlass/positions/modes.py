@@ -11,11 +11,13 @@ import torch
 from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
 from windlass.core.limits import check_range
+from windlass.core.places import Places, SlotPlaces
 from windlass.core.rotary_index import RotaryBranch, RotaryIndex
 from windlass.core.shapes import QueryPositions, SlotPositions
 from windlass.core.spec import check_given, parse_ints, parse_spec
 from windlass.positions.base import PositionMode as PositionMode
-from windlass.positions.base import as_they_stand, at_ranks, per_rank, rebased
+from windlass.positions.base import Reading, as_they_stand, at_ranks, per_rank, rebased
+from windlass.positions.blocks import in_blocks
 from windlass.positions.windowed import Windowed
 
 
@@ -34,6 +36,9 @@ class Original(PositionMode):
     def keeps_places(self, end: int, occupancy: int) -> bool:
         return True
 
+    def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
+        return Reading(as_they_stand(slots.at, queries.at), queries.end)
+
 
 @dataclass(frozen=True)
 class Compact(PositionMode):
@@ -41,7 +46,8 @@ class Compact(PositionMode):
 
     Source: position assignment of StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453), section 3.2.
     Differs: each (row, kv head) ranks its own tokens, so any policy may be combined with it; within
-    a chunk distances may reach `budget + chunk`.
+    a chunk distances may reach `budget + chunk`. A picture of which a token is kept takes all of its extent, and its
+    tokens stand in it as they did: so they keep their distances, and no text stands within it.
     """
 
     name = "compact"
@@ -54,6 +60,9 @@ class Compact(PositionMode):
 
     def keeps_places(self, end: int, occupancy: int) -> bool:
         return True
+
+    def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
+        return Reading(in_blocks(slots, queries), queries.end)
 
 
 @dataclass(frozen=True)

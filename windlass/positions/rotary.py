@@ -142,6 +142,11 @@ class Rotary:
             return True
         return "longrope" in self._rope_type and self.table_changes_at(length)
 
+    def asked(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """The module's own float32 cos and sin for `positions` (batch, tokens), or (axes, batch, tokens)."""
+        module, probe = self._module.to(positions.device), torch.empty(1, device=positions.device, dtype=torch.float32)
+        return cos_sin(module(probe, positions, *(() if self.layer_type is None else (self.layer_type,))))
+
     @torch.no_grad()
     def tables(
         self, length: int, device: torch.device, dtype: torch.dtype = torch.float32
@@ -169,14 +174,11 @@ class Rotary:
 
     def _build(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
         positions = torch.arange(length, device=device)[None]
-        probe = torch.empty(1, device=device, dtype=torch.float32)
-        module = self._module.to(device)
-        of_layers = () if self.layer_type is None else (self.layer_type,)
         if self.is_length_dependent:
             # Some schemes never shrink from one length to the next; one token takes them back to the start.
-            module(probe, positions[:, :1], *of_layers)
-        cos, sin = cos_sin(module(probe, positions, *of_layers))
-        cos, sin = self.layout.columns(cos[0], sin[0])
+            self.asked(positions[:, :1])
+        cos, sin = self.asked(positions)
+        cos, sin = self.layout.columns(*(table.flatten(0, -3)[0] for table in (cos, sin)))  # alike on all axes, if any
         return cos.float().contiguous(), sin.float().contiguous()
 
 

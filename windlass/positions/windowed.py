@@ -6,6 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from windlass.core.errors import UsageError
+from windlass.core.places import Places, SlotPlaces
 from windlass.core.rotary_index import RotaryBranch, RotaryIndex
 from windlass.core.shapes import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
 from windlass.core.step import Step
@@ -56,6 +58,14 @@ class Windowed(PositionMode):
         if step.positions.shape[1] == 1:
             return [Reading(self._of_one_column(slots, step.positions, places), self.trained_length)]
         return list(self._of_columns(slots, step, places))
+
+    def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
+        if queries.end > self.trained_length:
+            raise UsageError(
+                f'positions="auto" can\'t read a text with pictures beyond the trained length of {self.trained_length}'
+                f', and it reaches {queries.end}; set cache.positions to "compact" or "original"'
+            )
+        return Reading(as_they_stand(slots.at, queries.at), queries.end)
 
     def reach(self, group: int) -> int:
         """Places of a text that `group` brings below the trained length."""

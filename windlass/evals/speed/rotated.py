@@ -55,7 +55,13 @@ class RotatedStorage(KVCache):
         self.options = replace(self.options, positions=_check_mode(position_mode(mode)))
 
     def begin(
-        self, batch: int, tokens: int, mask: TokenMask | None, positions: Tensor | None, ids: TokenIds | None
+        self,
+        batch: int,
+        tokens: int,
+        mask: TokenMask | None,
+        positions: Tensor | None,
+        ids: TokenIds | None,
+        axes: Tensor | None = None,
     ) -> None:
         """See `KVCache.begin`. The model counts columns, so these must be the positions.
 
@@ -66,7 +72,7 @@ class RotatedStorage(KVCache):
             raise UsageError(f"rotated storage takes no padding; {HINT}")
         if any(at != self.columns_seen for at in self.next_positions):
             raise UsageError(f"with rotated storage all rows must go on at {self.columns_seen}; {HINT}")
-        super().begin(batch, tokens, mask, positions, ids)
+        super().begin(batch, tokens, mask, positions, ids, axes)
 
     def drop(self, start: int, end: int, row: int | None = None) -> None:
         if any(start < at <= end for at in self.next_positions):

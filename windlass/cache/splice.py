@@ -1,0 +1,102 @@
+"""Joining two texts: the kept tokens of a row of one cache, after those of a row of another.
+
+Keys and values are copied byte for byte, but into another kind of store, where they are converted once. What is spliced
+counts as newly written: a store with exact tokens copies these as the other cache reads them.
+"""
+
+import torch
+
+from windlass import kernels
+from windlass.cache.edits import check_row
+from windlass.cache.picture_edits import refuse_pictures
+from windlass.cache.recurrent_layer import refuse_edit
+from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.state import CacheState
+from windlass.core.check import check_kind
+from windlass.core.errors import UsageError
+from windlass.core.rotary_index import EMPTY
+from windlass.core.step import no_inference_mode
+from windlass.policies.base import INITIAL_STATE
+
+
+@no_inference_mode
+def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) -> None:
+    """Append the kept tokens of row `source` of another cache to row `row`, as text that goes on here.
+
+    Keys are copied (converted once, into another kind of store); distances among them stay. They have
+    not seen the text before them, as after any join. What exceeds the budget goes at the next step.
+
+    Raises: UsageError when the caches differ in model or layout.
+    """
+    check_kind("other", other, CacheState, "a KVCache")
+    refuse_edit(cache.recurrent, "splice")
+    for each in (cache, other):
+        refuse_pictures(each, "splice")
+    check_row(cache, row, "row")
+    check_row(other, source, "source")
+    if other.model_id is not cache.model_id:
+        raise UsageError("splice: the other cache was made for another model")
+    if other.is_rotated != cache.is_rotated:
+        raise UsageError("splice: one of the caches holds rotated keys, the other does not")
+    if len(other.layers) != len(cache.layers):
+        raise UsageError(f"splice: the other cache has {len(other.layers)} layers, this one {len(cache.layers)}")
+    if other.merge is not None and cache.merge != other.merge:
+        raise UsageError(
+            f"splice: the other cache merges tokens by {other.merge}, this one {cache.merge or 'does not'}"
+        )
+    missing = [
+        said
+        for name, said in INITIAL_STATE.items()
+        if name in {*cache.policy.needs.state} - {*other.policy.needs.state}
+    ]
+    if missing:
+        raise UsageError(
+            f"splice: {cache.policy!r} ranks by {missing[0]}, which the other cache's policy does not keep"
+        )
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        _check_same_layout(mine, theirs)
+    at = cache.next_positions[row]
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        if not theirs.is_empty:
+            _splice_layer(mine, theirs, source, row, at, cache.batch_size)
+    cache.rows = cache.rows.spliced(other.rows.rows[source], row)
+
+
+def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at: int, batch: int) -> None:
+    held = theirs.positions[source : source + 1]
+    # In the order of the text: the store counts them as they come.
+    order = kernels.argsort_positions(held)[..., : int((held >= 0).sum(-1).max())]
+    parts = {name: part.expand(batch, -1, -1, -1) for name, part in theirs.store.take(source, order).items()}
+    state = {name: tensor[source : source + 1].gather(-1, order) for name, tensor in theirs.table.state.items()}
+    positions = held.gather(-1, order)
+    positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
+    is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
+    keys, values = (states.expand(batch, -1, -1, -1) for states in theirs.store.read(source, order))
+    slots = mine.append(keys, values, positions.where(is_row, EMPTY))
+    if mine.store.is_compatible(theirs.store):  # else they were converted, once
+        mine.store.put(slots, parts)
+    kept = {*INITIAL_STATE, *(() if mine.rules.merge is None else mine.rules.merge.state)}
+    for name in kept & set(mine.table.state) & set(state):
+        here = mine.table.state[name]
+        here.scatter_(-1, slots, state[name].expand_as(slots).where(is_row, here.gather(-1, slots)))
+
+
+def _check_same_layout(mine: SlotLayer, theirs: SlotLayer) -> None:
+    if theirs.is_empty:
+        return
+    if mine.is_empty:
+        mine.use_sliding_window(theirs.sliding_window, theirs.rules.attention_chunk)
+        _check_ranks(mine, theirs, theirs.store.layout[0] if mine.policy.needs.per_head else 1)
+        return
+    ours, other = mine.store.layout, theirs.store.layout
+    if ours != other:
+        raise UsageError(f"splice: layer {mine.index} holds (kv_heads, head_dim, dtype) {ours}, not {other}")
+    _check_ranks(mine, theirs, mine.positions.shape[1])
+
+
+def _check_ranks(mine: SlotLayer, theirs: SlotLayer, score_heads: int) -> None:
+    if score_heads < theirs.positions.shape[1]:
+        raise UsageError(
+            f"splice: the other cache's policy {theirs.policy!r} kept other tokens in each head, {mine.policy!r} "
+            "holds the same in all; make this cache with a policy that ranks per head"
+        )
