@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from families.passes import distance, fed, narrowed, one_shot, text
+from families.served import served
 from families.tiny import WORDS, Family, tiny
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
@@ -33,6 +34,8 @@ class Findings:
     errors: dict[str, float] = field(default_factory=dict)
     """The largest difference of each check, in standard deviations of the logits."""
     notes: list[str] = field(default_factory=list)
+    served: dict[str, Any] = field(default_factory=dict)
+    """See `families.served`."""
 
     def fail(self, outcome: str, reason: str) -> None:
         """Keep the worst outcome, and its first reason."""
@@ -67,6 +70,7 @@ def examine(family: Family) -> Findings:
         except Exception as error:
             findings.fail("raises", f"{name}: {gist(error)}")
             findings.notes.append(f"{name}: {gist(error)}")
+    findings.served = served(family, model)
     _undisturbed(model, before, findings)
     _in_bfloat16(family, plain, findings)
     return findings

@@ -99,7 +99,9 @@ def _about_equal(lines: Sequence[Line]) -> str:
         statistics.fmean(line["errors"][f"bfloat16 top tokens {who}"] for line in same) for who in ("windlass", "plain")
     ]
     return (
-        f"The largest difference in float32, in standard deviations of the logits; then the errors in bfloat16, "
+        "What its layers keep, what `attach` cannot give it, and the bytes of a token in a layer that attends, in "
+        "bfloat16 with the sizes of the class's default config (none told where its layers differ). Then the largest "
+        "difference in float32, in standard deviations of the logits, and the errors in bfloat16, "
         f"relative to float32. In bfloat16 the most likely token is that of float32 in {top[0]:.2%} of the places "
         f"with windlass, and in {top[1]:.2%} with plain transformers, on average over these rows."
     )
@@ -112,8 +114,12 @@ def _equal(lines: Sequence[Line]) -> str:
             errors = line["errors"]
             largest = max(error for name, error in errors.items() if not name.startswith("bfloat16"))
             low = (f"{errors[f'bfloat16 {who}']:.4f}" for who in ("windlass", "plain"))
-            rows.append([_name(line), line["class_name"], f"{largest:.0e}", *low, "; ".join(line["notes"])])
-    heads = ["model type", "class", "float32", "bfloat16, windlass", "bfloat16, plain", "notes"]
+            its = line["served"]
+            size = "" if its["bytes"] is None else f"{its['bytes']:,}"
+            about = its["how"], its["lacks"], size
+            rows.append([_name(line), line["class_name"], *about, f"{largest:.0e}", *low, "; ".join(line["notes"])])
+    heads = ["model type", "class", "what layers keep", "what it cannot have", "bytes per token and layer"]
+    heads += ["float32", "bfloat16, windlass", "bfloat16, plain", "notes"]
     return table(heads, rows)
 
 

@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import windlass
 from tests.helpers.models import Text, masked, read
-from windlass import KVCache, Recent, UsageError
+from windlass import KVCache, Recent, UnsupportedModel, UsageError
 from windlass.testing import VOCABULARY
 
 PICKED, TOKENS = 24, 45
@@ -110,6 +110,22 @@ def test_without_our_cache_the_indexer_picks(name: str, text: Text) -> None:
         windlass.detach(model)
         assert model(ids, use_cache=False).logits.equal(one_shot(name, ids))
     assert not any("forward" in vars(module) for module in model.modules())
+
+
+@pytest.mark.parametrize(
+    ("name", "types", "why"),
+    [
+        ("deepseek_v4", ["heavily_compressed_attention", "compressed_sparse_attention"], "keeps one entry for several"),
+        ("minimax_m3_vl_text", ["full_attention", "minimax_m3_sparse"], "picks blocks of columns of its cache"),
+    ],
+)
+def test_what_no_eviction_can_serve_is_refused_by_name(name: str, types: list[str], why: str) -> None:
+    config = AutoConfig.for_model(name, num_hidden_layers=2, layer_types=types)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    with pytest.raises(UnsupportedModel, match=why) as caught:
+        windlass.attach(model)
+    assert str(caught.value).startswith(type(model).__name__)
 
 
 def test_the_indexer_matters_beyond() -> None:

@@ -54,7 +54,7 @@ class AttachedModel:
         ]
         self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
         self._deltas = RopeDeltas(model)
-        self._axes = Axes(0, False)
+        self.axes = Axes(0, False)
         outer.forward = self.forward
         self.latents = {
             module: Latent(module, self._is_served)
@@ -208,7 +208,7 @@ class AttachedModel:
         if rotated.axes and self.decoder.outer is not self.decoder.inner:
             raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
         self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
-        self._axes = Axes.found(rotated.axes, self.rotaries, device_of_inputs(model))
+        self.axes = Axes.found(rotated.axes, self.rotaries, device_of_inputs(model))
         self.query_scales = query_scales(rotated, partial(self.probed, model, False), tolerance_of(model))
         self._windows, self._chunks = rotated.windows, rotated.chunks
         self.kinds = replace(self.kinds, latents=rotated.latents).with_sources(rotated.sources)
@@ -228,7 +228,7 @@ class AttachedModel:
         columns, ids = fed(bound)
         batch, tokens = columns.shape[:2]
         check_picks(self.indexers, cache, tokens)
-        positions, axes = self._axes.split(bound.get(POSITIONS), self.decoder.first_position)
+        positions, axes = self.axes.split(bound.get(POSITIONS), self.decoder.first_position)
         if axes is not None and self._deltas.is_relative:
             axes = axes + torch.tensor([row.next_place for row in cache.rows.rows], device=axes.device)[:, None]
         return batch, tokens, real_columns(bound.get("attention_mask"), cache, tokens), positions, ids, axes

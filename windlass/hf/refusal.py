@@ -1,5 +1,6 @@
 """Architectures that are known not to work, each with its reason."""
 
+from collections.abc import Mapping
 from typing import Final
 
 from transformers import PreTrainedModel
@@ -11,15 +12,25 @@ from windlass.hf.placement import has_no_weights
 
 # Layer types of configs. A class of which some models are recurrent says so of all: then these decide.
 ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+COMPRESSED: Final = "keeps one entry for several tokens ({types}), none of which can be evicted by itself"
+BLOCKS: Final = "picks blocks of columns of its cache ({types}), which are other tokens once any is evicted"
+# Layer types that no eviction can serve, and why.
+REFUSED: Final[Mapping[str, str]] = {
+    "compressed_sparse_attention": COMPRESSED,
+    "heavily_compressed_attention": COMPRESSED,
+    "minimax_m3_sparse": BLOCKS,
+}
 
 
 def check_kind_of_model(model: PreTrainedModel) -> None:
     """Return for a model that may work. Raises: UnsupportedModel, with the reason."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ())
-    reason = None
+    reason, refused = None, sorted(kinds & REFUSED.keys())
     if model.config.is_encoder_decoder:
         reason = "is an encoder-decoder: its cross-attention has no text positions"
+    elif refused:
+        reason = REFUSED[refused[0]].format(types=", ".join(refused))
     elif getattr(model, "_is_stateful", False) and not keeps_states(config) and not (kinds and kinds <= ATTENTION):
         reason = "is recurrent, or keeps other states, in layers that its config's layer_types don't tell of"
     elif unknown := unknown_types(config):
