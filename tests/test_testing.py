@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from tests.helpers.policies import policy, unchecked
-from windlass import Policy, PolicyError, Recent, UsageError
+from windlass import KVCache, Policy, PolicyError, Recent, UsageError
+from windlass.cache.slot_layer import SlotLayer
 from windlass.policies import NAMES, Needs, NewTokens, Observation, Slots
-from windlass.testing import check_policy, tiny_model
+from windlass.testing import check_on_models, check_policy, tiny_model
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -126,3 +127,29 @@ def test_a_tiny_model_is_the_same_at_every_call() -> None:
     assert not one.training
     for parameter, same in zip(one.parameters(), other.parameters(), strict=True):
         assert torch.equal(parameter, same)
+
+
+# One of each kind: latents, shared keys, chunks, norms after RoPE, states beside attention.
+KINDS = ("llama", "deepseek_v3", "gemma3n", "llama4", "hunyuan", "qwen3_next")
+
+
+@pytest.mark.parametrize("name", ["h2o", "key_diff", "kvzip"])
+def test_policies_work_on_models_of_every_kind(name: str) -> None:
+    check_on_models(NAMES[name](), KINDS)
+
+
+def test_a_policy_that_keeps_too_much_is_found_on_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SlotLayer, "_evicted", lambda _layer, record: record)
+    with pytest.raises(PolicyError, match="keeps 45 tokens in layer 0 of a deepseek_v3 model, with a budget of 20"):
+        check_on_models(Recent(), ("deepseek_v3",))
+
+
+def test_a_policy_that_changes_what_is_read_is_found_on_models(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = KVCache.attend
+
+    def steep(cache: KVCache, layer: int, queries: torch.Tensor, *others: object) -> object:
+        return own(cache, layer, queries * (1 if cache.budget is None else 1.01), *others)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(KVCache, "attend", steep)
+    with pytest.raises(PolicyError, match="changes what a qwen3_next model says though nothing is evicted"):
+        check_on_models(Recent(), ("qwen3_next",))

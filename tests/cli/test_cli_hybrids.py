@@ -10,8 +10,8 @@ from transformers import PreTrainedTokenizerBase
 import windlass
 from tests.helpers import cli, models
 from tests.helpers.cli import PROMPT, Ran
-from tests.helpers.hybrids import tiny_hybrid
 from windlass.engine.text import encode
+from windlass.testing import tiny_hybrid
 
 run, tokenizer = cli.run, models.tokenizer  # fixtures
 OPTIONS = ("--dtype", "float32", "--max-tokens", "12")

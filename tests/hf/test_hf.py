@@ -220,10 +220,7 @@ def positions_held(positions: Tensor) -> list[list[int]]:
 
 
 SMALL = {"vocab_size": 97, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-LATENT = {"q_lora_rank": 16, "kv_lora_rank": 12, "qk_rope_head_dim": 8, "qk_nope_head_dim": 6, "v_head_dim": 10}
-EXPERTS = {"n_routed_experts": 4, "n_group": 2, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
 UNSUPPORTED: list[tuple[str, dict[str, object], str]] = [
-    ("deepseek_v3", {**SMALL, **LATENT, **EXPERTS}, "DeepseekV3ForCausalLM uses multi-head latent attention"),
     ("t5", {"vocab_size": 97, "d_model": 32, "d_kv": 8, "d_ff": 40, "num_layers": 2}, "T5Model is an encoder-decoder"),
     ("gpt2", {"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4}, "GPT2LMHeadModel has no rotary module"),
     ("opt", {**SMALL, "word_embed_proj_dim": 32, "ffn_dim": 40}, "OPTForCausalLM has no rotary module"),

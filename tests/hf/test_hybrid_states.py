@@ -20,12 +20,13 @@ from tests.helpers.hybrid_caches import (
     held,
     step,
 )
-from tests.helpers.hybrids import KINDS, bound, plain, tiny_hybrid
+from tests.helpers.hybrids import KINDS, bound, plain
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.models import Text, read
 from windlass import KVCache, UnsupportedModel, UsageError
 from windlass.cache.describe import bytes_by_part
 from windlass.engine.generate import prefill
+from windlass.testing import tiny_hybrid
 
 
 @each_kind

@@ -6,10 +6,11 @@ from torch import Tensor
 from transformers import DynamicCache
 
 import windlass
-from tests.helpers.hybrids import HYBRIDS, KINDS, bound, plain, tiny_hybrid
+from tests.helpers.hybrids import KINDS, bound, plain
 from tests.helpers.models import Text, masked, read
 from windlass import KVCache, Recent
 from windlass.engine.generate import prefill
+from windlass.testing import HYBRIDS, tiny_hybrid
 
 TOKENS, ROOMY = 45, 60
 TOLERANCE = 1e-5

@@ -190,7 +190,7 @@ def test_a_type_that_no_kernel_knows_is_refused() -> None:
     assert triton.can_read(queries, keys, values)
     assert not triton.can_read(queries.double(), keys, values)
     assert not triton.can_read(queries, PackedStates(keys.data.double()), values)
-    assert not triton.can_read(queries, keys, PackedStates(torch.zeros(BATCH, 3, 63, 300)))
+    assert not triton.can_read(queries, keys, PackedStates(torch.zeros(BATCH, 3, 63, 1100)))
 
 
 def test_parts_of_the_slots_fill_the_multiprocessors_but_once() -> None:

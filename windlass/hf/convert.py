@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
-from transformers.cache_utils import DummyLayer, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from windlass.cache.history import History
 from windlass.cache.picture_edits import refuse_pictures
@@ -60,8 +60,7 @@ def _states_of(source: Cache, kinds: LayerKinds) -> list[tuple[Tensor, Tensor, i
         raise UsageError(f"from_rotated takes a transformers DynamicCache, got {type(source).__name__}")
     states: list[tuple[Tensor, Tensor, int | None]] = []
     for index, layer in enumerate(source.layers):
-        is_none = isinstance(layer, DummyLayer) or (isinstance(layer, DynamicLayer) and layer.keys is None)
-        if index in kinds.sources and is_none:
+        if index in kinds.sources and (not isinstance(layer, DynamicLayer) or layer.keys is None):
             continue
         if not isinstance(layer, DynamicLayer):
             raise UsageError(f"layer {index} of the DynamicCache is a {type(layer).__name__}: not keys and values")

@@ -8,7 +8,6 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
-    DummyLayer,
     LinearAttentionCacheLayerMixin,
     LinearAttentionLayer,
 )
@@ -67,12 +66,16 @@ def layer_kinds(model: PreTrainedModel) -> LayerKinds:
     if not (RECURRENT | WITHOUT_MEMORY) & set(types):
         return LayerKinds(tuple(range(config.num_hidden_layers)))
     layers = DynamicCache(config=config).layers
-    states = {number: layer for number, layer in enumerate(layers) if isinstance(layer, LinearAttentionCacheLayerMixin)}
+    states = {
+        number: layer
+        for number, layer in enumerate(layers)
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and types[number] not in WITHOUT_MEMORY
+    }
     return LayerKinds(
         tuple(
             number
             for number, layer in enumerate(layers)
-            if not isinstance(layer, DummyLayer) and (number not in states or types[number].startswith("hybrid"))
+            if types[number] not in WITHOUT_MEMORY and (number not in states or types[number].startswith("hybrid"))
         ),
         tuple((number, layer.number_of_states, types[number]) for number, layer in states.items()),
     )

@@ -29,7 +29,7 @@ You owe:
 3. A frozen dataclass of numbers, policies and names of files. One object serves all layers and texts; its `repr`
    is the row label in every result.
 4. No host synchronisation (`.item()`, `.cpu()`), a docstring with `Source:` and `Differs:`, and
-   `windlass.testing.check_policy` passes.
+   `windlass.testing.check_policy` passes, and `check_on_models`, which tries it on tiny models of every kind.
 
 `budget`, `sinks`, `window`, `chunk` and `positions` belong to the cache, so any policy works with any of them.
 """

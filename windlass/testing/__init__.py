@@ -1,6 +1,18 @@
 """For tests, ours and yours: a check of the policy contract, and tiny random models of many families."""
 
 from windlass.cache.contract import check_policy
+from windlass.testing.hybrids import HYBRIDS, tiny_hybrid
 from windlass.testing.models import FAMILIES, SLIDING_WINDOW, TRAINED_LENGTH, VOCABULARY, tiny_model
+from windlass.testing.on_models import check_on_models
 
-__all__ = ["FAMILIES", "SLIDING_WINDOW", "TRAINED_LENGTH", "VOCABULARY", "check_policy", "tiny_model"]
+__all__ = [
+    "FAMILIES",
+    "HYBRIDS",
+    "SLIDING_WINDOW",
+    "TRAINED_LENGTH",
+    "VOCABULARY",
+    "check_on_models",
+    "check_policy",
+    "tiny_hybrid",
+    "tiny_model",
+]
