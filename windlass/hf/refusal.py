@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Final
 
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, __version__
 
 from windlass.core.errors import UnsupportedModel, UsageError
 from windlass.hf.linear_layer import keeps_states, layer_kinds, unknown_types
@@ -12,6 +12,7 @@ from windlass.hf.placement import has_no_weights
 
 # Layer types of configs. A class of which some models are recurrent says so of all: then these decide.
 ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+STATES_SINCE: Final = (5, 22)  # a version of transformers: before it, models reach into the layers of their caches
 COMPRESSED: Final = "keeps one entry for several tokens ({types}), none of which can be evicted by itself"
 BLOCKS: Final = "picks blocks of columns of its cache ({types}), which are other tokens once any is evicted"
 # Layer types that no eviction can serve, and why.
@@ -33,6 +34,9 @@ def check_kind_of_model(model: PreTrainedModel) -> None:
         reason = REFUSED[refused[0]].format(types=", ".join(refused))
     elif getattr(model, "_is_stateful", False) and not keeps_states(config) and not (kinds and kinds <= ATTENTION):
         reason = "is recurrent, or keeps other states, in layers that its config's layer_types don't tell of"
+    elif keeps_states(config) and tuple(map(int, __version__.split(".")[:2])) < STATES_SINCE:
+        since = ".".join(map(str, STATES_SINCE))
+        reason = f"has recurrent layers, which are served with transformers {since} or newer; this is {__version__}"
     elif unknown := unknown_types(config):
         reason = f"has recurrent layers, and others of types that transformers' own cache does not know: {unknown}"
     elif keeps_states(config) and not layer_kinds(model).attention:
