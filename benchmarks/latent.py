@@ -1,9 +1,9 @@
 """Decode of DeepSeek V3's shape, fewer layers: latents held once and read as they are, beside transformers' own cache.
 
-    python benchmarks/latent.py --layers 1 --depths 4096 16384
+    python benchmarks/latent.py --depths 4096 16384 >> benchmarks/results/latent.jsonl
 
 Transformers expands all latents to keys and values at each step. Both caches are filled with random latents; the runs
-take turns. Speeds are ratios of medians.
+take turns. `to_transformers` is a ratio of medians, `to_rotated` the median over pairs that ran one after the other.
 """
 
 import argparse
@@ -14,6 +14,7 @@ from functools import partial
 from statistics import median
 
 import torch
+from machine import machine
 from transformers import DynamicCache, PreTrainedModel
 
 import windlass
@@ -24,7 +25,7 @@ from windlass.evals.speed.shapes import random_model, shape_of
 from windlass.hf.layer_shapes import layer_shapes
 from windlass.kernels import cpu
 
-WRITTEN = 4  # tokens of one run of ours; transformers writes one
+WRITTEN = 2  # tokens of one run of ours; transformers writes one
 
 
 def own_cache(model: PreTrainedModel, depth: int) -> DynamicCache:
@@ -88,13 +89,15 @@ def main() -> None:
         at = {kind: median(each) for kind, each in seconds.items()}
         line = {
             "kind": "latent",
+            **machine(torch.get_num_threads()),
+            "kernel": cpu.instruction_set(),
             "shape": name,
             "depth": depth,
-            "kernel": cpu.instruction_set(),
-            "threads": torch.get_num_threads(),
             "tokens_per_s": {kind: 1 / each for kind, each in at.items()},
             "to_transformers": at["transformers"] / at["unrotated"],
-            "to_rotated": at["rotated"] / at["unrotated"],
+            "to_rotated": median(
+                turned / own for turned, own in zip(seconds["rotated"], seconds["unrotated"], strict=True)
+            ),
         }
         print(json.dumps(line), flush=True)
 

@@ -100,6 +100,27 @@ def paired(lines: Sequence[Line]) -> str:
     return _section("Against transformers in one process", "benchmarks/paired.py", text, heads, rows, lines[-1])
 
 
+def latent(lines: Sequence[Line]) -> str:
+    """Latents held once, against transformers, which expands them."""
+    rows = [
+        [
+            line["shape"],
+            f"{line['depth']:,}",
+            *(f"{line['tokens_per_s'][name]:.2f}" for name in ("unrotated", "rotated", "transformers")),
+            f"{line['to_transformers']:.1f}",
+            f"{line['to_rotated']:.3f}",
+        ]
+        for line in lines
+    ]
+    heads = ["shape", "depth", "windlass, tokens/s", "stored rotated", "transformers", "to transformers", "to rotated"]
+    text = (
+        "Decode of DeepSeek V3's shape (128 heads, latents of 512 and 64 channels) with one layer, without experts. "
+        "Transformers holds latents, too, and expands all of them to keys and values in every step. Above 1 windlass "
+        "is faster; `to rotated` is the median over 60 pairs."
+    )
+    return _section("Latent attention", "benchmarks/latent.py", text, heads, rows, lines[-1])
+
+
 def prefill(lines: Sequence[Line]) -> str:
     """In chunks against at once."""
     base = {(line["shape"], line["tokens"], line["trim"], line["way"]): line for line in lines}
@@ -199,6 +220,7 @@ SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
     ),
     "share": share,
     "paired": paired,
+    "latent": latent,
     "prefill": prefill,
     "verification": verification,
     "peers": peers,
