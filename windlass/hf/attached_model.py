@@ -18,6 +18,7 @@ from windlass.core.errors import UnsupportedModel, UsageError
 from windlass.core.step import READ, AttentionCall
 from windlass.hf.arguments import POSITIONS, at_positions
 from windlass.hf.axes import Axes, RopeDeltas, Turn, turned_by_differences
+from windlass.hf.columns import Columns, columns_of
 from windlass.hf.decoder import Decoder
 from windlass.hf.guards import check_call, fed, note_drafts, real_columns
 from windlass.hf.indexer import check_picks, indexers_of
@@ -62,6 +63,7 @@ class AttachedModel:
             if callable(getattr(module, EXPAND, None))
         }
         self.indexers = indexers_of(decoder.attention_modules, lambda: self.probe is not None or self._is_served())
+        self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
         self._chunks: dict[int, int | None] = {}  # likewise, of attention within chunks
@@ -84,6 +86,8 @@ class AttachedModel:
             latent.remove()
         for indexer in self.indexers:
             indexer.remove()
+        for columns in self.columns:
+            columns.remove()
         if self._generate is not None:
             self._generate.remove()
 
@@ -212,11 +216,27 @@ class AttachedModel:
         self.query_scales = query_scales(rotated, partial(self.probed, model, False), tolerance_of(model))
         self._windows, self._chunks = rotated.windows, rotated.chunks
         self.kinds = replace(self.kinds, latents=rotated.latents).with_sources(rotated.sources)
+        try:
+            self._check(model, rotated)
+        except UnsupportedModel:
+            if not self.kinds.is_recurrent:
+                raise
+            layers = [number for number, _, _ in self.kinds.recurrent]
+            self.columns = columns_of(self.decoder.attention_modules, layers, self._states_of)
+            self._check(model, rotated)
+
+    def _check(self, model: PreTrainedModel, probe: Probe) -> None:
         config = model.config.get_text_config()
         cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), config, self.kinds)
         cache.reset()
-        SelfCheck(model, self.decoder.outer, rotated.modules).run(cache, self.attention("eager"))
+        SelfCheck(model, self.decoder.outer, probe.modules).run(cache, self.attention("eager"))
         self.states = meta_states(cache.recurrent)
+
+    def _states_of(self, layer: int) -> list[Tensor]:
+        """What the cache of the pass that runs in this thread keeps of a recurrent layer; nothing before a token."""
+        cache = self.current_cache
+        kept = [] if cache is None else [each for each in cache.recurrent if each.index == layer]
+        return [state for each in kept for state in each.tensors().values()]
 
     def _checked(
         self, cache: TextCache, bound: dict[str, Any]

@@ -89,6 +89,20 @@ _CONFIGS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
         },
     ),
     "olmo_hybrid": ("olmo_hybrid", {**_DELTA, "layer_types": [LINEAR, LINEAR, FULL, LINEAR, FULL]}),
+    "jamba": (  # whose recurrent layers forget their state in a pass of several tokens
+        "jamba",
+        {
+            "num_hidden_layers": 5,
+            "attn_layer_period": 3,
+            "attn_layer_offset": 1,
+            "num_experts": 5,
+            "num_experts_per_tok": 2,
+            "mamba_d_state": 9,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_dt_rank": 7,
+        },
+    ),
     "bamba": ("bamba", {**_MAMBA2, "num_hidden_layers": 5, "attn_layer_indices": [1, 4]}),
 }
 
