@@ -1,5 +1,6 @@
 """Sparse attention with an indexer: exact while the indexer would pick every token that a query sees, else refused."""
 
+import copy
 from functools import cache
 
 import pytest
@@ -126,6 +127,13 @@ def test_what_no_eviction_can_serve_is_refused_by_name(name: str, types: list[st
     with pytest.raises(UnsupportedModel, match=why) as caught:
         windlass.attach(model)
     assert str(caught.value).startswith(type(model).__name__)
+
+
+@each_model
+def test_a_copy_of_an_attached_model_is_served_by_itself(name: str, text: Text) -> None:
+    ids, twin = text(PICKED), copy.deepcopy(bound(name))
+    assert_close(read(twin, KVCache(twin), ids, 7), one_shot(name, ids))
+    assert_close(read(bound(name), KVCache(bound(name)), ids, 7), one_shot(name, ids))
 
 
 def test_the_indexer_matters_beyond() -> None:

@@ -62,7 +62,7 @@ class AttachedModel:
             for module in decoder.attention_modules
             if callable(getattr(module, EXPAND, None))
         }
-        self.indexers = indexers_of(decoder.attention_modules, lambda: self.probe is not None or self._is_served())
+        self.indexers = indexers_of(decoder.attention_modules, self._is_ours)
         self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
@@ -271,6 +271,11 @@ class AttachedModel:
     def _is_served(self) -> bool:
         """Whether the pass that runs in this thread has a cache of ours."""
         return self.probe is None and self.current_cache is not None
+
+    @not_compiled
+    def _is_ours(self) -> bool:
+        """Whether the pass that runs in this thread is one of ours, with a cache or a probe."""
+        return self.probe is not None or self._is_served()
 
     @not_compiled
     def _turn(self) -> Turn:
