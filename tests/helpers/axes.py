@@ -1,6 +1,7 @@
 """Tiny models whose pictures have positions of three axes, and what they read."""
 
 import copy
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -12,6 +13,7 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 import windlass
 from tests.helpers.models import Text
+from windlass import KVCache, Recent
 from windlass.testing import VOCABULARY
 
 IMAGE, VIDEO, START, END, AUDIO = (VOCABULARY - at for at in range(1, 6))  # ids of tokens that stand for pictures
@@ -245,3 +247,30 @@ def at_axes(model: PreTrainedModel, embeds: Tensor, axes: Tensor, mask: Tensor |
     out = model.get_decoder()(inputs_embeds=embeds, position_ids=axes, attention_mask=bias, use_cache=False)
     logits: Tensor = model.get_output_embeddings()(out.last_hidden_state)
     return logits
+
+
+@torch.no_grad()
+def read_on(model: PreTrainedModel, cache: Any, given: dict[str, Any], prompt: int, chunk: int) -> Tensor:
+    """Logits of all columns: a prompt with the pictures in one pass, then text."""
+    pieces = [model(**first(given, prompt), past_key_values=cache).logits]
+    for at in range(prompt, given["input_ids"].shape[1], chunk):
+        pieces.append(model(given["input_ids"][:, at : at + chunk], past_key_values=cache).logits)
+    return torch.cat(pieces, 1)
+
+
+@torch.no_grad()
+def one_layer_read(
+    family: str, given: dict[str, Any], cut: int, **options: Any
+) -> tuple[KVCache, Callable[[int], Tensor]]:
+    """A cache that has read `cut` tokens, and what feeds it one of the others; returns its logits."""
+    model = attached_reader(family, 1)
+    cache = KVCache(model, **{"policy": Recent(), "positions": "original", **options})
+    model(**first(given, cut), past_key_values=cache)
+
+    @torch.no_grad()
+    def feed(column: int) -> Tensor:
+        ids = given["input_ids"][:, column : column + 1]
+        logits: Tensor = model(ids, past_key_values=cache).logits[:, -1]
+        return logits
+
+    return cache, feed

@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
-from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 import windlass
 from tests.helpers.axes import (
@@ -21,10 +20,11 @@ from tests.helpers.axes import (
     error,
     first,
     plain_reader,
+    read_on,
     shown,
 )
 from tests.helpers.models import Text
-from windlass import H2O, KVCache, Policy, Recent, Sampling, UsageError
+from windlass import H2O, KVCache, Policy, Recent, Sampling
 from windlass.engine.decode import Decoder
 from windlass.engine.sampler import Sampler
 
@@ -32,15 +32,6 @@ TOLERANCE = 1e-4  # of a standard deviation
 TOKENS, STARTS = 71, (6, 30)
 PROMPT = 50
 each_family = pytest.mark.parametrize("family", list(FAMILIES))
-
-
-@torch.no_grad()
-def read_on(model: PreTrainedModel, cache: Any, given: dict[str, Any], prompt: int, chunk: int) -> Tensor:
-    """Logits of all columns: a prompt with the pictures in one pass, then text."""
-    pieces = [model(**first(given, prompt), past_key_values=cache).logits]
-    for at in range(prompt, given["input_ids"].shape[1], chunk):
-        pieces.append(model(given["input_ids"][:, at : at + chunk], past_key_values=cache).logits)
-    return torch.cat(pieces, 1)
 
 
 def one_shot(family: str, given: dict[str, Any], prompt: int, chunk: int) -> Tensor:
@@ -270,57 +261,3 @@ def test_a_pass_that_fails_in_a_picture_leaves_no_trace(text: Text, monkeypatch:
     assert cache.rows == twin.rows
     ours, theirs = (model(**given, past_key_values=each).logits for each in (cache, twin))
     assert torch.equal(ours, theirs)
-
-
-def _split_later(freq: Tensor) -> Tensor:
-    """As releases before had it: tables (axes, batch, tokens, channels), which attention splits."""
-    return torch.cat((freq, freq), -1)
-
-
-@torch.no_grad()
-def test_tables_that_attention_splits(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, expected = shown(text, TOKENS, STARTS, "qwen2_vl"), one_shot_of("qwen2_vl", text)
-    model = copy.deepcopy(plain_reader("qwen2_vl"))
-    rotary = model.get_decoder().rotary_emb
-    sections = [*rotary.mrope_section] * 2
-
-    def split(queries: Tensor, keys: Tensor, cos: Tensor, sin: Tensor, **_: Any) -> tuple[Tensor, Tensor]:
-        assert cos.shape[0] == 3
-        cos, sin = (
-            torch.cat([part[at % 3] for at, part in enumerate(each.split(sections, -1))], -1) for each in (cos, sin)
-        )
-        return plainly(queries, keys, cos, sin)
-
-    plainly = modeling_qwen2_vl.apply_rotary_pos_emb
-    monkeypatch.setattr(modeling_qwen2_vl, "apply_rotary_pos_emb", split)
-    monkeypatch.setattr(rotary, "recomposition_frequencies", _split_later)
-    assert error(model(**given, use_cache=False).logits, expected) <= TOLERANCE, "the patches are wrong"
-    windlass.attach(model)
-    for chunk in (1, 7):
-        assert error(read_on(model, KVCache(model), given, PROMPT, chunk), expected) <= TOLERANCE
-
-
-@torch.no_grad()
-def one_shot_of(family: str, text: Text) -> Tensor:
-    logits: Tensor = plain_reader(family)(**shown(text, TOKENS, STARTS, family), use_cache=False).logits
-    return logits
-
-
-@torch.no_grad()
-def test_turns_that_do_not_add_up_are_refused(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The channels of a pair stand on different axes: no turn of the pair, and none that could be made up later."""
-    model = copy.deepcopy(plain_reader("qwen3_vl"))
-    rotary = model.get_decoder().rotary_emb
-    own = rotary.recomposition_frequencies
-
-    def torn(freq: Tensor) -> Tensor:
-        other, its = own(freq.flip(0).clone()), own(freq)
-        return torch.cat((its[..., : its.shape[-1] // 2], other[..., its.shape[-1] // 2 :]), -1)
-
-    monkeypatch.setattr(rotary, "recomposition_frequencies", torn)
-    windlass.attach(model)
-    cache, given = KVCache(model), shown(text, TOKENS, STARTS)
-    model(given["input_ids"][:, :4], past_key_values=cache)
-    with pytest.raises(UsageError, match="this model does not turn keys by one axis after the other; read text alone"):
-        model(**given, past_key_values=cache)
-    assert cache.next_positions == [4]

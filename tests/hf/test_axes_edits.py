@@ -4,7 +4,7 @@ The models have one layer, whose keys depend on the tokens alone: then any edit 
 tokens that are left at positions of which all axes moved alike.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from tests.helpers.axes import (
-    GRID,
     PICTURE,
     at_axes,
     attached_reader,
     embedded,
     error,
     first,
+    one_layer_read,
     plain_reader,
     shown,
 )
@@ -42,22 +42,6 @@ def last_logits(family: str, given: dict[str, Any], kept: Sequence[int], axes: T
     return at_axes(plain_reader(family, 1), embeds[:, list(kept)], axes)[:, -1]
 
 
-@torch.no_grad()
-def read(family: str, given: dict[str, Any], cut: int, **options: Any) -> tuple[KVCache, Callable[[int], Tensor]]:
-    """A cache that has read `cut` tokens, and what feeds it one of the others; returns its logits."""
-    model = attached_reader(family, 1)
-    cache = KVCache(model, **{"policy": Recent(), "positions": "original", **options})
-    model(**first(given, cut), past_key_values=cache)
-
-    @torch.no_grad()
-    def feed(column: int) -> Tensor:
-        ids = given["input_ids"][:, column : column + 1]
-        logits: Tensor = model(ids, past_key_values=cache).logits[:, -1]
-        return logits
-
-    return cache, feed
-
-
 def compacted(axes: Tensor, kept: Sequence[int]) -> Tensor:
     """Each picture of which a token is kept in its full extent, each token of text in one place."""
     blocks = [range(start, start + PICTURE) for start in STARTS]
@@ -76,7 +60,7 @@ def compacted(axes: Tensor, kept: Sequence[int]) -> Tensor:
 def test_compact_keeps_what_a_picture_is_inside(family: str, text: Text) -> None:
     given = shown(text, TOKENS, STARTS, family)
     _, axes = embedded(plain_reader(family, 1), given)
-    _, feed = read(family, given, 52, budget=BUDGET, sinks=SINKS, positions="compact")
+    _, feed = one_layer_read(family, given, 52, budget=BUDGET, sinks=SINKS, positions="compact")
     parts = set()
     for column in range(52, TOKENS):
         logits = feed(column)
@@ -110,7 +94,7 @@ def test_compact_in_chunks_and_one_by_one(policy: Any, text: Text) -> None:
 def test_shift_after_drop(family: str, start: int, stop: int, text: Text) -> None:
     given, cut = shown(text, TOKENS, STARTS, family), 60
     _, axes = embedded(plain_reader(family, 1), given)
-    cache, feed = read(family, given, cut)
+    cache, feed = one_layer_read(family, given, cut)
     cache.drop(start, stop)
     by = int(axes[0, 0, start] - axes[0, 0, stop])  # as many places as the dropped tokens took
     assert by == start - stop - OFFSET * (stop > STARTS[0])
@@ -126,7 +110,7 @@ def test_shift_after_drop(family: str, start: int, stop: int, text: Text) -> Non
 
 def test_shift_that_no_text_survives(text: Text) -> None:
     given, cut = shown(text, TOKENS, STARTS), 60
-    cache, _ = read("qwen3_vl", given, cut)
+    cache, _ = one_layer_read("qwen3_vl", given, cut)
     rows, before = cache.rows, [layer.table.places for layer in cache.layers]
     with pytest.raises(UsageError, match="tear the picture from 31 up to 46; shift from 31 or 46 on"):
         cache.shift(40, cut, 3)
@@ -148,7 +132,7 @@ def test_rollback(family: str, text: Text) -> None:
     """Of text after pictures, and of a whole pass with one; not to the middle of one."""
     given, model = shown(text, TOKENS, STARTS, family), attached_reader(family, 1)
     _, axes = embedded(plain_reader(family, 1), given)
-    cache, feed = read(family, given, 60, budget=70, rollback=40)
+    cache, feed = one_layer_read(family, given, 60, budget=70, rollback=40)
     logits = [feed(column) for column in range(60, 66)]
     cache.rollback(4)
     assert error(feed(62), logits[2]) <= 1e-5
@@ -172,7 +156,7 @@ def test_rollback(family: str, text: Text) -> None:
 @pytest.mark.parametrize("mode", ["original", "compact"])
 def test_a_file(family: str, mode: str, text: Text, tmp_path: Path) -> None:
     given, model = shown(text, TOKENS, STARTS, family), attached_reader(family, 1)
-    cache, feed = read(family, given, 60, budget=BUDGET, sinks=SINKS, positions=mode, policy=H2O())
+    cache, feed = one_layer_read(family, given, 60, budget=BUDGET, sinks=SINKS, positions=mode, policy=H2O())
     feed(60)
     prompt_cache.save(cache, tmp_path / "pictures", model)
     again = prompt_cache.load(tmp_path / "pictures", model)
@@ -185,7 +169,7 @@ def test_a_file(family: str, mode: str, text: Text, tmp_path: Path) -> None:
 
 def test_a_file_whose_places_lie(text: Text, tmp_path: Path) -> None:
     model = attached_reader("qwen3_vl", 1)
-    cache, _ = read("qwen3_vl", shown(text, TOKENS, STARTS), 60)
+    cache, _ = one_layer_read("qwen3_vl", shown(text, TOKENS, STARTS), 60)
     for name, value in ((PLACE, 41.0), (PLACE, 7.5), (BLOCK_END, 1e6), (BLOCK_START, 39.0)):
         state = cache.layers[0].table.state
         before = state[name].clone()
@@ -203,7 +187,7 @@ def test_rows_are_copied_and_chosen_with_their_places(text: Text) -> None:
     other = shown(text, TOKENS, (20, 40), seed=4)
     cut, cache = 60, KVCache(model, batch=2, policy=Recent())
     both = {name: torch.cat((given[name], other[name])) for name in given}
-    alone, feed = read("qwen3_vl", other, cut)
+    alone, feed = one_layer_read("qwen3_vl", other, cut)
     assert alone.rows.rows[0].offset == 2 * OFFSET
     with torch.no_grad():
         model(**first(both, cut), past_key_values=cache)
@@ -232,86 +216,3 @@ def test_a_sliding_window_that_is_cut_keeps_places(text: Text) -> None:
         assert places is not None
         assert int(held.sum(-1).max()) <= 14
         assert torch.equal(places.at[held].long(), axes[0, 0, layer.positions[held].long()])
-
-
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"positions": "self_extend(4, 16)"}, r'positions="self_extend\(4, 16\)" can\'t read a text with pictures'),
-    ({"positions": "clamp(30)"}, 'set cache.positions to "original" or "compact"'),
-    ({"budget": 40, "merge": "mean_count"}, "merge=mean_count averages keys"),
-]
-
-
-@pytest.mark.parametrize(("options", "message"), REFUSED)
-@torch.no_grad()
-def test_what_can_not_read_pictures_says_so(options: dict[str, Any], message: str, text: Text) -> None:
-    model, given = attached_reader("qwen3_vl", 1), shown(text, TOKENS, STARTS)
-    cache = KVCache(model, policy=Recent(), **options)
-    model(given["input_ids"][:, :4], past_key_values=cache)
-    with pytest.raises(UsageError, match=message):
-        model(**given, past_key_values=cache)
-    assert cache.next_positions == [4]
-    assert not cache.layers[0].rules.has_places
-
-
-@torch.no_grad()
-def test_edits_that_can_not_keep_a_picture_say_so(text: Text) -> None:
-    model, given = attached_reader("qwen3_vl", 1), shown(text, TOKENS, STARTS)
-    cache, _ = read("qwen3_vl", given, 60)
-    plain = KVCache(model)
-    model(given["input_ids"][:, :9] % 80, past_key_values=plain)
-    with pytest.raises(UsageError, match="divide: this text has pictures"):
-        cache.divide(0, 20, 2)
-    for mine, theirs in ((cache, plain), (plain, cache)):
-        with pytest.raises(UsageError, match="splice: this text has pictures"):
-            mine.splice(theirs)
-    with pytest.raises(UsageError, match="to_rotated: this text has pictures"):
-        cache.to_rotated()
-    with pytest.raises(UsageError, match="end at 40, inside of the picture from 31 up to 46"):
-        cache.drop(40, 60)
-    assert cache.next_positions == [60]
-    cache.positions = "auto"
-    assert cache.trained_length is not None
-
-
-@torch.no_grad()
-def test_auto_beyond_the_trained_length_says_so(text: Text) -> None:
-    model, given = attached_reader("qwen3_vl", 1), shown(text, TOKENS, STARTS)
-    cache = KVCache(model)
-    lengths = [rotary.trained_length for rotary in cache.rotaries if rotary is not None]
-    try:
-        for rotary in cache.rotaries:
-            assert rotary is not None
-            rotary.trained_length = 45
-        model(**first(given, 60), past_key_values=cache)  # 60 tokens in 40 places
-        with pytest.raises(UsageError, match="beyond the trained length of 45, and it reaches 51"):
-            model(given["input_ids"][:, 60:], past_key_values=cache)
-        assert cache.next_positions == [60]
-    finally:
-        for rotary, length in zip(cache.rotaries, lengths, strict=True):
-            assert rotary is not None
-            rotary.trained_length = length
-
-
-@torch.no_grad()
-def test_positions_that_do_not_follow_say_so(text: Text) -> None:
-    model, given = attached_reader("qwen3_vl", 1), shown(text, TOKENS, STARTS)
-    _, axes = embedded(plain_reader("qwen3_vl", 1), given)
-    cache, _ = read("qwen3_vl", given, 60)
-    ids = given["input_ids"][:, 60:]
-    skipping = axes[:, :, 60:] + 3 * (torch.arange(11) >= 4)
-    with pytest.raises(
-        UsageError, match=r"position_ids\[:, 0, 0\] are \[41, 41, 41\], but the text of row 0 goes on at 40"
-    ):
-        model(ids, position_ids=axes[:, :, 60:] + 1, past_key_values=cache)
-    with pytest.raises(UsageError, match=r"position_ids\[:, 0, 4\] are \[47, 47, 47\].* goes on at 44"):
-        model(ids, position_ids=skipping, past_key_values=cache)
-    with pytest.raises(UsageError, match=r"position_ids are \(2, 1, 11\), and this model has 3 axes"):
-        model(ids, position_ids=axes[:2, :, 60:], past_key_values=cache)
-    late = axes[:, :, 60:].clone()
-    late[0, 0, 2:5] += torch.tensor([0, 9, 18])  # a video whose last frame lies far ahead
-    late[1:, 0, 2:5] = 42
-    late[:, 0, 5:] = torch.arange(45, 51)
-    with pytest.raises(UsageError, match=r"end at 50, inside of a video that reaches 62.*more text after the video"):
-        model(ids, position_ids=late, past_key_values=cache)
-    assert cache.next_positions == [60]
-    assert GRID == (6, 10)
