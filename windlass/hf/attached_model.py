@@ -1,7 +1,7 @@
 """What `attach` found out about a model, and the cache of the pass that is running."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from windlass.hf.pictures import sees_to, token_types
 from windlass.hf.placement import device_of_inputs
 from windlass.hf.probe import Probe, run
 from windlass.hf.query_scale import QueryScale, query_scales
+from windlass.hf.replaced import Replaced
 from windlass.hf.rotaries import rotaries_of, tolerance_of
 from windlass.hf.running_pass import BUSY, RunningPass, not_compiled
 from windlass.hf.second_turn import CheckedGenerate
@@ -47,8 +48,6 @@ class AttachedModel:
         rotary_modules, outer = decoder.rotary_modules, decoder.outer
         self._configs, self.kinds = OwnConfigs(decoder.modules), layer_kinds(model)
         self.decoder = decoder
-        self._own_forward = vars(outer).get("forward")
-        self._forward: Callable[..., Any] = outer.forward
         self._signature = inspect.signature(outer.forward)
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
@@ -56,7 +55,7 @@ class AttachedModel:
         self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
         self._deltas = RopeDeltas(model)
         self.axes = Axes(0, False)
-        outer.forward = self.forward
+        self._replaced = Replaced(outer, "forward", self.forward)
         self.latents = {
             module: Latent(module, self._is_served)
             for module in decoder.attention_modules
@@ -79,15 +78,9 @@ class AttachedModel:
         """Leave the decoder as it was found."""
         for handle in (*self._handles, *self._deltas.handles):
             handle.remove()
-        del self.decoder.outer.forward
-        if self._own_forward is not None:
-            self.decoder.outer.forward = self._own_forward
-        for latent in self.latents.values():
-            latent.remove()
-        for indexer in self.indexers:
-            indexer.remove()
-        for columns in self.columns:
-            columns.remove()
+        inner = [*(each.replaced for each in self.latents.values()), *(each.replaced for each in self.indexers)]
+        for replaced in (*inner, *(each.replaced for each in self.columns), self._replaced):
+            replaced.put_back()
         if self._generate is not None:
             self._generate.remove()
 
@@ -104,7 +97,7 @@ class AttachedModel:
             return self._step(cache, bound, args, kwargs)
         if self._running:
             raise UsageError(BUSY)
-        return self._forward(*args, **kwargs)
+        return self._replaced.original(*args, **kwargs)
 
     def _step(self, cache: TextCache, bound: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A pass with our cache. One that fails, or is interrupted at any line, leaves no trace."""
@@ -112,7 +105,7 @@ class AttachedModel:
         try:
             self._begin(mine, bound)
             args, kwargs = at_positions(cache, list(self._signature.parameters), args, kwargs)
-            output = self._forward(*args, **kwargs)
+            output = self._replaced.original(*args, **kwargs)
             self._commit(mine)
             return output
         except BaseException:

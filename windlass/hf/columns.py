@@ -7,6 +7,8 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from windlass.hf.replaced import Replaced
+
 STATES: Final = "hidden_states"
 MASK: Final = "attention_mask"
 CACHES: Final = frozenset({"cache_params", "past_key_values"})  # what models call the cache that they hand to a layer
@@ -21,16 +23,8 @@ class Columns:
 
     def __init__(self, module: nn.Module, states_of: Callable[[int], Sequence[Tensor]]) -> None:
         self._module, self._states_of = module, states_of
-        self._own_forward = vars(module).get("forward")
-        self._forward: Callable[..., Tensor] = module.forward
         self._signature = inspect.signature(module.forward)
-        module.forward = self.forward
-
-    def remove(self) -> None:
-        """Leave the module as it was found."""
-        del self._module.forward
-        if self._own_forward is not None:
-            self._module.forward = self._own_forward
+        self.replaced = Replaced(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the module returns for each token, side by side. The arguments are its own."""
@@ -39,12 +33,13 @@ class Columns:
         inputs, mask, layer = given[STATES], given.get(MASK), self._module.layer_idx
         assert isinstance(layer, int), "a recurrent layer without a number"
         if inputs.shape[1] == 1 or not self._states_of(layer):
-            return self._forward(*args, **kwargs)
+            whole: Tensor = self.replaced.original(*args, **kwargs)
+            return whole
         is_token = inputs.new_ones(inputs.shape[:2]) if mask is None else mask[:, -inputs.shape[1] :]
         outs = []
         for column, tokens in enumerate(inputs.split(1, 1)):
             before = [state.clone() for state in self._states_of(layer)]
-            outs.append(self._forward(**{**given, STATES: tokens, MASK: None}))
+            outs.append(self.replaced.original(**{**given, STATES: tokens, MASK: None}))
             for state, was in zip(self._states_of(layer), before, strict=True):
                 is_read = is_token[:, column].bool().view(-1, *[1] * (state.ndim - 1))
                 state.copy_(state.where(is_read, was))

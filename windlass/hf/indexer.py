@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
+from windlass.hf.replaced import Replaced
 
 NAME: Final = "indexer"  # what attention modules of transformers call theirs
 LIMIT: Final = "index_topk"  # how many tokens it picks
@@ -22,17 +23,9 @@ class Indexer:
     """The indexer of one attention module, which picks nothing while `is_served` says that it is not asked."""
 
     def __init__(self, module: nn.Module, is_served: Callable[[], bool]) -> None:
-        self._module, self._is_served = module, is_served
-        self._own_forward = vars(module).get("forward")
-        self._forward: Callable[..., Tensor] = module.forward
+        self._is_served = is_served
         self.limit: int = getattr(module, LIMIT)
-        module.forward = self.forward
-
-    def remove(self) -> None:
-        """Leave the module as it was found."""
-        del self._module.forward
-        if self._own_forward is not None:
-            self._module.forward = self._own_forward
+        self.replaced = Replaced(module, "forward", self.forward)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """The tokens that each query is to see; none are named where it sees all of them.
@@ -41,7 +34,8 @@ class Indexer:
         """
         if self._is_served():
             return hidden_states.new_zeros(*hidden_states.shape[:2], 0, dtype=torch.int32)
-        return self._forward(hidden_states, *args, **kwargs)
+        picked: Tensor = self.replaced.original(hidden_states, *args, **kwargs)
+        return picked
 
 
 def indexers_of(modules: Iterable[nn.Module], is_served: Callable[[], bool]) -> list[Indexer]:

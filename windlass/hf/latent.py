@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import UnsupportedModel
 from windlass.core.shapes import Attended, Queries
+from windlass.hf.replaced import Replaced
 
 EXPAND: Final = "expand_kv"  # what transformers calls the method that makes keys and values out of latents
 PROJECTION: Final = "kv_b_proj"  # and the module in it that holds the matrices
@@ -30,22 +31,18 @@ class Latent:
 
     def __init__(self, module: nn.Module, is_served: Callable[[], bool]) -> None:
         self._module, self._is_served = module, is_served
-        self._expand: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = getattr(module, EXPAND)
         self._heads = 0
         self._width = self._shared = 0  # channels of a head's key that are its own, and of those that all heads share
         self.rank = 0
         """Channels of a latent; 0 until `check` saw one."""
-        setattr(module, EXPAND, self.expand_kv)
-
-    def remove(self) -> None:
-        """Leave the module as it was found."""
-        delattr(self._module, EXPAND)
+        self.replaced = Replaced(module, EXPAND, self.expand_kv)
 
     def expand_kv(self, latents: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the one kv head where they are to be attended to so, else those of all heads."""
         if self._is_served():
             return torch.cat((shared, latents), -1), latents
-        return self._expand(latents, shared)
+        keys, values = self.replaced.original(latents, shared)
+        return keys, values
 
     def check(self, latents: Tensor, shared: Tensor, keys: Tensor, values: Tensor) -> Tensor:
         """The key of the one kv head, for these of all heads.
@@ -54,7 +51,7 @@ class Latent:
         """
         self.rank, self._shared = latents.shape[-1], shared.shape[-1]
         self._heads, self._width = keys.shape[1], keys.shape[3] - self._shared
-        nothing = self._expand(torch.zeros_like(latents), torch.zeros_like(shared))
+        nothing = self.replaced.original(torch.zeros_like(latents), torch.zeros_like(shared))
         to_keys, to_values = self._matrices(latents)
         own = torch.einsum("bgtr,hdr->bhtd", latents, to_keys), torch.einsum("bgtr,hdr->bhtd", latents, to_values)
         expected = torch.cat((own[0], shared.expand(-1, keys.shape[1], -1, -1)), -1), own[1]
@@ -83,7 +80,7 @@ class Latent:
             return matrices[:, : self._width], matrices[:, self._width :]
         # What the module makes of each channel alone.
         each = torch.eye(self.rank, dtype=like.dtype, device=like.device)[None, None]
-        keys, values = self._expand(each, each.new_zeros(1, 1, self.rank, self._shared))
+        keys, values = self.replaced.original(each, each.new_zeros(1, 1, self.rank, self._shared))
         return keys[0, ..., : self._width].mT, values[0].mT
 
 
