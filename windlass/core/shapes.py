@@ -4,7 +4,7 @@
 for all heads of a row, else `kv_heads`.
 """
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
 TokenIds = Int[Tensor, "batch tokens"]
@@ -26,6 +26,12 @@ SlotPositions = Int[Tensor, "batch score_heads slots"]
 SlotIndex = Int[Tensor, "batch score_heads chosen"]
 PerSlot = Float[Tensor, "batch kv_heads slots"]
 Scores = Float[Tensor, "batch score_heads slots"]
+
+LinearInputs = Float[Tensor, "*rows in_features"]
+LinearOutputs = Float[Tensor, "*rows out_features"]
+LinearWeights = Num[Tensor, "out_features in_features"]
+CodeScales = Float[Tensor, " out_features"]
+Bias = Float[Tensor, " out_features"]
 
 RotaryQueries = Int[Tensor, "batch score_heads tokens"]
 RotaryKeys = Int[Tensor, "batch score_heads slots"]

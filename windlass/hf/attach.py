@@ -19,7 +19,7 @@ from windlass.hf.refusal import check_kind_of_model, refusal
 from windlass.hf.running_pass import BUSY, not_compiled
 
 
-def attach(model: PreTrainedModel) -> PreTrainedModel:
+def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
     """Let `model` work with a `KVCache`; returns the same model.
 
     Without our cache the model does exactly what it did before, in training too. Attaching twice
@@ -27,18 +27,27 @@ def attach(model: PreTrainedModel) -> PreTrainedModel:
     with a cache and without, and a model that attends otherwise is refused. While a pass with our cache runs, a
     pass of another thread is refused; give each thread a model of its own.
 
+    `own_linear`: in a pass of at most 16 tokens with our cache, all rows counted, linear layers on a CPU are computed
+    by a kernel of ours, which reads weights faster than PyTorch's. It rounds otherwise, and the result of a token does
+    not depend on the other tokens of the pass. False: PyTorch's always.
+
     Raises: UnsupportedModel, naming the model and the reason; the model is then as it was. UsageError for what is no
-    model of transformers.
+    model of transformers, and for a model that is attached with another `own_linear`.
     """
     check_model(model)
-    if isinstance(getattr(model, NAME, None), AttachedModel):
+    before = getattr(model, NAME, None)
+    if isinstance(before, AttachedModel):
+        if before.own_linear != own_linear:
+            raise UsageError(
+                f"own_linear={own_linear}, but the model is attached with {before.own_linear}; detach it first"
+            )
         return model
     try:
         # Where the model was compiled before, none of these few passes is worth compiling.
         with torch.compiler.set_stance("force_eager"):
             check_kind_of_model(model)
             decoder = decoder_of(model)
-            attachment = AttachedModel(model, decoder)
+            attachment = AttachedModel(model, decoder, own_linear)
             for module in (model, *decoder.attention_modules):
                 setattr(module, NAME, attachment)
             attachment.find_rotaries(model)

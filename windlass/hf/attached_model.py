@@ -24,6 +24,7 @@ from windlass.hf.guards import check_call, fed, note_drafts, real_columns
 from windlass.hf.indexer import check_picks, indexers_of
 from windlass.hf.latent import EXPAND, Latent
 from windlass.hf.linear_layer import layer_kinds, meta_states
+from windlass.hf.linears import ServedThreads, linears_of
 from windlass.hf.mask import Mask
 from windlass.hf.own_configs import OwnConfigs
 from windlass.hf.pictures import sees_to, token_types
@@ -44,7 +45,7 @@ NAME = "windlass"  # of the attention function, and of the attribute on an attac
 class AttachedModel:
     """What `attach` found out about a model, and the cache of the pass that is running."""
 
-    def __init__(self, model: PreTrainedModel, decoder: Decoder) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: Decoder, own_linear: bool) -> None:
         rotary_modules, outer = decoder.rotary_modules, decoder.outer
         self._configs, self.kinds = OwnConfigs(decoder.modules), layer_kinds(model)
         self.decoder = decoder
@@ -53,6 +54,9 @@ class AttachedModel:
             module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
         ]
         self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
+        self.threads = ServedThreads()
+        self._handles.append(model.register_forward_pre_hook(self.threads.begin, with_kwargs=True))
+        self._handles.append(model.register_forward_hook(self.threads.end, always_call=True))
         self._deltas = RopeDeltas(model)
         self.axes = Axes(0, False)
         self._replaced = Replaced(outer, "forward", self.forward)
@@ -62,6 +66,8 @@ class AttachedModel:
             if callable(getattr(module, EXPAND, None))
         }
         self.indexers = indexers_of(decoder.attention_modules, self._is_ours)
+        self.own_linear = own_linear
+        self.linears = linears_of(model, self.threads) if own_linear else []
         self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
@@ -79,6 +85,7 @@ class AttachedModel:
         for handle in (*self._handles, *self._deltas.handles):
             handle.remove()
         inner = [*(each.replaced for each in self.latents.values()), *(each.replaced for each in self.indexers)]
+        inner += [each.replaced for each in self.linears]
         for replaced in (*inner, *(each.replaced for each in self.columns), self._replaced):
             replaced.put_back()
         if self._generate is not None:
@@ -97,6 +104,8 @@ class AttachedModel:
             return self._step(cache, bound, args, kwargs)
         if self._running:
             raise UsageError(BUSY)
+        if self.threads.threads:
+            self.threads.leave()
         return self._replaced.original(*args, **kwargs)
 
     def _step(self, cache: TextCache, bound: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,7 +114,8 @@ class AttachedModel:
         try:
             self._begin(mine, bound)
             args, kwargs = at_positions(cache, list(self._signature.parameters), args, kwargs)
-            output = self._replaced.original(*args, **kwargs)
+            with self.threads.within():
+                output = self._replaced.original(*args, **kwargs)
             self._commit(mine)
             return output
         except BaseException:

@@ -16,8 +16,9 @@ from torch import Tensor
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
 from windlass.core.errors import WindlassWarning
+from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
-from windlass.core.shapes import Attended, PerSlot, Queries, SlotIndex, SlotPositions
+from windlass.core.shapes import Attended, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
 from windlass.kernels import cpu, reference, sdpa
 
 
@@ -37,6 +38,21 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         if triton.can_read(call.queries, call.keys, call.values):
             return triton.attend(call)
     return reference.attend(call)
+
+
+def linear(call: LinearInput) -> LinearOutputs:
+    """See `reference.linear`."""
+    if has_linear(call.inputs.device.type) and cpu.can_multiply(call):
+        return cpu.linear(call)
+    return reference.linear(call)
+
+
+def has_linear(device: str) -> bool:
+    """Whether a linear layer of few rows has a kernel of its own on this kind of device, faster than PyTorch's.
+
+    Without AVX2 it was not measured, and is left to PyTorch.
+    """
+    return _is_compiled(device) and cpu.instruction_set() != "plain"
 
 
 def table_dtype(queries: Queries) -> torch.dtype:

@@ -3,14 +3,16 @@
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
-from torch.nn.functional import normalize
+from torch.nn import functional
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Visibility, Writes
+from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
 from windlass.core.rotary_index import EMPTY, RESERVED, RotaryBranch
 from windlass.core.rotate import rotate
 from windlass.core.shapes import (
     Attended,
+    LinearOutputs,
     ObservedColumns,
     PerSlot,
     QueryPositions,
@@ -146,6 +148,15 @@ def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
     return weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - top))
 
 
+def linear(call: LinearInput) -> LinearOutputs:
+    """A linear layer. Codes are multiplied in float32, or float64 if the inputs are, and scaled after that."""
+    if call.scales is None:
+        return functional.linear(call.inputs, call.weights, call.bias)
+    dtype = torch.promote_types(call.inputs.dtype, torch.float32)
+    outputs = functional.linear(call.inputs.to(dtype), call.weights.to(dtype)) * call.scales.to(dtype)
+    return (outputs if call.bias is None else outputs + call.bias.to(dtype)).to(call.inputs.dtype)
+
+
 def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
     """The cosine of each key with the mean direction (of keys scaled to length 1) of its row and head, float32.
 
@@ -156,7 +167,7 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
     floats = keys.floats().float()
     # A key times its scale is its direction; the directions themselves, a copy of all keys, are never written.
     scales = (positions >= 0) / vector_norm(floats, dim=-1).clamp(min=MIN_NORM)
-    anchor = normalize(scales.unsqueeze(2) @ floats, dim=-1, eps=MIN_NORM)
+    anchor = functional.normalize(scales.unsqueeze(2) @ floats, dim=-1, eps=MIN_NORM)
     cosines: PerSlot = (anchor @ floats.mT).squeeze(2) * scales
     return cosines
 

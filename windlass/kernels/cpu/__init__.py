@@ -10,9 +10,19 @@ from torch import Tensor
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
 from windlass.core.errors import UsageError
+from windlass.core.linear import LinearInput
 from windlass.core.packed import Format, PackedStates
 from windlass.core.rotary_index import RotaryBranch
-from windlass.core.shapes import Attended, PerSlot, Queries, RotaryKeys, RotaryTable, SlotIndex, SlotPositions
+from windlass.core.shapes import (
+    Attended,
+    LinearOutputs,
+    PerSlot,
+    Queries,
+    RotaryKeys,
+    RotaryTable,
+    SlotIndex,
+    SlotPositions,
+)
 from windlass.kernels import reference
 
 WHY_MISSING = ""
@@ -24,6 +34,7 @@ except ImportError as error:  # installed without a compiler, or built for anoth
 
 MAX_TOKENS: Final = 16  # queries per row in one call of `attend`
 MAX_CHANNELS: Final = 1024
+MAX_ROWS: Final = 16  # of the inputs of `linear`
 NO_LIMIT: Final = 2**31 - 1  # a distance that no token reaches
 FLOATS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LOW_BIT: Final = {Format.INT8: 3, Format.INT4: 4}
@@ -117,6 +128,35 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         torch.get_num_threads(),
     )
     return out.transpose(1, 2), None if rows is None else Mass(rows, rest)
+
+
+def can_multiply(call: LinearInput) -> bool:
+    """Whether `linear` knows these tensors, which are in a CPU's memory, and is made for so few rows."""
+    inputs, weights = call.inputs, call.weights
+    is_known = inputs.dtype in FLOATS and weights.dtype == (inputs.dtype if call.scales is None else torch.int8)
+    has_bias = call.bias is None or (call.bias.dtype == inputs.dtype and call.bias.is_contiguous())
+    return is_known and has_bias and weights.is_contiguous() and 0 < call.rows <= MAX_ROWS and weights.numel() > 0
+
+
+def linear(call: LinearInput) -> LinearOutputs:
+    """See `reference.linear`; up to MAX_ROWS rows, of which none depends on what the others are."""
+    inputs, weights, scales = call.inputs.contiguous(), call.weights, call.scales
+    out_features, in_features = weights.shape
+    result = inputs.new_empty(*inputs.shape[:-1], out_features)
+    scales = None if scales is None else scales.float().contiguous()
+    _native.linear(
+        (call.rows, in_features, out_features),
+        FLOATS[weights.dtype] if scales is None else LOW_BIT[Format.INT8],
+        FLOATS[inputs.dtype],
+        inputs.data_ptr(),
+        weights.data_ptr(),
+        _address(scales),
+        _address(call.bias),
+        result.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return result
 
 
 def rotated(

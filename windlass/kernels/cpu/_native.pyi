@@ -48,6 +48,18 @@ def mean_key_cosine(
     instruction_set: str,
     threads: int,
 ) -> None: ...
+def linear(
+    sizes: tuple[int, int, int],
+    format: int,
+    float_format: int,
+    inputs: int,
+    weights: int,
+    scales: int,
+    bias: int,
+    result: int,
+    instruction_set: str,
+    threads: int,
+) -> None: ...
 def first_free(positions: int, rows: int, slots: int, count: int, out: int) -> None: ...
 def argsort_positions(positions: int, rows: int, slots: int, out: int, threads: int) -> None: ...
 def lowest(

@@ -81,6 +81,20 @@ struct MeanKeyCosine {
     float *out;                     // (batch, kv_heads, slots)
 };
 
+// A linear layer: inputs (tokens, in) by weights (out, in), all contiguous.
+struct Linear {
+    int tokens, in, out;
+    Format format;        // of the weights; int8: code * scale
+    Format float_format;  // of inputs, bias and the result
+    const std::uint8_t *inputs, *weights;
+    const float *scales;         // (out), of int8 weights
+    const std::uint8_t *bias;    // (out); may be null
+    std::uint8_t *result;        // (tokens, out)
+
+    // Floats of scratch: the inputs in float32, or as three digits and what belongs to a token.
+    std::size_t scratch() const { return std::size_t(tokens) * (in + 4); }
+};
+
 inline constexpr int BLOCK = 32;       // slots whose logits are alive at once
 inline constexpr int MAX_TOKENS = 16;  // queries per row
 inline constexpr int MAX_CHANNELS = 1024;

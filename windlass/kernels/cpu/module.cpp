@@ -21,22 +21,26 @@ namespace plain {
 void attend(const Attend &call, float *scratch, int threads);
 void rotate(const Rotate &call, int threads);
 void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
+void linear(const Linear &call, float *scratch, int threads);
 }  // namespace plain
 #ifdef WINDLASS_X86
 namespace avx2 {
 void attend(const Attend &call, float *scratch, int threads);
 void rotate(const Rotate &call, int threads);
 void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
+void linear(const Linear &call, float *scratch, int threads);
 }  // namespace avx2
 namespace avx512 {
 void attend(const Attend &call, float *scratch, int threads);
 void rotate(const Rotate &call, int threads);
 void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
+void linear(const Linear &call, float *scratch, int threads);
 }  // namespace avx512
 namespace avx512_bf16 {
 void attend(const Attend &call, float *scratch, int threads);
 void rotate(const Rotate &call, int threads);
 void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
+void linear(const Linear &call, float *scratch, int threads);
 }  // namespace avx512_bf16
 #endif
 }  // namespace windlass
@@ -59,7 +63,7 @@ bool has_avx512() {
 }
 bool has_bf16() {
 #ifdef WINDLASS_X86
-    return has_avx512() && __builtin_cpu_supports("avx512bf16");
+    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
 #else
     return false;
 #endif
@@ -204,6 +208,29 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int floa
     plain::attend(call, scratch, threads);
 }
 
+void linear(std::tuple<int, int, int> sizes, int format, int float_format, Address inputs, Address weights,
+            Address scales, Address bias, Address result, const std::string &instruction_set, int threads) {
+    const auto [tokens, in, out] = sizes;
+    const Linear call{tokens,
+                      in,
+                      out,
+                      Format(format),
+                      Format(float_format),
+                      at<const std::uint8_t>(inputs),
+                      at<const std::uint8_t>(weights),
+                      at<const float>(scales),
+                      at<const std::uint8_t>(bias),
+                      at<std::uint8_t>(result)};
+    float *scratch = scratch_of(call.scratch());
+    nb::gil_scoped_release released;
+#ifdef WINDLASS_X86
+    if (instruction_set == "avx512_bf16") return avx512_bf16::linear(call, scratch, threads);
+    if (instruction_set == "avx512") return avx512::linear(call, scratch, threads);
+    if (instruction_set == "avx2") return avx2::linear(call, scratch, threads);
+#endif
+    plain::linear(call, scratch, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -217,6 +244,8 @@ NB_MODULE(_native, module) {
                "tables"_a, "out"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
+    module.def("linear", &linear, "sizes"_a, "format"_a, "float_format"_a, "inputs"_a, "weights"_a, "scales"_a,
+               "bias"_a, "result"_a, "instruction_set"_a, "threads"_a);
     module.def("first_free",
                [](Address positions, std::int64_t rows, std::int64_t slots, std::int64_t count, Address out) {
                    first_free(at<const std::int32_t>(positions), rows, slots, count, at<std::int64_t>(out));

@@ -1,0 +1,171 @@
+"""Which linear layers our kernel serves, in which passes; and that the others are left as they were."""
+
+import copy
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedModel
+
+import windlass
+from tests.helpers.models import read
+from windlass import KVCache, UsageError, kernels
+from windlass.core.linear import LinearInput
+from windlass.kernels.cpu import MAX_ROWS
+from windlass.testing import tiny_model
+
+if not kernels.has_linear("cpu"):
+    pytest.skip("no kernel for linear layers on this CPU", allow_module_level=True)
+
+TOLERANCE = 1e-5
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """The rows of each call of our kernel, one after the other."""
+    counted: list[int] = []
+    linear = kernels.linear
+
+    def counting(call: LinearInput) -> Tensor:
+        counted.append(call.rows)
+        return linear(call)
+
+    monkeypatch.setattr(kernels, "linear", counting)
+    with torch.no_grad():
+        yield counted
+
+
+def tokens(count: int, batch: int = 1) -> Tensor:
+    return torch.arange(count * batch).view(batch, count) % 61
+
+
+def linear_count(model: PreTrainedModel) -> int:
+    return sum(type(module) is nn.Linear for module in model.modules())
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
+def test_each_linear_layer_is_served_in_passes_of_few_rows_with_our_cache(family: str, rows: list[int]) -> None:
+    plain = tiny_model(family)
+    model = windlass.attach(copy.deepcopy(plain))
+    text, count = tokens(27, 2), linear_count(model)
+    cache, own = KVCache(model, batch=2, budget=32), DynamicCache(config=plain.config)
+    for part in text.split([9, 1, 7, 8, 2], 1):
+        rows.clear()
+        ours = model(part, past_key_values=cache).logits
+        theirs = plain(part, past_key_values=own).logits
+        assert rows == ([2 * part.shape[1]] * count if 2 * part.shape[1] <= MAX_ROWS else [])
+        assert (ours - theirs).abs().max() < TOLERANCE * theirs.std()
+
+
+def test_only_passes_with_our_cache_and_without_gradients_are_served(rows: list[int]) -> None:
+    model = windlass.attach(tiny_model("llama"))
+    rows.clear()
+    model(tokens(5))
+    model(tokens(5), past_key_values=DynamicCache(config=model.config))
+    model.model(tokens(5))
+    with torch.enable_grad():
+        model(tokens(5), past_key_values=KVCache(model))
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens(5), past_key_values=KVCache(model))
+    assert not rows
+    model.model(tokens(5), past_key_values=KVCache(model))
+    assert len(rows) == linear_count(model) - 1
+    model.lm_head(torch.zeros(1, 1, model.config.hidden_size))
+    assert len(rows) == linear_count(model) - 1
+
+
+def test_a_pass_that_fails_or_is_interrupted_serves_nothing_after_it(rows: list[int]) -> None:
+    model = windlass.attach(tiny_model("llama"))
+    for error in (ValueError, KeyboardInterrupt):
+
+        def fail(*_: object, error: type[BaseException] = error) -> None:
+            raise error
+
+        handle = model.lm_head.register_forward_pre_hook(fail)
+        with pytest.raises(error):
+            model(tokens(5), past_key_values=KVCache(model))
+        handle.remove()
+        rows.clear()
+        model.model(tokens(5))
+        assert not rows
+
+
+def test_hooks_and_wrappers_of_a_linear_layer_are_respected(rows: list[int]) -> None:
+    """A LoRA adapter wraps a layer and adds to its outputs; a hook may change them."""
+    plain = tiny_model("llama")
+    model = windlass.attach(copy.deepcopy(plain))
+
+    rows.clear()
+
+    class Adapted(nn.Module):
+        def __init__(self, base: nn.Linear) -> None:
+            super().__init__()
+            self.base, self.down = base, nn.Linear(base.in_features, 3, bias=False)
+            self.down.weight.data.copy_(torch.linspace(-1, 1, self.down.weight.numel()).view_as(self.down.weight))
+
+        def forward(self, inputs: Tensor) -> Tensor:
+            outputs: Tensor = self.base(inputs)
+            return outputs + self.down(inputs).sum(-1, keepdim=True)
+
+    for each in (plain, model):
+        mlp = each.model.layers[1].mlp
+        mlp.up_proj = Adapted(mlp.up_proj)
+        mlp.down_proj.register_forward_hook(lambda module, args, output: output * 2)  # noqa: ARG005
+    ours, theirs = model(tokens(7), past_key_values=KVCache(model)).logits, plain(tokens(7)).logits
+    assert len(rows) == linear_count(model) - 1  # the adapter's own came after attach
+    assert (ours - theirs).abs().max() < TOLERANCE * theirs.std()
+
+
+def test_weights_that_are_replaced_or_moved_are_read_where_they_are(rows: list[int]) -> None:
+    model = windlass.attach(tiny_model("llama"))
+    model.model.layers[0].mlp.up_proj.weight = nn.Parameter(
+        torch.full_like(model.model.layers[0].mlp.up_proj.weight, 0.01)
+    )
+    rows.clear()
+    assert torch.allclose(
+        model(tokens(3), past_key_values=KVCache(model)).logits, model(tokens(3)).logits, atol=TOLERANCE
+    )
+    assert rows
+    model.bfloat16()
+    rows.clear()
+    assert model(tokens(3), past_key_values=KVCache(model)).logits.dtype == torch.bfloat16
+    assert len(rows) == linear_count(model)
+
+
+def test_the_option_leaves_all_layers_to_pytorch(rows: list[int]) -> None:
+    model = windlass.attach(tiny_model("llama"), own_linear=False)
+    assert not rows
+    read(model, KVCache(model), tokens(9), 4)
+    assert not rows
+    assert windlass.attach(model, own_linear=False) is model
+    with pytest.raises(UsageError, match=r"own_linear=True, but the model is attached with False; detach it first"):
+        windlass.attach(model)
+    windlass.detach(model)
+    windlass.attach(model)
+    rows.clear()
+    read(model, KVCache(model), tokens(9), 4)
+    assert rows
+
+
+def test_detach_and_copies_leave_each_model_its_own_layers(rows: list[int]) -> None:
+    model = windlass.attach(tiny_model("llama"))
+    other = copy.deepcopy(model)
+    for weight in other.parameters():
+        weight.zero_()
+    rows.clear()
+    assert model(tokens(3), past_key_values=KVCache(model)).logits.any()
+    assert not other(tokens(3), past_key_values=KVCache(other)).logits.any()
+    assert len(rows) == 2 * linear_count(model)
+    windlass.detach(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_token_does_not_depend_on_the_size_of_its_pass() -> None:
+    """To the last bit, where PyTorch's own layers round a pass of one otherwise than one of several."""
+    model = windlass.attach(tiny_model("llama"))
+    linear = model.model.layers[0].mlp.up_proj
+    states = torch.randn(1, 12, linear.in_features)
+    with torch.no_grad(), windlass.hf.attach.attached(model).threads.within():
+        whole = linear(states)
+        assert torch.equal(torch.cat([linear(part) for part in states.split(1, 1)], 1), whole)
