@@ -100,6 +100,24 @@ def paired(lines: Sequence[Line]) -> str:
     return _section("Against transformers in one process", "benchmarks/paired.py", text, heads, rows, lines[-1])
 
 
+def linear(lines: Sequence[Line]) -> str:
+    """Linear layers of few rows."""
+    rows = []
+    for line in lines:
+        seconds = line["seconds"]
+        rates = [f"{line['bytes'] / seconds[name] / 1e9:.1f}" for name in ("windlass", "pytorch", "read")]
+        ratios = [f"{seconds[name] / seconds['windlass']:.2f}" for name in ("pytorch", "read")]
+        rows.append([line["shape"], line["dtype"], str(line["rows"]), *rates, *ratios])
+    heads = ["matrix", "weights", "rows", "windlass GB/s", "PyTorch GB/s", "plain read GB/s"]
+    heads += ["PyTorch / ours", "of plain read"]
+    text = (
+        "One linear layer, inputs of so many rows; weights read per second. Inputs of int8 weights are bfloat16, and "
+        "PyTorch's kernel for them is `_weight_int8pack_mm`. A ratio above 1 means that ours is faster. The plain "
+        "read is PyTorch's sum of all weights taken as float32."
+    )
+    return _section("Linear layers of few rows", "benchmarks/linear.py", text, heads, rows, lines[-1])
+
+
 def latent(lines: Sequence[Line]) -> str:
     """Latents held once, against transformers, which expands them."""
     rows = [
@@ -220,6 +238,7 @@ SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
     ),
     "share": share,
     "paired": paired,
+    "linear": linear,
     "latent": latent,
     "prefill": prefill,
     "verification": verification,

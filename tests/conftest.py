@@ -13,20 +13,21 @@ import torch
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # Triton reads it once, when a kernel is defined
+if TYPE_CHECKING:
+    from tests.helpers.models import Models, Text
+else:
+    pytest.register_assert_rewrite("tests.helpers")  # before any of them is imported
 
 from transformers import PreTrainedModel
 
+import tests.helpers.checked
 import windlass
 from windlass.testing import VOCABULARY, tiny_model
-
-if TYPE_CHECKING:
-    from tests.helpers.models import Models, Text
 
 for name in [each for each in os.environ if each.startswith("WINDLASS_") and each != "WINDLASS_CPU"]:
     del os.environ[name]  # an option of the command line
 if torch.cuda.is_available():
     os.environ["WINDLASS_DEVICE"] = "cpu"  # where the library's texts are, with which those of commands are compared
-pytest.register_assert_rewrite("tests.helpers")  # before any of them is imported
 torch.set_num_threads(1)
 # Fills torch.empty with NaN, so that reading what was never written shows.
 torch.use_deterministic_algorithms(True)
@@ -39,7 +40,7 @@ IS_CHECKED = pytest.StashKey[bool]()
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Annotations of shapes are checked in every test, but not in all of its cases: it takes two thirds of the time.
 
-    Long texts say nothing of shapes that short ones do not.
+    Long texts say nothing of shapes that short ones do not; `tests/helpers/checked.py` ends those of a long test.
     """
     cases: Counter[str] = Counter()
     for item in items:
@@ -49,7 +50,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    jaxtyping.config.update("jaxtyping_disable", not item.stash[IS_CHECKED])
+    tests.helpers.checked.CHECKS.begin(item.stash[IS_CHECKED])
     if item.get_closest_marker("gpu") is not None and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
 

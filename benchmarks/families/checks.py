@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 
 import windlass
 from windlass import KVCache, Recent, UnsupportedModel, UsageError
+from windlass.hf.attach import attached
 
 TOLERANCE = 1e-4  # of a standard deviation of the logits
 SHORT, SHORTER, LONG = 45, 29, 300
@@ -64,16 +65,40 @@ def examine(family: Family) -> Findings:
         return Findings("refused", re.sub(rf"^{type(model).__name__}:? ", "", str(error)))
     except Exception as error:
         return Findings("raises", f"attach: {gist(error)}")
+    before_checks = copy.deepcopy(findings)
+    _check(plain, model, findings)
+    if findings.outcome == "wrong" and attached(model).kinds.is_recurrent:
+        before_checks.notes.append(
+            f"with PyTorch's linear layers; with ours {findings.reason}, {_of_exact(plain, model)}"
+        )
+        findings = before_checks
+        model = windlass.attach(copy.deepcopy(plain), own_linear=False)
+        _check(plain, model, findings)
+    findings.served = served(family, model)
+    _undisturbed(model, before, findings)
+    _in_bfloat16(family, plain, findings)
+    return findings
+
+
+def _check(plain: PreTrainedModel, model: PreTrainedModel, findings: Findings) -> None:
+    """All checks of a model that is attached."""
     for name, check in CHECKS.items():
         try:
             check(plain, model, findings, name)
         except Exception as error:
             findings.fail("raises", f"{name}: {gist(error)}")
             findings.notes.append(f"{name}: {gist(error)}")
-    findings.served = served(family, model)
-    _undisturbed(model, before, findings)
-    _in_bfloat16(family, plain, findings)
-    return findings
+
+
+def _of_exact(plain: PreTrainedModel, model: PreTrainedModel) -> str:
+    """How far the attached model, token by token, and the plain one are from float64."""
+    ids = text(SHORT, 1)
+    exact = copy.deepcopy(plain).double()
+    exact.set_experts_implementation("eager")  # the other one takes no float64
+    truth = one_shot(exact, ids)
+    ours, theirs = fed(model, KVCache(model), ids, 1), one_shot(plain, ids)
+    far, own = (float(distance(each.double(), truth).max()) for each in (ours, theirs))
+    return f"and {far:.1e} from float64, plain in one pass {own:.1e}"
 
 
 def gist(error: Exception) -> str:

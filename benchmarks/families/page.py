@@ -60,7 +60,9 @@ of the logits at any token:
 - and the attached model without our cache, and the detached one, are to the bit what the plain one was.
 
 States of recurrent layers round by how a text is cut. Where a check is beyond that limit, the plain model reads the
-same pieces with transformers' own cache, and must be as near; the notes tell how far it is from one pass itself.
+same pieces with transformers' own cache, and must be as near; the notes tell how far it is from one pass itself. States
+add up how linear layers round, too: where ours bring a check beyond the limit, the class is read with PyTorch's, and
+the notes tell how far both are from float64.
 
 In bfloat16, {LONG} tokens read {LONG_CHUNK} at once may be 1.5 times
 as far from float32 as the plain model in bfloat16 is."""

@@ -27,7 +27,8 @@ def served(family: Family, model: PreTrainedModel) -> dict[str, Any]:
         lacks.append("self_extend, clamp")
     if attachment.indexers:
         picked = getattr(config, "index_topk", None)
-        lacks.append(f"more than {picked:,} tokens in budget and chunk" if picked else "more tokens than it picks")
+        what = "to and from a DynamicCache, merging" if attachment.indexed.unserved is None else "all"
+        lacks.append(f"{what} beyond {picked:,} tokens in budget and chunk" if picked else f"{what} beyond its picks")
     return {"how": "; ".join(how), "lacks": "; ".join(lacks), "bytes": _bytes(config, model, shapes)}
 
 
@@ -43,7 +44,7 @@ def _how(attachment: AttachedModel, shapes: list[LayerShape]) -> list[str]:
     if kinds.is_recurrent:
         words.append("states beside (" + ", ".join(sorted({kind for _, _, kind in kinds.recurrent})) + ")")
     if attachment.indexers:
-        words.append("an indexer that picks all")
+        words.append("an indexer that picks among them" if attachment.kinds.indexed else "an indexer that picks all")
     if any(rotary is not None and rotary.norm_weights is not None for rotary in attachment.rotaries):
         words.append("norms with weights after RoPE")
     if attachment.axes.count:
@@ -68,7 +69,10 @@ def _bytes(config: PreTrainedConfig, model: PreTrainedModel, shapes: list[LayerS
 
 def _of_latents(config: PreTrainedConfig) -> int | None:
     rank, shared = (getattr(config, name, None) for name in ("kv_lora_rank", "qk_rope_head_dim"))
-    return rank + shared if isinstance(rank, int) and isinstance(shared, int) else None
+    if not isinstance(rank, int) or not isinstance(shared, int):
+        return None
+    index = getattr(config, "index_head_dim", None)
+    return rank + shared + (index if isinstance(index, int) else 0)
 
 
 def _of_heads(config: PreTrainedConfig) -> int | None:

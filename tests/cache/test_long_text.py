@@ -84,15 +84,15 @@ def test_babyllama_at_four_times_its_window() -> None:
 
 
 @pytest.mark.slow
-def test_six_thousand_tokens_at_budget_256_take_flat_memory() -> None:
+def test_four_thousand_tokens_at_budget_256_take_flat_memory() -> None:
     """In a process of its own, where no annotation is checked."""
     script = [sys.executable, str(ROOT / "benchmarks" / "flat.py"), str(MODELS / "stories260K")]
-    run = subprocess.run([*script, "--tokens", "6100"], capture_output=True, text=True, check=True)
+    run = subprocess.run([*script, "--tokens", "4100"], capture_output=True, text=True, check=True)
     *blocks, end = [json.loads(line) for line in run.stdout.splitlines()]
-    assert blocks[-1]["tokens_seen"] > 5_000
+    assert [block["tokens_seen"] // 1_000 for block in blocks] == [2, 4]
     assert {block["held"] for block in blocks} == {256}
     assert len({block["bytes_held"] for block in blocks}) == 1
-    # Still English after 11 trained windows: the model itself, inside its window, finds it likely.
+    # Still English after 8 trained windows: the model itself, inside its window, finds it likely.
     assert end["nats_per_token_of_the_end"] < 1.6
 
 
@@ -125,5 +125,5 @@ def test_a_token_late_in_the_text_is_the_same_work_as_one_early(policy: windlass
             with Work() as counted:
                 model(torch.tensor([[ids[end]]]), past_key_values=cache)
             work.append(counted.done)
-    assert sum(work[0].values()) > 500
+    assert sum(work[0].values()) > 300
     assert work[0] == work[1]

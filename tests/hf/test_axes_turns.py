@@ -9,7 +9,7 @@ from torch import Tensor
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 
 import windlass
-from tests.helpers.axes import error, plain_reader, read_on, shown
+from tests.helpers.axes import attached_reader, error, plain_reader, read_on, shown
 from tests.helpers.models import Text
 from windlass import KVCache, UsageError
 
@@ -43,6 +43,50 @@ def test_tables_that_attention_splits(text: Text, monkeypatch: pytest.MonkeyPatc
     windlass.attach(model)
     for chunk in (1, 7):
         assert error(read_on(model, KVCache(model), given, PROMPT, chunk), expected) <= TOLERANCE
+
+
+@torch.no_grad()
+def test_a_module_that_takes_positions_of_axes_alone(text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As releases before had it."""
+    given, expected = shown(text, TOKENS, STARTS, "glm4v"), one_shot_of("glm4v", text)
+    model = copy.deepcopy(plain_reader("glm4v"))
+    rotary = model.get_decoder().rotary_emb
+    own = rotary.forward
+
+    def strict(states: Tensor, position_ids: Tensor) -> Any:
+        assert position_ids.ndim == 3, "one axis"
+        return own(states, position_ids)
+
+    monkeypatch.setattr(rotary, "forward", strict)
+    windlass.attach(model)
+    for chunk in (1, 7):
+        assert error(read_on(model, KVCache(model), given, PROMPT, chunk), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("family", ["qwen3_omni_moe_thinker", "qwen2_5_omni_thinker", "qwen3_vl"])
+@torch.no_grad()
+def test_positions_that_a_wrapper_counts_by_the_mask(family: str, text: Text) -> None:
+    """Rows padded on the left, with the mask of the whole text in each pass."""
+    plain, model, rows = plain_reader(family), attached_reader(family), (text(45, seed=4) % 40, text(29, seed=5) % 40)
+    ids = torch.cat((rows[0], torch.nn.functional.pad(rows[1], (16, 0), value=7)))
+    mask = torch.ones_like(ids)
+    mask[1, :16] = 0
+    alone = [plain(row, attention_mask=torch.ones_like(row), use_cache=False).logits for row in rows]
+    for chunk in (1, 7):
+        cache = KVCache(model, batch=2)
+        ours = torch.cat(
+            [
+                model(ids[:, at : at + chunk], attention_mask=mask[:, : at + chunk], past_key_values=cache).logits
+                for at in range(0, 45, chunk)
+            ],
+            1,
+        )
+        assert error(ours[:1], alone[0]) <= TOLERANCE
+        assert error(ours[1:, 16:], alone[1]) <= TOLERANCE
+    for other in (torch.ones(2, 46), torch.ones(2, 47)):  # padding is now a token; a column too many
+        with pytest.raises(UsageError, match="attention_mask"):
+            model(ids[:, :1], attention_mask=other, past_key_values=cache)
+    assert cache.next_positions == [45, 29]
 
 
 @torch.no_grad()

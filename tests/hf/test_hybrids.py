@@ -49,11 +49,21 @@ def assert_close(ours: Tensor, theirs: Tensor, tolerance: float = TOLERANCE) -> 
 @pytest.mark.parametrize("budget", [None, ROOMY])
 @pytest.mark.parametrize("chunk", [1, 7, TOKENS])
 def test_room_for_all_equals_transformers(family: str, chunk: int, budget: int | None, text: Text) -> None:
-    ids = text(TOKENS)
-    ours = read(bound(family), KVCache(bound(family), budget), ids, chunk)
+    """States add up how linear layers round, so these are PyTorch's here."""
+    ids, model = text(TOKENS), windlass.attach(tiny_hybrid(family), own_linear=False)
+    ours = read(model, KVCache(model, budget), ids, chunk)
     if family != FORGETFUL:
         assert_close(ours, own_chunks(family, ids, chunk))
     assert_close(ours, one_shot(family, ids), OF_CHUNKS)
+
+
+@each_family
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_our_linear_layers_are_as_near_to_float64_as_those_of_pytorch(family: str, chunk: int, text: Text) -> None:
+    ids = text(TOKENS)
+    truth = tiny_hybrid(family).double()(ids, use_cache=False).logits.detach()
+    ours = read(bound(family), KVCache(bound(family)), ids, chunk)
+    assert (ours - truth).norm() <= 3 * (one_shot(family, ids) - truth).norm()
 
 
 @each_family
@@ -157,6 +167,17 @@ def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(refusal, "__version__", "5.21.1")
     with pytest.raises(windlass.UnsupportedModel, match=r"transformers 5\.22 or newer; this is 5\.21\.1"):
         windlass.attach(tiny_hybrid("lfm2"))
+
+
+def test_a_module_that_two_layers_call_is_refused() -> None:
+    """Those of Zamba2 share weights, and are told in each pass which layer they are; each is of one layer."""
+    model = windlass.attach(tiny_hybrid("zamba2"))
+    layers = [model.model.layers[number].shared_transformer for number in (1, 3, 4)]
+    assert [block.self_attn.layer_idx for block in layers] == [-1, -1, -1]
+    layers[2].self_attn = layers[0].self_attn
+    windlass.detach(model)
+    with pytest.raises(windlass.UnsupportedModel, match="calls attention more than once in layer 1"):
+        windlass.attach(model)
 
 
 def test_layers_that_forget_are_read_token_by_token_while_attached(text: Text) -> None:

@@ -1,62 +1,30 @@
-"""Sparse attention with an indexer: exact while the indexer would pick every token that a query sees, else refused."""
+"""Sparse attention with an indexer: while it would pick every token that a query sees, and where it can't be asked."""
 
 import copy
-from functools import cache
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 import windlass
+from tests.helpers.indexers import bound_indexed, made, plain_indexed
 from tests.helpers.models import Text, masked, read
 from windlass import KVCache, Recent, UnsupportedModel, UsageError
 from windlass.testing import VOCABULARY
 
 PICKED, TOKENS = 24, 45
-OPTIONS = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 60,
-    "intermediate_size": 52,
-    "moe_intermediate_size": 20,
-    "num_hidden_layers": 4,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 4,
-    "n_group": 1,
-    "topk_group": 1,
-    "num_experts_per_tok": 2,
-    "num_attention_heads": 5,
-    "num_key_value_heads": 5,
-    "q_lora_rank": 28,
-    "kv_lora_rank": 24,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 12,
-    "v_head_dim": 10,
-    "index_n_heads": 3,
-    "index_head_dim": 14,
-    "index_topk": PICKED,
-    "initializer_range": 0.18,
-    "bos_token_id": None,
-    "eos_token_id": None,
-}
 MODELS = ("deepseek_v32", "glm_moe_dsa")  # an indexer in each layer, and in one of several
 
 each_model = pytest.mark.parametrize("name", MODELS)
 
 
-def made(name: str) -> PreTrainedModel:
-    types = {"indexer_types": ["full", "shared", "full", "shared"]} if name == "glm_moe_dsa" else {}
-    config = AutoConfig.for_model(name, **OPTIONS, **types)
-    torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-
-
-plain = cache(made)
-
-
-@cache
 def bound(name: str) -> PreTrainedModel:
-    return windlass.attach(made(name))
+    return bound_indexed(name, PICKED)
+
+
+def plain(name: str) -> PreTrainedModel:
+    return plain_indexed(name, PICKED)
 
 
 @torch.no_grad()
@@ -88,22 +56,20 @@ def test_a_budget_below_equals_an_explicit_mask(name: str, chunk: int, text: Tex
 
 
 @each_model
-def test_a_pass_that_would_have_to_choose_is_refused(name: str, text: Text) -> None:
-    ids, twin = text(TOKENS), KVCache(bound(name))
-    cache = KVCache(bound(name))
+def test_merged_tokens_are_read_while_nothing_is_picked(name: str, text: Text) -> None:
+    ids = text(TOKENS)
+    cache, twin = (KVCache(bound(name), 22, Recent(), merge="mean_count") for _ in range(2))
     for each in (cache, twin):
         read(bound(name), each, ids[:, :20], 20)
-    with pytest.raises(UsageError, match=r"could see 25 tokens, and the model's indexer would pick 24 of them"):
+    with pytest.raises(UsageError, match=r"would pick 24 of them .* merge='mean_count.*' averages tokens"):
         read(bound(name), cache, ids[:, 20:25], 5)
-    one, other = (read(bound(name), each, ids[:, 20:24], 4) for each in (cache, twin))
+    one, other = (read(bound(name), each, ids[:, 20:], 2) for each in (cache, twin))
     assert one.equal(other)
-    with pytest.raises(UsageError, match="give it a budget, and read the prompt in chunks"):
-        read(bound(name), KVCache(bound(name), 19, Recent()), ids, 25)
 
 
 @each_model
 def test_without_our_cache_the_indexer_picks(name: str, text: Text) -> None:
-    ids, model = text(TOKENS), made(name)
+    ids, model = text(TOKENS), made(name, PICKED)
     windlass.attach(model)
     read(model, KVCache(model), ids[:, :9], 9)
     with torch.no_grad():
@@ -129,6 +95,13 @@ def test_what_no_eviction_can_serve_is_refused_by_name(name: str, types: list[st
     assert str(caught.value).startswith(type(model).__name__)
 
 
+def test_a_window_that_depends_on_the_first_pass_is_refused_by_name() -> None:
+    with torch.device("meta"):
+        model = AutoModelForImageTextToText.from_config(AutoConfig.for_model("unlimited_ocr"))
+    with pytest.raises(UnsupportedModel, match="keeps whatever came in the first pass of a text"):
+        windlass.attach(model)
+
+
 @each_model
 def test_a_copy_of_an_attached_model_is_served_by_itself(name: str, text: Text) -> None:
     ids, twin = text(PICKED), copy.deepcopy(bound(name))
@@ -139,7 +112,7 @@ def test_a_copy_of_an_attached_model_is_served_by_itself(name: str, text: Text) 
 def test_the_indexer_matters_beyond() -> None:
     """Else none of this would show a fault."""
     ids = torch.arange(TOKENS)[None] % VOCABULARY
-    model = made("deepseek_v32")
+    model = made("deepseek_v32", PICKED)
     with torch.no_grad():
         sparse = model(ids, use_cache=False).logits
         for layer in model.model.layers:

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -9,9 +10,11 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedModel
 
 import windlass
+from tests.helpers.caches import assert_same
 from tests.helpers.models import read
 from windlass import KVCache, UsageError, kernels
 from windlass.core.linear import LinearInput
+from windlass.hf.whole_pass import WholePass
 from windlass.kernels.cpu import MAX_ROWS
 from windlass.testing import tiny_model
 
@@ -87,8 +90,28 @@ def test_a_pass_that_fails_or_is_interrupted_serves_nothing_after_it(rows: list[
             model(tokens(5), past_key_values=KVCache(model))
         handle.remove()
         rows.clear()
-        model.model(tokens(5))
+        model(tokens(5))
         assert not rows
+
+
+def test_a_pass_that_fails_in_the_head_leaves_no_trace() -> None:
+    """Memory runs out there first: logits of a large vocabulary are the largest tensor of a pass."""
+    model = windlass.attach(tiny_model("llama"))
+    cache, text = KVCache(model, budget=12), tokens(40)
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    read(model, cache, text[:, :15], 15)
+    for start, end in ((15, 20), (20, 21), (21, 40)):
+        before = copy.deepcopy(cache)
+        handle = model.lm_head.register_forward_pre_hook(fail)
+        with torch.no_grad(), pytest.raises(MemoryError):
+            model(text[:, start:end], past_key_values=cache)
+        handle.remove()
+        assert_same(cache, before)
+        assert cache.columns_seen == start
+        read(model, cache, text[:, start:end], 20)
 
 
 def test_hooks_and_wrappers_of_a_linear_layer_are_respected(rows: list[int]) -> None:
@@ -161,11 +184,32 @@ def test_detach_and_copies_leave_each_model_its_own_layers(rows: list[int]) -> N
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_token_does_not_depend_on_the_size_of_its_pass() -> None:
+def test_a_token_does_not_depend_on_the_size_of_its_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit, where PyTorch's own layers round a pass of one otherwise than one of several."""
     model = windlass.attach(tiny_model("llama"))
     linear = model.model.layers[0].mlp.up_proj
     states = torch.randn(1, 12, linear.in_features)
-    with torch.no_grad(), windlass.hf.attach.attached(model).threads.within():
+    monkeypatch.setattr(WholePass, "is_served", True)
+    with torch.no_grad():
         whole = linear(states)
         assert torch.equal(torch.cat([linear(part) for part in states.split(1, 1)], 1), whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_codes_of_torchao_are_read_where_they_are(rows: list[int], dtype: torch.dtype) -> None:
+    quantization = pytest.importorskip("torchao.quantization")
+    model = tiny_model("llama")
+    nn.Module.to(model, dtype)
+    quantization.quantize_(model, quantization.Int8WeightOnlyConfig())
+    exact = tiny_model("llama").double()
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear:
+            own = exact.get_submodule(name)
+            weights: Any = module.weight
+            own.weight.data = weights.qdata.double() * weights.scale.double()
+    windlass.attach(model)
+    rows.clear()
+    ours = model(tokens(7), past_key_values=KVCache(model)).logits
+    assert len(rows) == linear_count(model)
+    truth, theirs = exact(tokens(7)).logits, model(tokens(7)).logits
+    assert (ours - truth).abs().max() <= 1.1 * (theirs - truth).abs().max() + TOLERANCE * truth.std()

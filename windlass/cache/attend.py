@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
+from windlass.cache.picks import Picks, picked
 from windlass.cache.rules import LayerRules
 from windlass.cache.table_view import TableView
 from windlass.core.attention import AttentionInput, Mass
@@ -48,8 +49,9 @@ def attend(
         sees_to=call.sees_to,
         query_gain=None if rotary is None else rotary.query_gain(),
     )
+    picks = Picks.of(view, call)
     if rotary is None:
-        return kernels.attend(whole)
+        return kernels.attend(whole if picks is None else picked(whole, picks))
     # Distances within a sliding window are those that the model was trained on, however long the text.
     trained_length = rotary.trained_length if rules.sliding_window is None else None
     mode, places = mode.within(trained_length, rules.budget is not None), view.places
@@ -64,18 +66,18 @@ def attend(
         if places is None
         else [mode.reading_at(places, step.known_places)]
     )
-    parts = [_read(whole, reading, rotary) for reading in readings]
+    parts = [_read(whole, reading, rotary, picks) for reading in readings]
     if len(readings) == 1 and readings[0].is_read is None:
         return parts[0]
     return _joined(whole, [each.start for each in readings], [out for out, _ in parts], [mass for _, mass in parts])
 
 
-def _read(whole: AttentionInput, reading: Reading, rotary: Rotary) -> tuple[Attended, Mass | None]:
+def _read(whole: AttentionInput, reading: Reading, rotary: Rotary, picks: Picks | None) -> tuple[Attended, Mass | None]:
     """What the queries of one reading read; zeros for the others of its columns."""
     tables = rotary.tables(reading.bound, whole.queries.device, kernels.table_dtype(whole.queries))
     call = replace(whole, rotary_index=reading.index, tables=tables)
     if reading.is_read is None:
-        return kernels.attend(call)
+        return kernels.attend(call if picks is None else picked(call, picks))
     start, is_read = reading.start, reading.is_read
     stop = start + is_read.shape[1]
     observed = whole.observed
@@ -83,15 +85,14 @@ def _read(whole: AttentionInput, reading: Reading, rotary: Rotary) -> tuple[Atte
         at = (observed - start).clamp(0, stop - start - 1)
         observed = at.where((at == observed - start) & is_read.gather(1, at), -1)
     sees_to = whole.sees_to
-    return kernels.attend(
-        replace(
-            call,
-            queries=whole.queries[:, :, start:stop],
-            query_positions=whole.query_positions[:, start:stop].where(is_read, EMPTY),
-            observed=observed,
-            sees_to=None if sees_to is None else sees_to[:, start:stop].where(is_read, EMPTY),
-        )
+    call = replace(
+        call,
+        queries=whole.queries[:, :, start:stop],
+        query_positions=whole.query_positions[:, start:stop].where(is_read, EMPTY),
+        observed=observed,
+        sees_to=None if sees_to is None else sees_to[:, start:stop].where(is_read, EMPTY),
     )
+    return kernels.attend(call if picks is None else picked(call, picks.columns(start, stop)))
 
 
 def _joined(

@@ -46,11 +46,15 @@ class TextCache(CacheState):
 
     def _store(self, layer: int, key_means: KeyMeans | None) -> Store:
         store = self.store.fresh(key_means)
-        store.latent = self.latent_of(layer)
+        store.latent, store.index = self.latent_of(layer), self.index_of(layer)
         return store
 
     def latent_of(self, layer: int) -> int:
         """How many of a layer's last key channels are its values (MLA), 0 for none; here none, as below."""
+        return 0
+
+    def index_of(self, layer: int) -> int:
+        """How many channels of an indexer's key a layer is handed behind each of its own; here none."""
         return 0
 
     def new_recurrent_layers(self) -> list[RecurrentLayer]:

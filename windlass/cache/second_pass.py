@@ -34,7 +34,7 @@ def second_pass(
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     held, ring = table.occupancy_bound, table.store.full_precision.tensors
     written = kernels.first_free(table.positions, keys.shape[2])
-    table.write(written, keys, values, positions, initial_state)
+    table.write(written, keys, values, positions, initial_state, call.index_keys)
     table.occupancy_bound += max(step.lengths)
     view = TableView.of(table, layer.rules, step)
     if layer.is_shared:

@@ -122,7 +122,7 @@ class SlotLayer(Layer):
         positions = step.positions[:, None].expand(-1, table.score_heads, -1)
         written = kernels.first_free(table.positions, keys.shape[2])
         held, statistics, ring = table.occupancy_bound, dict(table.statistics), table.store.full_precision.tensors
-        table.write(written, keys, values, positions, initial)
+        table.write(written, keys, values, positions, initial, call.index_keys)
         table.occupancy_bound += max(step.lengths)
         observed = observed_columns(step, self.policy.observed_queries)
         weighed = observed if self.policy.needs.mass else None

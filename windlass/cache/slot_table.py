@@ -95,11 +95,21 @@ class SlotTable:
         """Let each kv head hold tokens of its own from now on."""
         self.positions = self.positions.expand(-1, self.store.layout[0], -1).clone()
 
-    def write(self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, state: Parts) -> None:
-        """Put tokens into the slots at `index`, with the `state` they come with; a padding token's slot stays free."""
-        self.store.write(
-            index, keys, values, positions, [(self.positions, positions), *initial_writes(self.state, state)]
-        )
+    def write(
+        self,
+        index: SlotIndex,
+        keys: NewKeys,
+        values: NewValues,
+        positions: SlotIndex,
+        state: Parts,
+        index_keys: Tensor | None = None,
+    ) -> None:
+        """Put tokens into the slots at `index`, with the `state` they come with; a padding token's slot stays free.
+
+        `index_keys` (batch, tokens, channels) are those of an indexer, where the layer holds such.
+        """
+        beside = [(self.positions, positions), *initial_writes(self.state, state), *self.store.index_writes(index_keys)]
+        self.store.write(index, keys, values, positions, beside)
 
     def rewrite(self, index: SlotIndex, positions: QueryPositions, state: Parts) -> None:
         """Let the slots at `index`, whose keys and values are still there, hold tokens again."""

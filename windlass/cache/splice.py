@@ -17,6 +17,7 @@ from windlass.core.errors import UsageError
 from windlass.core.rotary_index import EMPTY
 from windlass.core.step import no_inference_mode
 from windlass.policies.base import INITIAL_STATE
+from windlass.stores.base import INDEX_KEYS
 
 
 @no_inference_mode
@@ -73,8 +74,8 @@ def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at:
     is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
     keys, values = (states.expand(batch, -1, -1, -1) for states in theirs.store.read(source, order))
     slots = mine.append(keys, values, positions.where(is_row, EMPTY))
-    if mine.store.is_compatible(theirs.store):  # else they were converted, once
-        mine.store.put(slots, parts)
+    is_alike = mine.store.is_compatible(theirs.store)  # else keys and values were converted, once
+    mine.store.put(slots, {name: part for name, part in parts.items() if is_alike or name == INDEX_KEYS})
     kept = {*INITIAL_STATE, *(() if mine.rules.merge is None else mine.rules.merge.state)}
     for name in kept & set(mine.table.state) & set(state):
         here = mine.table.state[name]

@@ -8,7 +8,7 @@ from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable
 from windlass.core.packed import PackedStates
 from windlass.core.places import SlotPlaces
-from windlass.core.shapes import Scores, SlotPositions
+from windlass.core.shapes import IndexKeys, Scores, SlotPositions
 from windlass.core.step import Step
 from windlass.merge import log_counts
 
@@ -27,6 +27,7 @@ class TableView:
     log_counts: Scores | None
     places: SlotPlaces | None  # in a text with pictures
     occupancy: int  # tokens of any row at most, or while a graph replays the step
+    index_keys: IndexKeys | None = None  # of an indexer, un-rotated
     _tails: dict[int, Step] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -34,7 +35,7 @@ class TableView:
         """That of a table which holds the tokens of `step` already."""
         store, occupancy = table.store, min(table.occupancy_bound + step.graph_headroom, table.slots)
         counts = log_counts(rules.merge, table.state)
-        return cls(step, *store.packed(), table.positions, counts, table.places, occupancy)
+        return cls(step, *store.packed(), table.positions, counts, table.places, occupancy, store.index_keys)
 
     def kept(self) -> TableView:
         """The same for the rest of the pass, whatever is written and evicted in it. Merges have to be undone first.

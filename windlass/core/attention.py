@@ -10,6 +10,7 @@ from windlass.core.rotary_index import RotaryIndex
 from windlass.core.shapes import (
     ObservedColumns,
     PerSlot,
+    PickedSlots,
     Queries,
     QueryPositions,
     RotaryTable,
@@ -59,6 +60,8 @@ class AttentionInput:
     `sees_to` is the last position that each query sees, where some see later ones than their own (in a picture, say);
     it lies nowhere before a query's own. Distances within `visibility` are still those from its own position.
 
+    `picked`: the only slots that each query reads, of those that it sees; None: all of these.
+
     `observed` names the query columns whose attention mass is returned row by row (-1: none, a row of zeros);
     `is_rest_wanted` asks for the sum over all other queries, too.
     """
@@ -79,6 +82,7 @@ class AttentionInput:
     is_rest_wanted: bool = False
     sees_to: QueryPositions | None = None
     query_gain: Tensor | None = None
+    picked: PickedSlots | None = None
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.limits import MAX_NUMBER
+from windlass.core.picks import Picker
 from windlass.core.places import Places
 from windlass.core.shapes import QueryPositions, RowCounts, TokenIds
 
@@ -147,6 +148,7 @@ class AttentionCall:
     """What the model passes to attention beside queries, keys and values.
 
     `sliding_window`, `attention_chunk`: see `Visibility`. `sees_to`: see `AttentionInput`; for all columns of the step.
+    `picker`: the indexer that picks which slots each query reads; None: it reads all that it sees.
     """
 
     scale: float
@@ -155,9 +157,22 @@ class AttentionCall:
     sink_logits: Tensor | None = None
     sees_to: QueryPositions | None = None
     attention_chunk: int | None = None
+    picker: Picker | None = None
+
+    @property
+    def index_keys(self) -> Tensor | None:
+        """(batch, tokens, channels): the new tokens' keys of the indexer, un-rotated."""
+        return None if self.picker is None else self.picker.keys
 
     def split(self, columns: Sequence[int]) -> list["AttentionCall"]:
         """The calls of a step's parts, of so many columns each."""
-        if self.sees_to is None:
+        if self.sees_to is None and self.picker is None:
             return [self] * len(columns)
-        return [replace(self, sees_to=part) for part in self.sees_to.split(list(columns), 1)]
+        parts, start = [], 0
+        for count in columns:
+            stop = start + count
+            sees_to = None if self.sees_to is None else self.sees_to[:, start:stop]
+            picker = None if self.picker is None else self.picker.columns(start, stop)
+            parts.append(replace(self, sees_to=sees_to, picker=picker))
+            start = stop
+        return parts

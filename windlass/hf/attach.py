@@ -89,15 +89,16 @@ def _attention(
     **kwargs: object,
 ) -> tuple[Tensor, None]:
     """The attention function registered with transformers. Raises: UsageError for arguments that it does not know."""
-    attachment, layer = getattr(module, NAME), module.layer_idx
+    attachment, own = getattr(module, NAME), module.layer_idx
     assert isinstance(attachment, AttachedModel), "windlass attention outside of an attached model"
-    assert isinstance(layer, int), "an attention layer without a number"
-    if attachment.indexers:
-        kwargs.pop("indices", None)  # which are none
+    assert isinstance(own, int), "an attention layer without a number"
+    layer = attachment.numbers.get(module, own)
+    picks = kwargs.pop("indices", None) if attachment.indexers else None
     check_arguments(layer, kwargs)
     if attachment.probe is not None:
         latent = attachment.latents.get(module)
-        return attachment.probe.attention(module, layer, query, key, value, attention_mask, latent), None
+        attachment.probe.picks.note_layer(own, picks)
+        return attachment.probe.attention(module, own, query, key, value, attention_mask, latent), None
     cache = attachment.current_cache
     if cache is None:
         raise UsageError(BUSY)

@@ -1,8 +1,6 @@
 """What `attach` found out about a model, and the cache of the pass that is running."""
 
 import inspect
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
@@ -20,22 +18,24 @@ from windlass.hf.arguments import POSITIONS, at_positions
 from windlass.hf.axes import Axes, RopeDeltas, Turn, turned_by_differences
 from windlass.hf.columns import Columns, columns_of
 from windlass.hf.decoder import Decoder
-from windlass.hf.guards import check_call, fed, note_drafts, real_columns
-from windlass.hf.indexer import check_picks, indexers_of
+from windlass.hf.guards import check_call, fed, real_columns
+from windlass.hf.indexed_layers import IndexedLayers, indexed_layers
+from windlass.hf.indexer import Indexer, IndexerCall, check_picks, indexers_of
 from windlass.hf.latent import EXPAND, Latent
 from windlass.hf.linear_layer import layer_kinds, meta_states
-from windlass.hf.linears import ServedThreads, linears_of
+from windlass.hf.linears import linears_of
 from windlass.hf.mask import Mask
 from windlass.hf.own_configs import OwnConfigs
 from windlass.hf.pictures import sees_to, token_types
 from windlass.hf.placement import device_of_inputs
-from windlass.hf.probe import Probe, run
+from windlass.hf.probe import Probe, probed_positions, run
 from windlass.hf.query_scale import QueryScale, query_scales
 from windlass.hf.replaced import Replaced
 from windlass.hf.rotaries import rotaries_of, tolerance_of
 from windlass.hf.running_pass import BUSY, RunningPass, not_compiled
 from windlass.hf.second_turn import CheckedGenerate
 from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
+from windlass.hf.whole_pass import WholePass
 from windlass.positions.rotary import Rotary
 from windlass.positions.tables import unturned
 
@@ -53,10 +53,7 @@ class AttachedModel:
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
         ]
-        self._handles.append(model.register_forward_pre_hook(note_drafts, with_kwargs=True))
-        self.threads = ServedThreads()
-        self._handles.append(model.register_forward_pre_hook(self.threads.begin, with_kwargs=True))
-        self._handles.append(model.register_forward_hook(self.threads.end, always_call=True))
+        self.whole = WholePass(model)
         self._deltas = RopeDeltas(model)
         self.axes = Axes(0, False)
         self._replaced = Replaced(outer, "forward", self.forward)
@@ -65,14 +62,15 @@ class AttachedModel:
             for module in decoder.attention_modules
             if callable(getattr(module, EXPAND, None))
         }
-        self.indexers = indexers_of(decoder.attention_modules, self._is_ours)
-        self.own_linear = own_linear
-        self.linears = linears_of(model, self.threads) if own_linear else []
+        self.indexers = indexers_of(decoder.attention_modules, self._is_ours, self._note_indexer)
+        self.indexed = IndexedLayers()
+        self.linears, self.own_linear = linears_of(model, self.whole) if own_linear else [], own_linear
         self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
         self._chunks: dict[int, int | None] = {}  # likewise, of attention within chunks
         self.rotaries: list[Rotary | None] = []  # per attention layer; None where it does not rotate
+        self.numbers: dict[nn.Module, int] = {}  # of attention modules that have none of their own
         self.query_scales: dict[int, QueryScale] = {}
         self.states: dict[str, Tensor] = {}  # of recurrent layers, on "meta": their shapes for one row
         self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
@@ -85,8 +83,13 @@ class AttachedModel:
         for handle in (*self._handles, *self._deltas.handles):
             handle.remove()
         inner = [*(each.replaced for each in self.latents.values()), *(each.replaced for each in self.indexers)]
-        inner += [each.replaced for each in self.linears]
-        for replaced in (*inner, *(each.replaced for each in self.columns), self._replaced):
+        for replaced in (
+            *self.linears,
+            *inner,
+            *(each.replaced for each in self.columns),
+            self._replaced,
+            self.whole.replaced,
+        ):
             replaced.put_back()
         if self._generate is not None:
             self._generate.remove()
@@ -104,8 +107,6 @@ class AttachedModel:
             return self._step(cache, bound, args, kwargs)
         if self._running:
             raise UsageError(BUSY)
-        if self.threads.threads:
-            self.threads.leave()
         return self._replaced.original(*args, **kwargs)
 
     def _step(self, cache: TextCache, bound: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -114,8 +115,7 @@ class AttachedModel:
         try:
             self._begin(mine, bound)
             args, kwargs = at_positions(cache, list(self._signature.parameters), args, kwargs)
-            with self.threads.within():
-                output = self._replaced.original(*args, **kwargs)
+            output = self._replaced.original(*args, **kwargs)
             self._commit(mine)
             return output
         except BaseException:
@@ -125,6 +125,7 @@ class AttachedModel:
     @not_compiled
     def _begin(self, mine: RunningPass, bound: dict[str, Any]) -> None:
         mine.thread = get_ident()
+        self.whole.begin(mine)
         if self._running.setdefault("pass", mine) is not mine:
             raise UsageError(BUSY)
         step = self._checked(mine.cache, bound)
@@ -140,10 +141,12 @@ class AttachedModel:
         self._configs.give_back()
         mine.cache.commit()
         mine.cache.schedule(READ)
+        self.whole.end(mine, is_complete=True)
         del self._running["pass"]
 
     @not_compiled
     def _take_back(self, mine: RunningPass) -> None:
+        self.whole.end(mine, is_complete=False)
         if self._running.get("pass") is mine:
             self._configs.give_back()
             del self._running["pass"]
@@ -173,11 +176,20 @@ class AttachedModel:
         """What a layer is asked for under this mask. Raises: UsageError for a mask that no cache can honour."""
         mask = mask.whole
         window, chunk = mask.window if mask.is_causal else self._windows[layer], self._chunks[layer]
+        picker = self.indexed.picker(layer, self._running["pass"])
         if chunk is not None:
             if not mask.is_causal:
                 raise UsageError(f"layer {layer} attends within chunks of {chunk} tokens by a mask that is not causal")
-            return AttentionCall(scale, None, softcap, sinks, attention_chunk=chunk)
-        return AttentionCall(scale, window, softcap, sinks, sees_to(self._running["pass"], mask, window))
+            return AttentionCall(scale, None, softcap, sinks, attention_chunk=chunk, picker=picker)
+        seen = sees_to(self._running["pass"], mask, window)
+        return AttentionCall(scale, window, softcap, sinks, seen, picker=picker)
+
+    def _note_indexer(self, indexer: Indexer, call: IndexerCall) -> None:
+        """Note what an indexer was called with, in a pass with a cache or a probe."""
+        if self.probe is not None:
+            self.probe.picks.note(indexer, call)
+        else:
+            self.indexed.note(indexer, call, self._running["pass"])
 
     def at_positions(self, layer: int, queries: Tensor) -> Tensor:
         """Queries that a layer scaled by their columns, scaled by their positions."""
@@ -188,20 +200,11 @@ class AttachedModel:
         assert step is not None, "attention outside of a pass"
         return scale.moved(queries, cache.columns_seen, step.positions)
 
-    @contextmanager
-    def attention(self, name: str) -> Iterator[None]:
-        """The model with another attention function."""
-        try:
-            self._configs.exchange(name)
-            yield
-        finally:
-            self._configs.give_back()
-
     def probed(self, model: PreTrainedModel, is_identity: bool, columns_seen: int = 0) -> Probe:
         """One pass of one token, with or without rotation, by a cache that says it has seen so many columns."""
         self.probe = Probe(is_identity, columns_seen)
         try:
-            with self.attention(NAME):
+            with self._configs.exchanged(NAME):
                 return run(self.probe, model, self.decoder.outer, self.kinds)
         finally:
             self.probe = None
@@ -214,11 +217,15 @@ class AttachedModel:
         rotated = self.probed(model, False)
         if rotated.axes and self.decoder.outer is not self.decoder.inner:
             raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
-        self.rotaries = rotaries_of(model, rotated, self.probed(model, True))
+        plain = self.probed(model, True)
+        self.rotaries = rotaries_of(model, rotated, plain)
         self.axes = Axes.found(rotated.axes, self.rotaries, device_of_inputs(model))
         self.query_scales = query_scales(rotated, partial(self.probed, model, False), tolerance_of(model))
-        self._windows, self._chunks = rotated.windows, rotated.chunks
+        self._windows, self._chunks, self.numbers = rotated.windows, rotated.chunks, rotated.numbers
         self.kinds = replace(self.kinds, latents=rotated.latents).with_sources(rotated.sources)
+        picks = plain.picks, rotated.picks, probed_positions(model), tolerance_of(model)
+        self.indexed = indexed_layers(self.kinds, self.rotaries, *picks)
+        self.kinds = replace(self.kinds, indexed=self.indexed.widths)
         try:
             self._check(model, rotated)
         except UnsupportedModel:
@@ -232,7 +239,7 @@ class AttachedModel:
         config = model.config.get_text_config()
         cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), config, self.kinds)
         cache.reset()
-        SelfCheck(model, self.decoder.outer, probe.modules).run(cache, self.attention("eager"))
+        SelfCheck(model, self.decoder.outer, probe.modules).run(cache, self._configs.exchanged("eager"))
         self.states = meta_states(cache.recurrent)
 
     def _states_of(self, layer: int) -> list[Tensor]:
@@ -250,7 +257,7 @@ class AttachedModel:
         check_call((self.decoder.inner, self.decoder.outer), bound)
         columns, ids = fed(bound)
         batch, tokens = columns.shape[:2]
-        check_picks(self.indexers, cache, tokens)
+        check_picks(self.indexers, cache, tokens, self.indexed.unserved)
         positions, axes = self.axes.split(bound.get(POSITIONS), self.decoder.first_position)
         if axes is not None and self._deltas.is_relative:
             axes = axes + torch.tensor([row.next_place for row in cache.rows.rows], device=axes.device)[:, None]

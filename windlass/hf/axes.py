@@ -7,6 +7,7 @@ as that of any key.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
@@ -19,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
 from windlass.hf.arguments import POSITIONS
+from windlass.hf.guards import fed, real_columns
 from windlass.positions.rotary import Rotary
 
 DELTAS: Final = "rope_deltas"  # of a model's text: how far places lag behind columns. Not of a cache, so any text's
@@ -81,7 +83,8 @@ class RopeDeltas:
 
     Such a wrapper counts the positions of a text that goes on by the `rope_deltas` of the text that it read last.
     Without them it leaves positions to the decoder, and so to the cache, or counts those of the new tokens from 0, as
-    in a pass with pictures: then they are relative.
+    in a pass with pictures: then they are relative. Some count by the mask, and so they are given that of the new
+    columns alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -93,10 +96,13 @@ class RopeDeltas:
             self.handles.append(module.register_forward_pre_hook(self._before, with_kwargs=True))
             self.handles.append(module.register_forward_hook(self._after, with_kwargs=True, always_call=True))
 
-    def _before(self, module: nn.Module, _args: Any, kwargs: dict[str, Any]) -> None:
+    def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        """Raises: UsageError for a mask that no pass can take."""
         if self._goes_on(kwargs):
+            args, kwargs = _of_new_columns(module, args, kwargs)
             self.is_relative = True
             self._kept[module], vars(module)[DELTAS] = vars(module)[DELTAS], None
+        return args, kwargs
 
     def _after(self, module: nn.Module, _args: Any, _kwargs: dict[str, Any], _output: Any) -> None:
         if module in self._kept:
@@ -107,6 +113,21 @@ class RopeDeltas:
     def _goes_on(kwargs: dict[str, Any]) -> bool:
         cache = kwargs.get("past_key_values")
         return isinstance(cache, TextCache) and cache.columns_seen > 0 and kwargs.get("position_ids") is None
+
+
+def _of_new_columns(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """Arguments of a pass whose text goes on, with the mask of its new columns alone.
+
+    Raises: UsageError for a mask of another shape, or one that contradicts what earlier columns were fed as.
+    """
+    bound = inspect.signature(module.forward).bind(*args, **kwargs)
+    mask = bound.arguments.get("attention_mask")
+    if mask is None:
+        return args, kwargs
+    tokens = fed(bound.arguments)[0].shape[1]
+    real_columns(mask, kwargs["past_key_values"], tokens)
+    bound.arguments["attention_mask"] = mask[:, -tokens:]
+    return bound.args, bound.kwargs
 
 
 def tell_deltas(model: nn.Module, cache: TextCache, rows: int) -> None:

@@ -30,6 +30,7 @@ def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds, confi
     missing = [what for name, what in INITIAL_STATE.items() if name in cache.policy.needs.state]
     if missing:
         raise UsageError(f"from_rotated: {cache.policy!r} ranks by {missing[0]}, which a DynamicCache does not know")
+    refuse_indexed(cache, "from_rotated")
     states = _states_of(source, kinds)
     if len(states) != len(cache.layers):
         raise UsageError(f"the DynamicCache has {len(states)} layers, the model has {len(cache.layers)}")
@@ -77,6 +78,7 @@ def to_rotated(cache: CacheState, config: PreTrainedConfig, kinds: LayerKinds) -
     """See `KVCache.to_rotated`. `kinds` are those of the model's layers."""
     refuse_edit(cache.recurrent, "to_rotated")
     refuse_pictures(cache, "to_rotated")
+    refuse_indexed(cache, "to_rotated")
     if any(holds_merged_tokens(layer.positions, layer.table.state) for layer in cache.layers):
         raise UsageError("to_rotated: tokens of this cache were merged, and a DynamicCache does not know their counts")
     result = DynamicCache(config=config)
@@ -111,6 +113,15 @@ def to_rotated(cache: CacheState, config: PreTrainedConfig, kinds: LayerKinds) -
         if isinstance(exported, DynamicSlidingWindowLayer):
             exported.cumulative_length = end
     return result
+
+
+def refuse_indexed(cache: CacheState, what: str) -> None:
+    """Raises: UsageError for a cache that holds an indexer's keys, which are not converted."""
+    if any(layer.store.index for layer in cache.layers):
+        raise UsageError(
+            f"{what}: the layers of this model hold keys of an indexer, too, and these are not converted; keep the "
+            "cache in a file with windlass.prompt_cache.save, or feed the text anew"
+        )
 
 
 def _gathered(states: Tensor, order: Tensor) -> Tensor:

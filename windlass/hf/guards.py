@@ -45,13 +45,9 @@ def fed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
 
 
 @not_compiled
-def note_drafts(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:  # noqa: ARG001
-    """Forward pre-hook of a model: assisted decoding asks for the logits of its drafts and of the token before.
-
-    `args` and `kwargs` are the model's own.
-    """
-    cache, wanted = kwargs.get("past_key_values"), kwargs.get("logits_to_keep")
-    if isinstance(cache, TextCache) and cache.expects_drafts and isinstance(wanted, int):
+def note_drafts(cache: TextCache, wanted: object) -> None:
+    """Assisted decoding asks for the logits of its drafts and of the token before: so many are `wanted`."""
+    if cache.expects_drafts and isinstance(wanted, int):
         cache.schedule(replace(cache.next_pass, drafts=max(wanted - 1, 0)))
 
 

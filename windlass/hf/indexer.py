@@ -1,10 +1,14 @@
-"""Sparse attention that picks a query's best tokens by an indexer: exact as long as it would pick all there are.
+"""Sparse attention that picks a query's best tokens by an indexer, whose keys a cache holds beside its own.
 
-Source: DeepSeek Sparse Attention, DeepSeek-V3.2 (arXiv:2512.02556), section 2.1. Differs: the indexer does not run, and
-a pass in which a query could see more tokens than it picks is refused.
+The model's own indexer does the arithmetic. In a pass with our cache it is asked twice: for the un-rotated keys of the
+new tokens, and once they are written, if the layer holds more than it picks, for the picks among all that are held.
+
+Source: DeepSeek Sparse Attention, DeepSeek-V3.2 (arXiv:2512.02556), section 2.1.
 """
 
-from collections.abc import Callable, Iterable
+import inspect
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, Final, final
 
 import torch
@@ -12,45 +16,192 @@ from torch import Tensor, nn
 
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
+from windlass.core.picks import Picker, Turn
+from windlass.core.rotate import rotate
+from windlass.core.shapes import IndexKeys, PickedSlots
 from windlass.hf.replaced import Replaced
+from windlass.hf.running_pass import not_compiled
 
 NAME: Final = "indexer"  # what attention modules of transformers call theirs
 LIMIT: Final = "index_topk"  # how many tokens it picks
+HEADS: Final = "n_heads"
+SCORE_BYTES: Final = 64 * 2**20  # most bytes of an indexer's scores alive at once
+
+# The arguments of an indexer's forward pass: by column, others that it needs, and those that may be missing.
+HIDDEN: Final = "hidden_states"
+ANGLES: Final = "position_embeddings"
+MASK: Final = "attention_mask"
+CACHE: Final = "past_key_values"
+BY_COLUMN: Final = {HIDDEN: 1, "q_resid": 1, "position_ids": -1}  # and the axis of its columns
+NEEDED: Final = {HIDDEN, ANGLES, MASK, CACHE}
 
 
 @final
 class Indexer:
-    """The indexer of one attention module, which picks nothing while `is_served` says that it is not asked."""
+    """The indexer of one attention module, which picks nothing while `is_served` says that it is not asked.
 
-    def __init__(self, module: nn.Module, is_served: Callable[[], bool]) -> None:
-        self._is_served = is_served
+    `note` is given what it was called with instead.
+    """
+
+    def __init__(
+        self, module: nn.Module, is_served: Callable[[], bool], note: Callable[["Indexer", "IndexerCall"], None]
+    ) -> None:
+        self._module, self._is_served, self._note = module, is_served, note
+        self._signature = inspect.signature(module.forward)
         self.limit: int = getattr(module, LIMIT)
+        self.heads: int = getattr(module, HEADS, 1)
+        self.turned: slice | None = None
+        """The channels of its keys that RoPE rotates, found at attach; None: none."""
         self.replaced = Replaced(module, "forward", self.forward)
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """The tokens that each query is to see; none are named where it sees all of them.
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """The tokens that each query is to see; none are named in a pass with our cache, where attention asks again.
 
         `args` and `kwargs` are the module's own, passed on as they come.
         """
         if self._is_served():
-            return hidden_states.new_zeros(*hidden_states.shape[:2], 0, dtype=torch.int32)
-        picked: Tensor = self.replaced.original(hidden_states, *args, **kwargs)
+            none: Tensor = self._noted(*args, **kwargs)
+            return none
+        picked: Tensor = self.replaced.original(*args, **kwargs)
         return picked
 
+    @not_compiled
+    def _noted(self, *args: Any, **kwargs: Any) -> Tensor:
+        bound = self._signature.bind(*args, **kwargs).arguments
+        states = bound[HIDDEN]
+        picks: Tensor = states.new_zeros(*states.shape[:2], 0, dtype=torch.int32)
+        self._note(self, IndexerCall(self, bound, picks))
+        return picks
 
-def indexers_of(modules: Iterable[nn.Module], is_served: Callable[[], bool]) -> list[Indexer]:
+    @property
+    def is_known(self) -> bool:
+        """Whether it takes the arguments that are known here, so that it can be asked again."""
+        names = self._signature.parameters.keys()
+        return NEEDED <= names <= NEEDED | BY_COLUMN.keys()
+
+
+class _Keys:
+    """In place of a cache: takes an indexer's new keys, and gives it those of all slots."""
+
+    def __init__(self, keys: IndexKeys | None) -> None:
+        self._keys = keys
+        self.new: Tensor | None = None
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        """What transformers' caches do, for whatever layer."""
+        self.new = keys
+        return keys[:, :1] if self._keys is None else self._keys
+
+
+@dataclass(frozen=True, eq=False)
+class IndexerCall:
+    """What a model passed to its indexer, by name, and the picks it was given, which name no token."""
+
+    indexer: Indexer
+    arguments: Mapping[str, Any]
+    picks: Tensor
+
+    def keys(self, is_plain: bool) -> Tensor:
+        """(batch, tokens, channels): the new tokens' index keys, un-rotated where `is_plain`, else as they come."""
+        angles = _unturned(self.arguments[ANGLES]) if is_plain else self.arguments[ANGLES]
+        own, states = _Keys(None), self.arguments[HIDDEN]
+        self.ask(angles, torch.ones(*states.shape[:2], 1, dtype=torch.bool, device=states.device), own)
+        assert own.new is not None, "an indexer that hands no keys to its cache"
+        return own.new
+
+    def ask(self, angles: Turn, seen: Tensor, cache: _Keys) -> Tensor:
+        """(batch, tokens, picked): what the model's own indexer picks, by number."""
+        named = {ANGLES: angles, MASK: seen, CACHE: cache}
+        picked: Tensor = self.indexer.replaced.original(**{**self.arguments, **named})
+        return picked
+
+    def columns(self, start: int, stop: int) -> "IndexerCall":
+        """The same for some of its columns."""
+        cut = {
+            name: given.narrow(BY_COLUMN[name], start, stop - start)
+            for name, given in self.arguments.items()
+            if name in BY_COLUMN and given is not None
+        }
+        cos, sin = self.arguments[ANGLES]
+        angles = cos[:, start:stop], sin[:, start:stop]
+        return replace(self, arguments={**self.arguments, **cut, ANGLES: angles})
+
+
+@final
+class ModelPicker(Picker):
+    """The model's own indexer, as it was called for the tokens of a pass."""
+
+    def __init__(self, call: IndexerCall, keys: Tensor) -> None:
+        self._call, self.keys, self.limit = call, keys, call.indexer.limit
+
+    def columns(self, start: int, stop: int) -> "ModelPicker":
+        return ModelPicker(self._call.columns(start, stop), self.keys[:, start:stop])
+
+    def picked(
+        self, keys: IndexKeys, seen: PickedSlots, keys_turn: Turn | None, queries_turn: Turn | None
+    ) -> PickedSlots:
+        call, device = self._call, self.keys.device
+        given = call.arguments[ANGLES]
+        keys = turned(keys, keys_turn, call.indexer.turned).to(device)
+        cos, sin = (
+            _unturned(given) if queries_turn is None else tuple(_widened(each, given[0]) for each in queries_turn)
+        )
+        batch, tokens, slots = seen.shape
+        size = max(1, SCORE_BYTES // (batch * slots * call.indexer.heads * 4))
+        blocks = []
+        for start in range(0, tokens, size):
+            stop = min(start + size, tokens)
+            its = seen[:, start:stop].to(device)
+            chosen = call.columns(start, stop).ask((cos[:, start:stop], sin[:, start:stop]), its, _Keys(keys))
+            blocks.append(torch.zeros_like(its).scatter(-1, chosen.long(), True))
+        return torch.cat(blocks, 1).to(seen.device)
+
+
+def turned(keys: IndexKeys, turn: Turn | None, channels: slice | None) -> IndexKeys:
+    """Index keys with these channels rotated, in their own dtype, as the model rotates them."""
+    if turn is None or channels is None:
+        return keys
+    cos, sin = (each.to(keys.dtype) for each in turn)
+    before, its, after = keys.tensor_split((channels.start, channels.stop), -1)
+    return torch.cat((before, rotate(its, cos, sin), after), -1)
+
+
+def _widened(table: Tensor, like: Tensor) -> Tensor:
+    """A column per channel pair as the model has it: all of them twice."""
+    return torch.cat((table, table), -1).to(like.device, like.dtype)
+
+
+def _unturned(angles: Turn) -> Turn:
+    return torch.ones_like(angles[0]), torch.zeros_like(angles[1])
+
+
+def indexers_of(
+    modules: Iterable[nn.Module], is_served: Callable[[], bool], note: Callable[[Indexer, IndexerCall], None]
+) -> list[Indexer]:
     """Those of these attention modules, each now installed."""
     found = [each for each in (getattr(module, NAME, None) for module in modules) if isinstance(each, nn.Module)]
-    return [Indexer(each, is_served) for each in found if isinstance(getattr(each, LIMIT, None), int)]
+    return [Indexer(each, is_served, note) for each in found if isinstance(getattr(each, LIMIT, None), int)]
 
 
-def check_picks(indexers: Iterable[Indexer], cache: TextCache, tokens: int) -> None:
-    """Raises: UsageError for a pass of `tokens` columns in which an indexer would have to choose."""
+def check_picks(indexers: Iterable[Indexer], cache: TextCache, tokens: int, unserved: str | None) -> None:
+    """Return if the cache can do what the indexers ask in a pass of `tokens` columns.
+
+    `unserved` says why the indexers of this model are asked nothing; None: they are.
+
+    Raises: UsageError for a pass in which an indexer would have to choose, and can't.
+    """
     limit = min((each.limit for each in indexers), default=None)
     most = tokens + max((layer.table.occupancy_bound for layer in cache.layers), default=0)
-    if limit is not None and most > limit:
+    if limit is None or most <= limit:
+        return
+    why = unserved
+    if cache.merge is not None:
+        why = f"merge={str(cache.merge)!r} averages tokens, whose index keys can't be averaged"
+    if cache.is_rotated:
+        why = "this cache holds rotated keys, and index keys that are not"
+    if why is not None:
         raise UsageError(
             f"a query of this pass could see {most} tokens, and the model's indexer would pick {limit} of them "
-            f"({LIMIT}), which a KVCache does not do; give it a budget, and read the prompt in chunks, so that both "
-            f"together are {limit} at most"
+            f"({LIMIT}), which a KVCache can't do here: {why}; give it a budget, and read the prompt in chunks, so that"
+            f" both together are {limit} at most"
         )

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import UnsupportedModel
 from windlass.core.shapes import Attended, Queries
+from windlass.hf.linears import is_plain
 from windlass.hf.replaced import Replaced
 
 EXPAND: Final = "expand_kv"  # what transformers calls the method that makes keys and values out of latents
@@ -75,16 +76,10 @@ class Latent:
     def _matrices(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """(heads, channels, rank) of each head's keys and of its values."""
         projection = getattr(self._module, PROJECTION, None)
-        if projection is not None and _is_plain(projection):
+        if projection is not None and is_plain(projection):
             matrices = projection.weight.unflatten(0, (self._heads, -1))
             return matrices[:, : self._width], matrices[:, self._width :]
         # What the module makes of each channel alone.
         each = torch.eye(self.rank, dtype=like.dtype, device=like.device)[None, None]
         keys, values = self.replaced.original(each, each.new_zeros(1, 1, self.rank, self._shared))
         return keys[0, ..., : self._width].mT, values[0].mT
-
-
-def _is_plain(module: nn.Module) -> bool:
-    """Whether a module is its weight and nothing else: not quantised, adapted, hooked, or offloaded by accelerate."""
-    is_hooked = module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module)
-    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_hooked

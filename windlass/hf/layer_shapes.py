@@ -18,7 +18,8 @@ from windlass.stores.base import Store
 class LayerShape:
     """Sizes of one layer, the dtype of its keys, and its sliding window or chunk of attention.
 
-    `latent`: of its keys' channels the last so many are its values (MLA), and are held once; 0 for none.
+    `latent`: of its keys' channels the last so many are its values (MLA), and are held once; 0 for none. `index`:
+    channels of an indexer's key, held beside each key; 0 for none.
     """
 
     heads: int
@@ -29,6 +30,7 @@ class LayerShape:
     sliding_window: int | None
     latent: int = 0
     attention_chunk: int | None = None
+    index: int = 0
 
     @property
     def most_visible(self) -> int | None:
@@ -38,12 +40,12 @@ class LayerShape:
     @property
     def channels(self) -> int:
         """Numbers that are held of each token and kv head."""
-        return self.head_dim + (0 if self.latent else self.value_dim)
+        return self.head_dim + (0 if self.latent else self.value_dim) + self.index
 
     def empty_store(self, like: Store) -> Store:
         """A store of the same settings as `like`, for this layer."""
         store = like.fresh(None)
-        store.latent = self.latent
+        store.latent, store.index = self.latent, self.index
         return store
 
     def bytes_per_token(self, store: Store) -> int:
@@ -77,6 +79,7 @@ class _ShapeCache(KVCache):
             call.sliding_window,
             self.latent_of(layer),
             call.attention_chunk,
+            self.index_of(layer),
         )
         self._values[layer] = values
         return values.repeat_interleave(heads // kv_heads, 1)

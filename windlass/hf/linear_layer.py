@@ -31,13 +31,15 @@ class LayerKinds:
     """Which of a model's layers have keys and values, by their numbers, and which keep how many states, of what kind.
 
     `sources` has, for each layer that attends to keys and values of another layer, that layer's number; `latents`, for
-    each that attends over latents (MLA), how many channels those have.
+    each that attends over latents (MLA), how many channels those have; `indexed`, for each that reads what an indexer
+    picks, how many channels the indexer's keys have.
     """
 
     attention: tuple[int, ...]
     recurrent: tuple[tuple[int, int, str], ...] = ()  # number, states, kind
     latents: Mapping[int, int] = field(default_factory=dict)
     sources: Mapping[int, int] = field(default_factory=dict)
+    indexed: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def is_recurrent(self) -> bool:

@@ -42,6 +42,9 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
     def latent_of(self, layer: int) -> int:
         return self.kinds.latents.get(self.kinds.attention[layer], 0)
 
+    def index_of(self, layer: int) -> int:
+        return self.kinds.indexed.get(self.kinds.attention[layer], 0)
+
     def update(
         self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:

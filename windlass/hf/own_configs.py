@@ -5,7 +5,8 @@ changed: while a pass runs, the modules of the model, and nobody else, hold copi
 """
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import final
 
 from torch import nn
@@ -33,6 +34,15 @@ class OwnConfigs:
         if self._held is not None:
             self._put(self._held)
             self._held = None
+
+    @contextmanager
+    def exchanged(self, attention: str) -> Iterator[None]:
+        """The modules with copies that name `attention`."""
+        try:
+            self.exchange(attention)
+            yield
+        finally:
+            self.give_back()
 
     def _put(self, configs: list[PreTrainedConfig]) -> None:
         for module, config in zip(self._modules, configs, strict=True):

@@ -16,6 +16,7 @@ from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
 from windlass.hf.axes import axes_of
+from windlass.hf.indexed_layers import SeenPicks
 from windlass.hf.late_norms import NormOutputs
 from windlass.hf.latent import Latent
 from windlass.hf.linear_layer import LayerKinds
@@ -34,12 +35,16 @@ REPEATS: Final = frozenset({"JetMoeAttention"})
 
 @dataclass(frozen=True)
 class RotaryCall:
-    """One call of a rotary module: the layer type that it was called for, and the cos and sin that it returned."""
+    """One call of a rotary module: the layer type that it was called for, and the cos and sin that it returned.
+
+    `axes` is how many the positions had that it was given; 0 where one.
+    """
 
     module: nn.Module
     layer_type: str | None
     cos: Tensor
     sin: Tensor
+    axes: int = 0
 
 
 class Probe:
@@ -54,6 +59,7 @@ class Probe:
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
         self.rotary_calls: list[RotaryCall] = []
         self.modules: dict[int, nn.Module] = {}
+        self.numbers: dict[nn.Module, int] = {}  # layers of modules that are told theirs in a pass, and know none
         self.queries: dict[int, Tensor] = {}
         self.keys: dict[int, Tensor] = {}
         self.norm_outputs = NormOutputs()
@@ -62,6 +68,7 @@ class Probe:
         self.latents: dict[int, int] = {}  # channels of each layer's latents, where it has them
         self.sources: dict[int, int] = {}  # of a layer that attends to the keys and values of another, that layer
         self.chunks: dict[int, int | None] = {}
+        self.picks = SeenPicks()
         self.axes = 0  # of positions, where these have several
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -69,10 +76,11 @@ class Probe:
 
         `args` and `kwargs` are the module's own, which differ from model to model.
         """
-        self.axes = max(self.axes, axes_of(args, kwargs))
+        axes = axes_of(args, kwargs)
+        self.axes = max(self.axes, axes)
         cos, sin = (table[0] if table.ndim == 4 else table for table in cos_sin(output))  # alike on all axes, if any
         layer_type = kwargs.get("layer_type", args[2] if len(args) > 2 else None)
-        self.rotary_calls.append(RotaryCall(module, layer_type, cos.float().cpu(), sin.float().cpu()))
+        self.rotary_calls.append(RotaryCall(module, layer_type, cos.float().cpu(), sin.float().cpu(), axes))
         return unturned(output) if self._is_identity else output
 
     def columns_seen(self, layer: int) -> int:
@@ -105,9 +113,11 @@ class Probe:
             raise UnsupportedModel(
                 f"masks attention in layer {layer} by more than causality and a sliding window or chunk"
             )
+        written_as = next((number for number, (key, _) in self._written.items() if key is keys), layer)
+        if layer < 0:
+            layer = self.numbers.setdefault(module, written_as)
         if layer in self.modules:
             raise UnsupportedModel(f"calls attention more than once in layer {layer}: a cache writes at each call")
-        written_as = next((number for number, (key, _) in self._written.items() if key is keys), layer)
         self.windows[layer], self.chunks[layer] = (None, mask.window) if is_chunked else (mask.window, None)
         if written_as in self.keys and layer not in self._written:
             self._note_source(layer, written_as, values)
@@ -194,14 +204,19 @@ def run(probe: Probe, model: PreTrainedModel, decoder: nn.Module, kinds: LayerKi
     It is the same every time. The model must hand its rotation and attention to `probe`.
     """
     config = model.config.get_text_config()
-    end = getattr(config, "max_position_embeddings", None) or FAR + 1
-    at = torch.tensor([[NEAR], [max(end - 1, NEAR + 1)]], device=device_of_inputs(model))
+    at = probed_positions(model)
     ids = ordinary_ids(model, 1).expand(2, 1)
     norms = probe.norm_outputs.noted(list(decoder.modules()))
     with eval_mode(model), probe.own_attention_is_named(model), norms:
         decoder(input_ids=ids, position_ids=at, past_key_values=ProbeCache(probe, config, kinds), use_cache=True)
     probe.check_layers(kinds)
     return probe
+
+
+def probed_positions(model: PreTrainedModel) -> Tensor:
+    """(rows, 1): where the tokens of a probe stand."""
+    end = getattr(model.config.get_text_config(), "max_position_embeddings", None) or FAR + 1
+    return torch.tensor([[NEAR], [max(end - 1, NEAR + 1)]], device=device_of_inputs(model))
 
 
 @contextmanager

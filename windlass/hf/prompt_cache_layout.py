@@ -20,6 +20,7 @@ from windlass.hf.layer_shapes import LayerShape
 from windlass.hf.prompt_cache_document import Contents, InconsistentFile, LayerNote, shown
 from windlass.merge import checked_merge
 from windlass.policies import Policy
+from windlass.stores.base import INDEX_KEYS
 from windlass.stores.full_precision import FullPrecisionRing
 
 COLUMNS: Final = "columns"  # a tensor: how many each row was fed, where rows were rolled back by different numbers
@@ -157,7 +158,7 @@ def _layouts(
     except UsageError as error:
         raise InconsistentFile(str(error)) from None
     layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in own.tensors().items()}
-    for name in [name for name in own.part_names if name in layouts]:
+    for name in [name for name in (*own.part_names, INDEX_KEYS) if name in layouts]:
         layouts[name] = Layout((batch, shape.kv_heads, slots, layouts[name].shape[3]), layouts[name].dtype)
     # On "meta" nothing is allocated, whatever number of tokens the options ask for.
     ring = FullPrecisionRing(options.store.full_precision.sinks, options.store.full_precision.newest)

@@ -30,7 +30,11 @@ def check_memory(
     needed = 0
     for shape in shapes:
         per_slot = shape.bytes_per_token(options.store)
-        needed += options.batch * shape.kv_heads * (slots * per_slot + exact * shape.channels * shape.dtype.itemsize)
+        needed += (
+            options.batch
+            * shape.kv_heads
+            * (slots * per_slot + exact * (shape.channels - shape.index) * shape.dtype.itemsize)
+        )
     end = max(map(max, next_places(contents), contents.standing["next_positions"])) + 1
     # A state, and the copy that is made before a pass.
     needed += 2 * options.batch * sum(state.nbytes for state in attached(model).states.values())

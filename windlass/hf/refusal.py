@@ -15,11 +15,16 @@ ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_at
 STATES_SINCE: Final = (5, 22)  # a version of transformers: before it, models reach into the layers of their caches
 COMPRESSED: Final = "keeps one entry for several tokens ({types}), none of which can be evicted by itself"
 BLOCKS: Final = "picks blocks of columns of its cache ({types}), which are other tokens once any is evicted"
+PREFILL: Final = (
+    "keeps whatever came in the first pass of a text, and slides over what came later ({types}): what a token sees "
+    "depends on how the text was fed, and not on positions, by which a KVCache decides it"
+)
 # Layer types that no eviction can serve, and why.
 REFUSED: Final[Mapping[str, str]] = {
     "compressed_sparse_attention": COMPRESSED,
     "heavily_compressed_attention": COMPRESSED,
     "minimax_m3_sparse": BLOCKS,
+    "reference_sliding_attention": PREFILL,
 }
 
 

@@ -25,6 +25,7 @@ class Candidate:
     layout: Layout
     cos: Tensor  # (rows, tokens, rotary_pairs)
     sin: Tensor
+    axes: int  # of the positions that the module takes; 0 for one
 
     @property
     def rotary_pairs(self) -> int:
@@ -67,6 +68,7 @@ def rotaries_of(model: PreTrainedModel, rotated: Probe, plain: Probe) -> list[Ro
             its.layout,
             its.rotary_pairs,
             trained_length(model.config.get_text_config(), its.layer_type),
+            its.axes,
         )
         rotary = found.setdefault(best, rotary)
         if weights is not None and not its.error(*queries) <= tolerance:
@@ -93,7 +95,7 @@ def _candidates(model: PreTrainedModel, calls: list[RotaryCall]) -> list[Candida
         if (id(call.module), call.layer_type) not in seen:
             seen.add((id(call.module), call.layer_type))
             found.extend(
-                Candidate(call.module, call.layer_type, layout, *layout.columns(call.cos, call.sin))
+                Candidate(call.module, call.layer_type, layout, *layout.columns(call.cos, call.sin), call.axes)
                 for layout in LAYOUTS
             )
     return found

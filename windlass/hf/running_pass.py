@@ -9,6 +9,7 @@ from torch import Tensor
 
 from windlass.cache.cache import TextCache
 from windlass.cache.state import Text
+from windlass.core.picks import Picker
 from windlass.core.shapes import QueryPositions
 from windlass.hf.mask import Mask
 
@@ -33,16 +34,20 @@ class TokenTypes:
 class RunningPass:
     """A pass with a cache, the thread that it runs in, and where the cache's text stood before it.
 
+    `is_alone` tells that the decoder was called by itself, not by the whole model.
+
     `sees_to` has for each mask that is not causal the last positions that the tokens see; `keys` what layers were
-    handed whose keys others share.
+    handed whose keys others share; `pickers` the indexers that were called, by what calls them.
     """
 
     cache: TextCache
     thread: int | None = None
     before: Text | None = None
+    is_alone: bool = False
     types: TokenTypes | None = None
     sees_to: dict[Mask, QueryPositions | None] = field(default_factory=dict)
     keys: dict[int, Tensor] = field(default_factory=dict)
+    pickers: dict[object, Picker] = field(default_factory=dict)
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

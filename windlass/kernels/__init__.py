@@ -25,7 +25,7 @@ from windlass.kernels import cpu, reference, sdpa
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`."""
     device = call.queries.device.type
-    if call.sees_to is not None:  # once per picture
+    if call.sees_to is not None or call.picked is not None:  # once per picture; no compiled kernel knows of picks
         return reference.attend(call)
     if _is_compiled(device) and cpu.can_read(call.queries, call.keys, call.values):
         if call.queries.shape[2] <= cpu.MAX_TOKENS:

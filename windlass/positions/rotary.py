@@ -77,7 +77,8 @@ class Rotary:
 
     `rotary_pairs` is half of the field's `rotary_dim`: the other channels of a head pass unrotated. `trained_length`
     is the longest text that the model was trained on, extensions of its window included; None where nobody knows.
-    `norm_weights` are those of one layer that applies norms to what it has rotated; None where there are none.
+    `axes` is how many the positions have that the module takes; 0 where one. `norm_weights` are those of one layer that
+    applies norms to what it has rotated; None where there are none.
     """
 
     def __init__(
@@ -87,6 +88,7 @@ class Rotary:
         layout: Layout,
         rotary_pairs: int,
         trained_length: int | None = None,
+        axes: int = 0,
     ) -> None:
         # A private copy: some schemes keep the length they last saw inside the module.
         self._module = _copied(module)
@@ -96,6 +98,7 @@ class Rotary:
         self.layout = layout
         self.rotary_pairs = rotary_pairs
         self.trained_length = trained_length
+        self._axes = axes
         self.norm_weights: NormWeights | None = None
 
     def with_norm_weights(self, weights: NormWeights) -> "Rotary":
@@ -144,6 +147,8 @@ class Rotary:
 
     def asked(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """The module's own float32 cos and sin for `positions` (batch, tokens), or (axes, batch, tokens)."""
+        if self._axes and positions.ndim == 2:
+            positions = positions.expand(self._axes, *positions.shape)
         module, probe = self._module.to(positions.device), torch.empty(1, device=positions.device, dtype=torch.float32)
         return cos_sin(module(probe, positions, *(() if self.layer_type is None else (self.layer_type,))))
 

@@ -21,7 +21,7 @@ each step.
 import copy
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,9 +29,10 @@ from torch import Tensor
 from windlass import kernels
 from windlass.core.attention import Writes
 from windlass.core.packed import PackedStates
-from windlass.core.shapes import KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
+from windlass.core.shapes import IndexKeys, KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
 from windlass.stores.full_precision import FullPrecisionRing
 
+INDEX_KEYS: Final = "index_keys"  # the part that holds them; prompt-cache files call it so, too
 Parts = dict[str, Tensor]  # by name, each (batch, kv_heads, slots or tokens, width of its own)
 
 
@@ -64,6 +65,8 @@ class Store(ABC):
 
     latent: int = 0
     """Values that are not stored, for they are the last so many channels of the keys; 0: they are stored."""
+    index: int = 0
+    """Channels of an indexer's key, which is held as it is beside the parts of each token; 0: none."""
 
     def __init__(self, full_precision: FullPrecisionRing | None = None) -> None:
         self.full_precision = full_precision or FullPrecisionRing()
@@ -123,12 +126,21 @@ class Store(ABC):
         """What is stored of these tokens."""
         return {name: part for name, part in self.encode(keys, self.stored(values)).items() if part.shape[3]}
 
+    @property
+    def index_keys(self) -> IndexKeys | None:
+        """The indexer's keys of all slots, un-rotated; None where there are none."""
+        return self._allocated()[INDEX_KEYS][:, 0] if self.index else None
+
+    def index_writes(self, new: Tensor | None) -> Writes:
+        """What writes (batch, tokens, channels) `new` keys of an indexer, for `write`; nothing where there are none."""
+        return [] if new is None else [(self._allocated()[INDEX_KEYS], new[:, None])]
+
     def stored(self, values: Tensor) -> Tensor:
         """What of the values is not held as a part of the keys."""
         return values[..., :0] if self.latent else values
 
     def bytes_per_token(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
-        """Bytes that a token takes per kv head, in a model of these sizes and this dtype.
+        """Bytes that a token takes per kv head, in a model of these sizes and this dtype, its index key included.
 
         Counts parts only: constants and `full_precision`, which do not grow with the slots, come on top.
 
@@ -137,7 +149,7 @@ class Store(ABC):
         keys, values = (torch.zeros(1, 1, 1, width, dtype=dtype) for width in (head_dim, value_dim))
         store = self.fresh(None)
         store.latent, store._constants = self.latent, store.make_constants(keys)
-        return sum(part.nbytes for part in store.parts_of(keys, values).values())
+        return self.index * dtype.itemsize + sum(part.nbytes for part in store.parts_of(keys, values).values())
 
     def allocate(self, keys: NewKeys, values: NewValues, slots: int, rollback: int = 0) -> None:
         """Make room for `slots` slots shaped and typed like one step's keys and values.
@@ -149,6 +161,8 @@ class Store(ABC):
         self.full_precision.allocate(keys, self.stored(values), rollback)
         self._constants = self.make_constants(keys)
         sample = self.parts_of(keys[:, :, :1], values[:, :, :1])
+        if self.index:
+            sample[INDEX_KEYS] = keys.new_empty(keys.shape[0], 1, 1, self.index)
         self._parts = {name: part.new_zeros(*part.shape[:2], slots, part.shape[3]) for name, part in sample.items()}
 
     @property
@@ -174,8 +188,9 @@ class Store(ABC):
         self.full_precision.write(index, keys, self.stored(values), positions)
 
     def put(self, index: SlotIndex, parts: Parts, beside: Writes = ()) -> None:
-        """Overwrite the parts at `index` with those of this store, or of one that `is_compatible`."""
-        kernels.write_all(index, [*((held, parts[name]) for name, held in self._allocated().items()), *beside])
+        """Overwrite these parts at `index` with those of this store, or of one that `is_compatible`; leaves others."""
+        held = self._allocated()
+        kernels.write_all(index, [*((held[name], part) for name, part in parts.items()), *beside])
 
     def take(self, row: int, index: SlotIndex) -> Parts:
         """A copy of the parts at `index` (1, score_heads, tokens) of one row."""
@@ -241,7 +256,7 @@ class Store(ABC):
     def restore(self, tensors: Parts) -> None:
         """Hold what `tensors()` gave, in place of what is held now; other names are ignored."""
         self.full_precision.restore(tensors)
-        self._parts = {name: tensors[name] for name in self.part_names if name in tensors}
+        self._parts = {name: tensors[name] for name in (*self.part_names, INDEX_KEYS) if name in tensors}
         self._constants = {name: tensors[name] for name in self.constant_names}
 
     def _allocated(self) -> Parts:

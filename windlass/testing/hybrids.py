@@ -103,6 +103,20 @@ _CONFIGS: Final[Mapping[str, tuple[str, Mapping[str, Any]]]] = {
             "mamba_dt_rank": 7,
         },
     ),
+    "zamba2": (  # whose attention modules are told in a pass which layer they are
+        "zamba2",
+        {
+            "layers_block_type": [LINEAR, "hybrid", LINEAR, "hybrid", "hybrid"],
+            "num_mem_blocks": 2,
+            "adapter_rank": 7,
+            "use_mem_rope": True,
+            "n_mamba_heads": 5,
+            "mamba_d_state": 9,
+            "mamba_d_conv": 4,
+            "chunk_size": 16,
+            "time_step_min": 1e-9,  # to which transformers holds many tokens, and not single ones
+        },
+    ),
     "bamba": ("bamba", {**_MAMBA2, "num_hidden_layers": 5, "attn_layer_indices": [1, 4]}),
 }
 
@@ -144,6 +158,6 @@ def _redraw(name: str, parameter: nn.Parameter) -> None:
         if any(part in name for part in ("q_norm", "k_norm", "q_layernorm", "k_layernorm")):
             parameter.data.add_(1.5)  # they decide how large scores are
     elif any(part in name for part in ("q_proj", "k_proj")):
-        parameter.data.copy_(torch.randn_like(parameter) * 0.35)
+        parameter.data.copy_(torch.randn_like(parameter) * 0.35 * _SIZES["hidden_size"] / parameter.shape[1])
     elif "conv" in name and parameter.ndim == 3 and parameter.shape[1] == 1:
         parameter.data.copy_(torch.randn_like(parameter) * 0.5)
