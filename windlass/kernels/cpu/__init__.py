@@ -144,18 +144,10 @@ def linear(call: LinearInput) -> LinearOutputs:
     out_features, in_features = weights.shape
     result = inputs.new_empty(*inputs.shape[:-1], out_features)
     scales = None if scales is None else scales.float().contiguous()
-    _native.linear(
-        (call.rows, in_features, out_features),
-        FLOATS[weights.dtype] if scales is None else LOW_BIT[Format.INT8],
-        FLOATS[inputs.dtype],
-        inputs.data_ptr(),
-        weights.data_ptr(),
-        _address(scales),
-        _address(call.bias),
-        result.data_ptr(),
-        instruction_set(),
-        torch.get_num_threads(),
-    )
+    sizes = (call.rows, in_features, out_features)
+    formats = FLOATS[weights.dtype] if scales is None else LOW_BIT[Format.INT8], FLOATS[inputs.dtype]
+    addresses = inputs.data_ptr(), weights.data_ptr(), _address(scales), _address(call.bias), result.data_ptr()
+    _native.linear(sizes, *formats, *addresses, instruction_set(), torch.get_num_threads())
     return result
 
 
