@@ -16,26 +16,21 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from dataclasses import dataclass, field
-from functools import cache
 from pathlib import Path
 
 import torch
-from families.passes import distance, narrowed
+from families.passes import distance
+from fuzz_rows import SINKS, Row, bound
 from torch import Tensor
-from transformers import PreTrainedModel
 
 sys.path.insert(0, str(Path(__file__).parent.parent))  # helpers of the tests
 
-import windlass
-from tests.helpers.axes import plain_reader
 from tests.helpers.interrupts import interrupted_at
 from windlass import KVCache, Recent, UsageError, prompt_cache
-from windlass.testing import HYBRIDS, tiny_hybrid, tiny_model
 
 RECURRENT = ("qwen3_next", "lfm2", "falcon_h1", "zamba2", "jamba")
 FAMILIES = (*RECURRENT, "deepseek_v3", "gemma3n", "gemma4_e", "llama4", "qwen2_5_vl", "qwen3_vl")
-SINKS, LONGEST, TOLERANCE = 2, 90, 1e-3  # of a standard deviation; states round by how a text is cut
+LONGEST, TOLERANCE = 90, 1e-3  # of a standard deviation; states round by how a text is cut
 FAR = 10**6
 WEIGHTS = {
     "decode": 30, "draft": 8, "prompt": 5, "rollback": 14, "interrupt": 5, "drop": 6, "other_edit": 4, "copy": 4,
@@ -45,43 +40,6 @@ WEIGHTS = {
 
 class Difference(AssertionError):
     """A cache is not what plain transformers says."""
-
-
-@cache
-def plain(family: str) -> PreTrainedModel:
-    if family in HYBRIDS:
-        return tiny_hybrid(family)
-    return plain_reader(family) if family.endswith("_vl") else tiny_model(family)
-
-
-@cache
-def bound(family: str) -> PreTrainedModel:
-    return windlass.attach(copy.deepcopy(plain(family)))
-
-
-@dataclass
-class Row:
-    """A text: its ids; from which query on each is gone; and how far back each query's budget reached."""
-
-    ids: list[int] = field(default_factory=list)
-    gone: list[int] = field(default_factory=list)
-    reach: list[int] = field(default_factory=list)
-    fixed: int = 0  # tokens before its last edit, which can't be rolled back
-
-    def cut(self, tokens: int) -> None:
-        for each in (self.ids, self.gone, self.reach):
-            del each[len(each) - tokens :]
-
-    def truth(self, family: str) -> Tensor:
-        gone, reach = torch.tensor(self.gone), torch.tensor(self.reach)
-
-        def seen(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            return (query < gone[key]) & ((key < SINKS) | (query - key <= reach[query]))
-
-        with narrowed(seen) as uses, torch.no_grad():
-            logits: Tensor = plain(family)(input_ids=torch.tensor([self.ids]), use_cache=False).logits
-        assert uses, "a model that makes its own masks"
-        return logits
 
 
 class Run:
