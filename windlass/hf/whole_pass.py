@@ -28,8 +28,6 @@ class WholePass:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; the arguments are its own."""
-        if self._passes:  # of this thread: one that was interrupted
-            self.leave()
         if not isinstance(kwargs.get(CACHE), TextCache):
             return self.replaced.original(*args, **kwargs)
         return self._with_cache(args, kwargs)
