@@ -47,7 +47,7 @@ def checked(function: Callable[..., Any]) -> Callable[..., Any]:
     typed = beartype(function)
 
     @functools.wraps(typed)
-    def check(*args: Any, **kwargs: Any) -> Any:
+    def check(*args: Any, **kwargs: Any) -> Any:  # of any function of the package, as it is called
         # jaxtyping gives a function of the same annotations, and calls this one beside the one that is meant.
         if CHECKS.count(id(typed)) and (meant := sys._getframe(1).f_locals.get("fn")) is not None:
             CHECKS.end(meant)

@@ -28,8 +28,8 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
     pass of another thread is refused; give each thread a model of its own.
 
     `own_linear`: in a pass of at most 16 tokens with our cache, all rows counted, linear layers on a CPU are computed
-    by a kernel of ours, which reads weights faster than PyTorch's. It rounds otherwise, and the result of a token does
-    not depend on the other tokens of the pass. False: PyTorch's always.
+    by a kernel of ours; docs/benchmarks.md compares it with PyTorch's. It rounds otherwise, and the result of a token
+    does not depend on the other tokens of the pass. False: PyTorch's always.
 
     Raises: UnsupportedModel, naming the model and the reason; the model is then as it was. UsageError for what is no
     model of transformers, and for a model that is attached with another `own_linear`.

@@ -1,4 +1,4 @@
-"""Linear layers of an attached model, for few tokens: they read weights as fast as memory gives them."""
+"""Linear layers of an attached model, for passes of few tokens, in which reading the weights takes most of the time."""
 
 from typing import Any, final
 
