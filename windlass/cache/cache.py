@@ -185,6 +185,10 @@ class TextCache(CacheState):
             return
         step = now.pending or now.latest
         assert step is not None, "an edit while a pass was running"
+        if now.pending is None and step.is_second_pass:  # it has happened: layers that are committed can't undo it
+            for its in self.layers:
+                its.commit()
+            return
         for layer in (*self.layers, *self.recurrent):
             layer.take_back(step)
         self.text = before

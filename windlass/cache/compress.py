@@ -18,7 +18,7 @@ from windlass.core.record import StepRecord
 from windlass.core.shapes import Scores
 from windlass.core.step import Limits, Step, no_inference_mode
 from windlass.policies import Policy, Recent
-from windlass.policies.calls import scores_of
+from windlass.policies.calls import UNKNOWN_STATE, scores_of
 from windlass.policies.interfaces import Budgeter, OneShot
 from windlass.policies.wrapper import find
 
@@ -94,7 +94,7 @@ def cut_to_budget(cache: CacheState) -> None:
         if rules.is_whole_window and rules.budget is not None and rules.budget <= limits.budget:
             layer.rules = replace(layer.rules, budget=rules.budget)
         elif rules.is_whole_window:
-            layer.restore_policy()
+            _restore_policy(layer)
             if layer.policy.needs.state or layer.policy.needs.statistics:
                 blind.append(layer)
     one_shot = find(cache.policy, OneShot)
@@ -110,6 +110,14 @@ def cut_to_budget(cache: CacheState) -> None:
     for state in cache.recurrent:
         state.forget_steps()
     cache.rows = cache.rows.edited(None)
+
+
+def _restore_policy(layer: SlotLayer) -> None:
+    """Go by the cache's own policy, which has observed nothing yet, where just the sliding window was held."""
+    layer.rules = replace(layer.rules, policy=layer.configured_policy, merge=layer.configured_merge)
+    if layer.policy.needs.per_head:
+        layer.table.split_heads()
+    layer.table.keep_state(layer.rules.state, UNKNOWN_STATE)
 
 
 def _cut_layer(layer: SlotLayer, here: Step, ranking: Policy) -> None:

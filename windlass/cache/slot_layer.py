@@ -9,6 +9,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.attend import attend
+from windlass.cache.decode_kernel import Decoded, DecodeKernel
 from windlass.cache.eviction import evict, merge_evicted, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer import Layer
@@ -18,11 +19,11 @@ from windlass.cache.slot_table import SlotTable
 from windlass.cache.table_view import TableView
 from windlass.core.record import StepRecord
 from windlass.core.rotary_index import EMPTY
-from windlass.core.shapes import Attended, NewKeys, NewValues, Queries, SlotIndex
+from windlass.core.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries
 from windlass.core.step import HEADROOM, AttentionCall, Limits, Step
 from windlass.merge import Merge
 from windlass.policies.base import Policy, Slots
-from windlass.policies.calls import UNKNOWN_STATE, observe, preprocess
+from windlass.policies.calls import observe, preprocess
 from windlass.positions.modes import PositionMode
 from windlass.positions.rotary import Rotary, Rotation
 from windlass.stores.base import Store
@@ -51,6 +52,7 @@ class SlotLayer(Layer):
         self.reserve_hint = 0  # slots that are known to be needed soon, so that a layer without budget grows once
         self.history = History()
         self.checkpoint: Checkpoint | None = None
+        self.decode_kernel = DecodeKernel(policy)
         self.views: list[TableView] = []  # of the parts of the pass that runs, for the layers that share the slots
 
     @property
@@ -113,30 +115,46 @@ class SlotLayer(Layer):
         self, step: Step, states: tuple[Tensor, ...], mode: PositionMode, call: AttentionCall, is_continued: bool
     ) -> Attended:
         """Write, attend, observe, evict, and note how to undo it. `states` are queries, keys and values."""
-        (queries, keys, values), table, state = states, self.table, self.table.copied_state()
+        table, state = self.table, self.table.copied_state()
         if self.checkpoint is not None and not is_continued:
             self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
+        held, statistics, ring = table.occupancy_bound, dict(table.statistics), table.store.full_precision.tensors
+        table.occupancy_bound += max(step.lengths)
+        observed = observed_columns(step, self.policy.observed_queries)
+        weighed = observed if self.policy.needs.mass else None
+        kernel = None if self.is_shared else self.decode_kernel
+        done = kernel and kernel.step(table, self.rules, self.rotary, states, step, mode, call, weighed is not None)
+        done = done or self._write_and_attend(states, step, mode, call, weighed)
+        seen = None if observed is None else queries_at(done.queries, observed)
+        settled = settle(self.policy, self.index, lambda: self.slots_at(step), done.queries, step)
+        rolled_back, initial = (0,) * len(step.lengths), done.initial_state
+        record = StepRecord(step, rolled_back, held, statistics, done.written, state, ring, initial)
+        self.observe_and_evict(
+            replace(record, observed=observed, mass=done.mass, queries=seen, settled=settled, is_continued=is_continued)
+        )
+        return done.out
+
+    def _write_and_attend(
+        self,
+        states: tuple[Tensor, ...],
+        step: Step,
+        mode: PositionMode,
+        call: AttentionCall,
+        weighed: ObservedColumns | None,
+    ) -> Decoded:
+        """Write and attend, in whatever step; the table counts the tokens already."""
+        (queries, keys, values), table = states, self.table
         queries, keys, initial = preprocess(self.configured_policy, self.index, queries, keys, step.ids)
         if self.rules.has_places:
             initial |= step.known_places.state
         positions = step.positions[:, None].expand(-1, table.score_heads, -1)
         written = kernels.first_free(table.positions, keys.shape[2])
-        held, statistics, ring = table.occupancy_bound, dict(table.statistics), table.store.full_precision.tensors
         table.write(written, keys, values, positions, initial, call.index_keys)
-        table.occupancy_bound += max(step.lengths)
-        observed = observed_columns(step, self.policy.observed_queries)
-        weighed = observed if self.policy.needs.mass else None
         view = TableView.of(table, self.rules, step)
         if self.is_shared:
             self.views.append(view.kept())
         out, mass = attend(view, self.rules, self.rotary, queries, mode, call, weighed)
-        seen = None if observed is None else queries_at(queries, observed)
-        settled = settle(self.policy, self.index, lambda: self.slots_at(step), queries, step)
-        before = StepRecord(step, (0,) * len(step.lengths), held, statistics, written, state, ring, initial)
-        self.observe_and_evict(
-            replace(before, observed=observed, mass=mass, queries=seen, settled=settled, is_continued=is_continued)
-        )
-        return out
+        return Decoded(written, out, mass, queries, initial)
 
     def protect(self, step: Step) -> Checkpoint:
         """Note what the layer is before anything changes, so that `take_back` finds it again."""
@@ -181,26 +199,6 @@ class SlotLayer(Layer):
         if not self.is_empty:
             self.forget_steps(0)
             self.table.keep_places()
-
-    def restore_policy(self) -> None:
-        """Go by the cache's own policy, which has observed nothing yet, where just the sliding window was held."""
-        self.rules = replace(self.rules, policy=self.configured_policy, merge=self.configured_merge)
-        if self.policy.needs.per_head:
-            self.table.split_heads()
-        self.table.keep_state(self.rules.state, UNKNOWN_STATE)
-
-    def append(self, keys: NewKeys, values: NewValues, positions: Tensor) -> SlotIndex:
-        """Write tokens that attend to nothing, at (batch, score_heads, tokens) `positions`; returns the slots they got.
-
-        What exceeds the budget is evicted at the next step.
-        """
-        self.make_room(keys, values, is_decode=keys.shape[2] <= HEADROOM, defer_eviction=False)
-        positions = positions.expand(-1, self.table.score_heads, -1)
-        written = kernels.first_free(self.positions, keys.shape[2])
-        self.table.write(written, keys, values, positions, {})
-        self.table.occupancy_bound += int((positions >= 0).sum(-1).max())
-        self.forget_steps(0)
-        return written
 
     def make_room(self, keys: NewKeys, values: NewValues, is_decode: bool, defer_eviction: bool) -> None:
         """Slots for the new tokens: allocate, grow, or pack once decode begins."""

@@ -7,6 +7,7 @@ counts as newly written: a store with exact tokens copies these as the other cac
 import torch
 
 from windlass import kernels
+from windlass.cache.append import append
 from windlass.cache.edits import check_row
 from windlass.cache.picture_edits import refuse_pictures
 from windlass.cache.recurrent_layer import refuse_edit
@@ -73,7 +74,7 @@ def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at:
     positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
     is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
     keys, values = (states.expand(batch, -1, -1, -1) for states in theirs.store.read(source, order))
-    slots = mine.append(keys, values, positions.where(is_row, EMPTY))
+    slots = append(mine, keys, values, positions.where(is_row, EMPTY))
     is_alike = mine.store.is_compatible(theirs.store)  # else keys and values were converted, once
     mine.store.put(slots, {name: part for name, part in parts.items() if is_alike or name == INDEX_KEYS})
     kept = {*INITIAL_STATE, *(() if mine.rules.merge is None else mine.rules.merge.state)}

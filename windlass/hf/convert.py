@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedConfig
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
+from windlass.cache.append import append
 from windlass.cache.history import History
 from windlass.cache.picture_edits import refuse_pictures
 from windlass.cache.recurrent_layer import refuse_edit
@@ -49,7 +50,7 @@ def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds, confi
         types = getattr(config, "layer_types", None) or ()
         is_chunked = "chunked_attention" in types and types[kinds.attention[layer.index]] == "chunked_attention"
         layer.use_sliding_window(*((None, window) if is_chunked else (window, None)))
-        layer.append(keys, values, positions.expand(keys.shape[0], 1, -1))
+        append(layer, keys, values, positions.expand(keys.shape[0], 1, -1))
         # A sliding layer has dropped what its window left behind, which a rollback would have to bring back.
         layer.history = History(has_evicted=keys.shape[2] < seen)
     cache.rows = RowTable.after_prompt(cache.batch_size, seen)

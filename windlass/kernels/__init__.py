@@ -6,6 +6,7 @@ that these do not know `reference`. The arguments alone decide.
 """
 
 import warnings
+from collections.abc import Callable
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
+from windlass.core.decode import DecodeInput, DecodeSlots
 from windlass.core.errors import WindlassWarning
 from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
@@ -38,6 +40,21 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         if triton.can_read(call.queries, call.keys, call.values):
             return triton.attend(call)
     return reference.attend(call)
+
+
+def decode_of(
+    slots: DecodeSlots, queries: Queries
+) -> Callable[[DecodeInput], tuple[SlotIndex, Attended, Mass | None]] | None:
+    """`reference.decode` for these slots and queries like these; None where no backend does it in one call.
+
+    It is to be called only while the slots and the tables have the memory that they had.
+    """
+    keys, values = PackedStates(slots.keys), PackedStates(slots.values)
+    if not _is_compiled(queries.device.type) or not cpu.can_read(queries, keys, values):
+        return None
+    from windlass.kernels.cpu.decode import Decode  # late: it needs the compiled module
+
+    return Decode(slots, queries)
 
 
 def linear(call: LinearInput) -> LinearOutputs:

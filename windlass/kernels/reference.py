@@ -6,9 +6,10 @@ from torch.linalg import vector_norm
 from torch.nn import functional
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Visibility, Writes
+from windlass.core.decode import DecodeInput, DecodeSlots
 from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
-from windlass.core.rotary_index import EMPTY, RESERVED, RotaryBranch
+from windlass.core.rotary_index import EMPTY, RESERVED, RotaryBranch, RotaryIndex
 from windlass.core.rotate import rotate
 from windlass.core.shapes import (
     Attended,
@@ -252,3 +253,31 @@ def read(states: Tensor, index: SlotIndex) -> Tensor:
     starts = torch.arange(0, batch * kv_heads * slots, slots, device=states.device).view(batch, kv_heads, 1)
     # Whole rows are copied: a gather would look up every channel by itself.
     return states.flatten(0, 2).index_select(0, (index + starts).flatten()).view(batch, kv_heads, -1, width)
+
+
+def decode(slots: DecodeSlots, new: DecodeInput) -> tuple[SlotIndex, Attended, Mass | None]:
+    """Write one token per row to a free slot, and let its query read the slots, each at its own position.
+
+    Returns the slots that were written, what the queries read, and their attention mass if they are observed. A padding
+    token's slot stays free.
+    """
+    index = first_free(slots.positions, 1)
+    positions = new.positions[:, None].expand(-1, slots.positions.shape[1], -1)
+    write_all(index, [(slots.keys, new.keys), (slots.values, new.values), (slots.positions, positions), *slots.state])
+    at = RotaryBranch(positions.clamp(min=0), slots.positions.clamp(min=0))
+    out, mass = attend(
+        AttentionInput(
+            new.queries,
+            PackedStates(slots.keys),
+            PackedStates(slots.values),
+            slots.positions,
+            new.positions,
+            None if slots.tables is None else RotaryIndex(at),
+            slots.tables,
+            slots.scale,
+            slots.visibility,
+            softcap=slots.softcap,
+            observed=new.positions.clamp(max=0) if new.is_observed else None,
+        )
+    )
+    return index, out, mass

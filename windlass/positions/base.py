@@ -65,6 +65,10 @@ class PositionMode(ABC):
         """
         return self
 
+    def stands_until(self) -> int:
+        """The longest text of which each token is read at its own position; 0 where no such length is known."""
+        return 0
+
     def keeps_places(self, end: int, occupancy: int) -> bool:
         """Whether keys and queries are read where they stand, or at their ranks, and not just at some distance.
 

@@ -10,7 +10,7 @@ import torch
 
 from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
-from windlass.core.limits import check_range
+from windlass.core.limits import MAX_NUMBER, check_range
 from windlass.core.places import Places, SlotPlaces
 from windlass.core.rotary_index import RotaryBranch, RotaryIndex
 from windlass.core.shapes import QueryPositions, SlotPositions
@@ -32,6 +32,9 @@ class Original(PositionMode):
 
     def bound(self, end: int, occupancy: int, tokens: int) -> int:
         return end
+
+    def stands_until(self) -> int:
+        return MAX_NUMBER
 
     def keeps_places(self, end: int, occupancy: int) -> bool:
         return True

@@ -43,6 +43,9 @@ class Windowed(PositionMode):
             return end
         return self.trained_length if tokens == 1 else max(self.trained_length, tokens + self.near + 1)
 
+    def stands_until(self) -> int:
+        return self.trained_length
+
     def keeps_places(self, end: int, occupancy: int) -> bool:
         return self.label(end, occupancy) in ("original", "compact")
 

@@ -113,6 +113,10 @@ class Store(ABC):
         keys = self.packed_keys()
         return keys, replace(keys, last=self.latent) if self.latent else self.packed_values()
 
+    def in_place(self) -> tuple[SlotKeys, SlotValues] | None:
+        """All keys and values, where these are all that is stored, so that a kernel may write to them; else None."""
+        return None
+
     def is_compatible(self, other: "Store") -> bool:
         """Whether the parts of `other` stand for the same tokens here, so that `put` may take them as they are.
 

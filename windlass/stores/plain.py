@@ -27,3 +27,6 @@ class Plain(Store):
 
     def decode_values(self, parts: Parts) -> SlotValues:
         return parts["values"]
+
+    def in_place(self) -> tuple[SlotKeys, SlotValues] | None:
+        return None if self.latent or self.index else (self._parts["keys"], self._parts["values"])

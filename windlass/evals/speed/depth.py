@@ -2,6 +2,7 @@
 
 import torch
 
+from windlass.cache.append import append
 from windlass.cache.history import History
 from windlass.cache.rows import RowTable
 from windlass.cache.slot_layer import SlotLayer
@@ -63,4 +64,4 @@ def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache)
         if shape.latent:
             new_values = new_keys[..., -shape.latent :]
         at = positions[here].expand(cache.batch_size, 1, -1)
-        layer.append(new_keys, new_values, at)
+        append(layer, new_keys, new_values, at)

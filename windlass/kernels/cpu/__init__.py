@@ -12,7 +12,6 @@ from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
 from windlass.core.errors import UsageError
 from windlass.core.linear import LinearInput
 from windlass.core.packed import Format, PackedStates
-from windlass.core.rotary_index import RotaryBranch
 from windlass.core.shapes import (
     Attended,
     LinearOutputs,
@@ -24,6 +23,18 @@ from windlass.core.shapes import (
     SlotPositions,
 )
 from windlass.kernels import reference
+from windlass.kernels.cpu.arguments import (
+    FLOATS,
+    LOW_BIT,
+    NO_LIMIT,
+    address,
+    branch_positions,
+    contiguous_means,
+    format_of,
+    state_arguments,
+    table_arguments,
+    visibility_arguments,
+)
 
 WHY_MISSING = ""
 try:
@@ -35,9 +46,6 @@ except ImportError as error:  # installed without a compiler, or built for anoth
 MAX_TOKENS: Final = 16  # queries per row in one call of `attend`
 MAX_CHANNELS: Final = 1024
 MAX_ROWS: Final = 16  # of the inputs of `linear`
-NO_LIMIT: Final = 2**31 - 1  # a distance that no token reaches
-FLOATS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
-LOW_BIT: Final = {Format.INT8: 3, Format.INT4: 4}
 
 
 def chosen() -> str | None:
@@ -68,13 +76,13 @@ def instruction_set() -> str:
 
 def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool:
     """Whether `attend` knows the types of these tensors, which are in a CPU's memory."""
-    is_known = queries.dtype in FLOATS and _format(keys) == _format(values)
+    is_known = queries.dtype in FLOATS and format_of(keys) == format_of(values)
     return is_known and knows(keys) and values.channels <= MAX_CHANNELS
 
 
 def knows(states: PackedStates) -> bool:
     """Whether these kernels can read it."""
-    return _format(states) >= 0 and states.channels <= MAX_CHANNELS
+    return format_of(states) >= 0 and states.channels <= MAX_CHANNELS
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -86,9 +94,9 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         queries = queries.contiguous()
     out = queries.new_empty(batch, tokens, heads, values.channels)
     is_rotated = index is not None and call.tables is not None
-    near_queries, near_keys = _positions(index.near if is_rotated and index else None)
-    far_queries, far_keys = _positions(index.far if is_rotated and index else None)
-    near, far = (_address(near_queries), _address(near_keys)), (_address(far_queries), _address(far_keys))
+    near_queries, near_keys = branch_positions(index.near if is_rotated and index else None)
+    far_queries, far_keys = branch_positions(index.far if is_rotated and index else None)
+    near, far = (address(near_queries), address(near_keys)), (address(far_queries), address(far_keys))
     observed, rows, rest = call.observed, None, None
     if observed is not None:
         observed = observed.contiguous()
@@ -98,31 +106,26 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     sink_logits = None if call.sink_logits is None else call.sink_logits.float().contiguous()
     log_counts = None if call.log_counts is None else call.log_counts.float().contiguous()
     query_gain = None if call.query_gain is None else call.query_gain.float().contiguous()
-    key_means, value_means, visibility = _contiguous_means(keys), _contiguous_means(values), call.visibility
+    key_means, value_means = contiguous_means(keys), contiguous_means(values)
     _native.attend(
         (batch, heads, kv_heads, call.slot_positions.shape[1], tokens, slots),
-        _format(keys),
+        format_of(keys),
         FLOATS[queries.dtype],
         queries.data_ptr(),
         queries.stride()[:3],
-        _states(keys, key_means),
-        _states(values, value_means),
+        state_arguments(keys, key_means),
+        state_arguments(values, value_means),
         call.slot_positions.data_ptr(),
         query_positions.data_ptr(),
         (*near, *far, 0 if index is None else index.near_window),
-        _tables(call.tables),
-        _address(query_gain),
+        table_arguments(call.tables),
+        address(query_gain),
         call.scale,
         call.softcap or 0.0,
-        (
-            visibility.sliding_window or NO_LIMIT,
-            visibility.reach or NO_LIMIT,
-            visibility.sinks,
-            visibility.attention_chunk or NO_LIMIT,
-        ),
-        _address(sink_logits),
-        _address(log_counts),
-        (_address(observed), 0 if observed is None else observed.shape[1], _address(rows), _address(rest)),
+        visibility_arguments(call.visibility),
+        address(sink_logits),
+        address(log_counts),
+        (address(observed), 0 if observed is None else observed.shape[1], address(rows), address(rest)),
         out.data_ptr(),
         instruction_set(),
         torch.get_num_threads(),
@@ -146,7 +149,7 @@ def linear(call: LinearInput) -> LinearOutputs:
     scales = None if scales is None else scales.float().contiguous()
     sizes = (call.rows, in_features, out_features)
     formats = FLOATS[weights.dtype] if scales is None else LOW_BIT[Format.INT8], FLOATS[inputs.dtype]
-    addresses = inputs.data_ptr(), weights.data_ptr(), _address(scales), _address(call.bias), result.data_ptr()
+    addresses = inputs.data_ptr(), weights.data_ptr(), address(scales), address(call.bias), result.data_ptr()
     _native.linear(sizes, *formats, *addresses, instruction_set(), torch.get_num_threads())
     return result
 
@@ -166,14 +169,14 @@ def rotated(
     batch, kv_heads, slots = states.data.shape[:3]
     out = torch.empty(batch, kv_heads, used, states.channels, dtype=dtype)
     positions = None if positions is None else positions.to(torch.int32).contiguous()
-    means = _contiguous_means(states)
+    means = contiguous_means(states)
     _native.rotate(
         (batch, kv_heads, 1 if positions is None else positions.shape[1], slots, used),
-        _format(states),
+        format_of(states),
         FLOATS[dtype],
-        _states(states, means),
-        _address(positions),
-        _tables(tables),
+        state_arguments(states, means),
+        address(positions),
+        table_arguments(tables),
         out.data_ptr(),
         instruction_set(),
         torch.get_num_threads(),
@@ -185,11 +188,11 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
     """See `reference.mean_key_cosine`."""
     batch, kv_heads, slots = keys.data.shape[:3]
     out = torch.empty(batch, kv_heads, slots)
-    positions, means = positions.to(torch.int32).contiguous(), _contiguous_means(keys)
+    positions, means = positions.to(torch.int32).contiguous(), contiguous_means(keys)
     _native.mean_key_cosine(
         (batch, kv_heads, positions.shape[1], slots),
-        _format(keys),
-        _states(keys, means),
+        format_of(keys),
+        state_arguments(keys, means),
         positions.data_ptr(),
         out.data_ptr(),
         instruction_set(),
@@ -252,45 +255,3 @@ def write(states: Tensor, index: SlotIndex, new: Tensor) -> None:
     sizes = (batch, kv_heads, index.shape[1], index.shape[2], slots, width * states.itemsize)
     strides = tuple(stride * new.itemsize for stride in new.stride()[:3])
     _native.write(sizes, strides, index.data_ptr(), new.data_ptr(), states.data_ptr())
-
-
-def _positions(branch: RotaryBranch | None) -> tuple[Tensor | None, Tensor | None]:
-    """Rotary positions of queries and keys, as `call.hpp` wants them."""
-    if branch is None:
-        return None, None
-    return branch.queries.to(torch.int64).contiguous(), branch.keys.to(torch.int32).contiguous()
-
-
-def _format(states: PackedStates) -> int:
-    """The number of a format in `call.hpp`; -1 where it is not known there."""
-    if states.full_precision is not None and states.full_precision.dtype not in FLOATS:
-        return -1
-    if states.format is Format.FLOAT:
-        return FLOATS.get(states.data.dtype, -1)
-    return LOW_BIT.get(states.format, -1)
-
-
-def _contiguous_means(states: PackedStates) -> Tensor | None:
-    return None if states.means is None else states.means.float().contiguous()
-
-
-def _states(states: PackedStates, means: Tensor | None) -> tuple[int, int, int, int, int, int, int, int, int, int, int]:
-    """`PackedStates` of `_native.pyi`; `means` are those of `states`, contiguous."""
-    data, ring = states.data, states.full_precision
-    in_ring = (0, 0, 0, 0)
-    if ring is not None and states.ring_index is not None:
-        in_ring = ring.data_ptr(), states.ring_index.data_ptr(), ring.shape[2], FLOATS[ring.dtype]
-    row_bytes = data.shape[-1] * data.itemsize
-    channels = states.channels, states.first, states.held_channels
-    return data.data_ptr(), _address(states.scales), _address(means), *channels, row_bytes, *in_ring
-
-
-def _tables(tables: tuple[RotaryTable, RotaryTable] | None) -> tuple[int, int, int]:
-    if tables is None:
-        return 0, 0, 0
-    cos, sin = tables
-    return cos.data_ptr(), sin.data_ptr(), cos.shape[1]
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

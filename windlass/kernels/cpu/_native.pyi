@@ -28,6 +28,40 @@ def attend(
     instruction_set: str,
     threads: int,
 ) -> None: ...
+
+# address, strides of rows and heads: of queries in numbers, of keys and values in bytes
+NewStates = tuple[int, int, int]
+
+class Decode:
+    def __init__(
+        self,
+        sizes: tuple[int, int, int, int, int, int],
+        format: int,
+        float_format: int,
+        keys: PackedStates,
+        values: PackedStates,
+        slot_positions: int,
+        tables: tuple[int, int, int],
+        scale: float,
+        softcap: float,
+        visibility: tuple[int, int, int, int],
+        state: list[tuple[int, float]],
+        instruction_set: str,
+        /,
+    ) -> None: ...
+    def step(
+        self,
+        queries: NewStates,
+        keys: NewStates,
+        values: NewStates,
+        positions: int,
+        written: int,
+        out: int,
+        mass: int,
+        threads: int,
+        /,
+    ) -> None: ...
+
 def rotate(
     sizes: tuple[int, int, int, int, int],
     format: int,

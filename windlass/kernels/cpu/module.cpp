@@ -2,8 +2,10 @@
 // `call.hpp`, which `__init__.py`, the only caller, sees to, and reading an address is much cheaper
 // than an exchange of array objects, of which a decode step would need hundreds.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
 #include <memory>
 #include <new>
@@ -11,39 +13,12 @@
 #include <tuple>
 
 #include "call.hpp"
+#include "decode.hpp"
+#include "instruction_sets.hpp"
 #include "slots.hpp"
 
 namespace nb = nanobind;
 using namespace windlass;
-
-namespace windlass {
-namespace plain {
-void attend(const Attend &call, float *scratch, int threads);
-void rotate(const Rotate &call, int threads);
-void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
-void linear(const Linear &call, float *scratch, int threads);
-}  // namespace plain
-#ifdef WINDLASS_X86
-namespace avx2 {
-void attend(const Attend &call, float *scratch, int threads);
-void rotate(const Rotate &call, int threads);
-void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
-void linear(const Linear &call, float *scratch, int threads);
-}  // namespace avx2
-namespace avx512 {
-void attend(const Attend &call, float *scratch, int threads);
-void rotate(const Rotate &call, int threads);
-void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
-void linear(const Linear &call, float *scratch, int threads);
-}  // namespace avx512
-namespace avx512_bf16 {
-void attend(const Attend &call, float *scratch, int threads);
-void rotate(const Rotate &call, int threads);
-void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);
-void linear(const Linear &call, float *scratch, int threads);
-}  // namespace avx512_bf16
-#endif
-}  // namespace windlass
 
 namespace {
 
@@ -51,38 +26,6 @@ using Address = std::uintptr_t;
 template <class T>
 T *at(Address address) {
     return reinterpret_cast<T *>(address);
-}
-
-bool has_avx512() {
-#ifdef WINDLASS_X86
-    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
-#else
-    return false;
-#endif
-}
-bool has_bf16() {
-#ifdef WINDLASS_X86
-    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
-#else
-    return false;
-#endif
-}
-bool has_avx2() {
-#ifdef WINDLASS_X86
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
-#else
-    return false;
-#endif
-}
-
-// The instruction sets that this CPU runs, best first.
-std::string instruction_sets() {
-    std::string sets;
-    if (has_bf16()) sets += "avx512_bf16 ";
-    if (has_avx512()) sets += "avx512 ";
-    if (has_avx2()) sets += "avx2 ";
-    return sets + "plain";
 }
 
 // Kept between calls: a fresh allocation of this size is paid for in page faults. A vector that lies
@@ -139,12 +82,7 @@ void rotate(std::tuple<int, int, int, int, int> sizes, int format, int float_for
                       pairs,
                       at<std::uint8_t>(out)};
     nb::gil_scoped_release released;
-#ifdef WINDLASS_X86
-    if (instruction_set == "avx512_bf16") return avx512_bf16::rotate(call, threads);
-    if (instruction_set == "avx512") return avx512::rotate(call, threads);
-    if (instruction_set == "avx2") return avx2::rotate(call, threads);
-#endif
-    plain::rotate(call, threads);
+    kernels_of(instruction_set).rotate(call, threads);
 }
 
 void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArguments keys,
@@ -160,12 +98,23 @@ void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArg
                              at<float>(out)};
     float *scratch = scratch_of(scratch_size(call));
     nb::gil_scoped_release released;
-#ifdef WINDLASS_X86
-    if (instruction_set == "avx512_bf16") return avx512_bf16::mean_key_cosine(call, scratch, threads);
-    if (instruction_set == "avx512") return avx512::mean_key_cosine(call, scratch, threads);
-    if (instruction_set == "avx2") return avx2::mean_key_cosine(call, scratch, threads);
-#endif
-    plain::mean_key_cosine(call, scratch, threads);
+    kernels_of(instruction_set).mean_key_cosine(call, scratch, threads);
+}
+
+// What a call of `attend` and a decode step have in common.
+Attend attend_call(std::tuple<int, int, int, int, int, int> sizes, int format, int float_format, PackedArguments keys,
+                   PackedArguments values, Address slot_positions, std::tuple<Address, Address, int> tables,
+                   float scale, float softcap, std::tuple<int, int, int, int> visibility) {
+    Attend call{};
+    std::tie(call.batch, call.heads, call.kv_heads, call.score_heads, call.tokens, call.slots) = sizes;
+    call.format = Format(format), call.float_format = Format(float_format);
+    call.keys = packed_states(keys), call.values = packed_states(values);
+    call.slot_positions = at<const std::int32_t>(slot_positions);
+    call.cos = at<const float>(std::get<0>(tables)), call.sin = at<const float>(std::get<1>(tables));
+    call.pairs = std::get<2>(tables);
+    call.scale = scale, call.softcap = softcap;
+    std::tie(call.sliding_window, call.reach, call.sinks, call.attention_chunk) = visibility;
+    return call;
 }
 
 void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int float_format, Address queries,
@@ -176,36 +125,47 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int floa
             std::tuple<int, int, int, int> visibility, Address sink_logits, Address log_counts,
             std::tuple<Address, int, Address, Address> mass, Address out, const std::string &instruction_set,
             int threads) {
-    Attend call{};
-    std::tie(call.batch, call.heads, call.kv_heads, call.score_heads, call.tokens, call.slots) = sizes;
-    call.format = Format(format), call.float_format = Format(float_format);
+    Attend call = attend_call(sizes, format, float_format, keys, values, slot_positions, tables, scale, softcap,
+                              visibility);
     call.queries = at<const std::uint8_t>(queries);
     std::tie(call.query_strides[0], call.query_strides[1], call.query_strides[2]) = strides;
-    call.keys = packed_states(keys), call.values = packed_states(values);
-    call.slot_positions = at<const std::int32_t>(slot_positions);
     call.query_positions = at<const std::int64_t>(query_positions);
     call.near = Branch{at<const std::int64_t>(std::get<0>(rotary_index)),
                        at<const std::int32_t>(std::get<1>(rotary_index))};
     call.far = Branch{at<const std::int64_t>(std::get<2>(rotary_index)),
                       at<const std::int32_t>(std::get<3>(rotary_index))};
     call.near_window = std::get<4>(rotary_index);
-    call.cos = at<const float>(std::get<0>(tables)), call.sin = at<const float>(std::get<1>(tables));
-    call.pairs = std::get<2>(tables);
     call.query_gain = at<const float>(query_gain);
-    call.scale = scale, call.softcap = softcap;
-    std::tie(call.sliding_window, call.reach, call.sinks, call.attention_chunk) = visibility;
     call.sink_logits = at<const float>(sink_logits), call.log_counts = at<const float>(log_counts);
     call.observed = at<const std::int64_t>(std::get<0>(mass)), call.observations = std::get<1>(mass);
     call.mass_rows = at<float>(std::get<2>(mass)), call.mass_rest = at<float>(std::get<3>(mass));
     call.out = at<std::uint8_t>(out);
     float *scratch = scratch_of(Scratch(call, threads).total());
     nb::gil_scoped_release released;
-#ifdef WINDLASS_X86
-    if (instruction_set == "avx512_bf16") return avx512_bf16::attend(call, scratch, threads);
-    if (instruction_set == "avx512") return avx512::attend(call, scratch, threads);
-    if (instruction_set == "avx2") return avx2::attend(call, scratch, threads);
-#endif
-    plain::attend(call, scratch, threads);
+    kernels_of(instruction_set).attend(call, scratch, threads);
+}
+
+using NewStates = std::tuple<Address, std::int64_t, std::int64_t>;
+
+Decode::New new_states(NewStates from) {
+    return {at<const std::uint8_t>(std::get<0>(from)), std::get<1>(from), std::get<2>(from)};
+}
+
+void decode(Decode &decode, NewStates queries, NewStates keys, NewStates values, Address positions, Address written,
+            Address out, Address mass, int threads) {
+    const Decode::Given given{at<const std::uint8_t>(std::get<0>(queries)),
+                              {std::get<1>(queries), std::get<2>(queries)},
+                              new_states(keys),
+                              new_states(values),
+                              at<const std::int64_t>(positions),
+                              at<std::int64_t>(written),
+                              at<std::uint8_t>(out),
+                              at<float>(mass)};
+    Attend sizes = decode.sizes();
+    sizes.mass_rows = given.mass;  // which takes memory, too
+    float *scratch = scratch_of(Scratch(sizes, threads).total());
+    nb::gil_scoped_release released;
+    decode.step(given, scratch, threads);
 }
 
 void linear(std::tuple<int, int, int> sizes, int format, int float_format, Address inputs, Address weights,
@@ -223,23 +183,30 @@ void linear(std::tuple<int, int, int> sizes, int format, int float_format, Addre
                       at<std::uint8_t>(result)};
     float *scratch = scratch_of(call.scratch());
     nb::gil_scoped_release released;
-#ifdef WINDLASS_X86
-    if (instruction_set == "avx512_bf16") return avx512_bf16::linear(call, scratch, threads);
-    if (instruction_set == "avx512") return avx512::linear(call, scratch, threads);
-    if (instruction_set == "avx2") return avx2::linear(call, scratch, threads);
-#endif
-    plain::linear(call, scratch, threads);
+    kernels_of(instruction_set).linear(call, scratch, threads);
 }
 
 }  // namespace
 
 NB_MODULE(_native, module) {
     using namespace nb::literals;
+    nb::set_leak_warnings(false);  // a cache that lives until the process ends is no leak
     module.def("instruction_sets", &instruction_sets);
     module.def("attend", &attend, "sizes"_a, "format"_a, "float_format"_a, "queries"_a, "strides"_a, "keys"_a,
                "values"_a, "slot_positions"_a, "query_positions"_a, "rotary_index"_a, "tables"_a,
                "query_gain"_a, "scale"_a, "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
+    nb::class_<Decode>(module, "Decode")
+        .def("__init__",
+             [](Decode *self, std::tuple<int, int, int, int, int, int> sizes, int format, int float_format,
+                PackedArguments keys, PackedArguments values, Address slot_positions,
+                std::tuple<Address, Address, int> tables, float scale, float softcap,
+                std::tuple<int, int, int, int> visibility, std::vector<Decode::State> state, const std::string &instruction_set) {
+                 new (self) Decode(attend_call(sizes, format, float_format, keys, values, slot_positions, tables,
+                                               scale, softcap, visibility),
+                                   std::move(state), kernels_of(instruction_set).attend);
+             })
+        .def("step", &decode);
     module.def("rotate", &rotate, "sizes"_a, "format"_a, "float_format"_a, "states"_a, "positions"_a,
                "tables"_a, "out"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,

@@ -1,0 +1,153 @@
+"""Decode steps in one call of a kernel leave what the four steps one by one leave, and are taken where they may be."""
+
+import copy
+from collections.abc import Callable
+from typing import Any, Final
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.helpers.caches import POLICIES, assert_same
+from tests.helpers.models import Models, Text, read
+from windlass import DMC, KVCache, Pairs, kernels
+from windlass.core.decode import DecodeInput, DecodeSlots
+from windlass.kernels import cpu
+from windlass.policies import Policy
+
+if not cpu.instruction_sets():
+    pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
+
+LIMITS: Final[dict[str, Any]] = {"sinks": 2, "window": 3, "chunk": 40}
+Kernel = Callable[[DecodeInput], Any]
+
+
+class Watched:
+    """`kernels.decode_of`, which counts the kernels it makes and their steps; none are made while it is off."""
+
+    def __init__(self) -> None:
+        self.made, self.steps, self.is_on = 0, 0, True
+        self._decode_of = kernels.decode_of
+
+    def __call__(self, slots: DecodeSlots, queries: Tensor) -> Kernel | None:
+        if not self.is_on:
+            return None
+        kernel = self._decode_of(slots, queries)
+        assert kernel is not None
+        self.made += 1
+
+        def step(new: DecodeInput) -> object:
+            self.steps += 1
+            return kernel(new)
+
+        return step
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
+    watch = Watched()
+    monkeypatch.setattr(kernels, "decode_of", watch)
+    return watch
+
+
+def both(model: Any, ids: Tensor, watched: Watched, **options: Any) -> tuple[KVCache, KVCache, int]:
+    """A prompt and 20 tokens one by one, with the kernel and without; returns the caches and the kernel's steps."""
+    logits, steps = [], []
+    caches: list[KVCache] = []
+    for watched.is_on in (True, False):
+        watched.steps = 0
+        cache = KVCache(model, **{**LIMITS, "batch": ids.shape[0], **options})
+        logits.append(torch.cat((read(model, cache, ids[:, :40], 40), read(model, cache, ids[:, 40:60], 1)), 1))
+        caches.append(cache)
+        steps.append(watched.steps)
+    watched.is_on = True
+    assert logits[0].equal(logits[1])
+    assert_same(caches[0], caches[1])
+    assert steps[1] == 0
+    return caches[0], caches[1], steps[0]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+@pytest.mark.parametrize("budget", [14, None])
+def test_every_policy(attached_model: Models, text: Text, policy: Policy, budget: int | None, watched: Watched) -> None:
+    model = attached_model("llama")
+    ours, truth, steps = both(model, text(60, rows=2), watched, policy=policy, budget=budget)
+    assert steps == (0 if isinstance(policy, DMC | Pairs) else 20 * len(ours.layers))
+    for cache in (ours, truth):
+        cache.rollback([5, 0])
+    assert_same(ours, truth)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "phi3", "glm4", "llama_dynamic", "olmo2"])
+def test_families(attached_model: Models, text: Text, family: str, watched: Watched) -> None:
+    """Norms of heads, sliding windows beside full attention, partial rotation."""
+    _, _, steps = both(attached_model(family), text(60), watched, budget=30)
+    assert steps > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "is_served"),
+    [
+        ({}, True),
+        ({"positions": "original"}, True),
+        ({"positions": "compact"}, False),
+        ({"positions": "self_extend(3, 5)"}, False),
+        ({"merge": "mean_count"}, False),
+        ({"rollback": 9}, True),
+    ],
+)
+def test_what_is_served(
+    attached_model: Models, text: Text, options: dict[str, Any], is_served: bool, watched: Watched
+) -> None:
+    _, _, steps = both(attached_model("llama"), text(60), watched, **{"budget": 14, **options})
+    assert (steps > 0) == is_served
+
+
+def test_a_store_of_codes_is_not_served(attached_model: Models, text: Text, watched: Watched) -> None:
+    model, ids = attached_model("llama"), text(50)
+    cache = KVCache(model, store="int8", **LIMITS)
+    read(model, cache, ids[:, :20], 20)  # which measures the mean keys with a cache of its own
+    watched.made = 0
+    read(model, cache, ids[:, 20:], 1)
+    assert watched.made == 0
+
+
+def test_one_kernel_serves_until_something_changes(attached_model: Models, text: Text, watched: Watched) -> None:
+    model, ids = attached_model("llama"), text(400)
+    cache = KVCache(model, **LIMITS)
+    layers = len(cache.layers)
+
+    def made(first: int, count: int) -> int:
+        watched.made = 0
+        read(model, cache, ids[:, first : first + count], 1)
+        assert watched.made % layers == 0
+        return watched.made // layers
+
+    read(model, cache, ids[:, :40], 40)
+    assert made(40, 10) == 1
+    assert made(50, 10) == 0
+    assert made(60, 40) == 1  # the layers grew from 64 slots to 128
+    cache.positions = "compact"
+    assert made(100, 5) == 0
+    cache.positions = "original"
+    assert made(105, 5) == 1
+    twin = copy.deepcopy(cache)
+    assert made(110, 5) == 0
+    read(model, twin, ids[:, 110:115], 1)
+    assert_same(cache, twin)
+    assert made(115, 142) == 3  # to 192 slots, to 320, and to longer tables of angles
+    cache.compress(100)
+    assert made(257, 20) == 1
+
+
+def test_a_kernel_keeps_no_memory_alive(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(90)
+    cache = KVCache(model, **LIMITS)
+    read(model, cache, ids[:, :40], 40)
+    read(model, cache, ids[:, 40:50], 1)
+    keys, _ = cache.layers[0].store.in_place() or (None, None)
+    assert keys is not None
+    address = keys.untyped_storage()._weak_ref()
+    del keys
+    read(model, cache, ids[:, 50:90], 40)
+    assert torch.UntypedStorage._expired(address)

@@ -1,0 +1,77 @@
+// The kernels of each instruction set, and which of these the CPU runs.
+#pragma once
+#include <string>
+
+#include "call.hpp"
+
+namespace windlass {
+
+// The kernels of one instruction set, each compiled in a namespace of its own.
+struct Kernels {
+    void (*attend)(const Attend &call, float *scratch, int threads);
+    void (*rotate)(const Rotate &call, int threads);
+    void (*mean_key_cosine)(const MeanKeyCosine &call, float *scratch, int threads);
+    void (*linear)(const Linear &call, float *scratch, int threads);
+};
+
+}  // namespace windlass
+
+#define WINDLASS_DECLARE(set)                                                           \
+    namespace windlass::set {                                                           \
+    void attend(const Attend &call, float *scratch, int threads);                       \
+    void rotate(const Rotate &call, int threads);                                       \
+    void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);       \
+    void linear(const Linear &call, float *scratch, int threads);                       \
+    constexpr Kernels kernels{&attend, &rotate, &mean_key_cosine, &linear};             \
+    }
+WINDLASS_DECLARE(plain)
+#ifdef WINDLASS_X86
+WINDLASS_DECLARE(avx2)
+WINDLASS_DECLARE(avx512)
+WINDLASS_DECLARE(avx512_bf16)
+#endif
+
+namespace windlass {
+
+inline bool has_avx512() {
+#ifdef WINDLASS_X86
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+#else
+    return false;
+#endif
+}
+inline bool has_bf16() {
+#ifdef WINDLASS_X86
+    return has_avx512() && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni");
+#else
+    return false;
+#endif
+}
+inline bool has_avx2() {
+#ifdef WINDLASS_X86
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+#else
+    return false;
+#endif
+}
+
+// The instruction sets that this CPU runs, best first.
+inline std::string instruction_sets() {
+    std::string sets;
+    if (has_bf16()) sets += "avx512_bf16 ";
+    if (has_avx512()) sets += "avx512 ";
+    if (has_avx2()) sets += "avx2 ";
+    return sets + "plain";
+}
+
+inline const Kernels &kernels_of(const std::string &instruction_set) {
+#ifdef WINDLASS_X86
+    if (instruction_set == "avx512_bf16") return avx512_bf16::kernels;
+    if (instruction_set == "avx512") return avx512::kernels;
+    if (instruction_set == "avx2") return avx2::kernels;
+#endif
+    return plain::kernels;
+}
+
+}  // namespace windlass
