@@ -98,12 +98,15 @@ class SlotLayer(Layer):
             self.longest_decode = max(self.longest_decode, step.positions.shape[1])
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
         parts = self._parts(step)
-        columns = [part.positions.shape[1] for part in parts]
-        pieces = zip(*(states.split(columns, 2) for states in (queries, keys, values)), strict=True)
-        each = zip(parts, pieces, call.split(columns), strict=True)
-        outs = [self._step(part, piece, mode, its, part is not parts[0]) for part, piece, its in each]
+        if len(parts) == 1:
+            out = self._step(parts[0], (queries, keys, values), mode, call, is_continued=False)
+        else:
+            columns = [part.positions.shape[1] for part in parts]
+            pieces = zip(*(states.split(columns, 2) for states in (queries, keys, values)), strict=True)
+            each = zip(parts, pieces, call.split(columns), strict=True)
+            out = torch.cat([self._step(part, piece, mode, its, part is not parts[0]) for part, piece, its in each], 2)
         self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+        return out
 
     def _parts(self, step: Step) -> tuple[Step, ...]:
         """`step.parts`, unless nothing depends on it: no token is evicted, observed or held in another precision."""

@@ -42,9 +42,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     out, lse = _attended(branches, values, masks, call.scale, call.sink_logits)
     if call.observed is None:
         return out, None
-    mass = _mass(branches, masks, lse, call.scale, call.observed, call.is_rest_wanted)
-    beyond = (0, slots - used)
-    return out, Mass(pad(mass.rows, beyond), None if mass.rest is None else pad(mass.rest, beyond))
+    return out, _mass(branches, masks, lse, call.scale, call.observed, call.is_rest_wanted, slots)
 
 
 @dataclass(frozen=True)
@@ -180,35 +178,26 @@ def _mass(
     scale: float,
     observed: ObservedColumns,
     is_rest_wanted: bool,
+    slots: int,
 ) -> Mass:
-    keys = [branch.keys.float().transpose(-1, -2)[:, :, None] for branch in branches]
-
-    def mass_of(columns: ObservedColumns) -> Tensor:
-        """Attention of these queries, summed over heads that share keys: (batch, kv_heads, n, used)."""
-        seen = masks.masks(masks.queries.gather(1, columns), masks.slots.shape[2])
-        kv_heads = branches[0].keys.shape[1]
-        at = columns[:, None, :].expand(-1, lse.shape[1], -1)
-        totals = lse.gather(2, at).unflatten(1, (kv_heads, -1))[..., None]
-        mass = torch.zeros((), device=lse.device)
-        for branch, rotated, mask in zip(branches, keys, seen, strict=True):
-            queries = branch.queries.gather(2, at[..., None].expand(-1, -1, -1, branch.queries.shape[-1])).float()
-            logits = queries.unflatten(1, (kv_heads, -1)) @ rotated * scale
-            mass = mass + (logits + masks.bias(mask, torch.float32)[:, :, None] - totals).exp().sum(2)
-        return mass
-
-    size = max(1, SCORE_BYTES // (lse.shape[0] * lse.shape[1] * masks.slots.shape[2] * 4))
-    rows = [mass_of(columns.clamp(min=0)) * (columns >= 0)[:, None, :, None] for columns in observed.split(size, dim=1)]
-    if not is_rest_wanted:
-        return Mass(torch.cat(rows, 2), None)
-    batch, tokens = masks.queries.shape
-    others = torch.ones(batch, tokens + 1, device=observed.device)
-    others = others.scatter(1, observed.where(observed >= 0, tokens), 0.0)[:, :-1]
-    columns = torch.arange(tokens, device=observed.device).expand(batch, -1)
-    rest = [
-        torch.einsum("bhts,bt->bhs", mass_of(some), weight)
-        for some, weight in zip(columns.split(size, dim=1), others.split(size, dim=1), strict=True)
-    ]
-    return Mass(torch.cat(rows, 2), torch.stack(rest).sum(0))
+    """The attention that each of `slots` slots got: of the observed queries one by one, and of all others in sum."""
+    (batch, tokens), observations = masks.queries.shape, observed.shape[1]
+    numbers = torch.arange(observations, device=observed.device, dtype=torch.int32).expand(batch, -1)
+    columns, targets = observed.clamp(min=0), numbers.where(observed >= 0, -1)
+    if is_rest_wanted:
+        columns = torch.arange(tokens, device=observed.device).expand(batch, -1)
+        rest = torch.full((batch, tokens + 1), observations, device=observed.device, dtype=torch.int32)
+        targets = rest.scatter(1, observed.where(observed >= 0, tokens), numbers)[:, :-1]
+    mass = torch.zeros(batch, branches[0].keys.shape[1], observations + is_rest_wanted, slots)
+    score_heads, used = masks.slots.shape[1:]
+    size = max(1, MASK_BYTES // (batch * score_heads * used))
+    for some, its in zip(columns.split(size, 1), targets.split(size, 1), strict=True):
+        at = some[:, None].expand(-1, lse.shape[1], -1)
+        seen = masks.masks(masks.queries.gather(1, some), used)
+        for branch, mask in zip(branches, seen, strict=True):
+            queries = branch.queries.gather(2, at[..., None].expand(-1, -1, -1, branch.queries.shape[-1]))
+            cpu.add_query_mass(mass, queries, branch.keys, mask, masks.log_counts, lse.gather(2, at), its, scale)
+    return Mass(mass[:, :, :observations], mass[:, :, observations] if is_rest_wanted else None)
 
 
 def _used(is_held: Tensor) -> int:

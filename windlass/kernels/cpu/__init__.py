@@ -201,6 +201,47 @@ def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
     return out
 
 
+def add_query_mass(
+    mass: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    mask: Tensor,
+    log_counts: Tensor | None,
+    lse: Tensor,
+    targets: Tensor,
+    scale: float,
+) -> None:
+    """Add to `mass` (batch, kv_heads, outputs, slots) what slots get of the attention of rotated `queries`.
+
+    `mask` (batch, score_heads, tokens, used) tells which of the first slots they see, `lse` (batch, heads, tokens) the
+    log-sum-exp of their logits, and `targets` (batch, tokens) the output that each adds to, negative for none.
+    """
+    (batch, heads, tokens, channels), (_, mask_heads, _, used) = queries.shape, mask.shape
+    if (
+        keys.stride()[2:] != (channels, 1)
+        or keys.stride(1) % channels
+        or keys.stride(0) != keys.stride(1) * keys.shape[1]
+    ):
+        keys = keys.contiguous()
+    queries, mask, lse, targets = (each.contiguous() for each in (queries, mask, lse.float(), targets))
+    log_counts = None if log_counts is None else log_counts[..., :used].float().contiguous()
+    _native.query_mass(
+        (batch, heads, keys.shape[1], mask_heads, tokens, used, channels),
+        (keys.stride(1) // channels, mass.shape[3], mass.shape[2]),
+        FLOATS[queries.dtype],
+        queries.data_ptr(),
+        keys.data_ptr(),
+        mask.data_ptr(),
+        address(log_counts),
+        lse.data_ptr(),
+        targets.data_ptr(),
+        scale,
+        mass.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+
+
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:
     """See `reference.first_free`."""
     batch, score_heads, slots = positions.shape

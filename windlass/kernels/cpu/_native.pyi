@@ -94,6 +94,21 @@ def linear(
     instruction_set: str,
     threads: int,
 ) -> None: ...
+def query_mass(
+    sizes: tuple[int, int, int, int, int, int, int],
+    room: tuple[int, int, int],
+    format: int,
+    queries: int,
+    keys: int,
+    mask: int,
+    log_counts: int,
+    lse: int,
+    targets: int,
+    scale: float,
+    mass: int,
+    instruction_set: str,
+    threads: int,
+) -> None: ...
 def first_free(positions: int, rows: int, slots: int, count: int, out: int) -> None: ...
 def argsort_positions(positions: int, rows: int, slots: int, out: int, threads: int) -> None: ...
 def lowest(

@@ -81,6 +81,21 @@ struct MeanKeyCosine {
     float *out;                     // (batch, kv_heads, slots)
 };
 
+// What slots get of the attention of a chunk's queries: the keys are rotated, and the log-sum-exps known.
+struct QueryMass {
+    int batch, heads, kv_heads, mask_heads, tokens, used, channels;
+    int key_slots, slots, outputs;  // slots that keys have room for, and those of the result
+    Format format;                  // of queries and keys
+    const std::uint8_t *queries;    // (batch, heads, tokens, channels)
+    const std::uint8_t *keys;       // (batch, kv_heads, key_slots, channels), of which the first `used` count
+    const bool *mask;               // (batch, mask_heads, tokens, used): which slots a query sees
+    const float *log_counts;        // (batch, mask_heads, used); may be null
+    const float *lse;               // (batch, heads, tokens)
+    const std::int32_t *targets;    // (batch, tokens): the row of the result that a query adds to, -1 for none
+    float scale;
+    float *mass;  // (batch, kv_heads, outputs, slots)
+};
+
 // A linear layer: inputs (tokens, in) by weights (out, in), all contiguous.
 struct Linear {
     int tokens, in, out;

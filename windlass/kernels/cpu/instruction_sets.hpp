@@ -12,6 +12,7 @@ struct Kernels {
     void (*rotate)(const Rotate &call, int threads);
     void (*mean_key_cosine)(const MeanKeyCosine &call, float *scratch, int threads);
     void (*linear)(const Linear &call, float *scratch, int threads);
+    void (*query_mass)(const QueryMass &call, int threads);
 };
 
 }  // namespace windlass
@@ -22,7 +23,8 @@ struct Kernels {
     void rotate(const Rotate &call, int threads);                                       \
     void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);       \
     void linear(const Linear &call, float *scratch, int threads);                       \
-    constexpr Kernels kernels{&attend, &rotate, &mean_key_cosine, &linear};             \
+    void query_mass(const QueryMass &call, int threads);                                \
+    constexpr Kernels kernels{&attend, &rotate, &mean_key_cosine, &linear, &query_mass}; \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

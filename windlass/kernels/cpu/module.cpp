@@ -186,6 +186,34 @@ void linear(std::tuple<int, int, int> sizes, int format, int float_format, Addre
     kernels_of(instruction_set).linear(call, scratch, threads);
 }
 
+void query_mass(std::tuple<int, int, int, int, int, int, int> sizes, std::tuple<int, int, int> room, int format,
+                Address queries, Address keys, Address mask, Address log_counts, Address lse, Address targets,
+                float scale, Address mass, const std::string &instruction_set, int threads) {
+    const auto [batch, heads, kv_heads, mask_heads, tokens, used, channels] = sizes;
+    const auto [key_slots, slots, outputs] = room;
+    const QueryMass call{batch,
+                         heads,
+                         kv_heads,
+                         mask_heads,
+                         tokens,
+                         used,
+                         channels,
+                         key_slots,
+                         slots,
+                         outputs,
+                         Format(format),
+                         at<const std::uint8_t>(queries),
+                         at<const std::uint8_t>(keys),
+                         at<const bool>(mask),
+                         at<const float>(log_counts),
+                         at<const float>(lse),
+                         at<const std::int32_t>(targets),
+                         scale,
+                         at<float>(mass)};
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).query_mass(call, threads);
+}
+
 }  // namespace
 
 NB_MODULE(_native, module) {
@@ -213,6 +241,8 @@ NB_MODULE(_native, module) {
                "instruction_set"_a, "threads"_a);
     module.def("linear", &linear, "sizes"_a, "format"_a, "float_format"_a, "inputs"_a, "weights"_a, "scales"_a,
                "bias"_a, "result"_a, "instruction_set"_a, "threads"_a);
+    module.def("query_mass", &query_mass, "sizes"_a, "room"_a, "format"_a, "queries"_a, "keys"_a, "mask"_a,
+               "log_counts"_a, "lse"_a, "targets"_a, "scale"_a, "mass"_a, "instruction_set"_a, "threads"_a);
     module.def("first_free",
                [](Address positions, std::int64_t rows, std::int64_t slots, std::int64_t count, Address out) {
                    first_free(at<const std::int32_t>(positions), rows, slots, count, at<std::int64_t>(out));
