@@ -22,6 +22,7 @@ from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
 from windlass.core.shapes import Attended, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
 from windlass.kernels import cpu, reference, sdpa
+from windlass.kernels.cpu import codes as cpu_codes
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -119,6 +120,8 @@ def write_all(index: SlotIndex, writes: Writes) -> None:
 
 def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
     """See `reference.encode`."""
+    if _is_compiled(states.device.type) and cpu_codes.can_encode(states, bits):
+        return cpu_codes.encode(states, means, bits)
     has_triton = _has_triton(states.device.type)
     backend = import_module("windlass.kernels.triton.codes") if has_triton else reference
     codes, scales = backend.encode(states, means, bits)

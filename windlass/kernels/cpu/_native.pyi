@@ -73,6 +73,17 @@ def rotate(
     instruction_set: str,
     threads: int,
 ) -> None: ...
+def encode(
+    sizes: tuple[int, int, int, int, int],
+    float_format: int,
+    states: int,
+    strides: tuple[int, ...],
+    means: int,
+    codes: int,
+    scales: int,
+    instruction_set: str,
+    threads: int,
+) -> None: ...
 def mean_key_cosine(
     sizes: tuple[int, int, int, int],
     format: int,

@@ -27,11 +27,13 @@ namespace {
 #include "products.hpp"
 #include "online_softmax.hpp"
 #include "rotate.hpp"
+#include "narrow.hpp"
 #include "mean_key_cosine.hpp"
+#include "encode.hpp"
 
 // Buffers of one thread.
 struct ThreadBuffers {
-    float *rotated, *near, *far;
+    float *rotated, *near, *far, *tables, *far_tables;
 };
 
 template <Format F>
@@ -45,6 +47,8 @@ class Kernel {
         buffers = logits + sizes.logits;
         rotated_size = sizes.keys_rotated / threads;
         logits_size = sizes.probabilities / threads / 2;
+        tables_size = sizes.tables / threads;
+        is_narrow = has_narrow_keys(), is_split = has_split_tables();
     }
 
     void run(int threads) {
@@ -69,13 +73,15 @@ class Kernel {
     const Attend &call;
     const Scratch &sizes;
     float *queries, *partials, *totals, *logits, *buffers;
-    std::size_t rotated_size, logits_size;
+    std::size_t rotated_size, logits_size, tables_size;
+    bool is_narrow, is_split;
 
     static int thread() { return omp_get_thread_num(); }
 
     ThreadBuffers buffers_of(int thread_number) const {
-        float *start = buffers + thread_number * (rotated_size + 2 * logits_size);
-        return {start, start + rotated_size, start + rotated_size + logits_size};
+        float *start = buffers + thread_number * (rotated_size + 2 * logits_size + tables_size);
+        float *near = start + rotated_size, *tables = near + 2 * logits_size;
+        return {start, near, near + logits_size, tables, tables + tables_size / 2};
     }
     std::size_t query_at(int row, int head, bool is_far) const {
         return ((std::size_t(row) * (call.has_far() ? 2 : 1) + is_far) * call.heads + head) * call.tokens *
@@ -102,6 +108,12 @@ class Kernel {
                         int(i) < call.keys.channels ? number(call.float_format, from, i) * call.scale : 0.0f;
                 if (branch.keys) rotate_query(branch, row, score_head, t, to);
                 for (int i = 0; call.query_gain && i < call.keys.channels; ++i) to[i] *= call.query_gain[i];
+#if defined(__AVX512BF16__)
+                if (is_split) split_query(to, 2 * call.pairs);
+                if (is_narrow)  // in place: they take half the room
+                    for (std::size_t i = 0; i < sizes.key_width; i += 16)
+                        store_half((std::uint16_t *)to + i, load<Floats>(to + i));
+#endif
             }
         }
     }
@@ -131,12 +143,23 @@ class Kernel {
         for (int at = start; at < end; at += BLOCK) {
             const int count = at + BLOCK < end ? BLOCK : end - at;
             for (int head = 0; head < call.kv_heads; ++head) {
-                if (head == 0 || call.score_heads > 1)
+                if (head == 0 || call.score_heads > 1) {
                     mask_block(call, row, score_head_of(head), at, count, mask);
+#if defined(__AVX512BF16__)
+                    if (is_split) lay_tables(call.near, row, head, at, count, buffers.tables);
+                    if (is_split && call.has_far()) lay_tables(call.far, row, head, at, count, buffers.far_tables);
+#endif
+                }
                 attend_block(row, head, split, at, count, mask, buffers);
             }
         }
     }
+
+#if defined(__AVX512BF16__)
+    void lay_tables(const Branch &branch, int row, int head, int at, int count, float *out) const {
+        split_tables(rotary_positions(branch, row, head, at), count, call.pairs, call.cos, call.sin, out);
+    }
+#endif
 
     float *logits_at(int row, int kv_head, int shared, int at) const {
         const std::size_t index =
@@ -164,17 +187,15 @@ class Kernel {
                 continue;
             }
             const int keys = first + LANES < count ? LANES : count - first;
-            const int query_head = head * call.group();
-            if (mask.has_near[part] || !call.has_far()) {
-                rotate_keys(call.near, row, head, at + first, place + first, keys, ahead, buffers.rotated);
-                multiply_keys(row, query_head, false, buffers.rotated, buffers.near + first);
-            } else {
+            if (mask.has_near[part] || !call.has_far())
+                multiply_part(call.near, row, head, at + first, place + first, keys, ahead, buffers,
+                              buffers.near + first);
+            else
                 for (int q = 0; q < shared; ++q) store(buffers.near + q * BLOCK + first, Floats{});
-            }
             if (mask.has_far[part]) {
                 has_far = true;
-                rotate_keys(call.far, row, head, at + first, place + first, keys, ahead, buffers.rotated);
-                multiply_keys(row, query_head, true, buffers.rotated, buffers.far + first);
+                multiply_part(call.far, row, head, at + first, place + first, keys, ahead, buffers,
+                              buffers.far + first);
             }
         }
         float *states = partial_of(row, split, head * call.group());
@@ -192,8 +213,93 @@ class Kernel {
                            call.log_counts ? padded_counts : nullptr, state, state + MAX_LANES,
                            sizes.value_width, logits_at(row, head, q, at), count);
         }
-        add_block(row, head, place, count, mask, shared, buffers, states);
+        add_block(row, head, place, count, mask, shared, ahead, buffers, states);
     }
+
+    // Whether keys are rounded to bfloat16 once they are rotated, as the queries are.
+    bool has_narrow_keys() const {
+#if defined(__AVX512BF16__)
+        return (F == Format::bfloat16 || F == Format::int8 || F == Format::int4) &&
+               call.float_format == Format::bfloat16 && call.keys.channels % 16 == 0 &&
+               (!call.near.keys || call.pairs % 16 == 0);
+#else
+        return false;
+#endif
+    }
+    // Whether these are rotated by `lay_split`, once its tables are laid out for all heads.
+    bool has_split_tables() const {
+        return F == Format::bfloat16 && has_narrow_keys() && call.near.keys && !call.keys.full_precision &&
+               call.pairs % 32 == 0 && call.keys.channels % 32 == 0;
+    }
+    // Whether values are added up as products in bfloat16.
+    bool has_narrow_values() const {
+#if defined(__AVX512BF16__)
+        const PackedStates &values = call.values;
+        const int whole = F == Format::int4 ? 64 : 32;  // the two halves of a row of int4 lie in one another
+        return (F == Format::bfloat16 || F == Format::int8 || F == Format::int4) &&
+               call.float_format == Format::bfloat16 && values.channels % 32 == 0 && values.held % whole == 0;
+#else
+        return false;
+#endif
+    }
+
+    const std::int32_t *rotary_positions(const Branch &branch, int row, int head, int at) const {
+        if (!branch.keys) return nullptr;
+        return branch.keys + (std::int64_t(row) * call.score_heads + score_head_of(head)) * call.slots + at;
+    }
+
+    // Products of all queries that share a kv head with the keys of up to LANES slots, rotated.
+    void multiply_part(const Branch &branch, int row, int head, int at, std::size_t place, int count,
+                       std::ptrdiff_t ahead, ThreadBuffers buffers, float *out) {
+        const float *from = queries + query_at(row, head * call.group(), &branch == &call.far);
+        const int shared = call.group() * call.tokens;
+#if defined(__AVX512BF16__)
+        if (is_narrow) {
+            KeyTile *tiles = (KeyTile *)buffers.rotated;
+            lay_keys(branch, row, head, at, place, count, ahead, buffers, tiles);
+            return multiply_all_narrow((const std::uint16_t *)from, 2 * sizes.key_width, shared, tiles,
+                                       narrow_width(call.keys.channels), out);
+        }
+#endif
+        rotate_keys(branch, row, head, at, place, count, ahead, buffers.rotated);
+        multiply_all(from, shared, buffers.rotated, int(sizes.key_width), out);
+    }
+
+#if defined(__AVX512BF16__)
+    void lay_keys(const Branch &branch, int row, int head, int at, std::size_t place, int count,
+                  std::ptrdiff_t ahead, ThreadBuffers buffers, KeyTile *tiles) const {
+        const PackedStates &packed = call.keys, &values = call.values;
+        const int channels = packed.channels, pairs = branch.keys ? call.pairs : 0;
+        const std::size_t width = narrow_width(channels);
+        const std::uint8_t *first = packed.data + place * packed.row_bytes;
+        const std::int32_t *positions = rotary_positions(branch, row, head, at);
+        const bool is_whole = F != Format::bfloat16 && !packed.full_precision && 2 * pairs == channels;
+        const Next next{{values.data + place * values.row_bytes, values.row_bytes},
+                        {first + ahead * std::ptrdiff_t(packed.row_bytes), packed.row_bytes}};
+        if (is_split) {
+            const float *tables = (&branch == &call.far ? buffers.far_tables : buffers.tables) + at % BLOCK * 2 * pairs;
+            lay_split(first, packed.row_bytes, count, pairs, tables, next, tiles);
+            if (2 * pairs < channels)
+                lay_rows(first + 4 * pairs, packed.row_bytes, count, channels - 2 * pairs, Next{}, tiles + pairs / 16);
+        } else if (F == Format::bfloat16 && !pairs && !packed.full_precision && channels % 32 == 0) {
+            lay_rows(first, packed.row_bytes, count, width, next, tiles);
+        } else if (is_whole && pairs == 32) {
+            lay_rotated<F, 32>(packed, place, head, positions, count, call.cos, call.sin, next, tiles);
+        } else if (is_whole && pairs == 64) {
+            lay_rotated<F, 64>(packed, place, head, positions, count, call.cos, call.sin, next, tiles);
+        } else {
+            std::uint16_t *rows = (std::uint16_t *)(tiles + width / 32);
+            for (int j = 0; j < count; ++j) {
+                const std::int64_t angle = pairs ? std::int64_t(positions[j]) * pairs : 0;
+                with_slot<F>(packed, std::size_t(row) * call.kv_heads + head, place + j, head, [&](auto slot) {
+                    rotate_narrow(slot, pairs, call.cos + angle, call.sin + angle, rows + j * width);
+                });
+                for (std::size_t i = channels; i < width; ++i) rows[j * width + i] = 0;
+            }
+            lay_rows((const std::uint8_t *)rows, 2 * width, count, width, next, tiles);
+        }
+    }
+#endif
 
     void rotate_keys(const Branch &branch, int row, int head, int at, std::size_t place, int count,
                      std::ptrdiff_t ahead, float *out) {
@@ -215,10 +321,7 @@ class Kernel {
     template <int VECTORS>
     void rotate_keys(const Branch &branch, int row, int head, int at, std::size_t place, int count,
                      std::ptrdiff_t ahead, float *out) {
-        const std::int32_t *positions =
-            branch.keys
-                ? branch.keys + (std::int64_t(row) * call.score_heads + score_head_of(head)) * call.slots + at
-                : nullptr;
+        const std::int32_t *positions = rotary_positions(branch, row, head, at);
         const PackedStates packed = call.keys,
                            values = call.values;  // copies, which a store to `out` cannot change
         const float *table_cos = call.cos, *table_sin = call.sin;
@@ -238,29 +341,33 @@ class Kernel {
         }
     }
 
-    // Products of all queries that share a kv head with LANES rotated keys.
-    void multiply_keys(int row, int query_head, bool is_far, const float *rotated, float *out) const {
-        const float *from = queries + query_at(row, query_head, is_far);
-        const int shared = call.group() * call.tokens, width = int(sizes.key_width);
-        multiply_all(from, shared, rotated, width, out);
-    }
-
     void add_block(int row, int head, std::size_t place, int count, const BlockMask &mask, int shared,
-                   ThreadBuffers buffers, float *states) {
+                   std::ptrdiff_t ahead, ThreadBuffers buffers, float *states) {
         const PackedStates &packed = call.values;
         if (packed.full_precision) add_full_precision(row, head, place, count, shared, buffers, states);
-        if (packed.scales)  // a value is code * scale: weigh the codes by weight * scale
-            for (int q = 0; q < shared; ++q)
-                for (int j = 0; j < count; ++j)
-                    buffers.near[q * BLOCK + j] *= from_half(packed.scales[place + j]);
+        if (packed.scales)  // a value is code * scale: the codes are weighed by weight * scale
+            weigh_scales(packed.scales + place, count, shared, buffers.near);
 #if defined(__AVX512BF16__)
-        if (F == Format::bfloat16 && call.float_format == Format::bfloat16 && packed.channels % 32 == 0)
-            return add_all_narrow(buffers.near, shared,
-                                  packed.data + place * packed.row_bytes + 2 * packed.first, packed.row_bytes, packed.channels, count, mask.is_seen, states + MAX_LANES,
-                                  sizes.partial_width);
+        if constexpr (F != Format::float32 && F != Format::float16)
+            if (has_narrow_values()) {
+                const PackedStates &keys = call.keys;
+                const NarrowValues values{packed.data + place * packed.row_bytes, packed.row_bytes, packed.first,
+                                          packed.held, count, mask.is_seen};
+                const Ahead next{keys.data + (std::ptrdiff_t(place) + ahead) * keys.row_bytes, keys.row_bytes};
+                return add_all_narrow<F>(buffers.near, shared, values, packed.channels, next, states + MAX_LANES,
+                                         sizes.partial_width);
+            }
 #endif
         add_all_values<F>(buffers.near, shared, packed.data + place * packed.row_bytes, packed.row_bytes,
                           packed.first, packed.held, count, mask.is_seen, states + MAX_LANES, sizes.partial_width);
+    }
+
+    static void weigh_scales(const std::uint16_t *scales, int count, int shared, float *weights) {
+        float wide[BLOCK] = {};
+        for (int j = 0; j < count; ++j) wide[j] = from_half(scales[j]);
+        for (int q = 0; q < shared; ++q)
+            for (int j = 0; j < BLOCK; j += LANES)
+                store(weights + q * BLOCK + j, load<Floats>(weights + q * BLOCK + j) * load<Floats>(wide + j));
     }
 
     // Of a head's values, those that are meant; null where all are 0.
@@ -382,6 +489,8 @@ void attend(const Attend &call, float *scratch, int threads) {
 void rotate(const Rotate &call, int threads) {
     with_format(call.format, [&](auto f) { rotate_slots<f.value>(call, threads); });
 }
+
+void encode(const Encode &call, int threads) { encode_rows(call, threads); }
 
 void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads) {
     with_format(call.format, [&](auto f) { MeanKeyCosineKernel<f.value>(call, scratch).run(threads); });

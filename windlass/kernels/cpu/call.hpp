@@ -96,6 +96,17 @@ struct QueryMass {
     float *mass;  // (batch, kv_heads, outputs, slots)
 };
 
+// Numbers that become codes of `bits` bits, as `PackedStates` says, and their scales.
+struct Encode {
+    int batch, kv_heads, tokens, width, bits;
+    Format float_format;
+    const std::uint8_t *states;  // innermost dimension contiguous
+    std::int64_t strides[3];     // of batch, kv_heads, tokens; in numbers
+    const float *means;          // (kv_heads, width); may be null
+    std::uint8_t *codes;         // (batch, kv_heads, tokens, width * bits / 8)
+    std::uint16_t *scales;       // (batch, kv_heads, tokens), float16
+};
+
 // A linear layer: inputs (tokens, in) by weights (out, in), all contiguous.
 struct Linear {
     int tokens, in, out;
@@ -110,7 +121,7 @@ struct Linear {
     std::size_t scratch() const { return std::size_t(tokens) * (in + 4); }
 };
 
-inline constexpr int BLOCK = 32;       // slots whose logits are alive at once
+inline constexpr int BLOCK = 128;      // slots whose logits are alive at once
 inline constexpr int MAX_TOKENS = 16;  // queries per row
 inline constexpr int MAX_CHANNELS = 1024;
 inline constexpr int MAX_LANES = 16;  // of any instruction set
@@ -120,7 +131,7 @@ inline constexpr int MAX_LANES = 16;  // of any instruction set
 inline int piece(int slots) {
     int blocks = (slots + BLOCK - 1) / BLOCK;
     int wanted = (blocks + 15) / 16;
-    return BLOCK * (wanted < 1 ? 1 : wanted > 16 ? 16 : wanted);
+    return BLOCK * (wanted < 1 ? 1 : wanted > 8 ? 8 : wanted);
 }
 inline int pieces(int slots) { return (slots + piece(slots) - 1) / piece(slots); }
 inline std::size_t padded(int count) { return (count + MAX_LANES - 1) / MAX_LANES * std::size_t(MAX_LANES); }
@@ -132,7 +143,7 @@ inline std::size_t scratch_size(const MeanKeyCosine &call) {
 
 // Floats of scratch that a call needs, by part.
 struct Scratch {
-    std::size_t queries, partials, summed, logits, keys_rotated, probabilities;
+    std::size_t queries, partials, summed, logits, keys_rotated, probabilities, tables;
     std::size_t key_width, value_width, partial_width, slot_width;
 
     Scratch(const Attend &call, int threads) {
@@ -146,10 +157,11 @@ struct Scratch {
         partials = rows * pieces(call.slots) * partial_width;
         summed = padded(int(rows * 2));
         logits = call.has_mass() ? rows * slot_width : 0;
-        keys_rotated = threads * std::size_t(BLOCK) * (key_width > value_width ? key_width : value_width);
+        keys_rotated = threads * MAX_LANES * (key_width + MAX_LANES);
         probabilities = threads * 2 * shared * BLOCK;
+        tables = threads * 2 * std::size_t(BLOCK) * 2 * call.pairs;
     }
-    std::size_t total() const { return queries + partials + summed + logits + keys_rotated + probabilities; }
+    std::size_t total() const { return queries + partials + summed + logits + keys_rotated + probabilities + tables; }
 };
 
 }  // namespace windlass

@@ -10,6 +10,7 @@ namespace windlass {
 struct Kernels {
     void (*attend)(const Attend &call, float *scratch, int threads);
     void (*rotate)(const Rotate &call, int threads);
+    void (*encode)(const Encode &call, int threads);
     void (*mean_key_cosine)(const MeanKeyCosine &call, float *scratch, int threads);
     void (*linear)(const Linear &call, float *scratch, int threads);
     void (*query_mass)(const QueryMass &call, int threads);
@@ -21,10 +22,12 @@ struct Kernels {
     namespace windlass::set {                                                           \
     void attend(const Attend &call, float *scratch, int threads);                       \
     void rotate(const Rotate &call, int threads);                                       \
+    void encode(const Encode &call, int threads);                                       \
     void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);       \
     void linear(const Linear &call, float *scratch, int threads);                       \
     void query_mass(const QueryMass &call, int threads);                                \
-    constexpr Kernels kernels{&attend, &rotate, &mean_key_cosine, &linear, &query_mass}; \
+    constexpr Kernels kernels{&attend, &rotate,  &encode, &mean_key_cosine,              \
+                              &linear, &query_mass};                                    \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

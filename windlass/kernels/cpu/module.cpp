@@ -85,6 +85,25 @@ void rotate(std::tuple<int, int, int, int, int> sizes, int format, int float_for
     kernels_of(instruction_set).rotate(call, threads);
 }
 
+void encode(std::tuple<int, int, int, int, int> sizes, int float_format, Address states,
+            std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, Address means, Address codes, Address scales,
+            const std::string &instruction_set, int threads) {
+    const auto [batch, kv_heads, tokens, width, bits] = sizes;
+    const Encode call{batch,
+                      kv_heads,
+                      tokens,
+                      width,
+                      bits,
+                      Format(float_format),
+                      at<const std::uint8_t>(states),
+                      {std::get<0>(strides), std::get<1>(strides), std::get<2>(strides)},
+                      at<const float>(means),
+                      at<std::uint8_t>(codes),
+                      at<std::uint16_t>(scales)};
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).encode(call, threads);
+}
+
 void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArguments keys,
                      Address positions, Address out, const std::string &instruction_set, int threads) {
     const auto [batch, kv_heads, score_heads, slots] = sizes;
@@ -237,6 +256,8 @@ NB_MODULE(_native, module) {
         .def("step", &decode);
     module.def("rotate", &rotate, "sizes"_a, "format"_a, "float_format"_a, "states"_a, "positions"_a,
                "tables"_a, "out"_a, "instruction_set"_a, "threads"_a);
+    module.def("encode", &encode, "sizes"_a, "float_format"_a, "states"_a, "strides"_a, "means"_a, "codes"_a,
+               "scales"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
     module.def("linear", &linear, "sizes"_a, "format"_a, "float_format"_a, "inputs"_a, "weights"_a, "scales"_a,

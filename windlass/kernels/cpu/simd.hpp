@@ -56,6 +56,7 @@ inline float from_half(std::uint16_t h) {
     magnitude *= 0x1p112f;
     std::uint32_t word;
     __builtin_memcpy(&word, &magnitude, 4);
+    if (rest >= 0x0f800000u) word |= 0x7f800000u;  // infinite, or no number
     word |= sign;
     __builtin_memcpy(&magnitude, &word, 4);
     return magnitude;
@@ -272,12 +273,7 @@ inline void store_narrow(void *to, Floats a, Floats b) {
     __builtin_memcpy(to, &both, 64);
 }
 inline Floats dot(Floats sum, __m512bh a, __m512bh b) { return (Floats)_mm512_dpbf16_ps((__m512)sum, a, b); }
-// The numbers of two rows, side by side, in the order in which AVX-512 interleaves them...
-inline void interleave(const std::uint8_t *a, const std::uint8_t *b, __m512bh &low, __m512bh &high) {
-    const __m512i x = _mm512_loadu_si512(a), y = _mm512_loadu_si512(b);
-    low = (__m512bh)_mm512_unpacklo_epi16(x, y), high = (__m512bh)_mm512_unpackhi_epi16(x, y);
-}
-// ...and sums between that order and the channels' own.
+// Sums of channels between their own order and the one in which AVX-512 interleaves two rows.
 inline void load_interleaved(const float *from, Floats &low, Floats &high) {
     const Floats a = load<Floats>(from), b = load<Floats>(from + 16);
     low = __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
