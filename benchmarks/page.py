@@ -111,9 +111,9 @@ def linear(lines: Sequence[Line]) -> str:
     heads = ["matrix", "weights", "rows", "windlass GB/s", "PyTorch GB/s", "plain read GB/s"]
     heads += ["PyTorch / ours", "of plain read"]
     text = (
-        "One linear layer, inputs of so many rows; weights read per second. Inputs of int8 weights are bfloat16, and "
-        "PyTorch's kernel for them is `_weight_int8pack_mm`. A ratio above 1 means that ours is faster. The plain "
-        "read is PyTorch's sum of all weights taken as float32."
+        "One linear layer, inputs of so many rows; weights read per second. Inputs of int8 and int4 weights are "
+        "bfloat16; PyTorch's kernels for them are `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu`. A ratio "
+        "above 1 means that ours is faster. The plain read is PyTorch's sum of all weights taken as float32."
     )
     return _section("Linear layers of few rows", "benchmarks/linear.py", text, heads, rows, lines[-1])
 

@@ -156,6 +156,7 @@ NAMES = [
     ("generate", "--dtype fp16", "dtype 'fp16' is unknown; use one of: auto, float32, bfloat16, float16"),
     ("generate", "--dtype Float32", "dtype 'Float32' is unknown"),
     ("generate", "--dtype ''", "dtype '' is unknown"),
+    ("generate", "--weights int2", "weights 'int2' are unknown; use one of: auto, int8, int4"),
     ("generate", "--device gpu", "device 'gpu' is unknown"),
     ("generate", "--device CPU", "device 'CPU' is unknown"),
     ("generate", "--device cuda:", "device 'cuda:' is unknown"),
@@ -167,6 +168,7 @@ NAMES = [
     ("cache", "--merge nope", "is not a rule"),
     ("cache", "--dtype int8", "dtype 'int8' is unknown"),
     ("calibrate", "--dtype int8", "dtype 'int8' is unknown"),
+    ("calibrate", "--weights fp8", "weights 'fp8' are unknown"),
     ("calibrate", "--device tpu", "device 'tpu' is unknown"),
     ("demo", "--policy nope", "policy 'nope' is unknown"),
     ("bench", "--policy nope", "policy 'nope' is unknown"),
@@ -176,6 +178,7 @@ NAMES = [
     ("bench", "--storage both", "--storage 'both' is not one of: unrotated, rotated"),
     ("bench", "--graph maybe", "--graph 'maybe' is not one of: off, on"),
     ("bench", "--dtype fp8", "dtype 'fp8' is unknown"),
+    ("bench", "--weights plain", "weights 'plain' are unknown"),
     ("bench", "--device moon", "device 'moon' is unknown"),
     ("bench", "--shape 2b", "give either a model or --shape|--shape '2b' is unknown; use one of: tiny, 1b"),
     ("bench", "{model}", "give either a model or --shape"),
@@ -189,6 +192,7 @@ NAMES = [
     ("eval", "--merge nope", "is not a rule"),
     ("eval", "--positions compact,nope", "is not a position mode"),
     ("eval", "--store nope", "is not a store"),
+    ("eval", "--weights 8", "weights '8' are unknown"),
     ("eval", "--dtype nope", "dtype 'nope' is unknown"),
 ]
 # Whole command lines.

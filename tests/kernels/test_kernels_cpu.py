@@ -13,6 +13,7 @@ from windlass.core.attention import EvictionInput, Visibility
 from windlass.core.packed import PackedStates
 from windlass.core.rotate import rotate
 from windlass.kernels import cpu, reference, sdpa
+from windlass.kernels.cpu import slots
 
 # Every test here runs compiled code, of which there is none where no compiler was found at installation.
 if not cpu.instruction_sets():
@@ -88,8 +89,8 @@ def test_any_number_of_threads_gives_the_same_bits(case: Case) -> None:
         out, mass = cpu.attend(call)
         near = call.rotary_index.near.keys
         rotated = cpu.rotated(call.keys, near, call.tables, case.slots, case.dtype)
-        lowest = cpu.lowest(EvictionInput(*order, 4, 7, None, 2000))
-        seen.append((out, mass.rows, mass.rest, rotated, lowest, cpu.argsort_positions(order[1])))
+        lowest = slots.lowest(EvictionInput(*order, 4, 7, None, 2000))
+        seen.append((out, mass.rows, mass.rest, rotated, lowest, slots.argsort_positions(order[1])))
     for other in seen[1:]:
         assert all(a.equal(b) for a, b in zip(seen[0], other, strict=True))
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windlass.core.attention import EvictionInput
 from windlass.kernels import cpu, reference
+from windlass.kernels.cpu import slots
 from windlass.kernels.ranking import total_order
 
 # Every test here runs compiled code, of which there is none where no compiler was found at installation.
@@ -50,7 +51,7 @@ def test_lowest_takes_the_first_of_the_total_order(
 ) -> None:
     count %= step[0].shape[-1] + 1
     call = EvictionInput(*step, sinks, window, sliding_window, count, attention_chunk)
-    order, chosen = total_order(call), cpu.lowest(call)
+    order, chosen = total_order(call), slots.lowest(call)
     assert chosen.sort(-1).values.diff(dim=-1).ne(0).all()
     assert order.gather(-1, chosen).sort(-1).values.equal(order.sort(-1).values[..., :count])
 
@@ -59,7 +60,7 @@ def test_what_no_later_token_sees_goes_first() -> None:
     """The next token, at 23, sees from 20 on: the rest of its chunk of 10; at 30 it would see nothing of all this."""
     where = torch.tensor([[[22, 3, 20, 19, -1, 21, 18]], [[29, 27, 0, -1, 25, 24, 28]]]).int()
     score = torch.tensor([[[1.0, 9.0, 2.0, 8.0, 0.0, 3.0, 7.0]], [[1.0, 9.0, 2.0, 8.0, 0.0, 3.0, 7.0]]])
-    for lowest in (cpu.lowest, reference.lowest):
+    for lowest in (slots.lowest, reference.lowest):
         found = lowest(EvictionInput(score, where, torch.tensor([23, 30]), 4, 2, None, 5, 10))
         assert found.sort(-1).values.tolist() == [[[1, 2, 3, 4, 6]], [[1, 2, 3, 4, 5]]]
 
@@ -73,7 +74,7 @@ def test_of_tokens_that_share_a_position_and_a_score_the_lower_slots_go(count: i
     scores = score.masked_fill(where < 1, 9.0).flatten(0, 1).tolist()  # position 0 is a sink
     rows = [sorted(zip(*row, range(71), strict=True)) for row in zip(scores, where.flatten(0, 1).tolist(), strict=True)]
     truth = torch.tensor([[slot for *_, slot in row[:count]] for row in rows]).view(2, 3, count)
-    for lowest in (cpu.lowest, reference.lowest):
+    for lowest in (slots.lowest, reference.lowest):
         assert lowest(call).sort(-1).values.equal(truth.sort(-1).values)
 
 
@@ -82,12 +83,13 @@ def test_of_tokens_that_share_a_position_and_a_score_the_lower_slots_go(count: i
 @settings(max_examples=200, deadline=None)
 def test_first_free_and_argsort_positions_equal_the_reference(step: tuple[Tensor, Tensor, Tensor], count: int) -> None:
     where, count = step[1], count % (step[1].shape[-1] + 1)
-    assert cpu.first_free(where, count).equal(reference.first_free(where, count))
+    assert slots.first_free(where, count).equal(reference.first_free(where, count))
     ours, truth = (
-        where.clamp(min=-1).gather(-1, kernel(where)) for kernel in (cpu.argsort_positions, reference.argsort_positions)
+        where.clamp(min=-1).gather(-1, kernel(where))
+        for kernel in (slots.argsort_positions, reference.argsort_positions)
     )
     assert ours.equal(truth)
-    assert cpu.argsort_positions(where).sort(-1).values.equal(torch.arange(where.shape[-1]).expand_as(where))
+    assert slots.argsort_positions(where).sort(-1).values.equal(torch.arange(where.shape[-1]).expand_as(where))
 
 
 @pytest.mark.parametrize("score_heads", [1, 3])
@@ -99,6 +101,6 @@ def test_write_equals_the_reference(score_heads: int, part: tuple[torch.dtype, i
     index = torch.stack([torch.randperm(11)[:4] for _ in range(2 * score_heads)]).reshape(2, score_heads, 4)
     for new in (torch.randn(2, 4, 3, width).transpose(1, 2) * 50, torch.ones(2, 3, 4, 1).expand(2, 3, 4, width)):
         new = new.to(dtype) if dtype == torch.uint8 else new
-        cpu.write(ours, index.flip(0), new)
+        slots.write(ours, index.flip(0), new)
         reference.write(truth, index.flip(0), new)
         assert ours.equal(truth)

@@ -1,10 +1,12 @@
 """Linear layers of few rows against float64, with every instruction set of this CPU."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from windlass.core.linear import LinearInput
+from windlass.core.linear import LinearInput, Nibbles
 from windlass.kernels import cpu, reference
 
 if not cpu.instruction_sets():
@@ -12,6 +14,7 @@ if not cpu.instruction_sets():
 
 # Units in the last place of the result's largest number: one rounding, and that of the sums in float32.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+KINDS = ["floats", "int8", "int4 in 64", "int4 in 32"]
 SHAPES = [(1, 8, 64), (2, 37, 203), (16, 24, 1000), (5, 9, 31), (3, 1, 1), (9, 19, 4096)]  # rows, outputs, inputs
 
 
@@ -21,22 +24,42 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
     return request.param
 
 
-def made(shape: tuple[int, int, int], dtype: torch.dtype, has_codes: bool, has_bias: bool) -> LinearInput:
-    """A linear layer of random numbers."""
+def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: bool) -> LinearInput:
+    """A linear layer of random numbers; in 4 bits of the next larger size that can be had."""
     rows, outputs, width = shape
+    block = int(kind.split()[-1]) if kind.startswith("int4") else 0
+    group = 32 if width < 200 else 64 if width < 1000 else 128
+    if block:
+        outputs, width = -(-outputs // block) * block, -(-width // group) * group
     generator = torch.Generator().manual_seed(rows * width + outputs)
     inputs = torch.randn(rows, width, generator=generator).to(dtype)
     inputs[:, :: max(1, width // 3)] *= 300  # some channels are far larger than others, as in real models
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
-    if not has_codes:
+    if block:
+        codes = torch.randint(0, 16, (outputs, width), generator=generator, dtype=torch.uint8)
+        pairs = torch.randn(width // group, outputs, 2, generator=generator).to(dtype)
+        return LinearInput(inputs, Nibbles(packed(codes, block), pairs, group, block), bias)
+    if kind == "floats":
         return LinearInput(inputs, torch.randn(outputs, width, generator=generator).to(dtype), bias)
     codes = torch.randint(-128, 128, (outputs, width), generator=generator, dtype=torch.int8)
     return LinearInput(inputs, codes, bias, torch.rand(outputs, generator=generator) / 64)
 
 
+def packed(codes: Tensor, block: int) -> Tensor:
+    """Codes of 4 bits, byte by byte as `Nibbles` tells."""
+    outputs, width = codes.shape
+    found = torch.empty(outputs // block, width, block // 2, dtype=torch.uint8)
+    for j in range(block // 2):
+        found[:, :, j] = codes[j::block] + 16 * codes[j + block // 2 :: block]
+    return found.view(outputs, width // 2)
+
+
 def exact(call: LinearInput) -> Tensor:
     """The same layer in float64."""
-    weights = call.weights.double() if call.scales is None else call.weights.double() * call.scales.double()[:, None]
+    weights = call.weights
+    if isinstance(weights, Nibbles):
+        weights = weights.floats(torch.float64)
+    weights = weights.double() if call.scales is None else weights.double() * call.scales.double()[:, None]
     return reference.linear(
         LinearInput(call.inputs.double(), weights, None if call.bias is None else call.bias.double())
     )
@@ -44,11 +67,11 @@ def exact(call: LinearInput) -> Tensor:
 
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("has_codes", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("instruction_set")
-def test_linear_equals_the_layer_in_float64(shape: tuple[int, int, int], dtype: torch.dtype, has_codes: bool) -> None:
+def test_linear_equals_the_layer_in_float64(shape: tuple[int, int, int], dtype: torch.dtype, kind: str) -> None:
     for has_bias in (False, True):
-        call = made(shape, dtype, has_codes, has_bias)
+        call = made(shape, dtype, kind, has_bias)
         assert cpu.can_multiply(call)
         ours, truth = cpu.linear(call), exact(call)
         assert ours.dtype == dtype
@@ -56,10 +79,10 @@ def test_linear_equals_the_layer_in_float64(shape: tuple[int, int, int], dtype: 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("has_codes", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("instruction_set")
-def test_no_row_depends_on_the_others_or_on_the_number_of_threads(dtype: torch.dtype, has_codes: bool) -> None:
-    call = made((13, 29, 717), dtype, has_codes, True)
+def test_no_row_depends_on_the_others_or_on_the_number_of_threads(dtype: torch.dtype, kind: str) -> None:
+    call = made((13, 29, 717), dtype, kind, True)
     together, threads = cpu.linear(call), torch.get_num_threads()
     torch.set_num_threads(3)
     try:
@@ -79,10 +102,37 @@ def test_codes_are_multiplied_without_error_where_inputs_have_few_bits() -> None
     assert torch.equal(cpu.linear(LinearInput(inputs, codes, None, torch.ones(11))), whole.bfloat16())
 
 
+@pytest.mark.parametrize("block", [64, 32])
+def test_the_reference_unpacks_codes_of_4_bits(block: int) -> None:
+    codes = torch.randint(0, 16, (2 * block, 96), dtype=torch.uint8)
+    pairs = torch.randn(3, 2 * block, 2)
+    floats = Nibbles(packed(codes, block), pairs, 32, block).floats(torch.float64)
+    for output, k in ((0, 0), (block - 1, 95), (block + 7, 33), (block // 2, 31), (2 * block - 1, 64)):
+        scale, zero = pairs[k // 32, output].double()
+        assert floats[output, k] == (int(codes[output, k]) - 8) * scale + zero
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_pytorch_packs_codes_of_4_bits_in_the_same_way(dtype: torch.dtype) -> None:
+    block = {"AVX512": 64, "AVX2": 32}.get(torch.backends.cpu.get_cpu_capability())
+    if block is None:
+        pytest.skip("PyTorch packs them otherwise on this CPU")
+    codes = torch.randint(0, 16, (3 * block, 256), dtype=torch.uint8)
+    theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
+    assert torch.equal(theirs.view(torch.uint8), packed(codes, block))
+    call = made((3, 3 * block, 256), dtype, f"int4 in {block}", False)
+    assert isinstance(call.weights, Nibbles)
+    product = torch.ops.aten._weight_int4pack_mm_for_cpu
+    ours = product(call.inputs, call.weights.codes, call.weights.group, call.weights.pairs)
+    truth = exact(call)
+    assert (ours.double() - truth).abs().max() <= 2 * TOLERANCE[dtype] * truth.abs().max()
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("instruction_set")
-def test_what_is_no_number_stays_in_its_row(value: float) -> None:
-    call = made((3, 10, 128), torch.bfloat16, True, False)
+def test_what_is_no_number_stays_in_its_row(value: float, kind: str) -> None:
+    call = made((3, 10, 128), torch.bfloat16, kind, False)
     expected = cpu.linear(call)
     call.inputs[1, 5], call.inputs[1, 9] = value, 1.0
     ours = cpu.linear(call)
@@ -101,8 +151,12 @@ def test_tiny_and_no_inputs_are_not_lost() -> None:
 
 
 def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
-    known = made((4, 6, 32), torch.bfloat16, False, True)
+    known = made((4, 6, 32), torch.bfloat16, "floats", True)
+    nibbles = made((4, 64, 128), torch.bfloat16, "int4 in 64", False)
+    assert isinstance(known.weights, Tensor)
+    assert isinstance(nibbles.weights, Nibbles)
     assert cpu.can_multiply(known)
+    assert cpu.can_multiply(nibbles)
     transposed = torch.randn(32, 6).bfloat16().T
     too_many = torch.randn(17, 32).bfloat16()
     unknown = (
@@ -112,5 +166,11 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
         LinearInput(too_many, known.weights),
         LinearInput(known.inputs[:0], known.weights),
         LinearInput(known.inputs, known.weights, torch.zeros(6)),
+        LinearInput(nibbles.inputs, replace(nibbles.weights, block=16)),
+        LinearInput(
+            nibbles.inputs,
+            replace(nibbles.weights, codes=nibbles.weights.codes[:48], pairs=nibbles.weights.pairs[:, :48]),
+        ),
+        LinearInput(nibbles.inputs.float(), nibbles.weights),
     )
     assert not any(cpu.can_multiply(call) for call in unknown)

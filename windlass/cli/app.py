@@ -140,6 +140,7 @@ def bench(
     repetitions: take.Repetitions = 5,
     dtype: take.Dtype = "auto",
     device: take.Device = "auto",
+    weights: take.Weights = "auto",
     output: take.Output = None,
     table: text.TableFormat = "table",
     is_json: text.JsonLines = False,
@@ -158,13 +159,13 @@ def bench(
     if is_json and table not in ("table", "json"):
         raise UsageError(f"--json and --format {table} exclude each other; give one of them")
     checks.check_limits({"chunk": tokens})
-    checks.check_bench(model, shape, layers, lists, take.LoadOptions(dtype, device), output)
+    checks.check_bench(model, shape, layers, lists, take.LoadOptions(dtype, device, None, weights), output)
     with loading():
         from windlass.cli import bench as show
         from windlass.evals.speed.run import BenchRequest
 
     form = show.Form("json" if is_json else table, has_ratios)
-    request = BenchRequest(model, shape, layers, lists, tokens, repetitions, dtype, device)
+    request = BenchRequest(model, shape, layers, lists, tokens, repetitions, dtype, device, weights)
     with terminal.quiet(is_quiet):
         return show.bench(request, output, form)
 
@@ -200,9 +201,8 @@ def evaluate(
 
     typed = Lists(lists.tasks, lists.lengths, lists.of_cache)
     with terminal.quiet(is_quiet):
-        return evaluation.evaluate(
-            EvalOptions(model, typed, samples, seed, is_aware, output, load.dtype, load.threads, load.device, batch)
-        )
+        loaded = load.dtype, load.threads, load.device, batch, load.weights
+        return evaluation.evaluate(EvalOptions(model, typed, samples, seed, is_aware, output, *loaded))
 
 
 @app.command()
@@ -272,9 +272,8 @@ def calibrate(
         from windlass.cli import evaluation
 
     with terminal.quiet(is_quiet):
-        return evaluation.calibrate(
-            evaluation.CalibrationOptions(model, source, output, tokens, seed, load.dtype, load.threads, load.device)
-        )
+        loaded = load.dtype, load.threads, load.device, load.weights
+        return evaluation.calibrate(evaluation.CalibrationOptions(model, source, output, tokens, seed, *loaded))
 
 
 @app.command()

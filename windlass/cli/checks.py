@@ -22,14 +22,15 @@ from windlass.evals.budgets import budget_of
 from windlass.evals.speed.workloads import BenchLists, check_subject, setups_of, workloads_of
 from windlass.evals.task import TASKS
 from windlass.evals.tasks import NAMES as TASK_NAMES
-from windlass.hf.names import check_dtype, folder_of, gpu_number
+from windlass.hf.names import check_dtype, check_weights, folder_of, gpu_number
 
 POLICIES = PluginKind("policy", "policies", object, "windlass.Policy", PolicyError)
 
 
 def check_model(name: str, load: LoadOptions) -> None:
-    """Raises: UsageError for a folder that lacks what a model needs, or an unknown dtype or device."""
+    """Raises: UsageError for a folder that lacks what a model needs, or an unknown dtype, device or kind of weights."""
     check_dtype(load.dtype)
+    check_weights(load.weights)
     gpu_number(load.device)
     folder_of(name)
 
@@ -183,6 +184,7 @@ def check_bench(
     if model is not None:
         check_model(model, load)
     check_dtype(load.dtype)
+    check_weights(load.weights)
     gpu_number(load.device)
     workloads_of(lists)
     setups_of(lists)

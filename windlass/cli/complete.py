@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from windlass.hf.names import DTYPES as DTYPES
+from windlass.hf.names import WEIGHTS as WEIGHTS
 
 PACKAGE: Final = Path(__file__).parents[1]
 MODES: Final = ("auto", "original", "compact", "self_extend", "clamp")

@@ -8,16 +8,17 @@ from windlass.cli.session import Asked, Session
 from windlass.cli.terminal import note
 from windlass.engine import templates
 from windlass.engine.result import Result
+from windlass.hf.weights import labelled, parameter_count
 
 
 def say_chosen(session: Session, asked: Asked) -> None:
     """The model and where it runs, the cache's options, and what becomes of a prompt."""
     model = session.model
-    name = Path(str(model.config.name_or_path)).name or "model"
+    name = labelled(Path(str(model.config.name_or_path)).name or "model", model)
     dtype, device = str(model.dtype).removeprefix("torch."), model.device
     count = torch.get_num_threads()
     threads = f", {count} thread{'s' * (count > 1)}" if device.type == "cpu" else ""
-    millions = sum(each.numel() for each in model.parameters()) / 1e6
+    millions = parameter_count(model) / 1e6
     labels = session.cache.options.labels().items()
     note(f"model: {name}, {type(model).__name__}, {millions:,.2f} M parameters, {dtype} on {device}{threads}")
     note("cache: " + ", ".join(f"{option} {'all' if value is None else value}" for option, value in labels))

@@ -64,6 +64,7 @@ class CalibrationOptions:
     dtype: str
     threads: int | None
     device: str = "cpu"
+    weights: str = "auto"
 
 
 def calibrate(options: CalibrationOptions) -> int:
@@ -76,7 +77,7 @@ def calibrate(options: CalibrationOptions) -> int:
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     with loading():
-        model, tokenizer = load(options.model, options.dtype, options.device)
+        model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
     with Bar("measuring") as bar:
         try:
             table = pair_costs.measured(model, tokenizer, text, options.tokens, options.seed, bar)

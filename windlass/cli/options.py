@@ -101,6 +101,16 @@ Dtype = Annotated[
         help="auto (as the weights are), float32, bfloat16 or float16.",
     ),
 ]
+Weights = Annotated[
+    str,
+    Option(
+        "--weights",
+        metavar="NAME",
+        envvar="WINDLASS_WEIGHTS",
+        autocompletion=complete.names_of(complete.WEIGHTS),
+        help="auto (as they are), or int8 or int4 for those of linear layers, on a CPU; needs windlass[weights].",
+    ),
+]
 Device = Annotated[
     str,
     Option(
@@ -257,6 +267,7 @@ class LoadOptions:
     dtype: Dtype = "auto"
     device: Device = "auto"
     threads: Threads = None
+    weights: Weights = "auto"
 
 
 @dataclass(frozen=True)

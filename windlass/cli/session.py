@@ -79,7 +79,7 @@ def open_session(
         torch.set_num_threads(load.threads)
     started = time.perf_counter()
     with loading():
-        model, tokenizer = load_model(name, load.dtype, load.device)
+        model, tokenizer = load_model(name, load.dtype, load.device, load.weights)
     load_s = time.perf_counter() - started
     said = dtype_note(load.dtype, model.dtype, model.device)
     if said is not None:

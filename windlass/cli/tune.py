@@ -36,6 +36,7 @@ def options_of(model: str, text: Path, size: str, asked: TuneArguments, load: Lo
         dtype=load.dtype,
         threads=load.threads,
         device=load.device,
+        weights=load.weights,
     )
 
 
@@ -75,6 +76,7 @@ def tune(options: TuneOptions) -> int:
 def _command(options: TuneOptions, best: Ranked) -> str:
     loading = [] if options.dtype == "auto" else ["--dtype", options.dtype]
     loading += [] if options.device == "cpu" else ["--device", options.device]
+    loading += [] if options.weights == "auto" else ["--weights", options.weights]
     return command(options.model, str(options.text), best, loading)
 
 

@@ -2,7 +2,39 @@
 
 from dataclasses import dataclass
 
-from windlass.core.shapes import Bias, CodeScales, LinearInputs, LinearWeights
+import torch
+
+from windlass.core.shapes import Bias, CodeScales, GroupPairs, LinearInputs, LinearWeights, NibbleCodes
+
+MIDDLE = 8  # the code of 4 bits that is worth its zero point
+
+
+@dataclass(frozen=True)
+class Nibbles:
+    """Weights of 4 bits, as PyTorch packs them for a CPU: in blocks of so many outputs, a multiple of which there are.
+
+    A block holds its inputs one after the other. Byte j of an input has the code of output j in its low nibble and
+    that of output j + block / 2 in its high one. A code is worth (code - 8) * scale + zero point; `pairs` holds the two
+    for each `group` of inputs.
+    """
+
+    codes: NibbleCodes
+    pairs: GroupPairs
+    group: int
+    block: int
+
+    @property
+    def in_features(self) -> int:
+        """Of the layer."""
+        return 2 * self.codes.shape[1]
+
+    def floats(self, dtype: torch.dtype) -> LinearWeights:
+        """What the codes are worth."""
+        outputs, width = self.codes.shape[0], self.in_features
+        packed = self.codes.view(outputs // self.block, width, self.block // 2)
+        codes = torch.cat([packed & 15, packed >> 4], -1).transpose(1, 2).reshape(outputs, width)
+        scales, zeros = self.pairs.to(dtype).repeat_interleave(self.group, 0).unbind(-1)
+        return (codes.to(dtype) - MIDDLE) * scales.T + zeros.T
 
 
 @dataclass(frozen=True)
@@ -10,13 +42,13 @@ class LinearInput:
     """Inputs times the transposed weights, plus the bias (None: 0).
 
     `weights` are floats of the inputs' dtype; or int8 codes, of which each is worth itself times the scale of its
-    output.
+    output; or codes of 4 bits.
     """
 
     inputs: LinearInputs
-    weights: LinearWeights
+    weights: LinearWeights | Nibbles
     bias: Bias | None = None
-    scales: CodeScales | None = None  # float32; None: weights are floats
+    scales: CodeScales | None = None  # of int8 codes
 
     @property
     def rows(self) -> int:

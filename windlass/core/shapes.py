@@ -4,7 +4,7 @@
 for all heads of a row, else `kv_heads`.
 """
 
-from jaxtyping import Bool, Float, Int, Num
+from jaxtyping import Bool, Float, Int, Num, UInt8
 from torch import Tensor
 
 TokenIds = Int[Tensor, "batch tokens"]
@@ -33,6 +33,8 @@ LinearInputs = Float[Tensor, "*rows in_features"]
 LinearOutputs = Float[Tensor, "*rows out_features"]
 LinearWeights = Num[Tensor, "out_features in_features"]
 CodeScales = Float[Tensor, " out_features"]
+NibbleCodes = UInt8[Tensor, "out_features half_in_features"]
+GroupPairs = Float[Tensor, "groups out_features 2"]
 Bias = Float[Tensor, " out_features"]
 
 RotaryQueries = Int[Tensor, "batch score_heads tokens"]

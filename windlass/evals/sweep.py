@@ -26,6 +26,7 @@ from windlass.hf.layer_shapes import LayerShape, layer_shapes
 from windlass.hf.load import load
 from windlass.hf.model_name import shown_name
 from windlass.hf.trained_length import trained_length
+from windlass.hf.weights import labelled, parameter_count
 from windlass.policies.interfaces import OneShot
 from windlass.policies.wrapper import find
 
@@ -47,6 +48,7 @@ class EvalOptions:
     threads: int | None
     device: str = "cpu"
     batch: int = 1
+    weights: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,7 @@ class Sweep:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         grid = grid_of(options.lists)
-        model, tokenizer = load(options.model, options.dtype, options.device)
+        model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
         self._runner = Runner(model, tokenizer, options.seed)
         self._runner.check(grid, options.samples, options.is_aware)
         self._results = open_results(options.output, header_of(options.model, options.seed, model), note)
@@ -264,8 +266,8 @@ def header_of(name: str, seed: int, model: PreTrainedModel) -> Header:
         windlass=version("windlass"),
         torch=version("torch"),
         transformers=version("transformers"),
-        model=shown_name(name),
-        parameters=sum(each.numel() for each in model.parameters()),
+        model=labelled(shown_name(name), model),
+        parameters=parameter_count(model),
         dtype=str(model.dtype).removeprefix("torch."),
         trained_length=trained_length(model.config.get_text_config()),
         seed=seed,

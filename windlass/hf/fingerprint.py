@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.core.errors import UsageError
+from windlass.hf.weights import parts_of
 
 SAMPLES = 256  # values of each parameter in a fingerprint, about
 
@@ -38,11 +39,12 @@ def fingerprint(model: PreTrainedModel) -> str:
             raise UsageError(
                 f"{name} of this {type(model).__name__} is offloaded; the fingerprint needs all weights here"
             )
-        values = tensor.detach().flatten()
-        # An odd stride: an even one could meet the same column of every row, and no other.
-        sample = values[:: max(1, len(values) // SAMPLES) | 1].cpu().contiguous()
-        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
-        digest.update(raw_bytes(sample))
+        for part, held in parts_of(tensor).items():
+            values = held.detach().flatten()
+            # An odd stride: an even one could meet the same column of every row, and no other.
+            sample = values[:: max(1, len(values) // SAMPLES) | 1].cpu().contiguous()
+            digest.update(f"{name}{part} {tuple(held.shape)} {held.dtype}".encode())
+            digest.update(raw_bytes(sample))
     return digest.hexdigest()
 
 

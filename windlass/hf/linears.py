@@ -1,16 +1,63 @@
 """Linear layers of an attached model, for passes of few tokens, in which reading the weights takes most of the time."""
 
-from typing import Any, final
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 
 from windlass import kernels
-from windlass.core.linear import LinearInput
+from windlass.core.linear import LinearInput, Nibbles
 from windlass.core.shapes import LinearInputs, LinearOutputs
 from windlass.hf.replaced import Replaced
+from windlass.hf.weights import kind_of
 from windlass.hf.whole_pass import WholePass
-from windlass.kernels.cpu import MAX_ROWS
+from windlass.kernels.cpu import MAX_ROWS, can_read_nibbles
+
+# Outputs that lie side by side in codes of 4 bits, by the instructions for which PyTorch packs them here.
+PACKED_BLOCKS: Final = {"AVX512": 64, "AVX2": 32}
+
+
+@final
+@dataclass(frozen=True)
+class Codes:
+    """Weights of torchao as our kernel takes them, and the tensors of which they were made.
+
+    `weights` is None for those that torchao itself has to multiply.
+    """
+
+    made_of: tuple[Tensor, Tensor]
+    weights: Tensor | Nibbles | None = None
+    scales: Tensor | None = None
+
+    @classmethod
+    def of(cls, weights: Any, kind: str) -> "Codes":
+        """Of a tensor of torchao's that is of this kind."""
+        made_of = tensors_of(weights, kind)
+        if weights.act_pre_scale is not None:
+            return cls(made_of)
+        if kind == "int8":
+            is_symmetric = weights.zero_point is None or not weights.zero_point.any()
+            is_known = is_symmetric and list(weights.block_size) == [1, weights.shape[1]]
+            return cls(made_of, weights.qdata, weights.scale[:, 0]) if is_known else cls(made_of)
+        block = PACKED_BLOCKS.get(torch.backends.cpu.get_cpu_capability(), 0)
+        nibbles = Nibbles(*made_of, weights.block_size[1], block)
+        return cls(made_of, nibbles if can_read_nibbles(nibbles) else None)
+
+    def call(self, inputs: Tensor, bias: Tensor | None) -> LinearInput | None:
+        """What our kernel is asked for; None where it is not. Asks the tensors inside, as torchao's answers slowly."""
+        weights = self.weights
+        if isinstance(weights, Nibbles):
+            is_like = inputs.shape[-1] == weights.in_features and inputs.dtype == weights.pairs.dtype
+            return LinearInput(inputs, weights, bias) if is_like and inputs.device == weights.codes.device else None
+        if weights is None or inputs.shape[-1] != weights.shape[1] or inputs.device != weights.device:
+            return None
+        return LinearInput(inputs, weights, bias, self.scales)
+
+
+def tensors_of(weights: Any, kind: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a tensor of torchao's."""
+    return weights.qdata, weights.scale if kind == "int8" else weights.scale_and_zero
 
 
 @final
@@ -18,13 +65,12 @@ class FewRows:
     """The forward pass of one `nn.Linear`: our kernel's for few rows of a pass that is served, else its own.
 
     Its own, too, where gradients are wanted, and for weights or inputs that are no plain tensors, torchao's weights of
-    8 bits aside.
+    8 and 4 bits aside.
     """
 
     def __init__(self, module: nn.Linear, whole: WholePass) -> None:
         self._module, self._whole = module, whole
-        self._zero_points: Tensor | None = None
-        self._are_zero = False
+        self._codes: Codes | None = None
         self.replaced = Replaced(module, "forward", self.forward)
 
     def forward(self, inputs: LinearInputs) -> LinearOutputs:
@@ -39,37 +85,26 @@ class FewRows:
         """What our kernel is asked for; None where it is not."""
         if not self._whole.is_served or type(inputs) is not Tensor or torch.is_autocast_enabled("cpu"):
             return None
+        width = inputs.shape[-1]
+        if not width or inputs.numel() > MAX_ROWS * width:
+            return None
+        wants_gradients = torch.is_grad_enabled()
+        if wants_gradients and inputs.requires_grad:
+            return None
         weights: Any = self._module.weight  # a tensor, perhaps of a type of torchao's
         bias = self._module.bias
-        if not inputs.shape[-1] or inputs.shape[-1] != weights.shape[1] or inputs.device != weights.device:
-            return None
-        if inputs.numel() > MAX_ROWS * inputs.shape[-1]:
-            return None
-        if torch.is_grad_enabled() and (inputs.requires_grad or weights.requires_grad):
-            return None
         if type(weights) is nn.Parameter:
-            return LinearInput(inputs, weights, bias)
-        if is_int8(weights) and self._is_symmetric(weights.zero_point):
-            return LinearInput(inputs, weights.qdata, bias, weights.scale[:, 0])
-        return None
-
-    def _is_symmetric(self, zero_points: Tensor) -> bool:
-        """Whether they are all zero; looked at once."""
-        if self._zero_points is not zero_points:
-            self._zero_points, self._are_zero = zero_points, not zero_points.any()
-        return self._are_zero
-
-
-def is_int8(weights: Any) -> bool:
-    """Whether these are weights of torchao in 8 bits, of one scale for each output, whose inputs stay floats.
-
-    Known by name, so that torchao is not imported: `Int8WeightOnlyConfig` makes them.
-    """
-    kind = type(weights)
-    if kind.__name__ != "Int8Tensor" or not kind.__module__.startswith("torchao."):
-        return False
-    has_float_inputs = weights.act_quant_kwargs is None and weights.act_pre_scale is None
-    return has_float_inputs and list(weights.block_size) == [1, weights.shape[1]]
+            if width != weights.shape[1] or inputs.device != weights.device:
+                return None
+            return None if wants_gradients and weights.requires_grad else LinearInput(inputs, weights, bias)
+        kind = kind_of(weights)
+        if kind is None:
+            return None
+        codes, scales = tensors_of(weights, kind)
+        known = self._codes
+        if known is None or known.made_of[0] is not codes or known.made_of[1] is not scales:
+            known = self._codes = Codes.of(weights, kind)
+        return known.call(inputs, bias)
 
 
 def is_plain(module: nn.Module) -> bool:

@@ -23,7 +23,17 @@ from windlass.core.check import check_kind
 from windlass.core.errors import UsageError, WindlassWarning
 from windlass.hf.attach import attach
 from windlass.hf.load_errors import explained, hub_problem
-from windlass.hf.names import DTYPES, check_config, check_dtype, folder_of, gpu_number
+from windlass.hf.names import (
+    AUTO_WEIGHTS,
+    DTYPES,
+    WEIGHTS,
+    check_config,
+    check_dtype,
+    check_weights,
+    folder_of,
+    gpu_number,
+)
+from windlass.hf.weights import quantize
 
 HUB_SECONDS = 10.0
 # The key under which a tokenizer notes that it has given this warning.
@@ -31,25 +41,30 @@ TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def load(
-    name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu"
+    name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", weights: str = AUTO_WEIGHTS
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of a folder, or of a name on the Hugging Face hub, and its tokenizer.
 
     A `Path` is always a folder, and a folder is read without the network. The model is attached, in eval
     mode, on `device`: see `device_of`; a GPU becomes the process's current one. `dtype` is `auto`
-    (that of the file), `float32`, `bfloat16` or `float16`. The tokenizer does not warn of texts longer than
-    the trained window.
+    (that of the file), `float32`, `bfloat16` or `float16`. `weights` is `auto` (as they are), or `int8` or `int4`
+    for those of linear layers on a CPU, made by torchao: see `quantize`. The tokenizer does not warn of texts longer
+    than the trained window.
 
     Raises: UsageError when a part is missing, damaged or unknown; UnsupportedModel from `attach`.
     """
     check_kind("name", name, (str, os.PathLike), "a folder or a name on the hub")
     check_kind("dtype", dtype, str, f"one of: {', '.join(DTYPES)}")
     check_kind("device", device, str, "auto, cpu, mps, cuda or cuda:1")
+    check_kind("weights", weights, str, f"one of: {', '.join(WEIGHTS)}")
+    check_weights(weights)
     number_type, place = dtype_of(dtype), device_of(device)
+    check_place(weights, place)
     with _quiet():
         tokenizer, model = _from_folder_or_hub(name, number_type)
     tokenizer.deprecation_warnings[TOO_LONG] = True
-    return attach(model.eval().to(place)), tokenizer
+    quantize(model.eval().to(place), weights)
+    return attach(model), tokenizer
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
@@ -111,6 +126,12 @@ def dtype_of(name: str) -> torch.dtype | None:
     """The number type of that name; None for `auto`. Raises: UsageError for an unknown one."""
     check_dtype(name)
     return None if name == "auto" else getattr(torch, name)
+
+
+def check_place(weights: str, device: torch.device) -> None:
+    """Raises: UsageError for codes of weights on a device that has no kernel for them here."""
+    if weights != AUTO_WEIGHTS and device.type != "cpu":
+        raise UsageError(f"weights {weights!r} are for a CPU, this is {device}; use device cpu, or leave them out")
 
 
 def device_of(name: str) -> torch.device:

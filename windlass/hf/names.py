@@ -3,12 +3,15 @@
 import json
 import os
 import re
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
 from windlass.core.errors import UsageError
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
+AUTO_WEIGHTS: Final = "auto"
+WEIGHTS: Final = (AUTO_WEIGHTS, "int8", "int4")
 DEVICE: Final = re.compile(r"auto|cpu|mps|cuda(?::(\d{1,3}))?")
 HUB_NAME: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 SAFETENSORS: Final = "*.safetensors"
@@ -27,6 +30,14 @@ def check_dtype(name: str) -> None:
     """Raises: UsageError for a number type that is unknown."""
     if name not in DTYPES:
         raise UsageError(f"dtype {name!r} is unknown; use one of: {', '.join(DTYPES)}")
+
+
+def check_weights(name: str) -> None:
+    """Raises: UsageError for codes of weights that are unknown, or cannot be made because torchao is missing."""
+    if name not in WEIGHTS:
+        raise UsageError(f"weights {name!r} are unknown; use one of: {', '.join(WEIGHTS)}")
+    if name != AUTO_WEIGHTS and find_spec("torchao") is None:
+        raise UsageError(f"weights {name!r} need torchao, which is not installed; run: pip install 'windlass[weights]'")
 
 
 def gpu_number(device: str) -> int | None:

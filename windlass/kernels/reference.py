@@ -7,7 +7,7 @@ from torch.nn import functional
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Visibility, Writes
 from windlass.core.decode import DecodeInput, DecodeSlots
-from windlass.core.linear import LinearInput
+from windlass.core.linear import LinearInput, Nibbles
 from windlass.core.packed import PackedStates
 from windlass.core.rotary_index import EMPTY, RESERVED, RotaryBranch, RotaryIndex
 from windlass.core.rotate import rotate
@@ -153,10 +153,13 @@ def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 def linear(call: LinearInput) -> LinearOutputs:
     """A linear layer. Codes are multiplied in float32, or float64 if the inputs are, and scaled after that."""
-    if call.scales is None:
-        return functional.linear(call.inputs, call.weights, call.bias)
     dtype = torch.promote_types(call.inputs.dtype, torch.float32)
-    outputs = functional.linear(call.inputs.to(dtype), call.weights.to(dtype)) * call.scales.to(dtype)
+    if isinstance(call.weights, Nibbles):
+        outputs = functional.linear(call.inputs.to(dtype), call.weights.floats(dtype))
+    elif call.scales is None:
+        return functional.linear(call.inputs, call.weights, call.bias)
+    else:
+        outputs = functional.linear(call.inputs.to(dtype), call.weights.to(dtype)) * call.scales.to(dtype)
     return (outputs if call.bias is None else outputs + call.bias.to(dtype)).to(call.inputs.dtype)
 
 

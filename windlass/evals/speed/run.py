@@ -23,8 +23,9 @@ from windlass.evals.speed.timer import Clock, Timer
 from windlass.evals.speed.workloads import BenchLists, check_subject
 from windlass.hf.attach import attach
 from windlass.hf.layer_shapes import LayerShape, layer_shapes
-from windlass.hf.load import device_of, dtype_of, load
+from windlass.hf.load import check_place, device_of, dtype_of, load
 from windlass.hf.model_name import shown_name
+from windlass.hf.weights import labelled, parameter_count, quantize, stored_bytes
 
 Progress = Callable[[str, int, int], None]  # what is run next, how many runs are done, and of how many
 
@@ -41,6 +42,7 @@ class BenchRequest:
     repetitions: int
     dtype: str
     device: str = "cpu"
+    weights: str = "auto"
 
 
 class Benchmark:
@@ -105,6 +107,7 @@ def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrained
     """The attached model, what to say of it, and what its layers hold."""
     asked = dtype_of(request.dtype)
     device = device_of(request.device)
+    check_place(request.weights, device)
     if device.type != "cpu" and request.lists.threads is not None:
         raise UsageError(f"--threads are those of a CPU; leave it out, or use --device cpu instead of {device}")
     if request.shape is not None:
@@ -112,18 +115,21 @@ def _opened(request: BenchRequest, rows: Sequence[BenchRow]) -> tuple[PreTrained
         dtype = asked if isinstance(asked, torch.dtype) else torch.bfloat16
         caches = cache_bytes(shape.cached_layers(dtype), rows)
         check_memory(shape.parameters * dtype.itemsize, caches, free_bytes(device))
-        model = attach(random_model(shape, dtype, device))
+        model = random_model(shape, dtype, device)
+        quantize(model, request.weights)
+        attach(model)
     else:
-        model = load(str(request.model), request.dtype, request.device)[0]
+        model = load(str(request.model), request.dtype, request.device, request.weights)[0]
         label = shown_name(str(request.model))
     shapes = layer_shapes(model)
     if request.shape is None:
         check_memory(0, cache_bytes(shapes, rows), free_bytes(device))
-    parameters = list(model.parameters())
-    numbers = sum(each.numel() for each in parameters)
+    numbers = parameter_count(model)
     name = str(model.dtype).removeprefix("torch.")
-    size = sum(each.nbytes for each in parameters)
-    conditions = Conditions(label, size, numbers, name, request.chunk, request.repetitions, gpu=gpu_name(device))
+    size = sum(map(stored_bytes, model.parameters()))
+    conditions = Conditions(
+        labelled(label, model), size, numbers, name, request.chunk, request.repetitions, gpu=gpu_name(device)
+    )
     return model, conditions, shapes
 
 

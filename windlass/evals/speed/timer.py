@@ -21,6 +21,7 @@ from windlass.evals.speed.rows import BenchRow
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.layer_shapes import LayerShape
+from windlass.hf.weights import stored_bytes
 
 Clock = Callable[[], float]
 
@@ -131,9 +132,9 @@ def weight_bytes(model: PreTrainedModel) -> int:
 
     An embedding that is also the head counts, and so does every expert of a mixture.
     """
-    total = sum(parameter.nbytes for parameter in model.parameters())
+    total = sum(map(stored_bytes, model.parameters()))
     embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings()
     if head is not None and head.weight is embedding:
         return total
     assert isinstance(embedding, torch.Tensor)
-    return total - embedding.nbytes
+    return total - stored_bytes(embedding)

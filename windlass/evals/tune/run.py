@@ -42,6 +42,7 @@ class TuneOptions:
     dtype: str
     threads: int | None
     device: str = "cpu"
+    weights: str = "auto"
 
 
 class Tuning:
@@ -58,7 +59,7 @@ class Tuning:
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         tasks = tasks_on(options.text, options.tasks)
-        model, tokenizer = load(options.model, options.dtype, options.device)
+        model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
         ids = encode(tokenizer, read_text(options.text, f"text file {options.text}"), is_start=True)
         trained = trained_length(model.config.get_text_config())
         shapes = layer_shapes(model)

@@ -8,9 +8,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
+from windlass.core.attention import AttentionInput, Mass
 from windlass.core.errors import UsageError
-from windlass.core.linear import LinearInput
+from windlass.core.linear import LinearInput, Nibbles
 from windlass.core.packed import Format, PackedStates
 from windlass.core.shapes import (
     Attended,
@@ -19,14 +19,11 @@ from windlass.core.shapes import (
     Queries,
     RotaryKeys,
     RotaryTable,
-    SlotIndex,
     SlotPositions,
 )
-from windlass.kernels import reference
 from windlass.kernels.cpu.arguments import (
     FLOATS,
     LOW_BIT,
-    NO_LIMIT,
     address,
     branch_positions,
     contiguous_means,
@@ -43,9 +40,12 @@ except ImportError as error:  # installed without a compiler, or built for anoth
     _native = None  # type: ignore[assignment]
     WHY_MISSING = str(error)
 
+native = _native  # None where it is missing
 MAX_TOKENS: Final = 16  # queries per row in one call of `attend`
 MAX_CHANNELS: Final = 1024
 MAX_ROWS: Final = 16  # of the inputs of `linear`
+MAX_LANES: Final = 16  # numbers in a vector of any instruction set
+NIBBLE_BLOCKS: Final = (32, 64)  # outputs that lie side by side
 
 
 def chosen() -> str | None:
@@ -136,21 +136,46 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 def can_multiply(call: LinearInput) -> bool:
     """Whether `linear` knows these tensors, which are in a CPU's memory, and is made for so few rows."""
     inputs, weights = call.inputs, call.weights
-    is_known = inputs.dtype in FLOATS and weights.dtype == (inputs.dtype if call.scales is None else torch.int8)
-    has_bias = call.bias is None or (call.bias.dtype == inputs.dtype and call.bias.is_contiguous())
-    return is_known and has_bias and weights.is_contiguous() and 0 < call.rows <= MAX_ROWS and weights.numel() > 0
+    if inputs.dtype not in FLOATS or not 0 < call.rows <= MAX_ROWS:
+        return False
+    if call.bias is not None and (call.bias.dtype != inputs.dtype or not call.bias.is_contiguous()):
+        return False
+    if isinstance(weights, Nibbles):
+        return weights.pairs.dtype == inputs.dtype and can_read_nibbles(weights)
+    if call.scales is not None and call.scales.dtype not in FLOATS:
+        return False
+    is_known = weights.dtype == (inputs.dtype if call.scales is None else torch.int8)
+    return is_known and weights.is_contiguous() and weights.numel() > 0
+
+
+def can_read_nibbles(weights: Nibbles) -> bool:
+    """Whether `linear` knows these weights, whatever the inputs."""
+    outputs, groups = weights.codes.shape[0], weights.pairs.shape[0]
+    has_sizes = weights.block in NIBBLE_BLOCKS and weights.group % MAX_LANES == 0
+    is_whole = outputs % weights.block == 0 and groups * weights.group == weights.in_features
+    is_contiguous = weights.codes.is_contiguous() and weights.pairs.is_contiguous()
+    return has_sizes and is_whole and is_contiguous and weights.codes.numel() > 0
 
 
 def linear(call: LinearInput) -> LinearOutputs:
     """See `reference.linear`; up to MAX_ROWS rows, of which none depends on what the others are."""
-    inputs, weights, scales = call.inputs.contiguous(), call.weights, call.scales
-    out_features, in_features = weights.shape
-    result = inputs.new_empty(*inputs.shape[:-1], out_features)
-    scales = None if scales is None else scales.float().contiguous()
-    sizes = (call.rows, in_features, out_features)
-    formats = FLOATS[weights.dtype] if scales is None else LOW_BIT[Format.INT8], FLOATS[inputs.dtype]
-    addresses = inputs.data_ptr(), weights.data_ptr(), address(scales), address(call.bias), result.data_ptr()
-    _native.linear(sizes, *formats, *addresses, instruction_set(), torch.get_num_threads())
+    inputs, weights = call.inputs.contiguous(), call.weights
+    own = FLOATS[inputs.dtype]
+    scales, scaled, groups = None, own, (0, 0, 0)
+    if isinstance(weights, Nibbles):
+        codes, format = weights.codes, LOW_BIT[Format.INT4]
+        groups = weights.pairs.data_ptr(), weights.group, weights.block
+    elif call.scales is None:
+        codes, format = weights, own
+    else:
+        codes, format = weights, LOW_BIT[Format.INT8]
+        scales = call.scales.contiguous()
+        scaled = FLOATS[scales.dtype]
+    result = inputs.new_empty(*inputs.shape[:-1], codes.shape[0])
+    sizes = (call.rows, inputs.shape[-1], codes.shape[0])
+    addresses = inputs.data_ptr(), codes.data_ptr(), address(scales), scaled, groups, address(call.bias)
+    threads = torch.get_num_threads()
+    _native.linear(sizes, format, own, *addresses, result.data_ptr(), instruction_set(), threads)
     return result
 
 
@@ -240,59 +265,3 @@ def add_query_mass(
         instruction_set(),
         torch.get_num_threads(),
     )
-
-
-def first_free(positions: SlotPositions, count: int) -> SlotIndex:
-    """See `reference.first_free`."""
-    batch, score_heads, slots = positions.shape
-    out = torch.empty(batch, score_heads, count, dtype=torch.int64)
-    _native.first_free(positions.data_ptr(), batch * score_heads, slots, count, out.data_ptr())
-    return out
-
-
-def argsort_positions(positions: SlotPositions) -> SlotIndex:
-    """See `reference.argsort_positions`."""
-    batch, score_heads, slots = positions.shape
-    out = torch.empty(batch, score_heads, slots, dtype=torch.int64)
-    positions = positions.contiguous()
-    threads = torch.get_num_threads()
-    _native.argsort_positions(positions.data_ptr(), batch * score_heads, slots, out.data_ptr(), threads)
-    return out
-
-
-def lowest(call: EvictionInput) -> SlotIndex:
-    """See `reference.lowest`."""
-    score, positions = call.score.float().contiguous(), call.positions
-    ends = call.next_positions.to(torch.int64).contiguous()
-    out = torch.empty(*positions.shape[:2], call.count, dtype=torch.int64)
-    limits = (call.sinks, call.window, call.sliding_window or 0, call.attention_chunk or NO_LIMIT)
-    addresses = score.data_ptr(), positions.data_ptr(), ends.data_ptr()
-    _native.lowest(tuple(positions.shape), *addresses, limits, call.count, out.data_ptr(), torch.get_num_threads())
-    return out
-
-
-def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:
-    """See `reference.evict`."""
-    index = lowest(call)
-    return index, reference.reserve(call.positions, index)
-
-
-def write_all(index: SlotIndex, writes: Writes) -> None:
-    """See `reference.write_all`."""
-    for states, new in writes:
-        if isinstance(new, Tensor) and states.ndim == 4:
-            write(states, index, new)
-        else:
-            reference.write(states, index, new)
-
-
-def write(states: Tensor, index: SlotIndex, new: Tensor) -> None:
-    """Overwrite the slots of `states` (batch, kv_heads, slots, width) at `index` with `new`."""
-    new = new.to(states.dtype)
-    if new.stride(-1) != 1:
-        new = new.contiguous()
-    index = index.contiguous()
-    batch, kv_heads, slots, width = states.shape
-    sizes = (batch, kv_heads, index.shape[1], index.shape[2], slots, width * states.itemsize)
-    strides = tuple(stride * new.itemsize for stride in new.stride()[:3])
-    _native.write(sizes, strides, index.data_ptr(), new.data_ptr(), states.data_ptr())

@@ -100,6 +100,8 @@ def linear(
     inputs: int,
     weights: int,
     scales: int,
+    scale_format: int,
+    groups: tuple[int, int, int],
     bias: int,
     result: int,
     instruction_set: str,

@@ -110,15 +110,18 @@ struct Encode {
 // A linear layer: inputs (tokens, in) by weights (out, in), all contiguous.
 struct Linear {
     int tokens, in, out;
-    Format format;        // of the weights; int8: code * scale
+    Format format;        // of the weights; int8: code * scale; int4: see `linear_int4.hpp`
     Format float_format;  // of inputs, bias and the result
     const std::uint8_t *inputs, *weights;
-    const float *scales;         // (out), of int8 weights
-    const std::uint8_t *bias;    // (out); may be null
-    std::uint8_t *result;        // (tokens, out)
+    Format scale_format;
+    const std::uint8_t *scales;  // (out) in `scale_format`, of int8 weights
+    const std::uint8_t *bias;   // (out); may be null
+    std::uint8_t *result;       // (tokens, out)
+    const std::uint8_t *pairs;  // (in / group, out, 2) in `float_format`: scale and zero of int4 weights
+    int group, block;           // of int4 weights: inputs that share a scale, outputs that lie side by side
 
-    // Floats of scratch: the inputs in float32, or as three digits and what belongs to a token.
-    std::size_t scratch() const { return std::size_t(tokens) * (in + 4); }
+    // Floats of scratch: the inputs in float32, as digits, or as parts of bfloat16, and what belongs to a token.
+    std::size_t scratch() const { return std::size_t(tokens) * (2 * std::size_t(in) + 64); }
 };
 
 inline constexpr int BLOCK = 128;      // slots whose logits are alive at once

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from windlass.kernels.cpu import MAX_CHANNELS, instruction_set
+from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, native
 from windlass.kernels.cpu.arguments import FLOATS, address
 
 
@@ -15,15 +15,13 @@ def can_encode(states: Tensor, bits: int) -> bool:
 
 def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
     """See `reference.encode`."""
-    import windlass.kernels.cpu._native as _native  # late: it may not have been built
-
     batch, kv_heads, tokens, width = states.shape
     if states.stride(-1) != 1:
         states = states.contiguous()
     means = None if means is None else means.float().contiguous()
     codes = states.new_empty(batch, kv_heads, tokens, width * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
     scales = states.new_empty(batch, kv_heads, tokens, 1, dtype=torch.float16)
-    _native.encode(
+    native.encode(
         (batch, kv_heads, tokens, width, bits),
         FLOATS[states.dtype],
         states.data_ptr(),

@@ -30,14 +30,19 @@ constexpr int AHEAD = 4;  // lines of a row that are asked for before they are r
 #define UNROLLED _Pragma("GCC unroll 16")
 
 // Calls `add(i)` for each full step of a row of `lines` lines, each of `steps` steps; rows lie one after the
-// other. At the end of these rows the first lines of the next ones are asked for.
+// other. At the end of these rows the first lines of the next ones are asked for. The next ones themselves come into
+// the cache below meanwhile, in the order in which they lie, if these rows are read for the first time (`is_first`).
 template <int ROWS_HERE, class Add>
-inline void stream(const std::uint8_t *rows, std::int64_t row_bytes, int lines, int steps, Add add) {
+inline void stream(const std::uint8_t *rows, std::int64_t row_bytes, int lines, int steps, bool is_first, Add add) {
     for (int line = 0; line < lines; ++line) {
         const int next = line + AHEAD;
         const std::uint8_t *ahead = next < lines ? rows + std::int64_t(next) * LINE
                                                  : rows + std::int64_t(next - lines) * LINE + ROWS_HERE * row_bytes;
         for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(ahead + r * row_bytes);
+        if (is_first) {
+            const std::uint8_t *below = rows + ROWS_HERE * (row_bytes + std::int64_t(line) * LINE);
+            for (int r = 0; r < ROWS_HERE; ++r) __builtin_prefetch(below + r * LINE, 0, 2);
+        }
         for (int step = 0; step < steps; ++step) add(line * steps + step);
     }
 }
@@ -63,6 +68,8 @@ inline void all_outputs(Kernel &kernel, const Linear &call, int threads) {
             for (int row = first; row < call.out; ++row) outputs_of<Kernel, 1>(kernel, call, row);
     }
 }
+
+inline float scale_of(const Linear &call, int row) { return number(call.scale_format, call.scales, row); }
 
 inline void put_result(const Linear &call, int row, int token, float sum) {
     if (call.bias) sum += number(call.float_format, call.bias, row);
@@ -123,7 +130,7 @@ class FloatLinear {
                     sums_of[r][t] = P::add(sums_of[r][t], weights + r * row_bytes + i * P::BYTES, from + t * in + i);
         };
         const int steps = int(in / P::WIDTH), lines = steps / STEPS;
-        stream<R>(weights, row_bytes, lines, STEPS, add);
+        stream<R>(weights, row_bytes, lines, STEPS, token == 0, add);
         for (int step = lines * STEPS; step < steps; ++step) add(step);
         float results[R][T];
         UNROLLED for (int r = 0; r < R; ++r)
@@ -133,7 +140,7 @@ class FloatLinear {
                 float sum = results[r][t];
                 for (std::int64_t i = std::int64_t(steps) * P::WIDTH; i < in; ++i)
                     sum += P::one(weights + r * row_bytes + i * P::BYTES, from + t * in + i);
-                put_result(call, row + r, token + t, F == Format::int8 ? sum * call.scales[row + r] : sum);
+                put_result(call, row + r, token + t, F == Format::int8 ? sum * scale_of(call, row + r) : sum);
             }
     }
 
@@ -143,123 +150,30 @@ class FloatLinear {
     const std::int64_t in;
 };
 
-#if defined(__AVX512VNNI__)
-// int8 weights in whole numbers, for inputs of 16 bits. A token's inputs are rounded to 22 bits below the largest of
-// them, and cut into three signed digits: x = (d0 * 65536 + d1 * 256 + d2) * 2^exponent. Products of digits and codes add up without
-// rounding. The instruction takes one factor without sign: 128 is added to the codes, and the sum of the digits tells
-// what that adds to the result.
-class DigitLinear {
-    static constexpr int DIGITS = 3, BITS = 22;
-    static constexpr int SMALLEST = -100;  // exponent of the largest input below which all count as zeros
-    static constexpr int NOT_A_NUMBER = 1 << 20;
-
-  public:
-    static constexpr int MOST = 32768;  // inputs whose products add up within 32 bits
-    static constexpr int TOKENS = 2;
-
-    DigitLinear(const Linear &call, float *scratch)
-        : call(call),
-          in(call.in),
-          exponents(reinterpret_cast<std::int32_t *>(scratch)),
-          sums_of_digits(exponents + call.tokens),
-          digits(reinterpret_cast<std::int8_t *>(sums_of_digits + DIGITS * call.tokens)) {}
-
-    void run(int threads) {
-#pragma omp parallel for schedule(static) num_threads(call.tokens < threads ? call.tokens : threads)
-        for (int token = 0; token < call.tokens; ++token) cut(token);
-        all_outputs(*this, call, threads);
-    }
-
-    template <int R, int T>
-    void outputs(int row, int token) {
-        const std::uint8_t *weights = call.weights + row * in;
-        const std::int8_t *from = digits + token * in * DIGITS;
-        const __m512i to_unsigned = _mm512_set1_epi8(char(0x80));
-        __m512i sums_of[R][T][DIGITS];
-        UNROLLED for (int r = 0; r < R; ++r)
-            UNROLLED for (int t = 0; t < T; ++t)
-                UNROLLED for (int d = 0; d < DIGITS; ++d) sums_of[r][t][d] = _mm512_setzero_si512();
-        const int lines = int(in / LINE);
-        stream<R>(weights, in, lines, 1, [&](int line) __attribute__((always_inline)) {
-            const std::int64_t i = std::int64_t(line) * LINE;
-            UNROLLED for (int r = 0; r < R; ++r) {
-                const __m512i codes = _mm512_xor_si512(_mm512_loadu_si512(weights + r * in + i), to_unsigned);
-                UNROLLED for (int t = 0; t < T; ++t)
-                    UNROLLED for (int d = 0; d < DIGITS; ++d)
-                        sums_of[r][t][d] = _mm512_dpbusd_epi32(sums_of[r][t][d], codes,
-                                                               _mm512_loadu_si512(from + (t * DIGITS + d) * in + i));
-            }
-        });
-        std::int32_t results[R][T][DIGITS];
-        UNROLLED for (int r = 0; r < R; ++r)
-            UNROLLED for (int t = 0; t < T; ++t)
-                UNROLLED for (int d = 0; d < DIGITS; ++d) results[r][t][d] = _mm512_reduce_add_epi32(sums_of[r][t][d]);
-        for (int r = 0; r < R; ++r)
-            for (int t = 0; t < T; ++t) {
-                std::int64_t total = 0;
-                for (int d = 0; d < DIGITS; ++d) {
-                    std::int64_t sum = results[r][t][d];
-                    for (std::int64_t i = std::int64_t(lines) * LINE; i < in; ++i)
-                        sum += (std::int8_t(weights[r * in + i]) + 128) * from[(t * DIGITS + d) * in + i];
-                    total = total * 256 + sum - 128 * std::int64_t(sums_of_digits[(token + t) * DIGITS + d]);
-                }
-                const int exponent = exponents[token + t];
-                put_result(call, row + r, token + t,
-                           exponent == NOT_A_NUMBER
-                               ? NAN
-                               : float(std::ldexp(double(total) * call.scales[row + r], exponent)));
-            }
-    }
-
-  private:
-    const Linear &call;
-    const std::int64_t in;
-    std::int32_t *exponents, *sums_of_digits;  // (tokens), (tokens, DIGITS)
-    std::int8_t *digits;                       // (tokens, DIGITS, in)
-
-    void cut(int token) {
-        const std::int64_t first = token * in;
-        float largest = 0;
-        for (std::int64_t i = 0; i < in; ++i) {
-            const float x = std::fabs(number(call.float_format, call.inputs, first + i));
-            largest = !(x <= largest) && !std::isnan(largest) ? x : largest;
-        }
-        int exponent = 0;
-        std::frexp(largest, &exponent);
-        exponent = exponent < SMALLEST ? SMALLEST : exponent;
-        exponents[token] = std::isfinite(largest) ? exponent - BITS : NOT_A_NUMBER;
-        if (!std::isfinite(largest)) exponent = 0;
-        const float by = std::ldexp(1.0f, BITS - exponent);
-        std::int8_t *to = digits + first * DIGITS;
-        std::int32_t sums_here[DIGITS] = {};
-        for (std::int64_t i = 0; i < in; ++i) {
-            // The last bits of this sum are the whole number nearest to the scaled input.
-            const float shifted = number(call.float_format, call.inputs, first + i) * by + 12582912.0f;
-            std::int32_t whole;
-            std::memcpy(&whole, &shifted, 4);
-            whole -= 0x4b400000;
-            for (int d = DIGITS; d-- > 0;) {
-                const std::int8_t digit = std::int8_t(whole);
-                to[d * in + i] = digit, sums_here[d] += digit;
-                whole = (whole - digit) >> 8;
-            }
-        }
-        std::memcpy(sums_of_digits + token * DIGITS, sums_here, sizeof sums_here);
-    }
-};
-#endif
+#include "linear_int8.hpp"
+#include "linear_int4.hpp"
 
 }  // namespace
 
 void linear(const Linear &call, float *scratch, int threads) {
+    if (call.format == Format::int4) switch (call.float_format) {
+            case Format::bfloat16:
+                return linear_int4<Format::bfloat16>(call, scratch, threads);
+            case Format::float16:
+                return linear_int4<Format::float16>(call, scratch, threads);
+            default:
+                return linear_int4<Format::float32>(call, scratch, threads);
+        }
 #if defined(__AVX512BF16__)
     if (call.format == Format::bfloat16 && call.float_format == Format::bfloat16)
         return FloatLinear<Format::bfloat16, true>(call, reinterpret_cast<const std::uint16_t *>(call.inputs))
             .run(threads);
 #endif
 #if defined(__AVX512VNNI__)
-    if (call.format == Format::int8 && call.float_format != Format::float32 && call.in <= DigitLinear::MOST)
-        return DigitLinear(call, scratch).run(threads);
+    if (call.format == Format::int8 && call.in <= DigitLinear<Format::bfloat16>::MOST) {
+        if (call.float_format == Format::bfloat16) return DigitLinear<Format::bfloat16>(call, scratch).run(threads);
+        if (call.float_format == Format::float16) return DigitLinear<Format::float16>(call, scratch).run(threads);
+    }
 #endif
     const float *inputs = reinterpret_cast<const float *>(call.inputs);
     if (call.float_format != Format::float32) {

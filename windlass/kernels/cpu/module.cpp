@@ -188,8 +188,10 @@ void decode(Decode &decode, NewStates queries, NewStates keys, NewStates values,
 }
 
 void linear(std::tuple<int, int, int> sizes, int format, int float_format, Address inputs, Address weights,
-            Address scales, Address bias, Address result, const std::string &instruction_set, int threads) {
+            Address scales, int scale_format, std::tuple<Address, int, int> groups, Address bias, Address result,
+            const std::string &instruction_set, int threads) {
     const auto [tokens, in, out] = sizes;
+    const auto [pairs, group, block] = groups;
     const Linear call{tokens,
                       in,
                       out,
@@ -197,9 +199,13 @@ void linear(std::tuple<int, int, int> sizes, int format, int float_format, Addre
                       Format(float_format),
                       at<const std::uint8_t>(inputs),
                       at<const std::uint8_t>(weights),
-                      at<const float>(scales),
+                      Format(scale_format),
+                      at<const std::uint8_t>(scales),
                       at<const std::uint8_t>(bias),
-                      at<std::uint8_t>(result)};
+                      at<std::uint8_t>(result),
+                      at<const std::uint8_t>(pairs),
+                      group,
+                      block};
     float *scratch = scratch_of(call.scratch());
     nb::gil_scoped_release released;
     kernels_of(instruction_set).linear(call, scratch, threads);
@@ -261,7 +267,7 @@ NB_MODULE(_native, module) {
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
     module.def("linear", &linear, "sizes"_a, "format"_a, "float_format"_a, "inputs"_a, "weights"_a, "scales"_a,
-               "bias"_a, "result"_a, "instruction_set"_a, "threads"_a);
+               "scale_format"_a, "groups"_a, "bias"_a, "result"_a, "instruction_set"_a, "threads"_a);
     module.def("query_mass", &query_mass, "sizes"_a, "room"_a, "format"_a, "queries"_a, "keys"_a, "mask"_a,
                "log_counts"_a, "lse"_a, "targets"_a, "scale"_a, "mass"_a, "instruction_set"_a, "threads"_a);
     module.def("first_free",

@@ -1,0 +1,283 @@
+// Linear layers of 4-bit weights, as PyTorch packs them for a CPU: blocks of `block` outputs, in which byte j of input
+// k holds the code of output j in its low nibble and that of output j + block / 2 in its high one. A code c is worth
+// (c - 8) * scale + zero, and `group` inputs share the two. Included by `linear.cpp`.
+
+// Scale and zero of LANES outputs, which lie in pairs.
+template <Format F>
+inline void pairs_of(const std::uint8_t *from, Floats &scales, Floats &zeros) {
+    if constexpr (F == Format::bfloat16) {
+        const Words both = load<Words>(from);
+        scales = bits_of(both << 16), zeros = bits_of(both & 0xffff0000u);
+    } else if constexpr (F == Format::float16) {
+        const Words both = load<Words>(from);
+        const Halves low = __builtin_convertvector(both & 0xffffu, Halves);
+        const Halves high = __builtin_convertvector(both >> 16, Halves);
+        scales = Row<F>::lanes(reinterpret_cast<const std::uint8_t *>(&low), 0, 0);
+        zeros = Row<F>::lanes(reinterpret_cast<const std::uint8_t *>(&high), 0, 0);
+    } else {
+        for (int i = 0; i < LANES; ++i) {
+            scales[i] = Row<F>::one(from, 2 * i, 0), zeros[i] = Row<F>::one(from, 2 * i + 1, 0);
+        }
+    }
+}
+
+// What both kernels below have in common: inputs and their sums by group, in float32, and the loop over blocks.
+template <Format F>
+class Grouped {
+  public:
+    static constexpr int BYTES = F == Format::float32 ? 4 : 2;
+    const Linear &call;
+    const int groups;
+    float *sums;  // (tokens, groups)
+
+    Grouped(const Linear &call, float *scratch) : call(call), groups(call.in / call.group), sums(scratch) {}
+
+    float *rest() const { return sums + std::int64_t(call.tokens) * groups; }
+    // Calls `take(i, LANES inputs of a token from i on)` for all of them, and adds them up.
+    template <class Take>
+    void read(int token, Take take) {
+        const std::uint8_t *from = call.inputs + std::int64_t(token) * call.in * BYTES;
+        for (int g = 0; g < groups; ++g) {
+            Floats sum{};
+            for (int i = g * call.group; i < (g + 1) * call.group; i += LANES) {
+                const Floats x = Row<F>::lanes(from, i, 0);
+                sum += x, take(i, x);
+            }
+            sums[std::int64_t(token) * groups + g] = sum_of(sum);
+        }
+    }
+    const std::uint8_t *codes(int block) const { return call.weights + std::int64_t(block) * call.block / 2 * call.in; }
+    const std::uint8_t *pairs(int block, int group) const {
+        return call.pairs + (std::int64_t(group) * call.out + std::int64_t(block) * call.block) * 2 * BYTES;
+    }
+    // Asks for the scales of a block and group, which lie far from those of the group before.
+    void prefetch_pairs(int block, int group) const {
+        if (group >= groups) ++block, group -= groups;
+        if (group >= groups || block >= call.out / call.block) return;
+        const std::uint8_t *from = pairs(block, group);
+        for (int line = 0; line < call.block * 2 * BYTES; line += LINE) __builtin_prefetch(from + line);
+    }
+    template <class Kernel>
+    static void all_blocks(Kernel &kernel, const Linear &call, int threads) {
+        const int blocks = call.out / call.block;
+#pragma omp parallel for schedule(static) num_threads(threads)
+        for (int block = 0; block < blocks; ++block) {
+            int token = 0;
+            for (; token + 4 <= call.tokens; token += 4) kernel.template outputs<4>(block, token);
+            if (token + 2 <= call.tokens) kernel.template outputs<2>(block, token), token += 2;
+            if (token < call.tokens) kernel.template outputs<1>(block, token);
+        }
+    }
+};
+
+// Codes times inputs in float32, with any instruction set.
+template <Format F, int BLOCK>
+class NibbleLinear {
+    static constexpr int CHUNKS = BLOCK / 2 / LANES;  // vectors of bytes of one input
+
+  public:
+    NibbleLinear(const Linear &call, float *scratch) : shared(call, scratch), call(call), inputs(shared.rest()) {}
+
+    void run(int threads) {
+        for (int token = 0; token < call.tokens; ++token) {
+            float *to = inputs + std::int64_t(token) * call.in;
+            shared.read(token, [&](int i, Floats x) { store(to + i, x); });
+        }
+        Grouped<F>::all_blocks(*this, call, threads);
+    }
+
+    template <int T>
+    void outputs(int block, int token) {
+        constexpr int STEP = T > 1 ? 1 : CHUNKS < 4 ? CHUNKS : 4;  // chunks at once, whose sums the registers hold
+        alignas(LINE) float results[T][BLOCK] = {};
+        for (int g = 0; g < shared.groups; ++g) {
+            shared.prefetch_pairs(block, g + 1);
+            const std::uint8_t *codes = shared.codes(block) + std::int64_t(g) * call.group * (BLOCK / 2);
+            for (int chunk = 0; chunk < CHUNKS; chunk += STEP) add_group<T, STEP>(codes, block, token, g, chunk, results);
+        }
+        for (int t = 0; t < T; ++t)
+            for (int n = 0; n < BLOCK; ++n) put_result(call, block * BLOCK + n, token + t, results[t][n]);
+    }
+
+  private:
+    Grouped<F> shared;
+    const Linear &call;
+    float *inputs;  // (tokens, in)
+
+    template <int T, int STEP>
+    void add_group(const std::uint8_t *codes, int block, int token, int group, int chunk, float (*results)[BLOCK]) {
+        const float *from = inputs + std::int64_t(token) * call.in + std::int64_t(group) * call.group;
+        Floats sums_of[T][STEP][2];
+        UNROLLED for (int t = 0; t < T; ++t)
+            UNROLLED for (int c = 0; c < STEP; ++c) sums_of[t][c][0] = sums_of[t][c][1] = Floats{};
+        for (int k = 0; k < call.group; ++k) {
+            __builtin_prefetch(codes + k * (BLOCK / 2) + 1024);
+            UNROLLED for (int c = 0; c < STEP; ++c) {
+                const Ints bytes = wide_bytes(codes + k * (BLOCK / 2) + (chunk + c) * LANES);
+                const Floats low = Row<Format::int4>::levels(bytes), high = Row<Format::int4>::levels(bytes >> 4);
+                UNROLLED for (int t = 0; t < T; ++t) {
+                    const Floats x = all(from[std::int64_t(t) * call.in + k]);
+                    sums_of[t][c][0] += low * x, sums_of[t][c][1] += high * x;
+                }
+            }
+        }
+        UNROLLED for (int c = 0; c < STEP; ++c)
+            UNROLLED for (int half = 0; half < 2; ++half) {
+                const int first = half * (BLOCK / 2) + (chunk + c) * LANES;
+                Floats scales, zeros;
+                pairs_of<F>(shared.pairs(block, group) + first * 2 * Grouped<F>::BYTES, scales, zeros);
+                UNROLLED for (int t = 0; t < T; ++t) {
+                    const Floats sum = all(shared.sums[std::int64_t(token + t) * shared.groups + group]);
+                    float *to = results[t] + first;
+                    store(to, load<Floats>(to) + sums_of[t][c][half] * scales + sum * zeros);
+                }
+            }
+    }
+};
+
+#if defined(__AVX512BF16__)
+// Codes in pairs of bfloat16, in which they are exact, times inputs in as many parts of bfloat16 as make them exact.
+//
+// Of four inputs k, words of the rows of codes k and k + 2, and of k + 1 and k + 3, are interleaved: a lane then has
+// two inputs of the same outputs, and each of its nibbles those of one output. Lanes 0 to 7 of a sum are of the even
+// inputs and the others of the odd ones.
+template <Format F>
+class NibblePairs {
+    static constexpr int BLOCK = 64, PARTS = F == Format::bfloat16 ? 1 : F == Format::float16 ? 2 : 3;
+    static constexpr int SUMS = 8;          // vectors of sums of one token
+    // Bytes of codes that are asked for before they are read: into the nearest cache, and into the next one.
+    static constexpr int SOON = 512, LATER = 8192;
+
+  public:
+    NibblePairs(const Linear &call, float *scratch)
+        : shared(call, scratch), call(call), inputs(reinterpret_cast<std::uint16_t *>(shared.rest())) {}
+
+    void run(int threads) {
+#pragma omp parallel for schedule(static) num_threads(call.tokens < threads ? call.tokens : threads)
+        for (int token = 0; token < call.tokens; ++token) {
+            std::uint16_t *to = inputs + std::int64_t(token) * PARTS * call.in;
+            shared.read(token, [&](int i, Floats x) {
+                for (int part = 0; part < PARTS; ++part) {
+                    const __m256i brains = (__m256i)_mm512_cvtneps_pbh((__m512)x);
+                    // Of each four inputs the second and the third change places.
+                    const __m256i pairs = _mm256_shufflehi_epi16(_mm256_shufflelo_epi16(brains, 0xd8), 0xd8);
+                    _mm256_storeu_si256((__m256i *)(to + std::int64_t(part) * call.in + i), pairs);
+                    x -= bits_of((Words)_mm512_cvtepu16_epi32(brains) << 16);
+                }
+            });
+        }
+        Grouped<F>::all_blocks(*this, call, threads);
+    }
+
+    template <int T>
+    void outputs(int block, int token) {
+        Floats results[T][SUMS];
+        for (int t = 0; t < T; ++t)
+            for (int s = 0; s < SUMS; ++s) results[t][s] = Floats{};
+        const std::uint8_t *codes = shared.codes(block);
+        for (int g = 0; g < shared.groups; ++g) {
+            shared.prefetch_pairs(block, g + 2);
+            const std::uint8_t *here = codes + std::int64_t(g) * call.group * (BLOCK / 2);
+            if constexpr (T <= 2)
+                add_group<T, 0, 2>(here, block, token, g, results);
+            else {
+                add_group<T, 0, 1>(here, block, token, g, results);
+                add_group<T, 1, 1>(here, block, token, g, results);
+            }
+        }
+        for (int t = 0; t < T; ++t)
+            for (int s = 0; s < SUMS; ++s)
+                for (int lane = 0; lane < 8; ++lane)
+                    put_result(call, block * BLOCK + output(s, lane), token + t,
+                               results[t][s][lane] + results[t][s][lane + 8]);
+    }
+
+  private:
+    Grouped<F> shared;
+    const Linear &call;
+    std::uint16_t *inputs;  // (tokens, PARTS, in)
+
+    // Which output of a block a lane of sum `s` belongs to: four sums are of the low words of a vector, four of the high.
+    static constexpr int output(int s, int lane) {
+        const int nibble = s & 3;
+        return (lane >> 2 & 1) * 16 + (s >> 2) * 8 + (lane & 3) * 2 + (nibble >> 1) + 32 * (nibble & 1);
+    }
+    template <int S, std::size_t... I>
+    static Floats in_order_of(Floats low, Floats high, std::index_sequence<I...>) {
+        return __builtin_shufflevector(low, high, (output(S, int(I)) & 31)...);
+    }
+    template <int S, int T>
+    void put_group(Floats (*results)[SUMS], const Floats (*sums_of)[4], const Floats *scales, const Floats *zeros,
+                   const Floats *totals) {
+        constexpr int FIRST = (S & 1) * 2;
+        const Floats scale = in_order_of<S>(scales[FIRST], scales[FIRST + 1], std::make_index_sequence<LANES>{});
+        const Floats zero = in_order_of<S>(zeros[FIRST], zeros[FIRST + 1], std::make_index_sequence<LANES>{});
+        UNROLLED for (int t = 0; t < T; ++t) results[t][S] += sums_of[t][S & 3] * scale + totals[t] * zero;
+    }
+
+    template <int T, int FIRST, int HALVES>
+    void add_group(const std::uint8_t *codes, int block, int token, int group, Floats (*results)[SUMS]) {
+        static const std::int16_t LEVELS[32] = {
+            -16128, -16160, -16192, -16224, -16256, -16320, -16384, -16512, 0, 16256, 16384, 16448, 16512, 16544, 16576, 16608,
+            -16128, -16160, -16192, -16224, -16256, -16320, -16384, -16512, 0, 16256, 16384, 16448, 16512, 16544, 16576, 16608};
+        const __m512i levels = _mm512_loadu_si512(LEVELS);
+        const std::uint16_t *from = inputs + std::int64_t(token) * PARTS * call.in + std::int64_t(group) * call.group;
+        Floats sums_of[HALVES][T][4];
+        UNROLLED for (int h = 0; h < HALVES; ++h)
+            UNROLLED for (int t = 0; t < T; ++t)
+                UNROLLED for (int n = 0; n < 4; ++n) sums_of[h][t][n] = Floats{};
+        for (int k = 0; k < call.group; k += 4) {
+            const std::uint8_t *row = codes + k * (BLOCK / 2);
+            if (FIRST == 0 && token == 0)
+                for (int line = 0; line < 2 * LINE; line += LINE) {
+                    __builtin_prefetch(row + SOON + line), __builtin_prefetch(row + LATER + line, 0, 2);
+                }
+            const __m512i a = _mm512_loadu_si512(row), b = _mm512_loadu_si512(row + LINE);
+            UNROLLED for (int h = 0; h < HALVES; ++h) {
+                const __m512i words = FIRST + h ? _mm512_unpackhi_epi16(a, b) : _mm512_unpacklo_epi16(a, b);
+                UNROLLED for (int n = 0; n < 4; ++n) {
+                    const __m512i code = _mm512_permutexvar_epi16(n ? _mm512_srli_epi16(words, 4 * n) : words, levels);
+                    UNROLLED for (int t = 0; t < T; ++t)
+                        UNROLLED for (int part = 0; part < PARTS; ++part)
+                            sums_of[h][t][n] =
+                                dot(sums_of[h][t][n], (__m512bh)code, spread(from + (t * PARTS + part) * std::int64_t(call.in) + k));
+                }
+            }
+        }
+        Floats scales[4], zeros[4], totals[T];
+        UNROLLED for (int i = 0; i < 4; ++i)
+            pairs_of<F>(shared.pairs(block, group) + i * LANES * 2 * Grouped<F>::BYTES, scales[i], zeros[i]);
+        UNROLLED for (int t = 0; t < T; ++t)
+            totals[t] = (Floats)_mm512_maskz_set1_epi32(0x00ff, bits(shared.sums[std::int64_t(token + t) * shared.groups + group]));
+        UNROLLED for (int h = 0; h < HALVES; ++h) {
+            if (FIRST + h == 0) {
+                put_group<0, T>(results, sums_of[h], scales, zeros, totals), put_group<1, T>(results, sums_of[h], scales, zeros, totals);
+                put_group<2, T>(results, sums_of[h], scales, zeros, totals), put_group<3, T>(results, sums_of[h], scales, zeros, totals);
+            } else {
+                put_group<4, T>(results, sums_of[h], scales, zeros, totals), put_group<5, T>(results, sums_of[h], scales, zeros, totals);
+                put_group<6, T>(results, sums_of[h], scales, zeros, totals), put_group<7, T>(results, sums_of[h], scales, zeros, totals);
+            }
+        }
+    }
+    static int bits(float x) {
+        int word;
+        __builtin_memcpy(&word, &x, 4);
+        return word;
+    }
+    // Two inputs in the lower half of the lanes, the next two in the upper.
+    static __m512bh spread(const std::uint16_t *from) {
+        int even, odd;
+        __builtin_memcpy(&even, from, 4), __builtin_memcpy(&odd, from + 2, 4);
+        return (__m512bh)_mm512_mask_set1_epi32(_mm512_set1_epi32(even), 0xff00, odd);
+    }
+};
+#endif
+
+template <Format F>
+inline void linear_int4(const Linear &call, float *scratch, int threads) {
+#if defined(__AVX512BF16__)
+    if (call.block == 64) return NibblePairs<F>(call, scratch).run(threads);
+#endif
+    if (call.block == 64) return NibbleLinear<F, 64>(call, scratch).run(threads);
+    NibbleLinear<F, 32>(call, scratch).run(threads);
+}
