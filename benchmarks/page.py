@@ -47,15 +47,18 @@ def attention(lines: Sequence[Line]) -> str:
         ours, read = seconds["unrotated"], seconds["read"]
         rates = [f"{line['bytes'] / seconds[name] / 1e9:.1f}" for name in ("unrotated", "rotated", "read")]
         ratios = [seconds["sdpa_repeat"] / ours, seconds["sdpa_gqa"] / ours, seconds["rotated"] / ours, read / ours]
-        rows.append([line["shape"], f"{line['depth']:,}", *rates, *(f"{ratio:.2f}" for ratio in ratios)])
-    heads = ["shape", "depth", "un-rotated GB/s", "rotated GB/s", "plain read GB/s"]
+        where = line["cpu"].split("(")[0]
+        rows.append([line["shape"], f"{line['depth']:,}", where, *rates, *(f"{ratio:.2f}" for ratio in ratios)])
+    heads = ["shape", "depth", "CPU", "un-rotated GB/s", "rotated GB/s", "plain read GB/s"]
     heads += ["PyTorch (repeat) / ours", "PyTorch (gqa) / ours", "rotated / un-rotated time", "of plain read"]
     text = (
         "One query, one layer, bfloat16. A ratio above 1 means that ours is faster. `rotated / un-rotated time` is the "
         "kernel's time over keys stored after RoPE, divided by its time when it rotates them itself; 1 means that the "
-        "rotation is free."
+        "rotation is free. On the AMD EPYC PyTorch's own attention takes several times as long as on the Intel CPU."
     )
-    return _section("Decode attention alone", "benchmarks/attention.py", text, heads, rows, lines[-1])
+    cpus = dict.fromkeys(line["cpu"] for line in lines)
+    about = {**lines[-1], "cpu": " and ".join(cpus)}  # the date is that of the last
+    return _section("Decode attention alone", "benchmarks/attention.py", text, heads, rows, about)
 
 
 def share(lines: Sequence[Line]) -> str:

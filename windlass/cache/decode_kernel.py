@@ -73,7 +73,11 @@ class DecodeKernel:
         is_observed: bool,
     ) -> Decoded | None:
         """Write and attend; None, and nothing has happened, where the step is none that it serves."""
-        if step.positions.shape[1] != 1 or step.is_captured or step.places is not None:
+        if (
+            step.positions.shape[1] != 1
+            or step.places is not None
+            or not kernels.has_decode(step.positions.device.type)
+        ):
             return None
         if call.sees_to is not None or call.picker is not None or call.sink_logits is not None:
             return None

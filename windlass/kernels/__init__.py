@@ -59,6 +59,11 @@ def decode_of(
     return Decode(slots, queries)
 
 
+def has_decode(device: str) -> bool:
+    """Whether `decode_of` may find a kernel on this kind of device."""
+    return _is_compiled(device)
+
+
 def linear(call: LinearInput) -> LinearOutputs:
     """See `reference.linear`."""
     if has_linear(call.inputs.device.type) and cpu.can_multiply(call):

@@ -22,10 +22,7 @@ class Decode {
           state(std::move(state)),
           kernel(kernel),
           query_positions(std::size_t(call.batch) * call.score_heads),
-          key_positions(std::size_t(call.batch) * call.score_heads * call.slots),
           observed(call.batch) {
-        this->call.near = {query_positions.data(), key_positions.data()};
-        if (call.pairs == 0) this->call.near = {};
         this->call.observed = observed.data();
     }
 
@@ -46,7 +43,8 @@ class Decode {
         float *mass;
     };
 
-    const Attend &sizes() const { return call; }
+    // Floats of scratch that a step needs, with the mass of its queries or without; first those of the kernel.
+    std::size_t scratch(bool has_mass, int threads) const { return kernel_scratch(has_mass, threads) + key_positions(); }
 
     void step(const Given &given, float *scratch, int threads) {
         const std::int64_t rows = std::int64_t(call.batch) * call.score_heads, slots = call.slots;
@@ -60,10 +58,13 @@ class Decode {
             for (const auto &[tensor, initial] : state) reinterpret_cast<float *>(tensor)[at] = initial;
             query_positions[row] = position < 0 ? 0 : position;
         }
-        if (call.near.keys)  // free slots are read nowhere, but have a row of the table
-            for (std::int64_t i = 0; i < rows * slots; ++i) key_positions[i] = std::max(slot_positions[i], 0);
         for (int row = 0; row < call.batch; ++row) observed[row] = given.positions[row] < 0 ? -1 : 0;
         Attend now = call;
+        if (call.pairs) {  // free slots are read nowhere, but have a row of the table
+            auto *keys = reinterpret_cast<std::int32_t *>(scratch + kernel_scratch(given.mass, threads));
+            for (std::int64_t i = 0; i < rows * slots; ++i) keys[i] = std::max(slot_positions[i], 0);
+            now.near = {query_positions.data(), keys};
+        }
         now.queries = given.queries;
         now.query_strides[0] = given.query_strides[0], now.query_strides[1] = given.query_strides[1];
         now.query_positions = given.positions;
@@ -77,8 +78,17 @@ class Decode {
     std::vector<State> state;
     Kernel kernel;
     std::vector<std::int64_t> query_positions;
-    std::vector<std::int32_t> key_positions;
     std::vector<std::int64_t> observed;
+
+    std::size_t key_positions() const {
+        return call.pairs ? std::size_t(call.batch) * call.score_heads * call.slots : 0;
+    }
+    std::size_t kernel_scratch(bool has_mass, int threads) const {
+        Attend sizes = call;
+        float mass = 0;  // its address says that there is any
+        sizes.mass_rows = has_mass ? &mass : nullptr;
+        return Scratch(sizes, threads).total();
+    }
 
     void put(const Given &given, const New &from, const PackedStates &to) const {
         write({call.batch, call.kv_heads, call.score_heads, 1, call.slots, std::int64_t(to.row_bytes),

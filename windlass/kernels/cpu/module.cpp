@@ -180,9 +180,7 @@ void decode(Decode &decode, NewStates queries, NewStates keys, NewStates values,
                               at<std::int64_t>(written),
                               at<std::uint8_t>(out),
                               at<float>(mass)};
-    Attend sizes = decode.sizes();
-    sizes.mass_rows = given.mass;  // which takes memory, too
-    float *scratch = scratch_of(Scratch(sizes, threads).total());
+    float *scratch = scratch_of(decode.scratch(given.mass, threads));
     nb::gil_scoped_release released;
     decode.step(given, scratch, threads);
 }
