@@ -33,6 +33,18 @@ class Decoded(NamedTuple):
     initial_state: dict[str, Tensor]
 
 
+class LayerStep(NamedTuple):
+    """A step of a layer: its slots and rules, new queries, keys and values, and how they are read."""
+
+    table: SlotTable
+    rules: LayerRules
+    rotary: Rotary | None
+    states: tuple[Tensor, ...]
+    step: Step
+    mode: PositionMode
+    call: AttentionCall
+
+
 class _Prepared(NamedTuple):
     """A kernel, and what it was prepared for: it serves as long as all of it is the same."""
 
@@ -61,23 +73,12 @@ class DecodeKernel:
         """That of a copied layer, whose slots are elsewhere."""
         return DecodeKernel(copy.deepcopy(self._policy, memo))
 
-    def step(
-        self,
-        table: SlotTable,
-        rules: LayerRules,
-        rotary: Rotary | None,
-        states: tuple[Tensor, ...],
-        step: Step,
-        mode: PositionMode,
-        call: AttentionCall,
-        is_observed: bool,
-    ) -> Decoded | None:
+    def step(self, asked: LayerStep, is_observed: bool) -> Decoded | None:
         """Write and attend; None, and nothing has happened, where the step is none that it serves."""
-        if (
-            step.positions.shape[1] != 1
-            or step.places is not None
-            or not kernels.has_decode(step.positions.device.type)
-        ):
+        table, rules, rotary, states, step, mode, call = asked
+        if not kernels.has_decode(step.positions.device.type) or step.positions.shape[1] != 1:
+            return None
+        if step.is_captured or step.places is not None:
             return None
         if call.sees_to is not None or call.picker is not None or call.sink_logits is not None:
             return None
@@ -94,22 +95,14 @@ class DecodeKernel:
             and len(prepared.tensors) == len(tensors)
             and all(weak() is tensor for weak, tensor in zip(prepared.tensors, tensors, strict=True))
         ):
-            prepared = self._prepared = self._prepare(table, rules, rotary, states, step, mode, call)
+            prepared = self._prepared = self._prepare(asked)
             if prepared is None:
                 return None
         return Decoded(*prepared.kernel(DecodeInput(queries, keys, values, step.positions, is_observed)), queries, {})
 
-    def _prepare(
-        self,
-        table: SlotTable,
-        rules: LayerRules,
-        rotary: Rotary | None,
-        states: tuple[Tensor, ...],
-        step: Step,
-        mode: PositionMode,
-        call: AttentionCall,
-    ) -> _Prepared | None:
+    def _prepare(self, asked: LayerStep) -> _Prepared | None:
         """A kernel for steps like this one; None where it can't be served."""
+        table, rules, rotary, states, step, mode, call = asked
         held, end, tables = table.store.in_place(), MAX_NUMBER, None
         if held is None or rules.merge is not None or TOKEN in table.state or find(self._policy, Trained) is not None:
             return None

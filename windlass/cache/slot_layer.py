@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.attend import attend
-from windlass.cache.decode_kernel import Decoded, DecodeKernel
+from windlass.cache.decode_kernel import Decoded, DecodeKernel, LayerStep
 from windlass.cache.eviction import evict, merge_evicted, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer import Layer
@@ -125,8 +125,8 @@ class SlotLayer(Layer):
         table.occupancy_bound += max(step.lengths)
         observed = observed_columns(step, self.policy.observed_queries)
         weighed = observed if self.policy.needs.mass else None
-        kernel = None if self.is_shared else self.decode_kernel
-        done = kernel and kernel.step(table, self.rules, self.rotary, states, step, mode, call, weighed is not None)
+        asked = LayerStep(table, self.rules, self.rotary, states, step, mode, call)
+        done = None if self.is_shared else self.decode_kernel.step(asked, weighed is not None)
         done = done or self._write_and_attend(states, step, mode, call, weighed)
         seen = None if observed is None else queries_at(done.queries, observed)
         settled = settle(self.policy, self.index, lambda: self.slots_at(step), done.queries, step)
