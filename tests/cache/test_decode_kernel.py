@@ -10,10 +10,11 @@ from torch import Tensor
 
 from tests.helpers.caches import POLICIES, assert_same
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, KVCache, Pairs, kernels
+from windlass import DMC, KVCache, Pairs, attach, kernels
 from windlass.core.decode import DecodeInput, DecodeSlots
 from windlass.kernels import cpu
 from windlass.policies import Policy
+from windlass.testing import tiny_model
 
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
@@ -112,8 +113,8 @@ def test_a_store_of_codes_is_not_served(attached_model: Models, text: Text, watc
     assert watched.made == 0
 
 
-def test_one_kernel_serves_until_something_changes(attached_model: Models, text: Text, watched: Watched) -> None:
-    model, ids = attached_model("llama"), text(400)
+def test_one_kernel_serves_until_something_changes(text: Text, watched: Watched) -> None:
+    model, ids = attach(tiny_model("llama")), text(400)  # one whose tables of angles nobody else has made longer
     cache = KVCache(model, **LIMITS)
     layers = len(cache.layers)
 

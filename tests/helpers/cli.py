@@ -45,8 +45,8 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @cache
-def _loaded(name: str, dtype: str, device: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load(name, dtype, device)
+def _loaded(name: str, dtype: str, device: str, weights: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load(name, dtype, device, weights)
 
 
 @pytest.fixture(autouse=True)
