@@ -23,7 +23,7 @@ from windlass.core.packed import PackedStates
 from windlass.core.shapes import Attended, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
 from windlass.kernels import cpu, reference, sdpa
 from windlass.kernels.cpu import codes as cpu_codes
-from windlass.kernels.cpu import slots
+from windlass.kernels.cpu import slots as cpu_slots
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -166,7 +166,7 @@ def _slots_of(tensor: Tensor) -> ModuleType:
     device = tensor.device.type
     if _has_triton(device):
         return import_module("windlass.kernels.triton.slots")
-    return slots if _is_compiled(device) else reference
+    return cpu_slots if _is_compiled(device) else reference
 
 
 @cache
