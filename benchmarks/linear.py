@@ -19,7 +19,7 @@ from machine import machine
 from torch import Tensor
 from torch.nn.functional import linear as pytorch_linear
 
-from windlass.core.linear import LinearInput, Nibbles
+from windlass.core.linear import LinearInput, LinearLayer, Nibbles
 from windlass.kernels import cpu
 
 BYTES = 2**29  # that all matrices together hold at least
@@ -36,28 +36,34 @@ def calls_of(shape: tuple[int, int], dtype: str, rows: int) -> list[LinearInput]
     inputs = torch.randn(rows, width).to(FLOATS.get(dtype, torch.bfloat16))
     if dtype == "int8":
         codes = [torch.randint(-127, 128, shape, dtype=torch.int8) for _ in count]
-        return [LinearInput(inputs, each, None, torch.rand(outputs).bfloat16()) for each in codes]
+        return [LinearInput(inputs, LinearLayer(each, None, torch.rand(outputs).bfloat16())) for each in codes]
     if dtype == "int4":
         nibbles = [torch.randint(0, 256, (outputs, width // 2), dtype=torch.uint8) for _ in count]
         pairs = [torch.rand(width // GROUP, outputs, 2).bfloat16() for _ in count]
-        return [LinearInput(inputs, Nibbles(*each, GROUP, BLOCK)) for each in zip(nibbles, pairs, strict=True)]
-    return [LinearInput(inputs, torch.randn(shape).to(inputs.dtype)) for _ in count]
+        return [
+            LinearInput(inputs, LinearLayer(Nibbles(*each, GROUP, BLOCK))) for each in zip(nibbles, pairs, strict=True)
+        ]
+    return [LinearInput(inputs, LinearLayer(torch.randn(shape).to(inputs.dtype))) for _ in count]
 
 
 def tensors_of(call: LinearInput) -> list[Tensor]:
     """What a linear layer has to read, but for one number per output."""
-    return [call.weights.codes, call.weights.pairs] if isinstance(call.weights, Nibbles) else [call.weights]
+    return (
+        [call.layer.weights.codes, call.layer.weights.pairs]
+        if isinstance(call.layer.weights, Nibbles)
+        else [call.layer.weights]
+    )
 
 
 def pytorch(call: LinearInput) -> None:
     """PyTorch's product."""
-    weights = call.weights
+    weights = call.layer.weights
     if isinstance(weights, Nibbles):
         torch.ops.aten._weight_int4pack_mm_for_cpu(call.inputs, weights.codes, weights.group, weights.pairs)
-    elif call.scales is None:
+    elif call.layer.scales is None:
         pytorch_linear(call.inputs, weights)
     else:
-        torch.ops.aten._weight_int8pack_mm(call.inputs, weights, call.scales)
+        torch.ops.aten._weight_int8pack_mm(call.inputs, weights, call.layer.scales)
 
 
 def measure(calls: list[LinearInput], rounds: int) -> dict[str, float]:

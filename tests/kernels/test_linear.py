@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from windlass.core.linear import LinearInput, Nibbles
+from windlass.core.linear import LinearInput, LinearLayer, Nibbles
 from windlass.kernels import cpu, reference
 
 if not cpu.instruction_sets():
@@ -38,11 +38,11 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: b
     if block:
         codes = torch.randint(0, 16, (outputs, width), generator=generator, dtype=torch.uint8)
         pairs = torch.randn(width // group, outputs, 2, generator=generator).to(dtype)
-        return LinearInput(inputs, Nibbles(packed(codes, block), pairs, group, block), bias)
+        return LinearInput(inputs, LinearLayer(Nibbles(packed(codes, block), pairs, group, block), bias))
     if kind == "floats":
-        return LinearInput(inputs, torch.randn(outputs, width, generator=generator).to(dtype), bias)
+        return LinearInput(inputs, LinearLayer(torch.randn(outputs, width, generator=generator).to(dtype), bias))
     codes = torch.randint(-128, 128, (outputs, width), generator=generator, dtype=torch.int8)
-    return LinearInput(inputs, codes, bias, torch.rand(outputs, generator=generator) / 64)
+    return LinearInput(inputs, LinearLayer(codes, bias, torch.rand(outputs, generator=generator) / 64))
 
 
 def packed(codes: Tensor, block: int) -> Tensor:
@@ -56,12 +56,14 @@ def packed(codes: Tensor, block: int) -> Tensor:
 
 def exact(call: LinearInput) -> Tensor:
     """The same layer in float64."""
-    weights = call.weights
+    weights = call.layer.weights
     if isinstance(weights, Nibbles):
         weights = weights.floats(torch.float64)
-    weights = weights.double() if call.scales is None else weights.double() * call.scales.double()[:, None]
+    weights = weights.double() if call.layer.scales is None else weights.double() * call.layer.scales.double()[:, None]
     return reference.linear(
-        LinearInput(call.inputs.double(), weights, None if call.bias is None else call.bias.double())
+        LinearInput(
+            call.inputs.double(), LinearLayer(weights, None if call.layer.bias is None else call.layer.bias.double())
+        )
     )
 
 
@@ -87,7 +89,10 @@ def test_no_row_depends_on_the_others_or_on_the_number_of_threads(dtype: torch.d
     torch.set_num_threads(3)
     try:
         for rows in (1, 2, 3, 7):
-            parts = [LinearInput(each, call.weights, call.bias, call.scales) for each in call.inputs.split(rows)]
+            parts = [
+                LinearInput(each, LinearLayer(call.layer.weights, call.layer.bias, call.layer.scales))
+                for each in call.inputs.split(rows)
+            ]
             assert torch.equal(torch.cat([cpu.linear(each) for each in parts]), together)
     finally:
         torch.set_num_threads(threads)
@@ -99,7 +104,7 @@ def test_codes_are_multiplied_without_error_where_inputs_have_few_bits() -> None
     codes = torch.randint(-128, 128, (11, 999), dtype=torch.int8)
     inputs = torch.randint(-127, 128, (2, 999)).bfloat16()
     whole = inputs.long() @ codes.long().T
-    assert torch.equal(cpu.linear(LinearInput(inputs, codes, None, torch.ones(11))), whole.bfloat16())
+    assert torch.equal(cpu.linear(LinearInput(inputs, LinearLayer(codes, None, torch.ones(11)))), whole.bfloat16())
 
 
 @pytest.mark.parametrize("block", [64, 32])
@@ -121,9 +126,9 @@ def test_pytorch_packs_codes_of_4_bits_in_the_same_way(dtype: torch.dtype) -> No
     theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
     assert torch.equal(theirs.view(torch.uint8), packed(codes, block))
     call = made((3, 3 * block, 256), dtype, f"int4 in {block}", False)
-    assert isinstance(call.weights, Nibbles)
+    assert isinstance(call.layer.weights, Nibbles)
     product = torch.ops.aten._weight_int4pack_mm_for_cpu
-    ours = product(call.inputs, call.weights.codes, call.weights.group, call.weights.pairs)
+    ours = product(call.inputs, call.layer.weights.codes, call.layer.weights.group, call.layer.weights.pairs)
     truth = exact(call)
     assert (ours.double() - truth).abs().max() <= 2 * TOLERANCE[dtype] * truth.abs().max()
 
@@ -146,31 +151,37 @@ def test_tiny_and_no_inputs_are_not_lost() -> None:
     for size in (0.0, 1e-20, 1e20):
         inputs = torch.full((1, 70), size).bfloat16()
         expected = 210 * inputs[:, :4].double()
-        out = cpu.linear(LinearInput(inputs, codes, None, torch.ones(4)))
+        out = cpu.linear(LinearInput(inputs, LinearLayer(codes, None, torch.ones(4))))
         assert torch.allclose(out.double(), expected, rtol=2**-8, atol=0)
 
 
 def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
     known = made((4, 6, 32), torch.bfloat16, "floats", True)
     nibbles = made((4, 64, 128), torch.bfloat16, "int4 in 64", False)
-    assert isinstance(known.weights, Tensor)
-    assert isinstance(nibbles.weights, Nibbles)
+    assert isinstance(known.layer.weights, Tensor)
+    assert isinstance(nibbles.layer.weights, Nibbles)
     assert cpu.can_multiply(known)
     assert cpu.can_multiply(nibbles)
     transposed = torch.randn(32, 6).bfloat16().T
     too_many = torch.randn(17, 32).bfloat16()
     unknown = (
-        LinearInput(known.inputs.double(), known.weights.double()),
-        LinearInput(known.inputs.float(), known.weights),
-        LinearInput(known.inputs, transposed),
-        LinearInput(too_many, known.weights),
-        LinearInput(known.inputs[:0], known.weights),
-        LinearInput(known.inputs, known.weights, torch.zeros(6)),
-        LinearInput(nibbles.inputs, replace(nibbles.weights, block=16)),
+        LinearInput(known.inputs.double(), LinearLayer(known.layer.weights.double())),
+        LinearInput(known.inputs.float(), LinearLayer(known.layer.weights)),
+        LinearInput(known.inputs, LinearLayer(transposed)),
+        LinearInput(too_many, LinearLayer(known.layer.weights)),
+        LinearInput(known.inputs[:0], LinearLayer(known.layer.weights)),
+        LinearInput(known.inputs, LinearLayer(known.layer.weights, torch.zeros(6))),
+        LinearInput(nibbles.inputs, LinearLayer(replace(nibbles.layer.weights, block=16))),
         LinearInput(
             nibbles.inputs,
-            replace(nibbles.weights, codes=nibbles.weights.codes[:48], pairs=nibbles.weights.pairs[:, :48]),
+            LinearLayer(
+                replace(
+                    nibbles.layer.weights,
+                    codes=nibbles.layer.weights.codes[:48],
+                    pairs=nibbles.layer.weights.pairs[:, :48],
+                )
+            ),
         ),
-        LinearInput(nibbles.inputs.float(), nibbles.weights),
+        LinearInput(nibbles.inputs.float(), LinearLayer(nibbles.layer.weights)),
     )
     assert not any(cpu.can_multiply(call) for call in unknown)

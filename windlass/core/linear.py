@@ -38,17 +38,40 @@ class Nibbles:
 
 
 @dataclass(frozen=True)
-class LinearInput:
-    """Inputs times the transposed weights, plus the bias (None: 0).
+class LinearLayer:
+    """Weights, and a bias (None: 0).
 
     `weights` are floats of the inputs' dtype; or int8 codes, of which each is worth itself times the scale of its
     output; or codes of 4 bits.
     """
 
-    inputs: LinearInputs
     weights: LinearWeights | Nibbles
     bias: Bias | None = None
     scales: CodeScales | None = None  # of int8 codes
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the memory that is read."""
+        held = (self.weights.codes, self.weights.pairs) if isinstance(self.weights, Nibbles) else (self.weights,)
+        return [each.data_ptr() for each in (*held, self.bias, self.scales) if each is not None]
+
+    @property
+    def in_features(self) -> int:
+        """Of an input."""
+        return self.weights.in_features if isinstance(self.weights, Nibbles) else self.weights.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Of an output."""
+        return self.weights.codes.shape[0] if isinstance(self.weights, Nibbles) else self.weights.shape[0]
+
+
+@dataclass(frozen=True)
+class LinearInput:
+    """Inputs times the transposed weights of a layer, plus its bias."""
+
+    inputs: LinearInputs
+    layer: LinearLayer
 
     @property
     def rows(self) -> int:

@@ -15,15 +15,15 @@ from windlass.cache.cache import TextCache
 from windlass.core.errors import UnsupportedModel, UsageError
 from windlass.core.step import READ, AttentionCall
 from windlass.hf.arguments import POSITIONS, at_positions
-from windlass.hf.axes import Axes, RopeDeltas, Turn, turned_by_differences
+from windlass.hf.axes import Axes, RopeDeltas, Turn, turn_of, turned_by_differences
 from windlass.hf.columns import Columns, columns_of
 from windlass.hf.decoder import Decoder
+from windlass.hf.decoder_layers import few_rows_of
 from windlass.hf.guards import check_call, fed, real_columns
 from windlass.hf.indexed_layers import IndexedLayers, indexed_layers
 from windlass.hf.indexer import Indexer, IndexerCall, check_picks, indexers_of
 from windlass.hf.latent import EXPAND, Latent
 from windlass.hf.linear_layer import layer_kinds, meta_states
-from windlass.hf.linears import linears_of
 from windlass.hf.mask import Mask
 from windlass.hf.own_configs import OwnConfigs
 from windlass.hf.pictures import sees_to, token_types
@@ -64,7 +64,7 @@ class AttachedModel:
         }
         self.indexers = indexers_of(decoder.attention_modules, self._is_ours, self._note_indexer)
         self.indexed = IndexedLayers()
-        self.linears, self.own_linear = linears_of(model, self.whole) if own_linear else [], own_linear
+        self.few_rows, self.own_linear = few_rows_of(model, self.whole, NAME) if own_linear else [], own_linear
         self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
@@ -84,7 +84,7 @@ class AttachedModel:
             handle.remove()
         inner = [*(each.replaced for each in self.latents.values()), *(each.replaced for each in self.indexers)]
         for replaced in (
-            *self.linears,
+            *self.few_rows,
             *inner,
             *(each.replaced for each in self.columns),
             self._replaced,
@@ -290,9 +290,4 @@ class AttachedModel:
     @not_compiled
     def _turn(self) -> Turn:
         """What the rotary modules do in the pass that runs in this thread."""
-        cache = self.current_cache
-        if cache is None or cache.is_rotated:
-            return Turn.OWN
-        step = cache.text.pending
-        has_pictures = step is not None and step.places is not None and step.places.has_pictures
-        return Turn.DIFFERENCES if has_pictures else Turn.NONE
+        return turn_of(self.current_cache)

@@ -36,6 +36,15 @@ class Turn(Enum):
     DIFFERENCES = auto()
 
 
+def turn_of(cache: TextCache | None) -> Turn:
+    """What the rotary modules do in a pass with this cache; None for a pass with no cache of ours."""
+    if cache is None or cache.is_rotated:
+        return Turn.OWN
+    step = cache.text.pending
+    has_pictures = step is not None and step.places is not None and step.places.has_pictures
+    return Turn.DIFFERENCES if has_pictures else Turn.NONE
+
+
 @dataclass(frozen=True)
 class Axes:
     """How many axes a model's positions have, 0 where one; and whether its turns add up, axis by axis."""

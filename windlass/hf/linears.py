@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from windlass import kernels
-from windlass.core.linear import LinearInput, Nibbles
+from windlass.core.linear import LinearInput, LinearLayer, Nibbles
 from windlass.core.shapes import LinearInputs, LinearOutputs
 from windlass.hf.replaced import Replaced
 from windlass.hf.weights import kind_of
@@ -44,15 +44,9 @@ class Codes:
         nibbles = Nibbles(*made_of, weights.block_size[1], block)
         return cls(made_of, nibbles if can_read_nibbles(nibbles) else None)
 
-    def call(self, inputs: Tensor, bias: Tensor | None) -> LinearInput | None:
-        """What our kernel is asked for; None where it is not. Asks the tensors inside, as torchao's answers slowly."""
-        weights = self.weights
-        if isinstance(weights, Nibbles):
-            is_like = inputs.shape[-1] == weights.in_features and inputs.dtype == weights.pairs.dtype
-            return LinearInput(inputs, weights, bias) if is_like and inputs.device == weights.codes.device else None
-        if weights is None or inputs.shape[-1] != weights.shape[1] or inputs.device != weights.device:
-            return None
-        return LinearInput(inputs, weights, bias, self.scales)
+    def layer(self, bias: Tensor | None) -> LinearLayer | None:
+        """With these weights; None where they are not our kernel's."""
+        return None if self.weights is None else LinearLayer(self.weights, bias, self.scales)
 
 
 def tensors_of(weights: Any, kind: str) -> tuple[Tensor, Tensor]:
@@ -81,22 +75,11 @@ class FewRows:
             return own
         return kernels.linear(call)
 
-    def _call(self, inputs: Tensor) -> LinearInput | None:
-        """What our kernel is asked for; None where it is not."""
-        if not self._whole.is_served or type(inputs) is not Tensor or torch.is_autocast_enabled("cpu"):
-            return None
-        width = inputs.shape[-1]
-        if not width or inputs.numel() > MAX_ROWS * width:
-            return None
-        wants_gradients = torch.is_grad_enabled()
-        if wants_gradients and inputs.requires_grad:
-            return None
+    def layer(self) -> LinearLayer | None:
+        """The module's weights as our kernel takes them; None where they are not of a kind that it knows."""
         weights: Any = self._module.weight  # a tensor, perhaps of a type of torchao's
-        bias = self._module.bias
         if type(weights) is nn.Parameter:
-            if width != weights.shape[1] or inputs.device != weights.device:
-                return None
-            return None if wants_gradients and weights.requires_grad else LinearInput(inputs, weights, bias)
+            return LinearLayer(weights, self._module.bias)
         kind = kind_of(weights)
         if kind is None:
             return None
@@ -104,7 +87,26 @@ class FewRows:
         known = self._codes
         if known is None or known.made_of[0] is not codes or known.made_of[1] is not scales:
             known = self._codes = Codes.of(weights, kind)
-        return known.call(inputs, bias)
+        return known.layer(self._module.bias)
+
+    def _call(self, inputs: Tensor) -> LinearInput | None:
+        """What our kernel is asked for; None where it is not."""
+        if not self._whole.is_served or type(inputs) is not Tensor or torch.is_autocast_enabled("cpu"):
+            return None
+        width = inputs.shape[-1]
+        if not width or inputs.numel() > MAX_ROWS * width:
+            return None
+        layer = self.layer()
+        if layer is None or width != layer.in_features:
+            return None
+        weights, wants_gradients = layer.weights, torch.is_grad_enabled()
+        if wants_gradients and inputs.requires_grad:
+            return None
+        if isinstance(weights, Nibbles):
+            is_like = inputs.dtype == weights.pairs.dtype and inputs.device == weights.codes.device
+        else:
+            is_like = inputs.device == weights.device and not (wants_gradients and weights.requires_grad)
+        return LinearInput(inputs, layer) if is_like else None
 
 
 def is_plain(module: nn.Module) -> bool:

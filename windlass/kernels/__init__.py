@@ -11,19 +11,24 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
 from windlass.core.decode import DecodeInput, DecodeSlots
+from windlass.core.decoder_layer import DecoderLayer
 from windlass.core.errors import WindlassWarning
 from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
-from windlass.core.shapes import Attended, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
+from windlass.core.shapes import Attended, Hidden, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
 from windlass.kernels import cpu, reference, sdpa
 from windlass.kernels.cpu import codes as cpu_codes
 from windlass.kernels.cpu import slots as cpu_slots
+
+if TYPE_CHECKING:
+    from windlass.kernels.cpu.decoder_layer import FewTokens
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -69,6 +74,18 @@ def linear(call: LinearInput) -> LinearOutputs:
     if has_linear(call.inputs.device.type) and cpu.can_multiply(call):
         return cpu.linear(call)
     return reference.linear(call)
+
+
+def decoder_layer_of(layer: DecoderLayer, hidden: Hidden) -> "FewTokens | None":
+    """`reference_layer` for this layer, and few tokens like those of `hidden`; None where no backend has it.
+
+    It is to be called only while the layer's weights have the memory that they had.
+    """
+    if not has_linear(hidden.device.type):
+        return None
+    from windlass.kernels.cpu.decoder_layer import FewTokens, can_serve  # late: it needs the compiled module
+
+    return FewTokens(layer, hidden.dtype) if can_serve(layer, hidden.dtype) else None
 
 
 def has_linear(device: str) -> bool:

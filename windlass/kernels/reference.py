@@ -153,14 +153,15 @@ def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
 
 def linear(call: LinearInput) -> LinearOutputs:
     """A linear layer. Codes are multiplied in float32, or float64 if the inputs are, and scaled after that."""
-    dtype = torch.promote_types(call.inputs.dtype, torch.float32)
-    if isinstance(call.weights, Nibbles):
-        outputs = functional.linear(call.inputs.to(dtype), call.weights.floats(dtype))
-    elif call.scales is None:
-        return functional.linear(call.inputs, call.weights, call.bias)
+    inputs, layer = call.inputs, call.layer
+    dtype = torch.promote_types(inputs.dtype, torch.float32)
+    if isinstance(layer.weights, Nibbles):
+        outputs = functional.linear(inputs.to(dtype), layer.weights.floats(dtype))
+    elif layer.scales is None:
+        return functional.linear(inputs, layer.weights, layer.bias)
     else:
-        outputs = functional.linear(call.inputs.to(dtype), call.weights.to(dtype)) * call.scales.to(dtype)
-    return (outputs if call.bias is None else outputs + call.bias.to(dtype)).to(call.inputs.dtype)
+        outputs = functional.linear(inputs.to(dtype), layer.weights.to(dtype)) * layer.scales.to(dtype)
+    return (outputs if layer.bias is None else outputs + layer.bias.to(dtype)).to(inputs.dtype)
 
 
 def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from windlass.core.attention import AttentionInput, Mass
 from windlass.core.errors import UsageError
-from windlass.core.linear import LinearInput, Nibbles
-from windlass.core.packed import Format, PackedStates
+from windlass.core.linear import LinearInput, LinearLayer, Nibbles
+from windlass.core.packed import PackedStates
 from windlass.core.shapes import (
     Attended,
     LinearOutputs,
@@ -23,11 +23,11 @@ from windlass.core.shapes import (
 )
 from windlass.kernels.cpu.arguments import (
     FLOATS,
-    LOW_BIT,
     address,
     branch_positions,
     contiguous_means,
     format_of,
+    linear_arguments,
     state_arguments,
     table_arguments,
     visibility_arguments,
@@ -135,16 +135,19 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 
 def can_multiply(call: LinearInput) -> bool:
     """Whether `linear` knows these tensors, which are in a CPU's memory, and is made for so few rows."""
-    inputs, weights = call.inputs, call.weights
-    if inputs.dtype not in FLOATS or not 0 < call.rows <= MAX_ROWS:
-        return False
-    if call.bias is not None and (call.bias.dtype != inputs.dtype or not call.bias.is_contiguous()):
+    return 0 < call.rows <= MAX_ROWS and knows_linear(call.layer, call.inputs.dtype)
+
+
+def knows_linear(layer: LinearLayer, dtype: torch.dtype) -> bool:
+    """Whether `linear` knows this layer, for inputs of this dtype."""
+    weights = layer.weights
+    if dtype not in FLOATS or not (layer.bias is None or (layer.bias.dtype == dtype and layer.bias.is_contiguous())):
         return False
     if isinstance(weights, Nibbles):
-        return weights.pairs.dtype == inputs.dtype and can_read_nibbles(weights)
-    if call.scales is not None and call.scales.dtype not in FLOATS:
+        return weights.pairs.dtype == dtype and can_read_nibbles(weights)
+    if layer.scales is not None and layer.scales.dtype not in FLOATS:
         return False
-    is_known = weights.dtype == (inputs.dtype if call.scales is None else torch.int8)
+    is_known = weights.dtype == (dtype if layer.scales is None else torch.int8)
     return is_known and weights.is_contiguous() and weights.numel() > 0
 
 
@@ -159,23 +162,11 @@ def can_read_nibbles(weights: Nibbles) -> bool:
 
 def linear(call: LinearInput) -> LinearOutputs:
     """See `reference.linear`; up to MAX_ROWS rows, of which none depends on what the others are."""
-    inputs, weights = call.inputs.contiguous(), call.weights
-    own = FLOATS[inputs.dtype]
-    scales, scaled, groups = None, own, (0, 0, 0)
-    if isinstance(weights, Nibbles):
-        codes, format = weights.codes, LOW_BIT[Format.INT4]
-        groups = weights.pairs.data_ptr(), weights.group, weights.block
-    elif call.scales is None:
-        codes, format = weights, own
-    else:
-        codes, format = weights, LOW_BIT[Format.INT8]
-        scales = call.scales.contiguous()
-        scaled = FLOATS[scales.dtype]
-    result = inputs.new_empty(*inputs.shape[:-1], codes.shape[0])
-    sizes = (call.rows, inputs.shape[-1], codes.shape[0])
-    addresses = inputs.data_ptr(), codes.data_ptr(), address(scales), scaled, groups, address(call.bias)
-    threads = torch.get_num_threads()
-    _native.linear(sizes, format, own, *addresses, result.data_ptr(), instruction_set(), threads)
+    inputs, layer, threads = call.inputs.contiguous(), call.layer, torch.get_num_threads()
+    dtype, scales = inputs.dtype, None if layer.scales is None else layer.scales.contiguous()
+    result = inputs.new_empty(*inputs.shape[:-1], layer.out_features)
+    arguments, own = linear_arguments(layer, dtype, scales), FLOATS[dtype]
+    _native.linear(arguments, call.rows, own, inputs.data_ptr(), result.data_ptr(), instruction_set(), threads)
     return result
 
 

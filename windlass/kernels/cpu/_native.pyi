@@ -93,20 +93,30 @@ def mean_key_cosine(
     instruction_set: str,
     threads: int,
 ) -> None: ...
+
+# inputs and outputs of a token, format, weights, scales, their format, (pairs, inputs of a group, outputs of a block),
+# bias
+LinearLayer = tuple[int, int, int, int, int, int, tuple[int, int, int], int]
+# weights, width, epsilon, kind
+Norm = tuple[int, int, float, int]
+
 def linear(
-    sizes: tuple[int, int, int],
-    format: int,
-    float_format: int,
-    inputs: int,
-    weights: int,
-    scales: int,
-    scale_format: int,
-    groups: tuple[int, int, int],
-    bias: int,
-    result: int,
-    instruction_set: str,
-    threads: int,
+    layer: LinearLayer, tokens: int, float_format: int, inputs: int, result: int, instruction_set: str, threads: int
 ) -> None: ...
+
+class DecoderLayer:
+    def __init__(
+        self,
+        float_format: int,
+        norms: tuple[Norm, Norm, Norm, Norm],
+        linears: tuple[LinearLayer, ...],
+        activation: int,
+        instruction_set: str,
+        /,
+    ) -> None: ...
+    def before(self, tokens: int, hidden: int, to: tuple[int, int, int], threads: int, /) -> None: ...
+    def after(self, tokens: int, hidden: int, attended: int, result: int, threads: int, /) -> None: ...
+
 def query_mass(
     sizes: tuple[int, int, int, int, int, int, int],
     room: tuple[int, int, int],

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.attention import Visibility
+from windlass.core.linear import LinearLayer, Nibbles
 from windlass.core.packed import Format, PackedStates
 from windlass.core.rotary_index import RotaryBranch
 from windlass.core.shapes import RotaryTable
@@ -67,3 +68,17 @@ def visibility_arguments(visibility: Visibility) -> tuple[int, int, int, int]:
         visibility.sinks,
         visibility.attention_chunk or NO_LIMIT,
     )
+
+
+def linear_arguments(
+    layer: LinearLayer, dtype: torch.dtype, scales: Tensor | None
+) -> tuple[int, int, int, int, int, int, tuple[int, int, int], int]:
+    """`LinearLayer` of `_native.pyi`, for inputs of this dtype; `scales` are those of `layer`, contiguous."""
+    codes, groups, format, scaled = layer.weights, (0, 0, 0), FLOATS[dtype], FLOATS[dtype]
+    if isinstance(codes, Nibbles):
+        groups, format = (codes.pairs.data_ptr(), codes.group, codes.block), LOW_BIT[Format.INT4]
+        codes = codes.codes
+    elif scales is not None:
+        format, scaled = LOW_BIT[Format.INT8], FLOATS[scales.dtype]
+    sizes = layer.in_features, layer.out_features
+    return *sizes, format, codes.data_ptr(), address(scales), scaled, groups, address(layer.bias)

@@ -119,9 +119,57 @@ struct Linear {
     std::uint8_t *result;       // (tokens, out)
     const std::uint8_t *pairs;  // (in / group, out, 2) in `float_format`: scale and zero of int4 weights
     int group, block;           // of int4 weights: inputs that share a scale, outputs that lie side by side
+    const std::uint8_t *added = nullptr;  // (tokens, out) in `float_format`: added to the result once that is rounded
 
     // Floats of scratch: the inputs in float32, as digits, or as parts of bfloat16, and what belongs to a token.
     std::size_t scratch() const { return std::size_t(tokens) * (2 * std::size_t(in) + 64); }
+};
+
+// Numbers of each token over the root of the mean of their squares, times weights, as modules of transformers round it.
+struct Norm {
+    enum Kind { narrow, one_more, wide };  // what is rounded before the weights come; weights + 1; nothing is
+    const std::uint8_t *weights;           // (width); null: there is no such norm
+    int width;
+    float epsilon;
+    Kind kind;
+};
+
+// A decoder layer, what it does before attention and after it, for few tokens. `tokens`, `inputs` and `result` of its
+// linear layers are given call by call.
+struct DecoderLayer {
+    enum Activation { silu, gelu_tanh };
+    Format float_format;
+    Norm first, second;  // of what goes into attention, and into the feed-forward layers
+    Norm of_queries, of_keys;
+    Linear queries, keys, values, output, gate, up, down;
+    Activation activation;
+
+    std::size_t scratch(int tokens) const {
+        std::size_t most = 0;
+        for (const Linear *each : {&queries, &output, &gate, &down}) {
+            Linear sized = *each;
+            sized.tokens = tokens;
+            most = most < sized.scratch() ? sized.scratch() : most;
+        }
+        return rows(tokens) + most;
+    }
+    // Of these, what the layer keeps for itself: what a norm gives, what attention adds up to, gate, and up.
+    std::size_t rows(int tokens) const {
+        return std::size_t(tokens) * 2 * (padded_to_lines(queries.in) + padded_to_lines(down.in));
+    }
+    static std::size_t padded_to_lines(int floats) { return (std::size_t(floats) + 15) / 16 * 16; }
+};
+
+// Of so many tokens, each number in the layer's `float_format`, all contiguous.
+struct BeforeAttention {
+    int tokens;
+    const std::uint8_t *hidden;             // (tokens, queries.in)
+    std::uint8_t *queries, *keys, *values;  // (tokens, out)
+};
+struct AfterAttention {
+    int tokens;
+    const std::uint8_t *hidden, *attended;  // what came before attention; (tokens, output.in)
+    std::uint8_t *result;                   // (tokens, queries.in)
 };
 
 inline constexpr int BLOCK = 128;      // slots whose logits are alive at once

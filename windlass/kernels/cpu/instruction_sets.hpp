@@ -14,20 +14,24 @@ struct Kernels {
     void (*mean_key_cosine)(const MeanKeyCosine &call, float *scratch, int threads);
     void (*linear)(const Linear &call, float *scratch, int threads);
     void (*query_mass)(const QueryMass &call, int threads);
+    void (*before_attention)(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads);
+    void (*after_attention)(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);
 };
 
 }  // namespace windlass
 
-#define WINDLASS_DECLARE(set)                                                           \
-    namespace windlass::set {                                                           \
-    void attend(const Attend &call, float *scratch, int threads);                       \
-    void rotate(const Rotate &call, int threads);                                       \
-    void encode(const Encode &call, int threads);                                       \
-    void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);       \
-    void linear(const Linear &call, float *scratch, int threads);                       \
-    void query_mass(const QueryMass &call, int threads);                                \
-    constexpr Kernels kernels{&attend, &rotate,  &encode, &mean_key_cosine,              \
-                              &linear, &query_mass};                                    \
+#define WINDLASS_DECLARE(set)                                                                              \
+    namespace windlass::set {                                                                              \
+    void attend(const Attend &call, float *scratch, int threads);                                          \
+    void rotate(const Rotate &call, int threads);                                                          \
+    void encode(const Encode &call, int threads);                                                          \
+    void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);                          \
+    void linear(const Linear &call, float *scratch, int threads);                                          \
+    void query_mass(const QueryMass &call, int threads);                                                   \
+    void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
+    void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
+    constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
+                              &linear, &query_mass, &before_attention, &after_attention};                   \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

@@ -57,9 +57,9 @@ inline void outputs_of(Kernel &kernel, const Linear &call, int row) {
     for (; token < call.tokens; ++token) kernel.template outputs<R, 1>(row, token);
 }
 template <class Kernel>
-inline void all_outputs(Kernel &kernel, const Linear &call, int threads) {
+inline void all_outputs(Kernel &kernel, const Linear &call) {
     const int blocks = (call.out + ROWS - 1) / ROWS;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp for schedule(static) nowait
     for (int block = 0; block < blocks; ++block) {
         const int first = block * ROWS;
         if (first + ROWS <= call.out)
@@ -73,7 +73,12 @@ inline float scale_of(const Linear &call, int row) { return number(call.scale_fo
 
 inline void put_result(const Linear &call, int row, int token, float sum) {
     if (call.bias) sum += number(call.float_format, call.bias, row);
-    put(call.float_format, call.result, std::int64_t(token) * call.out + row, sum);
+    const std::int64_t at = std::int64_t(token) * call.out + row;
+    put(call.float_format, call.result, at, sum);
+    if (call.added) {
+        sum = number(call.float_format, call.result, at) + number(call.float_format, call.added, at);
+        put(call.float_format, call.result, at, sum);
+    }
 }
 
 // A vector of weights times one of inputs, in float32...
@@ -113,7 +118,7 @@ class FloatLinear {
 
     FloatLinear(const Linear &call, const Input *inputs) : call(call), inputs(inputs), in(call.in) {}
 
-    void run(int threads) { all_outputs(*this, call, threads); }
+    void run() { all_outputs(*this, call); }
 
     template <int R, int T>
     void outputs(int row, int token) {
@@ -153,43 +158,73 @@ class FloatLinear {
 #include "linear_int8.hpp"
 #include "linear_int4.hpp"
 
-}  // namespace
-
-void linear(const Linear &call, float *scratch, int threads) {
+// What one thread does of a linear layer. All threads of a parallel region call it, and have to meet after it.
+void linear_part(const Linear &call, float *scratch) {
     if (call.format == Format::int4) switch (call.float_format) {
             case Format::bfloat16:
-                return linear_int4<Format::bfloat16>(call, scratch, threads);
+                return linear_int4<Format::bfloat16>(call, scratch);
             case Format::float16:
-                return linear_int4<Format::float16>(call, scratch, threads);
+                return linear_int4<Format::float16>(call, scratch);
             default:
-                return linear_int4<Format::float32>(call, scratch, threads);
+                return linear_int4<Format::float32>(call, scratch);
         }
 #if defined(__AVX512BF16__)
     if (call.format == Format::bfloat16 && call.float_format == Format::bfloat16)
-        return FloatLinear<Format::bfloat16, true>(call, reinterpret_cast<const std::uint16_t *>(call.inputs))
-            .run(threads);
+        return FloatLinear<Format::bfloat16, true>(call, reinterpret_cast<const std::uint16_t *>(call.inputs)).run();
 #endif
 #if defined(__AVX512VNNI__)
     if (call.format == Format::int8 && call.in <= DigitLinear<Format::bfloat16>::MOST) {
-        if (call.float_format == Format::bfloat16) return DigitLinear<Format::bfloat16>(call, scratch).run(threads);
-        if (call.float_format == Format::float16) return DigitLinear<Format::float16>(call, scratch).run(threads);
+        if (call.float_format == Format::bfloat16) return DigitLinear<Format::bfloat16>(call, scratch).run();
+        if (call.float_format == Format::float16) return DigitLinear<Format::float16>(call, scratch).run();
     }
 #endif
     const float *inputs = reinterpret_cast<const float *>(call.inputs);
     if (call.float_format != Format::float32) {
         const std::int64_t count = std::int64_t(call.tokens) * call.in;
+#pragma omp for schedule(static)
         for (std::int64_t i = 0; i < count; ++i) scratch[i] = number(call.float_format, call.inputs, i);
         inputs = scratch;
     }
     switch (call.format) {
         case Format::float32:
-            return FloatLinear<Format::float32, false>(call, inputs).run(threads);
+            return FloatLinear<Format::float32, false>(call, inputs).run();
         case Format::bfloat16:
-            return FloatLinear<Format::bfloat16, false>(call, inputs).run(threads);
+            return FloatLinear<Format::bfloat16, false>(call, inputs).run();
         case Format::float16:
-            return FloatLinear<Format::float16, false>(call, inputs).run(threads);
+            return FloatLinear<Format::float16, false>(call, inputs).run();
         default:
-            return FloatLinear<Format::int8, false>(call, inputs).run(threads);
+            return FloatLinear<Format::int8, false>(call, inputs).run();
+    }
+}
+
+#include "decoder_layer.hpp"
+
+}  // namespace
+
+void linear(const Linear &call, float *scratch, int threads) {
+#pragma omp parallel num_threads(threads)
+    linear_part(call, scratch);
+}
+
+void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads) {
+    switch (layer.float_format) {
+        case Format::bfloat16:
+            return before_attention<Format::bfloat16>(layer, call, scratch, threads);
+        case Format::float16:
+            return before_attention<Format::float16>(layer, call, scratch, threads);
+        default:
+            return before_attention<Format::float32>(layer, call, scratch, threads);
+    }
+}
+
+void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads) {
+    switch (layer.float_format) {
+        case Format::bfloat16:
+            return after_attention<Format::bfloat16>(layer, call, scratch, threads);
+        case Format::float16:
+            return after_attention<Format::float16>(layer, call, scratch, threads);
+        default:
+            return after_attention<Format::float32>(layer, call, scratch, threads);
     }
 }
 

@@ -58,9 +58,9 @@ class Grouped {
         for (int line = 0; line < call.block * 2 * BYTES; line += LINE) __builtin_prefetch(from + line);
     }
     template <class Kernel>
-    static void all_blocks(Kernel &kernel, const Linear &call, int threads) {
+    static void all_blocks(Kernel &kernel, const Linear &call) {
         const int blocks = call.out / call.block;
-#pragma omp parallel for schedule(static) num_threads(threads)
+#pragma omp for schedule(static) nowait
         for (int block = 0; block < blocks; ++block) {
             int token = 0;
             for (; token + 4 <= call.tokens; token += 4) kernel.template outputs<4>(block, token);
@@ -78,12 +78,13 @@ class NibbleLinear {
   public:
     NibbleLinear(const Linear &call, float *scratch) : shared(call, scratch), call(call), inputs(shared.rest()) {}
 
-    void run(int threads) {
+    void run() {
+#pragma omp for schedule(static)
         for (int token = 0; token < call.tokens; ++token) {
             float *to = inputs + std::int64_t(token) * call.in;
             shared.read(token, [&](int i, Floats x) { store(to + i, x); });
         }
-        Grouped<F>::all_blocks(*this, call, threads);
+        Grouped<F>::all_blocks(*this, call);
     }
 
     template <int T>
@@ -152,8 +153,8 @@ class NibblePairs {
     NibblePairs(const Linear &call, float *scratch)
         : shared(call, scratch), call(call), inputs(reinterpret_cast<std::uint16_t *>(shared.rest())) {}
 
-    void run(int threads) {
-#pragma omp parallel for schedule(static) num_threads(call.tokens < threads ? call.tokens : threads)
+    void run() {
+#pragma omp for schedule(static)
         for (int token = 0; token < call.tokens; ++token) {
             std::uint16_t *to = inputs + std::int64_t(token) * PARTS * call.in;
             shared.read(token, [&](int i, Floats x) {
@@ -166,7 +167,7 @@ class NibblePairs {
                 }
             });
         }
-        Grouped<F>::all_blocks(*this, call, threads);
+        Grouped<F>::all_blocks(*this, call);
     }
 
     template <int T>
@@ -274,10 +275,10 @@ class NibblePairs {
 #endif
 
 template <Format F>
-inline void linear_int4(const Linear &call, float *scratch, int threads) {
+inline void linear_int4(const Linear &call, float *scratch) {
 #if defined(__AVX512BF16__)
-    if (call.block == 64) return NibblePairs<F>(call, scratch).run(threads);
+    if (call.block == 64) return NibblePairs<F>(call, scratch).run();
 #endif
-    if (call.block == 64) return NibbleLinear<F, 64>(call, scratch).run(threads);
-    NibbleLinear<F, 32>(call, scratch).run(threads);
+    if (call.block == 64) return NibbleLinear<F, 64>(call, scratch).run();
+    NibbleLinear<F, 32>(call, scratch).run();
 }

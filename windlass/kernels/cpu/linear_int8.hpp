@@ -23,10 +23,10 @@ class DigitLinear {
           sums_of_digits(exponents + call.tokens),
           digits(reinterpret_cast<std::int8_t *>(scratch) + LINE * std::int64_t(call.tokens)) {}
 
-    void run(int threads) {
-#pragma omp parallel for schedule(static) num_threads(call.tokens < threads ? call.tokens : threads)
+    void run() {
+#pragma omp for schedule(static)
         for (int token = 0; token < call.tokens; ++token) cut(token);
-        all_outputs(*this, call, threads);
+        all_outputs(*this, call);
     }
 
     template <int R, int T>

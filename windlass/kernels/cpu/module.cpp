@@ -7,42 +7,19 @@
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
-#include <memory>
-#include <new>
 #include <string>
 #include <tuple>
 
 #include "call.hpp"
 #include "decode.hpp"
 #include "instruction_sets.hpp"
+#include "module.hpp"
 #include "slots.hpp"
 
 namespace nb = nanobind;
 using namespace windlass;
 
 namespace {
-
-using Address = std::uintptr_t;
-template <class T>
-T *at(Address address) {
-    return reinterpret_cast<T *>(address);
-}
-
-// Kept between calls: a fresh allocation of this size is paid for in page faults. A vector that lies
-// across two cache lines costs two accesses.
-constexpr std::align_val_t LINE{64};
-struct Release {
-    void operator()(float *floats) const { ::operator delete[](floats, LINE); }
-};
-float *scratch_of(std::size_t floats) {
-    thread_local std::unique_ptr<float[], Release> scratch;
-    thread_local std::size_t size = 0;
-    if (size < floats) {
-        scratch.reset(static_cast<float *>(::operator new[](floats * sizeof(float), LINE)));
-        size = floats;
-    }
-    return scratch.get();
-}
 
 using PackedArguments = std::tuple<Address, Address, Address, int, int, int, std::size_t, Address, Address, int,
                                    int>;
@@ -185,30 +162,6 @@ void decode(Decode &decode, NewStates queries, NewStates keys, NewStates values,
     decode.step(given, scratch, threads);
 }
 
-void linear(std::tuple<int, int, int> sizes, int format, int float_format, Address inputs, Address weights,
-            Address scales, int scale_format, std::tuple<Address, int, int> groups, Address bias, Address result,
-            const std::string &instruction_set, int threads) {
-    const auto [tokens, in, out] = sizes;
-    const auto [pairs, group, block] = groups;
-    const Linear call{tokens,
-                      in,
-                      out,
-                      Format(format),
-                      Format(float_format),
-                      at<const std::uint8_t>(inputs),
-                      at<const std::uint8_t>(weights),
-                      Format(scale_format),
-                      at<const std::uint8_t>(scales),
-                      at<const std::uint8_t>(bias),
-                      at<std::uint8_t>(result),
-                      at<const std::uint8_t>(pairs),
-                      group,
-                      block};
-    float *scratch = scratch_of(call.scratch());
-    nb::gil_scoped_release released;
-    kernels_of(instruction_set).linear(call, scratch, threads);
-}
-
 void query_mass(std::tuple<int, int, int, int, int, int, int> sizes, std::tuple<int, int, int> room, int format,
                 Address queries, Address keys, Address mask, Address log_counts, Address lse, Address targets,
                 float scale, Address mass, const std::string &instruction_set, int threads) {
@@ -264,8 +217,7 @@ NB_MODULE(_native, module) {
                "scales"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
-    module.def("linear", &linear, "sizes"_a, "format"_a, "float_format"_a, "inputs"_a, "weights"_a, "scales"_a,
-               "scale_format"_a, "groups"_a, "bias"_a, "result"_a, "instruction_set"_a, "threads"_a);
+    bind_linear(module);
     module.def("query_mass", &query_mass, "sizes"_a, "room"_a, "format"_a, "queries"_a, "keys"_a, "mask"_a,
                "log_counts"_a, "lse"_a, "targets"_a, "scale"_a, "mass"_a, "instruction_set"_a, "threads"_a);
     module.def("first_free",

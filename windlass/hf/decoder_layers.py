@@ -1,0 +1,197 @@
+"""Decoder layers of an attached model, for passes of few tokens: what is beside attention is two calls of a kernel.
+
+In such a pass the weights come from memory, and push out of the CPU's caches whatever runs in between, so that each
+small operation of PyTorch costs many times what it does alone.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from windlass import kernels
+from windlass.cache.cache import TextCache
+from windlass.core.decoder_layer import DecoderLayer, Norm
+from windlass.core.linear import LinearLayer
+from windlass.hf.axes import Turn, turn_of
+from windlass.hf.known_code import (
+    ATTENTION,
+    LAYER,
+    MLP,
+    NORMED_ATTENTION,
+    activation_of,
+    has_code_of,
+    rounding_of,
+)
+from windlass.hf.linears import FewRows, linears_of
+from windlass.hf.replaced import Replaced
+from windlass.hf.whole_pass import CACHE, WholePass
+from windlass.kernels.cpu import MAX_ROWS
+
+if TYPE_CHECKING:
+    from windlass.kernels.cpu.decoder_layer import FewTokens
+
+MASK, TABLES = "attention_mask", "position_embeddings"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+GATED = ("gate_proj", "up_proj", "down_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True, eq=False)
+class _Part:
+    """A module inside of a layer, where it was found, and what stood in for its `forward` then."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
+    forward: object
+
+    @classmethod
+    def of(cls, parent: nn.Module, name: str) -> "_Part":
+        module = parent.get_submodule(name)
+        return cls(parent, name, module, vars(module).get("forward"))
+
+    @property
+    def is_as_found(self) -> bool:
+        """Whether it is still there, and nothing else is called in its place, or beside it."""
+        module = self.module
+        is_same = self.parent._modules.get(self.name) is module and vars(module).get("forward") is self.forward
+        return is_same and not module._forward_hooks and not module._forward_pre_hooks
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A kernel, and the addresses and number type of the weights that it was prepared for."""
+
+    kernel: "FewTokens | None"
+    addresses: list[int]
+    dtype: torch.dtype
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """Nothing is prepared for a copied layer, whose weights are elsewhere."""
+
+
+@final
+class FewTokensLayer:
+    """The forward pass of one decoder layer: our kernel's for few tokens of a pass that is served, else its own.
+
+    Its own, too, where gradients are wanted, a module inside is hooked or replaced, or its keys come rotated.
+    """
+
+    def __init__(self, module: nn.Module, whole: WholePass, attention_name: str) -> None:
+        self._whole, self._name = whole, attention_name
+        mlp = module.get_submodule("mlp")
+        self._attention: Any = module.get_submodule("self_attn")
+        names = "input_layernorm", "post_attention_layernorm", "self_attn", "mlp"
+        norms = [_Part.of(self._attention, name) for name in HEAD_NORMS if name in self._attention._modules]
+        self._own, self._linears = (
+            [*(_Part.of(module, name) for name in names), _Part.of(mlp, "act_fn"), *norms],
+            [
+                *(_Part.of(self._attention, name) for name in PROJECTIONS),
+                *(_Part.of(mlp, name) for name in GATED),
+            ],
+        )
+        self._norms = [*(part.module for part in self._own[:2]), *(part.module for part in norms)]
+        self._prepared: _Prepared | None = None
+        self.replaced = Replaced(module, "forward", self.forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns; the arguments are its own."""
+        kernel = None if torch.compiler.is_compiling() else self._kernel(args, kwargs)
+        if kernel is None:
+            return self.replaced.original(*args, **kwargs)
+        hidden: Tensor = args[0]
+        attend = ALL_ATTENTION_FUNCTIONS[self._name]
+        others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, CACHE)}
+        states = kernel.before_attention(hidden)
+        attended, _ = attend(self._attention, *states, kwargs.get(MASK), scaling=self._attention.scaling, **others)
+        return kernel.after_attention(hidden, attended)
+
+    def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "FewTokens | None":
+        """The kernel of a pass with these arguments; None where it is none that it serves."""
+        if not self._whole.is_served or len(args) != 1 or type(args[0]) is not Tensor:
+            return None
+        hidden, cache = args[0], kwargs.get(CACHE)
+        if hidden.ndim != 3 or not 0 < hidden.shape[0] * hidden.shape[1] <= MAX_ROWS or not hidden.is_contiguous():
+            return None
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
+            return None
+        if not isinstance(cache, TextCache) or turn_of(cache) is not Turn.NONE:
+            return None
+        if self._attention.config._attn_implementation != self._name or not self._is_as_found():
+            return None
+        return self._prepared_for(hidden)
+
+    def _is_as_found(self) -> bool:
+        """Whether each module inside is still there, and none is called in another way."""
+        if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
+            return False
+        return all(part.is_as_found for part in self._own) and all(part.is_as_found for part in self._linears)
+
+    def _prepared_for(self, hidden: Tensor) -> "FewTokens | None":
+        layers = [layer_of(part) for part in self._linears]
+        addresses = [address for layer in layers if layer is not None for address in layer.addresses]
+        addresses += [norm.get_parameter("weight").data_ptr() for norm in self._norms]
+        prepared = self._prepared
+        if prepared is None or prepared.addresses != addresses or prepared.dtype is not hidden.dtype:
+            layer = self._layer([layer for layer in layers if layer is not None])
+            kernel = None if layer is None else kernels.decoder_layer_of(layer, hidden)
+            prepared = self._prepared = _Prepared(kernel, addresses, hidden.dtype)
+        return prepared.kernel
+
+    def _layer(self, linears: list[LinearLayer]) -> DecoderLayer | None:
+        """The layer as a kernel takes it; None where a part is not known any more."""
+        activation, norms = activation_of(self._own[4].module), [_norm(each) for each in self._norms]
+        first, second, *of_heads = norms
+        if len(linears) < len(self._linears) or activation is None or first is None or second is None:
+            return None
+        query_norm, key_norm = of_heads or (None, None)
+        if of_heads and (query_norm is None or key_norm is None):
+            return None
+        query, key, value, output, gate, up, down = linears
+        before = first, query, key, value, query_norm, key_norm
+        return DecoderLayer(*before, output, second, gate, up, down, activation, self._attention.head_dim)
+
+
+def layer_of(part: _Part) -> LinearLayer | None:
+    """The weights of a linear layer as our kernel takes them; None where they are not of a kind that it knows."""
+    own = getattr(part.forward, "__self__", None)
+    return own.layer() if isinstance(own, FewRows) else None
+
+
+def _norm(module: nn.Module) -> Norm | None:
+    found = rounding_of(module)
+    return None if found is None else Norm(module.get_parameter("weight"), found[1], found[0])
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether the kernel computes what a module does."""
+    if not has_code_of(module, LAYER):
+        return False
+    parts = module._modules
+    attention, mlp = parts.get("self_attn"), parts.get("mlp")
+    if attention is None or mlp is None or not has_code_of(mlp, MLP):
+        return False
+    norms = [parts.get("input_layernorm"), parts.get("post_attention_layernorm")]
+    if has_code_of(attention, NORMED_ATTENTION):
+        norms += [attention._modules.get(name) for name in HEAD_NORMS]
+    elif not any(has_code_of(attention, each) for each in ATTENTION):
+        return False
+    if any(norm is None or rounding_of(norm) is None for norm in norms):
+        return False
+    linears = [*(attention._modules.get(name) for name in PROJECTIONS), *(mlp._modules.get(name) for name in GATED)]
+    return all(each is not None and isinstance(_own(each), FewRows) for each in linears)
+
+
+def _own(module: nn.Module) -> object:
+    return getattr(vars(module).get("forward"), "__self__", None)
+
+
+def few_rows_of(model: nn.Module, whole: WholePass, attention_name: str) -> list[Replaced]:
+    """Those of the model's linear layers, and of its decoder layers, that our kernels serve, each now installed."""
+    linears = linears_of(model, whole)
+    known = [each for each in model.modules() if linears and "forward" not in vars(each) and _is_known(each)]
+    return [*(FewTokensLayer(each, whole, attention_name).replaced for each in known), *linears]
