@@ -75,14 +75,36 @@ class _Prepared:
 
 
 @final
+class KnownLayers:
+    """All layers of a model that a kernel serves.
+
+    They are looked at together, when the first of them is called in a pass: between two layers the CPU's caches lose
+    what the look needs, and it takes ten times as long.
+    """
+
+    def __init__(self) -> None:
+        self.layers: list[FewTokensLayer] = []
+        self._step: object = None  # of the pass for which they were prepared
+
+    def prepare(self, step: object, hidden: Tensor) -> None:
+        """Prepare all layers for the pass that takes this step, once."""
+        if self._step is step:
+            return
+        has_hooks = bool(torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks)
+        for layer in self.layers:
+            layer.prepare(hidden, has_hooks)
+        self._step = step
+
+
+@final
 class FewTokensLayer:
     """The forward pass of one decoder layer: our kernel's for few tokens of a pass that is served, else its own.
 
     Its own, too, where gradients are wanted, a module inside is hooked or replaced, or its keys come rotated.
     """
 
-    def __init__(self, module: nn.Module, whole: WholePass, attention_name: str) -> None:
-        self._whole, self._name = whole, attention_name
+    def __init__(self, module: nn.Module, whole: WholePass, attention_name: str, layers: "KnownLayers") -> None:
+        self._whole, self._name, self._all = whole, attention_name, layers
         mlp = module.get_submodule("mlp")
         self._attention: Any = module.get_submodule("self_attn")
         names = "input_layernorm", "post_attention_layernorm", "self_attn", "mlp"
@@ -121,17 +143,20 @@ class FewTokensLayer:
             return None
         if not isinstance(cache, TextCache) or turn_of(cache) is not Turn.NONE:
             return None
-        if self._attention.config._attn_implementation != self._name or not self._is_as_found():
+        if self._attention.config._attn_implementation != self._name:
             return None
-        return self._prepared_for(hidden)
+        self._all.prepare(cache.text.pending, hidden)
+        prepared = self._prepared
+        return None if prepared is None or prepared.dtype is not hidden.dtype else prepared.kernel
 
-    def _is_as_found(self) -> bool:
-        """Whether each module inside is still there, and none is called in another way."""
-        if torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks:
-            return False
-        return all(part.is_as_found for part in self._own) and all(part.is_as_found for part in self._linears)
+    def prepare(self, hidden: Tensor, has_hooks: bool) -> None:
+        """Look up the weights, and prepare a kernel where they are elsewhere than before.
 
-    def _prepared_for(self, hidden: Tensor) -> "FewTokens | None":
+        `has_hooks`: all modules have, so that each of them is to be called.
+        """
+        if has_hooks or not all(part.is_as_found for part in (*self._own, *self._linears)):
+            self._prepared = None
+            return
         layers = [layer_of(part) for part in self._linears]
         addresses = [address for layer in layers if layer is not None for address in layer.addresses]
         addresses += [norm.get_parameter("weight").data_ptr() for norm in self._norms]
@@ -139,8 +164,7 @@ class FewTokensLayer:
         if prepared is None or prepared.addresses != addresses or prepared.dtype is not hidden.dtype:
             layer = self._layer([layer for layer in layers if layer is not None])
             kernel = None if layer is None else kernels.decoder_layer_of(layer, hidden)
-            prepared = self._prepared = _Prepared(kernel, addresses, hidden.dtype)
-        return prepared.kernel
+            self._prepared = _Prepared(kernel, addresses, hidden.dtype)
 
     def _layer(self, linears: list[LinearLayer]) -> DecoderLayer | None:
         """The layer as a kernel takes it; None where a part is not known any more."""
@@ -194,4 +218,6 @@ def few_rows_of(model: nn.Module, whole: WholePass, attention_name: str) -> list
     """Those of the model's linear layers, and of its decoder layers, that our kernels serve, each now installed."""
     linears = linears_of(model, whole)
     known = [each for each in model.modules() if linears and "forward" not in vars(each) and _is_known(each)]
-    return [*(FewTokensLayer(each, whole, attention_name).replaced for each in known), *linears]
+    layers = KnownLayers()
+    layers.layers += [FewTokensLayer(each, whole, attention_name, layers) for each in known]
+    return [*(each.replaced for each in layers.layers), *linears]
