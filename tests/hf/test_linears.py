@@ -23,20 +23,32 @@ from windlass.testing import tiny_model
 if not kernels.has_linear("cpu"):
     pytest.skip("no kernel for linear layers on this CPU", allow_module_level=True)
 
+from windlass.kernels.cpu.decoder_layer import FewTokens
+
 TOLERANCE = 1e-5
 
 
 @pytest.fixture
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The rows of each call of our kernel, one after the other."""
+    """The rows of each linear layer that our kernels serve, alone or in a decoder layer, one after the other."""
     counted: list[int] = []
-    linear = kernels.linear
+    linear, before, after = kernels.linear, FewTokens.before_attention, FewTokens.after_attention
 
     def counting(call: LinearInput) -> Tensor:
         counted.append(call.rows)
         return linear(call)
 
+    def counting_before(self: FewTokens, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        counted.extend([hidden.shape[0] * hidden.shape[1]] * 3)
+        return before(self, hidden)
+
+    def counting_after(self: FewTokens, hidden: Tensor, attended: Tensor) -> Tensor:
+        counted.extend([hidden.shape[0] * hidden.shape[1]] * 4)
+        return after(self, hidden, attended)
+
     monkeypatch.setattr(kernels, "linear", counting)
+    monkeypatch.setattr(FewTokens, "before_attention", counting_before)
+    monkeypatch.setattr(FewTokens, "after_attention", counting_after)
     with torch.no_grad():
         yield counted
 

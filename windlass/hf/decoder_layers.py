@@ -23,6 +23,7 @@ from windlass.hf.known_code import (
     MLP,
     NORMED_ATTENTION,
     activation_of,
+    global_of,
     has_code_of,
     rounding_of,
 )
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
     from windlass.kernels.cpu.decoder_layer import FewTokens
 
 MASK, TABLES = "attention_mask", "position_embeddings"
+ROTATION = "apply_rotary_pos_emb"  # of the module that defines a layer, by which its code rotates
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -100,7 +102,7 @@ class KnownLayers:
 class FewTokensLayer:
     """The forward pass of one decoder layer: our kernel's for few tokens of a pass that is served, else its own.
 
-    Its own, too, where gradients are wanted, a module inside is hooked or replaced, or its keys come rotated.
+    Its own, too, where gradients are wanted, or a module inside is hooked or replaced.
     """
 
     def __init__(self, module: nn.Module, whole: WholePass, attention_name: str, layers: "KnownLayers") -> None:
@@ -117,6 +119,7 @@ class FewTokensLayer:
             ],
         )
         self._norms = [*(part.module for part in self._own[:2]), *(part.module for part in norms)]
+        self._rotate = global_of(self._attention, ROTATION)
         self._prepared: _Prepared | None = None
         self.replaced = Replaced(module, "forward", self.forward)
 
@@ -128,8 +131,12 @@ class FewTokensLayer:
         hidden: Tensor = args[0]
         attend = ALL_ATTENTION_FUNCTIONS[self._name]
         others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, CACHE)}
-        states = kernel.before_attention(hidden)
-        attended, _ = attend(self._attention, *states, kwargs.get(MASK), scaling=self._attention.scaling, **others)
+        queries, keys, values = kernel.before_attention(hidden)
+        if turn_of(kwargs[CACHE]) is not Turn.NONE:
+            queries, keys = self._rotate(queries, keys, *kwargs[TABLES])
+        attended, _ = attend(
+            self._attention, queries, keys, values, kwargs.get(MASK), scaling=self._attention.scaling, **others
+        )
         return kernel.after_attention(hidden, attended)
 
     def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> "FewTokens | None":
@@ -141,9 +148,7 @@ class FewTokensLayer:
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
             return None
-        if not isinstance(cache, TextCache) or turn_of(cache) is not Turn.NONE:
-            return None
-        if self._attention.config._attn_implementation != self._name:
+        if not isinstance(cache, TextCache) or self._attention.config._attn_implementation != self._name:
             return None
         self._all.prepare(cache.text.pending, hidden)
         prepared = self._prepared

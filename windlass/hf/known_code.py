@@ -54,6 +54,12 @@ def activation_of(module: nn.Module) -> Activation | None:
     return Activation.GELU_TANH if is_tanh or kind is type(ACT2FN["gelu_pytorch_tanh"]) else None
 
 
+def global_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """What a name outside of it means in the `forward` of a module's class."""
+    found: Callable[..., Any] = inspect.unwrap(type(module).forward).__globals__[name]
+    return found
+
+
 def _known(family: str, of: str, name: str) -> Any:
     return getattr(getattr(import_module(f"transformers.models.{family}.modeling_{family}"), of, None), name, None)
 
