@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
-from windlass.core.decode import DecodeInput, DecodeSlots
+from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots
 from windlass.core.errors import WindlassWarning
 from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
@@ -44,12 +44,10 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     return reference.attend(call)
 
 
-def decode_of(
-    slots: DecodeSlots, queries: Queries
-) -> Callable[[DecodeInput], tuple[SlotIndex, Attended, Mass | None]] | None:
+def decode_of(slots: DecodeSlots, queries: Queries) -> Callable[[DecodeInput], DecodeOutput] | None:
     """`reference.decode` for these slots and queries like these; None where no backend does it in one call.
 
-    It is to be called only while the slots and the tables have the memory that they had.
+    It is to be called only while keys, values and tables have the memory that they had.
     """
     keys, values = PackedStates(slots.keys), PackedStates(slots.values)
     if not _is_compiled(queries.device.type) or not cpu.can_read(queries, keys, values):

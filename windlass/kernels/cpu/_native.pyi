@@ -32,6 +32,9 @@ def attend(
 # address, strides of rows and heads: of queries in numbers, of keys and values in bytes
 NewStates = tuple[int, int, int]
 
+# what is observed, the score, share, pool, whether it is the mean; budget, sinks, window
+RetainArguments = tuple[int, int, float, int, bool, int, int, int]
+
 class Decode:
     def __init__(
         self,
@@ -40,12 +43,11 @@ class Decode:
         float_format: int,
         keys: PackedStates,
         values: PackedStates,
-        slot_positions: int,
         tables: tuple[int, int, int],
         scale: float,
         softcap: float,
         visibility: tuple[int, int, int, int],
-        state: list[tuple[int, float]],
+        retention: RetainArguments | None,
         instruction_set: str,
         /,
     ) -> None: ...
@@ -54,10 +56,14 @@ class Decode:
         queries: NewStates,
         keys: NewStates,
         values: NewStates,
-        positions: int,
+        positions: tuple[int, int],
+        slot_positions: tuple[int, int],
+        state: list[tuple[int, int]],
         written: int,
         out: int,
         mass: int,
+        evicted: tuple[int, int],
+        released: list[tuple[int, int, int]],
         threads: int,
         /,
     ) -> None: ...

@@ -3,6 +3,7 @@
 #include <string>
 
 #include "call.hpp"
+#include "retain.hpp"
 
 namespace windlass {
 
@@ -14,6 +15,7 @@ struct Kernels {
     void (*mean_key_cosine)(const MeanKeyCosine &call, float *scratch, int threads);
     void (*linear)(const Linear &call, float *scratch, int threads);
     void (*query_mass)(const QueryMass &call, int threads);
+    void (*retain)(const Retain &call, float *scratch);
 };
 
 }  // namespace windlass
@@ -26,8 +28,9 @@ struct Kernels {
     void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);       \
     void linear(const Linear &call, float *scratch, int threads);                       \
     void query_mass(const QueryMass &call, int threads);                                \
+    void retain(const Retain &call, float *scratch);                                    \
     constexpr Kernels kernels{&attend, &rotate,  &encode, &mean_key_cosine,              \
-                              &linear, &query_mass};                                    \
+                              &linear, &query_mass, &retain};                           \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86
