@@ -45,12 +45,12 @@ class Compared:
         for layer in layers:
             steps: list[list[list[list[int]]]] = []
             self.steps.append(steps)
-            layer.observe_and_evict = partial(after_step, layer, layer.observe_and_evict, steps)  # type: ignore[method-assign]
+            layer.keep_record = partial(after_step, layer, layer.keep_record, steps)  # type: ignore[method-assign]
         try:
             yield
         finally:
             for layer in layers:
-                del layer.observe_and_evict
+                del layer.keep_record
 
     def expect(self) -> None:
         """Tell the model's layers what the cache holds, and what was noted, for where rounding decides."""
@@ -166,7 +166,7 @@ class Compared:
 
 
 def after_step(layer: Any, work: Callable[[StepRecord], None], steps: list[Any], record: StepRecord) -> None:
-    """The second half of a step, and what is held after it."""
+    """The end of a step, and what is held after it."""
     work(record)
     steps.append(held(layer.positions))
 

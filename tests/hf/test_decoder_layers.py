@@ -29,7 +29,7 @@ OTHERS = ["gemma3", "olmo2", "granite", "phi3", "smollm3", "cohere", "stablelm",
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """The tokens of each call of the kernel, all rows counted."""
+    """The tokens of each layer that a kernel computes, all rows counted."""
     counted: list[int] = []
     after = FewTokens.after_attention
 
@@ -37,7 +37,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         counted.append(hidden.shape[0] * hidden.shape[1])
         return after(self, hidden, attended)
 
+    decode_layers = kernels.decode_layers
+
+    def counting_layers(layers: Any, hidden: Tensor) -> None:
+        counted.extend([hidden.shape[0]] * len(layers))
+        decode_layers(layers, hidden)
+
     monkeypatch.setattr(FewTokens, "after_attention", counting)
+    monkeypatch.setattr(kernels, "decode_layers", counting_layers)
     with torch.no_grad():
         yield counted
 

@@ -32,7 +32,12 @@ TOLERANCE = 1e-5
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The rows of each linear layer that our kernels serve, alone or in a decoder layer, one after the other."""
     counted: list[int] = []
-    linear, before, after = kernels.linear, FewTokens.before_attention, FewTokens.after_attention
+    decode_layers, linear, before, after = (
+        kernels.decode_layers,
+        kernels.linear,
+        FewTokens.before_attention,
+        FewTokens.after_attention,
+    )
 
     def counting(call: LinearInput) -> Tensor:
         counted.append(call.rows)
@@ -46,6 +51,11 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         counted.extend([hidden.shape[0] * hidden.shape[1]] * 4)
         return after(self, hidden, attended)
 
+    def counting_layers(layers: Any, hidden: Tensor) -> None:
+        counted.extend([hidden.shape[0]] * 7 * len(layers))
+        decode_layers(layers, hidden)
+
+    monkeypatch.setattr(kernels, "decode_layers", counting_layers)
     monkeypatch.setattr(kernels, "linear", counting)
     monkeypatch.setattr(FewTokens, "before_attention", counting_before)
     monkeypatch.setattr(FewTokens, "after_attention", counting_after)

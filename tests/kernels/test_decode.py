@@ -1,13 +1,15 @@
-"""One call that writes a token and attends, against plain PyTorch, with every instruction set."""
+"""One call that writes a token, attends, observes and evicts, against plain PyTorch, with every instruction set."""
 
+from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from windlass.core.attention import Visibility
-from windlass.core.decode import DecodeInput, DecodeSlots
+from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Ranking, Retention
 from windlass.core.rotary_index import EMPTY, RESERVED
 from windlass.kernels import cpu, reference
 
@@ -18,47 +20,68 @@ from windlass.kernels.cpu.decode import Decode
 
 BATCH, KV_HEADS, GROUP, SLOTS, HEAD_DIM, VALUE_DIM, ROTATED, LENGTH = 2, 3, 5, 77, 48, 24, 20, 90
 NEXT = (61, 70)  # positions of the rows' next tokens
+BUDGET = 62  # of the tokens that they hold, the second row has more
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
+RANKINGS = {
+    "Recent": (1, Ranking("nothing", "position")),
+    "H2O": (KV_HEADS, Ranking("sum", "state")),
+    "TOVA": (1, Ranking("last", "state")),
+    "SnapKV": (KV_HEADS, Ranking("fade", "pooled", 1 / 7, 5)),
+    "SnapKV by the mean": (KV_HEADS, Ranking("fade", "pooled", 1 / 3, 3, is_mean=True)),
+    "KeyDiff": (KV_HEADS, Ranking("nothing", "novelty")),
+}
 
 
-def slots_of(score_heads: int, dtype: torch.dtype, **options: object) -> DecodeSlots:
+class Slots:
     """Slots of random keys and values, of which some are free and some reserved; each row and head has its own."""
-    draw = torch.Generator().manual_seed(score_heads)
-    positions = torch.full((BATCH, score_heads, SLOTS), EMPTY, dtype=torch.int32)
-    for row, head in product(range(BATCH), range(score_heads)):
-        held = NEXT[row] - 9 * head
-        at = torch.randperm(SLOTS, generator=draw)[: held + 1]
-        positions[row, head, at[:held]] = torch.randperm(NEXT[row], generator=draw)[:held].int()
-        positions[row, head, at[held]] = RESERVED
-    angles = torch.rand(LENGTH, ROTATED // 2, generator=draw) * 6
-    return DecodeSlots(
-        torch.randn(BATCH, KV_HEADS, SLOTS, HEAD_DIM, generator=draw).to(dtype),
-        torch.randn(BATCH, KV_HEADS, SLOTS, VALUE_DIM, generator=draw).to(dtype),
-        positions,
-        ((torch.rand(positions.shape, generator=draw), 0.0), (torch.rand(positions.shape, generator=draw), 3.0)),
-        **{"tables": (angles.cos(), angles.sin()), "scale": 0.2, "visibility": Visibility(), **options},  # type: ignore[arg-type]
-    )
+
+    def __init__(self, score_heads: int, dtype: torch.dtype, states: int = 2, seed: int = 0, **options: Any) -> None:
+        draw = torch.Generator().manual_seed(seed + score_heads)
+        self.positions = torch.full((BATCH, score_heads, SLOTS), EMPTY, dtype=torch.int32)
+        for row, head in product(range(BATCH), range(score_heads)):
+            held = NEXT[row] - 2 * head
+            at = torch.randperm(SLOTS, generator=draw)[: held + 1]
+            self.positions[row, head, at[:held]] = torch.randperm(NEXT[row], generator=draw)[:held].int()
+            self.positions[row, head, at[held]] = RESERVED
+        self.state = tuple(torch.rand(self.positions.shape, generator=draw) for _ in range(states))
+        angles = torch.rand(LENGTH, ROTATED // 2, generator=draw) * 6
+        self.fixed = DecodeSlots(
+            torch.randn(BATCH, KV_HEADS, SLOTS, HEAD_DIM, generator=draw).to(dtype),
+            torch.randn(BATCH, KV_HEADS, SLOTS, VALUE_DIM, generator=draw).to(dtype),
+            score_heads,
+            **{"tables": (angles.cos(), angles.sin()), "scale": 0.2, "visibility": Visibility(), **options},
+        )
+
+    def tensors(self) -> list[Tensor]:
+        return [self.fixed.keys, self.fixed.values, self.positions, *self.state]
+
+    def new_token(self, step: int, dtype: torch.dtype, is_observed: bool, is_evicting: bool = False) -> DecodeInput:
+        """States as a model hands them in, which are views; in the second step the first row is padding."""
+        draw = torch.Generator().manual_seed(100 + step)
+        widths = (KV_HEADS * GROUP, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM)
+        queries, keys, values = (
+            torch.randn(BATCH, 1, *width, generator=draw).to(dtype).transpose(1, 2) for width in widths
+        )
+        positions = torch.tensor([[EMPTY if step == 1 else NEXT[0] + step], [NEXT[1] + step]])
+        ends = torch.tensor([NEXT[0] + step + (step != 1), NEXT[1] + step + 1])
+        return DecodeInput(
+            queries, keys, values, positions, self.positions, self.state, ends, is_observed, is_evicting
+        )  # fmt: skip
+
+    def take(self, done: DecodeOutput) -> None:
+        self.positions, self.state = done.slot_positions, done.state
 
 
-def copied(slots: DecodeSlots) -> DecodeSlots:
-    state = tuple((tensor.clone(), initial) for tensor, initial in slots.state)
-    memory = slots.keys.clone(), slots.values.clone(), slots.positions.clone(), state
-    return DecodeSlots(*memory, slots.tables, slots.scale, slots.visibility, slots.softcap)
-
-
-def new_token(step: int, dtype: torch.dtype, is_observed: bool) -> DecodeInput:
-    """States as a model hands them in, which are views; in the second step the first row is padding."""
-    draw = torch.Generator().manual_seed(100 + step)
-    widths = (KV_HEADS * GROUP, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM)
-    queries, keys, values = (
-        torch.randn(BATCH, 1, *width, generator=draw).to(dtype).transpose(1, 2) for width in widths
-    )
-    positions = torch.tensor([[EMPTY if step == 1 else NEXT[0] + step], [NEXT[1] + step]])
-    return DecodeInput(queries, keys, values, positions, is_observed)
-
-
-def memory_of(slots: DecodeSlots) -> list[Tensor]:
-    return [slots.keys, slots.values, slots.positions, *(tensor for tensor, _ in slots.state)]
+def assert_attended(ours: DecodeOutput, truth: DecodeOutput, new: DecodeInput, dtype: torch.dtype) -> None:
+    assert ours.written.equal(truth.written)
+    assert ours.out.shape == truth.out.shape
+    is_real = new.positions >= 0
+    difference = (ours.out.double() - truth.out.double()) * is_real[:, None, :, None]
+    assert difference.norm() <= TOLERANCE[dtype] * truth.out.double().norm()
+    assert (ours.mass is None) == (truth.mass is None)
+    if ours.mass is not None and truth.mass is not None:
+        assert ours.mass.rest is None
+        torch.testing.assert_close(ours.mass.rows, truth.mass.rows, atol=1e-2 * TOLERANCE[dtype] ** 0.5, rtol=1e-2)
 
 
 @pytest.mark.parametrize("instruction_set", cpu.instruction_sets())
@@ -78,35 +101,94 @@ def test_steps_equal_the_reference(
     instruction_set: str,
     dtype: torch.dtype,
     score_heads: int,
-    options: dict[str, object],
+    options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
-    ours, truth = (slots_of(score_heads, dtype, **options) for _ in range(2))
-    kernel = Decode(ours, new_token(0, dtype, False).queries)
+    ours, truth = (Slots(score_heads, dtype, **options) for _ in range(2))
+    kernel = Decode(ours.fixed, ours.new_token(0, dtype, False).queries)
     for step in range(3):
-        new = new_token(step, dtype, is_observed=step != 2)
-        written, out, mass = kernel(new)
-        index, wanted, wanted_mass = reference.decode(truth, new)
-        assert written.equal(index)
-        assert out.shape == wanted.shape
-        is_real = new.positions >= 0
-        difference = (out.double() - wanted.double()) * is_real[:, None, :, None]
-        assert difference.norm() <= TOLERANCE[dtype] * wanted.double().norm()
-        assert (mass is None) == (wanted_mass is None)
-        if mass is not None and wanted_mass is not None:
-            assert mass.rest is None
-            torch.testing.assert_close(mass.rows, wanted_mass.rows, atol=1e-2 * TOLERANCE[dtype] ** 0.5, rtol=1e-2)
-        for its, one in zip(memory_of(ours), memory_of(truth), strict=True):
-            assert its.equal(one)
+        done, wanted = kernel(ours.new_token(step, dtype, step != 2)), None
+        wanted = reference.decode(truth.fixed, truth.new_token(step, dtype, step != 2))
+        assert_attended(done, wanted, ours.new_token(step, dtype, False), dtype)
+        ours.take(done)
+        truth.take(wanted)
+        assert all(its.equal(one) for its, one in zip(ours.tensors(), truth.tensors(), strict=True))
 
 
-def test_a_step_touches_no_other_slot() -> None:
-    slots = slots_of(KV_HEADS, torch.float32)
-    before, new = copied(slots), new_token(0, torch.float32, False)
-    written, _, _ = Decode(slots, new.queries)(new)
-    assert (before.positions.gather(-1, written) == EMPTY).all()
-    assert (slots.positions.gather(-1, written) == new.positions[:, None]).all()
-    for its, was in zip(memory_of(slots), memory_of(before), strict=True):
-        is_other = torch.ones(its.shape[:3], dtype=torch.bool).scatter(-1, written, False)
+@pytest.mark.parametrize("instruction_set", cpu.instruction_sets())
+@pytest.mark.parametrize("name", RANKINGS)
+@pytest.mark.parametrize("limits", [(0, 0), (3, 4), (2, 80)], ids=str)
+@pytest.mark.parametrize("visibility", [Visibility(), Visibility(sliding_window=66), Visibility(attention_chunk=30)])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_rows_over_budget_evict_what_the_reference_evicts(
+    instruction_set: str,
+    name: str,
+    limits: tuple[int, int],
+    visibility: Visibility,
+    dtype: torch.dtype,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What a step leaves is the start of the next one; each kernel starts from what the reference left."""
+    monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
+    score_heads, ranking = RANKINGS[name]
+    states = int(ranking.score in ("state", "pooled"))
+    options: dict[str, Any] = {"visibility": visibility, "retention": Retention(ranking, BUDGET, *limits)}
+    ours, truth = (Slots(score_heads, dtype, states, **options) for _ in range(2))
+    kernel = Decode(ours.fixed, ours.new_token(0, dtype, False).queries)
+    released: list[tuple[Tensor, Tensor]] = []
+    evicted = 0
+    for step in range(5):
+        new = replace(truth.new_token(step, dtype, step % 2 == 0, is_evicting=step != 2), released=released)
+        done = kernel(new)
+        wanted = reference.decode(truth.fixed, new)
+        assert_attended(done, wanted, new, dtype)
+        close = {"atol": 1e-2 * TOLERANCE[dtype] ** 0.5, "rtol": 1e-2}
+        for its, one in zip(done.state, wanted.state, strict=True):
+            torch.testing.assert_close(its, one, **close)
+        assert (done.evicted is None) == (wanted.evicted is None) == (step == 2)
+        released = []
+        if done.evicted is not None and wanted.evicted is not None:
+            assert done.evicted_positions is not None
+            assert wanted.evicted_positions is not None
+            assert done.evicted_positions.equal(wanted.evicted_positions)
+            is_gone = wanted.evicted_positions >= 0
+            assert done.evicted[is_gone].equal(wanted.evicted[is_gone])
+            released, evicted = [(wanted.evicted, wanted.evicted_positions)], evicted + int(is_gone.sum())
+        assert done.slot_positions.equal(wanted.slot_positions)
+        ours.fixed.keys.copy_(truth.fixed.keys)
+        ours.fixed.values.copy_(truth.fixed.values)
+        truth.take(wanted)
+    assert evicted >= 4
+
+
+def test_a_step_touches_no_other_slot_and_nothing_of_before() -> None:
+    retention = Retention(Ranking("sum", "state"), BUDGET, 1, 1)
+    slots, before = (Slots(KV_HEADS, torch.float32, 1, retention=retention) for _ in range(2))
+    new = slots.new_token(0, torch.float32, False, is_evicting=True)
+    done = Decode(slots.fixed, new.queries)(new)
+    assert (before.positions.gather(-1, done.written) == EMPTY).all()
+    is_other = torch.ones(BATCH, KV_HEADS, SLOTS, dtype=torch.bool).scatter(-1, done.written, False)
+    for its, was in zip(slots.tensors(), before.tensors(), strict=True):
         assert its[is_other].equal(was[is_other])
+    assert slots.positions.equal(before.positions)
+    assert slots.state[0].equal(before.state[0])
+    assert done.evicted is not None
+    is_other.scatter_(-1, done.evicted, False)
+    assert done.slot_positions[is_other].equal(before.positions[is_other])
+
+
+def test_slots_come_in_the_order_of_the_text_whatever_the_last_step_had() -> None:
+    """What the kernel remembers of the last step is a guess: tokens may have moved since, or share a position."""
+    _, ranking = RANKINGS["SnapKV"]
+    retention = Retention(ranking, 40, 2, 3)
+    held = [Slots(KV_HEADS, torch.float32, 1, seed, retention=retention) for seed in (0, 50, 90)]
+    held[2].positions[held[2].positions > 3] //= 3
+    kernel = Decode(held[0].fixed, held[0].new_token(0, torch.float32, False).queries)
+    for slots in (*held, held[1]):
+        new = slots.new_token(0, torch.float32, False, is_evicting=True)
+        done, wanted = kernel(new), reference.decode(held[0].fixed, new)
+        assert done.slot_positions.equal(wanted.slot_positions)
+        assert done.evicted is not None
+        assert wanted.evicted is not None
+        assert done.evicted.equal(wanted.evicted)

@@ -2,21 +2,54 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from windlass import kernels
+from windlass.cache.decode_kernel import LayerStep
 from windlass.cache.picks import Picks, picked
 from windlass.cache.rules import LayerRules
 from windlass.cache.table_view import TableView
 from windlass.core.attention import AttentionInput, Mass
 from windlass.core.errors import UsageError
 from windlass.core.rotary_index import EMPTY
-from windlass.core.shapes import Attended, ObservedColumns, Queries
+from windlass.core.shapes import Attended, ObservedColumns, Queries, SlotIndex
 from windlass.core.step import AttentionCall
+from windlass.policies.base import Policy
+from windlass.policies.calls import preprocess
 from windlass.positions.base import PositionMode, Reading
 from windlass.positions.rotary import Rotary
+
+
+class Written(NamedTuple):
+    """The slots that got a step's tokens, what its queries read, and what is to be known of both."""
+
+    slots: SlotIndex
+    out: Attended
+    mass: Mass | None
+    queries: Queries  # as attention read them
+    initial_state: dict[str, Tensor]
+
+
+def write_and_attend(
+    asked: LayerStep, policy: Policy, layer: int, weighed: ObservedColumns | None
+) -> tuple[Written, TableView]:
+    """Write and attend, in whatever step; the table counts the tokens already. Returns what was found in it, too.
+
+    `policy` is the one that layer number `layer` was configured with.
+    """
+    table, rules, rotary, (queries, keys, values), step, mode, call = asked
+    queries, keys, initial = preprocess(policy, layer, queries, keys, step.ids)
+    if rules.has_places:
+        initial |= step.known_places.state
+    positions = step.positions[:, None].expand(-1, table.score_heads, -1)
+    index = kernels.first_free(table.positions, keys.shape[2])
+    table.write(index, keys, values, positions, initial, call.index_keys)
+    view = TableView.of(table, rules, step)
+    out, mass = attend(view, rules, rotary, queries, mode, call, weighed)
+    return Written(index, out, mass, queries, initial), view
 
 
 def attend(

@@ -4,6 +4,7 @@ from torch import Tensor
 
 from windlass.cache import describe, edits, summary
 from windlass.cache.compress import compress, layer_limits
+from windlass.cache.decode_kernel import LayerStep, PlannedStep
 from windlass.cache.picture_edits import check_pictures
 from windlass.cache.recurrent_layer import RecurrentLayer, check_columns
 from windlass.cache.rows import RowTable, check_positions
@@ -142,6 +143,24 @@ class TextCache(CacheState):
         return (second_pass if step.is_second_pass else SlotLayer.step)(
             its, queries, keys, values, step, self.positions, call
         )
+
+    @no_inference_mode
+    def planned(
+        self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall
+    ) -> PlannedStep | None:
+        """What `attend` would do, where one call of a kernel does all of it, before it is done.
+
+        The queries, keys and values may still be unknown; None, and nothing has happened, where it is not one call.
+        """
+        step, its = self.text.pending, self.layers[layer]
+        assert step is not None, "attend outside of a pass"
+        asked = LayerStep(its.table, its.rules, its.rotary, (queries, keys, values), step, self.positions, call)
+        return its.planned(asked)
+
+    @no_inference_mode
+    def keep_decoded(self, layer: int, done: PlannedStep) -> None:
+        """Hold what a step of a layer, which was planned and is taken, leaves."""
+        self.layers[layer].keep_decoded(done)
 
     @no_inference_mode
     def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:

@@ -1,8 +1,9 @@
-"""A decode step of a layer by one call of a kernel, where nothing beyond writing and attending is asked of it."""
+"""A decode step of a layer by one call of a kernel, where it is one that a kernel knows."""
 
 import copy
-from collections.abc import Callable
-from typing import NamedTuple, final
+import operator
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple, final
 from weakref import ReferenceType, ref
 
 import torch
@@ -11,26 +12,21 @@ from torch import Tensor
 from windlass import kernels
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable
-from windlass.core.attention import Mass
-from windlass.core.decode import DecodeInput, DecodeSlots
+from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Retention
 from windlass.core.limits import MAX_NUMBER
-from windlass.core.shapes import Attended, Queries, SlotIndex
+from windlass.core.record import StepRecord
+from windlass.core.shapes import SlotIndex
 from windlass.core.step import AttentionCall, Step
 from windlass.policies.base import TOKEN, Policy
 from windlass.policies.interfaces import Trained
-from windlass.policies.wrapper import find
+from windlass.policies.wrapper import find, ranking_of
 from windlass.positions.base import PositionMode
 from windlass.positions.rotary import Rotary
 
+if TYPE_CHECKING:
+    from windlass.kernels.cpu.decode import Decode, Planned
 
-class Decoded(NamedTuple):
-    """The slots that got the new tokens, what their queries read, and their attention mass if they are observed."""
-
-    written: SlotIndex
-    out: Attended
-    mass: Mass | None
-    queries: Queries
-    initial_state: dict[str, Tensor]
+Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free, and what stood there
 
 
 class LayerStep(NamedTuple):
@@ -39,22 +35,73 @@ class LayerStep(NamedTuple):
     table: SlotTable
     rules: LayerRules
     rotary: Rotary | None
-    states: tuple[Tensor, ...]
+    states: tuple[Tensor, Tensor, Tensor]
     step: Step
     mode: PositionMode
     call: AttentionCall
 
+    @property
+    def bound(self) -> int:
+        """Tokens of any row at most once the new ones are written."""
+        return self.table.occupancy_bound + max(self.step.lengths)
 
-class _Prepared(NamedTuple):
+    def split(self, parts: Sequence[Step]) -> list["LayerStep"]:
+        """The step in parts of it, one after the other."""
+        if len(parts) == 1:
+            return [self._replace(step=parts[0])]
+        columns = [part.positions.shape[1] for part in parts]
+        pieces = zip(*(each.split(columns, 2) for each in self.states), strict=True)
+        each = zip(pieces, parts, self.call.split(columns), strict=True)
+        return [self._replace(states=states, step=step, call=call) for states, step, call in each]
+
+    def fits(self, reserved: int, reserve_hint: int, longest_decode: int) -> bool:
+        """Whether it is one token per row, and the table, with so many slots reserved, is as it should be for it."""
+        table, rules = self.table, self.rules
+        slots, held = table.slots, table.occupancy_bound
+        if not self.step.is_token or slots - held - reserved < 1 or not rules.knows(self.call):
+            return False
+        return slots == rules.slots_for(1, slots, held, reserve_hint, longest_decode, False)
+
+    def given(self, is_observed: bool, is_evicting: bool = False, released: Released = ()) -> DecodeInput:
+        """What a kernel is given."""
+        (queries, keys, values), table, step = self.states, self.table, self.step
+        state, ends = tuple(table.state.values()), step.next_positions
+        asked = is_observed, is_evicting, released
+        return DecodeInput(queries, keys, values, step.positions, table.positions, state, ends, *asked)
+
+
+class Prepared(NamedTuple):
     """A kernel, and what it was prepared for: it serves as long as all of it is the same."""
 
-    kernel: Callable[[DecodeInput], tuple[SlotIndex, Attended, Mass | None]]
+    kernel: "Decode"
+    retention: Retention | None  # that the kernel sees to
     end: int  # of the longest text
     tensors: tuple[ReferenceType[Tensor], ...]  # weak: what a layer, or the rotary, gives up must not be kept alive
     rules: LayerRules
     rotary: Rotary | None
     mode: PositionMode
     numbers: tuple[object, ...]
+
+    def is_all(self, asked: LayerStep) -> bool:
+        """Whether the kernel does all there is to do in this step: no policy has to be asked."""
+        budget, policy = asked.rules.budget, asked.rules.policy
+        over = 0 if budget is None else asked.bound - budget
+        return over <= 1 if self.retention is not None else over <= 0 and policy.observed_queries == 0
+
+    def serves(self, asked: LayerStep) -> bool:
+        """Whether the kernel was prepared for a step like this one."""
+        tensors = _tensors(asked.table, asked.rotary)
+        if (
+            tensors is None
+            or self.end < asked.step.end
+            or self.rules is not asked.rules
+            or self.rotary is not asked.rotary
+            or self.mode is not asked.mode
+            or self.numbers != _numbers(asked)
+            or len(self.tensors) != len(tensors)
+        ):
+            return False
+        return all(map(operator.is_, [weak() for weak in self.tensors], tensors))
 
 
 @final
@@ -63,50 +110,37 @@ class DecodeKernel:
 
     It serves keys and values that are stored as they are, in texts whose tokens are read at their own positions: not
     merged or counted tokens, pictures, an indexer, policies that change keys or ask for token ids, or norms after RoPE.
+    It observes and evicts for policies that tell it how, and for all others writes and attends.
     """
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._prepared: _Prepared | None = None
+        self._prepared: Prepared | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DecodeKernel":
         """That of a copied layer, whose slots are elsewhere."""
         return DecodeKernel(copy.deepcopy(self._policy, memo))
 
-    def step(self, asked: LayerStep, is_observed: bool) -> Decoded | None:
-        """Write and attend; None, and nothing has happened, where the step is none that it serves."""
-        table, rules, rotary, states, step, mode, call = asked
-        if not kernels.has_decode(step.positions.device.type) or step.positions.shape[1] != 1:
-            return None
-        if step.is_captured or step.places is not None:
+    def of(self, asked: LayerStep) -> Prepared | None:
+        """The kernel for this step; None where the step is none that it serves."""
+        step, call, (queries, keys, values) = asked.step, asked.call, asked.states
+        if not step.is_token or not kernels.has_decode(queries.device.type):
             return None
         if call.sees_to is not None or call.picker is not None or call.sink_logits is not None:
             return None
-        tensors, numbers = _tensors(table, rotary), _numbers(states, call)
-        if tensors is None or any(each.stride(-1) != 1 for each in states):
+        if queries.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1:
             return None
-        (queries, keys, values), prepared = states, self._prepared
-        if prepared is None or not (
-            prepared.end >= step.end
-            and prepared.rules is rules
-            and prepared.rotary is rotary
-            and prepared.mode is mode
-            and prepared.numbers == numbers
-            and len(prepared.tensors) == len(tensors)
-            and all(weak() is tensor for weak, tensor in zip(prepared.tensors, tensors, strict=True))
-        ):
+        prepared = self._prepared
+        if prepared is None or not prepared.serves(asked):
             prepared = self._prepared = self._prepare(asked)
-            if prepared is None:
-                return None
-        return Decoded(*prepared.kernel(DecodeInput(queries, keys, values, step.positions, is_observed)), queries, {})
+        return prepared
 
-    def _prepare(self, asked: LayerStep) -> _Prepared | None:
+    def _prepare(self, asked: LayerStep) -> Prepared | None:
         """A kernel for steps like this one; None where it can't be served."""
-        table, rules, rotary, states, step, mode, call = asked
+        table, rules, rotary, (queries, keys, values), step, mode, call = asked
         held, end, tables = table.store.in_place(), MAX_NUMBER, None
         if held is None or rules.merge is not None or TOKEN in table.state or find(self._policy, Trained) is not None:
             return None
-        queries, keys, values = states
         if (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
             return None
         if rotary is not None:
@@ -118,26 +152,87 @@ class DecodeKernel:
                 return None
             tables = rotary.tables(step.end, queries.device, kernels.table_dtype(queries))
             end = min(end, tables[0].shape[0])
-        state = tuple((tensor, 0.0) for tensor in table.state.values())
-        slots = DecodeSlots(*held, table.positions, state, tables, call.scale, rules.visibility, call.softcap)
-        kernel = kernels.decode_of(slots, queries)
-        tensors = _tensors(table, rotary)
+        retention, heads = _retention(rules), table.score_heads
+        slots = DecodeSlots(*held, heads, tables, call.scale, rules.visibility, call.softcap, retention)
+        kernel, tensors = kernels.decode_of(slots, queries), _tensors(table, rotary)
         if kernel is None or tensors is None:
             return None
-        return _Prepared(kernel, end, tuple(map(ref, tensors)), rules, rotary, mode, _numbers(states, call))
+        return Prepared(kernel, retention, end, tuple(map(ref, tensors)), rules, rotary, mode, _numbers(asked))
+
+
+class PlannedStep(NamedTuple):
+    """A step that a kernel does all of, before it is taken; nothing has happened yet."""
+
+    prepared: Prepared
+    asked: LayerStep
+    planned: "Planned"
+    is_kept: bool  # what is observed
+    is_continued: bool
+
+    @classmethod
+    def of(
+        cls, prepared: Prepared, asked: LayerStep, released: Released = (), is_continued: bool = False
+    ) -> "PlannedStep":
+        """One token of one row is rolled back as a whole; of several rows what was observed is kept."""
+        retention, budget = prepared.retention, asked.rules.budget
+        is_over = budget is not None and asked.bound > budget
+        is_observed = retention is not None and retention.ranking.observe != "nothing"
+        is_kept = is_observed and len(asked.step.lengths) > 1
+        return cls(
+            prepared, asked, prepared.kernel.planned(asked.given(is_kept, is_over, released)), is_kept, is_continued
+        )
+
+    def taken(self) -> "PlannedStep":
+        """Now that the kernel has run."""
+        self.prepared.kernel.take(self.planned)
+        return self
+
+    @property
+    def output(self) -> DecodeOutput:
+        """What the step leaves, which no table has yet."""
+        return self.planned.output
+
+    def put(self) -> StepRecord:
+        """Let the table have what the step leaves; returns how that is undone."""
+        table, step, done, budget = self.asked.table, self.asked.step, self.output, self.asked.rules.budget
+        evicted_count = int(budget is not None and self.asked.bound > budget)
+        record = StepRecord(
+            step,
+            (0,) * len(step.lengths),
+            table.occupancy_bound,
+            table.statistics,
+            done.written,
+            table.state,
+            observed=step.first_columns if self.is_kept else None,
+            mass=done.mass,
+            queries=self.asked.states[0].detach() if self.is_kept else None,
+            evicted=done.evicted,
+            evicted_positions=done.evicted_positions,
+            evicted_count=evicted_count,
+            is_continued=self.is_continued,
+        )
+        table.replace(done.slot_positions, done.state, self.asked.bound - evicted_count)
+        return record
+
+
+def _retention(rules: LayerRules) -> Retention | None:
+    """What the kernel observes and evicts in the place of the policy; None where the policy has to be asked."""
+    ranking = ranking_of(rules.policy)
+    if ranking is None:
+        return None
+    return Retention(ranking, MAX_NUMBER if rules.budget is None else rules.budget, *rules.protected)
 
 
 def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | None:
-    """What a step writes to, and the tables that it reads. None where keys and values are not all that is held."""
+    """Whose memory a kernel knows: keys, values, and tables. None where keys and values are not all that is held."""
     held = table.store.in_place()
     if held is None:
         return None
-    tables = () if rotary is None else rotary.built.get(torch.float32, ())
-    return *held, table.positions, *table.state.values(), *tables
+    return held if rotary is None else (*held, *rotary.built.get(torch.float32, ()))
 
 
-def _numbers(states: tuple[Tensor, ...], call: AttentionCall) -> tuple[object, ...]:
+def _numbers(asked: LayerStep) -> tuple[object, ...]:
     """What else is the same in all steps that one kernel serves."""
-    queries, keys, values = states
+    (queries, keys, values), call = asked.states, asked.call
     sizes = queries.shape, keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype
-    return *sizes, call.scale, call.softcap
+    return *sizes, tuple(asked.table.state), call.scale, call.softcap

@@ -11,6 +11,7 @@ from torch import Tensor
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable, TableSnapshot, free_reserved
 from windlass.core.record import StepRecord
+from windlass.core.shapes import SlotIndex
 from windlass.core.step import HEADROOM, Step
 from windlass.merge import MergePlan
 from windlass.stores.full_precision import FullPrecisionRing
@@ -63,16 +64,24 @@ class History(NamedTuple):
 
         What the others reserved in `positions`, those of a table's slots, is freed.
         """
-        kept = len(self.records) - newest
-        older = self.size - sum(record.size for record in self.records[max(kept, 0) :])
-        at, size, reserved = 0, self.size, self.reserved
+        history, released = self.split(tokens, newest)
+        for evicted, evicted_positions in released:
+            free_reserved(positions, evicted, evicted_positions)
+        return history
+
+    def split(self, tokens: int, newest: int = 0) -> tuple[History, tuple[tuple[SlotIndex, SlotIndex], ...]]:
+        """The history that `forgotten` gives, and which slots it frees: with the positions of their tokens."""
+        records = self.records
+        kept = len(records) - newest
+        older = self.size - sum([record.size for record in records[max(kept, 0) :]])
+        at, size, reserved, released = 0, self.size, self.reserved, list[tuple[SlotIndex, SlotIndex]]()
         while at < kept and (older > tokens or tokens == 0):  # a step in which no row got a token takes no room
-            record = self.records[at]
+            record = records[at]
             if record.evicted is not None and record.evicted_positions is not None:
-                free_reserved(positions, record.evicted, record.evicted_positions)
+                released.append((record.evicted, record.evicted_positions))
             at, older, size = at + 1, older - record.size, size - record.size
             reserved -= record.evicted_count
-        return self if at == 0 else History(self.records[at:], self.has_evicted, size, reserved)
+        return (self if at == 0 else History(records[at:], self.has_evicted, size, reserved)), tuple(released)
 
     def ring_before(self, counts: Sequence[int], ring: FullPrecisionRing) -> dict[str, Tensor] | None:
         """What `ring` held before these many tokens of each row; None unless a pass began there and set it aside."""

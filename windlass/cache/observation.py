@@ -23,7 +23,7 @@ def observed_columns(step: Step, wanted: int | None) -> ObservedColumns | None:
     if wanted == 0:
         return None
     if step.positions.shape[1] == 1:  # at decode, in one operation
-        return step.positions.clamp(max=0)
+        return step.first_columns
     return _newest_first(step)[:, : (wanted or 0) + HEADROOM]
 
 

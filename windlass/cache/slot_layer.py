@@ -7,9 +7,8 @@ from typing import final
 import torch
 from torch import Tensor
 
-from windlass import kernels
-from windlass.cache.attend import attend
-from windlass.cache.decode_kernel import Decoded, DecodeKernel, LayerStep
+from windlass.cache.attend import Written, write_and_attend
+from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep
 from windlass.cache.eviction import evict, merge_evicted, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer import Layer
@@ -19,11 +18,11 @@ from windlass.cache.slot_table import SlotTable
 from windlass.cache.table_view import TableView
 from windlass.core.record import StepRecord
 from windlass.core.rotary_index import EMPTY
-from windlass.core.shapes import Attended, NewKeys, NewValues, ObservedColumns, Queries
+from windlass.core.shapes import Attended, NewKeys, NewValues, Queries
 from windlass.core.step import HEADROOM, AttentionCall, Limits, Step
 from windlass.merge import Merge
 from windlass.policies.base import Policy, Slots
-from windlass.policies.calls import observe, preprocess
+from windlass.policies.calls import observe
 from windlass.positions.modes import PositionMode
 from windlass.positions.rotary import Rotary, Rotation
 from windlass.stores.base import Store
@@ -88,6 +87,9 @@ class SlotLayer(Layer):
         self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, mode: PositionMode, call: AttentionCall
     ) -> Attended:
         """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
+        asked = LayerStep(self.table, self.rules, self.rotary, (queries, keys, values), step, mode, call)
+        if (planned := self.planned(asked)) is not None:
+            return self.keep_decoded(planned.taken())
         if not step.is_captured:
             self.protect(step)
         if self.is_empty or not self.rules.knows(call):  # an import may not have known its window
@@ -97,16 +99,10 @@ class SlotLayer(Layer):
         if step.drafts:
             self.longest_decode = max(self.longest_decode, step.positions.shape[1])
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
-        parts = self._parts(step)
-        if len(parts) == 1:
-            out = self._step(parts[0], (queries, keys, values), mode, call, is_continued=False)
-        else:
-            columns = [part.positions.shape[1] for part in parts]
-            pieces = zip(*(states.split(columns, 2) for states in (queries, keys, values)), strict=True)
-            each = zip(parts, pieces, call.split(columns), strict=True)
-            out = torch.cat([self._step(part, piece, mode, its, part is not parts[0]) for part, piece, its in each], 2)
+        parts = asked._replace(rules=self.rules).split(self._parts(step))
+        outs = [self._step(part, is_continued=part is not parts[0]) for part in parts]
         self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
-        return out
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     def _parts(self, step: Step) -> tuple[Step, ...]:
         """`step.parts`, unless nothing depends on it: no token is evicted, observed or held in another precision."""
@@ -114,50 +110,51 @@ class SlotLayer(Layer):
         is_apart = is_evicting or self.policy.observed_queries != 0 or self.store.full_precision.newest > 0
         return step.parts if is_apart and not step.defer_eviction else (step,)
 
-    def _step(
-        self, step: Step, states: tuple[Tensor, ...], mode: PositionMode, call: AttentionCall, is_continued: bool
-    ) -> Attended:
-        """Write, attend, observe, evict, and note how to undo it. `states` are queries, keys and values."""
-        table, state = self.table, self.table.copied_state()
-        if self.checkpoint is not None and not is_continued:
-            self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
-        held, statistics, ring = table.occupancy_bound, dict(table.statistics), table.store.full_precision.tensors
-        table.occupancy_bound += max(step.lengths)
-        observed = observed_columns(step, self.policy.observed_queries)
-        weighed = observed if self.policy.needs.mass else None
-        asked = LayerStep(table, self.rules, self.rotary, states, step, mode, call)
-        done = None if self.is_shared else self.decode_kernel.step(asked, weighed is not None)
-        done = done or self._write_and_attend(states, step, mode, call, weighed)
-        seen = None if observed is None else queries_at(done.queries, observed)
-        settled = settle(self.policy, self.index, lambda: self.slots_at(step), done.queries, step)
-        rolled_back, initial = (0,) * len(step.lengths), done.initial_state
-        record = StepRecord(step, rolled_back, held, statistics, done.written, state, ring, initial)
-        self.observe_and_evict(
-            replace(record, observed=observed, mass=done.mass, queries=seen, settled=settled, is_continued=is_continued)
-        )
-        return done.out
+    def planned(self, asked: LayerStep) -> PlannedStep | None:
+        """The whole step by one call of a kernel, which is still to be taken; None where it takes more than that."""
+        history = self.history
+        if self.is_shared or not asked.fits(history.reserved, self.reserve_hint, self.longest_decode):
+            return None
+        if (prepared := self.decode_kernel.of(asked)) is None or not prepared.is_all(asked):
+            return None
+        return PlannedStep.of(prepared, asked, history.split(self.rules.limits.rollback)[1])
 
-    def _write_and_attend(
-        self,
-        states: tuple[Tensor, ...],
-        step: Step,
-        mode: PositionMode,
-        call: AttentionCall,
-        weighed: ObservedColumns | None,
-    ) -> Decoded:
-        """Write and attend, in whatever step; the table counts the tokens already."""
-        (queries, keys, values), table = states, self.table
-        queries, keys, initial = preprocess(self.configured_policy, self.index, queries, keys, step.ids)
-        if self.rules.has_places:
-            initial |= step.known_places.state
-        positions = step.positions[:, None].expand(-1, table.score_heads, -1)
-        written = kernels.first_free(table.positions, keys.shape[2])
-        table.write(written, keys, values, positions, initial, call.index_keys)
-        view = TableView.of(table, self.rules, step)
-        if self.is_shared:
-            self.views.append(view.kept())
-        out, mass = attend(view, self.rules, self.rotary, queries, mode, call, weighed)
-        return Decoded(written, out, mass, queries, initial)
+    def keep_decoded(self, done: PlannedStep) -> Attended:
+        """Hold what a step that was planned, and taken, leaves; returns what the queries read."""
+        self.checkpoint = Checkpoint(done.asked.step, self.table.unwritten(), self.rules, self.history, [])
+        record, self.history = done.put(), self.history.split(self.rules.limits.rollback)[0]
+        self.keep_record(record)
+        return done.output.out
+
+    def _step(self, asked: LayerStep, is_continued: bool) -> Attended:
+        """Write, attend, observe, evict, and note how to undo it."""
+        table, step, policy, state = self.table, asked.step, self.policy, self.table.state
+        held, statistics, ring = table.occupancy_bound, dict(table.statistics), table.store.full_precision.tensors
+        prepared = None if self.is_shared else self.decode_kernel.of(asked)
+        if prepared is not None and prepared.is_all(asked):
+            decoded = PlannedStep.of(prepared, asked, is_continued=is_continued).taken()
+            self.keep_record(decoded.put())
+            return decoded.output.out
+        observed = observed_columns(step, policy.observed_queries)
+        weighed = observed if policy.needs.mass else None
+        if prepared is not None and prepared.retention is None:
+            done = prepared.kernel(asked.given(weighed is not None, False))
+            table.replace(done.slot_positions, done.state, asked.bound)
+            written = Written(done.written, done.out, done.mass, asked.states[0], {})
+        else:
+            state = table.copied_state()
+            if self.checkpoint is not None and not is_continued:
+                self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
+            table.occupancy_bound = asked.bound
+            written, view = write_and_attend(asked, self.configured_policy, self.index, weighed)
+            if self.is_shared:
+                self.views.append(view.kept())
+        seen = None if observed is None else queries_at(written.queries, observed)
+        settled = settle(policy, self.index, lambda: self.slots_at(step), written.queries, step)
+        beside = state, ring, written.initial_state, observed, written.mass, seen, settled
+        record = StepRecord(step, (0,) * len(step.lengths), held, statistics, written.slots, *beside)
+        self.observe_and_evict(replace(record, is_continued=is_continued))
+        return written.out
 
     def protect(self, step: Step) -> Checkpoint:
         """Note what the layer is before anything changes, so that `take_back` finds it again."""
@@ -183,9 +180,12 @@ class SlotLayer(Layer):
         if record.queries is not None:
             seen = observation(record, self.policy.observed_queries)
             observe(self.policy, self.index, self.slots_at(record.step), seen)
-        record = self._evicted(record)
-        if record.written.shape[-1] == len(record.step.lengths) == 1:  # it is rolled back as a whole
-            record = replace(record, mass=None, queries=None)
+        self.keep_record(self._evicted(record))
+
+    def keep_record(self, record: StepRecord) -> None:
+        """Keep what a step changed, so that it can be rolled back."""
+        if record.queries is not None and record.written.shape[-1] == len(record.step.lengths) == 1:
+            record = replace(record, mass=None, queries=None)  # it is rolled back as a whole
         self.history = self.history.with_record(record)
 
     def use_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> None:

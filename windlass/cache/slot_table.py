@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -162,10 +162,20 @@ class SlotTable:
 
     def snapshot(self) -> TableSnapshot:
         """What the table is now, for `restore`. Who writes into the state adds it to `copies` first."""
-        copies = [(self.positions, self.positions.clone())]
+        now = self.unwritten()
+        now.copies.append((self.positions, self.positions.clone()))
+        return now
+
+    def unwritten(self) -> TableSnapshot:
+        """What the table is now, for a step that writes into none of its tensors: it goes on with others."""
         return TableSnapshot(
-            self.store.snapshot(), self.positions, self.state, dict(self.statistics), self.occupancy_bound, copies
+            self.store.snapshot(), self.positions, self.state, dict(self.statistics), self.occupancy_bound, []
         )
+
+    def replace(self, positions: Tensor, state: Sequence[Tensor], occupancy_bound: int) -> None:
+        """Go on with these tensors, which have what those of now have, and what a step has changed."""
+        self.positions, self.occupancy_bound = positions, occupancy_bound
+        self.state = dict(zip(self.state, state, strict=True))
 
     def copied_state(self) -> dict[str, Tensor]:
         """The state as it is now, in memory of its own."""

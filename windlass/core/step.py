@@ -11,7 +11,7 @@ from torch import Tensor
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.picks import Picker
 from windlass.core.places import Places
-from windlass.core.shapes import QueryPositions, RowCounts, TokenIds
+from windlass.core.shapes import ObservedColumns, QueryPositions, RowCounts, TokenIds
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -81,6 +81,17 @@ class Step:
     def is_decode(self) -> bool:
         """Whether no part of the step is a chunk of a prompt, but for a short one."""
         return self.positions.shape[1] - self.drafts <= HEADROOM
+
+    @cached_property
+    def is_token(self) -> bool:
+        """Whether it is one token per row or none, with nothing unusual about it: what a decode kernel knows."""
+        is_plain = not (self.is_captured or self.is_second_pass or self.defer_eviction)
+        return is_plain and self.positions.shape[1] == 1 and self.places is None
+
+    @cached_property
+    def first_columns(self) -> ObservedColumns:
+        """In a step of one column: that column of each row, -1 where it is padding."""
+        return self.positions.clamp(max=0)
 
     @cached_property
     def column_spans(self) -> list[tuple[int, int]]:

@@ -64,7 +64,10 @@ class AttachedModel:
         }
         self.indexers = indexers_of(decoder.attention_modules, self._is_ours, self._note_indexer)
         self.indexed = IndexedLayers()
-        self.few_rows, self.own_linear = few_rows_of(model, self.whole, NAME) if own_linear else [], own_linear
+        self.few_rows, self.own_linear = (
+            few_rows_of(model, decoder.inner, self.whole, NAME) if own_linear else [],
+            own_linear,
+        )
         self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them

@@ -29,6 +29,7 @@ from windlass.hf.known_code import (
 )
 from windlass.hf.linears import FewRows, linears_of
 from windlass.hf.replaced import Replaced
+from windlass.hf.whole_decoder import WholeDecoder
 from windlass.hf.whole_pass import CACHE, WholePass
 from windlass.kernels.cpu import MAX_ROWS
 
@@ -84,8 +85,9 @@ class KnownLayers:
     what the look needs, and it takes ten times as long.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, decoder: nn.Module) -> None:
         self.layers: list[FewTokensLayer] = []
+        self.whole = WholeDecoder(decoder, self.layers)
         self._step: object = None  # of the pass for which they were prepared
 
     def prepare(self, step: object, hidden: Tensor) -> None:
@@ -106,7 +108,7 @@ class FewTokensLayer:
     """
 
     def __init__(self, module: nn.Module, whole: WholePass, attention_name: str, layers: "KnownLayers") -> None:
-        self._whole, self._name, self._all = whole, attention_name, layers
+        self.module, self._whole, self._name, self._all = module, whole, attention_name, layers
         mlp = module.get_submodule("mlp")
         self._attention: Any = module.get_submodule("self_attn")
         names = "input_layernorm", "post_attention_layernorm", "self_attn", "mlp"
@@ -129,6 +131,8 @@ class FewTokensLayer:
         if kernel is None:
             return self.replaced.original(*args, **kwargs)
         hidden: Tensor = args[0]
+        if (out := self._all.whole.result(self, hidden, kwargs[CACHE], kwargs.get(MASK))) is not None:
+            return out
         attend = ALL_ATTENTION_FUNCTIONS[self._name]
         others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, CACHE)}
         queries, keys, values = kernel.before_attention(hidden)
@@ -151,8 +155,29 @@ class FewTokensLayer:
         if not isinstance(cache, TextCache) or self._attention.config._attn_implementation != self._name:
             return None
         self._all.prepare(cache.text.pending, hidden)
+        return self.kernel_of(hidden)
+
+    def kernel_of(self, hidden: Tensor) -> "FewTokens | None":
+        """That which was prepared for the pass; None where there is none."""
         prepared = self._prepared
         return None if prepared is None or prepared.dtype is not hidden.dtype else prepared.kernel
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing is called beside the layer, or in its place."""
+        module = self.module
+        is_own = vars(module).get("forward") == self.forward
+        return is_own and not module._forward_hooks and not module._forward_pre_hooks
+
+    @property
+    def attachment(self) -> Any:
+        """What `attach` left on the model."""
+        return getattr(self._attention, self._name)
+
+    @property
+    def scale(self) -> float:
+        """Of its attention."""
+        return float(self._attention.scaling)
 
     def prepare(self, hidden: Tensor, has_hooks: bool) -> None:
         """Look up the weights, and prepare a kernel where they are elsewhere than before.
@@ -219,10 +244,10 @@ def _own(module: nn.Module) -> object:
     return getattr(vars(module).get("forward"), "__self__", None)
 
 
-def few_rows_of(model: nn.Module, whole: WholePass, attention_name: str) -> list[Replaced]:
+def few_rows_of(model: nn.Module, decoder: nn.Module, whole: WholePass, attention_name: str) -> list[Replaced]:
     """Those of the model's linear layers, and of its decoder layers, that our kernels serve, each now installed."""
     linears = linears_of(model, whole)
     known = [each for each in model.modules() if linears and "forward" not in vars(each) and _is_known(each)]
-    layers = KnownLayers()
+    layers = KnownLayers(decoder)
     layers.layers += [FewTokensLayer(each, whole, attention_name, layers) for each in known]
     return [*(each.replaced for each in layers.layers), *linears]

@@ -6,7 +6,7 @@ that these do not know `reference`. The arguments alone decide.
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Sequence
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
-from windlass.core.decode import DecodeInput, DecodeSlots
+from windlass.core.decode import DecodeSlots
 from windlass.core.decoder_layer import DecoderLayer
 from windlass.core.errors import WindlassWarning
 from windlass.core.linear import LinearInput
@@ -28,7 +28,8 @@ from windlass.kernels.cpu import codes as cpu_codes
 from windlass.kernels.cpu import slots as cpu_slots
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu.decoder_layer import FewTokens
+    from windlass.kernels.cpu.decode import Decode
+    from windlass.kernels.cpu.decoder_layer import FewTokens, PlannedLayer
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -49,12 +50,10 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     return reference.attend(call)
 
 
-def decode_of(
-    slots: DecodeSlots, queries: Queries
-) -> Callable[[DecodeInput], tuple[SlotIndex, Attended, Mass | None]] | None:
+def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":
     """`reference.decode` for these slots and queries like these; None where no backend does it in one call.
 
-    It is to be called only while the slots and the tables have the memory that they had.
+    It is to be called only while keys, values and tables have the memory that they had.
     """
     keys, values = PackedStates(slots.keys), PackedStates(slots.values)
     if not _is_compiled(queries.device.type) or not cpu.can_read(queries, keys, values):
@@ -86,6 +85,16 @@ def decoder_layer_of(layer: DecoderLayer, hidden: Hidden) -> "FewTokens | None":
     from windlass.kernels.cpu.decoder_layer import FewTokens, can_serve  # late: it needs the compiled module
 
     return FewTokens(layer, hidden.dtype) if can_serve(layer, hidden.dtype) else None
+
+
+def decode_layers(layers: "Sequence[PlannedLayer]", hidden: Hidden) -> None:
+    """Decoder layers of `decoder_layer_of` one after the other, each with the step in the cache that is planned for it.
+
+    `hidden` is what the first one is given.
+    """
+    from windlass.kernels.cpu.decoder_layer import decode_layers  # late: it needs the compiled module
+
+    decode_layers(layers, hidden)
 
 
 def has_linear(device: str) -> bool:

@@ -2,12 +2,14 @@
 
 from dataclasses import dataclass
 
+from windlass.core.decode import Ranking
 from windlass.core.shapes import Scores
 from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.interfaces import Ranked
 
 
 @dataclass(frozen=True)
-class H2O(Policy):
+class H2O(Policy, Ranked):
     """Keeps the tokens that received the most attention since they were written.
 
     Source: Zhang et al. 2023 (arXiv:2306.14048), algorithm 1.
@@ -18,6 +20,10 @@ class H2O(Policy):
 
     needs = Needs(state=("mass",))
     observed_queries = None
+
+    @property
+    def ranking(self) -> Ranking:
+        return Ranking("sum", "state")
 
     def observe(self, slots: Slots, observation: Observation) -> None:
         slots.state["mass"] += observation.mass

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from windlass.core.decode import Ranking
 from windlass.core.model_info import ModelInfo
 from windlass.core.shapes import NewKeys, Queries
 
@@ -67,3 +68,15 @@ class Recency(ABC):  # noqa: B024  # every member has a default
     """
 
     keeps_newest: bool = True
+
+
+class Ranked(ABC):
+    """Observes one query per row, and scores slots, in a way that kernels know, so that decode is one call of one.
+
+    A class that inherits `ranking` may score otherwise, so this interface counts for the class that defines it alone.
+    """
+
+    @property
+    @abstractmethod
+    def ranking(self) -> Ranking:
+        """What a kernel does in the place of `observe` and `score`."""

@@ -3,12 +3,14 @@
 from dataclasses import dataclass
 
 from windlass import kernels
+from windlass.core.decode import Ranking
 from windlass.core.shapes import Scores
 from windlass.policies.base import Policy, Slots
+from windlass.policies.interfaces import Ranked
 
 
 @dataclass(frozen=True)
-class KeyDiff(Policy):
+class KeyDiff(Policy, Ranked):
     """Keeps the tokens whose keys differ most from the mean direction of all keys held.
 
     Needs no attention weights, so it costs the same at any chunk.
@@ -18,6 +20,10 @@ class KeyDiff(Policy):
     layer all copies of a word therefore tie, and the newest of them are kept.
     Cosines are compared in steps of 2**-16: keys of a repeated token differ by rounding alone.
     """
+
+    @property
+    def ranking(self) -> Ranking:
+        return Ranking("nothing", "novelty")
 
     def score(self, slots: Slots) -> Scores:
         # The sum over slots rounds by their order, which must not decide what is kept.

@@ -2,13 +2,14 @@
 
 from dataclasses import dataclass
 
+from windlass.core.decode import Ranking
 from windlass.core.shapes import Scores
 from windlass.policies.base import Needs, Policy, Slots
-from windlass.policies.interfaces import Recency
+from windlass.policies.interfaces import Ranked, Recency
 
 
 @dataclass(frozen=True)
-class Recent(Policy, Recency):
+class Recent(Policy, Recency, Ranked):
     """Keeps the first `sinks` and the newest tokens.
 
     Source: StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453).
@@ -18,6 +19,10 @@ class Recent(Policy, Recency):
     """
 
     needs = Needs(per_head=False)
+
+    @property
+    def ranking(self) -> Ranking:
+        return Ranking("nothing", "position")
 
     def score(self, slots: Slots) -> Scores:
         return slots.positions.float()

@@ -6,13 +6,15 @@ import torch
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from windlass import kernels
+from windlass.core.decode import Ranking
 from windlass.core.errors import PolicyError
 from windlass.core.shapes import Scores
 from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.interfaces import Ranked
 
 
 @dataclass(frozen=True)
-class SnapKV(Policy):
+class SnapKV(Policy, Ranked):
     """Keeps the tokens that the last queries attended to, with their neighbours in the text.
 
     A token ranks by the most votes among the `pool` tokens around it; with `is_mean` by their mean. Votes for the
@@ -36,6 +38,10 @@ class SnapKV(Policy):
             raise PolicyError(f"SnapKV: observed_queries must be at least 1, got {self.observed_queries}")
         if self.pool < 1 or self.pool % 2 != 1:  # neither is an endless number odd
             raise PolicyError(f"SnapKV: pool must be an odd number of at least 1, got {self.pool}")
+
+    @property
+    def ranking(self) -> Ranking:
+        return Ranking("fade", "pooled", 1 / self.observed_queries, self.pool, self.is_mean)
 
     def observe(self, slots: Slots, observation: Observation) -> None:
         share = (observation.positions >= 0).sum(-1)[:, None, None] / self.observed_queries

@@ -4,12 +4,14 @@ from dataclasses import dataclass
 
 import torch
 
+from windlass.core.decode import Ranking
 from windlass.core.shapes import Scores
 from windlass.policies.base import Needs, Observation, Policy, Slots
+from windlass.policies.interfaces import Ranked
 
 
 @dataclass(frozen=True)
-class TOVA(Policy):
+class TOVA(Policy, Ranked):
     """Evicts the token that the newest query attends to least, alike for all heads.
 
     Source: Oren et al. 2024 (arXiv:2401.06104), section 3.
@@ -18,6 +20,10 @@ class TOVA(Policy):
 
     needs = Needs(state=("last",), per_head=False)
     observed_queries = 1
+
+    @property
+    def ranking(self) -> Ranking:
+        return Ranking("last", "state")
 
     def observe(self, slots: Slots, observation: Observation) -> None:
         last = slots.state["last"]

@@ -4,9 +4,10 @@ from abc import ABC
 from dataclasses import dataclass
 from typing import TypeVar
 
+from windlass.core.decode import Ranking
 from windlass.core.errors import PolicyError
 from windlass.policies.base import Needs, Observation, Policy, Slots
-from windlass.policies.interfaces import OneShot, Recency
+from windlass.policies.interfaces import OneShot, Ranked, Recency
 
 Interface = TypeVar("Interface")
 
@@ -49,3 +50,8 @@ def scoring_chunk(policy: Policy) -> int:
 def keeps_newest(policy: Policy) -> bool:
     """Whether a policy keeps just the sinks and the newest tokens."""
     return isinstance(policy, Recency) and policy.keeps_newest
+
+
+def ranking_of(policy: Policy) -> Ranking | None:
+    """What a kernel does in the place of a policy's methods; None where it has to be asked itself."""
+    return policy.ranking if isinstance(policy, Ranked) and "ranking" in vars(type(policy)) else None

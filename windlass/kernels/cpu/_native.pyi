@@ -32,6 +32,9 @@ def attend(
 # address, strides of rows and heads: of queries in numbers, of keys and values in bytes
 NewStates = tuple[int, int, int]
 
+# what is observed, the score, share, pool, whether it is the mean; budget, sinks, window
+RetainArguments = tuple[int, int, float, int, bool, int, int, int]
+
 class Decode:
     def __init__(
         self,
@@ -40,25 +43,30 @@ class Decode:
         float_format: int,
         keys: PackedStates,
         values: PackedStates,
-        slot_positions: int,
         tables: tuple[int, int, int],
         scale: float,
         softcap: float,
         visibility: tuple[int, int, int, int],
-        state: list[tuple[int, float]],
+        retention: RetainArguments | None,
         instruction_set: str,
         /,
     ) -> None: ...
-    def step(
+    def step(self, given: DecodeStep, threads: int, /) -> None: ...
+
+class DecodeStep:
+    def __init__(
         self,
         queries: NewStates,
         keys: NewStates,
         values: NewStates,
-        positions: int,
+        positions: tuple[int, int],
+        slot_positions: tuple[int, int],
+        state: list[tuple[int, int]],
         written: int,
         out: int,
         mass: int,
-        threads: int,
+        evicted: tuple[int, int],
+        released: list[tuple[int, int, int]],
         /,
     ) -> None: ...
 
@@ -117,6 +125,10 @@ class DecoderLayer:
     def before(self, tokens: int, hidden: int, to: tuple[int, int, int], threads: int, /) -> None: ...
     def after(self, tokens: int, hidden: int, attended: int, result: int, threads: int, /) -> None: ...
 
+# a layer, addresses of its queries, keys and values, its step in the cache, the address of what it returns
+LayerStep = tuple[DecoderLayer, tuple[int, int, int], Decode, DecodeStep, int]
+
+def decode_layers(layers: list[LayerStep], tokens: int, hidden: int, threads: int) -> None: ...
 def query_mass(
     sizes: tuple[int, int, int, int, int, int, int],
     room: tuple[int, int, int],

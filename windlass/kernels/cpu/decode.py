@@ -1,69 +1,111 @@
 """A decode step of one layer in one call of the compiled module."""
 
-from typing import final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor
 
 import windlass.kernels.cpu._native as _native
 from windlass.core.attention import Mass
-from windlass.core.decode import DecodeInput, DecodeSlots
+from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Retention
 from windlass.core.packed import PackedStates
-from windlass.core.shapes import Attended, Queries, SlotIndex
+from windlass.core.shapes import Queries
 from windlass.kernels import cpu
-from windlass.kernels.cpu.arguments import FLOATS, address, state_arguments, table_arguments, visibility_arguments
+from windlass.kernels.cpu.arguments import FLOATS, state_arguments, table_arguments, visibility_arguments
+
+OBSERVED: Final = {"nothing": 0, "sum": 1, "last": 2, "fade": 3}
+SCORES: Final = {"position": 0, "state": 1, "pooled": 2, "novelty": 3}
+
+
+class Planned(NamedTuple):
+    """A step of `Decode`: what the compiled module is given, what it will give, and tensors that it reads."""
+
+    given: "_native.DecodeStep"
+    output: DecodeOutput
+    kept: tuple[object, ...]
 
 
 @final
 class Decode:
     """`reference.decode` for the same slots, step after step: addresses and sizes are looked up once.
 
-    `queries` are those of any such step. Only while the slots and the tables have the memory that they
-    had is it to be called.
+    `queries` are those of any such step. Only while keys, values and tables have the memory that they had is it to be
+    called.
     """
 
     def __init__(self, slots: DecodeSlots, queries: Queries) -> None:
         batch, heads = queries.shape[:2]
         kv_heads, held, width = slots.values.shape[1:]
-        score_heads = slots.positions.shape[1]
-        self._out, self._written, self._mass = (
+        self._out, self._index, self._mass = (
             (batch, 1, heads, width),
-            (batch, score_heads, 1),
+            (batch, slots.score_heads, 1),
             (batch, kv_heads, 1, held),
         )
-        self._native = _native.Decode(
-            (batch, heads, kv_heads, score_heads, 1, held),
+        self.native = _native.Decode(
+            (batch, heads, kv_heads, slots.score_heads, 1, held),
             FLOATS[slots.keys.dtype],
             FLOATS[queries.dtype],
             state_arguments(PackedStates(slots.keys), None),
             state_arguments(PackedStates(slots.values), None),
-            slots.positions.data_ptr(),
             table_arguments(slots.tables),
             slots.scale,
             slots.softcap or 0.0,
             visibility_arguments(slots.visibility),
-            [(tensor.data_ptr(), initial) for tensor, initial in slots.state],
+            None if slots.retention is None else _retention(slots.retention),
             cpu.instruction_set(),
         )
 
-    def __call__(self, new: DecodeInput) -> tuple[SlotIndex, Attended, Mass | None]:
+    def __call__(self, new: DecodeInput) -> DecodeOutput:
         """See `reference.decode`."""
-        queries, positions = new.queries, new.positions.to(torch.int64).contiguous()
-        out, written = queries.new_empty(self._out), torch.empty(self._written, dtype=torch.int64)
-        rows = torch.empty(self._mass) if new.is_observed else None
-        addresses = positions.data_ptr(), written.data_ptr(), out.data_ptr(), address(rows)
+        planned = self.planned(new)
+        self.take(planned)
+        return planned.output
+
+    def take(self, planned: "Planned") -> None:
+        """Do what is planned; its output then holds what `reference.decode` gives."""
+        self.native.step(planned.given, torch.get_num_threads())
+
+    def planned(self, new: DecodeInput) -> "Planned":
+        """A step that is still to be taken, with memory for what it gives."""
+        queries, positions, ends = new.queries, new.positions, new.next_positions
+        if positions.dtype is not torch.int64 or not positions.is_contiguous():
+            positions = positions.to(torch.int64).contiguous()
+        out, slot_positions = queries.new_empty(self._out), torch.empty_like(new.slot_positions)
+        state = tuple(map(torch.empty_like, new.state))
+        written, evicted, before, mass, gone = torch.empty(self._index, dtype=torch.int64), None, None, None, (0, 0)
+        if new.is_evicting:
+            evicted, before = torch.empty_like(written), torch.empty(self._index, dtype=torch.int32)
+            gone = evicted.data_ptr(), before.data_ptr()
+        if new.is_observed:
+            mass = torch.empty(self._mass)
+        released = [(index.contiguous(), stood.contiguous()) for index, stood in new.released]
         row_stride, head_stride = queries.stride()[:2]
-        self._native.step(
+        given = _native.DecodeStep(
             (queries.data_ptr(), row_stride, head_stride),
             _new(new.keys),
             _new(new.values),
-            *addresses,
-            torch.get_num_threads(),
+            (positions.data_ptr(), ends.data_ptr()),
+            (new.slot_positions.data_ptr(), slot_positions.data_ptr()),
+            [(old.data_ptr(), its.data_ptr()) for old, its in zip(new.state, state, strict=True)],
+            written.data_ptr(),
+            out.data_ptr(),
+            0 if mass is None else mass.data_ptr(),
+            gone,
+            [(index.data_ptr(), stood.data_ptr(), index.shape[2]) for index, stood in released],
         )
-        return written, out.transpose(1, 2), None if rows is None else Mass(rows, None)
+        masses = None if mass is None else Mass(mass, None)
+        output = DecodeOutput(written, out.transpose(1, 2), masses, slot_positions, state, evicted, before)
+        return Planned(given, output, (new, positions, released))
 
 
 def _new(states: Tensor) -> tuple[int, int, int]:
     """`NewStates` of `_native.pyi`."""
     row, head = states.stride()[:2]
     return states.data_ptr(), row * states.itemsize, head * states.itemsize
+
+
+def _retention(retention: Retention) -> tuple[int, int, float, int, bool, int, int, int]:
+    """`RetainArguments` of `_native.pyi`."""
+    ranking = retention.ranking
+    numbers = OBSERVED[ranking.observe], SCORES[ranking.score], ranking.share, ranking.pool, ranking.is_mean
+    return *numbers, retention.budget, retention.sinks, retention.window

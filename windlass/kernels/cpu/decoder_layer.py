@@ -1,6 +1,7 @@
 """A decoder layer for few tokens, by two calls of the compiled module."""
 
-from typing import final
+from collections.abc import Sequence
+from typing import NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -10,6 +11,7 @@ from windlass.core.decoder_layer import DecoderLayer, Norm
 from windlass.core.shapes import AttendedTokens, Hidden, NewKeys, NewValues, Queries
 from windlass.kernels import cpu
 from windlass.kernels.cpu.arguments import FLOATS, linear_arguments
+from windlass.kernels.cpu.decode import Decode, Planned
 
 
 @final
@@ -27,7 +29,7 @@ class FewTokens:
         self._heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)
         first, second, of_queries, of_keys = (_norm_arguments(each) for each in layer.norms)
-        self._native = _native.DecoderLayer(
+        self.native = _native.DecoderLayer(
             FLOATS[dtype],
             (first, second, of_queries, of_keys),
             tuple(linear_arguments(each, dtype, scale) for each, scale in linears),
@@ -35,21 +37,51 @@ class FewTokens:
             cpu.instruction_set(),
         )
 
-    def before_attention(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
-        """See `reference_layer.before_attention`; `hidden` is contiguous."""
+    def states(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
+        """Memory for what `before_attention` gives."""
         batch, tokens, _ = hidden.shape
         queries, keys, values = (hidden.new_empty(batch, tokens, heads, self._head_dim) for heads in self._heads)
-        to = queries.data_ptr(), keys.data_ptr(), values.data_ptr()
-        self._native.before(batch * tokens, hidden.data_ptr(), to, torch.get_num_threads())
         return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+
+    def before_attention(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
+        """See `reference_layer.before_attention`; `hidden` is contiguous."""
+        states, tokens = self.states(hidden), hidden.shape[0] * hidden.shape[1]
+        self.native.before(tokens, hidden.data_ptr(), _addresses(states), torch.get_num_threads())
+        return states
+
+    def planned(
+        self, states: tuple[Queries, NewKeys, NewValues], decode: Decode, step: Planned, result: Hidden
+    ) -> "PlannedLayer":
+        """The whole layer, with a step in the cache that takes `states`, and writes its result there."""
+        return PlannedLayer(self, states, decode, step, result)
 
     def after_attention(self, hidden: Hidden, attended: AttendedTokens) -> Hidden:
         """See `reference_layer.after_attention`; both are contiguous."""
         result = torch.empty_like(hidden)
         rows = hidden.shape[0] * hidden.shape[1]
         addresses = hidden.data_ptr(), attended.data_ptr(), result.data_ptr()
-        self._native.after(rows, *addresses, torch.get_num_threads())
+        self.native.after(rows, *addresses, torch.get_num_threads())
         return result
+
+
+class PlannedLayer(NamedTuple):
+    """A decoder layer, memory for its queries, keys and values, its step in the cache, and memory for its result."""
+
+    kernel: FewTokens
+    states: tuple[Queries, NewKeys, NewValues]
+    decode: Decode
+    step: Planned
+    result: Hidden
+
+
+def decode_layers(layers: Sequence[PlannedLayer], hidden: Hidden) -> None:
+    """See `kernels.decode_layers`."""
+    steps = [
+        (each.kernel.native, _addresses(each.states), each.decode.native, each.step.given, each.result.data_ptr())
+        for each in layers
+    ]
+    tokens = hidden.shape[0] * hidden.shape[1]
+    _native.decode_layers(steps, tokens, hidden.data_ptr(), torch.get_num_threads())
 
 
 def can_serve(layer: DecoderLayer, dtype: torch.dtype) -> bool:
@@ -75,6 +107,11 @@ def _fits(layer: DecoderLayer) -> bool:
 def _width(norm: Norm | None) -> int:
     """Numbers of which a norm is; 0 for none."""
     return 0 if norm is None else norm.weights.numel()
+
+
+def _addresses(states: tuple[Tensor, Tensor, Tensor]) -> tuple[int, int, int]:
+    queries, keys, values = states
+    return queries.data_ptr(), keys.data_ptr(), values.data_ptr()
 
 
 def _norm_arguments(norm: Norm | None) -> tuple[int, int, float, int]:

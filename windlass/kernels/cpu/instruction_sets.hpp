@@ -3,6 +3,7 @@
 #include <string>
 
 #include "call.hpp"
+#include "retain.hpp"
 
 namespace windlass {
 
@@ -16,6 +17,7 @@ struct Kernels {
     void (*query_mass)(const QueryMass &call, int threads);
     void (*before_attention)(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads);
     void (*after_attention)(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);
+    void (*retain)(const Retain &call, float *scratch);
 };
 
 }  // namespace windlass
@@ -28,10 +30,11 @@ struct Kernels {
     void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);                          \
     void linear(const Linear &call, float *scratch, int threads);                                          \
     void query_mass(const QueryMass &call, int threads);                                                   \
+    void retain(const Retain &call, float *scratch);                                                       \
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
-                              &linear, &query_mass, &before_attention, &after_attention};                   \
+                              &linear, &query_mass, &before_attention, &after_attention, &retain};          \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

@@ -2,11 +2,15 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
+#include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "call.hpp"
+#include "decode.hpp"
 #include "instruction_sets.hpp"
 #include "module.hpp"
 
@@ -57,23 +61,48 @@ Norm norm(const NormArguments &from) {
 struct BoundLayer {
     DecoderLayer layer;
     const Kernels &kernels;
-
-    void before(int tokens, Address hidden, std::tuple<Address, Address, Address> to, int threads) const {
-        const auto [queries, keys, values] = to;
-        const BeforeAttention call{tokens, at<const std::uint8_t>(hidden), at<std::uint8_t>(queries),
-                                   at<std::uint8_t>(keys), at<std::uint8_t>(values)};
-        float *scratch = scratch_of(layer.scratch(tokens));
-        nb::gil_scoped_release released;
-        kernels.before_attention(layer, call, scratch, threads);
-    }
-    void after(int tokens, Address hidden, Address attended, Address result, int threads) const {
-        const AfterAttention call{tokens, at<const std::uint8_t>(hidden), at<const std::uint8_t>(attended),
-                                  at<std::uint8_t>(result)};
-        float *scratch = scratch_of(layer.scratch(tokens));
-        nb::gil_scoped_release released;
-        kernels.after_attention(layer, call, scratch, threads);
-    }
 };
+
+using States = std::tuple<Address, Address, Address>;  // queries, keys, values
+
+BeforeAttention before_call(int tokens, Address hidden, States to) {
+    const auto [queries, keys, values] = to;
+    return {tokens, at<const std::uint8_t>(hidden), at<std::uint8_t>(queries), at<std::uint8_t>(keys),
+            at<std::uint8_t>(values)};
+}
+AfterAttention after_call(int tokens, Address hidden, Address attended, Address result) {
+    return {tokens, at<const std::uint8_t>(hidden), at<const std::uint8_t>(attended), at<std::uint8_t>(result)};
+}
+
+void before(const BoundLayer &bound, int tokens, Address hidden, States to, int threads) {
+    float *scratch = scratch_of(bound.layer.scratch(tokens));
+    nb::gil_scoped_release released;
+    bound.kernels.before_attention(bound.layer, before_call(tokens, hidden, to), scratch, threads);
+}
+
+void after(const BoundLayer &bound, int tokens, Address hidden, Address attended, Address result, int threads) {
+    float *scratch = scratch_of(bound.layer.scratch(tokens));
+    nb::gil_scoped_release released;
+    bound.kernels.after_attention(bound.layer, after_call(tokens, hidden, attended, result), scratch, threads);
+}
+
+// Layers one after the other, with their steps in the cache: each result is the next one's `hidden`.
+using LayerStep = std::tuple<const BoundLayer *, States, Decode *, const Decode::Given *, Address>;
+
+void decode_layers(const std::vector<LayerStep> &layers, int tokens, Address hidden, int threads) {
+    std::size_t floats = 0;
+    for (const auto &[bound, states, decode, given, result] : layers)
+        floats = std::max({floats, bound->layer.scratch(tokens), decode->scratch(*given, threads)});
+    float *scratch = scratch_of(floats);
+    nb::gil_scoped_release released;
+    for (const auto &[bound, states, decode, given, result] : layers) {
+        const auto attended = reinterpret_cast<Address>(given->out);
+        bound->kernels.before_attention(bound->layer, before_call(tokens, hidden, states), scratch, threads);
+        decode->step(*given, scratch, threads);
+        bound->kernels.after_attention(bound->layer, after_call(tokens, hidden, attended, result), scratch, threads);
+        hidden = result;
+    }
+}
 
 }  // namespace
 
@@ -97,6 +126,7 @@ void windlass::bind_linear(nb::module_ &module) {
                       of(std::get<5>(linears)), of(std::get<6>(linears)), DecoderLayer::Activation(activation)},
                      kernels_of(instruction_set)};
              })
-        .def("before", &BoundLayer::before)
-        .def("after", &BoundLayer::after);
+        .def("before", &before)
+        .def("after", &after);
+    module.def("decode_layers", &decode_layers, "layers"_a, "tokens"_a, "hidden"_a, "threads"_a);
 }

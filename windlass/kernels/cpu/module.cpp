@@ -2,11 +2,13 @@
 // `call.hpp`, which `__init__.py`, the only caller, sees to, and reading an address is much cheaper
 // than an exchange of array objects, of which a decode step would need hundreds.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
+#include <optional>
 #include <string>
 #include <tuple>
 
@@ -142,23 +144,51 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int floa
 }
 
 using NewStates = std::tuple<Address, std::int64_t, std::int64_t>;
+using RetainArguments = std::tuple<int, int, float, int, bool, int, int, int>;
 
 Decode::New new_states(NewStates from) {
     return {at<const std::uint8_t>(std::get<0>(from)), std::get<1>(from), std::get<2>(from)};
 }
 
-void decode(Decode &decode, NewStates queries, NewStates keys, NewStates values, Address positions, Address written,
-            Address out, Address mass, int threads) {
-    const Decode::Given given{at<const std::uint8_t>(std::get<0>(queries)),
-                              {std::get<1>(queries), std::get<2>(queries)},
-                              new_states(keys),
-                              new_states(values),
-                              at<const std::int64_t>(positions),
-                              at<std::int64_t>(written),
-                              at<std::uint8_t>(out),
-                              at<float>(mass)};
-    float *scratch = scratch_of(decode.scratch(given.mass, threads));
-    nb::gil_scoped_release released;
+Retain retain_call(const Attend &call, RetainArguments from) {
+    const auto [observed, score, share, pool, is_mean, budget, sinks, window] = from;
+    Retain retain{};
+    retain.batch = call.batch, retain.kv_heads = call.kv_heads;
+    retain.score_heads = call.score_heads, retain.slots = call.slots;
+    retain.ranking = {Observed(observed), Score(score), share, pool, is_mean};
+    retain.budget = budget, retain.sinks = sinks, retain.window = window;
+    retain.sliding_window = call.sliding_window, retain.attention_chunk = call.attention_chunk;
+    return retain;
+}
+
+Decode::Given decode_given(NewStates queries, NewStates keys, NewStates values, std::pair<Address, Address> positions,
+                           std::pair<Address, Address> slot_positions,
+                           const std::vector<std::pair<Address, Address>> &state, Address written, Address out,
+                           Address mass, std::pair<Address, Address> evicted,
+                           const std::vector<std::tuple<Address, Address, std::int64_t>> &released) {
+    Decode::Given given{at<const std::uint8_t>(std::get<0>(queries)),
+                        {std::get<1>(queries), std::get<2>(queries)},
+                        new_states(keys),
+                        new_states(values),
+                        at<const std::int64_t>(positions.first),
+                        at<const std::int64_t>(positions.second),
+                        {at<const std::int32_t>(slot_positions.first), at<std::int32_t>(slot_positions.second)},
+                        {},
+                        at<std::int64_t>(written),
+                        at<std::uint8_t>(out),
+                        at<float>(mass),
+                        at<std::int64_t>(evicted.first),
+                        at<std::int32_t>(evicted.second),
+                        {}};
+    for (const auto &[from, to] : state) given.state.push_back({at<const float>(from), at<float>(to)});
+    for (const auto &[slots, stood, count] : released)
+        given.released.push_back({at<const std::int64_t>(slots), at<const std::int32_t>(stood), count});
+    return given;
+}
+
+void decode(Decode &decode, const Decode::Given &given, int threads) {
+    float *scratch = scratch_of(decode.scratch(given, threads));
+    nb::gil_scoped_release unlocked;
     decode.step(given, scratch, threads);
 }
 
@@ -200,15 +230,25 @@ NB_MODULE(_native, module) {
                "values"_a, "slot_positions"_a, "query_positions"_a, "rotary_index"_a, "tables"_a,
                "query_gain"_a, "scale"_a, "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
+    nb::class_<Decode::Given>(module, "DecodeStep")
+        .def("__init__", [](Decode::Given *self, NewStates queries, NewStates keys, NewStates values,
+                            std::pair<Address, Address> positions, std::pair<Address, Address> slot_positions,
+                            const std::vector<std::pair<Address, Address>> &state, Address written, Address out,
+                            Address mass, std::pair<Address, Address> evicted,
+                            const std::vector<std::tuple<Address, Address, std::int64_t>> &released) {
+            new (self) Decode::Given(decode_given(queries, keys, values, positions, slot_positions, state, written,
+                                                  out, mass, evicted, released));
+        });
     nb::class_<Decode>(module, "Decode")
         .def("__init__",
              [](Decode *self, std::tuple<int, int, int, int, int, int> sizes, int format, int float_format,
-                PackedArguments keys, PackedArguments values, Address slot_positions,
-                std::tuple<Address, Address, int> tables, float scale, float softcap,
-                std::tuple<int, int, int, int> visibility, std::vector<Decode::State> state, const std::string &instruction_set) {
-                 new (self) Decode(attend_call(sizes, format, float_format, keys, values, slot_positions, tables,
-                                               scale, softcap, visibility),
-                                   std::move(state), kernels_of(instruction_set).attend);
+                PackedArguments keys, PackedArguments values, std::tuple<Address, Address, int> tables, float scale,
+                float softcap, std::tuple<int, int, int, int> visibility, std::optional<RetainArguments> retention,
+                const std::string &instruction_set) {
+                 const Attend call = attend_call(sizes, format, float_format, keys, values, 0, tables, scale, softcap,
+                                                 visibility);
+                 const Retain retain = retain_call(call, retention.value_or(RetainArguments{}));
+                 new (self) Decode(call, retain, retention.has_value(), kernels_of(instruction_set));
              })
         .def("step", &decode);
     module.def("rotate", &rotate, "sizes"_a, "format"_a, "float_format"_a, "states"_a, "positions"_a,

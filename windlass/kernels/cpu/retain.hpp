@@ -1,0 +1,42 @@
+// What a decode step does once its queries have attended: masses are observed, and rows over budget evict.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace windlass {
+
+// See `core.decode.Ranking`.
+enum class Observed : int { nothing, sum, last, fade };
+enum class Score : int { position, state, pooled, novelty };
+
+struct Ranking {
+    Observed observed;
+    Score score;
+    float share;
+    int pool;
+    bool is_mean;
+};
+
+// The slots of each row in the order of their text as they were at the last step: a guess at that of the next.
+using TextOrder = std::vector<std::int32_t>;
+
+struct Retain {
+    int batch, kv_heads, score_heads, slots;
+    Ranking ranking;
+    int budget, sinks, window, sliding_window, attention_chunk;  // the last two INT32_MAX for none
+    bool is_evicting;
+    const std::int64_t *query_positions;  // (batch), negative for padding
+    const std::int64_t *next_positions;   // (batch)
+    const float *mass;                    // (batch, kv_heads, slots); null where nothing is observed
+    const float *cosines;                 // likewise, of `novelty`; else null
+    float *state;                         // (batch, score_heads, slots); null where nothing is kept
+    std::int32_t *positions;              // (batch, score_heads, slots), in which evicted tokens are marked
+    std::int64_t *evicted;                // (batch, score_heads)
+    std::int32_t *evicted_positions;      // (batch, score_heads), -1 where nothing was evicted
+    TextOrder *orders;                    // (batch, score_heads), of `pooled`
+
+    std::size_t scratch() const { return 3 * std::size_t(slots); }
+};
+
+}  // namespace windlass
