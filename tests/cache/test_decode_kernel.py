@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Final
 
 import pytest
@@ -10,10 +11,11 @@ from torch import Tensor
 
 from tests.helpers.caches import POLICIES, assert_same
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, KVCache, Pairs, attach, kernels
+from windlass import DMC, H2O, TOVA, KeyDiff, KVCache, Pairs, Recent, SnapKV, attach, kernels
 from windlass.core.decode import DecodeInput, DecodeSlots
+from windlass.core.shapes import Scores
 from windlass.kernels import cpu
-from windlass.policies import Policy
+from windlass.policies import Policy, Slots
 from windlass.testing import tiny_model
 
 if not cpu.instruction_sets():
@@ -77,6 +79,36 @@ def test_every_policy(attached_model: Models, text: Text, policy: Policy, budget
     for cache in (ours, truth):
         cache.rollback([5, 0])
     assert_same(ours, truth)
+
+
+@pytest.mark.parametrize("policy", [Recent(), H2O(), TOVA(), SnapKV(observed_queries=3), KeyDiff()], ids=repr)
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_policy_that_says_how_is_not_asked(
+    attached_model: Models, text: Text, policy: Policy, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor in a pass of several tokens, which is taken one by one, nor after a rollback."""
+    model, ids = attached_model("llama"), text(60, rows=rows)
+    cache = KVCache(model, policy=policy, batch=rows, budget=14, rollback=4, **LIMITS)
+    read(model, cache, ids[:, :40], 40)
+    for method in ("observe", "score"):
+        monkeypatch.setattr(type(policy), method, None)
+    read(model, cache, ids[:, 40:50], 1)
+    read(model, cache, ids[:, 50:54], 4)
+    cache.rollback([4] * rows)
+    read(model, cache, ids[:, 50:60], 1)
+
+
+@dataclass(frozen=True)
+class Newest(H2O):
+    """Observes as H2O does, and scores otherwise."""
+
+    def score(self, slots: Slots) -> Scores:
+        return slots.positions.float()
+
+
+def test_a_policy_that_inherits_from_one_is_asked(attached_model: Models, text: Text, watched: Watched) -> None:
+    _, _, steps = both(attached_model("llama"), text(60, rows=2), watched, policy=Newest(), budget=14)
+    assert steps > 0
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "phi3", "glm4", "llama_dynamic", "olmo2"])

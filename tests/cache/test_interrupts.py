@@ -15,6 +15,7 @@ import windlass
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.models import Models, Text
 from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError, kernels, prompt_cache
+from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import RESERVED
 from windlass.core.step import Pass
 from windlass.engine.decode import Decoder
@@ -131,6 +132,19 @@ def test_an_interrupt_at_any_line_leaves_the_cache_as_it_was(
     assert lines > 100
 
 
+@pytest.mark.parametrize("policy", [H2O(), SnapKV(observed_queries=2)], ids=str)
+@pytest.mark.parametrize(("rows", "rollback"), [(1, 0), (2, 3)])
+def test_an_interrupt_at_any_line_of_a_step_that_a_kernel_does_all_of(
+    attached_model: Models, text: Text, policy: windlass.Policy, rows: int, rollback: int
+) -> None:
+    model, ids = attached_model("llama"), text(40, rows=rows)
+    cache = KVCache(model, policy=policy, batch=rows, rollback=rollback, **LIMITS)
+    step(model, ids[:, :25])(cache)
+    for token in ids[:, 25:30].split(1, 1):
+        step(model, token)(cache)
+    check_every_line(model, cache, step(model, ids[:, 30:31]))
+
+
 @pytest.mark.parametrize("store", ["int8", "int4(sinks=2, newest=5)"])
 @pytest.mark.parametrize("budget", [None, 20])
 def test_first_passes_growth_and_other_stores(
@@ -151,6 +165,36 @@ def test_a_second_pass_leaves_the_cache_as_it_was(attached_model: Models, text: 
         check_every_line(
             model, cache, lambda cache: forward(model, ids[:, :8], None, cache, [], how=how), 31, may_be_done=True
         )
+
+
+@pytest.mark.parametrize("interrupted", [0, 1])
+def test_a_second_pass_that_is_interrupted_while_it_is_committed_has_happened(
+    attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch, interrupted: int
+) -> None:
+    """A layer that is committed can't undo it, so the others must not."""
+    model, ids = attached_model("llama"), text(21)
+    cache, left, commit = KVCache(model, policy=windlass.KVzip(8), **LIMITS), [interrupted], SlotLayer.commit
+    with torch.no_grad():
+        forward(model, ids[:, :20], None, cache, [], how=Pass(defer_eviction=True))
+    twin, how = copy.deepcopy(cache), Pass(is_second_pass=True, defer_eviction=True)
+
+    def stopped(layer: SlotLayer) -> None:
+        if layer.index in left:
+            left.clear()
+            raise KeyboardInterrupt
+        commit(layer)
+
+    with torch.no_grad():
+        forward(model, ids[:, :8], None, twin, [], how=how)
+        monkeypatch.setattr(SlotLayer, "commit", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            forward(model, ids[:, :8], None, cache, [], how=how)
+    assert not left
+    assert is_same(content(cache), content(twin))
+    assert [layer.checkpoint for layer in cache.layers] == [None, None]
+    for each in (cache, twin):
+        step(model, ids[:, 20:])(each)
+    assert is_same(content(cache), content(twin))
 
 
 def test_an_interrupted_decode_goes_on_as_if_nothing_had_been(attached_model: Models, text: Text) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Final, ParamSpec, TypeVar
 
 import torch
@@ -21,7 +21,15 @@ HEADROOM: Final = 16  # free slots of a layer in decode: the longest step it tak
 
 def no_inference_mode(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """`function`, whose tensors may be changed later even if it is called under `torch.inference_mode`."""
-    return torch.inference_mode(False)(torch.no_grad()(function))
+    outside: Callable[Arguments, Result] = torch.inference_mode(False)(torch.no_grad()(function))
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        # Modes are left and entered again only where that changes anything: each layer of a decode step comes here.
+        is_outside = not (torch.is_grad_enabled() or torch.is_inference_mode_enabled())
+        return function(*args, **kwargs) if is_outside else outside(*args, **kwargs)
+
+    return call
 
 
 @dataclass(frozen=True)
