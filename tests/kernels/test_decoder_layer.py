@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.kernels.test_linear import made
+from tests.helpers.linears import made
 from windlass.core.decoder_layer import Activation, DecoderLayer, Norm, Rounding
 from windlass.core.linear import LinearLayer, Nibbles
 from windlass.kernels import cpu, reference_layer

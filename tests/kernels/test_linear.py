@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.linears import made, packed
 from windlass.core.linear import LinearInput, LinearLayer, Nibbles
 from windlass.kernels import cpu, reference
 
@@ -22,36 +23,6 @@ SHAPES = [(1, 8, 64), (2, 37, 203), (16, 24, 1000), (5, 9, 31), (3, 1, 1), (9, 1
 def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setattr(cpu, "instruction_set", lambda: request.param)
     return request.param
-
-
-def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: bool) -> LinearInput:
-    """A linear layer of random numbers; in 4 bits of the next larger size that can be had."""
-    rows, outputs, width = shape
-    block = int(kind.split()[-1]) if kind.startswith("int4") else 0
-    group = 32 if width < 200 else 64 if width < 1000 else 128
-    if block:
-        outputs, width = -(-outputs // block) * block, -(-width // group) * group
-    generator = torch.Generator().manual_seed(rows * width + outputs)
-    inputs = torch.randn(rows, width, generator=generator).to(dtype)
-    inputs[:, :: max(1, width // 3)] *= 300  # some channels are far larger than others, as in real models
-    bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
-    if block:
-        codes = torch.randint(0, 16, (outputs, width), generator=generator, dtype=torch.uint8)
-        pairs = torch.randn(width // group, outputs, 2, generator=generator).to(dtype)
-        return LinearInput(inputs, LinearLayer(Nibbles(packed(codes, block), pairs, group, block), bias))
-    if kind == "floats":
-        return LinearInput(inputs, LinearLayer(torch.randn(outputs, width, generator=generator).to(dtype), bias))
-    codes = torch.randint(-128, 128, (outputs, width), generator=generator, dtype=torch.int8)
-    return LinearInput(inputs, LinearLayer(codes, bias, torch.rand(outputs, generator=generator) / 64))
-
-
-def packed(codes: Tensor, block: int) -> Tensor:
-    """Codes of 4 bits, byte by byte as `Nibbles` tells."""
-    outputs, width = codes.shape
-    found = torch.empty(outputs // block, width, block // 2, dtype=torch.uint8)
-    for j in range(block // 2):
-        found[:, :, j] = codes[j::block] + 16 * codes[j + block // 2 :: block]
-    return found.view(outputs, width // 2)
 
 
 def exact(call: LinearInput) -> Tensor:

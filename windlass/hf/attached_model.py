@@ -35,6 +35,7 @@ from windlass.hf.rotaries import rotaries_of, tolerance_of
 from windlass.hf.running_pass import BUSY, RunningPass, not_compiled
 from windlass.hf.second_turn import CheckedGenerate
 from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
+from windlass.hf.whole_decoder import Attachment
 from windlass.hf.whole_pass import WholePass
 from windlass.positions.rotary import Rotary
 from windlass.positions.tables import unturned
@@ -42,7 +43,7 @@ from windlass.positions.tables import unturned
 NAME = "windlass"  # of the attention function, and of the attribute on an attached model
 
 
-class AttachedModel:
+class AttachedModel(Attachment):
     """What `attach` found out about a model, and the cache of the pass that is running."""
 
     def __init__(self, model: PreTrainedModel, decoder: Decoder, own_linear: bool) -> None:

@@ -29,7 +29,7 @@ from windlass.hf.known_code import (
 )
 from windlass.hf.linears import FewRows, linears_of
 from windlass.hf.replaced import Replaced
-from windlass.hf.whole_decoder import WholeDecoder
+from windlass.hf.whole_decoder import Attachment, KnownLayer, WholeDecoder
 from windlass.hf.whole_pass import CACHE, WholePass
 from windlass.kernels.cpu import MAX_ROWS
 
@@ -101,7 +101,7 @@ class KnownLayers:
 
 
 @final
-class FewTokensLayer:
+class FewTokensLayer(KnownLayer):
     """The forward pass of one decoder layer: our kernel's for few tokens of a pass that is served, else its own.
 
     Its own, too, where gradients are wanted, or a module inside is hooked or replaced.
@@ -170,9 +170,10 @@ class FewTokensLayer:
         return is_own and not module._forward_hooks and not module._forward_pre_hooks
 
     @property
-    def attachment(self) -> Any:
+    def attachment(self) -> Attachment:
         """What `attach` left on the model."""
-        return getattr(self._attention, self._name)
+        found: Attachment = getattr(self._attention, self._name)
+        return found
 
     @property
     def scale(self) -> float:

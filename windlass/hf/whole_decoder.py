@@ -4,6 +4,7 @@ What is done for each layer in Python is then done for all of them before the ca
 hold it, and not between two layers, whose weights push it out.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Final, final
 
@@ -13,18 +14,63 @@ from torch import Tensor, nn
 from windlass import kernels
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
+from windlass.core.step import AttentionCall
 from windlass.hf.axes import Turn, turn_of
+from windlass.hf.indexer import Indexer
 from windlass.hf.known_code import Method, has_code_of
+from windlass.hf.latent import Latent
+from windlass.hf.linear_layer import LayerKinds
 from windlass.hf.mask import Mask
+from windlass.hf.query_scale import QueryScale
+from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
-    from windlass.hf.attached_model import AttachedModel
-    from windlass.hf.decoder_layers import FewTokensLayer
+    from windlass.kernels.cpu.decoder_layer import FewTokens
 
 # Whose layers are given what the layer before returned, and all the same mask where they are of one type.
 DECODERS: Final[tuple[Method, ...]] = tuple(
     (family, f"{family.capitalize()}Model", "forward") for family in ("llama", "mistral", "qwen2", "qwen3")
 )
+
+
+class Attachment(ABC):
+    """What is asked of the `AttachedModel`."""
+
+    attended: set[int]
+    kinds: LayerKinds
+    rotaries: list[Rotary | None]
+    query_scales: dict[int, QueryScale]
+    latents: dict[nn.Module, Latent]
+    indexers: list[Indexer]
+
+    @abstractmethod
+    def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
+        """What a layer is asked for under this mask."""
+
+
+class KnownLayer(ABC):
+    """A decoder layer whose code is known: `module`, with an attention module that scales its scores by `scale`."""
+
+    module: nn.Module
+
+    @property
+    @abstractmethod
+    def is_alone(self) -> bool:
+        """Whether nothing is called beside the layer, or in its place."""
+
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """Of its attention."""
+
+    @property
+    @abstractmethod
+    def attachment(self) -> Attachment:
+        """What `attach` left on the model."""
+
+    @abstractmethod
+    def kernel_of(self, hidden: Tensor) -> "FewTokens | None":
+        """That which was prepared for the pass; None where there is none."""
 
 
 @final
@@ -34,12 +80,12 @@ class WholeDecoder:
     The others then return what they are given, which is what the last one would.
     """
 
-    def __init__(self, decoder: nn.Module, layers: "Sequence[FewTokensLayer]") -> None:
+    def __init__(self, decoder: nn.Module, layers: Sequence[KnownLayer]) -> None:
         self._decoder, self._layers = decoder, layers
         self._is_known = any(has_code_of(decoder, each) for each in DECODERS)
         self._done: tuple[object, Tensor] | None = None  # the step of a pass, and what the layers gave
 
-    def result(self, layer: "FewTokensLayer", hidden: Tensor, cache: TextCache, mask: object) -> Tensor | None:
+    def result(self, layer: KnownLayer, hidden: Tensor, cache: TextCache, mask: object) -> Tensor | None:
         """What a layer returns in this way; None where it is to be called by itself.
 
         Raises: UsageError where the layers turn out to be called in another order than the decoder's code says.
@@ -69,7 +115,7 @@ class WholeDecoder:
 
     def _decoded(self, hidden: Tensor, cache: TextCache, mask: object) -> Tensor | None:
         """What the last layer returns; None, and nothing has happened, where a layer takes more than a kernel."""
-        attachment: AttachedModel = self._layers[0].attachment
+        attachment = self._layers[0].attachment
         if not isinstance(mask, Mask) or not _is_simple(attachment):
             return None
         plans, layers = [], []
@@ -90,7 +136,7 @@ class WholeDecoder:
         return layers[-1].result
 
 
-def _is_simple(attachment: "AttachedModel") -> bool:
+def _is_simple(attachment: Attachment) -> bool:
     """Whether layers hand our attention nothing but queries, keys and values as a cache takes them, each its own."""
     rotaries = [rotary for rotary in attachment.rotaries if rotary is not None]
     is_plain = all(each.norm_weights is None and not each.layout.is_interleaved for each in rotaries)
