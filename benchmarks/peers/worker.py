@@ -40,14 +40,16 @@ class Answer:
     """What a worker says after a command.
 
     `cpu_s`: processor time of the run. `idle_cpu_s`: that since the answer before, which is what the
-    worker used while another was measured. `peak_bytes`: most memory of the process since it answered first, files
-    that it maps included; 0 where the system does not tell.
+    worker used while another was measured. `hold_s`: what reading `depth` tokens took before; 0 if they were held.
+    `peak_bytes`: most memory of the process since it answered first, files that it maps included; 0 where the system
+    does not tell.
     """
 
     seconds: float
     cpu_s: float
     idle_cpu_s: float
     peak_bytes: int
+    hold_s: float
     logits: list[float] | None = None
 
 
@@ -103,16 +105,18 @@ def serve(peer: Peer, vocabulary: int) -> None:
         idle_cpu_s = time.process_time() - slept_at
         command: dict[str, Any] = json.loads(line)
         tokens, depth, test = command["tokens"], command["depth"], command["test"]
-        if depth != held:
+        begun, is_held = time.perf_counter(), depth == held
+        if not is_held:
             peer.hold(random_ids(depth, vocabulary, seed=1))
             held = depth
+        hold_s = 0.0 if is_held else time.perf_counter() - begun
         ids = random_ids(tokens, vocabulary, seed=2)
         peer.restore(tokens)
         cpu, start = time.process_time(), time.perf_counter()
         peer.read(ids, size=1 if test == "tg" else None)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
         logits = peer.logits() if test == "logits" else None
-        print(json.dumps(asdict(Answer(seconds, cpu_s, idle_cpu_s, peak_bytes(), logits))), flush=True)
+        print(json.dumps(asdict(Answer(seconds, cpu_s, idle_cpu_s, peak_bytes(), hold_s, logits))), flush=True)
         slept_at = time.process_time()
 
 
