@@ -150,7 +150,7 @@ def prefill(lines: Sequence[Line]) -> str:
             [
                 line["shape"],
                 f"{line['tokens']:,}",
-                line["way"],
+                line["way"] + (f", budget {line['budget']:,}" if line.get("budget") else ""),
                 "given back" if line["trim"] else "kept",
                 str(line["chunk"]),
                 f"{line['tokens'] / line['seconds']:.0f}",
