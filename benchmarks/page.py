@@ -142,10 +142,9 @@ def latent(lines: Sequence[Line]) -> str:
 
 def prefill(lines: Sequence[Line]) -> str:
     """In chunks against at once."""
-    base = {(line["shape"], line["tokens"], line["trim"], line["way"]): line for line in lines}
     rows = []
-    for line in lines:
-        whole = base[line["shape"], line["tokens"], line["trim"], "transformers"]
+    for at, line in enumerate(lines):
+        whole = next(each for each in lines[at:] if each["way"] == "transformers")  # the last of each run
         rows.append(
             [
                 line["shape"],
