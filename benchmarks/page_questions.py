@@ -139,6 +139,32 @@ def eviction(lines: Sequence[Line]) -> str:
     return section("Eviction beside OpenVINO", "python -m peers.eviction", text, heads, rows, lines[-1])
 
 
+def speculative(lines: Sequence[Line]) -> str:
+    """Text written with drafts."""
+    rows = [
+        [
+            line["shape"] or "passkey-3m",
+            f"{line['draft_layers']} of {line['layers']}",
+            str(line["drafts"]),
+            line["policy"],
+            f"{line['budget']:,}",
+            *(f"{line['tokens_per_s'][name]:.1f}" for name in ("greedy", "drafts")),
+            spread(line["ratios"]),
+            f"{line['differing']} of {line['tokens']}",
+        ]
+        for line in lines
+    ]
+    heads = ["model", "layers of the draft", "drafts", "policy", "budget", "greedy tokens/s", "with drafts", "ratio"]
+    heads += ["tokens that differ"]
+    text = (
+        "A text over budget by `generate` of transformers, its prompt of some hundred tokens included, with drafts of "
+        "the model's own first layers and without, in turn. The shipped model is so small that its passes take the "
+        "same time whatever they read. Of a shape with random weights every draft is right: the most that drafts can "
+        "gain."
+    )
+    return section("Writing with drafts", "benchmarks/speculative.py", text, heads, rows, lines[-1])
+
+
 def shape_of(line: Line) -> str:
     """Its name, and how many layers it had where these are not all."""
     return str(line["shape"]) + (f" ({line['layers']} layers)" if line["layers"] else "")
@@ -151,4 +177,5 @@ SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
     "chunks": chunks,
     "slot_counts": slot_counts,
     "eviction": eviction,
+    "speculative": speculative,
 }
