@@ -51,6 +51,9 @@ $(PEERS)/installed:
 	CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS)/llama-cpp/bin/pip install --no-binary llama-cpp-python llama-cpp-python gguf
 	$(PYTHON) -m venv $(PEERS)/mlx
 	-$(PEERS)/mlx/bin/pip install 'mlx[cpu]' mlx-lm
+	$(PYTHON) -m venv $(PEERS)/openvino
+	$(PEERS)/openvino/bin/pip install 'torch>=2.9,<2.14' openvino openvino-genai optimum-intel nncf
+	-$(PEERS)/openvino/bin/pip uninstall --yes torchvision  # of another version than torch, it breaks transformers
 	touch $@
 
 # Which tokens kvpress's own presses keep, beside our policies: two minutes. Prints the table of the page about it.

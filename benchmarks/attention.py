@@ -54,11 +54,11 @@ class Layers:
             (angles.cos(), angles.sin()),
         )
 
-    def ours(self, layer: int, is_rotated: bool) -> None:
-        """One query, over keys that are rotated when they are read, or as they are."""
+    def ours(self, layer: int, is_rotated: bool, copy: torch.Tensor | None = None) -> None:
+        """One query, over keys that are rotated when they are read, or as they are; over a `copy` in their place."""
         at = self.positions[0, :, -1:].long()
         index = None if is_rotated else Original().rotary_index(self.positions, at)
-        keys, values = self.keys[layer], self.values[layer]
+        keys, values = self.keys[layer] if copy is None else copy, self.values[layer]
         cpu.attend(
             AttentionInput(
                 self.queries,

@@ -8,12 +8,11 @@ Every number on it comes from there. Each section names the command that measure
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
+import page_questions
 from gpu import tables as gpu_tables
 from peers.tables import tables as peer_tables
-
-from windlass.evals.report.markdown import table
+from section import Line, section
 
 RESULTS = Path(__file__).parent / "results"
 INTRODUCTION = """# Benchmarks
@@ -23,12 +22,11 @@ things that were measured in turn within one run, on random weights and texts (`
 is virtual, has two cores, and shares its host with others, so ratios are more reliable than rates.
 """
 
-Line = dict[str, Any]
-
 
 def main() -> None:
     """Print the page."""
-    sections = [INTRODUCTION, *(section(_lines(name)) for name, section in SECTIONS.items() if _lines(name))]
+    made = {**SECTIONS, **page_questions.SECTIONS}
+    sections = [INTRODUCTION, *(make(_lines(name)) for name, make in made.items() if _lines(name))]
     # What is not measured there is told, too.
     print("\n".join([*sections, gpu_tables.section(_lines("gpu"))]), end="")
 
@@ -58,7 +56,7 @@ def attention(lines: Sequence[Line]) -> str:
     )
     cpus = dict.fromkeys(line["cpu"] for line in lines)
     about = {**lines[-1], "cpu": " and ".join(cpus)}  # the date is that of the last
-    return _section("Decode attention alone", "benchmarks/attention.py", text, heads, rows, about)
+    return section("Decode attention alone", "benchmarks/attention.py", text, heads, rows, about)
 
 
 def share(lines: Sequence[Line]) -> str:
@@ -79,7 +77,7 @@ def share(lines: Sequence[Line]) -> str:
         "Shares of a decode step. `cache` is the work of a layer's step outside its kernel (write, observe, evict, "
         "prepare the call); `transformers' own` is norms, residuals, activations and the identity rotation."
     )
-    return _section("The share of everything else", "benchmarks/step_share.py", text, heads, rows, lines[-1])
+    return section("The share of everything else", "benchmarks/step_share.py", text, heads, rows, lines[-1])
 
 
 def paired(lines: Sequence[Line]) -> str:
@@ -100,7 +98,7 @@ def paired(lines: Sequence[Line]) -> str:
         "The same weights in one process, a token or a prompt of each in turn, chunks of 512, transformers with a "
         "DynamicCache; the ratio is the median over pairs, above 1 where windlass is faster."
     )
-    return _section("Against transformers in one process", "benchmarks/paired.py", text, heads, rows, lines[-1])
+    return section("Against transformers in one process", "benchmarks/paired.py", text, heads, rows, lines[-1])
 
 
 def linear(lines: Sequence[Line]) -> str:
@@ -118,7 +116,7 @@ def linear(lines: Sequence[Line]) -> str:
         "bfloat16; PyTorch's kernels for them are `_weight_int8pack_mm` and `_weight_int4pack_mm_for_cpu`. A ratio "
         "above 1 means that ours is faster. The plain read is PyTorch's sum of all weights taken as float32."
     )
-    return _section("Linear layers of few rows", "benchmarks/linear.py", text, heads, rows, lines[-1])
+    return section("Linear layers of few rows", "benchmarks/linear.py", text, heads, rows, lines[-1])
 
 
 def latent(lines: Sequence[Line]) -> str:
@@ -139,20 +137,19 @@ def latent(lines: Sequence[Line]) -> str:
         "Transformers holds latents, too, and expands all of them to keys and values in every step. Above 1 windlass "
         "is faster; `to rotated` is the median over 60 pairs."
     )
-    return _section("Latent attention", "benchmarks/latent.py", text, heads, rows, lines[-1])
+    return section("Latent attention", "benchmarks/latent.py", text, heads, rows, lines[-1])
 
 
 def prefill(lines: Sequence[Line]) -> str:
     """In chunks against at once."""
-    base = {(line["shape"], line["tokens"], line["trim"], line["way"]): line for line in lines}
     rows = []
-    for line in lines:
-        whole = base[line["shape"], line["tokens"], line["trim"], "transformers"]
+    for at, line in enumerate(lines):
+        whole = next(each for each in lines[at:] if each["way"] == "transformers")  # the last of each run
         rows.append(
             [
                 line["shape"],
                 f"{line['tokens']:,}",
-                line["way"],
+                line["way"] + (f", budget {line['budget']:,}" if line.get("budget") else ""),
                 "given back" if line["trim"] else "kept",
                 str(line["chunk"]),
                 f"{line['tokens'] / line['seconds']:.0f}",
@@ -167,7 +164,7 @@ def prefill(lines: Sequence[Line]) -> str:
         "two columns compare with transformers. The cache itself is part of the peak. The allocator keeps freed "
         "memory for later, as is usual, or gives it back at once (`--trim`)."
     )
-    return _section("Prompts in chunks", "benchmarks/prefill.py", text, heads, rows, lines[-1])
+    return section("Prompts in chunks", "benchmarks/prefill.py", text, heads, rows, lines[-1])
 
 
 def verification(lines: Sequence[Line]) -> str:
@@ -182,7 +179,7 @@ def verification(lines: Sequence[Line]) -> str:
         "A pass that verifies drafts, by its tokens; in brackets over a pass of one token. A layer that evicts takes "
         "these tokens one by one; `whole` is the same pass taken as a chunk of a prompt."
     )
-    return _section("Verifying drafts", "benchmarks/verification.py", text, heads, rows, lines[-1])
+    return section("Verifying drafts", "benchmarks/verification.py", text, heads, rows, lines[-1])
 
 
 def grid(title: str, command: str, axis: str, text: str) -> Callable[[Sequence[Line]], str]:
@@ -191,7 +188,7 @@ def grid(title: str, command: str, axis: str, text: str) -> Callable[[Sequence[L
     `{n}` in the command is the number of tokens that the rows decoded.
     """
 
-    def section(lines: Sequence[Line]) -> str:
+    def rows_of(lines: Sequence[Line]) -> str:
         bases: dict[tuple[str, str], Line] = {}
         rows = []
         for line in lines:
@@ -203,22 +200,15 @@ def grid(title: str, command: str, axis: str, text: str) -> Callable[[Sequence[L
         heads = ["model", "test", axis, "tokens/s", "GB/s", "ratio"]
         last = lines[-1]
         about = {**last, **last["versions"]}
-        return _section(title, command.replace("{n}", str(last["decode_tokens"])), text, heads, rows, about)
+        return section(title, command.replace("{n}", str(last["decode_tokens"])), text, heads, rows, about)
 
-    return section
+    return rows_of
 
 
 def peers(lines: Sequence[Line]) -> str:
     """Windlass and other libraries."""
     body = peer_tables(json.dumps(line) for line in lines)
     return f"## Against other libraries\n\n`make bench-peers`. Same weights, bfloat16, same threads.\n\n{body}"
-
-
-def _section(title: str, command: str, text: str, heads: list[str], rows: list[list[str]], about: Line) -> str:
-    where = (
-        f"{about['cpu']}, {about['threads']} threads, torch {about['torch']}, transformers {about['transformers']}, "
-    )
-    return f"## {title}\n\n{text}\n\n{table(heads, rows)}\n\n`{command}`. {where}{about['date'][:10]}.\n"
 
 
 BENCH = "windlass bench --shape"

@@ -3,6 +3,7 @@
     PYTHONPATH=benchmarks python -m peers.run                # the shape 1b, all peers
     PYTHONPATH=benchmarks python -m peers.run --shape 7b-mha --layers 4 --depths 0 4096 --peers windlass llama-cpp
     PYTHONPATH=benchmarks python -m peers.run --shape tiny --depths 0 64 --rounds 2 --out /dev/null
+    PYTHONPATH=benchmarks python -m peers.run --weights int4 --llama-cpp ~/llama.cpp/build
 
 Every peer is a process that keeps its model; only one works at a time, the others sleep. A test at
 a depth is run once by each to warm up, then by each in turn, round after round, in an order that
@@ -10,7 +11,8 @@ moves on by one. Prints llama-bench's table (mean and standard deviation) and ap
 to `--out` as a JSON line; `tables.py` makes the documentation's tables of it.
 
 Before anything is timed, all peers read the same tokens, and their logits have to agree. Peers of other
-packages live in `.venv-peers`, which `make bench-peers` fills; those that are not there are left out.
+packages live in `.venv-peers`, which `make bench-peers` fills; those that are not there are left out. A llama.cpp
+that was built from source takes part where `--llama-cpp` gives the folder of its build.
 """
 
 import argparse
@@ -22,6 +24,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,22 +43,27 @@ WORKERS = {
     "transformers-static": (Path(sys.executable), "torch_worker", "static"),
     "llama-cpp": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker", "f16-flash"),
     "llama-cpp-plain": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker", "f16-plain"),
+    "llama-cpp-native": (Path(sys.executable), "native_llama_worker", "f16-flash"),
+    "openvino": (PEERS / "openvino" / "bin" / "python", "openvino_worker", ""),
     "mlx": (PEERS / "mlx" / "bin" / "python", "mlx_worker", ""),
 }
+WITH_CODES = ("windlass", "llama-cpp-native", "openvino")  # those that have weights of 4 bits here
+TOKENIZER = Path(__file__).parents[2] / "windlass" / "assets" / "passkey-3m"
 # A library's threads spin for some milliseconds before they sleep.
 PAUSE_S = 0.05
 CHECKED_TOKENS = 48
-LEAST_AGREEMENT = 0.995
+LEAST_AGREEMENT = {"auto": 0.995, "int8": 0.98, "int4": 0.9}  # each has codes of its own
 
 
 class Worker:
     """A process that runs one peer."""
 
-    def __init__(self, name: str, shape: Shape, threads: int) -> None:
+    def __init__(self, name: str, shape: Shape, threads: int, more: Sequence[str] = ()) -> None:
+        """`more`: what else its command line says, see `peers.worker`."""
         python, module, kind = WORKERS[name]
         command = [str(python), "-m", f"peers.{module}", shape.name, f"--layers={shape.layers}", f"--threads={threads}"]
-        if kind:
-            command.append(f"--kind={kind}")
+        command += [f"--kind={kind}"] if kind else []
+        command += more
         environment = {**ENVIRONMENT, "OMP_NUM_THREADS": str(threads)}
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
@@ -89,6 +97,20 @@ class Worker:
         return line
 
 
+def is_there(name: str, build: Path | None, weights: str) -> bool:
+    """Whether this peer can take part; says on stderr why it cannot."""
+    python = WORKERS[name][0]
+    if not python.exists():
+        print(f"{name} is left out: there is no {python}", file=sys.stderr)
+    elif weights != "auto" and name not in WITH_CODES:
+        print(f"{name} is left out: it is not measured with weights of {weights}", file=sys.stderr)
+    elif name == "llama-cpp-native" and build is None:
+        print(f"{name} is left out: --llama-cpp does not say where it was built", file=sys.stderr)
+    else:
+        return True
+    return False
+
+
 def machine(threads: int, shape: Shape) -> dict[str, Any]:
     """The first line of a run: where, when and what."""
     cpu = Path("/proc/cpuinfo")
@@ -108,21 +130,30 @@ def machine(threads: int, shape: Shape) -> dict[str, Any]:
     }
 
 
-def prepare(shape: Shape, names: list[str]) -> None:
-    """Write the weights that these peers load."""
+def prepare(shape: Shape, names: list[str], weights: str = "auto") -> None:
+    """Write the weights that these peers load. What llama.cpp built from source reads, a package's tools write."""
     write_weights(shape)
-    for python in {WORKERS[name][0] for name in names if WORKERS[name][1] == "llama_worker"}:
-        command = [str(python), "-m", "peers.gguf_weights", shape.name, f"--layers={shape.layers}"]
+    modules = {WORKERS[name][1] for name in names}
+    about = [shape.name, f"--layers={shape.layers}"]
+    if modules & {"llama_worker", "native_llama_worker"} and not (shape.folder / "model.gguf").exists():
+        command = [str(WORKERS["llama-cpp"][0]), "-m", "peers.gguf_weights", *about]
+        subprocess.run(command, env=ENVIRONMENT, check=True)
+    if "openvino_worker" in modules:
+        command = [str(WORKERS["openvino"][0]), "-m", "peers.openvino_weights", *about]
+        command += [f"--weights={weights}", f"--tokenizer={TOKENIZER}"]
         subprocess.run(command, env=ENVIRONMENT, check=True)
 
 
-def check(workers: list[Worker]) -> None:
-    """Have all peers read one text. Raises: RuntimeError when the logits of one point elsewhere than the first's."""
+def check(workers: list[Worker], least: float) -> None:
+    """Have all peers read one text.
+
+    Raises: RuntimeError when the logits of one correlate with the first's by less than `least`.
+    """
     read = [worker.ask("logits", CHECKED_TOKENS, 0).logits or [] for worker in workers]
     for worker, logits in zip(workers, read, strict=True):
         agreement = statistics.correlation(read[0], logits)
         print(f"logits of {worker.name} and {workers[0].name} correlate: {agreement:.5f}", file=sys.stderr)
-        if agreement < LEAST_AGREEMENT:
+        if agreement < least:
             raise RuntimeError(f"{worker.name} and {workers[0].name} compute different logits from the same weights")
 
 
@@ -166,23 +197,26 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--peers", nargs="+", default=list(WORKERS), choices=list(WORKERS))
+    parser.add_argument("--weights", default="auto", choices=list(LEAST_AGREEMENT), help="auto: bfloat16")
+    parser.add_argument("--llama-cpp", type=Path, help="the folder of a build of llama.cpp, with bin/libllama.so")
     parser.add_argument("--out", type=Path, default=PEERS / "samples.jsonl")
     options = parser.parse_args()
     shape = shape_of(options.shape, options.layers)
-    names = [name for name in options.peers if WORKERS[name][0].exists()]
-    for name in set(options.peers) - set(names):
-        print(f"{name} is left out: there is no {WORKERS[name][0]}", file=sys.stderr)
-    prepare(shape, names)
-    workers = [Worker(name, shape, options.threads) for name in names]
-    check(workers)
-    write(options.out, {**machine(options.threads, shape), "rounds": options.rounds})
+    names = [name for name in options.peers if is_there(name, options.llama_cpp, options.weights)]
+    prepare(shape, names, options.weights)
+    more = [f"--weights={options.weights}", f"--build={options.llama_cpp or ''}"]
+    workers = [Worker(name, shape, options.threads, more) for name in names]
+    check(workers, LEAST_AGREEMENT[options.weights])
+    about_run = {**machine(options.threads, shape), "rounds": options.rounds, "weights": options.weights}
+    write(options.out, about_run)
     for worker in workers:
         about = worker.about
         said = {"version": about.version, "settings": about.settings, "threads": about.threads}
         write(options.out, {"kind": "peer", "peer": about.peer, **said})
     print(row(["model", "size", "params", "backend", "threads", "test", "t/s"]))
     print(row(["---", "--:", "--:", "---", "--:", "--:", "--:"]))
-    sizes = [f"llama {shape.name} BF16", f"{shape.nbytes / 2**30:.2f} GiB", f"{shape.params / 1e9:.2f} B"]
+    kind = "BF16" if options.weights == "auto" else options.weights
+    sizes = [f"llama {shape.name} {kind}", f"{shape.nbytes / 2**30:.2f} GiB", f"{shape.params / 1e9:.2f} B"]
     for depth in options.depths:
         prompts = options.prompts if depth == 0 or options.prompts_at_depth else []
         tests = [("pp", tokens) for tokens in prompts] + [("tg", tokens) for tokens in options.tokens]

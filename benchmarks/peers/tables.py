@@ -18,6 +18,7 @@ from windlass.evals.report.markdown import table
 
 OURS = "windlass"
 ABSENT = "-"
+WEIGHTS = {"auto": "bfloat16", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
 
 
 @dataclass
@@ -61,7 +62,8 @@ def _runs(lines: Iterable[str]) -> list[Run]:
 def _section(run: Run) -> str:
     about = run.about
     others = [peer for peer in run.peers if peer != OURS]
-    title = f"### `{about['shape']}`: {about['layers']} layers, {about['params'] / 1e9:.2f}B parameters, bfloat16"
+    weights = WEIGHTS[about.get("weights", "auto")]
+    title = f"### `{about['shape']}`: {about['layers']} layers, {about['params'] / 1e9:.2f}B parameters, {weights}"
     heads = ["test", OURS, *(cell for peer in others for cell in (peer, "ratio"))]
     rows = [[_label(*test), *_cells(run.rates[test], others)] for test in sorted(run.rates)]
     return f"{title}\n\n{table(heads, rows, 1, number='--:')}\n\n{_conditions(run)}"

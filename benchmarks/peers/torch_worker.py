@@ -1,5 +1,6 @@
 """The worker of transformers (`--kind dynamic` or `static`) and of Windlass (`--kind windlass`), on the same model."""
 
+from argparse import Namespace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Static
 
 import windlass
 from windlass.engine.generate import prefill
+from windlass.hf.weights import quantize
 
 
 class TorchPeer(Peer):
@@ -83,32 +85,45 @@ class Static(TorchPeer):
 
 
 class Windlass(TorchPeer):
-    """A `windlass.KVCache` that keeps every token."""
+    """A `windlass.KVCache` of `batch` equal texts, which keeps every token or `budget` of each."""
 
     cache: windlass.KVCache
 
+    def __init__(self, model: PreTrainedModel, about: About, asked: Namespace) -> None:
+        super().__init__(model, about)
+        self.batch, self.budget = asked.batch, asked.budget
+        self.policy = asked.policy if asked.budget else None
+
     def hold(self, ids: list[int]) -> None:
         self.depth = len(ids)
-        self.cache = windlass.KVCache(self.model, chunk=CHUNK)
+        self.cache = windlass.KVCache(self.model, self.budget, self.policy, chunk=CHUNK, batch=self.batch)
         if ids:
             self.read(ids)
 
     def restore(self, room: int) -> None:
-        self.cache.rollback(self.cache.tokens_seen[0] - self.depth)
+        """Over budget the text goes on: as many tokens are held as before."""
+        if self.budget is None:
+            self.cache.rollback(self.cache.tokens_seen[0] - self.depth)
+        elif not self.depth:
+            self.hold([])
+
+    def feed(self, ids: list[int]) -> None:
+        self.last = self.model(torch.tensor([ids] * self.batch), past_key_values=self.cache, logits_to_keep=1).logits
 
     def read(self, ids: list[int], size: int | None = None) -> None:
         if size is None:
-            self.last = prefill(self.model, self.cache, [ids])
+            self.last = prefill(self.model, self.cache, [ids] * self.batch)
         else:
             super().read(ids, size)
 
 
-def loaded(shape: Shape) -> PreTrainedModel:
-    """The model, its weights in memory of its own."""
+def loaded(shape: Shape, weights: str) -> PreTrainedModel:
+    """The model, its weights in memory of its own; codes of `weights` instead, unless that is "auto"."""
     model: PreTrainedModel
     model = LlamaForCausalLM.from_pretrained(shape.folder, dtype=torch.bfloat16, attn_implementation="sdpa").eval()
     for parameter in model.parameters():
         parameter.data = parameter.data.clone()
+    quantize(model, weights)
     return model
 
 
@@ -116,7 +131,7 @@ def main() -> None:
     """Serve the kind that is asked for."""
     shape, asked = options()
     torch.set_num_threads(asked.threads)
-    model = loaded(shape)
+    model = loaded(shape, asked.weights)
     base = f"{transformers.__version__}, torch {torch.__version__}"
     match asked.kind:
         case "dynamic":
@@ -127,7 +142,10 @@ def main() -> None:
             peer = Static(model, about)
         case "windlass":
             version = f"{windlass.__version__}, transformers {base}"
-            peer = Windlass(windlass.attach(model), About("windlass", version, "no budget, bf16 cache", asked.threads))
+            held = "no budget" if asked.budget is None else f"{asked.policy}, budget {asked.budget}"
+            peer = Windlass(
+                windlass.attach(model), About("windlass", version, f"{held}, bf16 cache", asked.threads), asked
+            )
         case kind:
             raise ValueError(f"--kind is {kind!r}, expected dynamic, static or windlass")
     with torch.inference_mode():

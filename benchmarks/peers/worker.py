@@ -12,6 +12,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from peers.shape import Shape, shape_of
@@ -39,12 +40,16 @@ class Answer:
     """What a worker says after a command.
 
     `cpu_s`: processor time of the run. `idle_cpu_s`: that since the answer before, which is what the
-    worker used while another was measured.
+    worker used while another was measured. `hold_s`: what reading `depth` tokens took before; 0 if they were held.
+    `peak_bytes`: most memory of the process since it answered first, files that it maps included; 0 where the system
+    does not tell.
     """
 
     seconds: float
     cpu_s: float
     idle_cpu_s: float
+    peak_bytes: int
+    hold_s: float
     logits: list[float] | None = None
 
 
@@ -82,31 +87,53 @@ def options() -> tuple[Shape, argparse.Namespace]:
     parser.add_argument("--layers", type=int)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--kind", default="", help="what a worker with several kinds is to be")
+    parser.add_argument("--weights", default="auto", choices=["auto", "int8", "int4"], help="auto: bfloat16")
+    parser.add_argument("--batch", type=int, default=1, help="texts at once, of windlass and OpenVINO")
+    parser.add_argument("--budget", type=int, help="most tokens held after a prompt, of windlass and OpenVINO")
+    parser.add_argument("--policy", default="recent", help="of windlass with a budget")
+    parser.add_argument("--build", default="", help="the folder in which llama.cpp was built")
     read = parser.parse_args()
     return shape_of(read.shape, read.layers), read
 
 
 def serve(peer: Peer, vocabulary: int) -> None:
     """Answer commands until stdin ends."""
+    forget_peak()
     print(json.dumps(asdict(peer.about)), flush=True)
     held, slept_at = -1, time.process_time()
     for line in sys.stdin:
         idle_cpu_s = time.process_time() - slept_at
         command: dict[str, Any] = json.loads(line)
         tokens, depth, test = command["tokens"], command["depth"], command["test"]
-        if depth != held:
+        begun, is_held = time.perf_counter(), depth == held
+        if not is_held:
             peer.hold(random_ids(depth, vocabulary, seed=1))
             held = depth
+        hold_s = 0.0 if is_held else time.perf_counter() - begun
         ids = random_ids(tokens, vocabulary, seed=2)
         peer.restore(tokens)
         cpu, start = time.process_time(), time.perf_counter()
         peer.read(ids, size=1 if test == "tg" else None)
         seconds, cpu_s = time.perf_counter() - start, time.process_time() - cpu
         logits = peer.logits() if test == "logits" else None
-        print(json.dumps(asdict(Answer(seconds, cpu_s, idle_cpu_s, logits))), flush=True)
+        print(json.dumps(asdict(Answer(seconds, cpu_s, idle_cpu_s, peak_bytes(), hold_s, logits))), flush=True)
         slept_at = time.process_time()
 
 
 def random_ids(tokens: int, vocabulary: int, seed: int) -> list[int]:
     """The same ids for every peer."""
     return random.Random(seed).choices(range(vocabulary), k=tokens)
+
+
+def forget_peak() -> None:
+    """Count the process's peak memory from here: what loading took is none of it. Linux."""
+    path = Path("/proc/self/clear_refs")
+    if path.exists():
+        path.write_text("5")
+
+
+def peak_bytes() -> int:
+    """Most memory of this process since then; 0 where the system does not tell."""
+    path = Path("/proc/self/status")
+    lines = path.read_text().splitlines() if path.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM")), 0)
