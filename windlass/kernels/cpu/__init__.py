@@ -87,6 +87,8 @@ def knows(states: PackedStates) -> bool:
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`; up to MAX_TOKENS queries per row."""
+    from windlass.kernels.cpu.steady import steady_arguments  # late: it looks here for the compiled module
+
     queries, keys, values, index = call.queries, call.keys, call.values, call.rotary_index
     batch, heads, tokens, _ = queries.shape
     kv_heads, slots = keys.data.shape[1:3]
@@ -118,7 +120,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         call.slot_positions.data_ptr(),
         query_positions.data_ptr(),
         (*near, *far, 0 if index is None else index.near_window),
-        table_arguments(call.tables),
+        steady_arguments(call.tables),
         address(query_gain),
         call.scale,
         call.softcap or 0.0,

@@ -16,7 +16,7 @@ def attend(
     slot_positions: int,
     query_positions: int,
     rotary_index: tuple[int, int, int, int, int],
-    tables: tuple[int, int, int],
+    tables: tuple[int, int, int, bool],
     query_gain: int,
     scale: float,
     softcap: float,
@@ -41,7 +41,7 @@ class Decode:
         keys: PackedStates,
         values: PackedStates,
         slot_positions: int,
-        tables: tuple[int, int, int],
+        tables: tuple[int, int, int, bool],
         scale: float,
         softcap: float,
         visibility: tuple[int, int, int, int],
@@ -62,6 +62,7 @@ class Decode:
         /,
     ) -> None: ...
 
+def is_steady(cos: int, sin: int, rows: int, pairs: int, /) -> bool: ...
 def rotate(
     sizes: tuple[int, int, int, int, int],
     format: int,

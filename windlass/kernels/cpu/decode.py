@@ -11,7 +11,8 @@ from windlass.core.decode import DecodeInput, DecodeSlots
 from windlass.core.packed import PackedStates
 from windlass.core.shapes import Attended, Queries, SlotIndex
 from windlass.kernels import cpu
-from windlass.kernels.cpu.arguments import FLOATS, address, state_arguments, table_arguments, visibility_arguments
+from windlass.kernels.cpu.arguments import FLOATS, address, state_arguments, visibility_arguments
+from windlass.kernels.cpu.steady import steady_arguments
 
 
 @final
@@ -38,7 +39,7 @@ class Decode:
             state_arguments(PackedStates(slots.keys), None),
             state_arguments(PackedStates(slots.values), None),
             slots.positions.data_ptr(),
-            table_arguments(slots.tables),
+            steady_arguments(slots.tables),
             slots.scale,
             slots.softcap or 0.0,
             visibility_arguments(slots.visibility),
