@@ -11,7 +11,6 @@ from windlass.core.attention import AttentionInput, Visibility
 from windlass.core.packed import PackedStates
 from windlass.kernels import cpu, reference
 from windlass.kernels.cpu import codes
-from windlass.kernels.cpu.steady import are_steady
 
 # Every test here runs compiled code, of which there is none where no compiler was found at installation.
 if not cpu.instruction_sets():
@@ -124,6 +123,8 @@ def test_tables_whose_angles_do_not_grow_by_steps(case: Case) -> None:
 
 
 def test_which_tables_are_steady() -> None:
+    from windlass.kernels.cpu.steady import are_steady  # it needs the compiled module
+
     angles = torch.arange(300)[:, None] / 10000 ** (torch.arange(16) / 16)
     cos, sin = angles.cos() * 1.3, angles.sin() * 1.3
     assert are_steady((cos, sin))

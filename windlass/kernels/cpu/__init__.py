@@ -87,7 +87,7 @@ def knows(states: PackedStates) -> bool:
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`; up to MAX_TOKENS queries per row."""
-    from windlass.kernels.cpu.steady import steady_arguments  # late: it looks here for the compiled module
+    from windlass.kernels.cpu.steady import steady_arguments  # late: it needs the compiled module
 
     queries, keys, values, index = call.queries, call.keys, call.values, call.rotary_index
     batch, heads, tokens, _ = queries.shape

@@ -6,8 +6,8 @@ from weakref import ReferenceType, ref
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
+import windlass.kernels.cpu._native as _native
 from windlass.core.shapes import RotaryTable
-from windlass.kernels.cpu import native
 from windlass.kernels.cpu.arguments import table_arguments
 
 
@@ -23,7 +23,7 @@ class SteadyTables:
         cos, sin = tables
         known = self._known.get(cos)
         if known is None or known[0]() is not sin:
-            found = native.is_steady(cos.data_ptr(), sin.data_ptr(), *cos.shape)
+            found = _native.is_steady(cos.data_ptr(), sin.data_ptr(), *cos.shape)
             known = self._known[cos] = ref(sin), found
         return known[1]
 
