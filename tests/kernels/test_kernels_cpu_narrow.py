@@ -11,6 +11,7 @@ from windlass.core.attention import AttentionInput, Visibility
 from windlass.core.packed import PackedStates
 from windlass.kernels import cpu, reference
 from windlass.kernels.cpu import codes
+from windlass.kernels.cpu.steady import are_steady
 
 # Every test here runs compiled code, of which there is none where no compiler was found at installation.
 if not cpu.instruction_sets():
@@ -123,20 +124,20 @@ def test_tables_whose_angles_do_not_grow_by_steps(case: Case) -> None:
 
 
 def test_which_tables_are_steady() -> None:
-    from windlass.kernels.cpu.steady import are_steady  # it needs the compiled module
-
+    assert cpu.native is not None
+    look = cpu.native.is_steady
     angles = torch.arange(300)[:, None] / 10000 ** (torch.arange(16) / 16)
     cos, sin = angles.cos() * 1.3, angles.sin() * 1.3
-    assert are_steady((cos, sin))
-    assert not are_steady((cos, sin.roll(1, 0)))
-    assert are_steady((cos, sin)), "another table with the same cos was looked at since"
-    assert not are_steady((cos[:40], sin[:40])), "fewer rows than slots share one"
-    assert not are_steady(((angles + 1).cos(), (angles + 1).sin())), "row 0 is rotated"
+    assert are_steady((cos, sin), look)
+    assert not are_steady((cos, sin.roll(1, 0)), look)
+    assert are_steady((cos, sin), look), "another table with the same cos was looked at since"
+    assert not are_steady((cos[:40], sin[:40]), look), "fewer rows than slots share one"
+    assert not are_steady(((angles + 1).cos(), (angles + 1).sin()), look), "row 0 is rotated"
     for row in (0, 1, 64, 150, 299):
         for which in (0, 1):
             tables = cos.clone(), sin.clone()
             tables[which][row, 7] += 0.01
-            assert not are_steady(tables), (row, which)
+            assert not are_steady(tables, look), (row, which)
 
 
 def numbers(kind: str, dtype: torch.dtype) -> Tensor:

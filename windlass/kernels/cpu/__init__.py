@@ -32,6 +32,7 @@ from windlass.kernels.cpu.arguments import (
     table_arguments,
     visibility_arguments,
 )
+from windlass.kernels.cpu.steady import steady_arguments
 
 WHY_MISSING = ""
 try:
@@ -87,8 +88,6 @@ def knows(states: PackedStates) -> bool:
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`; up to MAX_TOKENS queries per row."""
-    from windlass.kernels.cpu.steady import steady_arguments  # late: it needs the compiled module
-
     queries, keys, values, index = call.queries, call.keys, call.values, call.rotary_index
     batch, heads, tokens, _ = queries.shape
     kv_heads, slots = keys.data.shape[1:3]
@@ -120,7 +119,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         call.slot_positions.data_ptr(),
         query_positions.data_ptr(),
         (*near, *far, 0 if index is None else index.near_window),
-        steady_arguments(call.tables),
+        steady_arguments(call.tables, _native.is_steady),
         address(query_gain),
         call.scale,
         call.softcap or 0.0,

@@ -39,7 +39,7 @@ class Decode:
             state_arguments(PackedStates(slots.keys), None),
             state_arguments(PackedStates(slots.values), None),
             slots.positions.data_ptr(),
-            steady_arguments(slots.tables),
+            steady_arguments(slots.tables, _native.is_steady),
             slots.scale,
             slots.softcap or 0.0,
             visibility_arguments(slots.visibility),
