@@ -23,6 +23,7 @@ CASES = [
     Case((3, 1, 128, 128, 64), BFLOAT16, slots=301, tokens=1, is_per_head=False),
     Case((2, 8, 64, 64, 32), BFLOAT16, slots=17, tokens=2, mode=None),
     Case((2, 3, 80, 80, 40), BFLOAT16, slots=145, tokens=3),
+    Case((2, 3, 48, 80, 24), BFLOAT16, slots=137, tokens=1, mode=None),
     Case((1, 5, 80, 96, 16), BFLOAT16, slots=77, tokens=1, extras=("sinks", "counts")),
     Case((2, 5, 96, 96, 48), BFLOAT16, slots=130, tokens=1, is_per_head=False),
     Case((2, 4, 96, 64, 32), BFLOAT16, slots=263, tokens=1, visibility=Visibility(None, 40, 9)),

@@ -129,6 +129,8 @@ class Kernel {
                 if (is_narrow)  // in place: they take half the room
                     for (std::size_t i = 0; i < sizes.key_width; i += 16)
                         store_half((std::uint16_t *)to + i, load<Floats>(to + i));
+                if (is_narrow)  // keys are laid in whole vectors, and what is 0 there must meet numbers
+                    for (std::size_t i = sizes.key_width; i < narrow_width(call.keys.channels); ++i) ((std::uint16_t *)to)[i] = 0;
 #endif
             }
         }
@@ -340,12 +342,12 @@ class Kernel {
                 });
             }
         } else if (F == Format::bfloat16 && !pairs && !packed.full_precision && channels % 32 == 0) {
-            with_row_keys(keys, packed.row_bytes, width, [&](auto rows) { multiply_keys(rows, from, count, next, buffers, out); });
+            with_row_keys(keys, packed.row_bytes, width, 2 * sizes.key_width, [&](auto rows) { multiply_keys(rows, from, count, next, buffers, out); });
         } else {
             std::uint16_t *rows = (std::uint16_t *)buffers.rotated;
             for (int j = 0; j < count; j += 16) {
                 rotate_rows(branch, row, head, at + j, place + j, j + 16 < count ? 16 : count - j, rows);
-                with_row_keys((const std::uint8_t *)rows, 2 * width, width, [&](auto laid) { multiply_keys(laid, from, 16, next.from(j), buffers, out + j); });
+                with_row_keys((const std::uint8_t *)rows, 2 * width, width, 2 * sizes.key_width, [&](auto laid) { multiply_keys(laid, from, 16, next.from(j), buffers, out + j); });
             }
         }
     }
@@ -383,7 +385,7 @@ class Kernel {
         std::uint16_t *rows = (std::uint16_t *)buffers.rotated;
         for (int j = whole; j < count; j += 16) {
             lay_rows(keys.from(j), j + 16 < count ? 16 : count - j, rows);
-            with_row_keys((const std::uint8_t *)rows, 2 * keys.width(), keys.width(),
+            with_row_keys((const std::uint8_t *)rows, 2 * keys.width(), keys.width(), stride,
                           [&](auto laid) { multiply_all_narrow(from, stride, shared, laid, 16, next.from(j), out + j); });
         }
     }

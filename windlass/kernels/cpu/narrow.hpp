@@ -252,11 +252,11 @@ void multiply_all_narrow(const std::uint16_t *queries, std::size_t stride, int q
     for (; q < queries_count; ++q, next = Next{})
         multiply_narrow<1>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
 }
-// Keys in rows that lie one after the other, their width known where it is a usual one.
+// Keys in rows that lie one after the other, their width known where it is a usual one, and queries are as wide.
 template <class Use>
-void with_row_keys(const std::uint8_t *rows, std::size_t row_bytes, int width, Use use) {
-    if (row_bytes == 128 && width == 64) return use(RowKeys<64>{rows, row_bytes, width});
-    if (row_bytes == 256 && width == 128) return use(RowKeys<128>{rows, row_bytes, width});
+void with_row_keys(const std::uint8_t *rows, std::size_t row_bytes, int width, std::size_t stride, Use use) {
+    if (row_bytes == 128 && width == 64 && stride == 128) return use(RowKeys<64>{rows, row_bytes, width});
+    if (row_bytes == 256 && width == 128 && stride == 256) return use(RowKeys<128>{rows, row_bytes, width});
     use(RowKeys<0>{rows, row_bytes, width});
 }
 
