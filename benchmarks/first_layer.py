@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 from turns import in_turn, medians
 
 import windlass
-from windlass.core.linear import LinearInput
+from windlass.core.linear import LinearInput, LinearLayer
 from windlass.evals.speed.rows import BenchRow, BenchSetup
 from windlass.evals.speed.shapes import random_model, shape_of
 from windlass.evals.speed.timer import Timer
@@ -33,7 +33,7 @@ SHAPES = ("1b", "8b", "7b-mha")
 
 def products(linears: list[nn.Linear], inputs: torch.Tensor) -> Callable[[], None]:
     """One row through each of them, by our kernel."""
-    calls = [LinearInput(inputs, linear.weight.detach()) for linear in linears]
+    calls = [LinearInput(inputs, LinearLayer(linear.weight.detach())) for linear in linears]
 
     def work() -> None:
         for call in calls:

@@ -1,7 +1,6 @@
 """Decode steps in one call of a kernel leave what the four steps one by one leave, and are taken where they may be."""
 
 import copy
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -21,8 +20,9 @@ from windlass.testing import tiny_model
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
 
+from windlass.kernels.cpu.decode import Decode, Planned
+
 LIMITS: Final[dict[str, Any]] = {"sinks": 2, "window": 3, "chunk": 40}
-Kernel = Callable[[DecodeInput], Any]
 
 
 class Watched:
@@ -30,26 +30,26 @@ class Watched:
 
     def __init__(self) -> None:
         self.made, self.steps, self.is_on = 0, 0, True
-        self._decode_of = kernels.decode_of
+        self._decode_of, self._planned = kernels.decode_of, Decode.planned
 
-    def __call__(self, slots: DecodeSlots, queries: Tensor) -> Kernel | None:
+    def decode_of(self, slots: DecodeSlots, queries: Tensor) -> Decode | None:
         if not self.is_on:
             return None
         kernel = self._decode_of(slots, queries)
         assert kernel is not None
         self.made += 1
+        return kernel
 
-        def step(new: DecodeInput) -> object:
-            self.steps += 1
-            return kernel(new)
-
-        return step
+    def planned(self, kernel: Decode, new: DecodeInput) -> Planned:
+        self.steps += 1
+        return self._planned(kernel, new)
 
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     watch = Watched()
-    monkeypatch.setattr(kernels, "decode_of", watch)
+    monkeypatch.setattr(kernels, "decode_of", watch.decode_of)
+    monkeypatch.setattr(Decode, "planned", lambda kernel, new: watch.planned(kernel, new))
     return watch
 
 

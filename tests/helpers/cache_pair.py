@@ -14,6 +14,7 @@ from tests.helpers.cache_model_tokens import Kind, Mode
 from tests.helpers.cache_setup import GROUP, HEAD_DIM, KV_HEADS
 from tests.helpers.interrupts import interrupted_at
 from windlass import UsageError
+from windlass.cache.decode_kernel import PlannedStep
 from windlass.core.step import AttentionCall
 
 Array = NDArray[Any]
@@ -219,12 +220,18 @@ class Pair(Compared):
             fed.append(((queries, keys, values), out, call))
             return out
 
+        def noted_decode(layer: int, done: PlannedStep) -> None:
+            keep(layer, done)
+            fed.append((done.asked.states, done.output.out, done.asked.call))
+
+        keep = self.cache.keep_decoded
         self.cache.attend = noted  # type: ignore[method-assign]  # of this one object
+        self.cache.keep_decoded = noted_decode  # type: ignore[method-assign]  # likewise
         try:
             with torch.no_grad(), self.noting():
                 self.setup.its_model(ids, attention_mask=torch.tensor(mask).long(), past_key_values=self.cache)
         finally:
-            del self.cache.attend
+            del self.cache.attend, self.cache.keep_decoded
         for layer, (_, _, call) in zip(self.model.layers, fed, strict=True):
             layer.this_pass = Kind(
                 KV_HEADS, GROUP, call.scale, call.sliding_window, call.softcap, None, self.kinds[layer.index].angles,

@@ -11,6 +11,7 @@ from windlass.core.attention import AttentionInput, Visibility
 from windlass.core.packed import PackedStates
 from windlass.kernels import cpu, reference
 from windlass.kernels.cpu import codes
+from windlass.kernels.cpu.steady import are_steady
 
 # Every test here runs compiled code, of which there is none where no compiler was found at installation.
 if not cpu.instruction_sets():
@@ -22,6 +23,7 @@ CASES = [
     Case((3, 1, 128, 128, 64), BFLOAT16, slots=301, tokens=1, is_per_head=False),
     Case((2, 8, 64, 64, 32), BFLOAT16, slots=17, tokens=2, mode=None),
     Case((2, 3, 80, 80, 40), BFLOAT16, slots=145, tokens=3),
+    Case((2, 3, 48, 80, 24), BFLOAT16, slots=137, tokens=1, mode=None),
     Case((1, 5, 80, 96, 16), BFLOAT16, slots=77, tokens=1, extras=("sinks", "counts")),
     Case((2, 5, 96, 96, 48), BFLOAT16, slots=130, tokens=1, is_per_head=False),
     Case((2, 4, 96, 64, 32), BFLOAT16, slots=263, tokens=1, visibility=Visibility(None, 40, 9)),
@@ -95,6 +97,48 @@ def test_keys_rounded_once_lose_less_than_a_model_in_bfloat16_does() -> None:
     tables = call.tables[0].to(BFLOAT16), call.tables[1].to(BFLOAT16)
     theirs = reference.attend(replace(call, tables=tables))[0].double()
     assert (ours - truth).norm() < (theirs - truth).norm()
+
+
+STEADY = [
+    Case((2, 4, 64, 64, 32), BFLOAT16, slots=777, tokens=1, is_evicted=False),
+    Case((3, 1, 128, 96, 64), BFLOAT16, slots=450, tokens=1, is_evicted=False, is_per_head=False),
+    Case((2, 3, 128, 128, 64), BFLOAT16, slots=339, tokens=1, is_evicted=False, visibility=Visibility(161)),
+    Case((1, 2, 64, 64, 32), BFLOAT16, slots=260, tokens=5, is_evicted=False, mode="self_extend(4, 100)"),
+    Case((2, 3, 160, 64, 32), BFLOAT16, slots=405, tokens=2, is_evicted=False, extras=("sinks", "counts", "softcap")),
+    Case((2, 4, 64, 64, 32), BFLOAT16, slots=300, tokens=1, is_evicted=False, extras=("gain",)),
+]
+
+
+@pytest.mark.parametrize("bits", [None, 8, 4])
+@pytest.mark.parametrize("case", STEADY, ids=named)
+def test_slots_in_the_order_of_the_text(case: Case, bits: int | None) -> None:
+    agrees(step(replace(case, bits=bits)), TOLERANCE[BFLOAT16])
+
+
+@pytest.mark.parametrize("case", STEADY[:3], ids=named)
+def test_tables_whose_angles_do_not_grow_by_steps(case: Case) -> None:
+    """As those of pictures may be: they are read row by row."""
+    call = step(case)
+    assert call.tables is not None
+    angles = torch.randn(call.tables[0].shape, generator=torch.Generator().manual_seed(5)) * 3
+    agrees(replace(call, tables=(angles.cos(), angles.sin())), TOLERANCE[BFLOAT16])
+
+
+def test_which_tables_are_steady() -> None:
+    assert cpu.native is not None
+    look = cpu.native.is_steady
+    angles = torch.arange(300)[:, None] / 10000 ** (torch.arange(16) / 16)
+    cos, sin = angles.cos() * 1.3, angles.sin() * 1.3
+    assert are_steady((cos, sin), look)
+    assert not are_steady((cos, sin.roll(1, 0)), look)
+    assert are_steady((cos, sin), look), "another table with the same cos was looked at since"
+    assert not are_steady((cos[:40], sin[:40]), look), "fewer rows than slots share one"
+    assert not are_steady(((angles + 1).cos(), (angles + 1).sin()), look), "row 0 is rotated"
+    for row in (0, 1, 64, 150, 299):
+        for which in (0, 1):
+            tables = cos.clone(), sin.clone()
+            tables[which][row, 7] += 0.01
+            assert not are_steady(tables, look), (row, which)
 
 
 def numbers(kind: str, dtype: torch.dtype) -> Tensor:

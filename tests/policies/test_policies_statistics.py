@@ -1,6 +1,5 @@
 """What policies keep of the queries of a text: right, never lost, and declared."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from tests.helpers.slots import BATCH, HEAD_DIM, HEADS, KV_HEADS, observe, turne
 from windlass import H2O, Compactor, ExpectedAttention, KVCache, PolicyError, TriAttention, kernels, prompt_cache
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.attention import AttentionInput, Mass
-from windlass.core.decode import DecodeInput, DecodeSlots
+from windlass.core.decode import DecodeInput
 from windlass.core.rotary_index import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.policies import Needs, Observation, Policy, Slots
@@ -112,20 +111,17 @@ def test_mass_is_computed_only_for_who_reads_it(monkeypatch: pytest.MonkeyPatch,
         given.append(call.observed is not None)
         return reference(call)
 
-    def decode_of(slots: DecodeSlots, queries: Tensor) -> Callable[[DecodeInput], object] | None:
-        kernel = own(slots, queries)
-        if kernel is None:
-            return None
+    def planned(self: object, new: DecodeInput) -> object:
+        given.append(new.is_observed)
+        return own(self, new)  # type: ignore[arg-type]  # of a class that may not be there
 
-        def step(new: DecodeInput) -> object:
-            given.append(new.is_observed)
-            return kernel(new)
-
-        return step
-
-    reference, own = kernels.attend, kernels.decode_of
+    reference = kernels.attend
     monkeypatch.setattr(kernels, "attend", attend)
-    monkeypatch.setattr(kernels, "decode_of", decode_of)
+    if kernels.has_decode("cpu"):
+        from windlass.kernels.cpu.decode import Decode  # it needs the compiled module
+
+        own = Decode.planned
+        monkeypatch.setattr(Decode, "planned", planned)
     layer_with(policy, (40, 8, 1), torch.Generator().manual_seed(6))
     assert given == [policy.needs.mass] * (1 + 8 + 1)  # the step of 8 is taken token by token
     assert policy.needs.mass == (policy == H2O())

@@ -32,6 +32,7 @@ from windlass.kernels.cpu.arguments import (
     table_arguments,
     visibility_arguments,
 )
+from windlass.kernels.cpu.steady import steady_arguments
 
 WHY_MISSING = ""
 try:
@@ -118,7 +119,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         call.slot_positions.data_ptr(),
         query_positions.data_ptr(),
         (*near, *far, 0 if index is None else index.near_window),
-        table_arguments(call.tables),
+        steady_arguments(call.tables, _native.is_steady),
         address(query_gain),
         call.scale,
         call.softcap or 0.0,

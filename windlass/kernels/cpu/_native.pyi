@@ -16,7 +16,7 @@ def attend(
     slot_positions: int,
     query_positions: int,
     rotary_index: tuple[int, int, int, int, int],
-    tables: tuple[int, int, int],
+    tables: tuple[int, int, int, bool],
     query_gain: int,
     scale: float,
     softcap: float,
@@ -43,7 +43,7 @@ class Decode:
         float_format: int,
         keys: PackedStates,
         values: PackedStates,
-        tables: tuple[int, int, int],
+        tables: tuple[int, int, int, bool],
         scale: float,
         softcap: float,
         visibility: tuple[int, int, int, int],
@@ -70,6 +70,7 @@ class DecodeStep:
         /,
     ) -> None: ...
 
+def is_steady(cos: int, sin: int, rows: int, pairs: int, /) -> bool: ...
 def rotate(
     sizes: tuple[int, int, int, int, int],
     format: int,

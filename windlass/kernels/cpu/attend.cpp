@@ -34,6 +34,8 @@ namespace {
 // Buffers of one thread.
 struct ThreadBuffers {
     float *rotated, *near, *far, *tables, *far_tables;
+    float *steady, *bases, *turned;  // rows of the tables for slots that follow each other, and queries rotated for these
+    bool has_steady;                 // whether all slots of the block do
 };
 
 template <Format F>
@@ -41,14 +43,17 @@ class Kernel {
   public:
     Kernel(const Attend &call, const Scratch &sizes, float *scratch, int threads) : call(call), sizes(sizes) {
         queries = scratch;
-        partials = queries + sizes.queries;
+        unrounded = queries + sizes.queries;
+        turned = unrounded + sizes.unrounded;
+        partials = turned + sizes.turned;
         totals = partials + sizes.partials;
         logits = totals + sizes.summed;
         buffers = logits + sizes.logits;
         rotated_size = sizes.keys_rotated / threads;
         logits_size = sizes.probabilities / threads / 2;
         tables_size = sizes.tables / threads;
-        is_narrow = has_narrow_keys(), is_split = has_split_tables();
+        turned_size = sizes.turned / threads;
+        is_narrow = has_narrow_keys(), is_laid = has_laid_tables(), is_steady = is_laid && call.is_steady && !call.query_gain;
     }
 
     void run(int threads) {
@@ -57,6 +62,11 @@ class Kernel {
         {
 #pragma omp for schedule(static)
             for (int i = 0; i < call.batch * call.heads; ++i) rotate_queries(i / call.heads, i % call.heads);
+#if defined(__AVX512BF16__)
+            const ThreadBuffers own = buffers_of(thread());
+            for (int i = 0; is_steady && i < STEADY; ++i)
+                lay_row<F>(i, call.pairs, call.cos, call.sin, own.steady + i * 2 * call.pairs);
+#endif
 #pragma omp for schedule(dynamic, 1)
             for (int i = 0; i < items; ++i) attend_piece(i / splits, i % splits, buffers_of(thread()));
 #pragma omp for schedule(static)
@@ -72,20 +82,25 @@ class Kernel {
   private:
     const Attend &call;
     const Scratch &sizes;
-    float *queries, *partials, *totals, *logits, *buffers;
-    std::size_t rotated_size, logits_size, tables_size;
-    bool is_narrow, is_split;
+    float *queries, *unrounded, *turned, *partials, *totals, *logits, *buffers;
+    std::size_t rotated_size, logits_size, tables_size, turned_size;
+    bool is_narrow, is_laid, is_steady;
 
     static int thread() { return omp_get_thread_num(); }
 
     ThreadBuffers buffers_of(int thread_number) const {
         float *start = buffers + thread_number * (rotated_size + 2 * logits_size + tables_size);
         float *near = start + rotated_size, *tables = near + 2 * logits_size;
-        return {start, near, near + logits_size, tables, tables + tables_size / 2};
+        const std::size_t row = 2 * call.pairs;
+        float *far_tables = tables + BLOCK * row, *steady = far_tables + BLOCK * row;
+        return {start, near, near + logits_size, tables, far_tables, steady, steady + STEADY * row, turned + thread_number * turned_size, false};
     }
     std::size_t query_at(int row, int head, bool is_far) const {
         return ((std::size_t(row) * (call.has_far() ? 2 : 1) + is_far) * call.heads + head) * call.tokens *
                sizes.key_width;
+    }
+    float *unrounded_at(int row, int head) const {
+        return unrounded + (std::size_t(row) * call.heads + head) * call.tokens * sizes.key_width;
     }
     float *partial_of(int row, int split, int head) const {
         return partials + ((std::size_t(row) * pieces(call.slots) + split) * call.heads + head) *
@@ -103,16 +118,19 @@ class Kernel {
                 const std::uint8_t *from =
                     call.queries + bytes * (row * strides[0] + head * strides[1] + t * strides[2]);
                 float *to = queries + query_at(row, head, is_far) + t * sizes.key_width;
-                for (std::size_t i = 0; i < sizes.key_width; ++i)
-                    to[i] =
-                        int(i) < call.keys.channels ? number(call.float_format, from, i) * call.scale : 0.0f;
+                read_row(call.float_format, from, call.keys.channels, to);
+                for (int i = 0; i < call.keys.channels; ++i) to[i] *= call.scale;
+                for (std::size_t i = call.keys.channels; i < sizes.key_width; ++i) to[i] = 0;
                 if (branch.keys) rotate_query(branch, row, score_head, t, to);
                 for (int i = 0; call.query_gain && i < call.keys.channels; ++i) to[i] *= call.query_gain[i];
 #if defined(__AVX512BF16__)
-                if (is_split) split_query(to, 2 * call.pairs);
+                if (is_laid && F == Format::bfloat16) part_query(to, 2 * call.pairs);
+                if (is_steady && !is_far) __builtin_memcpy(unrounded_at(row, head) + t * sizes.key_width, to, sizes.key_width * 4);
                 if (is_narrow)  // in place: they take half the room
                     for (std::size_t i = 0; i < sizes.key_width; i += 16)
                         store_half((std::uint16_t *)to + i, load<Floats>(to + i));
+                if (is_narrow)  // keys are laid in whole vectors, and what is 0 there must meet numbers
+                    for (std::size_t i = sizes.key_width; i < narrow_width(call.keys.channels); ++i) ((std::uint16_t *)to)[i] = 0;
 #endif
             }
         }
@@ -146,8 +164,10 @@ class Kernel {
                 if (head == 0 || call.score_heads > 1) {
                     mask_block(call, row, score_head_of(head), at, count, mask);
 #if defined(__AVX512BF16__)
-                    if (is_split) lay_tables(call.near, row, head, at, count, buffers.tables);
-                    if (is_split && call.has_far()) lay_tables(call.far, row, head, at, count, buffers.far_tables);
+                    buffers.has_steady = is_steady && follows(row, head, at, count);
+                    if (buffers.has_steady) lay_bases(row, head, at, count, buffers);
+                    else if (is_laid) lay_tables(call.near, row, head, at, count, buffers.tables);
+                    if (is_laid && call.has_far()) lay_tables(call.far, row, head, at, count, buffers.far_tables);
 #endif
                 }
                 attend_block(row, head, split, at, count, mask, buffers);
@@ -157,7 +177,30 @@ class Kernel {
 
 #if defined(__AVX512BF16__)
     void lay_tables(const Branch &branch, int row, int head, int at, int count, float *out) const {
-        split_tables(rotary_positions(branch, row, head, at), count, call.pairs, call.cos, call.sin, out);
+        const std::int32_t *positions = rotary_positions(branch, row, head, at);
+        for (int j = 0; j < count; ++j)
+            lay_row<F>(positions[j], call.pairs, call.cos, call.sin, out + j * 2 * call.pairs);
+    }
+    // Whether slots are at positions that follow each other, STEADY of them at least.
+    bool follows(int row, int head, int at, int count) const {
+        const std::int32_t *positions = rotary_positions(call.near, row, head, at);
+        bool follow = true;
+        for (int j = 0; j < count; ++j) follow &= positions[j] == positions[j / STEADY * STEADY] + j % STEADY;
+        return follow;
+    }
+    // The rows of the tables by which queries are rotated back for every STEADY slots; the scale of the tables is that of
+    // their first row, and counts once.
+    void lay_bases(int row, int head, int at, int count, ThreadBuffers buffers) const {
+        const std::int32_t *positions = rotary_positions(call.near, row, head, at);
+        for (int j = 0; j < count; j += STEADY) {
+            float *base = buffers.bases + j / STEADY * 2 * call.pairs;
+            lay_row<F>(positions[j], call.pairs, call.cos, call.sin, base);
+            for (int i = 0; i < call.pairs; i += 32)
+                for (int lane = 0; lane < 32; lane += LANES) {
+                    const Floats scale = load<Floats>(buffers.steady + 2 * i + lane);
+                    for (float *half : {base + 2 * i + lane, base + 2 * i + 32 + lane}) store(half, load<Floats>(half) / scale);
+                }
+        }
     }
 #endif
 
@@ -180,23 +223,23 @@ class Kernel {
         const std::ptrdiff_t ahead =
             head + 1 < call.kv_heads ? call.slots : BLOCK - std::ptrdiff_t(head) * call.slots;
         bool has_far = false;
-        for (int part = 0; part < BLOCK / LANES; ++part) {
-            const int first = part * LANES;
-            if (!mask.is_seen[part]) {
-                for (int q = 0; q < shared; ++q) store(buffers.near + q * BLOCK + first, Floats{});
-                continue;
-            }
-            const int keys = first + LANES < count ? LANES : count - first;
-            if (mask.has_near[part] || !call.has_far())
-                multiply_part(call.near, row, head, at + first, place + first, keys, ahead, buffers,
-                              buffers.near + first);
+        // Runs of parts that are seen alike.
+        for (int part = 0, next = 0; part < BLOCK / LANES; part = next) {
+            const bool is_seen = mask.is_seen[part], is_near = is_seen && (mask.has_near[part] || !call.has_far()),
+                       is_far = is_seen && mask.has_far[part];
+            const auto is_alike = [&](int other) {
+                return mask.is_seen[other] == is_seen && mask.has_near[other] == mask.has_near[part] && mask.has_far[other] == mask.has_far[part];
+            };
+            for (next = part + 1; next < BLOCK / LANES && is_alike(next); ++next) {}
+            const int first = part * LANES, keys = (next * LANES < count ? next * LANES : count) - first;
+            if (is_near)
+                multiply_run(call.near, row, head, at + first, place + first, keys, ahead, buffers, buffers.near + first);
             else
-                for (int q = 0; q < shared; ++q) store(buffers.near + q * BLOCK + first, Floats{});
-            if (mask.has_far[part]) {
-                has_far = true;
-                multiply_part(call.far, row, head, at + first, place + first, keys, ahead, buffers,
-                              buffers.far + first);
-            }
+                for (int q = 0; q < shared; ++q)
+                    for (int j = first; j < next * LANES; j += LANES) store(buffers.near + q * BLOCK + j, Floats{});
+            if (!is_far) continue;
+            has_far = true;
+            multiply_run(call.far, row, head, at + first, place + first, keys, ahead, buffers, buffers.far + first);
         }
         float *states = partial_of(row, split, head * call.group());
         float padded_counts[BLOCK] = {};
@@ -206,12 +249,21 @@ class Kernel {
                                   at;
             for (int j = 0; j < count; ++j) padded_counts[j] = counts[j];
         }
-        for (int q = 0; q < shared; ++q) {
-            float *state = states + q * sizes.partial_width;
-            online_softmax(call, mask, q % call.tokens, buffers.near + q * BLOCK,
-                           has_far ? buffers.far + q * BLOCK : nullptr,
-                           call.log_counts ? padded_counts : nullptr, state, state + MAX_LANES,
-                           sizes.value_width, logits_at(row, head, q, at), count);
+        for (int q = 0; q < shared; q += 4) {
+            const int some = q + 4 < shared ? 4 : shared - q;
+            float highest[4];
+            for (int i = 0; i < some; ++i) {
+                float *logits = buffers.near + (q + i) * BLOCK;
+                highest[i] = finish_logits(call, mask, (q + i) % call.tokens, logits, has_far ? buffers.far + (q + i) * BLOCK : nullptr,
+                                           call.log_counts ? padded_counts : nullptr);
+                if (call.has_mass()) __builtin_memcpy(logits_at(row, head, q + i, at), logits, count * sizeof(float));
+            }
+            float *logits = buffers.near + q * BLOCK, *first = states + q * sizes.partial_width;
+            if (some == 4)
+                advance_softmax<4>(highest, logits, first, sizes.partial_width, sizes.value_width);
+            else
+                for (int i = 0; i < some; ++i)
+                    advance_softmax<1>(highest + i, logits + i * BLOCK, first + i * sizes.partial_width, sizes.partial_width, sizes.value_width);
         }
         add_block(row, head, place, count, mask, shared, ahead, buffers, states);
     }
@@ -226,10 +278,12 @@ class Kernel {
         return false;
 #endif
     }
-    // Whether these are rotated by `lay_split`, once its tables are laid out for all heads.
-    bool has_split_tables() const {
-        return F == Format::bfloat16 && has_narrow_keys() && call.near.keys && !call.keys.full_precision &&
-               call.pairs % 32 == 0 && call.keys.channels % 32 == 0;
+    // Whether these are rotated by tables that are laid out for all heads.
+    bool has_laid_tables() const {
+        const PackedStates &keys = call.keys;
+        const int width = keys.channels;
+        if (!has_narrow_keys() || !call.near.keys || keys.full_precision || call.pairs % 32 || width % 32) return false;
+        return F == Format::bfloat16 || (2 * call.pairs == width && keys.held == width && (width == 64 || width == 128));
     }
     // Whether values are added up as products in bfloat16.
     bool has_narrow_values() const {
@@ -248,56 +302,108 @@ class Kernel {
         return branch.keys + (std::int64_t(row) * call.score_heads + score_head_of(head)) * call.slots + at;
     }
 
-    // Products of all queries that share a kv head with the keys of up to LANES slots, rotated.
-    void multiply_part(const Branch &branch, int row, int head, int at, std::size_t place, int count,
-                       std::ptrdiff_t ahead, ThreadBuffers buffers, float *out) {
+    // Products of all queries that share a kv head with the keys of `count` slots, rotated.
+    void multiply_run(const Branch &branch, int row, int head, int at, std::size_t place, int count,
+                      std::ptrdiff_t ahead, ThreadBuffers buffers, float *out) {
         const float *from = queries + query_at(row, head * call.group(), &branch == &call.far);
         const int shared = call.group() * call.tokens;
 #if defined(__AVX512BF16__)
-        if (is_narrow) {
-            KeyTile *tiles = (KeyTile *)buffers.rotated;
-            lay_keys(branch, row, head, at, place, count, ahead, buffers, tiles);
-            return multiply_all_narrow((const std::uint16_t *)from, 2 * sizes.key_width, shared, tiles,
-                                       narrow_width(call.keys.channels), out);
-        }
+        if (is_narrow) return multiply_narrow_run(branch, row, head, at, place, count, ahead, buffers, (const std::uint16_t *)from, out);
 #endif
-        rotate_keys(branch, row, head, at, place, count, ahead, buffers.rotated);
-        multiply_all(from, shared, buffers.rotated, int(sizes.key_width), out);
+        for (int first = 0; first < count; first += LANES) {
+            const int keys = first + LANES < count ? LANES : count - first;
+            rotate_keys(branch, row, head, at + first, place + first, keys, ahead, buffers.rotated);
+            multiply_all(from, shared, buffers.rotated, int(sizes.key_width), out + first);
+        }
     }
 
 #if defined(__AVX512BF16__)
-    void lay_keys(const Branch &branch, int row, int head, int at, std::size_t place, int count,
-                  std::ptrdiff_t ahead, ThreadBuffers buffers, KeyTile *tiles) const {
+    void multiply_narrow_run(const Branch &branch, int row, int head, int at, std::size_t place, int count, std::ptrdiff_t ahead,
+                             ThreadBuffers buffers, const std::uint16_t *from, float *out) const {
         const PackedStates &packed = call.keys, &values = call.values;
         const int channels = packed.channels, pairs = branch.keys ? call.pairs : 0;
         const std::size_t width = narrow_width(channels);
-        const std::uint8_t *first = packed.data + place * packed.row_bytes;
-        const std::int32_t *positions = rotary_positions(branch, row, head, at);
-        const bool is_whole = F != Format::bfloat16 && !packed.full_precision && 2 * pairs == channels;
+        const std::uint8_t *keys = packed.data + place * packed.row_bytes;
         const Next next{{values.data + place * values.row_bytes, values.row_bytes},
-                        {first + ahead * std::ptrdiff_t(packed.row_bytes), packed.row_bytes}};
-        if (is_split) {
-            const float *tables = (&branch == &call.far ? buffers.far_tables : buffers.tables) + at % BLOCK * 2 * pairs;
-            lay_split(first, packed.row_bytes, count, pairs, tables, next, tiles);
-            if (2 * pairs < channels)
-                lay_rows(first + 4 * pairs, packed.row_bytes, count, channels - 2 * pairs, Next{}, tiles + pairs / 16);
-        } else if (F == Format::bfloat16 && !pairs && !packed.full_precision && channels % 32 == 0) {
-            lay_rows(first, packed.row_bytes, count, width, next, tiles);
-        } else if (is_whole && pairs == 32) {
-            lay_rotated<F, 32>(packed, place, head, positions, count, call.cos, call.sin, next, tiles);
-        } else if (is_whole && pairs == 64) {
-            lay_rotated<F, 64>(packed, place, head, positions, count, call.cos, call.sin, next, tiles);
-        } else {
-            std::uint16_t *rows = (std::uint16_t *)(tiles + width / 32);
-            for (int j = 0; j < count; ++j) {
-                const std::int64_t angle = pairs ? std::int64_t(positions[j]) * pairs : 0;
-                with_slot<F>(packed, std::size_t(row) * call.kv_heads + head, place + j, head, [&](auto slot) {
-                    rotate_narrow(slot, pairs, call.cos + angle, call.sin + angle, rows + j * width);
-                });
-                for (std::size_t i = channels; i < width; ++i) rows[j * width + i] = 0;
+                        {keys + ahead * std::ptrdiff_t(packed.row_bytes), packed.row_bytes}};
+        if (is_laid) {
+            const bool is_far = &branch == &call.far, has_steady = buffers.has_steady && !is_far;
+            const int first = at % BLOCK;
+            if (!has_steady) {
+                const float *tables = (is_far ? buffers.far_tables : buffers.tables) + first * 2 * pairs;
+                return with_turned_keys(place, head, tables, [&](auto turned) { multiply_keys(turned, from, count, next, buffers, out); });
             }
-            lay_rows((const std::uint8_t *)rows, 2 * width, count, width, next, tiles);
+            for (int j = 0, some; j < count; j += some) {  // as many as share a row
+                const int lane = (first + j) % STEADY;
+                some = STEADY - lane < count - j ? STEADY - lane : count - j;
+                turn_queries(row, head, (first + j) / STEADY, buffers);
+                with_turned_keys(place + j, head, buffers.steady + lane * 2 * pairs, [&](auto turned) {
+                    multiply_keys(turned, (const std::uint16_t *)buffers.turned, some, next.from(j), buffers, out + j);
+                });
+            }
+        } else if (F == Format::bfloat16 && !pairs && !packed.full_precision && channels % 32 == 0) {
+            with_row_keys(keys, packed.row_bytes, width, 2 * sizes.key_width, [&](auto rows) { multiply_keys(rows, from, count, next, buffers, out); });
+        } else {
+            std::uint16_t *rows = (std::uint16_t *)buffers.rotated;
+            for (int j = 0; j < count; j += 16) {
+                rotate_rows(branch, row, head, at + j, place + j, j + 16 < count ? 16 : count - j, rows);
+                with_row_keys((const std::uint8_t *)rows, 2 * width, width, 2 * sizes.key_width, [&](auto laid) { multiply_keys(laid, from, 16, next.from(j), buffers, out + j); });
+            }
         }
+    }
+
+    // The queries of a kv head, rotated back by base number `base`.
+    void turn_queries(int row, int head, int base, ThreadBuffers buffers) const {
+        const float *from = unrounded_at(row, head * call.group());
+        for (int q = 0; q < call.group() * call.tokens; ++q)
+            turn_back(from + q * sizes.key_width, buffers.bases + base * 2 * call.pairs, call.pairs, int(sizes.key_width),
+                      (std::uint16_t *)(buffers.turned + q * sizes.key_width));
+    }
+
+    template <class Use>
+    void with_turned_keys(std::size_t place, int head, const float *tables, Use use) const {
+        if constexpr (F != Format::float32 && F != Format::float16) {
+            const PackedStates &packed = call.keys;
+            const std::uint8_t *rows = packed.data + place * packed.row_bytes;
+            const std::uint16_t *scales = packed.scales ? packed.scales + place : nullptr;
+            const float *means = packed.means ? packed.means + std::size_t(head) * packed.held : nullptr;
+            const int width = packed.channels;
+            const bool is_whole = 2 * call.pairs == width && packed.held == width;
+            if (is_whole && width == 64) return use(TurnedKeys<F, 64>{rows, packed.row_bytes, width, call.pairs, tables, scales, means});
+            if (is_whole && width == 128) return use(TurnedKeys<F, 128>{rows, packed.row_bytes, width, call.pairs, tables, scales, means});
+            if constexpr (F == Format::bfloat16) use(TurnedKeys<F, 0>{rows, packed.row_bytes, width, call.pairs, tables, scales, means});
+        }
+    }
+
+    // Whole parts of keys are multiplied as they are read, if all queries are at once.
+    template <class Keys>
+    void multiply_keys(const Keys &keys, const std::uint16_t *from, int count, Next next, ThreadBuffers buffers, float *out) const {
+        const int shared = call.group() * call.tokens;
+        const std::size_t stride = 2 * sizes.key_width;
+        const int whole = Keys::IS_TURNED && shared > 4 ? 0 : count / 16 * 16;
+        if (whole) multiply_all_narrow(from, stride, shared, keys, whole, next, out);
+        std::uint16_t *rows = (std::uint16_t *)buffers.rotated;
+        for (int j = whole; j < count; j += 16) {
+            lay_rows(keys.from(j), j + 16 < count ? 16 : count - j, rows);
+            with_row_keys((const std::uint8_t *)rows, 2 * keys.width(), keys.width(), stride,
+                          [&](auto laid) { multiply_all_narrow(from, stride, shared, laid, 16, next.from(j), out + j); });
+        }
+    }
+
+    // Keys of any kind, rotated, in rows of bfloat16.
+    void rotate_rows(const Branch &branch, int row, int head, int at, std::size_t place, int count, std::uint16_t *rows) const {
+        const PackedStates &packed = call.keys;
+        const int channels = packed.channels, pairs = branch.keys ? call.pairs : 0;
+        const std::size_t width = narrow_width(channels);
+        const std::int32_t *positions = rotary_positions(branch, row, head, at);
+        for (int j = 0; j < count; ++j) {
+            const std::int64_t angle = pairs ? std::int64_t(positions[j]) * pairs : 0;
+            with_slot<F>(packed, std::size_t(row) * call.kv_heads + head, place + j, head, [&](auto slot) {
+                rotate_narrow(slot, pairs, call.cos + angle, call.sin + angle, rows + j * width);
+            });
+            for (std::size_t i = channels; i < width; ++i) rows[j * width + i] = 0;
+        }
+        for (std::size_t i = count * width; i < 16 * width; i += 32) _mm512_storeu_si512(rows + i, __m512i{});
     }
 #endif
 
@@ -410,18 +516,18 @@ class Kernel {
                 float *state = partial_of(row, split, head) + t * sizes.partial_width;
                 const float share = state[0] == HIDDEN ? 0.0f : std::exp(state[0] - top);
                 sum_exp += share * state[1];
-                for (int i = 0; i < channels; ++i) {
-                    const float so_far = split ? first[MAX_LANES + i] : 0.0f;
-                    first[MAX_LANES + i] = so_far + share * state[MAX_LANES + i];
-                }
+                float *sum = first + MAX_LANES;  // as many lanes as there is room for
+                const float *some = state + MAX_LANES;
+                for (std::size_t i = 0; i < sizes.value_width; i += LANES)
+                    store(sum + i, (split ? load<Floats>(sum + i) : Floats{}) + share * load<Floats>(some + i));
             }
             if (const float *means = value_means(head / call.group()))
                 for (int i = 0; i < channels; ++i) first[MAX_LANES + i] += means[i] * sum_exp;
             if (call.sink_logits) sum_exp += std::exp(call.sink_logits[head] - top);
             const float inverse = sum_exp > 0 ? 1.0f / sum_exp : 0.0f;
             const std::int64_t at = ((std::int64_t(row) * call.tokens + t) * call.heads + head) * channels;
-            for (int i = 0; i < channels; ++i)
-                put(call.float_format, call.out, at + i, first[MAX_LANES + i] * inverse);
+            for (int i = 0; i < channels; ++i) first[MAX_LANES + i] *= inverse;
+            put_row(call.float_format, call.out + at * (call.float_format == Format::float32 ? 4 : 2), first + MAX_LANES, channels);
             float *total = totals + ((std::size_t(row) * call.heads + head) * call.tokens + t) * 2;
             total[0] = top, total[1] = inverse;
         }

@@ -45,6 +45,7 @@ struct Attend {
     int near_window;
     const float *cos, *sin;  // (length, pairs)
     int pairs;
+    bool is_steady;                    // each row of the tables is the one before it, rotated by row 1
     const float *query_gain;           // (key channels), of rotated queries; may be null
     float scale, softcap;              // softcap 0: none
     int sliding_window, reach, sinks;  // window and reach: INT32_MAX for none
@@ -173,6 +174,7 @@ struct AfterAttention {
 };
 
 inline constexpr int BLOCK = 128;      // slots whose logits are alive at once
+inline constexpr int STEADY = 64;      // slots at positions that follow each other whose keys share a row of the tables
 inline constexpr int MAX_TOKENS = 16;  // queries per row
 inline constexpr int MAX_CHANNELS = 1024;
 inline constexpr int MAX_LANES = 16;  // of any instruction set
@@ -194,7 +196,7 @@ inline std::size_t scratch_size(const MeanKeyCosine &call) {
 
 // Floats of scratch that a call needs, by part.
 struct Scratch {
-    std::size_t queries, partials, summed, logits, keys_rotated, probabilities, tables;
+    std::size_t queries, unrounded, turned, partials, summed, logits, keys_rotated, probabilities, tables;
     std::size_t key_width, value_width, partial_width, slot_width;
 
     Scratch(const Attend &call, int threads) {
@@ -205,14 +207,17 @@ struct Scratch {
         std::size_t rows = std::size_t(call.batch) * call.heads * call.tokens;
         std::size_t shared = std::size_t(call.group()) * call.tokens;
         queries = rows * key_width * (call.has_far() ? 2 : 1);
+        unrounded = call.is_steady ? rows * key_width : 0;
+        turned = call.is_steady ? threads * shared * key_width : 0;
         partials = rows * pieces(call.slots) * partial_width;
         summed = padded(int(rows * 2));
         logits = call.has_mass() ? rows * slot_width : 0;
         keys_rotated = threads * MAX_LANES * (key_width + MAX_LANES);
         probabilities = threads * 2 * shared * BLOCK;
         tables = threads * 2 * std::size_t(BLOCK) * 2 * call.pairs;
+        if (call.is_steady) tables += threads * std::size_t(STEADY + BLOCK / STEADY) * 2 * call.pairs;
     }
-    std::size_t total() const { return queries + partials + summed + logits + keys_rotated + probabilities + tables; }
+    std::size_t total() const { return queries + unrounded + turned + partials + summed + logits + keys_rotated + probabilities + tables; }
 };
 
 }  // namespace windlass

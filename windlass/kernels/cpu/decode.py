@@ -11,7 +11,8 @@ from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Retenti
 from windlass.core.packed import PackedStates
 from windlass.core.shapes import Queries
 from windlass.kernels import cpu
-from windlass.kernels.cpu.arguments import FLOATS, state_arguments, table_arguments, visibility_arguments
+from windlass.kernels.cpu.arguments import FLOATS, state_arguments, visibility_arguments
+from windlass.kernels.cpu.steady import steady_arguments
 
 OBSERVED: Final = {"nothing": 0, "sum": 1, "last": 2, "fade": 3}
 SCORES: Final = {"position": 0, "state": 1, "pooled": 2, "novelty": 3}
@@ -47,7 +48,7 @@ class Decode:
             FLOATS[queries.dtype],
             state_arguments(PackedStates(slots.keys), None),
             state_arguments(PackedStates(slots.values), None),
-            table_arguments(slots.tables),
+            steady_arguments(slots.tables, _native.is_steady),
             slots.scale,
             slots.softcap or 0.0,
             visibility_arguments(slots.visibility),

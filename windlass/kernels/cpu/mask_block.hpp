@@ -9,6 +9,7 @@ struct BlockMask {
     std::int32_t is_far[MAX_TOKENS][BLOCK];
     bool is_seen[BLOCK / LANES], has_near[BLOCK / LANES], has_far[BLOCK / LANES];
     bool is_empty;
+    bool is_open[MAX_TOKENS];  // the query sees every slot of the block
 };
 
 void mask_block(const Attend &call, int row, int score_head, int start, int count, BlockMask &mask) {
@@ -19,6 +20,7 @@ void mask_block(const Attend &call, int row, int score_head, int start, int coun
     std::int32_t seen[BLOCK] = {}, near[BLOCK] = {}, far[BLOCK] = {};
     const std::int32_t near_window = call.has_far() ? call.near_window : INT32_MAX;
     for (int t = 0; t < call.tokens; ++t) {
+        std::int32_t are_visible = -1;
         const std::int32_t query = std::int32_t(call.query_positions[std::int64_t(row) * call.tokens + t]);
         const std::int32_t chunk_start = query - query % call.attention_chunk;
         for (int j = 0; j < BLOCK; ++j) {
@@ -30,10 +32,11 @@ void mask_block(const Attend &call, int row, int score_head, int start, int coun
             const std::int32_t is_far = distance >= near_window;
             mask.bias[t][j] = is_visible ? 0.0f : HIDDEN;
             mask.is_far[t][j] = is_far ? -1 : 0;
-            seen[j] |= is_visible;
+            seen[j] |= is_visible, are_visible &= -is_visible;
             near[j] |= is_visible & ~is_far;
             far[j] |= is_visible & is_far;
         }
+        mask.is_open[t] = are_visible != 0;
     }
     mask.is_empty = true;
     for (int part = 0; part < BLOCK / LANES; ++part) {

@@ -17,6 +17,7 @@
 #include "instruction_sets.hpp"
 #include "module.hpp"
 #include "slots.hpp"
+#include "steady.hpp"
 
 namespace nb = nanobind;
 using namespace windlass;
@@ -101,7 +102,7 @@ void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArg
 
 // What a call of `attend` and a decode step have in common.
 Attend attend_call(std::tuple<int, int, int, int, int, int> sizes, int format, int float_format, PackedArguments keys,
-                   PackedArguments values, Address slot_positions, std::tuple<Address, Address, int> tables,
+                   PackedArguments values, Address slot_positions, std::tuple<Address, Address, int, bool> tables,
                    float scale, float softcap, std::tuple<int, int, int, int> visibility) {
     Attend call{};
     std::tie(call.batch, call.heads, call.kv_heads, call.score_heads, call.tokens, call.slots) = sizes;
@@ -109,7 +110,7 @@ Attend attend_call(std::tuple<int, int, int, int, int, int> sizes, int format, i
     call.keys = packed_states(keys), call.values = packed_states(values);
     call.slot_positions = at<const std::int32_t>(slot_positions);
     call.cos = at<const float>(std::get<0>(tables)), call.sin = at<const float>(std::get<1>(tables));
-    call.pairs = std::get<2>(tables);
+    call.pairs = std::get<2>(tables), call.is_steady = std::get<3>(tables);
     call.scale = scale, call.softcap = softcap;
     std::tie(call.sliding_window, call.reach, call.sinks, call.attention_chunk) = visibility;
     return call;
@@ -119,7 +120,7 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int floa
             std::tuple<std::int64_t, std::int64_t, std::int64_t> strides, PackedArguments keys,
             PackedArguments values, Address slot_positions, Address query_positions,
             std::tuple<Address, Address, Address, Address, int> rotary_index,
-            std::tuple<Address, Address, int> tables, Address query_gain, float scale, float softcap,
+            std::tuple<Address, Address, int, bool> tables, Address query_gain, float scale, float softcap,
             std::tuple<int, int, int, int> visibility, Address sink_logits, Address log_counts,
             std::tuple<Address, int, Address, Address> mass, Address out, const std::string &instruction_set,
             int threads) {
@@ -242,7 +243,7 @@ NB_MODULE(_native, module) {
     nb::class_<Decode>(module, "Decode")
         .def("__init__",
              [](Decode *self, std::tuple<int, int, int, int, int, int> sizes, int format, int float_format,
-                PackedArguments keys, PackedArguments values, std::tuple<Address, Address, int> tables, float scale,
+                PackedArguments keys, PackedArguments values, std::tuple<Address, Address, int, bool> tables, float scale,
                 float softcap, std::tuple<int, int, int, int> visibility, std::optional<RetainArguments> retention,
                 const std::string &instruction_set) {
                  const Attend call = attend_call(sizes, format, float_format, keys, values, 0, tables, scale, softcap,
@@ -253,6 +254,9 @@ NB_MODULE(_native, module) {
         .def("step", &decode);
     module.def("rotate", &rotate, "sizes"_a, "format"_a, "float_format"_a, "states"_a, "positions"_a,
                "tables"_a, "out"_a, "instruction_set"_a, "threads"_a);
+    module.def("is_steady", [](Address cos, Address sin, std::int64_t rows, int pairs) {
+        return is_steady(at<const float>(cos), at<const float>(sin), rows, pairs);
+    });
     module.def("encode", &encode, "sizes"_a, "float_format"_a, "states"_a, "strides"_a, "means"_a, "codes"_a,
                "scales"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,

@@ -17,24 +17,7 @@ inline V once(V v) {
     return v;
 }
 
-// Where 32 channels of 16 keys stand. Part p of them, 8 channels, stands in vectors 4 * p to 4 * p + 3; of these,
-// vector v has keys 4 * v to 4 * v + 3, one after the other. It meets the same part of a query in
-// all four places, so that of 16 products only the last four numbers of each are still to be added up.
-struct KeyTile {
-    __m512i vectors[16];
-
-    // Takes in the same 32 channels of keys 4 * v to 4 * v + 3.
-    [[gnu::always_inline]] void put(int v, const __m512i (&keys)[4]) {
-        const __m512i a = _mm512_shuffle_i32x4(keys[0], keys[1], 0x44),
-                      b = _mm512_shuffle_i32x4(keys[0], keys[1], 0xee),
-                      c = _mm512_shuffle_i32x4(keys[2], keys[3], 0x44),
-                      d = _mm512_shuffle_i32x4(keys[2], keys[3], 0xee);
-        vectors[v] = _mm512_shuffle_i32x4(a, c, 0x88), vectors[4 + v] = _mm512_shuffle_i32x4(a, c, 0xdd);
-        vectors[8 + v] = _mm512_shuffle_i32x4(b, d, 0x88), vectors[12 + v] = _mm512_shuffle_i32x4(b, d, 0xdd);
-    }
-};
-
-// What is read soon, so many bytes for each slot: the heads of a block are too short for the CPU to see it coming.
+// What is read soon: the heads of a block are too short for the CPU to see it coming.
 struct Ahead {
     const std::uint8_t *rows;
     std::size_t row_bytes;
@@ -45,112 +28,135 @@ struct Ahead {
         for (; row < end; row += 64) __builtin_prefetch(row, 0, 2);  // as far as the second cache
     }
 };
-// What is read after 16 keys: the values of their slots, and keys. Memory is asked for all the time, and of keys as
+// What is read after these keys: the values of their slots, and keys. Memory is asked for all the time, and of keys as
 // many while keys are read as while values are.
 struct Next {
     Ahead values, keys;
 
-    [[gnu::always_inline]] void fetch(int slot) const {
-        values.fetch(slot, slot + 4);
-        keys.fetch(slot, slot + 2);
+    Next from(int slot) const {
+        return {{values.rows + slot * values.row_bytes, values.row_bytes}, {keys.rows + slot * keys.row_bytes, keys.row_bytes}};
     }
 };
 
-// Keys in rows of bfloat16, `row_bytes` apart; those after `count` repeat the last.
-inline void lay_rows(const std::uint8_t *rows, std::size_t row_bytes, int count, std::size_t width, Next next,
-                     KeyTile *tiles) {
-    for (int v = 0; v < 4; ++v) {
-        next.fetch(4 * v);
-        for (std::size_t i = 0; i < width; i += 32) {
-            __m512i keys[4];
-            for (int k = 0; k < 4; ++k) {
-                const int j = 4 * v + k < count ? 4 * v + k : count - 1;
-                keys[k] = once(_mm512_loadu_si512(rows + j * row_bytes + 2 * i));
-            }
-            tiles[i / 32].put(v, keys);
-        }
-    }
-}
-
 inline __m512i rounded(Floats a, Floats b) { return (__m512i)_mm512_cvtne2ps_pbh((__m512)b, (__m512)a); }
 
-// Rows of the tables as `lay_split` reads them, 2 * pairs floats for each slot: of 32 pairs the cos of the even
-// ones, of the odd ones, then their sin.
-inline void split_tables(const std::int32_t *positions, int count, int pairs, const float *cos, const float *sin,
-                         float *out) {
-    for (int j = 0; j < count; ++j)
-        for (int i = 0; i < pairs; i += 32)
-            for (const float *table : {cos, sin}) {
-                const float *from = table + std::int64_t(positions[j]) * pairs + i;
-                const Floats a = load<Floats>(from), b = load<Floats>(from + 16);
-                store(out, __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30));
-                store(out + 16,
-                      __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31));
-                out += 32;
-            }
+// Of 32 numbers the even ones, then the odd ones.
+struct Parted {
+    Floats even, odd;
+
+    explicit Parted(const float *from) {
+        const Floats a = load<Floats>(from), b = load<Floats>(from + 16);
+        even = __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30);
+        odd = __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+    }
+};
+// One row of the tables as `TurnedKeys` reads it, 2 * pairs floats: of each 32 pairs their cos, then their sin, those of
+// bfloat16 keys parted.
+template <Format F>
+inline void lay_row(std::int64_t position, int pairs, const float *cos, const float *sin, float *out) {
+    for (int i = 0; i < pairs; i += 32)
+        for (const float *table : {cos, sin}) {
+            const float *from = table + position * pairs + i;
+            const Parted parted(from);
+            const bool is_parted = F == Format::bfloat16;
+            store(out, is_parted ? parted.even : load<Floats>(from));
+            store(out + 16, is_parted ? parted.odd : load<Floats>(from + 16));
+            out += 32;
+        }
 }
 // Of 32 channels those of rotated keys stand so: first the even ones. The queries' do, too.
-inline void split_query(float *numbers, int rotated) {
+inline void part_query(float *numbers, int rotated) {
     for (int i = 0; i < rotated; i += 32) {
-        float odd[16];
-        for (int j = 0; j < 16; ++j) odd[j] = numbers[i + 2 * j + 1];
-        for (int j = 0; j < 16; ++j) numbers[i + j] = numbers[i + 2 * j];
-        for (int j = 0; j < 16; ++j) numbers[i + 16 + j] = odd[j];
+        const Parted parted(numbers + i);
+        store(numbers + i, parted.even), store(numbers + i + 16, parted.odd);
     }
+}
+// A query that is rotated already, rotated back by a row of the tables as they are laid, and rounded.
+inline void turn_back(const float *query, const float *row, int pairs, int width, std::uint16_t *out) {
+    for (int i = 0; i < pairs; i += 32) {
+        Floats first[2], second[2];
+        for (int h = 0; h < 2; ++h) {
+            const Floats a = load<Floats>(query + i + 16 * h), b = load<Floats>(query + pairs + i + 16 * h),
+                         c = load<Floats>(row + 2 * i + 16 * h), s = load<Floats>(row + 2 * i + 32 + 16 * h);
+            first[h] = a * c + b * s, second[h] = b * c - a * s;
+        }
+        _mm512_storeu_si512(out + i, rounded(first[0], first[1])), _mm512_storeu_si512(out + pairs + i, rounded(second[0], second[1]));
+    }
+    for (int i = 2 * pairs; i < width; i += 16) store_half(out + i, load<Floats>(query + i));
 }
 
-// Keys in rows of bfloat16, rotated by `tables`: of 32 bfloat16 in a vector, the even ones are float32 once they are
-// shifted, and the odd ones once the even ones are cleared.
-inline void lay_split(const std::uint8_t *rows, std::size_t row_bytes, int count, int pairs, const float *tables,
-                      Next next, KeyTile *tiles) {
-    const Words odd = Words{} + 0xffff0000u;
-    for (int v = 0; v < 4; ++v) {
-        next.fetch(4 * v);
-        for (int i = 0; i < pairs; i += 32) {
-            __m512i first[4], second[4];
-            for (int k = 0; k < 4; ++k) {
-                const int j = 4 * v + k < count ? 4 * v + k : count - 1;
-                const std::uint8_t *row = rows + j * row_bytes + 2 * i;
-                const float *table = tables + j * 2 * pairs + 2 * i;
-                const Words a = once(load<Words>(row)), b = once(load<Words>(row + 2 * pairs));
-                const Floats c[2] = {once(load<Floats>(table)), once(load<Floats>(table + 16))},
-                             s[2] = {once(load<Floats>(table + 32)), once(load<Floats>(table + 48))},
-                             x[2] = {bits_of(a << 16), bits_of(a & odd)}, y[2] = {bits_of(b << 16), bits_of(b & odd)};
-                first[k] = rounded(x[0] * c[0] - y[0] * s[0], x[1] * c[1] - y[1] * s[1]);
-                second[k] = rounded(y[0] * c[0] + x[0] * s[0], y[1] * c[1] + x[1] * s[1]);
-            }
-            tiles[i / 32].put(v, first);
-            tiles[(pairs + i) / 32].put(v, second);
-        }
-    }
-}
+// Keys in rows of bfloat16, that are multiplied as they are. WIDTH: theirs, rows lying one after the other; 0: any.
+template <int WIDTH>
+struct RowKeys {
+    const std::uint8_t *rows;
+    std::size_t some_row_bytes;
+    int some_width;
+    static constexpr std::size_t STRIDE = 2 * WIDTH;  // of queries
+    static constexpr bool IS_TURNED = false;
 
-// Keys of low bits of which all channels are rotated, 2 * PAIRS of them.
-template <Format F, int PAIRS>
-void lay_rotated(const PackedStates &packed, std::size_t place, int head, const std::int32_t *positions, int count,
-                 const float *cos, const float *sin, Next next, KeyTile *tiles) {
-    for (int v = 0; v < 4; ++v) {
-        next.fetch(4 * v);
-        for (int i = 0; i < PAIRS; i += 32) {
-            __m512i first[4], second[4];
-            for (int k = 0; k < 4; ++k) {
-                const int j = 4 * v + k < count ? 4 * v + k : count - 1;
-                Slot<F> slot = slot_of<F>(packed, place + j, head);
-                slot.channels = 2 * PAIRS;  // now a constant
-                const std::int64_t angle = std::int64_t(positions[j]) * PAIRS + i;
-                Floats a[2], b[2];
-                for (int h = 0; h < 2; ++h) {
-                    const Floats x = slot.lanes(i + 16 * h), y = slot.lanes(PAIRS + i + 16 * h);
-                    const Floats c = once(load<Floats>(cos + angle + 16 * h)), s = once(load<Floats>(sin + angle + 16 * h));
-                    a[h] = x * c - y * s, b[h] = y * c + x * s;
-                }
-                first[k] = rounded(a[0], a[1]), second[k] = rounded(b[0], b[1]);
-            }
-            tiles[i / 32].put(v, first);
-            tiles[(PAIRS + i) / 32].put(v, second);
-        }
+    int width() const { return WIDTH ? WIDTH : some_width; }
+    RowKeys from(int key) const {
+        RowKeys moved = *this;
+        moved.rows += key * (WIDTH ? 2 * WIDTH : some_row_bytes);
+        return moved;
     }
-}
+    // Calls `use` with the 32 numbers of a key from each channel on.
+    template <class Use>
+    [[gnu::always_inline]] void each(int key, Use use) const {
+        const std::uint8_t *row = rows + key * (WIDTH ? 2 * WIDTH : some_row_bytes);
+#pragma GCC unroll 8
+        for (int i = 0; i < width(); i += 32) use(i, once(_mm512_loadu_si512(row + 2 * i)));
+    }
+};
+
+// Keys of which the first 2 * pairs channels are rotated by tables that are laid out for them. Of 32 bfloat16 in a vector
+// the even ones are float32 once they are shifted, and the odd ones once the even ones are cleared.
+// WIDTH: that of keys whose rows lie one after the other and of which all channels are rotated; 0: any, of bfloat16.
+template <Format F, int WIDTH>
+struct TurnedKeys {
+    const std::uint8_t *rows;
+    std::size_t some_row_bytes;
+    int some_width, some_pairs;
+    const float *tables;
+    const std::uint16_t *scales;
+    const float *means;
+    static constexpr std::size_t STRIDE = 2 * WIDTH;
+    static constexpr bool IS_TURNED = true;
+    static constexpr int ROW_BYTES = F == Format::bfloat16 ? 2 * WIDTH : F == Format::int8 ? WIDTH : WIDTH / 2;
+
+    int width() const { return WIDTH ? WIDTH : some_width; }
+    int pairs() const { return WIDTH ? WIDTH / 2 : some_pairs; }
+    TurnedKeys from(int key) const {
+        TurnedKeys moved = *this;
+        moved.rows += key * (WIDTH ? ROW_BYTES : some_row_bytes), moved.tables += key * 2 * pairs();
+        if (F != Format::bfloat16) moved.scales += key;
+        return moved;
+    }
+    template <class Use>
+    [[gnu::always_inline]] void each(int key, Use use) const {
+        const std::uint8_t *row = rows + key * (WIDTH ? ROW_BYTES : some_row_bytes);
+        const float *table = tables + key * 2 * pairs();
+        Slot<F> slot{row, width(), 1.0f, means};
+        if constexpr (F != Format::bfloat16) slot.scale = from_half(scales[key]);
+#pragma GCC unroll 4
+        for (int i = 0; i < pairs(); i += 32, table += 64) {
+            const Floats c[2] = {once(load<Floats>(table)), once(load<Floats>(table + 16))},
+                         s[2] = {once(load<Floats>(table + 32)), once(load<Floats>(table + 48))};
+            Floats x[2], y[2];
+            if constexpr (F == Format::bfloat16) {
+                const Words odd = Words{} + 0xffff0000u;
+                const Words a = once(load<Words>(row + 2 * i)), b = once(load<Words>(row + 2 * pairs() + 2 * i));
+                x[0] = bits_of(a << 16), x[1] = bits_of(a & odd), y[0] = bits_of(b << 16), y[1] = bits_of(b & odd);
+            } else {
+                x[0] = slot.lanes(i), x[1] = slot.lanes(i + 16), y[0] = slot.lanes(pairs() + i), y[1] = slot.lanes(pairs() + i + 16);
+            }
+            use(i, rounded(x[0] * c[0] - y[0] * s[0], x[1] * c[1] - y[1] * s[1]));
+            use(pairs() + i, rounded(y[0] * c[0] + x[0] * s[0], y[1] * c[1] + x[1] * s[1]));
+        }
+        if constexpr (!WIDTH)
+            for (int i = 2 * pairs(); i < width(); i += 32) use(i, once(_mm512_loadu_si512(row + 2 * i)));
+    }
+};
 
 // One slot's numbers, rotated, as a row of bfloat16. `pairs` and the channels are multiples of 16.
 template <class S>
@@ -163,32 +169,103 @@ inline void rotate_narrow(const S &slot, int pairs, const float *cos, const floa
     for (int i = 2 * pairs; i < slot.channels; i += 16) store_half(out + i, slot.lanes(i));
 }
 
-// Products of QUERIES queries, `stride` apart, with the 16 keys of `tiles`; those of query q at out + q * BLOCK.
-template <int QUERIES>
-void multiply_narrow(const std::uint16_t *queries, std::size_t stride, const KeyTile *tiles, std::size_t width,
-                     float *out) {
-    Floats products[QUERIES][4] = {};
-    for (std::size_t i = 0; i < width; i += 8) {
-        const __m512i *keys = tiles[i / 32].vectors + i % 32 / 8 * 4;
-        for (int q = 0; q < QUERIES; ++q) {
-            const __m512bh query = (__m512bh)_mm512_broadcast_i32x4(
-                _mm_loadu_si128((const __m128i *)(queries + q * stride + i)));
-            for (int v = 0; v < 4; ++v) products[q][v] = dot(products[q][v], query, (__m512bh)keys[v]);
-        }
+// Sums of numbers that stand STEP lanes apart: of each 2 * STEP lanes of the result, the first half from `a`, the
+// second from `b`. One of the two summands takes no shuffle, of which there is one a cycle.
+template <int STEP>
+inline Floats fold(Floats a, Floats b) {
+    const __m512 x = (__m512)a, y = (__m512)b;
+    if constexpr (STEP == 8)
+        return (Floats)_mm512_mask_blend_ps(0xff00, x, y) + (Floats)_mm512_shuffle_f32x4(x, y, 0x4e);
+    if constexpr (STEP == 4) {
+        const __m512 other = _mm512_mask_blend_ps(0x0f0f, x, y);
+        return (Floats)_mm512_mask_blend_ps(0xf0f0, x, y) + (Floats)_mm512_shuffle_f32x4(other, other, 0xb1);
     }
-    for (int q = 0; q < QUERIES; ++q) {
-        fold<2>(products[q]);
-        fold<1>(products[q]);
-        store(out + q * BLOCK, __builtin_shufflevector(products[q][0], products[q][0], 0, 4, 8, 12, 1, 5, 9, 13,
-                                                       2, 6, 10, 14, 3, 7, 11, 15));
+    if constexpr (STEP == 2) return (Floats)_mm512_mask_blend_ps(0xcccc, x, y) + (Floats)_mm512_shuffle_ps(x, y, 0x4e);
+    const __m512 other = _mm512_mask_blend_ps(0x5555, x, y);
+    return (Floats)_mm512_mask_blend_ps(0xaaaa, x, y) + (Floats)_mm512_permute_ps(other, 0xb1);
+}
+
+// A key's products with QUERIES queries, folded into one vector.
+template <int QUERIES>
+[[gnu::always_inline]] inline Floats fold_queries(const Floats (&products)[QUERIES]) {
+    if constexpr (QUERIES == 4)
+        return fold<4>(fold<8>(products[0], products[2]), fold<8>(products[1], products[3]));
+    else if constexpr (QUERIES == 2)
+        return fold<8>(products[0], products[1]);
+    else
+        return products[0];
+}
+// The products of KEYS keys, one after the other, folded into one vector.
+template <int QUERIES, int KEYS, class Of>
+[[gnu::always_inline]] inline Floats fold_keys(int first, Of of) {
+    if constexpr (KEYS == 1) {
+        return of(first);
+    } else {
+        const Floats a = fold_keys<QUERIES, KEYS / 2>(first, of), b = fold_keys<QUERIES, KEYS / 2>(first + KEYS / 2, of);
+        return fold<KEYS / 2>(a, b);
     }
 }
-inline void multiply_all_narrow(const std::uint16_t *queries, std::size_t stride, int count, const KeyTile *tiles,
-                                std::size_t width, float *out) {
+
+// Products of QUERIES queries, `stride` apart, with `count` keys, a multiple of 16; those of query q at out + q * BLOCK.
+template <int QUERIES, class Keys>
+void multiply_narrow(const std::uint16_t *queries, std::size_t stride, Keys keys, int count, Next next, float *out) {
+    constexpr int KEYS = 16 / QUERIES;
+    for (int j = 0; j < count; j += 16) {
+        next.values.fetch(j, j + 16);
+        next.keys.fetch(j, j + 8);
+        Floats products[QUERIES];
+#pragma GCC unroll 4
+        for (int part = 0; part < QUERIES; ++part) {
+            products[part] = fold_keys<QUERIES, KEYS>(0, [&](int key) __attribute__((always_inline)) {
+                Floats sums[QUERIES] = {};
+                keys.each(key, [&](int i, __m512i numbers) __attribute__((always_inline)) {
+#pragma GCC unroll 4
+                    for (int q = 0; q < QUERIES; ++q)
+                        sums[q] = dot(sums[q], (__m512bh)_mm512_loadu_si512(queries + q * (Keys::STRIDE ? Keys::STRIDE : stride) + i), (__m512bh)numbers);
+                });
+                return fold_queries<QUERIES>(sums);
+            });
+            keys = keys.from(KEYS);
+        }
+        if constexpr (QUERIES == 1) {
+            store(out + j, products[0]);
+        } else if constexpr (QUERIES == 2) {
+            const __m512 a = (__m512)products[0], b = (__m512)products[1];
+            store(out + j, (Floats)_mm512_shuffle_f32x4(a, b, 0x44)), store(out + BLOCK + j, (Floats)_mm512_shuffle_f32x4(a, b, 0xee));
+        } else {
+            const __m512 a = (__m512)products[0], b = (__m512)products[1], c = (__m512)products[2], d = (__m512)products[3];
+            const __m512 low = _mm512_shuffle_f32x4(a, b, 0x44), high = _mm512_shuffle_f32x4(a, b, 0xee),
+                         low2 = _mm512_shuffle_f32x4(c, d, 0x44), high2 = _mm512_shuffle_f32x4(c, d, 0xee);
+            store(out + j, (Floats)_mm512_shuffle_f32x4(low, low2, 0x88)), store(out + BLOCK + j, (Floats)_mm512_shuffle_f32x4(low, low2, 0xdd));
+            store(out + 2 * BLOCK + j, (Floats)_mm512_shuffle_f32x4(high, high2, 0x88)), store(out + 3 * BLOCK + j, (Floats)_mm512_shuffle_f32x4(high, high2, 0xdd));
+        }
+    }
+}
+template <class Keys>
+void multiply_all_narrow(const std::uint16_t *queries, std::size_t stride, int queries_count, const Keys &keys, int count,
+                         Next next, float *out) {
     int q = 0;
-    for (; q + 4 <= count; q += 4) multiply_narrow<4>(queries + q * stride, stride, tiles, width, out + q * BLOCK);
-    for (; q + 2 <= count; q += 2) multiply_narrow<2>(queries + q * stride, stride, tiles, width, out + q * BLOCK);
-    for (; q < count; ++q) multiply_narrow<1>(queries + q * stride, stride, tiles, width, out + q * BLOCK);
+    for (; q + 4 <= queries_count; q += 4, next = Next{})
+        multiply_narrow<4>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
+    for (; q + 2 <= queries_count; q += 2, next = Next{})
+        multiply_narrow<2>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
+    for (; q < queries_count; ++q, next = Next{})
+        multiply_narrow<1>(queries + q * stride, stride, keys, count, next, out + q * BLOCK);
+}
+// Keys in rows that lie one after the other, their width known where it is a usual one, and queries are as wide.
+template <class Use>
+void with_row_keys(const std::uint8_t *rows, std::size_t row_bytes, int width, std::size_t stride, Use use) {
+    if (row_bytes == 128 && width == 64 && stride == 128) return use(RowKeys<64>{rows, row_bytes, width});
+    if (row_bytes == 256 && width == 128 && stride == 256) return use(RowKeys<128>{rows, row_bytes, width});
+    use(RowKeys<0>{rows, row_bytes, width});
+}
+
+// The first `count` keys, rotated, in rows of bfloat16; what follows up to 16 is zeros.
+template <class Keys>
+void lay_rows(const Keys &keys, int count, std::uint16_t *rows) {
+    for (int j = 0; j < count; ++j)
+        keys.each(j, [&](int i, __m512i key) { _mm512_storeu_si512(rows + j * keys.width() + i, key); });
+    for (int i = count * keys.width(); i < 16 * keys.width(); i += 32) _mm512_storeu_si512(rows + i, __m512i{});
 }
 
 // 32 numbers of a slot, from channel i on, as bfloat16; codes of low bits are exact.
@@ -224,11 +301,7 @@ void add_narrow(const float *weights, NarrowValues values, int at, Ahead ahead, 
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v)
             load_interleaved(sum + q * sum_stride + at + v * 32, low[q][v], high[q][v]);
-    for (int j = 0; j < values.count; j += 2) {
-        if (j % 4 == 0 && ahead.row_bytes) ahead.fetch(j + 2, j + 4);
-        if (!values.is_seen[j / LANES]) continue;
-        const std::uint8_t *row = values.rows + j * values.row_bytes,
-                           *next = j + 1 < values.count ? row + values.row_bytes : row;
+    const auto add = [&](const std::uint8_t *row, const std::uint8_t *next, const float *weight) __attribute__((always_inline)) {
         __m512bh a[VECTORS], b[VECTORS];
         for (int v = 0; v < VECTORS; ++v) {
             const __m512i x = numbers_of<F>(row, values.first + at + v * 32, values.held),
@@ -236,12 +309,21 @@ void add_narrow(const float *weights, NarrowValues values, int at, Ahead ahead, 
             a[v] = (__m512bh)_mm512_unpacklo_epi16(x, y), b[v] = (__m512bh)_mm512_unpackhi_epi16(x, y);
         }
         for (int q = 0; q < QUERIES; ++q) {
-            const __m512bh weight = (__m512bh)all(weights[q * BLOCK / 2 + j / 2]);
+            const __m512bh pair = (__m512bh)all(weight[q * BLOCK / 2]);
             for (int v = 0; v < VECTORS; ++v) {
-                low[q][v] = dot(low[q][v], weight, a[v]);
-                high[q][v] = dot(high[q][v], weight, b[v]);
+                low[q][v] = dot(low[q][v], pair, a[v]);
+                high[q][v] = dot(high[q][v], pair, b[v]);
             }
         }
+    };
+    for (int j = 0; j < values.count; j += LANES) {
+        ahead.fetch(j + 8, j + 16);
+        if (!values.is_seen[j / LANES]) continue;
+        const std::uint8_t *row = values.rows + j * values.row_bytes;
+        const float *weight = weights + j / 2;
+        int left = values.count - j < LANES ? values.count - j : LANES;
+        for (; left >= 2; left -= 2, row += 2 * values.row_bytes, ++weight) add(row, row + values.row_bytes, weight);
+        if (left) add(row, row, weight);  // the weight of what comes after it is 0
     }
     for (int q = 0; q < QUERIES; ++q)
         for (int v = 0; v < VECTORS; ++v)

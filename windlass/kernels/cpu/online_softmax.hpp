@@ -7,12 +7,19 @@ Floats capped(Floats x, float cap) {
     return scaled > 0.0f ? t : -t;
 }
 
-// The logits of one query over a block become weights, relative to the running maximum in state[0];
-// state[1] is the running sum, `sum` the running weighted values.
-void online_softmax(const Attend &call, const BlockMask &mask, int token, float *logits, const float *far,
-                    const float *counts, float *state, float *sum, std::size_t width, float *logits_buf,
-                    int count) {
+// What a block adds to the logits of its queries, of which each has BLOCK; null where there is none.
+struct Logits {
+    float *near;
+    const float *far, *counts;
+};
+
+// The logits of one query over a block, as they count: capped, corrected and hidden. Returns the highest.
+inline float finish_logits(const Attend &call, const BlockMask &mask, int token, float *logits, const float *far, const float *counts) {
     Floats top = all(HIDDEN);
+    if (mask.is_open[token] && !far && !counts && call.softcap == 0) {
+        for (int j = 0; j < BLOCK; j += LANES) top = larger(load<Floats>(logits + j), top);
+        return top_of(top);
+    }
     for (int j = 0; j < BLOCK; j += LANES) {
         Floats x = load<Floats>(logits + j);
         if (far) x = load<Ints>(mask.is_far[token] + j) ? load<Floats>(far + j) : x;
@@ -23,23 +30,30 @@ void online_softmax(const Attend &call, const BlockMask &mask, int token, float 
         store(logits + j, x);
         top = larger(x, top);
     }
-    if (logits_buf) __builtin_memcpy(logits_buf, logits, count * sizeof(float));
-    const float highest = top_of(top);
-    if (highest == HIDDEN) {
-        for (int j = 0; j < BLOCK; ++j) logits[j] = 0;
-        return;
-    }
-    if (highest > state[0]) {
-        const float shrink = state[0] == HIDDEN ? 0.0f : std::exp(state[0] - highest);
-        state[0] = highest;
+    return top_of(top);
+}
+
+// The running softmax of a few queries, so that what is slow in one of them hides behind the others: logits become
+// weights, relative to the running maximum in state[0]; state[1] is the running sum, and from MAX_LANES on stand the
+// running weighted values.
+template <int QUERIES>
+inline void advance_softmax(const float *highest, float *logits, float *states, std::size_t state_width, std::size_t width) {
+    for (int q = 0; q < QUERIES; ++q) {
+        float *state = states + q * state_width;
+        if (!(highest[q] > state[0])) continue;
+        const float shrink = state[0] == HIDDEN ? 0.0f : std::exp(state[0] - highest[q]);
+        state[0] = highest[q];
         state[1] *= shrink;
-        for (std::size_t i = 0; i < width; i += LANES) store(sum + i, load<Floats>(sum + i) * shrink);
+        for (std::size_t i = 0; i < width; i += LANES)
+            store(state + MAX_LANES + i, load<Floats>(state + MAX_LANES + i) * shrink);
     }
-    Floats total{};
-    for (int j = 0; j < BLOCK; j += LANES) {
-        Floats weight = exponential(load<Floats>(logits + j) - state[0]);
-        store(logits + j, weight);
-        total += weight;
-    }
-    state[1] += sum_of(total);
+    Floats total[QUERIES] = {};
+    for (int j = 0; j < BLOCK; j += LANES)
+        for (int q = 0; q < QUERIES; ++q) {
+            const float top = states[q * state_width] == HIDDEN ? 0.0f : states[q * state_width];  // all is hidden so far
+            const Floats weight = exponential(load<Floats>(logits + q * BLOCK + j) - top);
+            store(logits + q * BLOCK + j, weight);
+            total[q] += weight;
+        }
+    for (int q = 0; q < QUERIES; ++q) states[q * state_width + 1] += sum_of(total[q]);
 }

@@ -194,7 +194,39 @@ inline void put(Format format, std::uint8_t *row, std::int64_t i, float x) {
     }
 }
 
-inline Floats larger(Floats a, Floats b) { return a > b ? a : b; }
+// Rows of numbers to float32 and back, with the format asked for once.
+inline void read_row(Format format, const std::uint8_t *row, int count, float *out) {
+    const auto read = [&](auto one) {
+        for (int i = 0; i < count; ++i) out[i] = one(i);
+    };
+    std::uint16_t narrow;
+    const auto half = [&](int i) { return __builtin_memcpy(&narrow, row + 2 * i, 2), narrow; };
+    if (format == Format::bfloat16) return read([&](int i) { return from_brain(half(i)); });
+    if (format == Format::float16) return read([&](int i) { return from_half(half(i)); });
+    __builtin_memcpy(out, row, 4 * std::size_t(count));
+}
+inline void put_row(Format format, std::uint8_t *row, const float *numbers, int count) {
+    const auto put = [&](auto narrow) {
+        for (int i = 0; i < count; ++i) {
+            const std::uint16_t one = narrow(numbers[i]);
+            __builtin_memcpy(row + 2 * i, &one, 2);
+        }
+    };
+    if (format == Format::bfloat16) return put(to_brain);
+    if (format == Format::float16) return put(to_half);
+    __builtin_memcpy(row, numbers, 4 * std::size_t(count));
+}
+
+// The second where either is no number.
+inline Floats larger(Floats a, Floats b) {
+#if defined(__AVX512F__)
+    return (Floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+    return (Floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
 inline Floats roots(Floats v) {
 #if defined(__AVX512F__)
     return (Floats)_mm512_sqrt_ps((__m512)v);
@@ -229,11 +261,14 @@ inline float sum_of(Floats v) {
 
 // e to the x for x <= 0, within 2 units of the last place; 0 below -87.
 inline Floats exponential(Floats x) {
-    const Floats low = all(-87.0f);
-    Floats y = x > low ? x : low;
-    Ints n = __builtin_convertvector(y * 1.44269504f - 0.5f, Ints);  // rounds to nearest, as y <= 0
-    Floats f = __builtin_convertvector(n, Floats);
-    Floats r = y - f * 0.693359375f - f * -2.12194440e-4f;
+    const Floats low = all(-87.0f), y = larger(x, low);
+#if defined(__AVX512F__)
+    const Floats f = (Floats)_mm512_roundscale_ps((__m512)(y * 1.44269504f), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+#else
+    const Ints n = __builtin_convertvector(y * 1.44269504f - 0.5f, Ints);  // rounds to nearest, as y <= 0
+    const Floats f = __builtin_convertvector(n, Floats);
+#endif
+    const Floats r = y - f * 0.693359375f - f * -2.12194440e-4f;
     Floats p = all(1.9875691500e-4f);
     p = p * r + 1.3981999507e-3f;
     p = p * r + 8.3334519073e-3f;
@@ -241,8 +276,12 @@ inline Floats exponential(Floats x) {
     p = p * r + 1.6666665459e-1f;
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
-    Floats result = p * (Floats)((n + 127) << 23);
+#if defined(__AVX512F__)
+    return (Floats)_mm512_maskz_scalef_ps(_mm512_cmp_ps_mask((__m512)x, (__m512)low, _CMP_GT_OQ), (__m512)p, (__m512)f);
+#else
+    const Floats result = p * (Floats)((n + 127) << 23);
     return x > low ? result : all(0.0f);
+#endif
 }
 
 // Of each 2 * STEP lanes, the first half from `a` and the second from `b`: their part number TAKE.
