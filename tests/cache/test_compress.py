@@ -82,10 +82,10 @@ def test_with_every_store_merge_and_mode(
         caches[0].compress(14)
     if store == "plain":
         assert_same(*caches)
-    # The caches have slots of another number, so sums differ in their last bit, and merged codes of 4 bits may then
-    # fall to either side of a rounding: what comes after the first token is not the same any more.
-    more = text(1 if merge is not None and store == "int4" else 9, rows=3, seed=9)
-    torch.testing.assert_close(*(read(model, cache, more, 1) for cache in caches), atol=1e-5, rtol=0)
+    more = text(9, rows=3, seed=9)
+    # Merged means are summed in another order, and the float16 scale of their codes may then be the next one: 2^-11.
+    tolerance = 1e-3 if merge is not None and store != "plain" else 1e-5
+    torch.testing.assert_close(*(read(model, cache, more, 1) for cache in caches), atol=tolerance, rtol=0)
 
 
 @pytest.mark.parametrize("rollback", [0, 7])

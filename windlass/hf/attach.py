@@ -28,8 +28,10 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
     pass of another thread is refused; give each thread a model of its own.
 
     `own_linear`: in a pass of at most 16 tokens with our cache, all rows counted, linear layers on a CPU are computed
-    by a kernel of ours; docs/benchmarks.md compares it with PyTorch's. It rounds otherwise, and the result of a token
-    does not depend on the other tokens of the pass. False: PyTorch's always.
+    by a kernel of ours, and so is what is beside attention in decoder layers whose code is that of Llama, Mistral,
+    Qwen2 or Qwen3, which many families share. Hooks and modules put in place of others are called as before.
+    docs/benchmarks.md compares it with PyTorch. It rounds otherwise, and the result of a token does not depend on the
+    other tokens of the pass. False: PyTorch's always.
 
     Raises: UnsupportedModel, naming the model and the reason; the model is then as it was. UsageError for what is no
     model of transformers, and for a model that is attached with another `own_linear`.
