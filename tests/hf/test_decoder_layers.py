@@ -96,6 +96,25 @@ def test_code_that_differs_is_not_known() -> None:
     assert not has_code_of(llama, LAYER)
 
 
+@pytest.mark.parametrize("name", ["before_attention", "after_attention"])
+def test_a_kernel_that_gives_something_else_serves_nothing(
+    name: str, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it would with a release of transformers whose modules compute something else."""
+    plain, own = tiny_model("qwen3"), getattr(FewTokens, name)
+
+    def changed(self: FewTokens, *given: Tensor) -> Any:
+        out = own(self, *given)
+        return out * 1.1 if isinstance(out, Tensor) else (out[0], out[1] * 1.1, out[2])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(FewTokens, name, changed)
+        model = windlass.attach(copy.deepcopy(plain))
+    calls.clear()
+    assert_equal_to_plain(model, plain, [3, 1, 1])
+    assert not calls
+
+
 def double(module: nn.Module, args: object, output: Tensor) -> Tensor:  # noqa: ARG001
     return output * 2
 

@@ -65,10 +65,8 @@ class AttachedModel(Attachment):
         }
         self.indexers = indexers_of(decoder.attention_modules, self._is_ours, self._note_indexer)
         self.indexed = IndexedLayers()
-        self.few_rows, self.own_linear = (
-            few_rows_of(model, decoder.inner, self.whole, NAME) if own_linear else [],
-            own_linear,
-        )
+        self.own_linear = own_linear
+        self.known, self.few_rows = few_rows_of(model, decoder.inner, self.whole, NAME, own_linear)
         self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None
         self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
@@ -245,6 +243,8 @@ class AttachedModel(Attachment):
         cache.reset()
         SelfCheck(model, self.decoder.outer, probe.modules).run(cache, self._configs.exchanged("eager"))
         self.states = meta_states(cache.recurrent)
+        cache.reset()
+        self.known.prove(model, cache)
 
     def _states_of(self, layer: int) -> list[Tensor]:
         """What the cache of the pass that runs in this thread keeps of a recurrent layer; nothing before a token."""

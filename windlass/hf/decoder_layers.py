@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, final
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from windlass import kernels
@@ -27,8 +28,12 @@ from windlass.hf.known_code import (
     has_code_of,
     rounding_of,
 )
+from windlass.hf.layer_proof import Proof
 from windlass.hf.linears import FewRows, linears_of
+from windlass.hf.model_cache import ModelCache
+from windlass.hf.probe import eval_mode
 from windlass.hf.replaced import Replaced
+from windlass.hf.token_ids import ordinary_ids
 from windlass.hf.whole_decoder import Attachment, KnownLayer, WholeDecoder
 from windlass.hf.whole_pass import CACHE, WholePass
 from windlass.kernels.cpu import MAX_ROWS
@@ -89,6 +94,22 @@ class KnownLayers:
         self.layers: list[FewTokensLayer] = []
         self.whole = WholeDecoder(decoder, self.layers)
         self._step: object = None  # of the pass for which they were prepared
+        self.is_proving = False
+
+    def prove(self, model: PreTrainedModel, cache: ModelCache) -> None:
+        """Read a token with an empty cache, in which each layer compares its kernel with its own code.
+
+        A layer in which they differ, as it may under another release of transformers, is left to its own code.
+        """
+        if not self.layers:
+            return
+        self.is_proving = True
+        try:
+            with torch.no_grad(), eval_mode(model):
+                ids = ordinary_ids(model, 1)
+                model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, past_key_values=cache)
+        finally:
+            self.is_proving = False
 
     def prepare(self, step: object, hidden: Tensor) -> None:
         """Prepare all layers for the pass that takes this step, once."""
@@ -123,6 +144,7 @@ class FewTokensLayer(KnownLayer):
         self._norms = [*(part.module for part in self._own[:2]), *(part.module for part in norms)]
         self._rotate = global_of(self._attention, ROTATION)
         self._prepared: _Prepared | None = None
+        self._is_proved = False  # whether the kernel was seen to give what the layer's own code gives
         self.replaced = Replaced(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -131,6 +153,13 @@ class FewTokensLayer(KnownLayer):
         if kernel is None:
             return self.replaced.original(*args, **kwargs)
         hidden: Tensor = args[0]
+        if self._all.is_proving:
+            proof = Proof(self.module, self.replaced.original, kernel)
+            out = proof.output(args, kwargs)
+            self._is_proved = proof.is_near(hidden, out)
+            return out
+        if not self._is_proved:
+            return self.replaced.original(*args, **kwargs)
         if (out := self._all.whole.result(self, hidden, kwargs[CACHE], kwargs.get(MASK))) is not None:
             return out
         attend = ALL_ATTENTION_FUNCTIONS[self._name]
@@ -155,11 +184,12 @@ class FewTokensLayer(KnownLayer):
         if not isinstance(cache, TextCache) or self._attention.config._attn_implementation != self._name:
             return None
         self._all.prepare(cache.text.pending, hidden)
-        return self.kernel_of(hidden)
+        prepared = self._prepared
+        return None if prepared is None or prepared.dtype is not hidden.dtype else prepared.kernel
 
     def kernel_of(self, hidden: Tensor) -> "FewTokens | None":
         """That which was prepared for the pass; None where there is none."""
-        prepared = self._prepared
+        prepared = self._prepared if self._is_proved else None
         return None if prepared is None or prepared.dtype is not hidden.dtype else prepared.kernel
 
     @property
@@ -245,10 +275,12 @@ def _own(module: nn.Module) -> object:
     return getattr(vars(module).get("forward"), "__self__", None)
 
 
-def few_rows_of(model: nn.Module, decoder: nn.Module, whole: WholePass, attention_name: str) -> list[Replaced]:
+def few_rows_of(
+    model: nn.Module, decoder: nn.Module, whole: WholePass, attention_name: str, is_wanted: bool
+) -> tuple[KnownLayers, list[Replaced]]:
     """Those of the model's linear layers, and of its decoder layers, that our kernels serve, each now installed."""
-    linears = linears_of(model, whole)
+    linears = linears_of(model, whole) if is_wanted else []
     known = [each for each in model.modules() if linears and "forward" not in vars(each) and _is_known(each)]
     layers = KnownLayers(decoder)
     layers.layers += [FewTokensLayer(each, whole, attention_name, layers) for each in known]
-    return [*(each.replaced for each in layers.layers), *linears]
+    return layers, [*(each.replaced for each in layers.layers), *linears]

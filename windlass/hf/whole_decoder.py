@@ -83,7 +83,7 @@ class WholeDecoder:
     def __init__(self, decoder: nn.Module, layers: Sequence[KnownLayer]) -> None:
         self._decoder, self._layers = decoder, layers
         self._is_known = any(has_code_of(decoder, each) for each in DECODERS)
-        self._done: tuple[object, Tensor] | None = None  # the step of a pass, and what the layers gave
+        self._done: tuple[object, Tensor, object] | None = None  # a pass's step, what the layers gave, their mask
 
     def result(self, layer: KnownLayer, hidden: Tensor, cache: TextCache, mask: object) -> Tensor | None:
         """What a layer returns in this way; None where it is to be called by itself.
@@ -92,8 +92,10 @@ class WholeDecoder:
         """
         step = cache.text.pending
         if self._done is not None and self._done[0] is step:
-            if layer is self._layers[0] or hidden is not self._done[1]:
-                raise UsageError("decoder layers were called in another order than their model's code says")
+            if layer is self._layers[0] or hidden is not self._done[1] or mask is not self._done[2]:
+                raise UsageError(
+                    "decoder layers were called in another order, or with other masks, than their model's code says"
+                )
             return hidden
         self._done = None
         if layer is not self._layers[0] or step is None or not step.is_token or turn_of(cache) is not Turn.NONE:
@@ -101,7 +103,7 @@ class WholeDecoder:
         if not self._can_be_whole():
             return None
         out = self._decoded(hidden, cache, mask)
-        self._done = None if out is None else (step, out)
+        self._done = None if out is None else (step, out, mask)
         return out
 
     def _can_be_whole(self) -> bool:
