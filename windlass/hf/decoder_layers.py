@@ -181,7 +181,9 @@ class FewTokensLayer(KnownLayer):
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
             return None
-        if not isinstance(cache, TextCache) or self._attention.config._attn_implementation != self._name:
+        if not isinstance(cache, TextCache) or cache.text.pending is None or cache.text.pending.is_captured:
+            return None
+        if self._attention.config._attn_implementation != self._name:
             return None
         self._all.prepare(cache.text.pending, hidden)
         prepared = self._prepared
