@@ -20,6 +20,7 @@ from windlass.engine.decode import Decoder
 from windlass.engine.graph import CudaGraph, Graph
 from windlass.engine.sampler import Sampler
 from windlass.evals.speed.rotated import RotatedStorage
+from windlass.hf.decoder_layers import FewTokensLayer
 from windlass.policies.base import Slots
 from windlass.testing import TRAINED_LENGTH, tiny_model
 
@@ -33,6 +34,7 @@ ENDS = (19, 8, 14)  # steps after which a row gets no more tokens
 def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled kernels would hide what they do from the tape."""
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
+    monkeypatch.setattr(FewTokensLayer, "_kernel", lambda *_: None)  # which a shared model may have prepared before
 
 
 def begun(model: PreTrainedModel, text: Text, options: dict[str, Any]) -> tuple[KVCache, torch.Tensor]:

@@ -87,7 +87,7 @@ class KnownLayers:
     """All layers of a model that a kernel serves.
 
     They are looked at together, when the first of them is called in a pass: between two layers the CPU's caches lose
-    what the look needs, and it takes ten times as long.
+    what the look needs, and it takes several times as long.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
