@@ -26,8 +26,7 @@ from windlass.testing import TRAINED_LENGTH, tiny_model
 
 MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
 SAMPLED = Sampling(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.3, seed=5)
-BUDGET, WINDOW, PROMPT = 15, 4, 10
-ENDS = (19, 8, 14)  # steps after which a row gets no more tokens
+BUDGET, WINDOW, PROMPT, ENDS = 15, 4, 10, (19, 8, 14)  # ends: steps after which a row gets no more tokens
 
 
 @pytest.fixture(autouse=True)

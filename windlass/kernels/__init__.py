@@ -51,7 +51,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 
 
 def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":
-    """`reference.decode` for these slots and queries like these; None where no backend does it in one call.
+    """`reference_decode.decode` for these slots and queries like these; None where no backend does it in one call.
 
     It is to be called only while keys, values and tables have the memory that they had.
     """

@@ -28,7 +28,7 @@ class Planned(NamedTuple):
 
 @final
 class Decode:
-    """`reference.decode` for the same slots, step after step: addresses and sizes are looked up once.
+    """`reference_decode.decode` for the same slots, step after step: addresses and sizes are looked up once.
 
     `queries` are those of any such step. Only while keys, values and tables have the memory that they had is it to be
     called.
@@ -57,13 +57,13 @@ class Decode:
         )
 
     def __call__(self, new: DecodeInput) -> DecodeOutput:
-        """See `reference.decode`."""
+        """See `reference_decode.decode`."""
         planned = self.planned(new)
         self.take(planned)
         return planned.output
 
     def take(self, planned: "Planned") -> None:
-        """Do what is planned; its output then holds what `reference.decode` gives."""
+        """Do what is planned; its output then holds what `reference_decode.decode` gives."""
         self.native.step(planned.given, torch.get_num_threads())
 
     def planned(self, new: DecodeInput) -> "Planned":
