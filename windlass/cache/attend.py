@@ -10,6 +10,7 @@ from torch import Tensor
 from windlass import kernels
 from windlass.cache.decode_kernel import LayerStep
 from windlass.cache.picks import Picks, picked
+from windlass.cache.recalled import of_slots, with_recalled
 from windlass.cache.rules import LayerRules
 from windlass.cache.table_view import TableView
 from windlass.core.attention import AttentionInput, Mass
@@ -47,9 +48,9 @@ def write_and_attend(
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     index = kernels.first_free(table.positions, keys.shape[2])
     table.write(index, keys, values, positions, initial, call.index_keys)
-    view = TableView.of(table, rules, step)
+    view = with_recalled(TableView.of(table, rules, step), asked, queries)
     out, mass = attend(view, rules, rotary, queries, mode, call, weighed)
-    return Written(index, out, mass, queries, initial), view
+    return Written(index, out, of_slots(mass, table.slots), queries, initial), view
 
 
 def attend(

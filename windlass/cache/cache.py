@@ -6,6 +6,8 @@ from windlass.cache import describe, edits, summary
 from windlass.cache.compress import compress, layer_limits
 from windlass.cache.decode_kernel import LayerStep, PlannedStep
 from windlass.cache.picture_edits import check_pictures
+from windlass.cache.recall import RecallStore
+from windlass.cache.recall_memory import RecallMemory
 from windlass.cache.recurrent_layer import RecurrentLayer, check_columns
 from windlass.cache.rows import RowTable, check_positions
 from windlass.cache.second_pass import second_pass
@@ -39,6 +41,7 @@ class TextCache(CacheState):
                 self.merge,
                 len(means),
                 index in self.shared,
+                self._recall(index, mean),
             )
             for index, (limits, rotary, mean) in enumerate(each)
         ]
@@ -49,6 +52,15 @@ class TextCache(CacheState):
         store = self.store.fresh(key_means)
         store.latent, store.index = self.latent_of(layer), self.index_of(layer)
         return store
+
+    def _recall(self, layer: int, key_means: KeyMeans | None) -> RecallStore | None:
+        """Where a layer's evicted tokens are found again; None where they are lost."""
+        options = self.options
+        if not options.recall:
+            return None
+        codec = options.recall_store.fresh(key_means)
+        codec.latent = self.latent_of(layer)
+        return RecallStore(options.recall, codec, RecallMemory(options.recall_folder), options.batch)
 
     def latent_of(self, layer: int) -> int:
         """How many of a layer's last key channels are its values (MLA), 0 for none; here none, as below."""

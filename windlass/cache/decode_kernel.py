@@ -124,7 +124,7 @@ class DecodeKernel:
     def of(self, asked: LayerStep) -> Prepared | None:
         """The kernel for this step; None where the step is none that it serves."""
         step, call, (queries, keys, values) = asked.step, asked.call, asked.states
-        if not step.is_token or not kernels.has_decode(queries.device.type):
+        if not step.is_token or asked.rules.recalls or not kernels.has_decode(queries.device.type):
             return None
         if call.sees_to is not None or call.picker is not None or call.sink_logits is not None:
             return None

@@ -24,10 +24,10 @@ def observed_columns(step: Step, wanted: int | None) -> ObservedColumns | None:
         return None
     if step.positions.shape[1] == 1:  # at decode, in one operation
         return step.first_columns
-    return _newest_first(step)[:, : (wanted or 0) + HEADROOM]
+    return newest_columns(step)[:, : (wanted or 0) + HEADROOM]
 
 
-def _newest_first(step: Step) -> ObservedColumns:
+def newest_columns(step: Step) -> ObservedColumns:
     """Columns of each row's tokens, the newest first; -1 fills up."""
     columns = torch.arange(step.positions.shape[1], device=step.positions.device)
     return columns.where(step.positions >= 0, -1).sort(-1, descending=True).values
@@ -52,7 +52,7 @@ def settle(policy: Policy, layer: int, slots: Callable[[], Slots], queries: Quer
     """
     if policy.needs.mass or policy.observed_queries is not None or queries.shape[2] <= HEADROOM:
         return None
-    columns, seen = _newest_first(step)[:, HEADROOM:], slots()
+    columns, seen = newest_columns(step)[:, HEADROOM:], slots()
     positions = step.positions.gather(1, columns.clamp(min=0)).where(columns >= 0, EMPTY)
     observe(policy, layer, seen, Observation(_no_mass(queries), queries_at(queries, columns), positions))
     return Settled({name: tensor.clone() for name, tensor in seen.state.items()}, dict(seen.statistics))

@@ -1,9 +1,11 @@
-"""The ten options of a cache: one record that the library, the command line, files and results share."""
+"""The options of a cache: one record that the library, the command line, files and results share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from windlass.cache.policy_spec import policy_of
+from windlass.cache.recall_options import DEFAULT_RECALL_STORE, check_recall, recall_folder_of, recall_store_of
 from windlass.core.limits import DEFAULT_SINKS, check_limits, default_window
 from windlass.core.spec import AUTO, NO_MERGE
 from windlass.core.step import Limits
@@ -36,6 +38,9 @@ class CacheOptions:
     rollback: int
     store: Store
     merge: Merge | None
+    recall: int
+    recall_store: Store
+    recall_folder: Path | None
 
     def __init__(
         self,
@@ -49,6 +54,9 @@ class CacheOptions:
         rollback: int = 16,
         store: str | Store = "plain",
         merge: str | Merge | None = None,
+        recall: int = 0,
+        recall_store: str | Store = DEFAULT_RECALL_STORE,
+        recall_folder: str | Path | None = None,
     ) -> None:
         vars(self).update(
             budget=budget,
@@ -61,14 +69,18 @@ class CacheOptions:
             rollback=rollback,
             store=store_of(store),
             merge=merge_of(merge),
+            recall=recall,
+            recall_store=recall_store_of(recall_store),
+            recall_folder=recall_folder_of(recall_folder),
         )
         vars(self).update(check_limits(vars(self)))
+        check_recall(self.recall, self.budget)
 
     @property
     def limits(self) -> Limits:
         """What every layer is told; where no window is given, it is a quarter of what the sinks leave, at most 64."""
         window = default_window(self.budget, self.sinks) if self.window is None else self.window
-        return Limits(self.budget, self.sinks, window, self.chunk, self.rollback)
+        return Limits(self.budget, self.sinks, window, self.chunk, self.rollback, self.recall)
 
     def labels(self) -> dict[str, int | str | None]:
         """The options that decide what a cache keeps and how it is read, as every row of results has them."""
@@ -82,6 +94,8 @@ class CacheOptions:
             "positions": str(self.positions),
             "store": self.store.name,
             "merge": NO_MERGE if self.merge is None else str(self.merge),
+            "recall": self.recall,
+            "recall_store": self.recall_store.name if self.recall else "none",
         }
 
     def document(self) -> dict[str, Any]:

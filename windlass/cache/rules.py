@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final
 
+from windlass.cache.recall import TOKEN_INDEX
 from windlass.core.attention import Visibility, most_visible
 from windlass.core.places import PLACES
 from windlass.core.step import HEADROOM, AttentionCall, Limits
@@ -59,6 +60,11 @@ class LayerRules:
         return most_visible(self.sliding_window, self.attention_chunk)
 
     @cached_property
+    def recalls(self) -> bool:
+        """Whether what is evicted may be read again: not where the model itself no longer sees it."""
+        return self.limits.recall > 0 and self.most_visible is None
+
+    @cached_property
     def is_whole_window(self) -> bool:
         """Whether the budget is the sliding window, or the chunk of attention."""
         return self.most_visible is not None and self.budget == self.most_visible
@@ -67,6 +73,7 @@ class LayerRules:
     def state(self) -> tuple[str, ...]:
         """What is kept per slot: the policy's state, what merging needs, and where tokens are read."""
         own = self.policy.needs.state if self.merge is None else (*self.policy.needs.state, *self.merge.state)
+        own = (*own, TOKEN_INDEX) if self.recalls else own
         return (*own, *PLACES) if self.has_places else own
 
     @cached_property
@@ -106,6 +113,8 @@ class LayerRules:
     @cached_property
     def visibility(self) -> Visibility:
         """Which of the held tokens a query may see, beyond causality."""
+        if self.recalls:  # what is recalled is read, however far back it stands
+            return Visibility()
         if keeps_newest(self.policy) and self.budget is not None and self.merge is None and not self.is_whole_window:
             reach = self.budget - self.limits.sinks + 1
             return Visibility(self.sliding_window, reach, self.limits.sinks, self.attention_chunk)

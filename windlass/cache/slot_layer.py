@@ -12,6 +12,7 @@ from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep
 from windlass.cache.eviction import evict, merge_evicted, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer import Layer
+from windlass.cache.recall import RecallStore
 from windlass.cache.observation import observation, observed_columns, queries_at, settle, slots_view
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable
@@ -42,9 +43,10 @@ class SlotLayer(Layer):
         merge: Merge | None = None,
         layers: int = 1,
         is_shared: bool = False,
+        recall: RecallStore | None = None,
     ) -> None:
         self.index, self.layers, self.rotary, self.is_shared = index, layers, rotary, is_shared
-        self.table = SlotTable(store)
+        self.table = SlotTable(store, recall)
         self.configured_policy, self.configured_merge = policy, merge
         self.rules = LayerRules(policy, merge, limits, limits.budget)
         self.longest_decode = HEADROOM  # tokens of one pass
@@ -174,6 +176,7 @@ class SlotLayer(Layer):
         elif records and any(records[-1].step is part for part in (step, step.parts[-1])):
             self.history, ring = self.history.without_last_pass(self.table)
             self.store.full_precision.tensors = ring
+            self.table.roll_back_recall(step.lengths)
 
     def observe_and_evict(self, record: StepRecord) -> None:
         """The second half of a step; the record is kept so that the step can be rolled back."""
@@ -194,6 +197,8 @@ class SlotLayer(Layer):
         if rules.is_whole_window and not self.is_empty:
             self.table.keep_state((), {})
             self.table.statistics = {}
+        if not rules.recalls:
+            self.table.recall = None
         self.rules = rules
 
     def keep_places(self) -> None:
@@ -260,6 +265,7 @@ class SlotLayer(Layer):
     def roll_back(self, counts: Sequence[int], here: Step) -> None:
         ring, before = self.store.full_precision, self.history.ring_before(counts, self.store.full_precision)
         ring.roll_back(counts)
+        self.table.roll_back_recall(counts)
         if before is not None:
             ring.tensors = before
         if self.is_lossless and not self.history.can_roll_back(counts):
@@ -277,8 +283,7 @@ class SlotLayer(Layer):
             return
         self.forget_steps(0)
         rows = slice(None) if row is None else slice(row, row + 1)
-        self.positions[rows] = change(self.positions[rows]).to(torch.int32)
-        self.table.count()
+        self.table.edit(change, rows)
 
     def load(self, tensors: dict[str, Tensor], rules: LayerRules, has_evicted: bool) -> None:
         """Take what `tensors` gave, of a layer that kept tokens by `rules`, into a layer that is empty."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass import kernels
+from windlass.cache.recall import TOKEN_INDEX, RecallStore
 from windlass.core.places import PLACES, SlotPlaces
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, QueryPositions, SlotIndex
@@ -28,6 +29,7 @@ class TableSnapshot(NamedTuple):
     state: dict[str, Tensor]
     statistics: dict[str, Tensor]
     occupancy_bound: int
+    recall_lengths: tuple[int, ...]
     copies: list[tuple[Tensor, Tensor]]  # a tensor, and what it held; grows before anything is written
 
 
@@ -38,11 +40,12 @@ class SlotTable:
 
     `positions` (batch, score_heads, slots) int32 has the token's index in its text, EMPTY or RESERVED. `state` has
     float32 tensors of the same shape, `statistics` what a policy keeps of the whole layer. `occupancy_bound` is at
-    least the number of tokens of any row, known without asking the device.
+    least the number of tokens of any row, known without asking the device. `recall` has all tokens, where what is
+    evicted is to be recalled.
     """
 
-    def __init__(self, store: Store) -> None:
-        self.store = store
+    def __init__(self, store: Store, recall: RecallStore | None = None) -> None:
+        self.store, self.recall = store, recall
         self.positions: Tensor = torch.empty(0, dtype=torch.int32)
         self.state: dict[str, Tensor] = {}
         self.statistics: dict[str, Tensor] = {}
@@ -108,6 +111,8 @@ class SlotTable:
 
         `index_keys` (batch, tokens, channels) are those of an indexer, where the layer holds such.
         """
+        if self.recall is not None and TOKEN_INDEX not in state:
+            state = state | {TOKEN_INDEX: self.recall.append(keys, values, positions[:, 0]).to(keys.device)}
         beside = [(self.positions, positions), *initial_writes(self.state, state), *self.store.index_writes(index_keys)]
         self.store.write(index, keys, values, positions, beside)
 
@@ -169,7 +174,13 @@ class SlotTable:
     def unwritten(self) -> TableSnapshot:
         """What the table is now, for a step that writes into none of its tensors: it goes on with others."""
         return TableSnapshot(
-            self.store.snapshot(), self.positions, self.state, dict(self.statistics), self.occupancy_bound, []
+            self.store.snapshot(),
+            self.positions,
+            self.state,
+            dict(self.statistics),
+            self.occupancy_bound,
+            () if self.recall is None else self.recall.lengths,
+            [],
         )
 
     def replace(self, positions: Tensor, state: Sequence[Tensor], occupancy_bound: int) -> None:
@@ -188,10 +199,26 @@ class SlotTable:
         for tensor, content in snapshot.copies:
             tensor.copy_(content)
         self.statistics, self.occupancy_bound = dict(snapshot.statistics), snapshot.occupancy_bound
+        if self.recall is not None:
+            self.recall.cut_to(snapshot.recall_lengths)
+
+    def roll_back_recall(self, counts: Sequence[int]) -> None:
+        """Forget that the newest `counts` tokens of each row were written, where all tokens are to be recalled."""
+        if self.recall is not None:
+            self.recall.roll_back(counts)
+
+    def edit(self, change: Callable[[Tensor], Tensor], rows: slice) -> None:
+        """Replace the positions of some rows."""
+        self.positions[rows] = change(self.positions[rows]).to(torch.int32)
+        if self.recall is not None:
+            self.recall.edit(change, rows)
+        self.count()
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
         self.store.select_rows(rows)
+        if self.recall is not None:
+            self.recall.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
         self.state = {name: tensor.index_select(0, rows) for name, tensor in self.state.items()}
         self.statistics = {name: tensor.index_select(0, rows) for name, tensor in self.statistics.items()}
@@ -200,6 +227,8 @@ class SlotTable:
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
         self.store.copy_row(source, target)
+        if self.recall is not None:
+            self.recall.copy_row(source, target)
         for tensor in (self.positions, *self.state.values(), *self.statistics.values()):
             tensor[target] = tensor[source]
         self.count()  # as above

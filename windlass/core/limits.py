@@ -16,6 +16,7 @@ LEAST = {  # the last three are those of position modes and stores
     "chunk": 1,
     "batch": 1,
     "rollback": 0,
+    "recall": 0,
     "group": 1,
     "limit": 1,
     "newest": 0,

@@ -41,6 +41,7 @@ class Limits:
     window: int
     chunk: int
     rollback: int
+    recall: int = 0
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from typing import NoReturn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from windlass.cache.options import CacheOptions
+from windlass.cache.recall_options import DEFAULT_RECALL_STORE
 from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
 from windlass.core.spec import AUTO
@@ -50,6 +51,10 @@ class KVCache(ModelCache):
     the model for 16 steps.
     `merge`: what happens to an evicted token's content: None drops it, "mean_count" averages it into the kept token
     whose key is most like its own; see `windlass.merge`.
+    `recall`: what is evicted stays in a recall store, and each step reads up to so many tokens of it again, beside the
+    slots: in each layer and kv head the pages of 8 tokens that matter most to the step's queries; 0 forgets it. The
+    store grows with the text, in the host's memory or, unnamed, in a file of `recall_folder`.
+    `recall_store`: how it holds keys and values: "plain", "int8" or "int4".
 
     Raises: UsageError for limits that cannot be honoured, or a model that is not attached.
     """
@@ -67,10 +72,16 @@ class KVCache(ModelCache):
         rollback: int = 16,
         store: str | Store = "plain",
         merge: str | Merge | None = None,
+        recall: int = 0,
+        recall_store: str | Store = DEFAULT_RECALL_STORE,
+        recall_folder: str | Path | None = None,
     ) -> None:
         check_adapter(model)
         attachment = attached(model)
-        options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge)
+        recalled = recall, recall_store, recall_folder
+        options = CacheOptions(
+            budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge, *recalled
+        )
         trained = find(options.policy, Trained)
         if trained is not None:
             trained.check(model_info(model))
@@ -79,7 +90,7 @@ class KVCache(ModelCache):
         check_policy(attachment.kinds, options.policy)
         super().__init__(attachment, options, attachment.rotaries, device, config, attachment.kinds)
         self.model_name = _name_of(model)
-        if options.store.needs_key_means:
+        if options.store.needs_key_means or (options.recall and options.recall_store.needs_key_means):
             if attachment.key_means is None:
                 attachment.key_means = measure_key_means(
                     model, KVCache(model, policy=Recent(), positions="original", batch=ROWS)

@@ -22,6 +22,7 @@ from windlass.core.decoder_layer import DecoderLayer
 from windlass.core.errors import WindlassWarning
 from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
+from windlass.core.recall import PageInput
 from windlass.core.shapes import Attended, Hidden, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
 from windlass.kernels import cpu, reference, sdpa
 from windlass.kernels.cpu import codes as cpu_codes
@@ -48,6 +49,11 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         if triton.can_read(call.queries, call.keys, call.values):
             return triton.attend(call)
     return reference.attend(call)
+
+
+def page_peaks(call: PageInput) -> Tensor:
+    """See `reference.page_peaks`."""
+    return reference.page_peaks(call)
 
 
 def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":

@@ -8,6 +8,7 @@ from torch.nn import functional
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Visibility, Writes
 from windlass.core.linear import LinearInput, Nibbles
 from windlass.core.packed import PackedStates
+from windlass.core.recall import PAGE, PageInput
 from windlass.core.rotary_index import EMPTY, RESERVED, RotaryBranch
 from windlass.core.rotate import rotate
 from windlass.core.shapes import (
@@ -148,6 +149,19 @@ def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
     top = torch.maximum(top, sinks)
     weights = torch.exp(scores - top)
     return weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - top))
+
+
+def page_peaks(call: PageInput) -> Tensor:
+    """(batch, heads, tokens, pages) float32: each query's largest product with a key of each page.
+
+    -inf where no token of the page may be recalled.
+    """
+    keys = call.keys.floats().float()
+    batch, kv_heads, slots, _ = keys.shape
+    grouped = call.queries.float().unflatten(1, (kv_heads, -1))
+    products = grouped @ keys[:, :, None].transpose(-1, -2)
+    products = products.masked_fill(~call.is_recallable[:, :, None, None], -torch.inf)
+    return products.unflatten(-1, (slots // PAGE, PAGE)).amax(-1).flatten(1, 2)
 
 
 def linear(call: LinearInput) -> LinearOutputs:

@@ -126,6 +126,13 @@ class Store(ABC):
             self._constants[name].equal(other._constants[name]) for name in self.constant_names
         )
 
+    def is_alike(self, other: "Store") -> bool:
+        """Whether the parts of `other` are the same numbers here, known without a look at them: of one kind and model.
+
+        Both were given the same constants, in the same layer.
+        """
+        return type(other) is type(self)
+
     def parts_of(self, keys: NewKeys, values: NewValues) -> Parts:
         """What is stored of these tokens."""
         return {name: part for name, part in self.encode(keys, self.stored(values)).items() if part.shape[3]}
@@ -252,6 +259,18 @@ class Store(ABC):
         self.full_precision.copy_row(source, target)
         for part in self._allocated().values():
             part[target] = part[source]
+
+    def over(self, parts: Parts) -> "Store":
+        """The same settings and constants over other memory, with no tokens in full precision beside it."""
+        twin = copy.copy(self)
+        twin._parts, twin.full_precision = parts, FullPrecisionRing()
+        return twin
+
+    def beside(self, parts: Parts) -> "Store":
+        """These slots and, behind them, tokens with these parts; for reading, as long as nothing is written here."""
+        twin = copy.copy(self)
+        twin._parts = {name: torch.cat((held, parts[name]), 2) for name, held in self._allocated().items()}
+        return twin
 
     def tensors(self) -> Parts:
         """Every tensor allocated, by name: what a file holds."""

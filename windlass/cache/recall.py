@@ -1,0 +1,193 @@
+"""What a layer has evicted, outside of its slots: each step reads the best of it again, beside the slots.
+
+Every token is written here when it is written to a slot, un-rotated. Which of them are evicted is not noted: a slot
+knows which token it holds, and the others are those that may be recalled. So nothing has to be moved when a token is
+evicted, nor back when an eviction is rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final, NamedTuple, final
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from windlass import kernels
+from windlass.cache.recall_memory import RecallMemory
+from windlass.core.recall import PAGE, PageInput
+from windlass.core.rotary_index import EMPTY
+from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Scores
+from windlass.stores.base import Parts, Store
+
+TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
+RECALL: Final = "recall."  # begins the names of its tensors, among all of a layer's
+POSITIONS: Final = "positions"
+DECIDING: Final = 16  # the newest queries of a step, which decide what all of its queries recall
+
+
+class Recalled(NamedTuple):
+    """Tokens to be read beside the slots: their parts in a store, and their positions, EMPTY for none."""
+
+    parts: Parts
+    positions: Tensor  # (batch, kv_heads, recalled) int32
+
+
+@final
+class RecallStore:
+    """All tokens of a layer's rows, by the number of tokens that were written to the row before each.
+
+    `tokens` are recalled in a step at most. `codec` says how they are held, in memory or in a file of `folder`.
+    """
+
+    def __init__(self, tokens: int, codec: Store, memory: RecallMemory, batch: int) -> None:
+        self.tokens, self.codec, self.memory, self.batch = tokens, codec, memory, batch
+        self.lengths: tuple[int, ...] = ()
+        """Tokens of each row; what lies behind them is not looked at."""
+        self.positions = torch.empty(1, 0, dtype=torch.int32)
+        """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written."""
+        return not self.memory.segments
+
+    def append(self, keys: NewKeys, values: NewValues, positions: QueryPositions) -> Scores:
+        """Hold these tokens too, but for padding, whose positions are EMPTY.
+
+        Returns (batch, 1, tokens) the index of each in its row, which its slot is to keep.
+        """
+        keys, values, positions = (each.detach().to("cpu") for each in (keys, values, positions))
+        if self.is_empty:
+            self.codec.allocate(keys[:, :, :1], values[:, :, :1], 1)
+            self.lengths = (0,) * keys.shape[0]
+        is_token = positions >= 0
+        counts = is_token.sum(1).tolist()
+        ends = tuple(length + count for length, count in zip(self.lengths, counts, strict=True))
+        parts = self.codec.parts_of(keys, values)
+        self._grow(max(ends), parts)
+        starts = torch.tensor(self.lengths)[:, None]
+        index = starts + is_token.cumsum(1) - 1
+        if all(count == positions.shape[1] for count in counts) and len(set(self.lengths)) == 1:
+            self._put(slice(None), self.lengths[0], parts, positions)
+        else:
+            for row in range(len(counts)):
+                own = {name: part[row : row + 1, :, is_token[row]] for name, part in parts.items()}
+                self._put(slice(row, row + 1), self.lengths[row], own, positions[row : row + 1, is_token[row]])
+        self.lengths = ends
+        return index[:, None].float()
+
+    def choose(self, queries: Queries, is_query: Tensor, kept: Scores) -> Recalled:
+        """The evicted tokens of the pages that matter most to the queries.
+
+        `queries` (turned as attention turns them) are weighed where `is_query` (batch, tokens). `kept`
+        (batch, kv_heads, slots) are the indices of the tokens in slots, negative in the others.
+
+        A page is worth the largest share that one of its tokens has in the softmax of any query and head.
+        """
+        is_recallable = self._is_recallable(kept)
+        peaks = torch.cat(
+            [
+                kernels.page_peaks(
+                    PageInput(
+                        queries,
+                        self.codec.over(segment.parts).packed()[0],
+                        is_recallable[..., segment.start : segment.stop],
+                    )
+                )
+                for segment in self.memory.segments
+            ],
+            -1,
+        )
+        shares = peaks.softmax(-1).nan_to_num(0.0) * is_query[:, None, :, None]
+        worth = shares.unflatten(1, (kept.shape[1], -1)).flatten(2, 3).amax(2)  # (batch, kv_heads, pages)
+        count = min(self.tokens // PAGE, worth.shape[-1])
+        pages = worth.topk(count, dim=-1, sorted=False).indices
+        index = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(2)
+        is_read = is_recallable.gather(-1, index)
+        positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
+        return Recalled(self.memory.read(index), positions.where(is_read, EMPTY))
+
+    def roll_back(self, counts: Sequence[int]) -> None:
+        """Forget the newest `counts` tokens of each row."""
+        if not self.is_empty:
+            self.cut_to([length - count for length, count in zip(self.lengths, counts, strict=True)])
+
+    def cut_to(self, lengths: Sequence[int]) -> None:
+        """Forget what each row holds beyond so many tokens."""
+        self.lengths = tuple(lengths)
+        for row, length in enumerate(lengths):
+            self.positions[row, length:] = EMPTY
+
+    def edit(self, change: Callable[[Tensor], Tensor], rows: slice) -> None:
+        """Replace the positions of some rows, as those of the slots are."""
+        if not self.is_empty:
+            now = self.positions[rows, None]
+            self.positions[rows] = change(now).to(torch.int32).where(now >= 0, EMPTY)[:, 0]
+
+    def join(self, other: RecallStore, source: int, row: int, at: int) -> int:
+        """Append row `source` of another store, as text that goes on at position `at`; returns the index it begins at.
+
+        Keys and values are converted once, where the other store holds them in another way.
+        """
+        length, parts = other.lengths[source], other.memory.filled(other.lengths[source])
+        parts = {name: part[source : source + 1] for name, part in parts.items()}
+        theirs = other.codec.over(parts)
+        if self.is_empty:
+            self.codec.allocate(theirs.keys()[:, :, :1], theirs.values()[:, :, :1], 1)
+            self.lengths = (0,) * self.batch
+        if not self.codec.is_compatible(other.codec):
+            parts = self.codec.parts_of(theirs.keys(), theirs.values())
+        start = self.lengths[row]
+        self._grow(start + length, {name: part.expand(self.batch, -1, -1, -1) for name, part in parts.items()})
+        positions = other.positions[source : source + 1, :length]
+        self._put(slice(row, row + 1), start, parts, (positions + at).where(positions >= 0, EMPTY))
+        self.lengths = tuple(each + length * (index == row) for index, each in enumerate(self.lengths))
+        return start
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the batch rows at `rows`, which may repeat."""
+        rows = rows.to("cpu")
+        self.memory.select_rows(rows)
+        self.positions = self.positions.index_select(0, rows)
+        self.lengths = tuple(self.lengths[row] for row in rows.tolist())
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Overwrite row `target` with row `source`."""
+        self.memory.copy_row(source, target)
+        self.positions[target] = self.positions[source]
+        self.lengths = tuple(self.lengths[source if row == target else row] for row in range(len(self.lengths)))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything that a file has to hold, by name."""
+        if self.is_empty:
+            return {}
+        tokens = max(self.lengths)
+        constants = {name: self.codec.tensors()[name] for name in self.codec.constant_names}
+        parts = self.memory.filled(tokens) | constants | {POSITIONS: self.positions[:, :tokens]}
+        return {RECALL + name: tensor for name, tensor in parts.items()}
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all that is allocated."""
+        parts = [part for segment in self.memory.segments for part in segment.parts.values()]
+        return self.positions.nbytes + sum(part.nbytes for part in parts)
+
+    def _is_recallable(self, kept: Scores) -> Tensor:
+        """(batch, kv_heads, capacity): whether a token is part of the text, and in no slot of its head."""
+        batch, kv_heads, _ = kept.shape
+        capacity = self.positions.shape[1]
+        index = kept.long()
+        is_text = pad(self.positions >= 0, (0, 1))[:, None].expand(batch, kv_heads, -1)
+        return is_text.scatter(-1, index.where(index >= 0, capacity), False)[..., :capacity]
+
+    def _grow(self, tokens: int, sample: Parts) -> None:
+        self.memory.grow(tokens, sample)
+        more = self.memory.capacity - self.positions.shape[1]
+        if more > 0:
+            self.positions = pad(self.positions.expand(self.batch, -1), (0, more), value=EMPTY)
+
+    def _put(self, rows: slice, start: int, parts: Parts, positions: QueryPositions) -> None:
+        self.memory.put(rows, start, parts)
+        self.positions[rows, start : start + positions.shape[1]] = positions.to(torch.int32)

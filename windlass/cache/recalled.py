@@ -1,0 +1,63 @@
+"""What a step reads beside its slots: tokens that were evicted, chosen by the step's own queries."""
+
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from windlass.cache.decode_kernel import LayerStep
+from windlass.cache.observation import newest_columns, queries_at
+from windlass.cache.recall import DECIDING, TOKEN_INDEX
+from windlass.cache.table_view import TableView
+from windlass.core.attention import Mass
+from windlass.core.errors import UsageError
+from windlass.core.shapes import Queries
+from windlass.positions.rotary import Rotation
+
+DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
+
+
+def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableView:
+    """What the queries of a step find in its slots, which have the step's tokens, and beside them what they recall.
+
+    Raises: UsageError in a text with pictures, and under a sparse attention that picks slots.
+    """
+    table, recall = asked.table, asked.table.recall
+    if recall is None or recall.is_empty or max(recall.lengths) <= table.occupancy_bound:
+        return view
+    if view.places is not None or asked.call.picker is not None:
+        what = "a text with pictures" if view.places is not None else "sparse attention that picks tokens"
+        raise UsageError(f"recall={recall.tokens} is not known for {what}; use a KVCache with recall=0")
+    columns = newest_columns(asked.step)[:, :DECIDING]
+    is_query = columns >= 0
+    kv_heads = view.keys.data.shape[1]
+    held = table.state[TOKEN_INDEX].where(table.positions >= 0, -1.0).expand(-1, kv_heads, -1)
+    chosen = recall.choose(_turned(queries_at(queries, columns), asked).cpu(), is_query.cpu(), held.cpu())
+    parts, positions = chosen.parts, chosen.positions.to(view.positions.device)
+    if not table.store.is_alike(recall.codec):
+        found = recall.codec.over(parts)
+        parts = table.store.parts_of(found.keys(), found.values())
+    parts = {name: part.to(positions.device) for name, part in parts.items()}
+    keys, values = table.store.beside(parts).packed()
+    log_counts = view.log_counts
+    if log_counts is not None:
+        log_counts = torch.cat((log_counts.expand(-1, kv_heads, -1), torch.zeros(positions.shape)), -1)
+    both = torch.cat((view.positions.expand(-1, kv_heads, -1), positions), -1)
+    occupancy = view.occupancy + positions.shape[-1]
+    return replace(view, keys=keys, values=values, positions=both, log_counts=log_counts, occupancy=occupancy)
+
+
+def of_slots(mass: Mass | None, slots: int) -> Mass | None:
+    """The attention that the slots got, without what was recalled beside them."""
+    if mass is None or mass.rows.shape[-1] == slots:
+        return mass
+    return Mass(mass.rows[..., :slots], None if mass.rest is None else mass.rest[..., :slots])
+
+
+def _turned(queries: Queries, asked: LayerStep) -> Tensor:
+    """Queries whose products with un-rotated keys are logits at `DISTANCE`."""
+    rotation = Rotation(asked.rotary, max(asked.step.end, DISTANCE + 1), queries.device)
+    turned = rotation.rotate(queries, torch.full((1, 1, 1), DISTANCE, device=queries.device))
+    gain = rotation.query_gain()
+    return (turned if gain is None else turned * gain).float() * asked.call.scale
