@@ -233,6 +233,14 @@ class TextCache(CacheState):
         """
         return sum(describe.bytes_by_part(self).values())
 
+    @property
+    def recall_bytes(self) -> int:
+        """Bytes of what was evicted and can be recalled, in the host's memory or a file: it grows with the text.
+
+        They are no part of `bytes_held`.
+        """
+        return describe.recall_bytes(self)
+
     __repr__ = summary.as_text
     _repr_html_ = summary.as_html
     describe = describe.describe

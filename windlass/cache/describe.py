@@ -50,6 +50,22 @@ def _tensors_in(record: object) -> Iterator[Tensor]:
         yield from _tensors_in(each)
 
 
+def recall_bytes(cache: CacheState) -> int:
+    """Bytes of what was evicted and can be recalled: in the host's memory or a file, beside `bytes_by_part`."""
+    return sum(layer.table.recall.nbytes for layer in cache.layers if layer.table.recall is not None)
+
+
+def recall_note(cache: CacheState) -> str:
+    """What each step recalls, of how much, and what that takes."""
+    options = cache.options
+    place = "in memory" if options.recall_folder is None else f"in a file of {options.recall_folder}"
+    held = ", ".join(map(str, cache.rows.tokens_seen))
+    size = in_units(recall_bytes(cache))
+    return (
+        f"{options.recall} tokens a layer and step, of {held}, which take {size} {place} ({options.recall_store.name})"
+    )
+
+
 def reading_now(cache: CacheState) -> str:
     """The position mode in which the newest token of the longest row is read; for `auto`, the one that it is there."""
     mode = cache.positions.within(cache.trained_length, cache.limits.budget is not None)
@@ -107,5 +123,7 @@ def describe(cache: CacheState) -> str:
     lines += [f"  states   {kind} in {count} layers, of one size" for kind, count in states.items()]
     sizes = bytes_by_part(cache)
     parts = ", ".join(f"{name} {in_units(size)}" for name, size in sizes.items())
+    if cache.options.recall:
+        lines.append(f"  recall   {recall_note(cache)}")
     lines.append(f"  bytes    {in_units(sum(sizes.values()))}" + (f" ({parts})" if parts else ""))
     return "\n".join(lines)

@@ -114,7 +114,7 @@ def shift(cache: CacheState, start: int, end: int, by: int, row: int | None = No
     for layer in cache.layers:
         for index in rows:
             if not layer.is_empty:
-                _check_shift(layer.positions[index], start, end, by, ends[index])
+                _check_shift(layer.table.positions_of(index), start, end, by, ends[index])
     pictures = {index: shifted(cache.rows.rows[index], start, end, by) for index in rows}
     check_places(cache, rows, start, end, by)
     moved = cache.rows.changed(lambda index, one: replace(one, pictures=pictures.get(index, one.pictures)), row)
@@ -139,7 +139,7 @@ def divide(cache: CacheState, start: int, end: int, by: int, row: int | None = N
     held = [layer for layer in cache.layers if not layer.is_empty]
     for layer in held:
         for index in rows:
-            positions = layer.positions[index]
+            positions = layer.table.positions_of(index)
             _check_end(positions[(positions < start) | (positions >= end)], ends[index], f"divide by {by}")
     for layer in held:
         layer.forget_steps(0)

@@ -9,9 +9,17 @@ from windlass.cache.slot_table import SlotTable
 from windlass.core.attention import EvictionInput
 from windlass.core.record import StepRecord
 from windlass.core.shapes import Scores
+from windlass.core.step import Step
 from windlass.merge import LayerView, plan_merge
 from windlass.policies.base import Slots
 from windlass.policies.calls import scores_of
+
+
+def parts_of(table: SlotTable, rules: LayerRules, step: Step) -> tuple[Step, ...]:
+    """`step.parts`, unless nothing depends on it: no token is evicted, observed or held in another precision."""
+    is_evicting = rules.budget is not None and table.occupancy_bound + max(step.lengths) > rules.budget
+    is_apart = is_evicting or rules.policy.observed_queries != 0 or table.store.full_precision.newest > 0
+    return step.parts if is_apart and not step.defer_eviction else (step,)
 
 
 def scores_over_budget(table: SlotTable, rules: LayerRules, layer: int, slots: Slots) -> Scores:

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.cache.policy_spec import policy_of
-from windlass.cache.recall_options import DEFAULT_RECALL_STORE, check_recall, recall_folder_of, recall_store_of
+from windlass.cache.recall_options import DEFAULT_RECALL_STORE, recall_folder_of, recall_store_of
 from windlass.core.limits import DEFAULT_SINKS, check_limits, default_window
 from windlass.core.spec import AUTO, NO_MERGE
 from windlass.core.step import Limits
@@ -74,7 +74,6 @@ class CacheOptions:
             recall_folder=recall_folder_of(recall_folder),
         )
         vars(self).update(check_limits(vars(self)))
-        check_recall(self.recall, self.budget)
 
     @property
     def limits(self) -> Limits:
@@ -99,7 +98,7 @@ class CacheOptions:
         }
 
     def document(self) -> dict[str, Any]:
-        """All options but the policy as JSON can hold them; see `from_document`."""
+        """All options but the policy, and a folder of this machine, as JSON can hold them; see `from_document`."""
         limits = {"budget": self.budget, "sinks": self.sinks, "window": self.window}
         return {
             "batch": self.batch,
@@ -107,6 +106,8 @@ class CacheOptions:
             "limits": limits | {"chunk": self.chunk, "rollback": self.rollback},
             "store": self.store.name,
             "merge": None if self.merge is None else str(self.merge),
+            "recall": self.recall,
+            "recall_store": self.recall_store.name,
         }
 
     @classmethod

@@ -7,7 +7,7 @@ evicted, nor back when an eviction is rolled back.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
 import torch
@@ -16,7 +16,8 @@ from torch.nn.functional import pad
 
 from windlass import kernels
 from windlass.cache.recall_memory import RecallMemory
-from windlass.core.recall import PAGE, PageInput
+from windlass.core.limits import PAGE
+from windlass.core.recall import PageInput
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Scores
 from windlass.stores.base import Parts, Store
@@ -167,6 +168,16 @@ class RecallStore:
         constants = {name: self.codec.tensors()[name] for name in self.codec.constant_names}
         parts = self.memory.filled(tokens) | constants | {POSITIONS: self.positions[:, :tokens]}
         return {RECALL + name: tensor for name, tensor in parts.items()}
+
+    def load(self, tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> None:
+        """Hold what `tensors` gave, of rows of these lengths; other names are ignored. Nothing was written before."""
+        own = {name.removeprefix(RECALL): each.cpu() for name, each in tensors.items() if name.startswith(RECALL)}
+        positions = own.pop(POSITIONS)
+        self.codec.restore(own)
+        parts = {name: each for name, each in own.items() if name not in self.codec.constant_names}
+        self._grow(max(lengths), parts)
+        self._put(slice(None), 0, parts, positions)
+        self.cut_to(lengths)
 
     @property
     def nbytes(self) -> int:

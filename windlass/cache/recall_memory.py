@@ -6,7 +6,7 @@ import mmap
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Final, NamedTuple, final
+from typing import Final, NamedTuple, final
 
 import torch
 from torch import Tensor
@@ -29,16 +29,15 @@ class Segment(NamedTuple):
 
 @final
 class RecallMemory:
-    """Parts of tokens by their index in a row, in memory or, where `folder` is given, in an unnamed file there.
+    """Parts of tokens by their index in a row, in memory or, where `folder` is given, in unnamed files there.
 
-    A segment is half as large as all before it: few segments, and little that is not in use. The file has no name, so
-    that nothing is left of it, whatever happens to the process.
+    A segment is half as large as all before it: few segments, and little that is not in use. Files without a name take
+    no space any more when the process ends, whatever ends it.
     """
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.segments: list[Segment] = []
-        self._file: IO[bytes] | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
         """The same in memory, or a file, of its own."""
@@ -114,13 +113,11 @@ class RecallMemory:
         if self.folder is None:
             return like.new_zeros(shape)
         numbers = like.shape[0] * like.shape[1] * tokens * like.shape[3]
-        size = -(-numbers * like.itemsize // mmap.ALLOCATIONGRANULARITY) * mmap.ALLOCATIONGRANULARITY
+        size = numbers * like.itemsize
         try:
-            if self._file is None:
-                self._file = tempfile.TemporaryFile(dir=self.folder)
-            start = self._file.seek(0, 2)
-            self._file.truncate(start + size)
-            mapped = mmap.mmap(self._file.fileno(), size, offset=start)
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.truncate(size)
+                mapped = mmap.mmap(file.fileno(), size)
         except OSError as error:
             raise UsageError(
                 f"recall_folder {str(self.folder)!r} has no room for {size:,} bytes more ({error.strerror}); give a "

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from windlass.cache.attend import Written, write_and_attend
 from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep
-from windlass.cache.eviction import evict, merge_evicted, scores_over_budget
+from windlass.cache.eviction import evict, merge_evicted, parts_of, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer import Layer
-from windlass.cache.recall import RecallStore
 from windlass.cache.observation import observation, observed_columns, queries_at, settle, slots_view
+from windlass.cache.recall import RecallStore
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable
 from windlass.cache.table_view import TableView
@@ -101,16 +101,10 @@ class SlotLayer(Layer):
         if step.drafts:
             self.longest_decode = max(self.longest_decode, step.positions.shape[1])
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
-        parts = asked._replace(rules=self.rules).split(self._parts(step))
+        parts = asked._replace(rules=self.rules).split(parts_of(self.table, self.rules, step))
         outs = [self._step(part, is_continued=part is not parts[0]) for part in parts]
         self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
-
-    def _parts(self, step: Step) -> tuple[Step, ...]:
-        """`step.parts`, unless nothing depends on it: no token is evicted, observed or held in another precision."""
-        is_evicting = self.budget is not None and self.table.occupancy_bound + max(step.lengths) > self.budget
-        is_apart = is_evicting or self.policy.observed_queries != 0 or self.store.full_precision.newest > 0
-        return step.parts if is_apart and not step.defer_eviction else (step,)
 
     def planned(self, asked: LayerStep) -> PlannedStep | None:
         """The whole step by one call of a kernel, which is still to be taken; None where it takes more than that."""
@@ -197,9 +191,7 @@ class SlotLayer(Layer):
         if rules.is_whole_window and not self.is_empty:
             self.table.keep_state((), {})
             self.table.statistics = {}
-        if not rules.recalls:
-            self.table.recall = None
-        self.rules = rules
+        self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
 
     def keep_places(self) -> None:
         """Note from now on where tokens are read: in a text with pictures. Earlier steps can't be rolled back."""
@@ -285,10 +277,10 @@ class SlotLayer(Layer):
         rows = slice(None) if row is None else slice(row, row + 1)
         self.table.edit(change, rows)
 
-    def load(self, tensors: dict[str, Tensor], rules: LayerRules, has_evicted: bool) -> None:
-        """Take what `tensors` gave, of a layer that kept tokens by `rules`, into a layer that is empty."""
-        self.rules = rules
-        self.table.load(tensors, rules.state)
+    def load(self, tensors: dict[str, Tensor], rules: LayerRules, has_evicted: bool, seen: Sequence[int]) -> None:
+        """Take what `tensors` gave, of a layer that has `seen` tokens and kept them by `rules`, into an empty one."""
+        self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
+        self.table.load(tensors, rules.state, seen)
         self.history = History(has_evicted=has_evicted)
 
     def select_rows(self, rows: Tensor) -> None:

@@ -98,6 +98,15 @@ class SlotTable:
         """Let each kv head hold tokens of its own from now on."""
         self.positions = self.positions.expand(-1, self.store.layout[0], -1).clone()
 
+    def remember(self, keys: NewKeys, values: NewValues, positions: QueryPositions) -> Parts:
+        """Keep tokens for when they are evicted, if that is asked for; returns the state that they are to start with.
+
+        `positions` are EMPTY for padding.
+        """
+        if self.recall is None:
+            return {}
+        return {TOKEN_INDEX: self.recall.append(keys, values, positions).to(keys.device)}
+
     def write(
         self,
         index: SlotIndex,
@@ -111,8 +120,6 @@ class SlotTable:
 
         `index_keys` (batch, tokens, channels) are those of an indexer, where the layer holds such.
         """
-        if self.recall is not None and TOKEN_INDEX not in state:
-            state = state | {TOKEN_INDEX: self.recall.append(keys, values, positions[:, 0]).to(keys.device)}
         beside = [(self.positions, positions), *initial_writes(self.state, state), *self.store.index_writes(index_keys)]
         self.store.write(index, keys, values, positions, beside)
 
@@ -207,6 +214,10 @@ class SlotTable:
         if self.recall is not None:
             self.recall.roll_back(counts)
 
+    def positions_of(self, row: int) -> Tensor:
+        """The positions of all tokens of a row that can be read, in no order, free slots among them."""
+        return self.positions[row].flatten() if self.recall is None else self.recall.positions[row]
+
     def edit(self, change: Callable[[Tensor], Tensor], rows: slice) -> None:
         """Replace the positions of some rows."""
         self.positions[rows] = change(self.positions[rows]).to(torch.int32)
@@ -241,9 +252,15 @@ class SlotTable:
         statistics = {STATISTICS + name: tensor for name, tensor in self.statistics.items()}
         return {**self.store.tensors(), "positions": self.positions, **state, **statistics}
 
-    def load(self, tensors: dict[str, Tensor], state: tuple[str, ...]) -> None:
-        """Take what `tensors` gave, of which `state` is kept per slot, into an empty table."""
+    def recalled_tensors(self) -> dict[str, Tensor]:
+        """What a file has to hold of the tokens that can be recalled, by name."""
+        return {} if self.recall is None else self.recall.tensors()
+
+    def load(self, tensors: dict[str, Tensor], state: tuple[str, ...], tokens_seen: Sequence[int]) -> None:
+        """Take what `tensors` and `recalled_tensors` gave, of which `state` is kept per slot, into an empty table."""
         self.store.restore(tensors)
+        if self.recall is not None:
+            self.recall.load(tensors, tokens_seen)
         self.positions = tensors["positions"]
         self.state = {name: tensors[STATE + name] for name in state}
         self.statistics = {

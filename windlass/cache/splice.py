@@ -10,6 +10,7 @@ from windlass import kernels
 from windlass.cache.append import append
 from windlass.cache.edits import check_row
 from windlass.cache.picture_edits import refuse_pictures
+from windlass.cache.recall import TOKEN_INDEX
 from windlass.cache.recurrent_layer import refuse_edit
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
@@ -18,7 +19,7 @@ from windlass.core.errors import UsageError
 from windlass.core.rotary_index import EMPTY
 from windlass.core.step import no_inference_mode
 from windlass.policies.base import INITIAL_STATE
-from windlass.stores.base import INDEX_KEYS
+from windlass.stores.base import INDEX_KEYS, Parts
 
 
 @no_inference_mode
@@ -45,6 +46,11 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) 
     if other.merge is not None and cache.merge != other.merge:
         raise UsageError(
             f"splice: the other cache merges tokens by {other.merge}, this one {cache.merge or 'does not'}"
+        )
+    if bool(cache.options.recall) != bool(other.options.recall):
+        raise UsageError(
+            f"splice: this cache has recall={cache.options.recall}, the other one recall={other.options.recall}: what "
+            "one of them has evicted could not be recalled here; make both with recall, or both without"
         )
     missing = [
         said
@@ -74,7 +80,11 @@ def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at:
     positions = (positions + at).where(positions >= 0, EMPTY)  # a head may hold fewer than another
     is_row = (torch.arange(batch, device=positions.device) == row)[:, None, None]
     keys, values = (states.expand(batch, -1, -1, -1) for states in theirs.store.read(source, order))
-    slots = append(mine, keys, values, positions.where(is_row, EMPTY))
+    begins: Parts = {}
+    if mine.table.recall is not None and theirs.table.recall is not None:
+        index = state[TOKEN_INDEX] + mine.table.recall.join(theirs.table.recall, source, row, at)
+        begins[TOKEN_INDEX] = index.expand(batch, -1, -1)
+    slots = append(mine, keys, values, positions.where(is_row, EMPTY), begins)
     is_alike = mine.store.is_compatible(theirs.store)  # else keys and values were converted, once
     mine.store.put(slots, {name: part for name, part in parts.items() if is_alike or name == INDEX_KEYS})
     kept = {*INITIAL_STATE, *(() if mine.rules.merge is None else mine.rules.merge.state)}

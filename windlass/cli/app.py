@@ -16,6 +16,7 @@ from typer import Option
 from windlass.cli import options as take
 from windlass.cli import text_commands
 from windlass.cli import text_options as text
+from windlass.cli.cache_options import Chunk
 from windlass.cli.expand import Unset, expanded
 from windlass.cli.given import the_model
 from windlass.cli.group import Commands
@@ -136,7 +137,7 @@ def bench(
     threads: take.ThreadCounts = None,
     batch: take.Batches = "1",
     graph: take.Graphs = None,
-    chunk: take.Chunk = None,
+    chunk: Chunk = None,
     repetitions: take.Repetitions = 5,
     dtype: take.Dtype = "auto",
     device: take.Device = "auto",

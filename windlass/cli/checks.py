@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from windlass.cli import declared
-from windlass.cli.options import CacheArguments, EvalLists, LoadOptions
+from windlass.cli.cache_options import CacheArguments
+from windlass.cli.options import EvalLists, LoadOptions
 from windlass.core.errors import PolicyError, UsageError
-from windlass.core.files import check_readable, check_regular, read_text
+from windlass.core.files import check_folder, check_readable, check_regular, read_text
 from windlass.core.files import check_writable as check_writable
 from windlass.core.limits import MAX_NUMBER, check_max_tokens, check_range
 from windlass.core.limits import check_limits as check_limits
@@ -55,7 +56,9 @@ def check_prompt(prompt: str | None, file: Path | None) -> None:
 def check_cache(arguments: CacheArguments, prompt_cache: Path | None = None) -> None:
     """Raises: WindlassError for options that no cache can have, or a prompt cache that is not there."""
     given = arguments.given()
+    parsers: dict[str, Callable[[str], None]]
     parsers = {"policy": check_policy, "positions": check_positions, "store": check_store, "merge": check_merge}
+    parsers |= {"recall_store": check_store, "recall_folder": _check_recall_folder}
     for name, check in parsers.items():
         if name in given:
             check(given[name])
@@ -65,6 +68,10 @@ def check_cache(arguments: CacheArguments, prompt_cache: Path | None = None) -> 
     if not prompt_cache.exists():
         raise UsageError(f"prompt cache {prompt_cache} is not there; make it with `windlass cache`")
     check_regular(prompt_cache, "prompt cache")
+
+
+def _check_recall_folder(folder: str) -> None:
+    check_folder(Path(folder), "recall_folder")
 
 
 def check_policy(spec: str) -> None:

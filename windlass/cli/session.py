@@ -11,9 +11,10 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
+from windlass.cli.cache_options import CacheArguments
 from windlass.cli.choices import Choices, dtype_note
 from windlass.cli.loading import INTERRUPTED, loading
-from windlass.cli.options import CacheArguments, LoadOptions
+from windlass.cli.options import LoadOptions
 from windlass.cli.terminal import Bar, note, per_s, say, speeds
 from windlass.core.errors import UsageError
 from windlass.core.units import in_units
@@ -86,7 +87,7 @@ def open_session(
         note(f"windlass: note: {said}")
     if path is None:
         return Session(model, tokenizer, KVCache.from_options(model, asked), frozenset(given), load_s)
-    cache = prompt_cache.load(path, model, asked.policy if "policy" in given else None)
+    cache = prompt_cache.load(path, model, asked.policy if "policy" in given else None, asked.recall_folder)
     wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
     _check_same(path, wanted, cache.options.labels())
     if "positions" in given:
@@ -97,7 +98,7 @@ def open_session(
 def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, object]) -> None:
     """Raises: UsageError for an option that is another one than that of the prompt cache."""
     for name, label in wanted.items():
-        if name not in ("policy", "positions") and label != made[name]:
+        if name not in ("policy", "positions", "recall_folder") and label != made[name]:
             raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {made[name]}; leave it out")
 
 

@@ -5,6 +5,7 @@ Torch and transformers are imported when a command runs.
 
 from windlass.cli import options as take
 from windlass.cli import text_options as text
+from windlass.cli.cache_options import CacheArguments
 from windlass.cli.expand import Unset, as_typed, expanded
 from windlass.cli.given import file_of_info, model_and_prompt, the_model
 from windlass.cli.loading import loading
@@ -15,7 +16,7 @@ from windlass.core.errors import UsageError
 def generate(
     unset: Unset,
     words: text.TextArguments,
-    limits: take.CacheArguments,
+    limits: CacheArguments,
     *,
     prompt_cache: take.PromptCache = None,
     template: text.TemplateArguments,
@@ -61,7 +62,7 @@ def generate(
 def chat(
     unset: Unset,
     named: text.ModelArguments,
-    limits: take.CacheArguments,
+    limits: CacheArguments,
     *,
     prompt_cache: take.PromptCache = None,
     system: text.System = None,
@@ -98,7 +99,7 @@ def chat(
 def cache(
     unset: Unset,
     words: text.TextArguments,
-    limits: take.CacheArguments,
+    limits: CacheArguments,
     *,
     prompt_cache: take.PromptCacheOut = None,
     is_appended: text.IsAppended = False,

@@ -62,6 +62,15 @@ def check_readable(path: Path, what: str) -> int:
     return mode
 
 
+def check_folder(path: Path, what: str) -> Path:
+    """`path`, which errors call `what`. Raises: UsageError when it is no folder, or none that may be written into."""
+    if not path.is_dir():
+        raise UsageError(f"{what} {str(path)!r} is no folder; make it first, or leave it out")
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise UsageError(f"{what} {str(path)!r} may not be written into; give another folder")
+    return path
+
+
 def read_limited(read: Callable[[int], bytes], what: str) -> bytes:
     """All that `read` gives. Raises: UsageError, which calls it `what`, for more than `MAX_BYTES`."""
     data = read(MAX_BYTES + 1)

@@ -8,6 +8,8 @@ from windlass.core.errors import UsageError
 
 MAX_NUMBER: Final = 2**30  # positions are 32-bit
 DEFAULT_SINKS: Final = 4
+PAGE: Final = 8
+"""Tokens that are recalled together: neighbours in the order in which they were written."""
 MAX_DEFAULT_WINDOW: Final = 64
 LEAST = {  # the last three are those of position modes and stores
     "budget": 1,
@@ -26,8 +28,8 @@ LEAST = {  # the last three are those of position modes and stores
 def check_limits(options: Mapping[str, object]) -> dict[str, int | None]:
     """The numbers of a cache out of its `options`, by name, as ints of Python; `budget` and `window` may be None.
 
-    Raises: UsageError for what is no whole number or out of its range, or a budget without room for `sinks` and
-    `window`.
+    Raises: UsageError for what is no whole number or out of its range, a budget without room for `sinks` and
+    `window`, or tokens to recall that are no whole pages, or that no budget evicts.
     """
     numbers = {name: _checked(name, options[name]) for name in LEAST if name in options}
     budget, sinks, window = (numbers.get(name) for name in ("budget", "sinks", "window"))
@@ -39,7 +41,21 @@ def check_limits(options: Mapping[str, object]) -> dict[str, int | None]:
             f"budget ({budget} tokens) must be at least sinks ({sinks}) + window ({window}) + 1, "
             f"which is {sinks + window + 1}; raise budget, or lower sinks or window"
         )
+    _check_recall(numbers.get("recall") or 0, budget)
     return numbers
+
+
+def _check_recall(recall: int, budget: int | None) -> None:
+    if recall % PAGE:
+        least = recall // PAGE * PAGE
+        raise UsageError(
+            f"recall ({recall} tokens) must be a multiple of {PAGE}, the tokens of a page; "
+            f"use {least or PAGE}{f' or {least + PAGE}' if least else ''}"
+        )
+    if recall and budget is None:
+        raise UsageError(
+            f"recall ({recall} tokens) needs a budget: without one nothing is evicted that could be recalled"
+        )
 
 
 def _checked(name: str, value: object) -> int | None:

@@ -1,16 +1,12 @@
 """What is chosen of the tokens that a layer has evicted and still remembers: pages of neighbours in the text."""
 
 from dataclasses import dataclass
-from typing import Final
 
 from jaxtyping import Bool
 from torch import Tensor
 
 from windlass.core.packed import PackedStates
 from windlass.core.shapes import Queries
-
-PAGE: Final = 8
-"""Tokens that are recalled together; neighbours in the order in which they were written."""
 
 
 @dataclass(frozen=True)

@@ -67,7 +67,7 @@ class Decoder:
     ) -> None:
         # A replayed step would change the state of a recurrent layer without a copy of what it was. Where tokens of a
         # text with pictures are read, the host tells each step.
-        self._graph = None if cache.recurrent or cache.rows.has_pictures else graph
+        self._graph = None if cache.recurrent or cache.rows.has_pictures or cache.options.recall else graph
         self._model, self._cache, self._sampler = model, cache, sampler
         self._is_recordable = self._graph is not None
         self._active = self._fed = [True] * cache.batch_size

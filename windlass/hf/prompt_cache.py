@@ -20,6 +20,7 @@ from windlass.cache.compress import budgets_apart
 from windlass.cache.options import CacheOptions
 from windlass.cache.picture_edits import has_places
 from windlass.cache.policy_spec import policy_of
+from windlass.cache.recall_options import recall_folder_of
 from windlass.cache.rows import RowTable
 from windlass.core.check import check_kind
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError
@@ -61,7 +62,7 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
         )
     if cache.is_rotated:
         raise UsageError("a cache of rotated keys can't be saved: files hold keys as they are before rotation")
-    packed = {layer.index: layer.table.packed().tensors() for layer in cache.layers}
+    packed = {layer.index: layer.table.packed().tensors() | layer.table.recalled_tensors() for layer in cache.layers}
     tensors = {f"layers.{index}.{name}": tensor for index, held in packed.items() for name, tensor in held.items()}
     for row, ids in enumerate(cache.tokens or []):
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
@@ -76,12 +77,18 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
 
 
 @no_inference_mode
-def load(path: str | Path, model: PreTrainedModel, policy: str | Policy | None = None) -> KVCache:
+def load(
+    path: str | Path,
+    model: PreTrainedModel,
+    policy: str | Policy | None = None,
+    recall_folder: str | Path | None = None,
+) -> KVCache:
     """The cache that `save` wrote: going on with it is as if the text had never been interrupted.
 
     `policy`, as a policy or its name, is needed only where the file's is not one of windlass' own. A file need not
     come from a friend: all of it is checked before anything of it is used, and it changes nothing but the cache that
-    is returned. The model runs for one token, so that shapes are compared with its own.
+    is returned. `recall_folder` is that of `KVCache`: what the file has of evicted tokens goes there. The model runs
+    for one token, so that shapes are compared with its own.
 
     Raises: PromptCacheError, naming the file, when it is missing, damaged, of a newer format, made by
     another model, or made with another policy; UsageError when the model is not attached.
@@ -89,12 +96,13 @@ def load(path: str | Path, model: PreTrainedModel, policy: str | Policy | None =
     attached(model)
     _check_path(path)
     path, given = Path(path), None if policy is None else policy_of(policy)
+    folder = recall_folder_of(recall_folder)
 
     def check(text: str, version: int, found: Mapping[str, Layout]) -> tuple[Contents, CacheOptions, list[LayerPlan]]:
         contents = parsed(text, version)
         shapes = layer_shapes(model)
         _check_model(path, contents, model, len(shapes))
-        options = _options(path, contents, given)
+        options = replace(_options(path, contents, given), recall_folder=folder)
         plans = layer_plans(model, shapes, contents, options, found)
         check_memory(contents, options, shapes, model)
         return contents, options, plans
@@ -110,7 +118,7 @@ def load(path: str | Path, model: PreTrainedModel, policy: str | Policy | None =
     cache = _empty_cache(model, options, tensors)
     for plan in plans:
         held = {name: tensors[plan.prefix + name].to(cache.device) for name in plan.layouts}
-        cache.layers[plan.index].load(held, plan.rules, plan.note.has_evicted)
+        cache.layers[plan.index].load(held, plan.rules, plan.note.has_evicted, contents.standing["tokens_seen"])
     if contents.has_states:
         for state in cache.recurrent:
             prefix = state_name(state.index, "")

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 
 from windlass.cache.options import CacheOptions
+from windlass.cache.recall import RECALL
+from windlass.cache.recall import TOKEN_INDEX as TOKEN_INDEX_STATE
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.places import PLACES
@@ -74,6 +76,8 @@ def check_layer(plan: LayerPlan, contents: Contents, options: CacheOptions, tens
             )
         if STATE + MERGED in own:
             _check_merged(plan, text, positions, own[STATE + MERGED][row])
+        if plan.rules.recalls:
+            _check_recalled(plan, text, positions, own[STATE + TOKEN_INDEX_STATE][row], own[RECALL + POSITIONS][row])
         if WRITTEN in own:
             _check_ring(
                 plan, text, positions, {name: own[name][row] for name in (SLOTS, TOKEN_INDEX, WRITTEN)}, options
@@ -125,6 +129,21 @@ def _check_positions(plan: LayerPlan, text: _Text, positions: Tensor) -> None:
     kept = text.since_edit if window is None else min(text.since_edit, window - 1)
     if not plan.note.has_evicted and int(since.min()) < kept:
         raise InconsistentFile(f"{where} lacks tokens, though none was evicted")
+
+
+def _check_recalled(plan: LayerPlan, text: _Text, positions: Tensor, index: Tensor, places: Tensor) -> None:
+    """Each slot's token is the one that its `index` in the row names; `places` are the positions of all of these."""
+    where = f"layer {plan.index}, row {text.row}"
+    if int(places.min()) < EMPTY or int(places.max()) >= text.end or bool((places[text.seen :] != EMPTY).any()):
+        raise InconsistentFile(f"{where} recalls positions outside of its text, which goes on at {text.end}")
+    named = index.where(positions >= 0, 0.0)
+    if bool((named != named.floor()).any()) or int(named.max()) >= max(text.seen, 1):
+        raise InconsistentFile(f"{where} holds other tokens than the {text.seen} that it may recall")
+    stands = places.expand(len(positions), -1).gather(1, named.long())
+    ordered = index.where(positions >= 0, -1.0).sort(-1).values
+    is_double = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if bool(((stands != positions) & (positions >= 0)).any() or is_double.any()):
+        raise InconsistentFile(f"{where} holds tokens elsewhere than it would recall them")
 
 
 def _check_places(plan: LayerPlan, text: _Text, positions: Tensor, places: list[Tensor], end: int) -> None:

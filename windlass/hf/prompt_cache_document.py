@@ -4,6 +4,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Final, NoReturn
 
+from windlass.cache.recall_options import DEFAULT_RECALL_STORE
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.places import MAX_PLACE
 from windlass.core.spec import AUTO
@@ -11,8 +12,8 @@ from windlass.hf.policy_note import PolicyNote
 
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
 PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, AUTO_VERSION = 1, 2, 3, 4, 5
-STATES_VERSION, PLACES_VERSION = 6, 7
-VERSION: Final = PLACES_VERSION
+STATES_VERSION, PLACES_VERSION, RECALL_VERSION = 6, 7, 8
+VERSION: Final = RECALL_VERSION
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
 
@@ -60,6 +61,9 @@ def to_document(contents: Contents) -> tuple[dict[str, Any], int]:
     """What goes into the file, and the oldest format version that can say it."""
     document = asdict(contents)
     document |= document.pop("options")
+    if document["recall"]:
+        return document, RECALL_VERSION
+    del document["recall"], document["recall_store"]
     if contents.has_places:
         return document, PLACES_VERSION
     del document["has_places"], document["standing"]["pictures"]
@@ -109,6 +113,8 @@ def parsed(text: str, version: int) -> Contents:
         },
         "store": given.text("store") if version >= STORE_VERSION else "plain",
         "merge": given.text_or_none("merge") if version >= MERGE_VERSION else None,
+        "recall": given.whole("recall") if version >= RECALL_VERSION else 0,
+        "recall_store": given.text("recall_store") if version >= RECALL_VERSION else DEFAULT_RECALL_STORE,
     }
     limits.end()
     contents = Contents(

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from windlass.cache.compress import layer_limits
 from windlass.cache.options import CacheOptions
+from windlass.cache.recall import RECALL
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.errors import UsageError
@@ -72,13 +73,13 @@ def layer_plans(
     rules = _rules(contents, options, shapes)
     statistics = _statistics(model, options.policy, shapes)
     expected: dict[str, Layout] = {}
-    plans = []
+    plans, most_seen = [], max(contents.standing["tokens_seen"])
     for index, note in enumerate(contents.layers):
         if note is not None:
             prefix = f"layers.{index}."
             own = {name.removeprefix(prefix): layout for name, layout in found.items() if name.startswith(prefix)}
             slots, score_heads = _slots(index, own, contents, rules[index], shapes[index])
-            layouts = _layouts(options, rules[index], shapes[index], slots, score_heads)
+            layouts = _layouts(options, rules[index], shapes[index], slots, score_heads, most_seen)
             layouts |= _kept(own, rules[index], statistics[index], options.batch, contents.policy.name is not None)
             plans.append(LayerPlan(index, note, shapes[index], rules[index], layouts))
             expected |= {prefix + name: layout for name, layout in layouts.items()}
@@ -148,7 +149,7 @@ def _slots(
 
 
 def _layouts(
-    options: CacheOptions, rules: LayerRules, shape: LayerShape, slots: int, score_heads: int
+    options: CacheOptions, rules: LayerRules, shape: LayerShape, slots: int, score_heads: int, seen: int
 ) -> dict[str, Layout]:
     """The tensors of a layer, but for the statistics of its policy."""
     batch, own = options.batch, shape.empty_store(type(options.store)())
@@ -164,9 +165,27 @@ def _layouts(
     ring = FullPrecisionRing(options.store.full_precision.sinks, options.store.full_precision.newest)
     ring.allocate(keys.to("meta"), own.stored(values).to("meta"), HEADROOM + options.rollback)
     layouts |= {name: Layout((batch, *tensor.shape[1:]), tensor.dtype) for name, tensor in ring.tensors.items()}
+    layouts |= _recalled(options, rules, shape, seen)
     per_slot = batch, score_heads, slots
     layouts[POSITIONS] = Layout(per_slot, torch.int32)
     return layouts | {STATE + name: Layout(per_slot, torch.float32) for name in rules.state}
+
+
+def _recalled(options: CacheOptions, rules: LayerRules, shape: LayerShape, seen: int) -> dict[str, Layout]:
+    """The tensors of what a layer has evicted and may recall: all of the text's `seen` tokens."""
+    if not rules.recalls:
+        return {}
+    codec, (_, keys, values) = shape.empty_store(type(options.recall_store)()), shape.states(torch.device("cpu"))
+    try:
+        codec.allocate(keys, values, 1)
+    except UsageError as error:
+        raise InconsistentFile(str(error)) from None
+    layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in codec.tensors().items()}
+    for name in [name for name in codec.part_names if name in layouts]:
+        width, dtype = layouts[name].shape[3], layouts[name].dtype
+        layouts[name] = Layout((options.batch, shape.kv_heads, seen, width), dtype)
+    layouts[POSITIONS] = Layout((options.batch, seen), torch.int32)
+    return {RECALL + name: layout for name, layout in layouts.items()}
 
 
 def _statistics(model: PreTrainedModel, policy: Policy, shapes: Sequence[LayerShape]) -> list[dict[str, Tensor]]:

@@ -6,9 +6,10 @@ from torch.linalg import vector_norm
 from torch.nn import functional
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Visibility, Writes
+from windlass.core.limits import PAGE
 from windlass.core.linear import LinearInput, Nibbles
 from windlass.core.packed import PackedStates
-from windlass.core.recall import PAGE, PageInput
+from windlass.core.recall import PageInput
 from windlass.core.rotary_index import EMPTY, RESERVED, RotaryBranch
 from windlass.core.rotate import rotate
 from windlass.core.shapes import (
@@ -157,11 +158,12 @@ def page_peaks(call: PageInput) -> Tensor:
     -inf where no token of the page may be recalled.
     """
     keys = call.keys.floats().float()
-    batch, kv_heads, slots, _ = keys.shape
+    kv_heads, slots = keys.shape[1:3]
     grouped = call.queries.float().unflatten(1, (kv_heads, -1))
     products = grouped @ keys[:, :, None].transpose(-1, -2)
     products = products.masked_fill(~call.is_recallable[:, :, None, None], -torch.inf)
-    return products.unflatten(-1, (slots // PAGE, PAGE)).amax(-1).flatten(1, 2)
+    peaks: Tensor = products.unflatten(-1, (slots // PAGE, PAGE)).amax(-1)
+    return peaks.flatten(1, 2)
 
 
 def linear(call: LinearInput) -> LinearOutputs:

@@ -1,0 +1,259 @@
+"""A cache that recalls all that it has evicted reads what a full cache reads, whatever is done with the text."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.helpers.caches import bytes_of_slots
+from tests.helpers.models import Models, Text, read
+from windlass import KVCache, UsageError, prompt_cache
+from windlass.policies import NAMES, Policy
+from windlass.policies.interfaces import Trained
+
+POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, Trained)]
+TOLERANCE = {"atol": 2e-5, "rtol": 0}
+
+
+def recalling(model: PreTrainedModel, **options: Any) -> KVCache:
+    """A cache of 11 slots that recalls up to 96 tokens."""
+    usual = {"budget": 11, "sinks": 2, "window": 3, "chunk": 13, "recall": 96, "recall_store": "plain"}
+    return KVCache(model, **usual | options)
+
+
+def both(model: PreTrainedModel, **options: Any) -> tuple[KVCache, KVCache]:
+    """A cache that recalls all, and a full one."""
+    shared = {name: options[name] for name in ("batch", "positions", "store") if name in options}
+    return recalling(model, **options), KVCache(model, **shared)
+
+
+def read_both(model: PreTrainedModel, caches: tuple[KVCache, KVCache], ids: Tensor, chunk: int) -> None:
+    torch.testing.assert_close(*(read(model, cache, ids, chunk) for cache in caches), **TOLERANCE)
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=repr)
+def test_every_policy_reads_what_it_has_evicted(attached_model: Models, text: Text, policy: Policy) -> None:
+    model, ids = attached_model("llama"), text(67)
+    caches = both(model, policy=policy, positions="original")
+    read_both(model, caches, ids[:, :50], 13)
+    read_both(model, caches, ids[:, 50:], 1)
+    assert caches[0].layers[0].table.occupancy_bound == 11
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "olmo2", "cohere", "glm4", "phi3", "deepseek_v3"])
+@pytest.mark.parametrize("positions", ["original", "compact", "auto", "self_extend(3, 5)", "clamp(9)"])
+def test_families_and_positions(attached_model: Models, text: Text, family: str, positions: str) -> None:
+    model, ids = attached_model(family), text(61)
+    caches = both(model, positions=positions)
+    read_both(model, caches, ids[:, :52], 13)
+    read_both(model, caches, ids[:, 52:], 1)
+
+
+def test_rows_of_different_lengths(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(58, 3)
+    caches = both(model, batch=3)
+    mask = torch.ones(3, 58, dtype=torch.bool)
+    mask[0, :30] = mask[1, :7] = mask[2, 20:26] = False
+    for start in range(0, 58, 9):
+        span = slice(start, start + 9)
+        with torch.no_grad():
+            outs = [
+                model(ids[:, span], attention_mask=_until(mask, span), past_key_values=each).logits for each in caches
+            ]
+        torch.testing.assert_close(*(out[mask[:, span]] for out in outs), **TOLERANCE)
+
+
+def _until(mask: Tensor, span: slice) -> Tensor:
+    return mask[:, : span.stop]
+
+
+EDITS: dict[str, Callable[[KVCache], object]] = {
+    "drop": lambda cache: cache.drop(5, 17),
+    "keep": lambda cache: cache.keep(9, 40),
+    "shift": lambda cache: cache.shift(20, 47, 6),
+    "divide": lambda cache: cache.divide(0, 47, 3),
+    "rollback": lambda cache: cache.rollback(3),
+    "copy": lambda cache: cache.copy(1, 0),
+    "select_rows": lambda cache: cache.select_rows(torch.tensor([1, 0])),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_edits(attached_model: Models, text: Text, edit: str) -> None:
+    model, ids = attached_model("llama"), text(70, 2)
+    caches = both(model, batch=2, positions="original")
+    read_both(model, caches, ids[:, :44], 13)
+    read_both(model, caches, ids[:, 44:47], 1)
+    for cache in caches:
+        EDITS[edit](cache)
+    read_both(model, caches, ids[:, 47:60], 13)
+    read_both(model, caches, ids[:, 60:], 1)
+    assert caches[0].next_positions == caches[1].next_positions
+
+
+def test_rollback_of_a_prompt_and_of_evictions(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(60)
+    caches = both(model)
+    read_both(model, caches, ids[:, :40], 40)
+    for cache in caches:
+        cache.rollback(17)
+    read_both(model, caches, ids[:, 23:50], 9)
+    for cache in caches:
+        cache.rollback(9)
+    read_both(model, caches, ids[:, 41:], 1)
+
+
+def test_splice(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(90, 2)
+    ours, theirs = both(model, batch=2, positions="original"), both(model, positions="original", recall_store="plain")
+    read_both(model, ours, ids[:, :30], 13)
+    read_both(model, theirs, ids[:1, 30:65], 13)
+    for mine, other in zip(ours, theirs, strict=True):
+        mine.splice(other, 0, 1)
+    assert ours[0].tokens_seen == [30, 65]
+    read_both(model, ours, ids[:, 65:80], 13)
+    read_both(model, ours, ids[:, 80:], 1)
+
+
+def test_splice_of_another_kind_of_recall_store(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(50)
+    mine, other, full = recalling(model), recalling(model, recall_store="int8"), KVCache(model)
+    read(model, other, ids[:, :30], 13)
+    mine.splice(other)
+    read(model, full, ids[:, :30], 13)
+    torch.testing.assert_close(read(model, mine, ids[:, 30:], 1), read(model, full, ids[:, 30:], 1), atol=0.1, rtol=0)
+
+
+@pytest.mark.parametrize("store", ["plain", "int8", "int4"])
+def test_a_prompt_cache_file_holds_what_was_evicted(
+    attached_model: Models, text: Text, tmp_path: Path, store: str
+) -> None:
+    model, ids = attached_model("llama"), text(60, 2)
+    cache = recalling(model, batch=2, recall_store=store, recall=24)
+    read(model, cache, ids[:, :45], 13)
+    prompt_cache.save(cache, tmp_path / "text.cache", model)
+    loaded = prompt_cache.load(tmp_path / "text.cache", model, recall_folder=tmp_path)
+    assert loaded.options.recall_store.name == store
+    assert loaded.recall_bytes > 0
+    torch.testing.assert_close(read(model, loaded, ids[:, 45:], 1), read(model, cache, ids[:, 45:], 1), **TOLERANCE)
+
+
+def test_a_copy_is_another_cache(attached_model: Models, text: Text, tmp_path: Path) -> None:
+    model, ids = attached_model("llama"), text(60)
+    cache = recalling(model, recall_folder=tmp_path)
+    read(model, cache, ids[:, :40], 13)
+    twin, third = copy.deepcopy(cache), copy.deepcopy(cache)
+    read(model, twin, ids[:, :7], 1)
+    torch.testing.assert_close(read(model, cache, ids[:, 40:], 1), read(model, third, ids[:, 40:], 1), **TOLERANCE)
+
+
+def test_a_file_is_read_as_memory_is_and_has_no_name(attached_model: Models, text: Text, tmp_path: Path) -> None:
+    model, ids = attached_model("llama"), text(1500)
+    caches = recalling(model, recall_folder=tmp_path), recalling(model)
+    outs = [read(model, cache, ids, 500) for cache in caches]
+    assert outs[0].equal(outs[1])
+    assert caches[0].recall_bytes == caches[1].recall_bytes
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupted_pass_leaves_no_trace(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(60)
+    caches = both(model)
+    read_both(model, caches, ids[:, :40], 13)
+    hook = model.model.layers[1].mlp.register_forward_pre_hook(_interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        read(model, caches[0], ids[:, 40:53], 13)
+    hook.remove()
+    read_both(model, caches, ids[:, 40:], 1)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+def test_nothing_is_recalled_before_anything_is_evicted(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(11)
+    outs = [read(model, cache, ids, 1) for cache in (recalling(model), recalling(model, recall=0))]
+    assert outs[0].equal(outs[1])
+
+
+def test_codes_are_close(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(60)
+    full = read(model, KVCache(model), ids, 13)
+    errors = []
+    for store in ("plain", "int8", "int4"):
+        out = read(model, recalling(model, recall_store=store), ids, 13)
+        errors.append(float((out - full).norm() / full.norm()))
+    assert errors[0] < 1e-5 < errors[1] < 0.02 < errors[2] < 0.3
+
+
+@pytest.mark.parametrize("store", ["int8", "int4(sinks=2, newest=5)"])
+def test_slots_of_codes_beside_what_is_recalled(attached_model: Models, text: Text, store: str) -> None:
+    model, ids = attached_model("llama"), text(50)
+    outs = [read(model, cache, ids, 7) for cache in both(model, store=store, recall_store=store.split("(")[0])]
+    assert float((outs[0] - outs[1]).norm() / outs[1].norm()) < 0.1
+
+
+@pytest.mark.parametrize("merge", ["mean_count", "sum(next)", "pick"])
+def test_merged_tokens_are_recalled_as_they_were(attached_model: Models, text: Text, merge: str) -> None:
+    model, ids = attached_model("llama"), text(50)
+    cache = recalling(model, merge=merge)
+    assert bool(read(model, cache, ids, 7).isfinite().all())
+    recall = cache.layers[0].table.recall
+    assert recall is not None
+    assert recall.positions[0, :50].tolist() == list(range(50))
+
+
+def test_a_sliding_window_recalls_nothing(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("gemma3"), text(50)
+    cache = recalling(model)
+    read(model, cache, ids, 13)
+    assert [layer.table.recall is None for layer in cache.layers] == [True, False, True, False]
+
+
+def test_describe_tells_both_sizes(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama")
+    cache = recalling(model)
+    read(model, cache, text(50), 13)
+    recall = [layer.table.recall for layer in cache.layers]
+    assert cache.recall_bytes == sum(each.nbytes for each in recall if each is not None)
+    layers, heads, width = 2, 3, 8
+    assert cache.recall_bytes == layers * 1024 * (heads * 2 * width * 4 + 4)
+    assert "recall   96 tokens a layer and step, of 50, which take 392.00 KiB in memory (plain)" in cache.describe()
+    before = bytes_of_slots(cache)
+    read(model, cache, text(1100)[:, 50:], 13)
+    assert bytes_of_slots(cache) == before
+    assert cache.recall_bytes == layers * 2048 * (heads * 2 * width * 4 + 4)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"recall": 12}, "recall (12 tokens) must be a multiple of 8, the tokens of a page; use 8 or 16"),
+        ({"recall": 8, "budget": None}, "recall (8 tokens) needs a budget"),
+        ({"recall": -8}, "recall"),
+        ({"recall_store": "int4(newest=3)"}, "asks for tokens in full precision, which a recall store does not have"),
+        ({"recall_store": "int5"}, "is not a store"),
+        ({"recall_folder": "/nowhere/at/all"}, "is no folder; make it first"),
+        ({"recall_folder": 3}, "recall_folder"),
+    ],
+)
+def test_what_cannot_be_honoured(attached_model: Models, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        recalling(attached_model("llama"), **options)
+    assert said in str(caught.value)
+
+
+def test_a_splice_that_would_lose_tokens_is_refused(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama")
+    caches = recalling(model), recalling(model, recall=0)
+    for cache in caches:
+        read(model, cache, text(20), 13)
+    for mine, other in (caches, caches[::-1]):
+        with pytest.raises(UsageError, match="make both with recall, or both without"):
+            mine.splice(other)
