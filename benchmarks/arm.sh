@@ -8,7 +8,7 @@ work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 cxx=${CXX:-aarch64-linux-gnu-g++}
 options="-O2 -std=c++17 -fopenmp -fno-math-errno -fno-trapping-math -Wno-psabi -Iwindlass/kernels/cpu"
-for source in attend linear mass retain; do
+for source in attend linear mass recall retain; do
     "$cxx" $options -DWINDLASS_SET=plain -c "windlass/kernels/cpu/$source.cpp" -o "$work/$source.o"
 done
 "$cxx" $options -static benchmarks/arm/parity.cpp "$work"/*.o -o "$work/parity"

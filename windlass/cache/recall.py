@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass import kernels
-from windlass.cache.recall_memory import RecallMemory
+from windlass.cache.recall_memory import RecallMemory, Segment
 from windlass.core.limits import PAGE
-from windlass.core.recall import PageInput
+from windlass.core.recall import PageInput, TiledKeys
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Scores
 from windlass.stores.base import Parts, Store
@@ -83,32 +83,18 @@ class RecallStore:
         """The evicted tokens of the pages that matter most to the queries.
 
         `queries` (turned as attention turns them) are weighed where `is_query` (batch, tokens). `kept`
-        (batch, kv_heads, slots) are the indices of the tokens in slots, negative in the others.
-
-        A page is worth the largest share that one of its tokens has in the softmax of any query and head.
+        (batch, score_heads, slots) are the indices of the tokens in slots, negative in the others.
         """
-        is_recallable = self._is_recallable(kept)
-        peaks = torch.cat(
-            [
-                kernels.page_peaks(
-                    PageInput(
-                        queries,
-                        self.codec.over(segment.parts).packed()[0],
-                        is_recallable[..., segment.start : segment.stop],
-                    )
-                )
-                for segment in self.memory.segments
-            ],
-            -1,
-        )
-        shares = peaks.softmax(-1).nan_to_num(0.0) * is_query[:, None, :, None]
-        worth = shares.unflatten(1, (kept.shape[1], -1)).flatten(2, 3).amax(2)  # (batch, kv_heads, pages)
-        count = min(self.tokens // PAGE, worth.shape[-1])
-        pages = worth.topk(count, dim=-1, sorted=False).indices
-        index = (pages[..., None] * PAGE + torch.arange(PAGE)).flatten(2)
-        is_read = is_recallable.gather(-1, index)
+        count = min(self.tokens, self.memory.capacity) // PAGE
+        pieces = tuple(map(self._keys_of, self.memory.segments))
+        best = kernels.best_pages(PageInput(queries, is_query, pieces, self.positions >= 0, kept, count))
+        index = (best.pages[..., None] * PAGE + torch.arange(PAGE)).flatten(2)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
-        return Recalled(self.memory.read(index), positions.where(is_read, EMPTY))
+        return Recalled(self.memory.read(index), positions.where(best.is_read, EMPTY))
+
+    def clear(self) -> None:
+        """Forget all tokens; the memory stays allocated."""
+        self.cut_to([0] * len(self.lengths))
 
     def roll_back(self, counts: Sequence[int]) -> None:
         """Forget the newest `counts` tokens of each row."""
@@ -185,13 +171,10 @@ class RecallStore:
         parts = [part for segment in self.memory.segments for part in segment.parts.values()]
         return self.positions.nbytes + sum(part.nbytes for part in parts)
 
-    def _is_recallable(self, kept: Scores) -> Tensor:
-        """(batch, kv_heads, capacity): whether a token is part of the text, and in no slot of its head."""
-        batch, kv_heads, _ = kept.shape
-        capacity = self.positions.shape[1]
-        index = kept.long()
-        is_text = pad(self.positions >= 0, (0, 1))[:, None].expand(batch, kv_heads, -1)
-        return is_text.scatter(-1, index.where(index >= 0, capacity), False)[..., :capacity]
+    def _keys_of(self, segment: Segment) -> TiledKeys:
+        keys, *_ = self.memory.no_keys
+        states = self.codec.over(segment.parts | self.memory.no_keys).packed_keys()
+        return TiledKeys(segment.parts[keys], states)
 
     def _grow(self, tokens: int, sample: Parts) -> None:
         self.memory.grow(tokens, sample)

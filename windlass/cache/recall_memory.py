@@ -13,6 +13,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.core.errors import UsageError
+from windlass.core.recall import TILE, ReadInput, rows_of, words_of
 from windlass.core.shapes import SlotIndex
 from windlass.stores.base import Parts
 
@@ -20,7 +21,10 @@ PIECE: Final = 1024  # tokens of the first segment; the size of each is a multip
 
 
 class Segment(NamedTuple):
-    """The tokens from `start` up to `stop` of each row, as parts (batch, kv_heads, stop - start, width)."""
+    """The tokens from `start` up to `stop` of each row, as parts (batch, kv_heads, stop - start, width).
+
+    The first part, that of the keys which are scanned, is (batch, kv_heads, tiles, words, 16) instead, see `TiledKeys`.
+    """
 
     start: int
     stop: int
@@ -38,18 +42,25 @@ class RecallMemory:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
         self.segments: list[Segment] = []
+        self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, and what its rows are like
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
         """The same in memory, or a file, of its own."""
         twin = RecallMemory(self.folder)
-        for segment in self.segments:
-            twin.segments.append(segment._replace(parts=twin._copies(segment.parts)))
+        twin._keys, twin._width, twin._dtype = self._keys, self._width, self._dtype
+        twin.segments = [segment._replace(parts=self._copies(segment.parts)) for segment in self.segments]
         return twin
 
     @property
     def capacity(self) -> int:
         """Tokens of a row that there is room for."""
         return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def no_keys(self) -> Parts:
+        """The first part as a store knows it, of no tokens."""
+        tiles = self.segments[0].parts[self._keys]
+        return {self._keys: torch.empty(*tiles.shape[:2], 0, self._width, dtype=self._dtype)}
 
     def grow(self, capacity: int, sample: Parts) -> None:
         """Make room for `capacity` tokens of a row, whose parts are like those of `sample`.
@@ -59,44 +70,51 @@ class RecallMemory:
         start = self.capacity
         if capacity <= start:
             return
-        wanted = max(capacity - start, start // 2, 1)
-        stop = start + -(-wanted // PIECE) * PIECE
-        parts = {name: self._new(part, stop - start) for name, part in sample.items()}
-        self.segments.append(Segment(start, stop, parts))
+        size = -(-max(capacity - start, start // 2) // PIECE) * PIECE
+        parts = {name: self._new(part, (*part.shape[:2], size, part.shape[3])) for name, part in sample.items()}
+        keys, first = next(iter(sample.items()))
+        words = words_of(first[:, :, :1])
+        parts[keys] = self._new(words, (*first.shape[:2], size // TILE, words.shape[3], TILE))
+        self._keys, self._width, self._dtype = keys, first.shape[3], first.dtype
+        self.segments.append(Segment(start, start + size, parts))
 
     def put(self, rows: slice, start: int, parts: Parts) -> None:
         """Write tokens of these rows from index `start` on."""
-        count = next(iter(parts.values())).shape[2]
+        parts = parts | {self._keys: words_of(parts[self._keys])}
+        count = parts[self._keys].shape[2]
         for segment in self.segments:
             first, last = max(start, segment.start), min(start + count, segment.stop)
-            if first < last:
-                for name, part in parts.items():
-                    own = segment.parts[name][rows, :, first - segment.start : last - segment.start]
-                    own.copy_(part[:, :, first - start : last - start])
+            if first >= last:
+                continue
+            for name, part in parts.items():
+                own, new = segment.parts[name][rows], part[:, :, first - start : last - start]
+                if name == self._keys:
+                    index = torch.arange(first - segment.start, last - segment.start)
+                    own.permute(2, 4, 0, 1, 3)[index // TILE, index % TILE] = new.permute(2, 0, 1, 3)
+                else:
+                    own[:, :, first - segment.start : last - segment.start] = new
 
     def read(self, index: SlotIndex) -> Parts:
         """A copy of the parts at `index` (batch, kv_heads, tokens)."""
         found: Parts = {}
-        for segment in self.segments:
-            is_here = (index >= segment.start) & (index < segment.stop)
-            local = (index - segment.start).clamp(0, segment.stop - segment.start - 1)
-            for name, part in segment.parts.items():
-                own = kernels.read(part, local)
-                found[name] = own.where(is_here[..., None], found[name]) if name in found else own
+        for name in self.segments[0].parts:
+            is_tiled, pieces = name == self._keys, tuple(segment.parts[name] for segment in self.segments)
+            rows = kernels.read_tokens(ReadInput(pieces, index, is_tiled))
+            found[name] = rows_of(rows, self._width, self._dtype) if is_tiled else rows
         return found
 
     def filled(self, tokens: int) -> Parts:
         """The parts of the first `tokens` of each row, in one piece."""
-        names = self.segments[0].parts
-        return {name: torch.cat([each.parts[name] for each in self.segments], 2)[:, :, :tokens] for name in names}
+        keys = [each.parts[self._keys].transpose(3, 4).flatten(2, 3) for each in self.segments]
+        pieces = {name: [each.parts[name] for each in self.segments] for name in self.segments[0].parts}
+        pieces[self._keys] = [rows_of(each, self._width, self._dtype) for each in keys]
+        return {name: torch.cat(each, 2)[:, :, :tokens] for name, each in pieces.items()}
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
         self.segments = [
-            segment._replace(
-                parts=self._copies({name: part.index_select(0, rows) for name, part in segment.parts.items()})
-            )
-            for segment in self.segments
+            each._replace(parts=self._copies({name: part[rows] for name, part in each.parts.items()}))
+            for each in self.segments
         ]
 
     def copy_row(self, source: int, target: int) -> None:
@@ -106,13 +124,12 @@ class RecallMemory:
                 part[target] = part[source]
 
     def _copies(self, parts: Mapping[str, Tensor]) -> Parts:
-        return {name: self._new(part, part.shape[2]).copy_(part) for name, part in parts.items()}
+        return {name: self._new(part, tuple(part.shape)).copy_(part) for name, part in parts.items()}
 
-    def _new(self, like: Tensor, tokens: int) -> Tensor:
-        shape = (*like.shape[:2], tokens, like.shape[3])
+    def _new(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         if self.folder is None:
             return like.new_zeros(shape)
-        numbers = like.shape[0] * like.shape[1] * tokens * like.shape[3]
+        numbers = torch.Size(shape).numel()
         size = numbers * like.itemsize
         try:
             with tempfile.TemporaryFile(dir=self.folder) as file:

@@ -29,10 +29,11 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     if view.places is not None or asked.call.picker is not None:
         what = "a text with pictures" if view.places is not None else "sparse attention that picks tokens"
         raise UsageError(f"recall={recall.tokens} is not known for {what}; use a KVCache with recall=0")
-    columns = newest_columns(asked.step)[:, :DECIDING]
+    is_token = asked.step.positions.shape[1] == 1
+    columns = asked.step.first_columns if is_token else newest_columns(asked.step)[:, :DECIDING]
     is_query = columns >= 0
     kv_heads = view.keys.data.shape[1]
-    held = table.state[TOKEN_INDEX].where(table.positions >= 0, -1.0).expand(-1, kv_heads, -1)
+    held = table.state[TOKEN_INDEX].where(table.positions >= 0, -1.0)
     chosen = recall.choose(_turned(queries_at(queries, columns), asked).cpu(), is_query.cpu(), held.cpu())
     parts, positions = chosen.parts, chosen.positions.to(view.positions.device)
     if not table.store.is_alike(recall.codec):

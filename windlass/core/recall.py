@@ -1,21 +1,80 @@
 """What is chosen of the tokens that a layer has evicted and still remembers: pages of neighbours in the text."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple
 
-from jaxtyping import Bool
+import torch
+from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
+from torch.nn.functional import pad
 
 from windlass.core.packed import PackedStates
-from windlass.core.shapes import Queries
+from windlass.core.shapes import Queries, Scores, SlotIndex
+
+TILE: Final = 16
+"""Tokens whose keys are interleaved by words, so that a vector of a kernel holds the same channels of all of them."""
+WORD: Final = 4  # bytes
+
+Tiles = Int32[Tensor, "batch kv_heads tiles words 16"]
+
+
+def words_of(rows: Tensor) -> Tensor:
+    """Rows (batch, kv_heads, tokens, width) as words (batch, kv_heads, tokens, words), the last one filled up by 0."""
+    per_word = WORD // rows.itemsize
+    return pad(rows, (0, -rows.shape[3] % per_word)).contiguous().view(torch.int32)
+
+
+def rows_of(words: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of `words_of`, for rows of this width and dtype."""
+    return words.contiguous().view(dtype)[..., :width]
+
+
+@dataclass(frozen=True)
+class TiledKeys:
+    """Un-rotated keys in tiles: those of `states` but for its data, which has no slots, and tells width and dtype."""
+
+    tiles: Tiles
+    states: PackedStates
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each row and head."""
+        return self.tiles.shape[2] * TILE
+
+    def packed(self) -> PackedStates:
+        """The same, token by token."""
+        data = self.states.data
+        words = self.tiles.transpose(3, 4).flatten(2, 3)
+        return replace(self.states, data=rows_of(words, data.shape[3], data.dtype))
 
 
 @dataclass(frozen=True)
 class PageInput:
-    """One call of `page_peaks`: queries, and the keys of a recall store, whose number of slots `PAGE` divides.
+    """One call of `best_pages`: queries, the keys of a recall store, piece by piece, and what is left out of them.
 
-    `is_recallable` tells which tokens may be recalled: those that are evicted and still part of the text.
+    `is_query` tells which of the queries count, `is_text` which tokens are part of the text. `kept_index` are the
+    tokens in slots, by their number among all pieces' tokens, negative in the slots of none.
     """
 
     queries: Queries
-    keys: PackedStates
-    is_recallable: Bool[Tensor, "batch kv_heads slots"]
+    is_query: Bool[Tensor, "batch tokens"]
+    pieces: tuple[TiledKeys, ...]
+    is_text: Bool[Tensor, "batch remembered"]
+    kept_index: Scores
+    count: int
+
+
+class BestPages(NamedTuple):
+    """Pages, the best first, and which of the tokens in them are evicted and still part of the text."""
+
+    pages: Int64[Tensor, "batch kv_heads count"]
+    is_read: Bool[Tensor, "batch kv_heads recalled"]
+
+
+@dataclass(frozen=True)
+class ReadInput:
+    """One call of `read_tokens`: rows (batch, kv_heads, tokens, width) piece by piece, or their tiles, and an index."""
+
+    pieces: tuple[Tensor, ...]
+    index: SlotIndex
+    is_tiled: bool

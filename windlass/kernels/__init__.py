@@ -22,9 +22,9 @@ from windlass.core.decoder_layer import DecoderLayer
 from windlass.core.errors import WindlassWarning
 from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
-from windlass.core.recall import PageInput
+from windlass.core.recall import BestPages, PageInput, ReadInput
 from windlass.core.shapes import Attended, Hidden, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
-from windlass.kernels import cpu, reference, sdpa
+from windlass.kernels import cpu, reference, reference_recall, sdpa
 from windlass.kernels.cpu import codes as cpu_codes
 from windlass.kernels.cpu import slots as cpu_slots
 
@@ -51,9 +51,23 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     return reference.attend(call)
 
 
-def page_peaks(call: PageInput) -> Tensor:
-    """See `reference.page_peaks`."""
-    return reference.page_peaks(call)
+def best_pages(call: PageInput) -> BestPages:
+    """See `reference_recall.best_pages`."""
+    if _is_compiled(call.queries.device.type):
+        from windlass.kernels.cpu import recall  # late: it needs the compiled module
+
+        if recall.can_scan(call):
+            return recall.best_pages(call)
+    return reference_recall.best_pages(call)
+
+
+def read_tokens(call: ReadInput) -> Tensor:
+    """See `reference_recall.read_tokens`."""
+    if _is_compiled(call.index.device.type):
+        from windlass.kernels.cpu import recall  # late, as above
+
+        return recall.read_tokens(call)
+    return reference_recall.read_tokens(call)
 
 
 def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":

@@ -6,10 +6,8 @@ from torch.linalg import vector_norm
 from torch.nn import functional
 
 from windlass.core.attention import AttentionInput, EvictionInput, Mass, Visibility, Writes
-from windlass.core.limits import PAGE
 from windlass.core.linear import LinearInput, Nibbles
 from windlass.core.packed import PackedStates
-from windlass.core.recall import PageInput
 from windlass.core.rotary_index import EMPTY, RESERVED, RotaryBranch
 from windlass.core.rotate import rotate
 from windlass.core.shapes import (
@@ -150,20 +148,6 @@ def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
     top = torch.maximum(top, sinks)
     weights = torch.exp(scores - top)
     return weights / (weights.sum(-1, keepdim=True) + torch.exp(sinks - top))
-
-
-def page_peaks(call: PageInput) -> Tensor:
-    """(batch, heads, tokens, pages) float32: each query's largest product with a key of each page.
-
-    -inf where no token of the page may be recalled.
-    """
-    keys = call.keys.floats().float()
-    kv_heads, slots = keys.shape[1:3]
-    grouped = call.queries.float().unflatten(1, (kv_heads, -1))
-    products = grouped @ keys[:, :, None].transpose(-1, -2)
-    products = products.masked_fill(~call.is_recallable[:, :, None, None], -torch.inf)
-    peaks: Tensor = products.unflatten(-1, (slots // PAGE, PAGE)).amax(-1)
-    return peaks.flatten(1, 2)
 
 
 def linear(call: LinearInput) -> LinearOutputs:

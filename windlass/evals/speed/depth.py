@@ -1,6 +1,7 @@
 """A cache as a long text would have left it, filled with random keys and values instead of read."""
 
 import torch
+from torch import Tensor
 
 from windlass.cache.append import append
 from windlass.cache.history import History
@@ -31,10 +32,12 @@ def fill(cache: KVCache, shapes: list[LayerShape], depth: int) -> None:
 
     Speed does not depend on what is held, so keys and values are random, the same in every row and on every
     device, and the text is not read.
-    Over budget, the sinks and the newest tokens are held, as after eviction under `Recent`; state that
-    a policy keeps is 0.
+    Over budget, the sinks and the newest tokens are held, as after eviction under `Recent`, and what can be recalled is
+    all of the text; state that a policy keeps is 0.
     """
     for layer, shape in zip(cache.layers, shapes, strict=True):
+        if layer.table.recall is not None:
+            layer.table.recall.clear()
         layer.edit(lambda positions: torch.full_like(positions, EMPTY))
         layer.history = History()
         if depth:
@@ -53,6 +56,7 @@ def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache)
             sinks = 0 if layer.rules.is_whole_window else sinks
             positions = torch.cat((positions[:sinks], positions[depth - layer.budget + sinks :]))
             layer.history = History(has_evicted=True)
+            _remember(layer, shape, torch.arange(sinks, int(positions[sinks])), cache.batch_size)
         size = cache.chunk  # as a prompt comes, so that the slots are as many as after one
     draw = torch.Generator().manual_seed(layer.index)
     widest = max(shape.head_dim, shape.value_dim)
@@ -65,3 +69,14 @@ def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache)
             new_values = new_keys[..., -shape.latent :]
         at = positions[here].expand(cache.batch_size, 1, -1)
         append(layer, new_keys, new_values, at)
+
+
+def _remember(layer: SlotLayer, shape: LayerShape, positions: Tensor, batch: int) -> None:
+    """Let tokens that no slot holds be recalled, where that is asked for."""
+    draw = torch.Generator().manual_seed(layer.index)
+    for here in positions.split(BLOCK):
+        keys, values = (
+            torch.randn(1, shape.kv_heads, len(here), width, generator=draw).to(shape.dtype).expand(batch, -1, -1, -1)
+            for width in (shape.head_dim, shape.value_dim)
+        )
+        layer.table.remember(keys, values, here.expand(batch, -1))

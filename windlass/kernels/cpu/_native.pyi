@@ -130,6 +130,24 @@ class DecoderLayer:
 LayerStep = tuple[DecoderLayer, tuple[int, int, int], Decode, DecodeStep, int]
 
 def decode_layers(layers: list[LayerStep], tokens: int, hidden: int, threads: int) -> None: ...
+def best_pages(
+    sizes: tuple[int, int, int, int, int, int, int, int, int],
+    format: int,
+    queries: tuple[int, int],
+    pieces: list[tuple[int, int, int]],
+    means: int,
+    kept: tuple[int, int],
+    best: tuple[int, int],
+    instruction_set: str,
+    threads: int,
+) -> None: ...
+def read_tokens(
+    sizes: tuple[int, int, int, bool],
+    pieces: list[tuple[int, int]],
+    index: int,
+    out: int,
+    instruction_set: str,
+) -> None: ...
 def query_mass(
     sizes: tuple[int, int, int, int, int, int, int],
     room: tuple[int, int, int],

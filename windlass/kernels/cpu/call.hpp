@@ -2,6 +2,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <vector>
 
 namespace windlass {
 
@@ -95,6 +96,46 @@ struct QueryMass {
     const std::int32_t *targets;    // (batch, tokens): the row of the result that a query adds to, -1 for none
     float scale;
     float *mass;  // (batch, kv_heads, outputs, slots)
+};
+
+// The `count` pages of 8 tokens that matter most to the queries of each kv head, the best first.
+struct BestPages {
+    struct Piece {
+        const std::uint32_t *keys;    // (batch, kv_heads, tiles, words, 16)
+        const std::uint16_t *scales;  // (batch, kv_heads, tiles * 16), float16; null unless low-bit
+        int tiles;
+    };
+    int batch, kv_heads, score_heads, queries_per_head, tokens, channels, words, kept, count;
+    Format format;
+    const float *queries;           // (batch, kv_heads, queries_per_head, channels): of each member all tokens
+    const bool *is_query;           // (batch, tokens)
+    std::vector<Piece> pieces;      // one after the other
+    const float *means;             // (kv_heads, channels); null where all are 0
+    const std::uint8_t *is_text;    // (batch, slots)
+    const float *kept_index;        // (batch, score_heads, kept): tokens that are no part of any page; -1 for none
+    std::int64_t *best;             // (batch, kv_heads, count)
+    std::uint8_t *is_read;          // (batch, kv_heads, count * 8): whether a token of these pages may be recalled
+
+    std::int64_t slots() const {
+        std::int64_t sum = 0;
+        for (const auto &piece : pieces) sum += std::int64_t(piece.tiles) * 16;
+        return sum;
+    }
+    // Floats of scratch: each query's product with each page, and a byte for each token of a kv head.
+    std::size_t scratch() const { return std::size_t(batch) * kv_heads * (queries_per_head * (slots() / 8) + slots() / 4); }
+};
+
+// Rows of some tokens out of pieces (rows, tokens, row_bytes), in tiles of 16 tokens by words if `is_tiled`.
+struct ReadTokens {
+    struct Piece {
+        const std::uint8_t *data;
+        std::int64_t tokens;
+    };
+    std::int64_t rows, tokens, row_bytes;
+    bool is_tiled;
+    std::vector<Piece> pieces;
+    const std::int64_t *index;  // (rows, tokens)
+    std::uint8_t *out;          // (rows, tokens, row_bytes)
 };
 
 // Numbers that become codes of `bits` bits, as `PackedStates` says, and their scales.

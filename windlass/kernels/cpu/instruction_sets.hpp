@@ -18,6 +18,8 @@ struct Kernels {
     void (*before_attention)(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads);
     void (*after_attention)(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);
     void (*retain)(const Retain &call, float *scratch);
+    void (*best_pages)(const BestPages &call, float *scratch, int threads);
+    void (*read_tokens)(const ReadTokens &call);
 };
 
 }  // namespace windlass
@@ -31,10 +33,13 @@ struct Kernels {
     void linear(const Linear &call, float *scratch, int threads);                                          \
     void query_mass(const QueryMass &call, int threads);                                                   \
     void retain(const Retain &call, float *scratch);                                                       \
+    void best_pages(const BestPages &call, float *scratch, int threads);                                   \
+    void read_tokens(const ReadTokens &call);                                                              \
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
-                              &linear, &query_mass, &before_attention, &after_attention, &retain};          \
+                              &linear, &query_mass, &before_attention, &after_attention, &retain,           \
+                              &best_pages, &read_tokens};                                                   \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

@@ -100,6 +100,37 @@ void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArg
     kernels_of(instruction_set).mean_key_cosine(call, scratch, threads);
 }
 
+void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, int format,
+                std::pair<Address, Address> queries,
+                const std::vector<std::tuple<Address, Address, int>> &pieces, Address means,
+                std::pair<Address, Address> kept, std::pair<Address, Address> best,
+                const std::string &instruction_set, int threads) {
+    BestPages call{};
+    std::tie(call.batch, call.kv_heads, call.score_heads, call.queries_per_head, call.tokens, call.channels, call.words,
+             call.kept, call.count) = sizes;
+    call.format = Format(format);
+    call.queries = at<const float>(queries.first), call.is_query = at<const bool>(queries.second);
+    for (const auto &[keys, scales, tiles] : pieces)
+        call.pieces.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
+    call.means = at<const float>(means);
+    call.is_text = at<const std::uint8_t>(kept.first), call.kept_index = at<const float>(kept.second);
+    call.best = at<std::int64_t>(best.first), call.is_read = at<std::uint8_t>(best.second);
+    float *scratch = scratch_of(call.scratch());
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).best_pages(call, scratch, threads);
+}
+
+void read_tokens(std::tuple<std::int64_t, std::int64_t, std::int64_t, bool> sizes,
+                 const std::vector<std::pair<Address, std::int64_t>> &pieces, Address index, Address out,
+                 const std::string &instruction_set) {
+    ReadTokens call{};
+    std::tie(call.rows, call.tokens, call.row_bytes, call.is_tiled) = sizes;
+    for (const auto &[data, tokens] : pieces) call.pieces.push_back({at<const std::uint8_t>(data), tokens});
+    call.index = at<const std::int64_t>(index), call.out = at<std::uint8_t>(out);
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).read_tokens(call);
+}
+
 // What a call of `attend` and a decode step have in common.
 Attend attend_call(std::tuple<int, int, int, int, int, int> sizes, int format, int float_format, PackedArguments keys,
                    PackedArguments values, Address slot_positions, std::tuple<Address, Address, int, bool> tables,
@@ -261,6 +292,9 @@ NB_MODULE(_native, module) {
                "scales"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
+    module.def("best_pages", &best_pages, "sizes"_a, "format"_a, "queries"_a, "pieces"_a, "means"_a, "kept"_a, "best"_a,
+               "instruction_set"_a, "threads"_a);
+    module.def("read_tokens", &read_tokens, "sizes"_a, "pieces"_a, "index"_a, "out"_a, "instruction_set"_a);
     bind_linear(module);
     module.def("query_mass", &query_mass, "sizes"_a, "room"_a, "format"_a, "queries"_a, "keys"_a, "mask"_a,
                "log_counts"_a, "lse"_a, "targets"_a, "scale"_a, "mass"_a, "instruction_set"_a, "threads"_a);

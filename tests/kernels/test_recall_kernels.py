@@ -1,0 +1,98 @@
+"""The scan of what was evicted: every instruction set and format against products of whole keys."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from windlass import kernels
+from windlass.core.limits import PAGE
+from windlass.core.packed import Format, PackedStates
+from windlass.core.recall import TILE, PageInput, ReadInput, TiledKeys, words_of
+from windlass.kernels import cpu, reference, reference_recall
+from windlass.kernels.cpu import recall
+
+FORMATS = ["float32", "bfloat16", "float16", "int8", "int4"]
+SIZES = [1040, 48]  # tokens of the pieces
+
+
+def tiles_of(rows: Tensor) -> Tensor:
+    return words_of(rows).unflatten(2, (-1, TILE)).transpose(3, 4).contiguous()
+
+
+def piece(tokens: int, format: str, channels: int, seed: int, means: Tensor | None) -> TiledKeys:
+    """Random keys of 2 rows and 3 heads."""
+    generator = torch.Generator().manual_seed(seed)
+    keys = torch.randn(2, 3, tokens, channels, generator=generator) * torch.rand(2, 3, tokens, 1, generator=generator)
+    if format.startswith("int"):
+        codes, scales = reference.encode(keys, means, int(format[3:]))
+        states = PackedStates(codes[:, :, :0], Format(format), scales, means)
+    else:
+        codes = keys.to(getattr(torch, format))
+        states = PackedStates(codes[:, :, :0])
+    return TiledKeys(tiles_of(codes), states)
+
+
+def call_of(format: str, channels: int, queries: int, score_heads: int = 3, count: int = 20) -> PageInput:
+    generator = torch.Generator().manual_seed(3)
+    means = torch.randn(3, channels, generator=generator) if channels != 64 else None
+    pieces = tuple(piece(size, format, channels, size, means) for size in SIZES)
+    is_text = torch.rand(2, 1088, generator=generator) < 0.6
+    is_text[0, 100:300] = False
+    kept = torch.stack([torch.randperm(1088, generator=generator)[:31] for _ in range(2 * score_heads)]).float()
+    kept[:, ::7] = -1
+    is_query = torch.ones(2, queries, dtype=torch.bool)
+    is_query[1, 1:2] = False
+    asked = torch.randn(2, 15, queries, channels, generator=generator)
+    return PageInput(asked, is_query, pieces, is_text, kept.view(2, score_heads, 31), count)
+
+
+@pytest.mark.parametrize("instructions", cpu.instruction_sets())
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize(
+    ("channels", "queries", "score_heads"), [(64, 1, 3), (10, 3, 1), (128, 2, 3), (288, 1, 1), (6, 7, 3)]
+)
+def test_kernels_match_the_reference(
+    monkeypatch: pytest.MonkeyPatch, instructions: str, format: str, channels: int, queries: int, score_heads: int
+) -> None:
+    monkeypatch.setattr(recall, "instruction_set", lambda: instructions)
+    call = call_of(format, channels, queries, score_heads)
+    assert recall.can_scan(call)
+    ours, truth = recall.best_pages(call), reference_recall.best_pages(call)
+    assert ours.pages.equal(truth.pages)
+    assert ours.is_read.equal(truth.is_read)
+    assert 0.2 < float(ours.is_read.float().mean()) < 0.9
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_rows_are_read_out_of_tiles_and_pieces(format: str) -> None:
+    pieces = call_of(format, 10, 1).pieces
+    index = torch.randint(1088, (2, 3, 40), generator=torch.Generator().manual_seed(5))
+    for is_tiled in (True, False):
+        states = tuple(each.tiles if is_tiled else each.packed().data for each in pieces)
+        call = ReadInput(states, index, is_tiled)
+        assert recall.read_tokens(call).equal(reference_recall.read_tokens(call))
+
+
+def test_the_reference_by_hand() -> None:
+    keys = torch.zeros(1, 1, 32, 2)
+    keys[0, 0, 3], keys[0, 0, 5], keys[0, 0, 12] = torch.tensor([2.0, 1.0]), torch.tensor([9.0, 0.0]), torch.ones(2)
+    keys[0, 0, 30] = torch.tensor([-1.0, 0.0])
+    is_text, kept = torch.ones(1, 32, dtype=torch.bool), torch.tensor([[[-1.0, 5.0]]])
+    is_text[0, 31] = False
+    queries = torch.tensor([[[[1.0, 3.0], [5.0, 5.0]], [[-1.0, 0.0], [0.0, 0.0]]]])
+    pieces = (TiledKeys(tiles_of(keys), PackedStates(keys[:, :, :0])),)
+    # Without token 5, which is kept: the pages' peaks are 5, 4, 0, 0 for query 0 of head 0, and 0, 0, 0, 1 for head 1.
+    is_query = torch.tensor([[True, False]])
+    best = reference_recall.best_pages(PageInput(queries, is_query, pieces, is_text, kept, 3))
+    assert best.pages.tolist() == [[[0, 3, 1]]]
+    is_read = [[True] * 5 + [False] + [True] * 2, [True] * 7 + [False], [True] * 8]
+    assert best.is_read.view(3, PAGE).tolist() == is_read
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_fast_kernels_are_those_that_are_called(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
+    call = call_of(format, 64, 1)
+    monkeypatch.setattr(reference_recall, "best_pages", None)
+    monkeypatch.setattr(reference_recall, "read_tokens", None)
+    assert kernels.best_pages(call).pages.shape == (2, 3, 20)
+    assert kernels.read_tokens(ReadInput((call.pieces[0].tiles,), torch.zeros(2, 3, 4, dtype=torch.long), True)).any()

@@ -1,0 +1,381 @@
+// Which pages of evicted tokens matter to a step's queries, compiled once for each instruction set (WINDLASS_SET).
+//
+// Keys lie in tiles of 16 tokens, four bytes of one token beside the same four of the next: a vector holds one word of
+// 16 tokens, and the products of a query with 16 keys need no sum across lanes. Codes of 8 and 4 bits are multiplied as
+// they are where there are instructions for it, by queries of 15 bits in two parts; elsewhere all is float32.
+#if defined(__AVX2__)
+#include <immintrin.h>
+#endif
+#include <omp.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "call.hpp"
+
+namespace windlass::WINDLASS_SET {
+namespace {
+
+#include "simd.hpp"
+
+constexpr int TILE = 16, PAGE = 8;
+constexpr int PARTS = TILE / LANES;  // vectors of a word of a tile
+constexpr int QUERIES = 4;           // whose sums the registers hold
+constexpr int BLOCK_TILES = 32;      // of a piece of work
+constexpr float NOTHING = -std::numeric_limits<float>::infinity();
+
+// Channels that a word holds, and where they stand among those of a key.
+template <Format F>
+struct Word;
+template <>
+struct Word<Format::float32> {
+    static constexpr int COUNT = 1;
+    static int channel(int word, int, int) { return word; }
+    static Floats level(Words w, int) { return bits_of(w); }
+};
+template <>
+struct Word<Format::bfloat16> {
+    static constexpr int COUNT = 2;
+    static int channel(int word, int i, int) { return 2 * word + i; }
+    static Floats level(Words w, int i) { return bits_of(i == 0 ? w << 16 : w & 0xffff0000u); }
+};
+template <>
+struct Word<Format::float16> {
+    static constexpr int COUNT = 2;
+    static int channel(int word, int i, int) { return 2 * word + i; }
+    static Floats level(Words w, int i) {
+        const Words h = i == 0 ? w & 0xffffu : w >> 16;
+        const Floats magnitude = bits_of((h & 0x7fffu) << 13) * 0x1p112f;
+        return bits_of((Words)magnitude | ((h & 0x8000u) << 16));
+    }
+};
+template <>
+struct Word<Format::int8> {
+    static constexpr int COUNT = 4;
+    static int channel(int word, int i, int) { return 4 * word + i; }
+    static Floats level(Words w, int i) { return __builtin_convertvector((Ints)(w << (24 - 8 * i)) >> 24, Floats); }
+};
+template <>
+struct Word<Format::int4> {
+    static constexpr int COUNT = 8;
+    // -1 behind the last channel of each half: rows end with a whole word.
+    static int channel(int word, int i, int channels) {
+        const int at = 4 * word + i / 2;
+        return at < channels / 2 ? at + i % 2 * (channels / 2) : -1;
+    }
+    static Floats level(Words w, int i) { return Row<Format::int4>::levels((Ints)(w >> (4 * i))); }
+};
+
+// Of a query what is multiplied with channel number `i` of a word; 0 where a row ends before its last word does.
+template <Format F>
+float of_word(const float *query, int word, int i, int channels) {
+    const int channel = Word<F>::channel(word, i, channels);
+    return channel < 0 || channel >= channels ? 0.0f : query[channel];
+}
+
+// The queries of one kv head as `Sums` wants them, and the sums of their products with the codes of a tile.
+template <Format F>
+class Sums {
+    typedef Word<F> W;
+
+  public:
+    Sums(const float *queries, int count, int channels, int words) : words(words), numbers(count * words * W::COUNT) {
+        for (int q = 0; q < count; ++q)
+            for (int w = 0; w < words; ++w)
+                for (int i = 0; i < W::COUNT; ++i)
+                    numbers[(q * words + w) * W::COUNT + i] = of_word<F>(queries + q * channels, w, i, channels);
+    }
+    void of(const std::uint32_t *tile, int first, Floats (&sums)[QUERIES][PARTS]) const {
+        const float *query = numbers.data() + std::size_t(first) * words * W::COUNT;
+        for (auto &each : sums)
+            for (auto &part : each) part = Floats{};
+        for (int w = 0; w < words; ++w)
+            for (int i = 0; i < W::COUNT; ++i)
+                for (int p = 0; p < PARTS; ++p) {
+                    const Floats level = W::level(load<Words>(tile + w * TILE + p * LANES), i);
+                    for (int q = 0; q < QUERIES; ++q)
+                        sums[q][p] = sums[q][p] + level * query[(q * words + w) * W::COUNT + i];
+                }
+    }
+
+  private:
+    int words;
+    std::vector<float> numbers;
+};
+
+#if defined(__AVX512VNNI__)
+// Codes times whole numbers. A query is a scale times high * 128 + low, both of 8 bits.
+template <Format F>
+class CodeSums {
+    static constexpr bool IS_INT4 = F == Format::int4;
+    static constexpr int HALVES = IS_INT4 ? 2 : 1;
+
+  public:
+    CodeSums(const float *queries, int count, int channels, int words)
+        : words(words), parts(std::size_t(count) * words * HALVES * 2), scales(count), offsets(count) {
+        for (int q = 0; q < count; ++q) {
+            const float *query = queries + q * channels;
+            float most = 0;
+            for (int c = 0; c < channels; ++c) most = std::max(most, std::fabs(query[c]));
+            scales[q] = most / 16256;
+            const float inverse = most > 0 ? 16256 / most : 0;
+            std::int64_t sum = 0;
+            for (int w = 0; w < words; ++w)
+                for (int h = 0; h < HALVES; ++h)
+                    for (int i = 0; i < 4; ++i) {
+                        const int number = IS_INT4 ? 2 * i + h : i;
+                        const int whole = int(std::lrint(of_word<F>(query, w, number, channels) * inverse));
+                        const int high = (whole + 64) >> 7, low = whole - high * 128;
+                        std::int8_t *to = (std::int8_t *)(parts.data() + ((q * words + w) * HALVES + h) * 2) + i;
+                        to[0] = std::int8_t(high), to[4] = std::int8_t(low);
+                        sum += whole;
+                    }
+            offsets[q] = std::int32_t(sum * (IS_INT4 ? 8 : 128));
+        }
+    }
+    void of(const std::uint32_t *tile, int first, Floats (&sums)[QUERIES][PARTS]) const {
+        const std::int32_t *query = parts.data() + std::size_t(first) * words * HALVES * 2;
+        const int stride = words * HALVES * 2;
+        __m512i high[QUERIES], low[QUERIES];
+        for (int q = 0; q < QUERIES; ++q) high[q] = low[q] = _mm512_setzero_si512();
+        for (int w = 0; w < words; ++w) {
+            const __m512i word = _mm512_loadu_si512(tile + w * TILE);
+            for (int h = 0; h < HALVES; ++h) {
+                const __m512i codes =
+                    IS_INT4 ? _mm512_and_si512(h == 0 ? word : _mm512_srli_epi32(word, 4), _mm512_set1_epi8(15))
+                            : _mm512_xor_si512(word, _mm512_set1_epi8(char(0x80)));
+                const std::int32_t *at = query + (w * HALVES + h) * 2;
+                for (int q = 0; q < QUERIES; ++q) {
+                    high[q] = _mm512_dpbusd_epi32(high[q], codes, _mm512_set1_epi32(at[q * stride]));
+                    low[q] = _mm512_dpbusd_epi32(low[q], codes, _mm512_set1_epi32(at[q * stride + 1]));
+                }
+            }
+        }
+        for (int q = 0; q < QUERIES; ++q) {
+            const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[q], 7), low[q]),
+                                                   _mm512_set1_epi32(offsets[first + q]));
+            sums[q][0] = (Floats)_mm512_cvtepi32_ps(whole) * scales[first + q];
+        }
+    }
+
+  private:
+    int words;
+    std::vector<std::int32_t> parts;  // (queries, words, halves, 2), four numbers each
+    std::vector<float> scales;
+    std::vector<std::int32_t> offsets;
+};
+#endif
+
+// A page's worth to a query is the logarithm of the largest share that one of its tokens has in the softmax over pages,
+// each of which counts by its largest product; to a kv head it is the most that it is worth to one of its queries.
+template <class S>
+class Best {
+  public:
+    Best(const BestPages &call, float *scratch)
+        : call(call), rows(call.batch * call.kv_heads), padded((call.queries_per_head + QUERIES - 1) / QUERIES * QUERIES),
+          slots(call.slots()), pages(slots / PAGE), of_means(std::size_t(rows) * padded), peaks(scratch),
+          allowed((std::uint8_t *)(scratch + std::size_t(rows) * call.queries_per_head * pages)) {}
+
+    void run(int threads) {
+        prepare();
+        std::vector<Block> blocks;
+        std::int64_t start = 0;
+        for (const auto &piece : call.pieces) {
+            for (int tile = 0; tile < piece.tiles; tile += BLOCK_TILES)
+                blocks.push_back({&piece, tile, std::min(tile + BLOCK_TILES, piece.tiles), start});
+            start += std::int64_t(piece.tiles) * TILE;
+        }
+        const int items = rows * int(blocks.size());
+#pragma omp parallel num_threads(threads)
+        {
+#pragma omp for schedule(static)
+            for (int row = 0; row < rows; ++row) allow(row);
+#pragma omp for schedule(dynamic, 4)
+            for (int item = 0; item < items; ++item) {
+                const Block &block = blocks[item % blocks.size()];
+                for (int tile = block.from; tile < block.to; ++tile) of_tile(item / int(blocks.size()), tile, block);
+            }
+#pragma omp for schedule(static)
+            for (int row = 0; row < rows; ++row) choose(row);
+        }
+    }
+
+  private:
+    struct Block {
+        const BestPages::Piece *piece;
+        int from, to;        // tiles of the piece
+        std::int64_t start;  // of the piece, in tokens
+    };
+    const BestPages &call;
+    const int rows, padded;
+    const std::int64_t slots, pages;
+    std::vector<float> of_means;  // (rows, padded): products of queries and mean keys
+    float *const peaks;           // (rows, queries_per_head, pages)
+    std::uint8_t *const allowed;  // (rows, slots)
+    std::vector<S> sums;
+
+    void prepare() {
+        std::vector<float> queries(std::size_t(padded) * call.channels);
+        sums.reserve(rows);
+        for (int row = 0; row < rows; ++row) {
+            const std::size_t count = std::size_t(call.queries_per_head) * call.channels;
+            std::copy_n(call.queries + row * count, count, queries.begin());
+            sums.emplace_back(queries.data(), padded, call.channels, call.words);
+            if (!call.means) continue;
+            const float *mean = call.means + std::size_t(row % call.kv_heads) * call.channels;
+            for (int q = 0; q < call.queries_per_head; ++q) {
+                float product = 0;
+                for (int c = 0; c < call.channels; ++c) product += mean[c] * queries[q * call.channels + c];
+                of_means[row * padded + q] = product;
+            }
+        }
+    }
+
+    void allow(int row) {
+        const std::uint8_t *text = call.is_text + row / call.kv_heads * slots;
+        std::uint8_t *own = allowed + row * slots;
+        std::copy_n(text, slots, own);
+        const int held = call.score_heads == 1 ? row / call.kv_heads : row;
+        for (int i = 0; i < call.kept; ++i) {
+            const float index = call.kept_index[std::int64_t(held) * call.kept + i];
+            if (index >= 0 && index < float(slots)) own[std::int64_t(index)] = 0;
+        }
+    }
+
+    void of_tile(int row, int tile, const Block &block) {
+        const std::int64_t at = std::int64_t(row) * block.piece->tiles + tile, first_slot = block.start + std::int64_t(tile) * TILE;
+        const std::uint8_t *own = allowed + row * slots + first_slot;
+        const std::uint32_t *keys = block.piece->keys + at * call.words * TILE;
+        float *out = peaks + std::int64_t(row) * call.queries_per_head * pages + first_slot / PAGE;
+        if (std::none_of(own, own + TILE, [](auto one) { return one; })) {
+            for (int q = 0; q < call.queries_per_head; ++q) out[q * pages] = out[q * pages + 1] = NOTHING;
+            return;
+        }
+        Floats scales[PARTS];
+        for (int p = 0; p < PARTS && block.piece->scales; ++p)
+            scales[p] = Row<Format::float16>::lanes(
+                (const std::uint8_t *)(block.piece->scales + at * TILE + p * LANES), 0, 0);
+        for (int first = 0; first < call.queries_per_head; first += QUERIES) {
+            Floats products[QUERIES][PARTS];
+            sums[row].of(keys, first, products);
+            for (int q = first; q < std::min(first + QUERIES, call.queries_per_head); ++q) {
+                float numbers[TILE];
+                for (int p = 0; p < PARTS; ++p) {
+                    Floats x = products[q - first][p];
+                    if (block.piece->scales) x = x * scales[p];
+                    x = x + of_means[row * padded + q];
+                    store(numbers + p * LANES, wide_bytes(own + p * LANES) != Ints{} ? x : all(NOTHING));
+                }
+                for (int page = 0; page < TILE / PAGE; ++page) out[q * pages + page] = largest(numbers + page * PAGE);
+            }
+        }
+    }
+
+    static float largest(const float *from) {
+        float most[PAGE / 2];
+        for (int i = 0; i < PAGE / 2; ++i) most[i] = from[i] > from[i + PAGE / 2] ? from[i] : from[i + PAGE / 2];
+        for (int n = PAGE / 4; n > 0; n /= 2)
+            for (int i = 0; i < n; ++i) most[i] = most[i] > most[i + n] ? most[i] : most[i + n];
+        return most[0];
+    }
+
+    void choose(int row) {
+        std::vector<float> worth(pages, NOTHING);
+        for (int q = 0; q < call.queries_per_head; ++q) {
+            if (!call.is_query[row / call.kv_heads * call.tokens + q % call.tokens]) continue;
+            const float *own = peaks + (std::int64_t(row) * call.queries_per_head + q) * pages;
+            const float top = *std::max_element(own, own + pages);
+            if (top == NOTHING) continue;
+            const float lse = top + std::log(sum_of_exponentials(own, top));
+            for (std::int64_t p = 0; p < pages; ++p) worth[p] = std::max(worth[p], own[p] - lse);
+        }
+        std::vector<std::int64_t> order(pages);
+        for (std::int64_t p = 0; p < pages; ++p) order[p] = p;
+        const auto before = [&](std::int64_t a, std::int64_t b) {
+            return worth[a] > worth[b] || (worth[a] == worth[b] && a < b);
+        };
+        std::nth_element(order.begin(), order.begin() + call.count - 1, order.end(), before);
+        std::sort(order.begin(), order.begin() + call.count, before);
+        for (int i = 0; i < call.count; ++i) {
+            const std::int64_t to = std::int64_t(row) * call.count + i;
+            call.best[to] = order[i];
+            std::copy_n(allowed + row * slots + order[i] * PAGE, PAGE, call.is_read + to * PAGE);
+        }
+    }
+
+    float sum_of_exponentials(const float *from, float top) const {
+        Floats sums{};
+        float padded[LANES];
+        for (std::int64_t p = 0; p < pages; p += LANES) {
+            const float *numbers = from + p;
+            if (p + LANES > pages) {
+                std::fill(std::copy(numbers, from + pages, padded), padded + LANES, NOTHING);
+                numbers = padded;
+            }
+            const Floats x = load<Floats>(numbers) - top;
+            sums = sums + exponential(larger(x, all(-80.0f)));  // of what is far below the top nothing counts
+        }
+        float sum = 0;
+        for (int i = 0; i < LANES; ++i) sum += sums[i];
+        return sum;
+    }
+};
+
+template <Format F>
+void best_of(const BestPages &call, float *scratch, int threads) {
+#if defined(__AVX512VNNI__)
+    constexpr int MOST = 256;  // channels whose products of 8 bits fit into 32 bits
+    if constexpr (F == Format::int4) return Best<CodeSums<F>>(call, scratch).run(threads);
+    if constexpr (F == Format::int8)
+        if (call.channels <= MOST) return Best<CodeSums<F>>(call, scratch).run(threads);
+#endif
+    Best<Sums<F>>(call, scratch).run(threads);
+}
+
+// A token's row out of the pieces that hold it.
+void read_row(const ReadTokens &call, std::int64_t row, std::int64_t index, std::uint8_t *out) {
+    std::int64_t start = 0;
+    for (const auto &[data, tokens] : call.pieces) {
+        if (index < start + tokens) {
+            const std::int64_t at = row * tokens + index - start;
+            if (!call.is_tiled) {
+                __builtin_memcpy(out, data + at * call.row_bytes, call.row_bytes);
+                return;
+            }
+            const std::uint32_t *tile = (const std::uint32_t *)data + at / TILE * (call.row_bytes / 4) * TILE + at % TILE;
+            for (std::int64_t w = 0; w < call.row_bytes / 4; ++w) __builtin_memcpy(out + 4 * w, tile + w * TILE, 4);
+            return;
+        }
+        start += tokens;
+    }
+}
+
+}  // namespace
+
+void best_pages(const BestPages &call, float *scratch, int threads) {
+    switch (call.format) {
+        case Format::float32:
+            return best_of<Format::float32>(call, scratch, threads);
+        case Format::bfloat16:
+            return best_of<Format::bfloat16>(call, scratch, threads);
+        case Format::float16:
+            return best_of<Format::float16>(call, scratch, threads);
+        case Format::int8:
+            return best_of<Format::int8>(call, scratch, threads);
+        case Format::int4:
+            return best_of<Format::int4>(call, scratch, threads);
+    }
+}
+
+void read_tokens(const ReadTokens &call) {
+    for (std::int64_t row = 0; row < call.rows; ++row)
+        for (std::int64_t i = 0; i < call.tokens; ++i) {
+            const std::int64_t at = row * call.tokens + i;
+            read_row(call, row, call.index[at], call.out + at * call.row_bytes);
+        }
+}
+
+}  // namespace windlass::WINDLASS_SET

@@ -1,0 +1,66 @@
+"""The scan of what was evicted, in C++; `kernels.reference_recall` says what each function means."""
+
+import torch
+from torch import Tensor
+
+from windlass.core.limits import PAGE
+from windlass.core.recall import TILE, WORD, BestPages, PageInput, ReadInput
+from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, native
+from windlass.kernels.cpu.arguments import address, contiguous_means, format_of
+
+
+def can_scan(call: PageInput) -> bool:
+    """Whether `best_pages` knows these keys, which are in a CPU's memory."""
+    states = [piece.states for piece in call.pieces]
+    return all(
+        format_of(each) >= 0 and each.first == 0 and each.held_channels <= MAX_CHANNELS and each.full_precision is None
+        for each in states
+    )
+
+
+def best_pages(call: PageInput) -> BestPages:
+    """See `reference_recall.best_pages`. Queries are rounded to 15 bits where keys are codes."""
+    queries, is_query, is_text = (
+        call.queries.float().contiguous(),
+        call.is_query.contiguous(),
+        call.is_text.contiguous(),
+    )
+    kept, states = call.kept_index.contiguous(), call.pieces[0].states
+    (batch, heads, tokens, channels), (_, score_heads, slots) = queries.shape, kept.shape
+    kv_heads, words = call.pieces[0].tiles.shape[1], call.pieces[0].tiles.shape[3]
+    means = contiguous_means(states)
+    pages = torch.empty(batch, kv_heads, call.count, dtype=torch.int64)
+    is_read = torch.empty(batch, kv_heads, call.count * PAGE, dtype=torch.bool)
+    native.best_pages(
+        (batch, kv_heads, score_heads, heads // kv_heads * tokens, tokens, channels, words, slots, call.count),
+        format_of(states),
+        (queries.data_ptr(), is_query.data_ptr()),
+        [(each.tiles.data_ptr(), address(each.states.scales), each.tiles.shape[2]) for each in call.pieces],
+        address(means),
+        (is_text.data_ptr(), kept.data_ptr()),
+        (pages.data_ptr(), is_read.data_ptr()),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return BestPages(pages, is_read)
+
+
+def read_tokens(call: ReadInput) -> Tensor:
+    """See `reference_recall.read_tokens`."""
+    first, index = call.pieces[0], call.index.contiguous()
+    width = first.shape[3]
+    out = first.new_empty(*index.shape, width)
+    tokens = [each.shape[2] * (TILE if call.is_tiled else 1) for each in call.pieces]
+    native.read_tokens(
+        (
+            index.shape[0] * index.shape[1],
+            index.shape[2],
+            width * (WORD if call.is_tiled else first.itemsize),
+            call.is_tiled,
+        ),
+        [(each.data_ptr(), count) for each, count in zip(call.pieces, tokens, strict=True)],
+        index.data_ptr(),
+        out.data_ptr(),
+        instruction_set(),
+    )
+    return out
