@@ -59,6 +59,8 @@ def test_json_is_one_object_with_the_result(
         "positions": "clamp(7)",
         "store": "int8",
         "merge": "none",
+        "recall": 0,
+        "recall_store": "none",
     }
 
 
@@ -71,6 +73,37 @@ def test_json_says_by_which_rule_tokens_were_merged(run: Callable[..., Ran], tmp
     ran = run(*generate("and", "--prompt-cache", file, "--merge", "mean_count"))
     assert_refused(ran, f"--merge mean_count contradicts {file}, made with merge mean_count(next); leave it out")
     assert run(*generate("and", "--prompt-cache", file, "--merge", "mean_count( next )")).code == 0
+
+
+def test_evicted_tokens_are_recalled(run: Callable[..., Ran], tmp_path: Path):
+    options = ("--budget", "12", "--recall", "16", "--recall-store", "int4", "--json")
+    found = json.loads(run(*generate(PROMPT, *options, "--recall-folder", str(tmp_path))).out)
+    assert (found["recall"], found["recall_store"]) == (16, "int4")
+    whole = run(*generate(PROMPT, "--budget", "12", "--recall", "512", "--recall-store", "plain"))
+    assert whole.out == run(*generate(PROMPT)).out
+    file = str(tmp_path / "recalled")
+    assert run("cache", MODEL, PROMPT, *options, "--dtype", "float32", "--prompt-cache", file).code == 0
+    assert run(*generate("and", "--prompt-cache", file, "--recall-folder", str(tmp_path))).code == 0
+    said = f"--recall 8 contradicts {file}, made with recall 16; leave it out"
+    assert_refused(run(*generate("and", "--prompt-cache", file, "--recall", "8")), said)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            ("--recall", "16"),
+            "recall (16 tokens) needs a budget: without one nothing is evicted that could be recalled",
+        ),
+        (("--budget", "12", "--recall", "9"), "recall (9 tokens) must be a multiple of 8"),
+        (("--budget", "12", "--recall", "8", "--recall-store", "int5"), "is not a store"),
+        (("--budget", "12", "--recall", "8", "--recall-folder", "/nowhere/at/all"), "is no folder; make it first"),
+    ],
+)
+def test_what_cannot_be_recalled(run: Callable[..., Ran], options: tuple[str, ...], said: str):
+    ran = run(*generate(PROMPT, *options))
+    assert ran.code == 2
+    assert said in ran.err.replace("\n", " ")
 
 
 def test_numbers_are_checked_against_the_file_not_the_defaults(run: Callable[..., Ran], tmp_path: Path):

@@ -120,6 +120,8 @@ KINDS: dict[str, tuple[str, Callable[[PreTrainedModel], KVCache]]] = {
     "ring": ("llama", lambda model: _small(model, windlass.KeyDiff(), store="int4(sinks=2, newest=5)")),
     "ring, rolled back": ("llama", _rolled_back),
     "merged": ("llama", lambda model: _small(model, windlass.H2O(), merge="mean_count(next)")),
+    "recall": ("llama", lambda model: _small(model, recall=8, recall_store="int4")),
+    "recall by head": ("llama", lambda model: _small(model, windlass.TOVA(), recall=16, recall_store="plain")),
     "edited": ("llama", _edited),
     "without ids": ("llama", _without_ids),
     "empty": ("llama", lambda model: KVCache(model, batch=2, store="int8")),

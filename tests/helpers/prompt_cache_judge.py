@@ -12,7 +12,7 @@ from windlass import KVCache, PromptCacheError, WindlassError, prompt_cache
 from windlass.testing import VOCABULARY
 
 REFUSED, LOADED, SILENT, TRACEBACK = "refused", "loaded", "silent", "traceback"
-DEFAULTS = {"store": "plain", "merge": None}  # what older formats leave out
+DEFAULTS = {"store": "plain", "merge": None, "recall": 0, "recall_store": "int8"}  # what older formats leave out
 
 
 def verdict(honest: Honest, data: bytes, path: Path) -> tuple[str, str]:
@@ -130,6 +130,8 @@ def _in_layer(file: CacheFile, index: int, note: dict[str, Any], rows: dict[str,
     positions = own["positions"].tolist()
     slots = len(positions[0][0])
     for name, tensor in own.items():
+        if name.startswith("recall."):
+            continue
         per_slot = name.endswith(("codes", "scales")) or name in ("keys", "values") or name.startswith("state.")
         if (tensor.shape[0] != batch and name != "key_centres") or (per_slot and tensor.shape[2] != slots):
             return f"{name} has shape {tuple(tensor.shape)}"
@@ -150,12 +152,28 @@ def _in_layer(file: CacheFile, index: int, note: dict[str, Any], rows: dict[str,
                 counts = [count for count, place in zip(merged[row, head].tolist(), places, strict=True) if place >= 0]
                 if any(count < 0 or count != int(count) for count in counts) or sum(counts) + len(held) > seen:
                     return "merged tokens that were never seen"
+            index = own.get("state.recall_index")
+            if index is not None:
+                wrong = _in_recall(own["recall.positions"][row].tolist(), places, index[row, head].tolist(), seen, end)
+                if wrong:
+                    return wrong
         if "exact_slots" in own:
             wrong = _in_ring(own, row, positions[row], (seen, end, since))
             if wrong:
                 return wrong
     del note
     return None
+
+
+def _in_recall(remembered: list[int], places: list[int], index: list[float], seen: int, end: int) -> str | None:
+    """The tokens that may be recalled: those in slots are among them, where they say, each once."""
+    if any(not -1 <= place < end for place in remembered) or any(place != -1 for place in remembered[seen:]):
+        return "a position to recall is outside of the text"
+    named = [number for number, place in zip(index, places, strict=True) if place >= 0]
+    if any(number != int(number) or not 0 <= number < seen for number in named) or len(set(named)) < len(named):
+        return "slots name tokens that there are not"
+    stands = [remembered[int(number)] for number in named]
+    return None if stands == [place for place in places if place >= 0] else "slots name other tokens"
 
 
 def _in_ring(

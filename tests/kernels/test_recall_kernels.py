@@ -68,7 +68,7 @@ def test_rows_are_read_out_of_tiles_and_pieces(format: str) -> None:
     pieces = call_of(format, 10, 1).pieces
     index = torch.randint(1088, (2, 3, 40), generator=torch.Generator().manual_seed(5))
     for is_tiled in (True, False):
-        states = tuple(each.tiles if is_tiled else each.packed().data for each in pieces)
+        states = tuple(each.tiles if is_tiled else each.packed().data.contiguous() for each in pieces)
         call = ReadInput(states, index, is_tiled)
         assert recall.read_tokens(call).equal(reference_recall.read_tokens(call))
 

@@ -26,7 +26,7 @@ def words_of(rows: Tensor) -> Tensor:
 
 def rows_of(words: Tensor, width: int, dtype: torch.dtype) -> Tensor:
     """The inverse of `words_of`, for rows of this width and dtype."""
-    return words.contiguous().view(dtype)[..., :width]
+    return words.new_empty(words.shape).copy_(words).view(dtype)[..., :width]  # strides as `view` wants them
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ def best_pages(call: PageInput) -> BestPages:
     peaks: Tensor = products.unflatten(-1, (remembered // PAGE, PAGE)).amax(-1)
     shares = peaks.log_softmax(-1).nan_to_num(nan=-torch.inf)
     worth = shares.masked_fill(~call.is_query[:, None, None, :, None], -torch.inf).flatten(2, 3).amax(2)
-    pages = worth.sort(-1, descending=True, stable=True).indices[..., : call.count]
+    pages = worth.sort(dim=-1, descending=True, stable=True).indices[..., : call.count]
     return BestPages(pages, is_recallable.gather(-1, _tokens_of(pages)))
 
 
