@@ -78,5 +78,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    with torch.inference_mode():
+    with torch.no_grad():
         main()

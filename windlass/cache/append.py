@@ -19,7 +19,8 @@ def append(
     layer.make_room(keys, values, is_decode=keys.shape[2] <= HEADROOM, defer_eviction=False)
     positions = positions.expand(-1, layer.table.score_heads, -1)
     written = kernels.first_free(layer.positions, keys.shape[2])
-    state = layer.table.remember(keys, values, positions[:, 0]) if state is None else state
+    if state is None:
+        state = layer.table.remember(keys, values, positions[:, 0], (positions[:, 0] >= 0).sum(-1).tolist())
     layer.table.write(written, keys, values, positions, state)
     layer.table.occupancy_bound += int((positions >= 0).sum(-1).max())
     layer.forget_steps(0)

@@ -45,7 +45,7 @@ def write_and_attend(
     queries, keys, initial = preprocess(policy, layer, queries, keys, step.ids)
     if rules.has_places:
         initial |= step.known_places.state
-    initial |= table.remember(keys, values, step.positions)
+    initial |= table.remember(keys, values, step.positions, step.lengths)
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     index = kernels.first_free(table.positions, keys.shape[2])
     table.write(index, keys, values, positions, initial, call.index_keys)

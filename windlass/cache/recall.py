@@ -48,14 +48,15 @@ class RecallStore:
         """Tokens of each row; what lies behind them is not looked at."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
         """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
+        self._scanned: tuple[tuple[Segment, ...], tuple[TiledKeys, ...]] = (), ()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written."""
         return not self.memory.segments
 
-    def append(self, keys: NewKeys, values: NewValues, positions: QueryPositions) -> Scores:
-        """Hold these tokens too, but for padding, whose positions are EMPTY.
+    def append(self, keys: NewKeys, values: NewValues, positions: QueryPositions, counts: Sequence[int]) -> Scores:
+        """Hold these tokens too, `counts` of each row: all but padding, whose positions are EMPTY.
 
         Returns (batch, 1, tokens) the index of each in its row, which its slot is to keep.
         """
@@ -63,19 +64,24 @@ class RecallStore:
         if self.is_empty:
             self.codec.allocate(keys[:, :, :1], values[:, :, :1], 1)
             self.lengths = (0,) * keys.shape[0]
-        is_token = positions >= 0
-        counts = is_token.sum(1).tolist()
-        ends = tuple(length + count for length, count in zip(self.lengths, counts, strict=True))
+        tokens, starts = positions.shape[1], self.lengths
+        ends = tuple(length + count for length, count in zip(starts, counts, strict=True))
         parts = self.codec.parts_of(keys, values)
         self._grow(max(ends), parts)
-        starts = torch.tensor(self.lengths)[:, None]
-        index = starts + is_token.cumsum(1) - 1
-        if all(count == positions.shape[1] for count in counts) and len(set(self.lengths)) == 1:
-            self._put(slice(None), self.lengths[0], parts, positions)
+        if min(counts) == tokens:
+            if len(set(starts)) == 1:
+                self._put(slice(None), starts[0], parts, positions)
+            else:
+                for row, start in enumerate(starts):
+                    own = {name: part[row : row + 1] for name, part in parts.items()}
+                    self._put(slice(row, row + 1), start, own, positions[row : row + 1])
+            index = torch.tensor(starts)[:, None] + torch.arange(tokens)
         else:
-            for row in range(len(counts)):
+            is_token = positions >= 0
+            for row, start in enumerate(starts):
                 own = {name: part[row : row + 1, :, is_token[row]] for name, part in parts.items()}
-                self._put(slice(row, row + 1), self.lengths[row], own, positions[row : row + 1, is_token[row]])
+                self._put(slice(row, row + 1), start, own, positions[row : row + 1, is_token[row]])
+            index = torch.tensor(starts)[:, None] + is_token.cumsum(1) - 1
         self.lengths = ends
         return index[:, None].float()
 
@@ -86,8 +92,7 @@ class RecallStore:
         (batch, score_heads, slots) are the indices of the tokens in slots, negative in the others.
         """
         count = min(self.tokens, self.memory.capacity) // PAGE
-        pieces = tuple(map(self._keys_of, self.memory.segments))
-        best = kernels.best_pages(PageInput(queries, is_query, pieces, self.positions >= 0, kept, count))
+        best = kernels.best_pages(PageInput(queries, is_query, self._pieces(), self.positions >= 0, kept, count))
         index = (best.pages[..., None] * PAGE + torch.arange(PAGE)).flatten(2)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
         return Recalled(self.memory.read(index), positions.where(best.is_read, EMPTY))
@@ -171,10 +176,15 @@ class RecallStore:
         parts = [part for segment in self.memory.segments for part in segment.parts.values()]
         return self.positions.nbytes + sum(part.nbytes for part in parts)
 
-    def _keys_of(self, segment: Segment) -> TiledKeys:
-        keys, *_ = self.memory.no_keys
-        states = self.codec.over(segment.parts | self.memory.no_keys).packed_keys()
-        return TiledKeys(segment.parts[keys], states)
+    def _pieces(self) -> tuple[TiledKeys, ...]:
+        """The keys of all segments, as long as these are the same."""
+        segments, no_keys = self.memory.segments, self.memory.no_keys
+        if self._scanned[0] is not segments:
+            keys, *_ = no_keys
+            states = [self.codec.over(each.parts | no_keys).packed_keys() for each in segments]
+            tiles = [each.parts[keys] for each in segments]
+            self._scanned = segments, tuple(map(TiledKeys, tiles, states))
+        return self._scanned[1]
 
     def _grow(self, tokens: int, sample: Parts) -> None:
         self.memory.grow(tokens, sample)

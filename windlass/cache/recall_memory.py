@@ -41,14 +41,14 @@ class RecallMemory:
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
-        self.segments: list[Segment] = []
+        self.segments: tuple[Segment, ...] = ()
         self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, and what its rows are like
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
         """The same in memory, or a file, of its own."""
         twin = RecallMemory(self.folder)
         twin._keys, twin._width, twin._dtype = self._keys, self._width, self._dtype
-        twin.segments = [segment._replace(parts=self._copies(segment.parts)) for segment in self.segments]
+        twin.segments = tuple(segment._replace(parts=self._copies(segment.parts)) for segment in self.segments)
         return twin
 
     @property
@@ -76,7 +76,7 @@ class RecallMemory:
         words = words_of(first[:, :, :1])
         parts[keys] = self._new(words, (*first.shape[:2], size // TILE, words.shape[3], TILE))
         self._keys, self._width, self._dtype = keys, first.shape[3], first.dtype
-        self.segments.append(Segment(start, start + size, parts))
+        self.segments = (*self.segments, Segment(start, start + size, parts))
 
     def put(self, rows: slice, start: int, parts: Parts) -> None:
         """Write tokens of these rows from index `start` on."""
@@ -88,7 +88,10 @@ class RecallMemory:
                 continue
             for name, part in parts.items():
                 own, new = segment.parts[name][rows], part[:, :, first - start : last - start]
-                if name == self._keys:
+                if name == self._keys and count == 1:
+                    at = first - segment.start
+                    own[:, :, at // TILE, :, at % TILE] = new[:, :, 0]
+                elif name == self._keys:
                     index = torch.arange(first - segment.start, last - segment.start)
                     own.permute(2, 4, 0, 1, 3)[index // TILE, index % TILE] = new.permute(2, 0, 1, 3)
                 else:
@@ -112,10 +115,10 @@ class RecallMemory:
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
-        self.segments = [
+        self.segments = tuple(
             each._replace(parts=self._copies({name: part[rows] for name, part in each.parts.items()}))
             for each in self.segments
-        ]
+        )
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""

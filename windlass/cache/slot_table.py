@@ -98,14 +98,14 @@ class SlotTable:
         """Let each kv head hold tokens of its own from now on."""
         self.positions = self.positions.expand(-1, self.store.layout[0], -1).clone()
 
-    def remember(self, keys: NewKeys, values: NewValues, positions: QueryPositions) -> Parts:
+    def remember(self, keys: NewKeys, values: NewValues, positions: QueryPositions, counts: Sequence[int]) -> Parts:
         """Keep tokens for when they are evicted, if that is asked for; returns the state that they are to start with.
 
-        `positions` are EMPTY for padding.
+        Of each row `counts` are tokens; the `positions` of the others, padding, are EMPTY.
         """
         if self.recall is None:
             return {}
-        return {TOKEN_INDEX: self.recall.append(keys, values, positions).to(keys.device)}
+        return {TOKEN_INDEX: self.recall.append(keys, values, positions, counts).to(keys.device)}
 
     def write(
         self,

@@ -180,6 +180,13 @@ def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Ten
     return codes, scales
 
 
+def decode(states: PackedStates, dtype: torch.dtype) -> Tensor:
+    """The numbers that these are, in `dtype`, once float32 is rounded to it."""
+    if _is_compiled(states.data.device.type) and cpu.can_decode(states, dtype):
+        return cpu.rotated(states, None, None, states.data.shape[2], dtype)
+    return states.floats().to(dtype)
+
+
 def read(states: Tensor, index: SlotIndex) -> Tensor:
     """See `reference.read`."""
     return reference.read(states, index)

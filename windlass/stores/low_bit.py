@@ -81,11 +81,11 @@ class LowBit(Store):
 
     def decode_keys(self, parts: Parts) -> SlotKeys:
         held = PackedStates(parts["key_codes"], self.format, parts["key_scales"], self._means())
-        return held.floats().to(self._constants[KEY_MEANS].dtype)
+        return kernels.decode(held, self._constants[KEY_MEANS].dtype)
 
     def decode_values(self, parts: Parts) -> SlotValues:
         held = PackedStates(parts["value_codes"], self.format, parts["value_scales"])
-        return held.floats().to(self._constants[KEY_MEANS].dtype)
+        return kernels.decode(held, self._constants[KEY_MEANS].dtype)
 
     def packed_keys(self) -> PackedStates:
         codes, scales, ring = self._parts["key_codes"], self._parts["key_scales"], self.full_precision

@@ -79,4 +79,4 @@ def _remember(layer: SlotLayer, shape: LayerShape, positions: Tensor, batch: int
             torch.randn(1, shape.kv_heads, len(here), width, generator=draw).to(shape.dtype).expand(batch, -1, -1, -1)
             for width in (shape.head_dim, shape.value_dim)
         )
-        layer.table.remember(keys, values, here.expand(batch, -1))
+        layer.table.remember(keys, values, here.expand(batch, -1), (len(here),) * batch)

@@ -171,6 +171,13 @@ def linear(call: LinearInput) -> LinearOutputs:
     return result
 
 
+def can_decode(states: PackedStates, dtype: torch.dtype) -> bool:
+    """Whether `rotated` knows these numbers, as they are, and the dtype that is asked for."""
+    is_whole = states.data.is_contiguous() and states.data.numel() > 0 and states.last is None
+    has_scales = states.scales is None or states.scales.is_contiguous()
+    return dtype in FLOATS and is_whole and has_scales and knows(states)
+
+
 def rotated(
     states: PackedStates,
     positions: RotaryKeys | None,

@@ -147,6 +147,7 @@ def read_tokens(
     index: int,
     out: int,
     instruction_set: str,
+    threads: int,
 ) -> None: ...
 def query_mass(
     sizes: tuple[int, int, int, int, int, int, int],

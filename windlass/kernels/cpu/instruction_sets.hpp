@@ -19,7 +19,7 @@ struct Kernels {
     void (*after_attention)(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);
     void (*retain)(const Retain &call, float *scratch);
     void (*best_pages)(const BestPages &call, float *scratch, int threads);
-    void (*read_tokens)(const ReadTokens &call);
+    void (*read_tokens)(const ReadTokens &call, int threads);
 };
 
 }  // namespace windlass
@@ -34,7 +34,7 @@ struct Kernels {
     void query_mass(const QueryMass &call, int threads);                                                   \
     void retain(const Retain &call, float *scratch);                                                       \
     void best_pages(const BestPages &call, float *scratch, int threads);                                   \
-    void read_tokens(const ReadTokens &call);                                                              \
+    void read_tokens(const ReadTokens &call, int threads);                                                 \
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \

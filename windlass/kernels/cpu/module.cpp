@@ -122,13 +122,13 @@ void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, i
 
 void read_tokens(std::tuple<std::int64_t, std::int64_t, std::int64_t, bool> sizes,
                  const std::vector<std::pair<Address, std::int64_t>> &pieces, Address index, Address out,
-                 const std::string &instruction_set) {
+                 const std::string &instruction_set, int threads) {
     ReadTokens call{};
     std::tie(call.rows, call.tokens, call.row_bytes, call.is_tiled) = sizes;
     for (const auto &[data, tokens] : pieces) call.pieces.push_back({at<const std::uint8_t>(data), tokens});
     call.index = at<const std::int64_t>(index), call.out = at<std::uint8_t>(out);
     nb::gil_scoped_release released;
-    kernels_of(instruction_set).read_tokens(call);
+    kernels_of(instruction_set).read_tokens(call, threads);
 }
 
 // What a call of `attend` and a decode step have in common.
@@ -294,7 +294,8 @@ NB_MODULE(_native, module) {
                "instruction_set"_a, "threads"_a);
     module.def("best_pages", &best_pages, "sizes"_a, "format"_a, "queries"_a, "pieces"_a, "means"_a, "kept"_a, "best"_a,
                "instruction_set"_a, "threads"_a);
-    module.def("read_tokens", &read_tokens, "sizes"_a, "pieces"_a, "index"_a, "out"_a, "instruction_set"_a);
+    module.def("read_tokens", &read_tokens, "sizes"_a, "pieces"_a, "index"_a, "out"_a, "instruction_set"_a,
+               "threads"_a);
     bind_linear(module);
     module.def("query_mass", &query_mass, "sizes"_a, "room"_a, "format"_a, "queries"_a, "keys"_a, "mask"_a,
                "log_counts"_a, "lse"_a, "targets"_a, "scale"_a, "mass"_a, "instruction_set"_a, "threads"_a);

@@ -250,7 +250,7 @@ class Best {
         const std::uint8_t *own = allowed + row * slots + first_slot;
         const std::uint32_t *keys = block.piece->keys + at * call.words * TILE;
         float *out = peaks + std::int64_t(row) * call.queries_per_head * pages + first_slot / PAGE;
-        if (std::none_of(own, own + TILE, [](auto one) { return one; })) {
+        if (!is_any(own)) {
             for (int q = 0; q < call.queries_per_head; ++q) out[q * pages] = out[q * pages + 1] = NOTHING;
             return;
         }
@@ -262,24 +262,45 @@ class Best {
             Floats products[QUERIES][PARTS];
             sums[row].of(keys, first, products);
             for (int q = first; q < std::min(first + QUERIES, call.queries_per_head); ++q) {
-                float numbers[TILE];
+                Floats(&x)[PARTS] = products[q - first];
                 for (int p = 0; p < PARTS; ++p) {
-                    Floats x = products[q - first][p];
-                    if (block.piece->scales) x = x * scales[p];
-                    x = x + of_means[row * padded + q];
-                    store(numbers + p * LANES, wide_bytes(own + p * LANES) != Ints{} ? x : all(NOTHING));
+                    if (block.piece->scales) x[p] = x[p] * scales[p];
+                    x[p] = wide_bytes(own + p * LANES) != Ints{} ? x[p] + of_means[row * padded + q] : all(NOTHING);
                 }
-                for (int page = 0; page < TILE / PAGE; ++page) out[q * pages + page] = largest(numbers + page * PAGE);
+                put_largest(x, out + q * pages);
             }
         }
     }
 
-    static float largest(const float *from) {
-        float most[PAGE / 2];
-        for (int i = 0; i < PAGE / 2; ++i) most[i] = from[i] > from[i + PAGE / 2] ? from[i] : from[i + PAGE / 2];
-        for (int n = PAGE / 4; n > 0; n /= 2)
-            for (int i = 0; i < n; ++i) most[i] = most[i] > most[i + n] ? most[i] : most[i + n];
-        return most[0];
+    static bool is_any(const std::uint8_t *tile) {
+        const std::uint64_t first = load<std::uint64_t>(tile), second = load<std::uint64_t>(tile + 8);
+        return (first | second) != 0;
+    }
+
+    // The largest number of each page of a tile.
+    static void put_largest(const Floats (&tile)[PARTS], float *out) {
+#if defined(__AVX512F__)
+        Floats x = tile[0];
+        x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+        x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+        x = larger(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+        out[0] = x[0], out[1] = x[8];
+#else
+        float numbers[TILE];
+        for (int p = 0; p < PARTS; ++p) store(numbers + p * LANES, tile[p]);
+        for (int page = 0; page < TILE / PAGE; ++page)
+            out[page] = *std::max_element(numbers + page * PAGE, numbers + (page + 1) * PAGE);
+#endif
+    }
+
+    float largest(const float *from) const {
+        Floats most = all(NOTHING);
+        std::int64_t p = 0;
+        for (; p + LANES <= pages; p += LANES) most = larger(most, load<Floats>(from + p));
+        float top = NOTHING;
+        for (int i = 0; i < LANES; ++i) top = std::max(top, most[i]);
+        for (; p < pages; ++p) top = std::max(top, from[p]);
+        return top;
     }
 
     void choose(int row) {
@@ -287,18 +308,25 @@ class Best {
         for (int q = 0; q < call.queries_per_head; ++q) {
             if (!call.is_query[row / call.kv_heads * call.tokens + q % call.tokens]) continue;
             const float *own = peaks + (std::int64_t(row) * call.queries_per_head + q) * pages;
-            const float top = *std::max_element(own, own + pages);
+            const float top = largest(own);
             if (top == NOTHING) continue;
             const float lse = top + std::log(sum_of_exponentials(own, top));
-            for (std::int64_t p = 0; p < pages; ++p) worth[p] = std::max(worth[p], own[p] - lse);
+            for (std::int64_t p = 0; p < pages; ++p) worth[p] = own[p] - lse > worth[p] ? own[p] - lse : worth[p];
         }
-        std::vector<std::int64_t> order(pages);
-        for (std::int64_t p = 0; p < pages; ++p) order[p] = p;
         const auto before = [&](std::int64_t a, std::int64_t b) {
             return worth[a] > worth[b] || (worth[a] == worth[b] && a < b);
         };
-        std::nth_element(order.begin(), order.begin() + call.count - 1, order.end(), before);
-        std::sort(order.begin(), order.begin() + call.count, before);
+        // A heap of the best so far, the last of them in front: few of the others come before that.
+        std::vector<std::int64_t> order(call.count);
+        for (int i = 0; i < call.count; ++i) order[i] = i;
+        std::make_heap(order.begin(), order.end(), before);
+        for (std::int64_t p = call.count; p < pages; ++p)
+            if (worth[p] > worth[order.front()]) {
+                std::pop_heap(order.begin(), order.end(), before);
+                order.back() = p;
+                std::push_heap(order.begin(), order.end(), before);
+            }
+        std::sort_heap(order.begin(), order.end(), before);
         for (int i = 0; i < call.count; ++i) {
             const std::int64_t to = std::int64_t(row) * call.count + i;
             call.best[to] = order[i];
@@ -370,7 +398,8 @@ void best_pages(const BestPages &call, float *scratch, int threads) {
     }
 }
 
-void read_tokens(const ReadTokens &call) {
+void read_tokens(const ReadTokens &call, int threads) {
+#pragma omp parallel for num_threads(threads) schedule(static)
     for (std::int64_t row = 0; row < call.rows; ++row)
         for (std::int64_t i = 0; i < call.tokens; ++i) {
             const std::int64_t at = row * call.tokens + i;

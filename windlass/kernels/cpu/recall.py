@@ -62,5 +62,6 @@ def read_tokens(call: ReadInput) -> Tensor:
         index.data_ptr(),
         out.data_ptr(),
         instruction_set(),
+        torch.get_num_threads(),
     )
     return out
