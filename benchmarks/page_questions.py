@@ -12,7 +12,7 @@ def unrotated(lines: Sequence[Line]) -> str:
     rows = [
         [
             shape_of(line),
-            "bfloat16" if line["weights"] == "auto" else str(line["weights"]),
+            weights_of(line),
             f"pp{line['prompt']}" if line["prompt"] else "tg1",
             f"{line['depth']:,}",
             *(f"{1e3 * line['seconds'][name]:.1f}" for name in ("unrotated", "rotated")),
@@ -165,6 +165,35 @@ def speculative(lines: Sequence[Line]) -> str:
     return section("Writing with drafts", "benchmarks/speculative.py", text, heads, rows, lines[-1])
 
 
+def settings(lines: Sequence[Line]) -> str:
+    """Policies, and stores, in turn."""
+    rows = [
+        [
+            shape_of(line),
+            weights_of(line),
+            f"pp{line['prompt']}" if line["prompt"] else f"tg1 @ d{line['depth']}",
+            "all" if line["budget"] is None else f"{line['budget']:,}",
+            name,
+            f"{1e3 * seconds:,.1f}",
+            str(line["rounds"]),
+            spread(line["ratios"][name]),
+        ]
+        for line in lines
+        for name, seconds in line["seconds"].items()
+    ]
+    heads = ["shape", "weights", "test", "held", "policy or store", "ms", "rounds", "speed over the first one's"]
+    text = (
+        "One model, and a cache for each policy or store; a token, or a prompt, of each in turn. Whole model, head "
+        "included. The ratio is that within a round, with quartiles, above 1 where it is faster than the first row."
+    )
+    return section("Policies and stores in turn", "benchmarks/settings.py", text, heads, rows, lines[-1])
+
+
+def weights_of(line: Line) -> str:
+    """What its matrices are."""
+    return "bfloat16" if line["weights"] == "auto" else str(line["weights"])
+
+
 def shape_of(line: Line) -> str:
     """Its name, and how many layers it had where these are not all."""
     return str(line["shape"]) + (f" ({line['layers']} layers)" if line["layers"] else "")
@@ -172,6 +201,7 @@ def shape_of(line: Line) -> str:
 
 SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
     "unrotated": unrotated,
+    "settings": settings,
     "copies": copies,
     "first_layer": first_layer,
     "chunks": chunks,
