@@ -8,7 +8,6 @@ keys that were rotated beforehand, in the way that transformers calls it (`repea
 that it does best (`enable_gqa`). Prints one JSON line per shape and depth.
 """
 
-import argparse
 import json
 import statistics
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from kernel_options import kernel_parser, parsed
 from machine import machine
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -112,14 +112,9 @@ def measure(layers: Layers, rounds: int) -> dict[str, float]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["1b", "7b-mha"], choices=["1b", "8b", "7b-mha"])
+    parser = kernel_parser(__doc__, ("1b", "7b-mha"), rounds=15)
     parser.add_argument("--depths", nargs="+", type=int, default=[1024, 8192, 16384])
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
+    options = parsed(parser)
     for name in options.shapes:
         for depth in options.depths:
             (shape, *_) = SHAPES[name].cached_layers(torch.bfloat16)

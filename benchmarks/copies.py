@@ -14,12 +14,12 @@ Several layers are read in turn, so that none is left in the CPU's caches. Print
 with quartiles of the time of each over that of `neither`.
 """
 
-import argparse
 import json
 from collections.abc import Callable
 
 import torch
 from attention import Layers
+from kernel_options import KERNEL_SHAPES, kernel_parser, parsed
 from machine import machine
 from turns import in_turn, medians, quartiles
 
@@ -57,14 +57,9 @@ def works_of(layers: Layers) -> dict[str, Callable[[], None]]:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["1b", "8b", "7b-mha"], choices=["1b", "8b", "7b-mha"])
+    parser = kernel_parser(__doc__, KERNEL_SHAPES, rounds=20)
     parser.add_argument("--depths", nargs="+", type=int, default=[512, 1024, 8192, 16384])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
+    options = parsed(parser)
     for name in options.shapes:
         for depth in options.depths:
             (shape, *_) = SHAPES[name].cached_layers(torch.bfloat16)

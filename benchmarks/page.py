@@ -59,27 +59,6 @@ def attention(lines: Sequence[Line]) -> str:
     return section("Decode attention alone", "benchmarks/attention.py", text, heads, rows, about)
 
 
-def share(lines: Sequence[Line]) -> str:
-    """What a decode step spends beside attention and weights."""
-    rows = [
-        [
-            line["shape"],
-            f"{line['depth']:,}",
-            line["policy"],
-            *(f"{1e3 * line['seconds'][name]:.1f}" for name in ("token", "weights", "attention")),
-            f"{line['cache_share']:.1%}",
-            f"{line['other_share']:.1%}",
-        ]
-        for line in lines
-    ]
-    heads = ["shape", "depth", "policy", "token ms", "weights ms", "attention ms", "cache", "transformers' own"]
-    text = (
-        "Shares of a decode step. `cache` is the work of a layer's step outside its kernel (write, observe, evict, "
-        "prepare the call); `transformers' own` is norms, residuals, activations and the identity rotation."
-    )
-    return section("The share of everything else", "benchmarks/step_share.py", text, heads, rows, lines[-1])
-
-
 def paired(lines: Sequence[Line]) -> str:
     """Windlass and transformers in one process."""
     rows = [
@@ -182,54 +161,14 @@ def verification(lines: Sequence[Line]) -> str:
     return section("Verifying drafts", "benchmarks/verification.py", text, heads, rows, lines[-1])
 
 
-def grid(title: str, command: str, axis: str, text: str) -> Callable[[Sequence[Line]], str]:
-    """A section of rows of `windlass bench` that differ in `axis`, against its first value.
-
-    `{n}` in the command is the number of tokens that the rows decoded.
-    """
-
-    def rows_of(lines: Sequence[Line]) -> str:
-        bases: dict[tuple[str, str], Line] = {}
-        rows = []
-        for line in lines:
-            base = bases.setdefault((line["model"], line["test"]), line)
-            rate = f"{line['tokens_per_s']:.2f} ± {line['half_interquartile_range_per_s']:.2f}"
-            bandwidth = "-" if line["gb_per_s"] is None else f"{line['gb_per_s']:.1f}"
-            ratio = line["tokens_per_s"] / base["tokens_per_s"]
-            rows.append([line["model"], line["test"], line[axis], rate, bandwidth, f"{ratio:.3f}"])
-        heads = ["model", "test", axis, "tokens/s", "GB/s", "ratio"]
-        last = lines[-1]
-        about = {**last, **last["versions"]}
-        return section(title, command.replace("{n}", str(last["decode_tokens"])), text, heads, rows, about)
-
-    return rows_of
-
-
 def peers(lines: Sequence[Line]) -> str:
     """Windlass and other libraries."""
     body = peer_tables(json.dumps(line) for line in lines)
-    return f"## Against other libraries\n\n`make bench-peers`. Same weights, bfloat16, same threads.\n\n{body}"
+    return f"## Against other libraries\n\n`make bench-peers`. Same weights, same threads.\n\n{body}"
 
 
-BENCH = "windlass bench --shape"
 SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
     "attention": attention,
-    "storage": grid(
-        "The cost of un-rotated storage",
-        BENCH + " 1b -p 0 -n {n} -d ... --storage rotated,unrotated",
-        "storage",
-        "The same kernel and model, with keys stored after RoPE (`rotated`, as other libraries do) and before it.",
-    ),
-    "policies": grid(
-        "Policies",
-        BENCH + " 1b -p 0 -n {n} -d 2048 --budget 1024 --policy recent,h2o,tova,snapkv",
-        "policy",
-        "Decode at budget 1,024.",
-    ),
-    "stores": grid(
-        "Low-bit stores", BENCH + " 1b -p 0 -n {n} -d 16384 --store plain,int8,int4", "store", "Decode at depth 16,384."
-    ),
-    "share": share,
     "paired": paired,
     "linear": linear,
     "latent": latent,

@@ -12,19 +12,32 @@ def unrotated(lines: Sequence[Line]) -> str:
     rows = [
         [
             shape_of(line),
-            "bfloat16" if line["weights"] == "auto" else str(line["weights"]),
+            weights_of(line),
             f"pp{line['prompt']}" if line["prompt"] else "tg1",
             f"{line['depth']:,}",
+            "all" if line["by_module"] else "rotated only",
             *(f"{1e3 * line['seconds'][name]:.1f}" for name in ("unrotated", "rotated")),
             str(line["pairs"]),
             spread(line["ratios"]),
         ]
         for line in lines
     ]
-    heads = ["shape", "weights", "test", "depth", "un-rotated ms", "rotated ms", "pairs", "un-rotated / rotated speed"]
+    heads = [
+        "shape",
+        "weights",
+        "test",
+        "depth",
+        "by module",
+        "un-rotated ms",
+        "rotated ms",
+        "pairs",
+        "un-rotated / rotated speed",
+    ]
     text = (
         "The same kernels and model, a token (or a prompt) of each in turn; `rotated` stores keys after RoPE, as other "
-        "libraries do. Medians; the ratio is that of the pairs, with quartiles, above 1 where un-rotated is faster."
+        "libraries do. The kernel of all layers takes un-rotated keys only; `all`: it is off, and rotation is all that "
+        "differs. `rotated only`: what a user has. Medians; the ratio is that of the pairs, with quartiles, above 1 "
+        "where un-rotated is faster."
     )
     return section(
         "Un-rotated against rotated, token by token", "benchmarks/unrotated.py", text, heads, rows, lines[-1]
@@ -123,17 +136,19 @@ def eviction(lines: Sequence[Line]) -> str:
     for line in lines:
         for name in line["reading_s"]:
             ratio = spread(line["ratios"][name]) if name in line["ratios"] else "1"
-            reading = line["batch"] * line["prompt"] / line["reading_s"][name]
-            over = line["reading_s"]["openvino"] / line["reading_s"][name]
+            took = line["reading_s"][name]
+            reading = "-" if took is None else f"{line['batch'] * line['prompt'] / took:.0f}"
+            over = "-" if took is None else f"{line['reading_s']['openvino'] / took:.2f}"
             cells = [shape_of(line), f"{line['prompt']:,}", f"{line['budget']:,}", str(line["batch"]), name]
-            cells += [f"{reading:.0f}", f"{over:.2f}", f"{line['tokens_per_s'][name]:.1f}", ratio]
+            cells += [reading, over, f"{line['tokens_per_s'][name]:.1f}", ratio]
             rows.append([*cells, f"{line['peak_bytes'][name] / 2**30:.2f}"])
     heads = ["shape", "prompt", "held", "texts", "library", "reading tokens/s", "to OpenVINO", "writing tokens/s, all"]
     heads += ["to OpenVINO, quartiles", "peak GiB"]
     text = (
         "Random weights in bfloat16, the same prompt in each text. OpenVINO GenAI reads with all tokens and then "
         "evicts (`NORM_SUM`, blocks of 32 tokens); windlass evicts while it reads. Reading was measured once, one "
-        "after the other; writing in turn, 8 tokens each. The peak is that of the process, weights included, "
+        "after the other, and is left out where other work came between; writing in turn, 8 tokens each. The peak is "
+        "that of the process, weights included, "
         f"without loading; OpenVINO maps its file and makes a copy. OpenVINO GenAI {lines[-1]['openvino']}."
     )
     return section("Eviction beside OpenVINO", "python -m peers.eviction", text, heads, rows, lines[-1])
@@ -165,6 +180,35 @@ def speculative(lines: Sequence[Line]) -> str:
     return section("Writing with drafts", "benchmarks/speculative.py", text, heads, rows, lines[-1])
 
 
+def settings(lines: Sequence[Line]) -> str:
+    """Policies, and stores, in turn."""
+    rows = [
+        [
+            shape_of(line),
+            weights_of(line),
+            f"pp{line['prompt']}" if line["prompt"] else f"tg1 @ d{line['depth']}",
+            "all" if line["budget"] is None else f"{line['budget']:,}",
+            name,
+            f"{1e3 * seconds:,.1f}",
+            str(line["rounds"]),
+            spread(line["ratios"][name]),
+        ]
+        for line in lines
+        for name, seconds in line["seconds"].items()
+    ]
+    heads = ["shape", "weights", "test", "held", "policy or store", "ms", "rounds", "speed over the first one's"]
+    text = (
+        "One model, and a cache for each policy or store; a token, or a prompt, of each in turn. Whole model, head "
+        "included. The ratio is that within a round, with quartiles, above 1 where it is faster than the first row."
+    )
+    return section("Policies and stores in turn", "benchmarks/settings.py", text, heads, rows, lines[-1])
+
+
+def weights_of(line: Line) -> str:
+    """What its matrices are."""
+    return "bfloat16" if line["weights"] == "auto" else str(line["weights"])
+
+
 def shape_of(line: Line) -> str:
     """Its name, and how many layers it had where these are not all."""
     return str(line["shape"]) + (f" ({line['layers']} layers)" if line["layers"] else "")
@@ -172,6 +216,7 @@ def shape_of(line: Line) -> str:
 
 SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
     "unrotated": unrotated,
+    "settings": settings,
     "copies": copies,
     "first_layer": first_layer,
     "chunks": chunks,

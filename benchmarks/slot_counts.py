@@ -6,11 +6,11 @@ One query, one layer, bfloat16, keys stored un-rotated. Prints one JSON line per
 quartiles of the time per slot over that of the group's first count.
 """
 
-import argparse
 import json
 
 import torch
 from attention import Layers
+from kernel_options import kernel_parser, parsed
 from machine import machine
 from turns import in_turn, medians, quartiles
 
@@ -28,13 +28,7 @@ def read_all(layers: Layers) -> None:
 
 def main() -> None:
     """Measure and print."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", nargs="+", default=["1b", "7b-mha"], choices=["1b", "8b", "7b-mha"])
-    parser.add_argument("--rounds", type=int, default=20)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
-    options = parser.parse_args()
-    torch.set_num_threads(options.threads)
-    torch.manual_seed(0)
+    options = parsed(kernel_parser(__doc__, ("1b", "7b-mha"), rounds=20))
     for name in options.shapes:
         (shape, *_) = SHAPES[name].cached_layers(torch.bfloat16)
         for group in GROUPS:

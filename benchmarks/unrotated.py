@@ -4,7 +4,9 @@
     python benchmarks/unrotated.py --weights int4 >> benchmarks/results/unrotated.jsonl
     python benchmarks/unrotated.py --shape 7b-mha --layers 4 --prompt 512 >> benchmarks/results/unrotated.jsonl
 
-The same model and kernels; `RotatedStorage` is the baseline. Texts are random and are not read. Prints one JSON line
+The same model and kernels; `RotatedStorage` is the baseline. A token whose keys are stored un-rotated goes through all
+layers in one call, and that of the baseline through the model's own modules; with `--by-module` both do, so that the
+rotation is all that differs. Texts are random and are not read. Prints one JSON line
 per depth: the median seconds, and the quartiles of what rotated keys take over what un-rotated ones take, above 1
 where un-rotated ones are faster.
 """
@@ -42,12 +44,16 @@ def main() -> None:
     parser.add_argument("--weights", default="auto", choices=["auto", "int8", "int4"], help="auto: bfloat16")
     parser.add_argument("--depths", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096, 8192])
     parser.add_argument("--prompt", type=int, help="read prompts of so many tokens instead of writing")
+    parser.add_argument("--by-module", action="store_true", help="of either, call all modules of the model")
     parser.add_argument("--pairs", type=int, default=20)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     options = parser.parse_args()
     model = random_model(shape_of(options.shape, options.layers)[0], torch.bfloat16)
     quantize(model, options.weights)
     windlass.attach(model)
+    if options.by_module:
+        for layer in model.get_decoder().layers:
+            layer.register_forward_hook(lambda *_: None)  # a layer that is hooked is called as it is
     setup = BenchSetup(threads=options.threads)
     for depth in options.depths:
         workload = Workload(options.prompt is not None, options.prompt or 1, depth)
@@ -55,7 +61,13 @@ def main() -> None:
         works = {name: lambda timer=timer: timer.run(lambda: 0.0) for name, timer in timers.items()}
         seconds = in_turn(works, options.pairs, {name: timer.take_back for name, timer in timers.items()})
         line = {"kind": "unrotated", **machine(options.threads), "shape": options.shape, "layers": options.layers}
-        line |= {"weights": options.weights, "depth": depth, "prompt": options.prompt, "pairs": options.pairs}
+        line |= {
+            "by_module": options.by_module,
+            "weights": options.weights,
+            "depth": depth,
+            "prompt": options.prompt,
+            "pairs": options.pairs,
+        }
         line |= {"seconds": medians(seconds), "ratios": quartiles(seconds["rotated"], seconds["unrotated"])}
         print(json.dumps(line), flush=True)
 

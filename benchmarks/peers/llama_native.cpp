@@ -1,6 +1,7 @@
 // What the benchmark needs of a llama.cpp that was built from source, as plain functions: its own headers know the
 // layout of its records, which changes between versions. native_llama_worker.py compiles this and calls it.
 #include <llama.h>
+#include <vector>
 
 extern "C" {
 
@@ -12,10 +13,12 @@ void *peer_model(const char *path) {
     return llama_model_load_from_file(path, settings);
 }
 
-void *peer_context(void *model, unsigned room, unsigned chunk, int threads, int cache_type, int flash) {
+void *peer_context(void *model, unsigned room, unsigned chunk, int threads, int cache_type, int flash, int sequences) {
     llama_context_params settings = llama_context_default_params();
     settings.n_ctx = room;
     settings.n_ubatch = chunk;
+    settings.n_seq_max = sequences;
+    settings.kv_unified = true;  // all sequences in one memory, as a single one is in any case
     settings.n_threads = settings.n_threads_batch = threads;
     settings.type_k = settings.type_v = static_cast<ggml_type>(cache_type);
     settings.flash_attn_type = flash ? LLAMA_FLASH_ATTN_TYPE_ENABLED : LLAMA_FLASH_ATTN_TYPE_DISABLED;
@@ -33,6 +36,23 @@ int peer_feed(void *context, llama_token *ids, int count) {
 
 int peer_go_back(void *context, int depth) {
     return llama_memory_seq_rm(llama_get_memory(static_cast<llama_context *>(context)), 0, depth, -1);
+}
+
+// Copy the tokens of the first sequence of one context into sequence `to` of another, or of the same.
+int peer_copy(void *from, void *target, int to) {
+    llama_context *source = static_cast<llama_context *>(from);
+    std::vector<uint8_t> state(llama_state_seq_get_size(source, 0));
+    size_t written = llama_state_seq_get_data(source, state.data(), state.size(), 0);
+    return llama_state_seq_set_data(static_cast<llama_context *>(target), state.data(), written, to) > 0;
+}
+
+// Let the first `tokens` tokens of the first sequence follow themselves, with the keys and values that they have.
+int peer_double(void *context, int tokens) {
+    if (!peer_copy(context, context, 1)) return 0;
+    llama_memory_t memory = llama_get_memory(static_cast<llama_context *>(context));
+    llama_memory_seq_add(memory, 1, 0, -1, tokens);
+    llama_memory_seq_cp(memory, 1, 0, -1, -1);
+    return llama_memory_seq_rm(memory, 1, -1, -1);
 }
 
 const float *peer_logits(void *context) { return llama_get_logits_ith(static_cast<llama_context *>(context), -1); }

@@ -62,14 +62,39 @@ class NativeLlama(Peer):
         self.context = ctypes.c_void_p()
 
     def hold(self, ids: list[int]) -> None:
+        self._begin(len(ids))
+        self.read(ids)
+
+    def fill(self, ids: list[int]) -> None:
+        """The first tokens are read, and their keys and values are copied behind them until there are enough."""
+        self.hold(ids[:CHUNK])
+        if len(ids) <= CHUNK:
+            return
+        first, self.context, held = self.context, ctypes.c_void_p(), CHUNK
+        draft = self._context(2 * len(ids), sequences=2)
+        is_done = self.calls.peer_copy(first, draft, 0)
+        while is_done and held < len(ids):
+            is_done, held = self.calls.peer_double(draft, held), 2 * held
+        is_done = is_done and self.calls.peer_go_back(draft, len(ids))
+        self._begin(len(ids))
+        if not is_done or not self.calls.peer_copy(draft, self.context, 0):
+            raise RuntimeError(f"llama.cpp cannot fill a context of {len(ids)} tokens")
+        for used in (first, draft):
+            self.calls.peer_free(used)
+
+    def _begin(self, depth: int) -> None:
         if self.context:
             self.calls.peer_free(self.context)
-        self.depth = len(ids)
-        sizes = self.depth + ROOM, CHUNK, self.threads, self.cache_type, int(self.is_flash)
-        self.context = ctypes.c_void_p(self.calls.peer_context(self.model, *sizes))
-        if not self.context:
+        self.depth = depth
+        self.context = self._context(depth, sequences=1)
+
+    def _context(self, depth: int, sequences: int) -> ctypes.c_void_p:
+        """Room for so many tokens and a test."""
+        sizes = depth + ROOM, CHUNK, self.threads, self.cache_type, int(self.is_flash), sequences
+        context = ctypes.c_void_p(self.calls.peer_context(self.model, *sizes))
+        if not context:
             raise RuntimeError(f"llama.cpp cannot make a context of {sizes[0]} tokens")
-        self.read(ids)
+        return context
 
     def restore(self, room: int) -> None:
         if room > ROOM:
@@ -91,7 +116,7 @@ def main() -> None:
     """Serve."""
     shape, asked = options()
     peer = NativeLlama(shape, Path(asked.build), asked.kind or "f16-flash", asked.weights, asked.threads)
-    serve(peer, shape.vocabulary)
+    serve(peer, shape.vocabulary, asked.fill)
 
 
 if __name__ == "__main__":

@@ -10,6 +10,8 @@ PEERS = Path(__file__).parents[2] / ".venv-peers"
 ROPE_THETA = 10000.0
 NORM_EPS = 1e-5
 CONTEXT = 131072
+# Of a number, scales included: one of 2 bytes for a whole row; a scale and a zero point for each group of 128.
+WEIGHT_BYTES = {"auto": 2.0, "int8": 1.0, "int4": 0.5 + 4 / 128}
 
 
 @dataclass(frozen=True)
@@ -38,6 +40,16 @@ class Shape:
         return self.layers * layer + 2 * self.vocabulary * self.hidden + self.hidden
 
     @property
+    def matrices(self) -> int:
+        """Numbers in the matrices that a token is multiplied with: all but the embedding and the norms."""
+        return self.params - self.vocabulary * self.hidden - (2 * self.layers + 1) * self.hidden
+
+    def token_bytes(self, depth: int, weights: str) -> float:
+        """Bytes of matrices and of a bfloat16 cache that a step of decode at this depth reads."""
+        held = 4 * self.layers * self.kv_heads * self.head_dim * depth
+        return WEIGHT_BYTES[weights] * self.matrices + held
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the weights in bfloat16."""
         return 2 * self.params
@@ -48,6 +60,7 @@ SHAPES = {
     for shape in (
         Shape("tiny", layers=3, hidden=256, heads=8, kv_heads=2, head_dim=32, mlp=704),
         Shape("1b", layers=16, hidden=2048, heads=32, kv_heads=8, head_dim=64, mlp=8192),
+        Shape("8b", layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128, mlp=14336, vocabulary=128256),
         Shape("7b-mha", layers=32, hidden=4096, heads=32, kv_heads=32, head_dim=128, mlp=11008),
     )
 }

@@ -2,32 +2,44 @@
 
     PYTHONPATH=benchmarks python -m peers.tables .venv-peers/samples.jsonl
 
-One section per run: medians, each with Windlass' ratio to it. Rows and columns are
-those that were measured; none is left out for its result. A pure function of the lines.
+One section per model and day: medians, and the ratios of Windlass to each within a round. Rows are those that were
+measured; none is left out for its result. A pure function of the lines.
 """
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 from typing import Any
+
+from peers.shape import shape_of
+from section import spread
+from turns import quartiles
 
 from windlass.evals.report.markdown import table
 
 OURS = "windlass"
 ABSENT = "-"
 WEIGHTS = {"auto": "bfloat16", "int8": "weights of 8 bits", "int4": "weights of 4 bits"}
+HEADS = ["test", "library", "its tokens/s", "windlass", "windlass / it, quartiles", "rounds", "plain read GB/s"]
+HEADS += ["windlass of a plain read"]
+Test = tuple[str, int, int]
+Rates = dict[tuple[int, int], float]  # by the number of the run and of its round
 
 
 @dataclass
 class Run:
-    """One run: its first line, its peers in order, and the rates of each test by peer."""
+    """The runs of one model on one day: their first line, their peers in order, and what each test measured.
+
+    `rates`: tokens per second by test and peer. `reads`: how fast memory was read in these rounds.
+    """
 
     about: dict[str, Any]
     peers: dict[str, dict[str, Any]] = field(default_factory=dict)
-    rates: dict[tuple[str, int, int], dict[str, list[float]]] = field(default_factory=dict)
+    rates: dict[Test, dict[str, Rates]] = field(default_factory=dict)
+    reads: dict[Test, Rates] = field(default_factory=dict)
 
 
 def tables(lines: Iterable[str]) -> str:
@@ -35,38 +47,45 @@ def tables(lines: Iterable[str]) -> str:
 
     Raises: ValueError when a sample comes before a run, or a peer before its description.
     """
-    return "\n\n".join(_section(run) for run in _runs(lines) if run.rates) + "\n"
+    return "\n\n".join(_section(run) for run in runs(lines) if run.rates) + "\n"
 
 
-def _runs(lines: Iterable[str]) -> list[Run]:
-    """Every run, in the order of the lines."""
-    runs: list[Run] = []
+def runs(lines: Iterable[str]) -> list[Run]:
+    """Every run, in the order of the lines; what was measured again in turn comes to what was there.
+
+    Raises: ValueError when a sample comes before a run, or a peer before its description.
+    """
+    found: dict[tuple[Any, ...], Run] = {}
     current: Run | None = None
+    number = 0
     for line in lines:
         entry: dict[str, Any] = json.loads(line)
         if entry["kind"] == "run":
-            current = Run(entry)
-            runs.append(current)
-        elif current is None:
+            key = tuple(entry.get(name) for name in ("shape", "layers", "weights", "cpu", "date", "threads"))
+            current, number = found.setdefault(key, Run(entry)), number + 1
+            continue
+        if current is None:
             raise ValueError(f"the line {line[:80]!r} comes before the run it belongs to")
-        elif entry["kind"] == "peer":
+        if entry["kind"] == "peer":
             current.peers[entry["peer"]] = entry
+            continue
+        test = entry["test"], entry["tokens"], entry["depth"]
+        if entry["kind"] == "read":
+            current.reads.setdefault(test, {})[number, entry["round"]] = entry["gb_per_s"]
         elif entry["peer"] not in current.peers:
             raise ValueError(f"a sample of {entry['peer']!r} comes before the peer's description")
         else:
-            test = current.rates.setdefault((entry["test"], entry["tokens"], entry["depth"]), {})
-            test.setdefault(entry["peer"], []).append(entry["tokens"] / entry["seconds"])
-    return runs
+            by_peer = current.rates.setdefault(test, {})
+            by_peer.setdefault(entry["peer"], {})[number, entry["round"]] = entry["tokens"] / entry["seconds"]
+    return list(found.values())
 
 
 def _section(run: Run) -> str:
     about = run.about
-    others = [peer for peer in run.peers if peer != OURS]
     weights = WEIGHTS[about.get("weights", "auto")]
     title = f"### `{about['shape']}`: {about['layers']} layers, {about['params'] / 1e9:.2f}B parameters, {weights}"
-    heads = ["test", OURS, *(cell for peer in others for cell in (peer, "ratio"))]
-    rows = [[_label(*test), *_cells(run.rates[test], others)] for test in sorted(run.rates)]
-    return f"{title}\n\n{table(heads, rows, 1, number='--:')}\n\n{_conditions(run)}"
+    rows = [row for test in sorted(run.rates) for row in _rows(run, test)]
+    return f"{title}\n\n{table(HEADS, rows, 2, number='--:')}\n\n{_conditions(run)}"
 
 
 def _label(test: str, tokens: int, depth: int) -> str:
@@ -74,23 +93,45 @@ def _label(test: str, tokens: int, depth: int) -> str:
     return f"{test}{tokens}" + (f" @ d{depth}" if depth else "")
 
 
-def _cells(rates: dict[str, list[float]], others: list[str]) -> list[str]:
-    """A row's medians, each peer's with Windlass' median over it."""
-    ours = median(rates[OURS]) if OURS in rates else None
-    cells = [ABSENT if ours is None else f"{ours:.2f}"]
-    for peer in others:
-        if peer not in rates:
-            cells += [ABSENT] * 2
-            continue
-        theirs = median(rates[peer])
-        cells += [f"{theirs:.2f}", ABSENT if ours is None else f"{ours / theirs:.2f}"]
-    return cells
+def _rows(run: Run, test: Test) -> list[list[str]]:
+    """A row per other peer, of the rounds that it shares with Windlass: medians, and those of the ratios."""
+    rates = run.rates[test]
+    ours, reads = rates.get(OURS, {}), run.reads.get(test, {})
+    rows = []
+    for peer in [each for each in run.peers if each != OURS and each in rates] or [ABSENT]:
+        theirs = rates.get(peer, ours)
+        rounds = sorted(set(ours) & set(theirs)) or sorted(theirs)
+        cells = [_label(*test), peer, ABSENT if peer == ABSENT else _middle(theirs, rounds), _middle(ours, rounds)]
+        cells += [ABSENT if peer == ABSENT else _ratio(ours, theirs, rounds), str(len(rounds)), _middle(reads, rounds)]
+        rows.append([*cells, _ratio(_bytes_read(run, test), reads, rounds)])
+    return rows
+
+
+def _middle(rates: Rates, rounds: Sequence[tuple[int, int]]) -> str:
+    """The median of these rounds."""
+    return f"{median(rates[each] for each in rounds):.2f}" if set(rounds) <= set(rates) else ABSENT
+
+
+def _ratio(over: Rates, under: Rates, rounds: Sequence[tuple[int, int]]) -> str:
+    """The median of the ratios of these rounds, with quartiles."""
+    if len(rounds) < 2 or not set(rounds) <= set(over) & set(under):
+        return ABSENT
+    return spread(quartiles([over[each] for each in rounds], [under[each] for each in rounds]))
+
+
+def _bytes_read(run: Run, test: Test) -> Rates:
+    """Gigabytes of weights and cache a second that Windlass read, in decode."""
+    name, tokens, depth = test
+    if name != "tg":
+        return {}
+    shape = shape_of(run.about["shape"], run.about["layers"])
+    held = shape.token_bytes(depth + tokens // 2, run.about.get("weights", "auto"))
+    return {each: held * rate / 1e9 for each, rate in run.rates[test].get(OURS, {}).items()}
 
 
 def _conditions(run: Run) -> str:
     """What a reader needs to judge the numbers."""
     about = run.about
-    spread = max((max(each) - min(each)) / median(each) for test in run.rates.values() for each in test.values())
     said = [
         f"- {peer} {entry['version']}: {entry['settings']}, {entry['threads']} "
         f"thread{'' if entry['threads'] == 1 else 's'}"
@@ -98,10 +139,10 @@ def _conditions(run: Run) -> str:
     ]
     return "\n".join(
         [
-            f"Tokens per second, median of {about['rounds']} rounds that alternate between the peers; ratio: "
-            f"{OURS} over the peer, above 1 where {OURS} is faster. `pp` reads a prompt, `tg` decodes, `@ d` behind so "
-            f"many tokens. {about['cpu']}, {about['cores']} cores, {about['system']}, Python {about['python']}, "
-            f"{about['date']}. Largest range of the samples of one cell, over their median: {spread:.0%}.",
+            "Medians of rounds in which the libraries take turns; the ratio is that within a round, above 1 where "
+            f"{OURS} is faster. `pp` reads a prompt, `tg` decodes, `@ d` behind so many tokens. A plain read is "
+            "PyTorch's sum of a gibibyte of float32, once a round; of it: the bytes of weights and cache of a token. "
+            f"{about['cpu']}, {about['cores']} cores, {about['system']}, Python {about['python']}, {about['date']}.",
             "",
             *said,
         ]

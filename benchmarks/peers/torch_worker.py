@@ -11,6 +11,8 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Static
 
 import windlass
 from windlass.engine.generate import prefill
+from windlass.evals.speed.depth import fill
+from windlass.hf.layer_shapes import layer_shapes
 from windlass.hf.weights import quantize
 
 
@@ -47,6 +49,10 @@ class Dynamic(TorchPeer):
         self.cache = DynamicCache(config=self.model.config)
         self.read(ids)
 
+    def fill(self, ids: list[int]) -> None:
+        self.depth = len(ids)
+        self.cache = filled(self.model, self.depth)
+
     def restore(self, room: int) -> None:
         if self.depth == 0:
             self.cache = DynamicCache(config=self.model.config)
@@ -62,6 +68,10 @@ class Static(TorchPeer):
         self.cache = self.source = DynamicCache(config=self.model.config)
         self.read(ids)
         self.room = -1
+
+    def fill(self, ids: list[int]) -> None:
+        self.depth, self.room = len(ids), -1
+        self.cache = self.source = filled(self.model, self.depth)
 
     def restore(self, room: int) -> None:
         if room != self.room:
@@ -100,6 +110,11 @@ class Windlass(TorchPeer):
         if ids:
             self.read(ids)
 
+    def fill(self, ids: list[int]) -> None:
+        self.hold([])
+        self.depth = len(ids)
+        fill(self.cache, layer_shapes(self.model), self.depth)
+
     def restore(self, room: int) -> None:
         """Over budget the text goes on: as many tokens are held as before."""
         if self.budget is None:
@@ -115,6 +130,15 @@ class Windlass(TorchPeer):
             self.last = prefill(self.model, self.cache, [ids] * self.batch)
         else:
             super().read(ids, size)
+
+
+def filled(model: PreTrainedModel, depth: int) -> DynamicCache:
+    """Random keys and values of so many tokens."""
+    config = model.config
+    cache, size = DynamicCache(config=config), (1, config.num_key_value_heads, depth, config.head_dim)
+    for layer in range(config.num_hidden_layers if depth else 0):
+        cache.update(torch.randn(size).to(model.dtype), torch.randn(size).to(model.dtype), layer)
+    return cache
 
 
 def loaded(shape: Shape, weights: str) -> PreTrainedModel:
@@ -149,7 +173,7 @@ def main() -> None:
         case kind:
             raise ValueError(f"--kind is {kind!r}, expected dynamic, static or windlass")
     with torch.inference_mode():
-        serve(peer, shape.vocabulary)
+        serve(peer, shape.vocabulary, asked.fill)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,8 @@
 
 A command is `{"test": "tg", "tokens": 16, "depth": 4096}`: `pp` reads a prompt of `tokens`, `tg` feeds
 them one by one, `logits` reads them and answers with the logits after the last. All of it happens
-behind `depth` tokens, which are read when the depth changes and never timed. Standard library only.
+behind `depth` tokens, which are read when the depth changes and never timed (with `--fill` they are not
+read where a library's cache can be filled: speed does not depend on what it holds). Standard library only.
 """
 
 import argparse
@@ -62,6 +63,10 @@ class Peer(ABC):
     def hold(self, ids: list[int]) -> None:
         """Forget everything, then hold the state after `ids`."""
 
+    def fill(self, ids: list[int]) -> None:
+        """As `hold`, with any keys and values in the place of those of `ids` where the library can be given some."""
+        self.hold(ids)
+
     @abstractmethod
     def restore(self, room: int) -> None:
         """Go back to the state that is held, with room for so many tokens more."""
@@ -91,13 +96,14 @@ def options() -> tuple[Shape, argparse.Namespace]:
     parser.add_argument("--batch", type=int, default=1, help="texts at once, of windlass and OpenVINO")
     parser.add_argument("--budget", type=int, help="most tokens held after a prompt, of windlass and OpenVINO")
     parser.add_argument("--policy", default="recent", help="of windlass with a budget")
+    parser.add_argument("--fill", action="store_true", help="do not read the text before a test where that can be had")
     parser.add_argument("--build", default="", help="the folder in which llama.cpp was built")
     read = parser.parse_args()
     return shape_of(read.shape, read.layers), read
 
 
-def serve(peer: Peer, vocabulary: int) -> None:
-    """Answer commands until stdin ends."""
+def serve(peer: Peer, vocabulary: int, is_filled: bool = False) -> None:
+    """Answer commands until stdin ends. `is_filled`: caches are filled, not read into, where the peer can."""
     forget_peak()
     print(json.dumps(asdict(peer.about)), flush=True)
     held, slept_at = -1, time.process_time()
@@ -107,7 +113,7 @@ def serve(peer: Peer, vocabulary: int) -> None:
         tokens, depth, test = command["tokens"], command["depth"], command["test"]
         begun, is_held = time.perf_counter(), depth == held
         if not is_held:
-            peer.hold(random_ids(depth, vocabulary, seed=1))
+            (peer.fill if is_filled else peer.hold)(random_ids(depth, vocabulary, seed=1))
             held = depth
         hold_s = 0.0 if is_held else time.perf_counter() - begun
         ids = random_ids(tokens, vocabulary, seed=2)

@@ -3,7 +3,6 @@
 import copy
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.models import Models, Text
-from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError, kernels, prompt_cache
+from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError, kernels
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.rotary_index import RESERVED
 from windlass.core.step import Pass
@@ -266,32 +265,6 @@ def test_no_rollback_after_an_interrupt_brings_other_contents_back(
         except UsageError:
             return
         assert_close(content(cache), content(twin))
-
-
-def test_columns_after_rows_were_rolled_back_one_by_one(attached_model: Models, text: Text) -> None:
-    model, ids = attached_model("llama"), text(20, rows=2)
-    cache = KVCache(model, batch=2)
-    step(model, ids[:, :10])(cache)
-    cache.rollback([3, 0])
-    cache.rollback([0, 3])
-    assert cache.next_positions == [7, 7]
-    assert cache.get_seq_length() == 7
-    whole = torch.cat((ids[:, :7], ids[:, 10:14]), 1)
-    wanted = KVCache(model, batch=2)
-    out = [model.generate(whole, past_key_values=one, max_new_tokens=3, do_sample=False) for one in (cache, wanted)]
-    assert out[0].equal(out[1])
-
-
-def test_columns_of_each_row_survive_a_file(attached_model: Models, text: Text, tmp_path: Path) -> None:
-    model = attached_model("llama")
-    cache = KVCache(model, batch=2)
-    step(model, text(10, rows=2))(cache)
-    cache.rollback([3, 0])
-    prompt_cache.save(cache, tmp_path / "file", model)
-    loaded = prompt_cache.load(tmp_path / "file", model)
-    assert loaded.rows == cache.rows
-    loaded.rollback([0, 3])
-    assert loaded.get_seq_length() == 7
 
 
 def test_a_cache_that_was_fed_with_gradients_on_can_be_copied(attached_model: Models, text: Text) -> None:

@@ -1,7 +1,6 @@
 """Steps that are recorded once and replayed, against steps that run as they come."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,21 +11,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 import windlass
 from tests.helpers.models import Models, Text
 from tests.helpers.policies import made_by_default
+from tests.helpers.recorded import BUDGET, ENDS, PROMPT, begun, same, write
 from tests.helpers.tape import Tape
 from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Recent, Sampling, SnapKV, UsageError, kernels
-from windlass.core.shapes import Scores
 from windlass.engine import generate as engine
-from windlass.engine.decode import Decoder
 from windlass.engine.graph import CudaGraph, Graph
-from windlass.engine.sampler import Sampler
 from windlass.evals.speed.rotated import RotatedStorage
 from windlass.hf.decoder_layers import FewTokensLayer
-from windlass.policies.base import Slots
-from windlass.testing import TRAINED_LENGTH, tiny_model
+from windlass.testing import tiny_model
 
 MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
 SAMPLED = Sampling(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.3, seed=5)
-BUDGET, WINDOW, PROMPT, ENDS = 15, 4, 10, (19, 8, 14)  # ends: steps after which a row gets no more tokens
 
 
 @pytest.fixture(autouse=True)
@@ -34,52 +29,6 @@ def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled kernels would hide what they do from the tape."""
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
     monkeypatch.setattr(FewTokensLayer, "_kernel", lambda *_: None)  # which a shared model may have prepared before
-
-
-def begun(model: PreTrainedModel, text: Text, options: dict[str, Any]) -> tuple[KVCache, torch.Tensor]:
-    """A cache with prompts of different lengths in its rows, and their logits."""
-    # No slot stays reserved for taking steps back: these would get other tokens.
-    kind = options.get("kind", KVCache)
-    given = {name: value for name, value in options.items() if name != "kind"}
-    cache = kind(model, **{"budget": BUDGET, "window": WINDOW, "chunk": 8, "rollback": 0, **given})
-    prompts = [row[: PROMPT + 3 * at].tolist() for at, row in enumerate(text(PROMPT + 6, rows=cache.batch_size))]
-    return cache, engine.prefill(model, cache, prompts)
-
-
-def write(
-    model: PreTrainedModel,
-    cache: KVCache,
-    logits: torch.Tensor,
-    graph: Graph | None,
-    sampling: Sampling = Sampling(),  # noqa: B008  # it is frozen
-    steps: int = 0,
-    between: Callable[[int], None] = lambda _: None,
-) -> list[list[int]]:
-    """Rows of tokens, each as long as `ENDS` says, or `steps` for all; `between` is called before every step."""
-    ends = [steps or end for end in ENDS[: cache.batch_size]]
-    texts: list[list[int]] = [[] for _ in ends]
-    decoding = Decoder(model, cache, Sampler(sampling, [[1]] * len(ends), cache.device), logits, graph)
-    for step in range(max(ends)):
-        between(step)
-        for text, end, token in zip(texts, ends, decoding.next_tokens(), strict=True):
-            text += [token] * (step < end)
-        decoding.advance([step + 1 < end for end in ends], step + 1 == max(ends))
-    return texts
-
-
-def same(ours: KVCache, theirs: KVCache) -> None:
-    """Equal to the bit, slot by slot, and the newest token is where each row's text ends."""
-    assert vars(ours.rows) == vars(theirs.rows)
-    for layer, other in zip(ours.layers, theirs.layers, strict=True):
-        assert (layer.positions.amax((1, 2)) + 1).tolist() == ours.next_positions
-        assert (layer.table.occupancy_bound, layer.history.has_evicted) == (
-            other.table.occupancy_bound,
-            other.history.has_evicted,
-        )
-        held, others = layer.tensors(), other.tensors()
-        assert held.keys() == others.keys()
-        for name, tensor in held.items():
-            assert tensor.equal(others[name]), name
 
 
 def check(
@@ -214,35 +163,6 @@ def test_of_recorded_steps_the_last_can_be_taken_back(attached_model: Models, te
     with torch.no_grad():
         logits, others = (model(ids, past_key_values=cache).logits for cache in (ours, theirs))
     torch.testing.assert_close(logits, others)
-
-
-@dataclass(frozen=True)
-class Waiting(Policy):
-    """Looks at a number on the host, which a policy must not. Source: none. Differs: all."""
-
-    def score(self, slots: Slots) -> Scores:
-        return slots.positions.float() * (1.0 if int(slots.positions.max()) >= 0 else 2.0)
-
-
-def test_what_cannot_be_recorded_runs_as_it_comes_and_says_so(attached_model: Models, text: Text) -> None:
-    for model, policy in ((attached_model("llama"), Waiting()), (attached_model("gpt_oss"), H2O())):
-        tape, (ours, logits), (theirs, others) = Tape(), *(begun(model, text, {"policy": policy}) for _ in range(2))
-        with pytest.warns(UserWarning, match=r"can't be recorded as one graph.*_local_scalar_dense") as said:
-            written = write(model, ours, logits, tape)
-        assert len(said) == 1
-        assert written == write(model, theirs, others, None)
-        same(ours, theirs)
-
-
-def test_tables_that_follow_the_length_of_the_text_are_not_recorded(attached_model: Models, text: Text) -> None:
-    model = attached_model("llama_dynamic")
-    ids = text(TRAINED_LENGTH + 2)[0].tolist()
-    ours, theirs = (KVCache(model, budget=BUDGET, rollback=0, policy=Recent()) for _ in range(2))
-    logits, others = (engine.prefill(model, cache, [ids]) for cache in (ours, theirs))
-    with pytest.warns(UserWarning, match="rotary tables change with the length"):
-        written = write(model, ours, logits, Tape())
-    assert written == write(model, theirs, others, None)
-    same(ours, theirs)
 
 
 def test_an_interrupt_while_a_token_is_awaited_leaves_the_books_right(attached_model: Models, text: Text) -> None:
