@@ -12,7 +12,7 @@ from windlass import KVCache, PromptCacheError, WindlassError, prompt_cache
 from windlass.testing import VOCABULARY
 
 REFUSED, LOADED, SILENT, TRACEBACK = "refused", "loaded", "silent", "traceback"
-DEFAULTS = {"store": "plain", "merge": None, "recall": 0, "recall_store": "int8"}  # what older formats leave out
+DEFAULTS = {"store": "plain", "merge": None, "recall": 0, "recall_store": "int4"}  # what older formats leave out
 
 
 def verdict(honest: Honest, data: bytes, path: Path) -> tuple[str, str]:

@@ -10,7 +10,7 @@ from windlass.core.files import check_folder
 from windlass.stores.base import Store
 from windlass.stores.spec import STORES, store_of
 
-DEFAULT_RECALL_STORE: Final = "int8"
+DEFAULT_RECALL_STORE: Final = "int4"
 
 
 def recall_store_of(spec: str | Store) -> Store:

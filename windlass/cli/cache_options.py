@@ -76,7 +76,7 @@ RecallStore = Annotated[
         metavar="NAME",
         envvar="WINDLASS_RECALL_STORE",
         autocompletion=complete.names_of(complete.STORES),
-        help="How evicted tokens are held for --recall: plain, int8 or int4; by default int8.",
+        help="How evicted tokens are held for --recall: plain, int8 or int4; by default int4.",
     ),
 ]
 RecallFolder = Annotated[

@@ -5,6 +5,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass.core.limits import PAGE
+from windlass.core.packed import Format
 from windlass.core.recall import TILE, BestPages, PageInput, ReadInput
 
 
@@ -13,12 +14,17 @@ def best_pages(call: PageInput) -> BestPages:
 
     A page counts to a query by its largest product with a token that may be recalled; its worth is its share in the
     softmax over these, and to a kv head the largest that it has for one of its queries. Of equal ones the earlier is
-    the better.
+    the better. Where keys are codes, queries are rounded to multiples of 1 / 127 of their largest number, which changes
+    products less than codes do.
     """
     keys = torch.cat([piece.packed().floats().float() for piece in call.pieces], 2)
     kv_heads, remembered = keys.shape[1:3]
     is_recallable = _is_recallable(call, kv_heads)
-    grouped = call.queries.float().unflatten(1, (kv_heads, -1))
+    queries = call.queries.float()
+    if call.pieces[0].states.format is not Format.FLOAT:
+        steps = (queries.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        queries = (queries / steps).round() * steps
+    grouped = queries.unflatten(1, (kv_heads, -1))
     products = (grouped @ keys[:, :, None].transpose(-1, -2)).masked_fill(~is_recallable[:, :, None, None], -torch.inf)
     peaks: Tensor = products.unflatten(-1, (remembered // PAGE, PAGE)).amax(-1)
     shares = peaks.log_softmax(-1).nan_to_num(nan=-torch.inf)

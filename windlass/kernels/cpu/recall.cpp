@@ -1,8 +1,8 @@
 // Which pages of evicted tokens matter to a step's queries, compiled once for each instruction set (WINDLASS_SET).
 //
 // Keys lie in tiles of 16 tokens, four bytes of one token beside the same four of the next: a vector holds one word of
-// 16 tokens, and the products of a query with 16 keys need no sum across lanes. Codes of 8 and 4 bits are multiplied as
-// they are where there are instructions for it, by queries of 15 bits in two parts; elsewhere all is float32.
+// 16 tokens, and the products of a query with 16 keys need no sum across lanes. Queries of codes are whole numbers of 8
+// bits times a scale. Where there are instructions for it, codes are multiplied as they are; elsewhere in float32.
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -24,6 +24,7 @@ namespace {
 constexpr int TILE = 16, PAGE = 8;
 constexpr int PARTS = TILE / LANES;  // vectors of a word of a tile
 constexpr int QUERIES = 4;           // whose sums the registers hold
+constexpr int TILES = 2;             // that are read for each number of a query
 constexpr int BLOCK_TILES = 32;      // of a piece of work
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
@@ -76,29 +77,47 @@ float of_word(const float *query, int word, int i, int channels) {
     return channel < 0 || channel >= channels ? 0.0f : query[channel];
 }
 
-// The queries of one kv head as `Sums` wants them, and the sums of their products with the codes of a tile.
+typedef Floats Products[TILES][QUERIES][PARTS];
+
+// What the queries of codes are multiples of.
+inline float step_of(const float *query, int channels) {
+    float most = 0;
+    for (int c = 0; c < channels; ++c) most = std::max(most, std::fabs(query[c]));
+    return most / 127;
+}
+inline int whole(float number, float step) { return step > 0 ? int(std::lrint(number / step)) : 0; }
+
+// The queries of one kv head, and the sums of their products with the codes of some tiles.
 template <Format F>
 class Sums {
     typedef Word<F> W;
 
   public:
     Sums(const float *queries, int count, int channels, int words) : words(words), numbers(count * words * W::COUNT) {
-        for (int q = 0; q < count; ++q)
+        const bool is_code = F == Format::int8 || F == Format::int4;
+        for (int q = 0; q < count; ++q) {
+            const float *query = queries + q * channels, step = step_of(query, channels);
+            for (int w = 0; w < words; ++w)
+                for (int i = 0; i < W::COUNT; ++i) {
+                    const float number = of_word<F>(query, w, i, channels);
+                    numbers[(q * words + w) * W::COUNT + i] = is_code ? whole(number, step) * step : number;
+                }
+        }
+    }
+    void of(const std::uint32_t *tiles, int first, Products &sums) const {
+        const float *query = numbers.data() + std::size_t(first) * words * W::COUNT;
+        for (int t = 0; t < TILES; ++t) {
+            const std::uint32_t *tile = tiles + std::size_t(t) * words * TILE;
+            for (auto &each : sums[t])
+                for (auto &part : each) part = Floats{};
             for (int w = 0; w < words; ++w)
                 for (int i = 0; i < W::COUNT; ++i)
-                    numbers[(q * words + w) * W::COUNT + i] = of_word<F>(queries + q * channels, w, i, channels);
-    }
-    void of(const std::uint32_t *tile, int first, Floats (&sums)[QUERIES][PARTS]) const {
-        const float *query = numbers.data() + std::size_t(first) * words * W::COUNT;
-        for (auto &each : sums)
-            for (auto &part : each) part = Floats{};
-        for (int w = 0; w < words; ++w)
-            for (int i = 0; i < W::COUNT; ++i)
-                for (int p = 0; p < PARTS; ++p) {
-                    const Floats level = W::level(load<Words>(tile + w * TILE + p * LANES), i);
-                    for (int q = 0; q < QUERIES; ++q)
-                        sums[q][p] = sums[q][p] + level * query[(q * words + w) * W::COUNT + i];
-                }
+                    for (int p = 0; p < PARTS; ++p) {
+                        const Floats level = W::level(load<Words>(tile + w * TILE + p * LANES), i);
+                        for (int q = 0; q < QUERIES; ++q)
+                            sums[t][q][p] = sums[t][q][p] + level * query[(q * words + w) * W::COUNT + i];
+                    }
+        }
     }
 
   private:
@@ -107,7 +126,7 @@ class Sums {
 };
 
 #if defined(__AVX512VNNI__)
-// Codes times whole numbers. A query is a scale times high * 128 + low, both of 8 bits.
+// Codes times whole numbers.
 template <Format F>
 class CodeSums {
     static constexpr bool IS_INT4 = F == Format::int4;
@@ -115,56 +134,54 @@ class CodeSums {
 
   public:
     CodeSums(const float *queries, int count, int channels, int words)
-        : words(words), parts(std::size_t(count) * words * HALVES * 2), scales(count), offsets(count) {
+        : words(words), numbers(std::size_t(count) * words * HALVES), steps(count), offsets(count) {
         for (int q = 0; q < count; ++q) {
             const float *query = queries + q * channels;
-            float most = 0;
-            for (int c = 0; c < channels; ++c) most = std::max(most, std::fabs(query[c]));
-            scales[q] = most / 16256;
-            const float inverse = most > 0 ? 16256 / most : 0;
-            std::int64_t sum = 0;
+            steps[q] = step_of(query, channels);
             for (int w = 0; w < words; ++w)
                 for (int h = 0; h < HALVES; ++h)
                     for (int i = 0; i < 4; ++i) {
-                        const int number = IS_INT4 ? 2 * i + h : i;
-                        const int whole = int(std::lrint(of_word<F>(query, w, number, channels) * inverse));
-                        const int high = (whole + 64) >> 7, low = whole - high * 128;
-                        std::int8_t *to = (std::int8_t *)(parts.data() + ((q * words + w) * HALVES + h) * 2) + i;
-                        to[0] = std::int8_t(high), to[4] = std::int8_t(low);
-                        sum += whole;
+                        const int number = whole(of_word<F>(query, w, IS_INT4 ? 2 * i + h : i, channels), steps[q]);
+                        ((std::int8_t *)(numbers.data() + (q * words + w) * HALVES + h))[i] = std::int8_t(number);
+                        offsets[q] += number * (IS_INT4 ? 8 : 128);  // which codes are too large by, to have no sign
                     }
-            offsets[q] = std::int32_t(sum * (IS_INT4 ? 8 : 128));
         }
     }
-    void of(const std::uint32_t *tile, int first, Floats (&sums)[QUERIES][PARTS]) const {
-        const std::int32_t *query = parts.data() + std::size_t(first) * words * HALVES * 2;
-        const int stride = words * HALVES * 2;
-        __m512i high[QUERIES], low[QUERIES];
-        for (int q = 0; q < QUERIES; ++q) high[q] = low[q] = _mm512_setzero_si512();
+    void of(const std::uint32_t *tiles, int first, Products &sums) const {
+        const int stride = words * HALVES;
+        const std::int32_t *query = numbers.data() + std::size_t(first) * stride;
+        __m512i totals[TILES][QUERIES];
+        for (auto &each : totals)
+            for (auto &total : each) total = _mm512_setzero_si512();
         for (int w = 0; w < words; ++w) {
-            const __m512i word = _mm512_loadu_si512(tile + w * TILE);
+            __m512i word[TILES];
+            for (int t = 0; t < TILES; ++t) {
+                word[t] = _mm512_loadu_si512(tiles + (t * words + w) * TILE);
+                __builtin_prefetch(tiles + ((t + 2 * TILES) * words + w) * TILE);  // tiles are too short to foresee
+            }
             for (int h = 0; h < HALVES; ++h) {
-                const __m512i codes =
-                    IS_INT4 ? _mm512_and_si512(h == 0 ? word : _mm512_srli_epi32(word, 4), _mm512_set1_epi8(15))
-                            : _mm512_xor_si512(word, _mm512_set1_epi8(char(0x80)));
-                const std::int32_t *at = query + (w * HALVES + h) * 2;
+                __m512i codes[TILES];
+                for (int t = 0; t < TILES; ++t)
+                    codes[t] = IS_INT4 ? _mm512_and_si512(h == 0 ? word[t] : _mm512_srli_epi32(word[t], 4),
+                                                          _mm512_set1_epi8(15))
+                                       : _mm512_xor_si512(word[t], _mm512_set1_epi8(char(0x80)));
                 for (int q = 0; q < QUERIES; ++q) {
-                    high[q] = _mm512_dpbusd_epi32(high[q], codes, _mm512_set1_epi32(at[q * stride]));
-                    low[q] = _mm512_dpbusd_epi32(low[q], codes, _mm512_set1_epi32(at[q * stride + 1]));
+                    const __m512i number = _mm512_set1_epi32(query[q * stride + w * HALVES + h]);
+                    for (int t = 0; t < TILES; ++t) totals[t][q] = _mm512_dpbusd_epi32(totals[t][q], codes[t], number);
                 }
             }
         }
-        for (int q = 0; q < QUERIES; ++q) {
-            const __m512i whole = _mm512_sub_epi32(_mm512_add_epi32(_mm512_slli_epi32(high[q], 7), low[q]),
-                                                   _mm512_set1_epi32(offsets[first + q]));
-            sums[q][0] = (Floats)_mm512_cvtepi32_ps(whole) * scales[first + q];
-        }
+        for (int t = 0; t < TILES; ++t)
+            for (int q = 0; q < QUERIES; ++q) {
+                const __m512i total = _mm512_sub_epi32(totals[t][q], _mm512_set1_epi32(offsets[first + q]));
+                sums[t][q][0] = (Floats)_mm512_cvtepi32_ps(total) * steps[first + q];
+            }
     }
 
   private:
     int words;
-    std::vector<std::int32_t> parts;  // (queries, words, halves, 2), four numbers each
-    std::vector<float> scales;
+    std::vector<std::int32_t> numbers;  // (queries, words, halves), four to each
+    std::vector<float> steps;
     std::vector<std::int32_t> offsets;
 };
 #endif
@@ -196,7 +213,8 @@ class Best {
 #pragma omp for schedule(dynamic, 4)
             for (int item = 0; item < items; ++item) {
                 const Block &block = blocks[item % blocks.size()];
-                for (int tile = block.from; tile < block.to; ++tile) of_tile(item / int(blocks.size()), tile, block);
+                for (int tile = block.from; tile < block.to; tile += TILES)
+                    of_tiles(item / int(blocks.size()), tile, block);
             }
 #pragma omp for schedule(static)
             for (int row = 0; row < rows; ++row) choose(row);
@@ -245,36 +263,39 @@ class Best {
         }
     }
 
-    void of_tile(int row, int tile, const Block &block) {
-        const std::int64_t at = std::int64_t(row) * block.piece->tiles + tile, first_slot = block.start + std::int64_t(tile) * TILE;
-        const std::uint8_t *own = allowed + row * slots + first_slot;
-        const std::uint32_t *keys = block.piece->keys + at * call.words * TILE;
-        float *out = peaks + std::int64_t(row) * call.queries_per_head * pages + first_slot / PAGE;
+    void of_tiles(int row, int tile, const Block &block) {
+        const std::int64_t at = std::int64_t(row) * block.piece->tiles + tile;
+        const std::int64_t slot = block.start + std::int64_t(tile) * TILE;
+        const std::uint8_t *own = allowed + row * slots + slot;
+        float *out = peaks + std::int64_t(row) * call.queries_per_head * pages + slot / PAGE;
         if (!is_any(own)) {
-            for (int q = 0; q < call.queries_per_head; ++q) out[q * pages] = out[q * pages + 1] = NOTHING;
+            for (int q = 0; q < call.queries_per_head; ++q) std::fill_n(out + q * pages, TILES * TILE / PAGE, NOTHING);
             return;
         }
-        Floats scales[PARTS];
-        for (int p = 0; p < PARTS && block.piece->scales; ++p)
-            scales[p] = Row<Format::float16>::lanes(
-                (const std::uint8_t *)(block.piece->scales + at * TILE + p * LANES), 0, 0);
+        Floats scales[TILES][PARTS];
+        for (int i = 0; i < TILES * PARTS && block.piece->scales; ++i)
+            scales[i / PARTS][i % PARTS] = Row<Format::float16>::lanes(
+                (const std::uint8_t *)(block.piece->scales + at * TILE + i * LANES), 0, 0);
         for (int first = 0; first < call.queries_per_head; first += QUERIES) {
-            Floats products[QUERIES][PARTS];
-            sums[row].of(keys, first, products);
-            for (int q = first; q < std::min(first + QUERIES, call.queries_per_head); ++q) {
-                Floats(&x)[PARTS] = products[q - first];
-                for (int p = 0; p < PARTS; ++p) {
-                    if (block.piece->scales) x[p] = x[p] * scales[p];
-                    x[p] = wide_bytes(own + p * LANES) != Ints{} ? x[p] + of_means[row * padded + q] : all(NOTHING);
+            Products products;
+            sums[row].of(block.piece->keys + at * call.words * TILE, first, products);
+            for (int t = 0; t < TILES; ++t)
+                for (int q = first; q < std::min(first + QUERIES, call.queries_per_head); ++q) {
+                    Floats(&x)[PARTS] = products[t][q - first];
+                    for (int p = 0; p < PARTS; ++p) {
+                        if (block.piece->scales) x[p] = x[p] * scales[t][p];
+                        const Ints is_allowed = wide_bytes(own + t * TILE + p * LANES);
+                        x[p] = is_allowed != Ints{} ? x[p] + of_means[row * padded + q] : all(NOTHING);
+                    }
+                    put_largest(x, out + q * pages + t * (TILE / PAGE));
                 }
-                put_largest(x, out + q * pages);
-            }
         }
     }
 
-    static bool is_any(const std::uint8_t *tile) {
-        const std::uint64_t first = load<std::uint64_t>(tile), second = load<std::uint64_t>(tile + 8);
-        return (first | second) != 0;
+    static bool is_any(const std::uint8_t *tiles) {
+        std::uint64_t any = 0;
+        for (int i = 0; i < TILES * TILE; i += 8) any |= load<std::uint64_t>(tiles + i);
+        return any != 0;
     }
 
     // The largest number of each page of a tile.
@@ -355,10 +376,7 @@ class Best {
 template <Format F>
 void best_of(const BestPages &call, float *scratch, int threads) {
 #if defined(__AVX512VNNI__)
-    constexpr int MOST = 256;  // channels whose products of 8 bits fit into 32 bits
-    if constexpr (F == Format::int4) return Best<CodeSums<F>>(call, scratch).run(threads);
-    if constexpr (F == Format::int8)
-        if (call.channels <= MOST) return Best<CodeSums<F>>(call, scratch).run(threads);
+    if constexpr (F == Format::int8 || F == Format::int4) return Best<CodeSums<F>>(call, scratch).run(threads);
 #endif
     Best<Sums<F>>(call, scratch).run(threads);
 }

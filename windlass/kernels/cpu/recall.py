@@ -19,7 +19,7 @@ def can_scan(call: PageInput) -> bool:
 
 
 def best_pages(call: PageInput) -> BestPages:
-    """See `reference_recall.best_pages`. Queries are rounded to 15 bits where keys are codes."""
+    """See `reference_recall.best_pages`."""
     queries, is_query, is_text = (
         call.queries.float().contiguous(),
         call.is_query.contiguous(),
