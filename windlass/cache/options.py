@@ -1,15 +1,21 @@
-"""The ten options of a cache: one record that the library, the command line, files and results share."""
+"""The options of a cache: one record that the library, the command line, files and results share."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from windlass.cache.policy_spec import policy_of
+from windlass.cache.shares import Shares
+from windlass.cache.shares_file import shares_of
+from windlass.core.errors import UsageError
 from windlass.core.limits import DEFAULT_SINKS, check_limits, default_window
-from windlass.core.spec import AUTO, NO_MERGE
+from windlass.core.spec import AUTO, NO_MERGE, NO_SHARES
 from windlass.core.step import Limits
 from windlass.merge import Merge, merge_of
 from windlass.policies import Policy
 from windlass.policies.auto import auto, is_auto
+from windlass.policies.interfaces import Budgeter, OneShot
+from windlass.policies.wrapper import find
 from windlass.positions.modes import PositionMode, position_mode
 from windlass.stores.base import Store
 from windlass.stores.spec import store_of
@@ -36,6 +42,7 @@ class CacheOptions:
     rollback: int
     store: Store
     merge: Merge | None
+    shares: Shares | None
 
     def __init__(
         self,
@@ -49,6 +56,7 @@ class CacheOptions:
         rollback: int = 16,
         store: str | Store = "plain",
         merge: str | Merge | None = None,
+        shares: str | Path | Shares | None = None,
     ) -> None:
         vars(self).update(
             budget=budget,
@@ -61,8 +69,11 @@ class CacheOptions:
             rollback=rollback,
             store=store_of(store),
             merge=merge_of(merge),
+            shares=shares_of(shares),
         )
         vars(self).update(check_limits(vars(self)))
+        if self.shares is not None:
+            _check_alone(self.policy)
 
     @property
     def limits(self) -> Limits:
@@ -82,6 +93,7 @@ class CacheOptions:
             "positions": str(self.positions),
             "store": self.store.name,
             "merge": NO_MERGE if self.merge is None else str(self.merge),
+            "shares": NO_SHARES if self.shares is None else str(self.shares),
         }
 
     def document(self) -> dict[str, Any]:
@@ -93,10 +105,23 @@ class CacheOptions:
             "limits": limits | {"chunk": self.chunk, "rollback": self.rollback},
             "store": self.store.name,
             "merge": None if self.merge is None else str(self.merge),
+            "shares": None if self.shares is None else self.shares.document(),
         }
 
     @classmethod
     def from_document(cls, document: dict[str, Any], policy: Policy) -> "CacheOptions":
         """The options that `document` was made of; an option that it lacks is the default one."""
         options = dict(document)
+        if options.get("shares") is not None:
+            options["shares"] = Shares.from_document(options["shares"])
         return cls(policy=policy, **options.pop("limits"), **options)
+
+
+def _check_alone(policy: Policy) -> None:
+    """Raises: UsageError for a policy that gives layers budgets of their own, beside shares that do."""
+    one_shot = find(policy, OneShot)
+    is_budgeter = find(policy, Budgeter) is not None  # type: ignore[type-abstract]  # none is made
+    if is_budgeter or (one_shot is not None and one_shot.shares_budget):
+        raise UsageError(
+            f"shares: {policy!r} says itself what each layer keeps; leave shares out, or give what it wraps"
+        )

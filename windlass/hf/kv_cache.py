@@ -8,6 +8,7 @@ from typing import NoReturn
 from transformers import Cache, DynamicCache, PreTrainedModel
 
 from windlass.cache.options import CacheOptions
+from windlass.cache.shares import Shares
 from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
 from windlass.core.spec import AUTO
@@ -50,6 +51,8 @@ class KVCache(ModelCache):
     the model for 16 steps.
     `merge`: what happens to an evicted token's content: None drops it, "mean_count" averages it into the kept token
     whose key is most like its own; see `windlass.merge`.
+    `shares`: what part of the budget each layer and each kv head gets, as a file of `windlass calibrate --shares`, or
+    `windlass.Shares`; all heads of the model together keep as many tokens as without. None: all get as much.
 
     Raises: UsageError for limits that cannot be honoured, or a model that is not attached.
     """
@@ -67,13 +70,16 @@ class KVCache(ModelCache):
         rollback: int = 16,
         store: str | Store = "plain",
         merge: str | Merge | None = None,
+        shares: str | Path | Shares | None = None,
     ) -> None:
         check_adapter(model)
         attachment = attached(model)
-        options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge)
+        options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge, shares)
         trained = find(options.policy, Trained)
         if trained is not None:
             trained.check(model_info(model))
+        if options.shares is not None:
+            options.shares.check(model_info(model))
         checked_merge(options.merge, options.budget, options.store, options.policy)
         device, config = device_of_inputs(model), model.config.get_text_config()
         check_policy(attachment.kinds, options.policy)

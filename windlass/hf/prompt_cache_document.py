@@ -11,8 +11,8 @@ from windlass.hf.policy_note import PolicyNote
 
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
 PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, AUTO_VERSION = 1, 2, 3, 4, 5
-STATES_VERSION, PLACES_VERSION = 6, 7
-VERSION: Final = PLACES_VERSION
+STATES_VERSION, PLACES_VERSION, SHARES_VERSION = 6, 7, 8
+VERSION: Final = SHARES_VERSION
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
 
@@ -60,6 +60,9 @@ def to_document(contents: Contents) -> tuple[dict[str, Any], int]:
     """What goes into the file, and the oldest format version that can say it."""
     document = asdict(contents)
     document |= document.pop("options")
+    if document["shares"] is not None:
+        return document, SHARES_VERSION
+    del document["shares"]
     if contents.has_places:
         return document, PLACES_VERSION
     del document["has_places"], document["standing"]["pictures"]
@@ -109,6 +112,7 @@ def parsed(text: str, version: int) -> Contents:
         },
         "store": given.text("store") if version >= STORE_VERSION else "plain",
         "merge": given.text_or_none("merge") if version >= MERGE_VERSION else None,
+        "shares": given.any("shares") if version >= SHARES_VERSION else None,  # `Shares` checks it
     }
     limits.end()
     contents = Contents(
@@ -245,6 +249,9 @@ class Fields:
 
     def inner(self, name: str) -> "Fields":
         return Fields(self._take(name), f"{name} in {self._where}")
+
+    def any(self, name: str) -> object:
+        return self._take(name)
 
     def null(self, name: str) -> object:
         value = self._take(name)
