@@ -11,9 +11,8 @@ from windlass.core.spec import NO_SHARES
 VERSION: Final = 2
 FULL: Final = "full cache"
 HINT: Final = "the line is damaged, take it out or run the evaluation again"
-IDENTITY: Final = (
-    *("task", "policy", "asked_budget", "merge", "positions", "store", "shares", "is_aware", "length", "sample"),
-)
+VARIED: Final = ("merge", "positions", "store", "shares")  # options of the cache beside its policy and budget
+IDENTITY: Final = ("task", "policy", "asked_budget", *VARIED, "is_aware", "length", "sample")
 MAX_NUMBER: Final = 2**63  # that a line may hold: sums and quotients of such numbers are numbers, too
 SHOWN: Final = 60  # signs of a wrong value in an error
 JsonObject = dict[str, Any]

@@ -12,6 +12,7 @@ from windlass.cache.shares_file import shares_of
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.spec import NO_MERGE, NO_SHARES, int_parser, parse_list
 from windlass.evals.budgets import ALL, Budget, budget_of
+from windlass.evals.case import VARIED
 from windlass.evals.load import load_task
 from windlass.evals.task import Task
 from windlass.merge import Merge, merge_of
@@ -46,7 +47,7 @@ class Settings:
     def labels(self) -> dict[str, str]:
         """Each setting that a list may vary as text, as in a line of results."""
         labels = self.options.labels()
-        varied = {name: str(labels[name]) for name in ("merge", "positions", "store", "shares")}
+        varied = {name: str(labels[name]) for name in VARIED}
         return {"policy": str(labels["policy"]), "asked_budget": self.budget.asked, **varied}
 
 
