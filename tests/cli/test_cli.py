@@ -59,6 +59,7 @@ def test_json_is_one_object_with_the_result(
         "positions": "clamp(7)",
         "store": "int8",
         "merge": "none",
+        "shares": "none",
     }
 
 
