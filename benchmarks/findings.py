@@ -178,6 +178,19 @@ def heads() -> str:
     return table(heads, rows, 5)
 
 
+def shares() -> str:
+    """What each kind of shares finds, by task and budget across."""
+    cells: dict[str, dict[str, str]] = {}
+    lines = lines_of("shares")
+    for line in lines:
+        said = f"{line['nll']:.3f}" if "nll" in line else f"{scored(line)}{'' if line['samples'] == 200 else ' *'}"
+        cells.setdefault(line["shares"], {})[f"{line['task']} {line['budget']}"] = said
+    columns = list(dict.fromkeys(f"{line['task']} {line['budget']}" for line in lines))
+    columns = [each for each in columns if each != "magic_single 4x"]
+    rows = sorted(cells, key=[*dict.fromkeys(line["shares"] for line in lines)].index)
+    return table(["shares", *columns], [[row, *(cells[row].get(each, "") for each in columns)] for row in rows], 1)
+
+
 def merging_time() -> str:
     """What merging adds to reading a prompt."""
     rows = [
@@ -194,6 +207,7 @@ def merging_time() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    "shares": shares,
     "needles": of_full(
         "worth", model="passkey-3m", task="magic_single", merge="none", storage="unrotated", budget=MAIN_BUDGETS
     ),

@@ -4,6 +4,7 @@ from windlass import evals as evals
 from windlass import policies as policies
 from windlass import testing as testing
 from windlass.cache.options import CacheOptions as CacheOptions
+from windlass.cache.shares import Shares as Shares
 from windlass.core.errors import PolicyError as PolicyError
 from windlass.core.errors import PromptCacheError as PromptCacheError
 from windlass.core.errors import UnsupportedModel as UnsupportedModel

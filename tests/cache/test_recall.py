@@ -12,17 +12,18 @@ from transformers import PreTrainedModel
 
 from tests.helpers.caches import bytes_of_slots
 from tests.helpers.models import Models, Text, read
-from windlass import KVCache, UsageError, prompt_cache
+from tests.helpers.shares import APART
+from windlass import KVCache, Shares, UsageError, prompt_cache
 from windlass.policies import NAMES, Policy
 from windlass.policies.interfaces import Trained
 
 POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, Trained)]
-TOLERANCE = {"atol": 2e-5, "rtol": 0}
+TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
 
 
 def recalling(model: PreTrainedModel, **options: Any) -> KVCache:
     """A cache of 11 slots that recalls up to 96 tokens."""
-    usual = {"budget": 11, "sinks": 2, "window": 3, "chunk": 13, "recall": 96, "recall_store": "plain"}
+    usual: dict[str, Any] = {"budget": 11, "sinks": 2, "window": 3, "chunk": 13, "recall": 96, "recall_store": "plain"}
     return KVCache(model, **usual | options)
 
 
@@ -52,6 +53,14 @@ def test_families_and_positions(attached_model: Models, text: Text, family: str,
     caches = both(model, positions=positions)
     read_both(model, caches, ids[:, :52], 13)
     read_both(model, caches, ids[:, 52:], 1)
+
+
+def test_heads_with_budgets_of_their_own(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(61)
+    caches = both(model, shares=Shares(APART), positions="original")
+    read_both(model, caches, ids[:, :52], 13)
+    read_both(model, caches, ids[:, 52:], 1)
+    assert len({layer.table.occupancy_bound for layer in caches[0].layers}) > 2
 
 
 def test_rows_of_different_lengths(attached_model: Models, text: Text) -> None:

@@ -61,6 +61,7 @@ def test_json_is_one_object_with_the_result(
         "merge": "none",
         "recall": 0,
         "recall_store": "none",
+        "shares": "none",
     }
 
 

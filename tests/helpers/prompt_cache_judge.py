@@ -152,9 +152,9 @@ def _in_layer(file: CacheFile, index: int, note: dict[str, Any], rows: dict[str,
                 counts = [count for count, place in zip(merged[row, head].tolist(), places, strict=True) if place >= 0]
                 if any(count < 0 or count != int(count) for count in counts) or sum(counts) + len(held) > seen:
                     return "merged tokens that were never seen"
-            index = own.get("state.recall_index")
-            if index is not None:
-                wrong = _in_recall(own["recall.positions"][row].tolist(), places, index[row, head].tolist(), seen, end)
+            named = own.get("state.recall_index")
+            if named is not None:
+                wrong = _in_recall(own["recall.positions"][row].tolist(), places, named[row, head].tolist(), seen, end)
                 if wrong:
                     return wrong
         if "exact_slots" in own:

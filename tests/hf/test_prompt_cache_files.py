@@ -152,8 +152,8 @@ def test_what_is_no_prompt_cache(model: PreTrainedModel, tmp_path: Path) -> None
 def test_a_newer_format_is_named(saved: Path, model: PreTrainedModel, tmp_path: Path) -> None:
     with safe_open(saved, "pt") as file:
         metadata = file.metadata()
-    save_file({"something_new": torch.ones(3)}, tmp_path / "newer", {**metadata, "version": "8"})
-    with pytest.raises(PromptCacheError, match="version 8, this windlass reads up to 7; upgrade") as caught:
+    save_file({"something_new": torch.ones(3)}, tmp_path / "newer", {**metadata, "version": "9"})
+    with pytest.raises(PromptCacheError, match="version 9, this windlass reads up to 8; upgrade") as caught:
         prompt_cache.load(tmp_path / "newer", model)
     assert_clear(caught.value, tmp_path / "newer")
 

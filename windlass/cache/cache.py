@@ -3,8 +3,10 @@
 from torch import Tensor
 
 from windlass.cache import describe, edits, summary
-from windlass.cache.compress import compress, layer_limits
+from windlass.cache.compress import compress
 from windlass.cache.decode_kernel import LayerStep, PlannedStep
+from windlass.cache.head_groups import HeadGroups
+from windlass.cache.leaves import Leaf, leaves_of
 from windlass.cache.picture_edits import check_pictures
 from windlass.cache.recall import RecallStore
 from windlass.cache.recall_memory import RecallMemory
@@ -29,24 +31,20 @@ class TextCache(CacheState):
 
     def reset(self) -> None:
         """Forget every token and free the memory."""
-        means = self.key_means or [None] * len(self.rotaries)
-        each = zip(layer_limits(self.policy, self.limits, len(means)), self.rotaries, means, strict=True)
-        self.layers = [
-            SlotLayer(
-                index,
-                limits,
-                self.policy,
-                rotary,
-                self._store(index, mean),
-                self.merge,
-                len(means),
-                index in self.shared,
-                self._recall(index, mean),
-            )
-            for index, (limits, rotary, mean) in enumerate(each)
-        ]
+        leaves = leaves_of(self.options, len(self.rotaries))
+        self.layers = [self._slot_layer(leaf) for leaf in leaves]
+        self.by_layer = HeadGroups.of(leaves, self.layers)
         self.recurrent = self.new_recurrent_layers()
         self.rows, self.expects_drafts = RowTable.at_start(self.batch_size), False
+
+    def _slot_layer(self, leaf: Leaf) -> SlotLayer:
+        index, layers = leaf.layer, len(self.rotaries)
+        means = None if self.key_means is None else self.key_means[index]
+        if means is not None and leaf.heads is not None:
+            means = means[list(leaf.heads)]
+        store, rotary = self._store(index, means), self.rotaries[index]
+        is_shared, recall = index in self.shared, self._recall(index, means)
+        return SlotLayer(index, leaf.limits, self.policy, rotary, store, self.merge, layers, is_shared, recall)
 
     def _store(self, layer: int, key_means: KeyMeans | None) -> Store:
         store = self.store.fresh(key_means)
@@ -150,11 +148,16 @@ class TextCache(CacheState):
     @no_inference_mode
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
         """One layer's write, attend, observe, evict; to be called from the model's attention."""
-        step, its = self.text.pending, self.layers[layer]
+        step, its, mode = self.text.pending, self.by_layer[layer], self.positions
         assert step is not None, "attend outside of a pass"
-        return (second_pass if step.is_second_pass else SlotLayer.step)(
-            its, queries, keys, values, step, self.positions, call
-        )
+        take = second_pass if step.is_second_pass else SlotLayer.step
+        if its.whole is not None:
+            return take(its.whole, queries, keys, values, step, mode, call)
+
+        def by_group(own: SlotLayer, q: Queries, k: NewKeys, v: NewValues, asked: AttentionCall) -> Attended:
+            return take(own, q, k, v, step, mode, asked)
+
+        return its.step(by_group, queries, keys, values, call)
 
     @no_inference_mode
     def planned(
@@ -164,15 +167,19 @@ class TextCache(CacheState):
 
         The queries, keys and values may still be unknown; None, and nothing has happened, where it is not one call.
         """
-        step, its = self.text.pending, self.layers[layer]
+        step, its = self.text.pending, self.by_layer[layer].whole
         assert step is not None, "attend outside of a pass"
+        if its is None:
+            return None
         asked = LayerStep(its.table, its.rules, its.rotary, (queries, keys, values), step, self.positions, call)
         return its.planned(asked)
 
     @no_inference_mode
     def keep_decoded(self, layer: int, done: PlannedStep) -> None:
         """Hold what a step of a layer, which was planned and is taken, leaves."""
-        self.layers[layer].keep_decoded(done)
+        its = self.by_layer[layer].whole
+        assert its is not None, "a step of several groups of heads, planned as one"
+        its.keep_decoded(done)
 
     @no_inference_mode
     def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
@@ -180,7 +187,10 @@ class TextCache(CacheState):
 
         `queries` are those of the pass's last columns, mostly of all. Raises: UsageError for another sliding window.
         """
-        return attend_shared(self.layers[layer], queries, self.positions, call)
+        mode = self.positions
+        return self.by_layer[layer].read(
+            lambda own, *asked: attend_shared(own, asked[0], mode, asked[1]), queries, call
+        )
 
     @no_inference_mode
     def commit(self) -> None:

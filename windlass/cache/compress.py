@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from windlass.cache.leaves import leaves_of
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
 from windlass.core.check import whole_number
@@ -19,7 +20,7 @@ from windlass.core.shapes import Scores
 from windlass.core.step import Limits, Step, no_inference_mode
 from windlass.policies import Policy, Recent
 from windlass.policies.calls import UNKNOWN_STATE, scores_of
-from windlass.policies.interfaces import Budgeter, OneShot
+from windlass.policies.interfaces import OneShot
 from windlass.policies.wrapper import find
 
 
@@ -42,19 +43,10 @@ def compress(cache: CacheState, budget: int, window: int | None = None) -> None:
     cut_to_budget(cache)
 
 
-def layer_limits(policy: Policy, limits: Limits, layers: int) -> list[Limits]:
-    """The limits of each layer: those of the cache, but for what the policy lets it keep."""
-    budgeter = find(policy, Budgeter)  # type: ignore[type-abstract]  # none is made
-    if limits.budget is None or budgeter is None:
-        return [limits] * layers
-    budgets = budgeter.budgets(limits.budget, layers, limits.sinks + limits.window + 1)
-    return [replace(limits, budget=budget) for budget in budgets]
-
-
 def budgets_apart(cache: CacheState) -> list[int | None]:
-    """Per layer the budget that a cut gave it, or None where it is the one that it began with."""
-    planned = layer_limits(cache.policy, cache.limits, len(cache.layers))
-    pairs = [(layer.rules.limits.budget, limits.budget) for layer, limits in zip(cache.layers, planned, strict=True)]
+    """Of each of the cache's `layers` the budget that a cut gave it, or None where it is what it began with."""
+    planned = leaves_of(cache.options, len(cache.rotaries))
+    pairs = [(layer.rules.limits.budget, leaf.limits.budget) for layer, leaf in zip(cache.layers, planned, strict=True)]
     return [None if budget == plan else budget for budget, plan in pairs]
 
 
@@ -86,7 +78,8 @@ def cut_to_budget(cache: CacheState) -> None:
     """Bring every layer to its budget, and its memory to what that takes; earlier steps can't be rolled back."""
     here = cache.rows.standstill(cache.device)
     blind = []
-    for layer, limits in zip(cache.layers, layer_limits(cache.policy, cache.limits, len(cache.layers)), strict=True):
+    for layer, leaf in zip(cache.layers, leaves_of(cache.options, len(cache.rotaries)), strict=True):
+        limits = leaf.limits
         assert limits.budget is not None, "a cut to no budget"
         layer.forget_steps(0)
         rules = layer.rules

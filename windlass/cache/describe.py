@@ -102,12 +102,15 @@ def describe(cache: CacheState) -> str:
     reading = reading_now(cache)
     now = "" if reading == str(cache.positions) else f", now {reading}"
     lines = [
-        f"KVCache: {len(cache.layers)} layers, batch {cache.batch_size}, positions {cache.positions}{now}",
+        f"KVCache: {len(cache.by_layer)} layers, batch {cache.batch_size}, positions {cache.positions}{now}",
         f"  policy   {cache.policy!r}",
         f"  store    {cache.store.name}" + (f", merge {cache.merge}" if cache.merge is not None else ""),
         f"  budget   {budget}, sinks {limits.sinks}, window {limits.window}, chunk {limits.chunk}",
         f"  seen     {', '.join(map(str, cache.rows.tokens_seen))} tokens",
     ]
+    if cache.options.shares is not None:
+        apart = sum(its.whole is None for its in cache.by_layer)
+        lines.insert(4, f"  shares   {cache.options.shares}" + (f", heads of {apart} layers apart" if apart else ""))
     note = beyond_note(cache)
     lines += [] if note is None else [f"  note     {note}"]
     groups: dict[str, list[int]] = {}
@@ -118,7 +121,8 @@ def describe(cache: CacheState) -> str:
         if layer.rules.attention_chunk is not None:
             held += f", attention within chunks of {layer.rules.attention_chunk}"
         groups.setdefault(held, []).append(layer.index)
-    lines += [f"  held     {held} in {len(layers)} layers" for held, layers in groups.items()]
+    what = "layers" if len(cache.layers) == len(cache.by_layer) else "layers or groups of heads"
+    lines += [f"  held     {held} in {len(layers)} {what}" for held, layers in groups.items()]
     states = Counter(layer.kind for layer in cache.recurrent)
     lines += [f"  states   {kind} in {count} layers, of one size" for kind, count in states.items()]
     sizes = bytes_by_part(cache)

@@ -6,12 +6,17 @@ from typing import Any
 
 from windlass.cache.policy_spec import policy_of
 from windlass.cache.recall_options import DEFAULT_RECALL_STORE, recall_folder_of, recall_store_of
+from windlass.cache.shares import Shares
+from windlass.cache.shares_file import shares_of
+from windlass.core.errors import UsageError
 from windlass.core.limits import DEFAULT_SINKS, check_limits, default_window
-from windlass.core.spec import AUTO, NO_MERGE
+from windlass.core.spec import AUTO, NO_MERGE, NO_SHARES
 from windlass.core.step import Limits
 from windlass.merge import Merge, merge_of
 from windlass.policies import Policy
 from windlass.policies.auto import auto, is_auto
+from windlass.policies.interfaces import Budgeter, OneShot
+from windlass.policies.wrapper import find
 from windlass.positions.modes import PositionMode, position_mode
 from windlass.stores.base import Store
 from windlass.stores.spec import store_of
@@ -41,6 +46,7 @@ class CacheOptions:
     recall: int
     recall_store: Store
     recall_folder: Path | None
+    shares: Shares | None
 
     def __init__(
         self,
@@ -57,6 +63,7 @@ class CacheOptions:
         recall: int = 0,
         recall_store: str | Store = DEFAULT_RECALL_STORE,
         recall_folder: str | Path | None = None,
+        shares: str | Path | Shares | None = None,
     ) -> None:
         vars(self).update(
             budget=budget,
@@ -72,8 +79,11 @@ class CacheOptions:
             recall=recall,
             recall_store=recall_store_of(recall_store),
             recall_folder=recall_folder_of(recall_folder),
+            shares=shares_of(shares),
         )
         vars(self).update(check_limits(vars(self)))
+        if self.shares is not None:
+            _check_alone(self.policy)
 
     @property
     def limits(self) -> Limits:
@@ -95,6 +105,7 @@ class CacheOptions:
             "merge": NO_MERGE if self.merge is None else str(self.merge),
             "recall": self.recall,
             "recall_store": self.recall_store.name if self.recall else "none",
+            "shares": NO_SHARES if self.shares is None else str(self.shares),
         }
 
     def document(self) -> dict[str, Any]:
@@ -108,10 +119,23 @@ class CacheOptions:
             "merge": None if self.merge is None else str(self.merge),
             "recall": self.recall,
             "recall_store": self.recall_store.name,
+            "shares": None if self.shares is None else self.shares.document(),
         }
 
     @classmethod
     def from_document(cls, document: dict[str, Any], policy: Policy) -> "CacheOptions":
         """The options that `document` was made of; an option that it lacks is the default one."""
         options = dict(document)
+        if options.get("shares") is not None:
+            options["shares"] = Shares.from_document(options["shares"])
         return cls(policy=policy, **options.pop("limits"), **options)
+
+
+def _check_alone(policy: Policy) -> None:
+    """Raises: UsageError for a policy that gives layers budgets of their own, beside shares that do."""
+    one_shot = find(policy, OneShot)
+    is_budgeter = find(policy, Budgeter) is not None  # type: ignore[type-abstract]  # none is made
+    if is_budgeter or (one_shot is not None and one_shot.shares_budget):
+        raise UsageError(
+            f"shares: {policy!r} says itself what each layer keeps; leave shares out, or give what it wraps"
+        )

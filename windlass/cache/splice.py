@@ -12,6 +12,7 @@ from windlass.cache.edits import check_row
 from windlass.cache.picture_edits import refuse_pictures
 from windlass.cache.recall import TOKEN_INDEX
 from windlass.cache.recurrent_layer import refuse_edit
+from windlass.cache.shares import Heads
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
 from windlass.core.check import check_kind
@@ -41,8 +42,10 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) 
         raise UsageError("splice: the other cache was made for another model")
     if other.is_rotated != cache.is_rotated:
         raise UsageError("splice: one of the caches holds rotated keys, the other does not")
-    if len(other.layers) != len(cache.layers):
-        raise UsageError(f"splice: the other cache has {len(other.layers)} layers, this one {len(cache.layers)}")
+    if len(other.by_layer) != len(cache.by_layer):
+        raise UsageError(f"splice: the other cache has {len(other.by_layer)} layers, this one {len(cache.by_layer)}")
+    if _heads(other) != _heads(cache):
+        raise UsageError("splice: the shares of the caches put other heads together; give both the same shares")
     if other.merge is not None and cache.merge != other.merge:
         raise UsageError(
             f"splice: the other cache merges tokens by {other.merge}, this one {cache.merge or 'does not'}"
@@ -68,6 +71,11 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) 
         if not theirs.is_empty:
             _splice_layer(mine, theirs, source, row, at, cache.batch_size)
     cache.rows = cache.rows.spliced(other.rows.rows[source], row)
+
+
+def _heads(cache: CacheState) -> list[tuple[Heads, ...]]:
+    """Which kv heads of each layer lie together, where not all do."""
+    return [its.heads for its in cache.by_layer]
 
 
 def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at: int, batch: int) -> None:

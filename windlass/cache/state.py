@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from windlass.cache.head_groups import HeadGroups
 from windlass.cache.options import CacheOptions
 from windlass.cache.recurrent_layer import RecurrentLayer
 from windlass.cache.rows import RowTable
@@ -47,7 +48,10 @@ class CacheState:
     """What people call the model; empty where that is not known."""
 
     layers: list[SlotLayer]
-    """One for each attention layer, in the order of the model."""
+    """One for each attention layer, in the order of the model; with shares, one for each group of its heads."""
+
+    by_layer: list[HeadGroups]
+    """The same, gathered: what each attention layer has."""
 
     recurrent: list[RecurrentLayer]
     """One for each recurrent layer; where a layer of the model attends as well, both have its number."""

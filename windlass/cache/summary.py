@@ -19,6 +19,8 @@ def facts(cache: CacheState) -> dict[str, str]:
     told |= {name: str(options[name]) for name in ("policy", "positions", "store")}
     if cache.merge is not None:
         told["merge"] = str(cache.merge)
+    if cache.options.shares is not None:
+        told["shares"] = str(cache.options.shares)
     if cache.batch_size > 1:
         told["rows"] = f"{cache.batch_size:,}"
     told["tokens seen"] = _numbers(cache.rows.tokens_seen)

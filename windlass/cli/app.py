@@ -13,6 +13,8 @@ from typing import Annotated
 import typer
 from typer import Option
 
+from windlass.cli import calibration_options as calibration
+from windlass.cli import eval_options as evals
 from windlass.cli import options as take
 from windlass.cli import text_commands
 from windlass.cli import text_options as text
@@ -176,12 +178,12 @@ def bench(
 def evaluate(
     unset: Unset,
     named: text.ModelArguments,
-    output: take.ResultsOut,
-    lists: take.EvalLists,
+    output: evals.ResultsOut,
+    lists: evals.EvalLists,
     *,
     samples: take.Samples = 20,
-    is_aware: take.IsAware = False,
-    batch: take.EvalBatch = 1,
+    is_aware: evals.IsAware = False,
+    batch: evals.EvalBatch = 1,
     seed: take.Seed = 0,
     load: take.LoadOptions,
     is_quiet: text.IsQuiet = False,
@@ -255,17 +257,23 @@ def report(results: take.Results, output: take.Page = Path("report.html")) -> in
 @expanded
 def calibrate(
     model: text.ModelName,
-    source: take.CalibrationText,
-    output: take.PairsOut,
+    source: calibration.CalibrationText,
+    output: calibration.CalibrationOut,
     *,
-    tokens: take.CalibrationTokens = 20_000,
+    is_of_shares: calibration.IsOfShares = False,
+    tokens: calibration.Tokens = None,
+    asked: calibration.SharesArguments,
     seed: take.Seed = 0,
     load: take.LoadOptions,
     is_quiet: text.IsQuiet = False,
 ) -> int:
-    """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`."""
+    """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`.
+
+    With --shares: how much of a budget each layer and each kv head gets.
+    """
     from windlass.cli import checks, terminal
 
+    checks.check_calibration(is_of_shares, tokens, asked)
     checks.check_writable(output, "-o")
     checks.check_text(source, f"text {source}")
     checks.check_model(model, load)
@@ -274,7 +282,8 @@ def calibrate(
 
     with terminal.quiet(is_quiet):
         loaded = load.dtype, load.threads, load.device, load.weights
-        return evaluation.calibrate(evaluation.CalibrationOptions(model, source, output, tokens, seed, *loaded))
+        options = evaluation.CalibrationOptions(model, source, output, tokens or 20_000, seed, *loaded)
+        return evaluation.calibrate_shares(options, asked) if is_of_shares else evaluation.calibrate(options)
 
 
 @app.command()

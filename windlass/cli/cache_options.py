@@ -1,6 +1,7 @@
 """The options of a cache on the command line, each declared once; they are named as in the library."""
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any
 
 from typer import Option
@@ -60,6 +61,16 @@ MergeSpec = Annotated[
         "mean_count(next, threshold=0.5); by default they are dropped.",
     ),
 ]
+SharesFile = Annotated[
+    Path | None,
+    Option(
+        "--shares",
+        metavar="FILE",
+        envvar="WINDLASS_SHARES",
+        help="How much of the budget each layer and each kv head gets, as `windlass calibrate --shares` measured it; "
+        "by default all get as much.",
+    ),
+]
 Recall = Annotated[
     int | None,
     Option(
@@ -109,6 +120,7 @@ class CacheArguments:
     recall: Recall = None
     recall_store: RecallStore = None
     recall_folder: RecallFolder = None
+    shares: SharesFile = None
 
     def given(self) -> dict[str, Any]:
         """What was asked, by the names of `CacheOptions`."""

@@ -11,14 +11,26 @@ from pathlib import Path
 
 from windlass.cli import declared
 from windlass.cli.cache_options import CacheArguments
-from windlass.cli.options import EvalLists, LoadOptions
+from windlass.cli.calibration_options import SharesArguments
+from windlass.cli.eval_options import EvalLists
+from windlass.cli.options import LoadOptions
 from windlass.core.errors import PolicyError, UsageError
 from windlass.core.files import check_folder, check_readable, check_regular, read_text
 from windlass.core.files import check_writable as check_writable
 from windlass.core.limits import MAX_NUMBER, check_max_tokens, check_range
 from windlass.core.limits import check_limits as check_limits
 from windlass.core.plugin import PluginKind
-from windlass.core.spec import AUTO, NO_MERGE, Spec, check_given, int_parser, parse_ints, parse_list, parse_spec
+from windlass.core.spec import (
+    AUTO,
+    NO_MERGE,
+    NO_SHARES,
+    Spec,
+    check_given,
+    int_parser,
+    parse_ints,
+    parse_list,
+    parse_spec,
+)
 from windlass.evals.budgets import budget_of
 from windlass.evals.speed.workloads import BenchLists, check_subject, setups_of, workloads_of
 from windlass.evals.task import TASKS
@@ -62,6 +74,8 @@ def check_cache(arguments: CacheArguments, prompt_cache: Path | None = None) -> 
     for name, check in parsers.items():
         if name in given:
             check(given[name])
+    if "shares" in given:
+        check_shares(str(given["shares"]))
     if prompt_cache is None:
         check_limits(given)
         return
@@ -157,6 +171,13 @@ def check_merge(spec: str) -> None:
             raise UsageError(f"merge={spec!r}: {word!r} is not a setting; use one of: {targets}")
 
 
+def check_shares(file: str) -> None:
+    """Raises: UsageError for a file that cannot be read."""
+    if not Path(file).expanduser().exists():
+        raise UsageError(f"shares {file}: this file is not there; make it with `windlass calibrate --shares`")
+    check_readable(Path(file).expanduser(), f"shares {file}")
+
+
 def check_task(spec: str) -> None:
     """Raises: UsageError for an unknown task, or a file that is not there."""
     typed = parse_spec(spec)
@@ -178,6 +199,7 @@ def check_eval(lists: EvalLists, output: Path) -> None:
     parse_list("--tasks", lists.tasks, check_task)
     parse_list("--lengths", lists.lengths, int_parser("--lengths", 1, MAX_NUMBER))
     parse_list("--merge", lists.merge, lambda part: None if part == NO_MERGE else check_merge(part))
+    parse_list("--shares", lists.shares, lambda part: None if part == NO_SHARES else check_shares(part))
     _check_lists({"policies": check_policy, "positions": check_positions, "store": check_store}, vars(lists))
     for part in parse_list("--budgets", lists.budgets, str):
         check_limits({"budget": budget_of("--budgets", part).slots})
@@ -200,6 +222,22 @@ def check_bench(
         check_limits({"budget": budget_of("--budget", part).slots})
     if output is not None:
         check_writable(output, "-o")
+
+
+def check_calibration(is_of_shares: bool, tokens: int | None, asked: SharesArguments) -> None:
+    """Raises: WindlassError for options of another kind of calibration, or a value that cannot be honoured."""
+    if not is_of_shares:
+        if asked.given:
+            raise UsageError(f"{asked.given[0]} goes with --shares; leave it out, or measure shares")
+        return
+    if tokens is not None:
+        raise UsageError("--tokens is for pairs, and --shares was given; use --texts and --length")
+    if asked.policy is not None:
+        check_policy(asked.policy)
+    if asked.budget is not None:
+        check_limits({"budget": budget_of("--budget", asked.budget).slots})
+    if asked.tasks is not None:
+        parse_list("--tasks", asked.tasks, check_task)
 
 
 def check_text(file: Path, what: str) -> None:

@@ -7,10 +7,16 @@ import torch
 from rich.console import Console
 from transformers import PreTrainedTokenizerBase
 
+from windlass.cache import shares_file
+from windlass.cache.policy_spec import policy_of
+from windlass.cache.shares import Shares
+from windlass.cli.calibration_options import SharesArguments
 from windlass.cli.loading import INTERRUPTED, loading
 from windlass.cli.terminal import Bar, note, progress, say
 from windlass.core.files import check_writable, read_text
-from windlass.evals import pair_costs
+from windlass.evals import measure_shares, pair_costs
+from windlass.evals.budgets import budget_of
+from windlass.evals.calibration_texts import calibration_texts
 from windlass.evals.report.verdict import verdict
 from windlass.evals.summary import summary
 from windlass.evals.sweep import EvalOptions, Sweep
@@ -20,6 +26,7 @@ from windlass.policies.pair_table import PairTable
 
 PIPE_WIDTH = 240
 SPEED_S = 3600.0  # of the newest cases, whose speed tells the time that is left
+TEXTS, LENGTH, GROUPS = 50, 500, 4  # of shares: texts, tokens of each, sizes of a layer's heads
 SHOWN = 5  # cheapest and dearest pairs in the summary of a calibration
 
 
@@ -54,7 +61,7 @@ def evaluate(options: EvalOptions) -> int:
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What the user asked for."""
+    """What the user asked for; `tokens` are of pairs."""
 
     model: str
     text: Path
@@ -89,6 +96,44 @@ def calibrate(options: CalibrationOptions) -> int:
         note(f"windlass: note: the text has room for {table.tokens:,} tokens only")
     say(_pairs(table, tokenizer, options.output))
     return 0
+
+
+def calibrate_shares(options: CalibrationOptions, asked: SharesArguments) -> int:
+    """Measure shares on texts and write their file; returns the exit code. After Ctrl-C nothing is written.
+
+    Raises: WindlassError for what cannot be honoured.
+    """
+    check_writable(options.output, "-o")
+    if options.threads is not None:
+        torch.set_num_threads(options.threads)
+    policy, budget = policy_of(asked.policy or "key_diff"), budget_of("--budget", asked.budget or "4x")
+    with loading():
+        model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
+    count, length = asked.texts or TEXTS, asked.length or LENGTH
+    texts = calibration_texts(tokenizer, options.text, asked.tasks, count, length, options.seed)
+    with Bar("measuring") as bar:
+        try:
+            shares = measure_shares.measured(model, texts, policy, budget, asked.groups or GROUPS, bar)
+        except KeyboardInterrupt:
+            note(f"interrupted; {bar.done:,} of {len(texts):,} texts; {options.output} was not written")
+            return INTERRUPTED
+    shares_file.write(shares, options.output)
+    if len(texts) < count:
+        note(f"windlass: note: the text has room for {len(texts):,} texts of {length:,} tokens only")
+    say(_table(shares, options.output))
+    return 0
+
+
+def _table(shares: Shares, path: Path) -> str:
+    """Shares that were written to `path`, a line a layer."""
+    lines = [
+        f"  layer {layer:>3}  " + ("its own window" if own is None else "  ".join(f"{each:.2f}" for each in own)) + "\n"
+        for layer, own in enumerate(shares.layers)
+    ]
+    return (
+        f"{path}: of {shares.texts:,} texts, by {shares.policy} at {shares.budget}; what each kv head keeps beside "
+        f"sinks and window, in multiples of the mean\n{''.join(lines)}"
+    )
 
 
 def _pairs(table: PairTable, tokenizer: PreTrainedTokenizerBase, path: Path) -> str:

@@ -90,6 +90,8 @@ def open_session(
     cache = prompt_cache.load(path, model, asked.policy if "policy" in given else None, asked.recall_folder)
     wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
     _check_same(path, wanted, cache.options.labels())
+    if "shares" in given and asked.shares != cache.options.shares:
+        raise UsageError(f"--shares {asked.shares} are not those that {path} was made with; leave them out")
     if "positions" in given:
         cache.positions = asked.positions
     return Session(model, tokenizer, cache, frozenset(given), load_s)

@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, NoReturn, TypeVar
 
 from windlass.core.errors import UsageError
+from windlass.core.spec import NO_SHARES
 
 VERSION: Final = 2
 FULL: Final = "full cache"
 HINT: Final = "the line is damaged, take it out or run the evaluation again"
-IDENTITY: Final = ("task", "policy", "asked_budget", "merge", "positions", "store", "is_aware", "length", "sample")
+VARIED: Final = ("merge", "positions", "store", "shares")  # options of the cache beside its policy and budget
+IDENTITY: Final = ("task", "policy", "asked_budget", *VARIED, "is_aware", "length", "sample")
 MAX_NUMBER: Final = 2**63  # that a line may hold: sums and quotients of such numbers are numbers, too
 SHOWN: Final = 60  # signs of a wrong value in an error
 JsonObject = dict[str, Any]
@@ -108,6 +110,7 @@ class Case:
     merge: str
     positions: str
     store: str
+    shares: str
     is_aware: bool
     length: int
     sample: int
@@ -142,6 +145,7 @@ class Case:
         unusual = [self.merge] if self.merge != "none" else []
         unusual += [self.positions] if self.positions != "original" else []
         unusual += [self.store] if self.store != "plain" else []
+        unusual += [self.shares] if self.shares != NO_SHARES else []
         return ", ".join([name, *unusual])
 
     @property
@@ -165,6 +169,8 @@ class Case:
         line: JsonObject = {each.name: getattr(self, each.name) for each in fields(self)}
         seconds, nll, kl = (line.pop(name) for name in ("seconds", "nll", "kl"))
         del line["seed"]
+        if self.shares == NO_SHARES:  # as files were before there were any
+            del line["shares"]
         measures = {} if nll is None else {"nll": nll, "kl": kl}
         return {"kind": "case", **line, "expected": list(self.expected), "measures": measures, "seconds": seconds}
 
@@ -182,6 +188,7 @@ class Case:
             merge=line.text("merge"),
             positions=line.text("positions"),
             store=line.text("store"),
+            shares=line.or_none(line.text, "shares") or NO_SHARES,
             is_aware=line.flag("is_aware"),
             length=line.whole("length"),
             sample=line.whole("sample"),

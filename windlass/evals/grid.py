@@ -7,9 +7,12 @@ from typing import Any
 
 from windlass.cache.options import CacheOptions
 from windlass.cache.policy_spec import policy_of
+from windlass.cache.shares import Shares
+from windlass.cache.shares_file import shares_of
 from windlass.core.limits import MAX_NUMBER
-from windlass.core.spec import NO_MERGE, int_parser, parse_list
+from windlass.core.spec import NO_MERGE, NO_SHARES, int_parser, parse_list
 from windlass.evals.budgets import ALL, Budget, budget_of
+from windlass.evals.case import VARIED
 from windlass.evals.load import load_task
 from windlass.evals.task import Task
 from windlass.merge import Merge, merge_of
@@ -44,7 +47,7 @@ class Settings:
     def labels(self) -> dict[str, str]:
         """Each setting that a list may vary as text, as in a line of results."""
         labels = self.options.labels()
-        varied = {name: str(labels[name]) for name in ("merge", "positions", "store")}
+        varied = {name: str(labels[name]) for name in VARIED}
         return {"policy": str(labels["policy"]), "asked_budget": self.budget.asked, **varied}
 
 
@@ -71,7 +74,7 @@ def grid_of(lists: Lists) -> Grid:
         options = dict(zip(axes, values, strict=True))
         budget = options.pop("budget", Budget(ALL))
         if budget.asked == ALL:
-            options |= {"policy": Recent(), "merge": None}
+            options |= {"policy": Recent(), "merge": None, "shares": None}
         settings.append(Settings(budget, CacheOptions(**usual | options)))
     return Grid(
         dict(parse_list("--tasks", lists.tasks, load_task)),
@@ -99,4 +102,14 @@ def _merge(part: str) -> Merge | None:
     return None if part == NO_MERGE else merge_of(part)
 
 
-PARSERS = {"policy": policy_of, "merge": _merge, "positions": position_mode, "store": store_of}
+def _shares(part: str) -> Shares | None:
+    return None if part == NO_SHARES else shares_of(part)
+
+
+PARSERS = {
+    "policy": policy_of,
+    "merge": _merge,
+    "positions": position_mode,
+    "store": store_of,
+    "shares": _shares,
+}

@@ -10,6 +10,7 @@ from windlass.cache.history import History
 from windlass.cache.picture_edits import refuse_pictures
 from windlass.cache.recurrent_layer import refuse_edit
 from windlass.cache.rows import RowTable
+from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError
 from windlass.core.rotate import rotate, unrotate
@@ -33,10 +34,15 @@ def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds, confi
         raise UsageError(f"from_rotated: {cache.policy!r} ranks by {missing[0]}, which a DynamicCache does not know")
     refuse_indexed(cache, "from_rotated")
     states = _states_of(source, kinds)
-    if len(states) != len(cache.layers):
-        raise UsageError(f"the DynamicCache has {len(states)} layers, the model has {len(cache.layers)}")
+    if len(states) != len(cache.by_layer):
+        raise UsageError(f"the DynamicCache has {len(states)} layers, the model has {len(cache.by_layer)}")
     seen = source.get_seq_length()
-    for layer, (keys, values, window) in zip(cache.layers, states, strict=True):
+    parts = [
+        (layer, own_keys, own_values, window)
+        for its, (all_keys, all_values, window) in zip(cache.by_layer, states, strict=True)
+        for layer, own_keys, own_values in zip(its.layers, its.split(all_keys), its.split(all_values), strict=True)
+    ]
+    for layer, keys, values, window in parts:
         if layer.rotary is not None and layer.rotary.table_changes_at(seen):
             raise UsageError(
                 f"the DynamicCache holds {seen} tokens, more than the {layer.rotary.constant_length} up to which this "
@@ -88,32 +94,41 @@ def to_rotated(cache: CacheState, config: PreTrainedConfig, kinds: LayerKinds) -
     is_compact = isinstance(cache.positions, Compact) or (isinstance(cache.positions, Auto) and is_beyond)
     most = max((int((layer.positions >= 0).sum(-1).max()) for layer in cache.layers if not layer.is_empty), default=0)
     end = most if is_compact else max(cache.next_positions)
-    for layer in cache.layers:
-        if layer.is_empty:
-            raise UsageError("to_rotated: this cache is empty")
-        held = (layer.positions >= 0).sum(-1)
-        tokens = int(held.max())
-        order = layer.positions.where(layer.positions >= 0, 2**31 - 1).argsort(dim=-1, stable=True)[..., :tokens]
-        positions = layer.positions.gather(-1, order)
-        first = 0 if layer.rules.most_visible is None else end - tokens
-        expected = torch.arange(first, first + tokens, device=positions.device)
-        if is_compact and first + tokens == end and bool((held == tokens).all()):
-            positions = expected.expand_as(positions)
-        elif not bool((positions == expected).all()) or first + tokens != end:
-            raise UsageError(
-                f"to_rotated: layer {layer.index} does not hold positions {first} to {end - 1} in every row and head; "
-                'export a cache that has evicted under positions="compact"'
-            )
-        keys, values = (_gathered(states, order) for states in (layer.store.keys(), layer.store.values()))
-        keys = _converted_keys(keys, positions, layer.rotary, first + tokens, is_out=True)
-        if layer.store.latent:
-            keys, values = values, keys[..., : -layer.store.latent]
-        number = kinds.attention[layer.index]
+    for its in cache.by_layer:
+        parts = [_rotated(layer, end, is_compact) for layer in its.layers]
+        if len({keys.shape[2] for keys, _ in parts}) > 1:
+            raise UsageError("to_rotated: shares let the heads of a layer keep different numbers of tokens")
+        number = kinds.attention[its.layers[0].index]
+        keys, values = (its.joined(states) for states in zip(*parts, strict=True))
         result.update(keys, values, number)
         exported = result.layers[number]
         if isinstance(exported, DynamicSlidingWindowLayer):
             exported.cumulative_length = end
     return result
+
+
+def _rotated(layer: SlotLayer, end: int, is_compact: bool) -> tuple[Tensor, Tensor]:
+    """The keys, rotated, and values of a layer of a text that ends at `end`. Raises: UsageError as above."""
+    if layer.is_empty:
+        raise UsageError("to_rotated: this cache is empty")
+    held = (layer.positions >= 0).sum(-1)
+    tokens = int(held.max())
+    order = layer.positions.where(layer.positions >= 0, 2**31 - 1).argsort(dim=-1, stable=True)[..., :tokens]
+    positions = layer.positions.gather(-1, order)
+    first = 0 if layer.rules.most_visible is None else end - tokens
+    expected = torch.arange(first, first + tokens, device=positions.device)
+    if is_compact and first + tokens == end and bool((held == tokens).all()):
+        positions = expected.expand_as(positions)
+    elif not bool((positions == expected).all()) or first + tokens != end:
+        raise UsageError(
+            f"to_rotated: layer {layer.index} does not hold positions {first} to {end - 1} in every row and head; "
+            'export a cache that has evicted under positions="compact"'
+        )
+    keys, values = (_gathered(states, order) for states in (layer.store.keys(), layer.store.values()))
+    keys = _converted_keys(keys, positions, layer.rotary, first + tokens, is_out=True)
+    if layer.store.latent:
+        keys, values = values, keys[..., : -layer.store.latent]
+    return keys, values
 
 
 def refuse_indexed(cache: CacheState, what: str) -> None:

@@ -9,6 +9,7 @@ from transformers import Cache, DynamicCache, PreTrainedModel
 
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall_options import DEFAULT_RECALL_STORE
+from windlass.cache.shares import Shares
 from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
 from windlass.core.spec import AUTO
@@ -55,6 +56,8 @@ class KVCache(ModelCache):
     slots: in each layer and kv head the pages of 8 tokens that matter most to the step's queries; 0 forgets it. The
     store grows with the text, in the host's memory or, unnamed, in a file of `recall_folder`.
     `recall_store`: how it holds keys and values: "plain", "int8" or "int4".
+    `shares`: what part of the budget each layer and each kv head gets, as a file of `windlass calibrate --shares`, or
+    `windlass.Shares`; all heads of the model together keep as many tokens as without. None: all get as much.
 
     Raises: UsageError for limits that cannot be honoured, or a model that is not attached.
     """
@@ -75,16 +78,17 @@ class KVCache(ModelCache):
         recall: int = 0,
         recall_store: str | Store = DEFAULT_RECALL_STORE,
         recall_folder: str | Path | None = None,
+        shares: str | Path | Shares | None = None,
     ) -> None:
         check_adapter(model)
         attachment = attached(model)
-        recalled = recall, recall_store, recall_folder
-        options = CacheOptions(
-            budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge, *recalled
-        )
+        newest = recall, recall_store, recall_folder, shares
+        options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge, *newest)
         trained = find(options.policy, Trained)
         if trained is not None:
             trained.check(model_info(model))
+        if options.shares is not None:
+            options.shares.check(model_info(model))
         checked_merge(options.merge, options.budget, options.store, options.policy)
         device, config = device_of_inputs(model), model.config.get_text_config()
         check_policy(attachment.kinds, options.policy)

@@ -1,6 +1,8 @@
 """What each attention layer of a model hands to its cache, seen when one token is read."""
 
-from dataclasses import dataclass
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +43,10 @@ class LayerShape:
     def channels(self) -> int:
         """Numbers that are held of each token and kv head."""
         return self.head_dim + (0 if self.latent else self.value_dim) + self.index
+
+    def of_heads(self, kv_heads: int) -> LayerShape:
+        """That of so many of its kv heads, with their query heads."""
+        return replace(self, heads=self.heads // self.kv_heads * kv_heads, kv_heads=kv_heads)
 
     def empty_store(self, like: Store) -> Store:
         """A store of the same settings as `like`, for this layer."""

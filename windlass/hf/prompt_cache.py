@@ -62,7 +62,10 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
         )
     if cache.is_rotated:
         raise UsageError("a cache of rotated keys can't be saved: files hold keys as they are before rotation")
-    packed = {layer.index: layer.table.packed().tensors() | layer.table.recalled_tensors() for layer in cache.layers}
+    packed = {
+        number: layer.table.packed().tensors() | layer.table.recalled_tensors()
+        for number, layer in enumerate(cache.layers)
+    }
     tensors = {f"layers.{index}.{name}": tensor for index, held in packed.items() for name, tensor in held.items()}
     for row, ids in enumerate(cache.tokens or []):
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
@@ -181,7 +184,8 @@ def _check_model(path: Path, contents: Contents, model: PreTrainedModel, layers:
     ours = type(model).__name__
     if contents.model != ours:
         raise PromptCacheError(f"{path} was made by a {contents.model}, this model is a {ours}; {hint}")
-    if len(contents.layers) != layers:
+    has_shares = contents.options["shares"] is not None  # then there are notes on groups of heads
+    if len(contents.layers) != layers and not has_shares:
         made = f"it has {len(contents.layers)} layers, this model has {layers}"
         raise PromptCacheError(f"{path} was made by another {ours}: {made}; {hint}")
     if contents.dtype != _dtype(model):

@@ -12,7 +12,7 @@ from windlass.hf.policy_note import PolicyNote
 
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
 PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, AUTO_VERSION = 1, 2, 3, 4, 5
-STATES_VERSION, PLACES_VERSION, RECALL_VERSION = 6, 7, 8
+STATES_VERSION, PLACES_VERSION, RECALL_VERSION = 6, 7, 8  # the last has shares, too
 VERSION: Final = RECALL_VERSION
 MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
 MAX_POLICY_NUMBER: Final = 2**62
@@ -61,9 +61,9 @@ def to_document(contents: Contents) -> tuple[dict[str, Any], int]:
     """What goes into the file, and the oldest format version that can say it."""
     document = asdict(contents)
     document |= document.pop("options")
-    if document["recall"]:
+    if document["recall"] or document["shares"] is not None:
         return document, RECALL_VERSION
-    del document["recall"], document["recall_store"]
+    del document["recall"], document["recall_store"], document["shares"]
     if contents.has_places:
         return document, PLACES_VERSION
     del document["has_places"], document["standing"]["pictures"]
@@ -115,6 +115,7 @@ def parsed(text: str, version: int) -> Contents:
         "merge": given.text_or_none("merge") if version >= MERGE_VERSION else None,
         "recall": given.whole("recall") if version >= RECALL_VERSION else 0,
         "recall_store": given.text("recall_store") if version >= RECALL_VERSION else DEFAULT_RECALL_STORE,
+        "shares": given.any("shares") if version >= RECALL_VERSION else None,  # `Shares` checks it
     }
     limits.end()
     contents = Contents(
@@ -251,6 +252,9 @@ class Fields:
 
     def inner(self, name: str) -> "Fields":
         return Fields(self._take(name), f"{name} in {self._where}")
+
+    def any(self, name: str) -> object:
+        return self._take(name)
 
     def null(self, name: str) -> object:
         value = self._take(name)

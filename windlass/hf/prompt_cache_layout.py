@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from windlass.cache.compress import layer_limits
+from windlass.cache.leaves import leaves_of
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall import RECALL
 from windlass.cache.rules import LayerRules
@@ -20,7 +20,6 @@ from windlass.hf.kv_cache import KVCache
 from windlass.hf.layer_shapes import LayerShape
 from windlass.hf.prompt_cache_document import Contents, InconsistentFile, LayerNote, shown
 from windlass.merge import checked_merge
-from windlass.policies import Policy
 from windlass.stores.base import INDEX_KEYS
 from windlass.stores.full_precision import FullPrecisionRing
 
@@ -41,7 +40,10 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer of a file will be: its rules, and the layouts of its tensors by their names in a layer."""
+    """What a layer of a file will be: its rules, and the layouts of its tensors by their names in a layer.
+
+    With shares it may be a group of heads of a layer of the model; `index` is its place among the cache's `layers`.
+    """
 
     index: int
     note: LayerNote
@@ -69,9 +71,10 @@ def layer_plans(
 
     Raises: InconsistentFile where document and tensors contradict one another or the model.
     """
+    statistics = _statistics(model, options, shapes)
+    shapes = _leaf_shapes(options, shapes)
     _check_options(contents, options, len(shapes))
-    rules = _rules(contents, options, shapes)
-    statistics = _statistics(model, options.policy, shapes)
+    rules = _rules(contents, options, shapes, len(attached(model).rotaries))
     expected: dict[str, Layout] = {}
     plans, most_seen = [], max(contents.standing["tokens_seen"])
     for index, note in enumerate(contents.layers):
@@ -93,6 +96,19 @@ def layer_plans(
     return plans
 
 
+def _leaf_shapes(options: CacheOptions, shapes: Sequence[LayerShape]) -> list[LayerShape]:
+    """The shapes of the cache's `layers`, of which each has all heads of a layer of the model, or some of them."""
+    if options.shares is not None:
+        ours = [shape.kv_heads for shape in shapes]
+        theirs = [None if own is None else len(own) for own in options.shares.layers]
+        if len(ours) != len(theirs) or any(a != b for a, b in zip(ours, theirs, strict=True) if b is not None):
+            raise InconsistentFile(f"its shares are of {theirs} kv heads, and the model has {ours}")
+    return [
+        shapes[leaf.layer] if leaf.heads is None else shapes[leaf.layer].of_heads(len(leaf.heads))
+        for leaf in leaves_of(options, len(shapes))
+    ]
+
+
 def _check_options(contents: Contents, options: CacheOptions, layers: int) -> None:
     if options.document() != contents.options:
         raise InconsistentFile("its options are not written as `save` writes them")
@@ -101,15 +117,15 @@ def _check_options(contents: Contents, options: CacheOptions, layers: int) -> No
     except UsageError as error:
         raise InconsistentFile(str(error)) from None
     if len(contents.layers) != layers:
-        raise InconsistentFile(f"it has notes on {len(contents.layers)} layers, and the model has {layers}")
+        raise InconsistentFile(f"it has notes on {len(contents.layers)} layers, and the cache has {layers}")
     is_empty = [note is None for note in contents.layers]
     if any(is_empty) and (not all(is_empty) or max(contents.standing["tokens_seen"]) > 0):
         raise InconsistentFile("a layer has no tokens, though tokens were seen")
 
 
-def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShape]) -> list[LayerRules]:
-    """By which rules each layer keeps tokens, its own budget and sliding window included."""
-    planned = layer_limits(options.policy, options.limits, len(shapes))
+def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShape], layers: int) -> list[LayerRules]:
+    """By which rules each layer keeps tokens, its own budget and sliding window included; the model has `layers`."""
+    planned = [leaf.limits for leaf in leaves_of(options, layers)]
     places = contents.has_places
     all_rules = [
         LayerRules(options.policy, options.merge, limits, limits.budget, has_places=places) for limits in planned
@@ -188,11 +204,11 @@ def _recalled(options: CacheOptions, rules: LayerRules, shape: LayerShape, seen:
     return {RECALL + name: layout for name, layout in layouts.items()}
 
 
-def _statistics(model: PreTrainedModel, policy: Policy, shapes: Sequence[LayerShape]) -> list[dict[str, Tensor]]:
-    """What `policy` keeps of each layer, for one row, once it has observed a token of zeros."""
-    if not policy.needs.statistics:
-        return [{} for _ in shapes]
-    cache = KVCache(model, policy=policy)
+def _statistics(model: PreTrainedModel, options: CacheOptions, shapes: Sequence[LayerShape]) -> list[dict[str, Tensor]]:
+    """What the policy keeps of each of a cache's `layers`, for one row, once it has observed a token of zeros."""
+    cache = KVCache(model, policy=options.policy, shares=options.shares)
+    if not options.policy.needs.statistics:
+        return [{} for _ in cache.layers]
     cache.begin(1, 1, None, None, torch.zeros(1, 1, dtype=torch.long, device=model.device))
     for layer, shape in enumerate(shapes):
         cache.attend(layer, *shape.states(model.device), AttentionCall(1.0))  # no window: the policy is at work

@@ -1,0 +1,98 @@
+"""The slots of one layer of the model: of all its kv heads, or of some heads each, which attend by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+
+import torch
+from torch import Tensor
+
+from windlass.cache.leaves import Leaf
+from windlass.cache.shares import Heads
+from windlass.cache.slot_layer import SlotLayer
+from windlass.core.errors import UsageError
+from windlass.core.shapes import Attended, NewKeys, NewValues, Queries
+from windlass.core.step import AttentionCall
+
+Take = Callable[[SlotLayer, Queries, NewKeys, NewValues, AttentionCall], Attended]
+Read = Callable[[SlotLayer, Queries, AttentionCall], Attended]
+
+
+@dataclass(frozen=True)
+class HeadGroups:
+    """The slot `layers` of one layer of the model, each with the kv `heads` that it holds; no heads: one has all."""
+
+    layers: tuple[SlotLayer, ...]
+    heads: tuple[Heads, ...]
+
+    @classmethod
+    def of(cls, leaves: Sequence[Leaf], layers: Sequence[SlotLayer]) -> list[HeadGroups]:
+        """What each layer of the model has of the `layers` that were made for `leaves`, which stand in its order."""
+        found = []
+        for _, group in groupby(zip(leaves, layers, strict=True), lambda pair: pair[0].layer):
+            pairs = list(group)
+            heads = tuple(leaf.heads for leaf, _ in pairs if leaf.heads is not None)
+            found.append(cls(tuple(layer for _, layer in pairs), heads))
+        return found
+
+    @property
+    def whole(self) -> SlotLayer | None:
+        """The slots of all heads together; None where heads have slots of their own."""
+        return None if self.heads else self.layers[0]
+
+    @property
+    def kv_heads(self) -> int:
+        """Of a layer of the model whose heads are in groups."""
+        return sum(map(len, self.heads))
+
+    def step(self, take: Take, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
+        """What the queries read, each group of heads by itself.
+
+        Raises: UsageError for another number of kv heads, or an indexer, whose picks are for all heads.
+        """
+        if keys.shape[1] != self.kv_heads:
+            raise UsageError(
+                f"layer {self.layers[0].index} has {keys.shape[1]} kv heads here, and its shares are of "
+                f"{self.kv_heads}; measure this model's with `windlass calibrate --shares`"
+            )
+        if call.picker is not None:
+            raise UsageError("shares: the indexer of this model picks tokens for all heads at once; leave shares out")
+        states = [self.split(each) for each in (queries, keys, values)]
+        each = zip(self.layers, *states, self._calls(call), strict=True)
+        return self.joined([take(*own) for own in each])
+
+    def read(self, read: Read, queries: Queries, call: AttentionCall) -> Attended:
+        """What queries of a layer without keys of its own read, each group of heads by itself."""
+        each = zip(self.layers, self.split(queries), self._calls(call), strict=True)
+        return self.joined([read(*own) for own in each])
+
+    def split(self, states: Tensor, dim: int = 1) -> list[Tensor]:
+        """What each group has of `states`, of as many kv heads or of a multiple of these."""
+        if not self.heads:
+            return [states]
+        width = states.shape[dim] // self.kv_heads
+        pieces = [[states.narrow(dim, at * width, count * width) for at, count in _runs(own)] for own in self.heads]
+        return [own[0] if len(own) == 1 else torch.cat(own, dim) for own in pieces]
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """The states of which each group has its part of `parts`."""
+        if not self.heads:
+            return parts[0]
+        found: dict[int, Tensor] = {}
+        for part, heads in zip(parts, self.heads, strict=True):
+            found |= zip(heads, part.chunk(len(heads), 1), strict=True)
+        return torch.cat([found[head] for head in range(self.kv_heads)], 1)
+
+    def _calls(self, call: AttentionCall) -> list[AttentionCall]:
+        if call.sink_logits is None:
+            return [call] * len(self.layers)
+        return [replace(call, sink_logits=own) for own in self.split(call.sink_logits, 0)]
+
+
+def _runs(heads: Heads) -> list[tuple[int, int]]:
+    """The neighbours among `heads`, which rise: (first, how many)."""
+    starts = [heads[0], *(head for before, head in pairwise(heads) if head != before + 1)]
+    stops = [*(before + 1 for before, head in pairwise(heads) if head != before + 1), heads[-1] + 1]
+    return [(start, stop - start) for start, stop in zip(starts, stops, strict=True)]

@@ -1,0 +1,124 @@
+"""How much of a budget each kv head of each layer gets, measured once for a model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from windlass.core.check import check_kind
+from windlass.core.errors import UsageError
+from windlass.core.model_info import ModelInfo
+from windlass.core.step import Limits
+
+MAX_NAME = 255  # characters of a name, as of a file's
+Heads = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Shares:
+    """What each kv head keeps beside sinks and window, in multiples of the mean over all of them.
+
+    `layers` has for each attention layer a number of at least 0 for each of its kv heads, or None for a layer that
+    takes no part, whose heads keep the budget each. Heads of a layer with equal numbers lie in one tensor. `name` is
+    what rows of results call them. The other fields tell how they were measured, as far as that is known: on which
+    model, with the scores of which policy, at which budget (`"4x"`), on how many texts.
+
+    Raises: UsageError for numbers that are not such shares.
+    """
+
+    layers: Sequence[Sequence[float] | None]
+    name: str = "shares"
+    model: str = ""
+    fingerprint: str = ""
+    policy: str = ""
+    budget: str = ""
+    texts: int = 0
+
+    def __post_init__(self) -> None:
+        check_kind("shares.layers", self.layers, (list, tuple), "a list with the shares of each layer, or None")
+        own = tuple(None if shares is None else _numbers(shares, layer) for layer, shares in enumerate(self.layers))
+        every = [share for shares in own for share in shares or ()]
+        if not any(every):
+            raise UsageError("shares: no head gets anything; give at least one a number above 0")
+        if not (self.name.isprintable() and 0 < len(self.name) <= MAX_NAME):
+            raise UsageError(f"shares: the name must be one line of at most {MAX_NAME} characters, got {self.name!r}")
+        object.__setattr__(self, "layers", own)
+
+    def __str__(self) -> str:
+        return self.name
+
+    def groups(self, layer: int) -> tuple[Heads, ...]:
+        """The kv heads of a layer that have one size, group by group; none where the layer takes no part."""
+        shares = self.layers[layer] or ()
+        sizes = list(dict.fromkeys(shares))
+        return tuple(tuple(head for head, share in enumerate(shares) if share == size) for size in sizes)
+
+    def budgets(self, limits: Limits) -> list[list[int]]:
+        """Per layer the budget of each group of heads, or nothing where the layer takes no part.
+
+        Over all heads they sum up to the budget each, or to fewer by less than a group has heads. Each group has
+        room for a token beside sinks and window.
+        """
+        assert limits.budget is not None, "a share of no budget"
+        least = limits.sinks + limits.window + 1
+        groups = [(layer, heads) for layer in range(len(self.layers)) for heads in self.groups(layer)]
+        sizes = [len(heads) for _, heads in groups]
+        parts = [float((self.layers[layer] or ())[heads[0]]) for layer, heads in groups]
+        mean = math.fsum(size * part for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
+        wanted = [part / mean * (limits.budget - least) for part in parts]
+        found: list[list[int]] = [[] for _ in self.layers]
+        for (layer, _), extra in zip(groups, _rounded(wanted, sizes, limits.budget - least), strict=True):
+            found[layer].append(least + extra)
+        return found
+
+    def check(self, model: ModelInfo) -> None:
+        """Raises: UsageError where these are the shares of another model."""
+        hint = "measure this model's with `windlass calibrate --shares`"
+        if len(self.layers) != model.layers:
+            raise UsageError(f"shares {self.name}: they are of {len(self.layers)} layers, {model.name} has "
+                             f"{model.layers}; {hint}")  # fmt: skip
+        if self.fingerprint and self.fingerprint != model.fingerprint():
+            raise UsageError(
+                f"shares {self.name} were measured on another model than this {model.name}, or in another dtype than "
+                f"{model.dtype}; {hint}"
+            )
+
+    def document(self) -> dict[str, Any]:
+        """All fields as JSON can hold them; see `from_document`."""
+        return {**vars(self), "layers": [None if shares is None else list(shares) for shares in self.layers]}
+
+    @classmethod
+    def from_document(cls, document: object) -> Shares:
+        """The shares that `document` was made of. Raises: UsageError where no shares have such a document."""
+        kinds = {"layers": list, "texts": int} | dict.fromkeys(
+            ("name", "model", "fingerprint", "policy", "budget"), str
+        )
+        if not isinstance(document, dict) or {name: type(value) for name, value in document.items()} != kinds:
+            raise UsageError("shares: their fields are not those that windlass writes")
+        return cls(**document)
+
+
+def _numbers(shares: object, layer: int) -> tuple[float, ...]:
+    """The shares of a layer's heads."""
+    if isinstance(shares, list | tuple) and shares:
+        are_shares = all(type(each) in (int, float) and math.isfinite(each) and each >= 0 for each in shares)
+        if are_shares:
+            return tuple(map(float, shares))
+    raise UsageError(
+        f"shares: those of layer {layer} must be numbers of at least 0, one for each kv head, or None; got {shares!r}"
+    )
+
+
+def _rounded(wanted: Sequence[float], sizes: Sequence[int], mean: int) -> list[int]:
+    """Whole numbers near those `wanted`, which over groups of so many heads come to `mean` a head, or just less."""
+    numbers = [int(each) for each in wanted]
+    left = mean * sum(sizes) - sum(number * size for number, size in zip(numbers, sizes, strict=True))
+    for group in sorted(range(len(wanted)), key=lambda group: numbers[group] - wanted[group]):
+        if sizes[group] <= left:
+            numbers[group] += 1
+            left -= sizes[group]
+    smallest = min(range(len(sizes)), key=lambda group: (sizes[group], -wanted[group]))
+    numbers[smallest] += left // sizes[smallest]
+    return numbers
