@@ -219,3 +219,20 @@ def test_wrong_options_are_refused(
     (tmp_path / "text.txt").write_text(PROSE)
     assert main(["calibrate", MODEL, str(tmp_path / "text.txt"), "-o", str(tmp_path / "out"), *options]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_prompt_cache_goes_on_with_its_shares_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model, _ = load(MODEL, "float32", "cpu")
+    layers = len(KVCache(model).layers)
+    ours, others = tmp_path / "shares.json", tmp_path / "other" / "shares.json"
+    others.parent.mkdir()
+    shares_file.write(Shares([[1.5, 0.5]] * layers), ours)
+    shares_file.write(Shares([[0.5, 1.5]] * layers), others)
+    fixed = ["--dtype", "float32", "--device", "cpu", "--prompt-cache", str(tmp_path / "file")]
+    assert main(["cache", MODEL, "One two three four.", "--budget", "12", "--shares", str(ours), *fixed]) == 0
+    assert main(["generate", MODEL, " and", "-n", "3", "--json", "--shares", str(ours), *fixed]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["shares"] == "shares.json"
+    assert main(["generate", MODEL, " and", "-n", "3", "--shares", str(others), *fixed]) == 2
+    assert "are not those that" in capsys.readouterr().err
+    assert main(["generate", MODEL, " and", "--budget", "12", "--shares", str(tmp_path / "none")]) == 2
+    assert "this file is not there; make it with `windlass calibrate --shares`" in capsys.readouterr().err
