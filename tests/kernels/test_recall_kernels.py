@@ -1,5 +1,7 @@
 """The scan of what was evicted: every instruction set and format against products of whole keys."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -12,7 +14,7 @@ from windlass.kernels import cpu, reference, reference_recall
 from windlass.kernels.cpu import recall
 
 FORMATS = ["float32", "bfloat16", "float16", "int8", "int4"]
-SIZES = [1040, 48]  # tokens of the pieces
+SIZES = [1056, 64]  # tokens of the pieces
 
 
 def tiles_of(rows: Tensor) -> Tensor:
@@ -36,9 +38,9 @@ def call_of(format: str, channels: int, queries: int, score_heads: int = 3, coun
     generator = torch.Generator().manual_seed(3)
     means = torch.randn(3, channels, generator=generator) if channels != 64 else None
     pieces = tuple(piece(size, format, channels, size, means) for size in SIZES)
-    is_text = torch.rand(2, 1088, generator=generator) < 0.6
+    is_text = torch.rand(2, 1120, generator=generator) < 0.6
     is_text[0, 100:300] = False
-    kept = torch.stack([torch.randperm(1088, generator=generator)[:31] for _ in range(2 * score_heads)]).float()
+    kept = torch.stack([torch.randperm(1120, generator=generator)[:31] for _ in range(2 * score_heads)]).float()
     kept[:, ::7] = -1
     is_query = torch.ones(2, queries, dtype=torch.bool)
     is_query[1, 1:2] = False
@@ -66,11 +68,17 @@ def test_kernels_match_the_reference(
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_are_read_out_of_tiles_and_pieces(format: str) -> None:
     pieces = call_of(format, 10, 1).pieces
-    index = torch.randint(1088, (2, 3, 40), generator=torch.Generator().manual_seed(5))
+    index = torch.randint(1120, (2, 3, 40), generator=torch.Generator().manual_seed(5))
     for is_tiled in (True, False):
         states = tuple(each.tiles if is_tiled else each.packed().data.contiguous() for each in pieces)
         call = ReadInput(states, index, is_tiled)
         assert recall.read_tokens(call).equal(reference_recall.read_tokens(call))
+
+
+def test_an_odd_number_of_tiles_is_left_to_the_reference() -> None:
+    call = call_of("bfloat16", 10, 1)
+    odd = piece(48, "bfloat16", 10, 1, None)
+    assert not recall.can_scan(replace(call, pieces=(*call.pieces, odd)))
 
 
 def test_the_reference_by_hand() -> None:

@@ -10,9 +10,9 @@ from windlass.kernels.cpu.arguments import address, contiguous_means, format_of
 
 
 def can_scan(call: PageInput) -> bool:
-    """Whether `best_pages` knows these keys, which are in a CPU's memory."""
+    """Whether `best_pages` knows these keys, which are in a CPU's memory: it takes two tiles at a time."""
     states = [piece.states for piece in call.pieces]
-    return all(
+    return all(piece.tiles.shape[2] % 2 == 0 for piece in call.pieces) and all(
         format_of(each) >= 0 and each.first == 0 and each.held_channels <= MAX_CHANNELS and each.full_precision is None
         for each in states
     )
