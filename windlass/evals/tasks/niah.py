@@ -99,11 +99,11 @@ class Needles(Task):
         names = keys.distinct(draw, MAKERS[self.key_kind], self.keys + (units if is_among else 0))
         if self.haystack is None:
             joint = "\n" if self.wording is RULER else " "
-            pieces = [joint + self._told(name, make(draw)) for name in names[self.keys :]]
+            pieces = [joint + self.told(name, make(draw)) for name in names[self.keys :]]
         else:
             joint, pieces = self.haystack.joint, self.haystack.pieces(draw, units)
         pairs = [(name, value) for name, own in zip(names, values, strict=False) for value in own]
-        text, stood = hide(pieces, [joint + self._told(name, value) for name, value in pairs], depths)
+        text, stood = hide(pieces, [joint + self.told(name, value) for name, value in pairs], depths)
         intro = self._said(self.wording.intro_one if answers == 1 else self.wording.intro_many)
         needles = [
             Needle(name, own, stood[place] if self.values == 1 else None)
@@ -127,7 +127,8 @@ class Needles(Task):
         haystack = from_file(self.haystack, file)
         return None if haystack is None else replace(self, haystack=haystack)
 
-    def _told(self, key: str, value: str) -> str:
+    def told(self, key: str, value: str) -> str:
+        """The sentence that is hidden."""
         return self.wording.needle.format(many=self.value_kind, key=key, value=value)
 
     def _said(self, words: str, query: str = "") -> str:
