@@ -16,6 +16,7 @@ from typer import Option
 from windlass.cli import options as take
 from windlass.cli import text_commands
 from windlass.cli import text_options as text
+from windlass.cli.eval_options import EvalBatch, EvalLists, IsAware, ResultsOut
 from windlass.cli.expand import Unset, expanded
 from windlass.cli.given import the_model
 from windlass.cli.group import Commands
@@ -175,12 +176,12 @@ def bench(
 def evaluate(
     unset: Unset,
     named: text.ModelArguments,
-    output: take.ResultsOut,
-    lists: take.EvalLists,
+    output: ResultsOut,
+    lists: EvalLists,
     *,
     samples: take.Samples = 20,
-    is_aware: take.IsAware = False,
-    batch: take.EvalBatch = 1,
+    is_aware: IsAware = False,
+    batch: EvalBatch = 1,
     seed: take.Seed = 0,
     load: take.LoadOptions,
     is_quiet: text.IsQuiet = False,
@@ -199,7 +200,7 @@ def evaluate(
         from windlass.evals.grid import Lists
         from windlass.evals.sweep import EvalOptions
 
-    typed = Lists(lists.tasks, lists.lengths, lists.of_cache)
+    typed = Lists(lists.tasks, lists.lengths, lists.of_cache, lists.depth)
     with terminal.quiet(is_quiet):
         loaded = load.dtype, load.threads, load.device, batch, load.weights
         return evaluation.evaluate(EvalOptions(model, typed, samples, seed, is_aware, output, *loaded))

@@ -10,7 +10,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from windlass.cli import declared
-from windlass.cli.options import CacheArguments, EvalLists, LoadOptions
+from windlass.cli.eval_options import EvalLists
+from windlass.cli.options import CacheArguments, LoadOptions
 from windlass.core.errors import PolicyError, UsageError
 from windlass.core.files import check_readable, check_regular, read_text
 from windlass.core.files import check_writable as check_writable
@@ -19,6 +20,7 @@ from windlass.core.limits import check_limits as check_limits
 from windlass.core.plugin import PluginKind
 from windlass.core.spec import AUTO, NO_MERGE, Spec, check_given, int_parser, parse_ints, parse_list, parse_spec
 from windlass.evals.budgets import budget_of
+from windlass.evals.depths import depth_of
 from windlass.evals.speed.workloads import BenchLists, check_subject, setups_of, workloads_of
 from windlass.evals.task import TASKS
 from windlass.evals.tasks import NAMES as TASK_NAMES
@@ -170,6 +172,8 @@ def check_eval(lists: EvalLists, output: Path) -> None:
     check_writable(output, "-o")
     parse_list("--tasks", lists.tasks, check_task)
     parse_list("--lengths", lists.lengths, int_parser("--lengths", 1, MAX_NUMBER))
+    if lists.depth is not None:
+        parse_list("--depth", lists.depth, depth_of)
     parse_list("--merge", lists.merge, lambda part: None if part == NO_MERGE else check_merge(part))
     _check_lists({"policies": check_policy, "positions": check_positions, "store": check_store}, vars(lists))
     for part in parse_list("--budgets", lists.budgets, str):

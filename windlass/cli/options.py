@@ -166,46 +166,7 @@ Output = Annotated[
     Path | None, Option("--output", "-o", metavar="FILE", help="Add a line of JSON per row to this file.")
 ]
 
-EvalTasks = Annotated[
-    str,
-    Option(
-        "--tasks",
-        metavar="LIST",
-        help="What is asked: passkey, niah_single, vt, multiturn, perplexity(text.txt), ..., or file.py:Class.",
-    ),
-]
-EvalPolicies = Annotated[str, Option("--policies", metavar="LIST", help="Which tokens to keep, as in `generate`.")]
-EvalBudgets = Annotated[
-    str, Option("--budgets", metavar="LIST", help="Most tokens that a layer keeps: 64, all, or 4x: a quarter of them.")
-]
-EvalLengths = Annotated[
-    str, Option("--lengths", metavar="LIST", help="Tokens of a text with its question and the room for an answer.")
-]
-EvalMerges = Annotated[
-    str, Option("--merge", metavar="LIST", help="What happens to evicted tokens, as in `generate`; none drops them.")
-]
 Samples = Annotated[int, Option("--samples", min=1, max=1_000_000, help="Texts for each combination.")]
-EvalBatch = Annotated[
-    int,
-    Option(
-        "--batch",
-        min=1,
-        max=65_536,
-        help="Most texts that are read side by side, which is faster; the answers are the same. Texts that share no "
-        "budget, or ask nothing, are read alone.",
-    ),
-]
-IsAware = Annotated[
-    bool,
-    Option(
-        "--aware/--blind",
-        help="Whether the question is read with the text, or comes when the text has been read and compressed.",
-    ),
-]
-ResultsOut = Annotated[
-    Path,
-    Option("--output", "-o", metavar="FILE", help="A line of JSON per answer; what is there already is not run again."),
-]
 CalibrationText = Annotated[
     Path, Argument(metavar="TEXT", help="A UTF-8 text like those that will be read.", show_default=False)
 ]
@@ -278,21 +239,3 @@ class BenchCacheLists:
     policy: PolicySpecs = "recent"
     positions: PositionModes = "original"
     store: StoreSpecs = "plain"
-
-
-@dataclass(frozen=True)
-class EvalLists:
-    """Lists of everything that an evaluation combines."""
-
-    tasks: EvalTasks = "passkey"
-    policies: EvalPolicies = "recent,key_diff"
-    budgets: EvalBudgets = "all,4x"
-    lengths: EvalLengths = "500"
-    merge: EvalMerges = "none"
-    positions: PositionModes = "original"
-    store: StoreSpecs = "plain"
-
-    @property
-    def of_cache(self) -> dict[str, str]:
-        """Those of the cache's options, by the names of their flags."""
-        return {name: typed for name, typed in vars(self).items() if name not in ("tasks", "lengths")}

@@ -6,7 +6,8 @@ from typing import Annotated
 
 from typer import Option
 
-from windlass.cli.options import EvalMerges, EvalPolicies, EvalTasks, Samples, Seed, StoreSpecs
+from windlass.cli.eval_options import EvalMerges, EvalPolicies, EvalTasks
+from windlass.cli.options import Samples, Seed, StoreSpecs
 
 TuneText = Annotated[Path, Option("--file", "-f", metavar="FILE", help="A UTF-8 text like those that will be read.")]
 TuneSize = Annotated[

@@ -64,7 +64,8 @@ class Needle:
 class Needles(Task):
     """`keys` of so many `values` each are hidden, and the first `asked` of them asked for in one question.
 
-    Without a `haystack`, needles with other keys are what the text is made of.
+    The first value stands at `depth`, or anywhere as the others do. Without a `haystack`, needles with other keys
+    are what the text is made of.
 
     Source: NIAH of RULER, Hsieh et al. 2024 (arXiv:2404.06654).
     Differs: a novel in place of the essays, from any sentence on; depths are drawn among 40 in every
@@ -79,6 +80,7 @@ class Needles(Task):
     haystack: Filler | None = NOISE_LINES
     wording: Wording = RULER
     answer_tokens: int = 128
+    depth: float | None = None
 
     @property
     def most_units(self) -> int | None:
@@ -94,6 +96,8 @@ class Needles(Task):
         """The text, and what is in it that may be asked for; its first sentence announces one answer or several."""
         make = MAKERS[self.value_kind]
         depths = [place / (DEPTHS - 1) for place in draw.sample(range(DEPTHS), self.keys * self.values)]
+        if self.depth is not None:
+            depths[0] = self.depth
         values = [tuple(make(draw) for _ in range(self.values)) for _ in range(self.keys)]
         is_among = self.haystack is None
         names = keys.distinct(draw, MAKERS[self.key_kind], self.keys + (units if is_among else 0))
@@ -126,6 +130,9 @@ class Needles(Task):
     def reading(self, file: Path) -> Task | None:
         haystack = from_file(self.haystack, file)
         return None if haystack is None else replace(self, haystack=haystack)
+
+    def at(self, depth: float) -> Task | None:
+        return replace(self, depth=depth) if self.asked * self.values == 1 else None
 
     def told(self, key: str, value: str) -> str:
         """The sentence that is hidden."""
