@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from training.books import Books
 from training.false_numbers import with_false_numbers
-from training.tasks import Again, AnyKey, Mixed, Scraps
+from training.tasks import Again, AnyKey, Mixed
 from windlass.evals import Task, keys
 from windlass.evals.filler import NOISE, NOISE_LINES, Filler
 from windlass.evals.tasks import vt
@@ -197,7 +197,6 @@ def lessons(books: Books) -> dict[str, Lesson]:
         "copy": Copying(books),
         "passkey": Exam(lambda *_: AnyKey(books), HAYSTACK, has_false_numbers=True),
         "passkey_noise": Exam(lambda *_: AnyKey(NOISE), has_false_numbers=True),
-        "worn": Exam(lambda *_: AnyKey(Scraps(books), is_worn=True), has_false_numbers=True),
         "words": Exam(lambda draw, _: AnyKey(draw.choice((NOISE, books)), is_words=True), has_false_numbers=True),
         "magic": Exam(Hidden([books], ABOVE), HAYSTACK, has_false_numbers=True),
         "mixed": Exam(mixed, HAYSTACK, has_false_numbers=True),

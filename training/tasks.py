@@ -3,7 +3,6 @@
 import random
 from dataclasses import dataclass
 
-from training.books import Books
 from windlass.evals import Sample, Task, Turn, keys
 from windlass.evals.filler import Filler, hide
 from windlass.evals.tasks.niah import ABOVE, RULER, Needle, Needles
@@ -11,47 +10,17 @@ from windlass.evals.texts import BEFORE, HIDDEN, PREFIX, QUESTION
 
 
 @dataclass(frozen=True)
-class Scraps(Filler):
-    """The first one to six words of sentences from anywhere in the books, as a cache that evicts is left with."""
-
-    books: Books
-    joint = " "
-
-    def pieces(self, draw: random.Random, count: int) -> list[str]:
-        own = random.Random(draw.random())
-        words: list[str] = []
-        while len(words) < count:
-            words += self.books.pieces(own, own.randint(1, 6))
-        return words[:count]
-
-
-def worn(draw: random.Random, key: str) -> str:
-    """The sentences that tell a pass key, one of the two without a digit of it."""
-    place = draw.randrange(len(key))
-    numbers = [key, key[:place] + key[place + 1 :]]
-    draw.shuffle(numbers)
-    before, between, after = HIDDEN.split("{key}")
-    return before + numbers[0] + between + numbers[1] + after
-
-
-@dataclass(frozen=True)
 class AnyKey(Task):
-    """The pass key of `windlass eval`, of 1 to 7 digits or of words; one text in five does not announce it.
-
-    `is_worn` leaves a digit out of one of the two places that tell a key of three digits or more, as a cache that
-    evicts may: the longer number is the key.
-    """
+    """The pass key of `windlass eval`, of 1 to 7 digits or of words; one text in five does not announce it."""
 
     filler: Filler
     is_words: bool = False
-    is_worn: bool = False
     answer_tokens = 16
 
     def compose(self, draw: random.Random, length: int, units: int) -> Sample:
         digits = draw.choice((1, 2, 3, 4, 5, 5, 5, 5, 6, 7))
         key = keys.triple(draw) if self.is_words else "".join(draw.choices("0123456789", k=digits))
-        told = worn(draw, key) if self.is_worn and len(key) > 2 else HIDDEN.format(key=key)
-        text, (stood,) = hide(self.filler.pieces(draw, units), [told], [draw.random()])
+        text, (stood,) = hide(self.filler.pieces(draw, units), [HIDDEN.format(key=key)], [draw.random()])
         before = BEFORE if draw.random() < 0.8 else ""
         return Sample(before + text, (Turn(QUESTION, PREFIX, (key,), stood),))
 

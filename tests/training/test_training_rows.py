@@ -1,6 +1,5 @@
 """Rows to learn from: what they tell, what they ask, and which of their tokens weigh."""
 
-import itertools
 import random
 import re
 from dataclasses import replace
@@ -19,7 +18,6 @@ from training.learner import check
 from training.lessons import ANSWER, GUESS, HAYSTACK, PROSE, QUESTION, lessons
 from training.options import MIX
 from training.rows import Batches, Row, Rows
-from training.tasks import Scraps
 from windlass.evals.tasks import vt
 from windlass.hf.load import load
 
@@ -145,31 +143,6 @@ def test_false_numbers_stand_between_the_words_of_other_sentences():
         places |= {"".join(part for part, is_false in parts[:place] if not is_false) for place in (1, 3, 5)}
     assert len(places) == 12  # before each word of the others
     assert [each for each, _ in with_false_numbers(random.Random(1), told, ["41"], 3)] == [told]
-
-
-def test_a_worn_key_lacks_a_digit_in_one_place_and_the_longer_number_is_asked_for(rows: Rows):
-    kinds = set()
-    for number in range(40):
-        row = rows.row(f"{number}", 400, "worn")
-        ((start, end),) = row.answers
-        key = decoded(rows, row.tokens[start:end])[1:-1]
-        said = re.search(r"The pass key is (\d+)\. Remember it\. (\d+) is the", decoded(rows, row.tokens[:start]))
-        assert said is not None
-        one, two = said.groups()
-        shorter = [key[:place] + key[place + 1 :] for place in range(len(key))] if len(key) > 2 else [key]
-        assert (one == key and two in shorter) or (two == key and one in shorter)
-        kinds.add((one == key, two == key))
-    assert kinds == {(True, True), (True, False), (False, True)}
-
-
-def test_scraps_are_a_few_words_from_anywhere():
-    books = Books("\n" + " ".join(f"w{place}." for place in range(5000)) + "\n")
-    words = [int(word.strip(" \nw.")) for word in Scraps(books).pieces(random.Random(3), 300)]
-    jumps = [place for place in range(1, 300) if words[place] != words[place - 1] + 1]
-    sizes = [after - before for before, after in itertools.pairwise(jumps)]
-    assert set(sizes) == {1, 2, 3, 4, 5, 6}
-    assert max(words) - min(words) > 4000
-    assert Scraps(books).pieces(random.Random(3), 20) == Scraps(books).pieces(random.Random(3), 300)[:20]
 
 
 def test_a_mixed_text_asks_for_all_that_it_tells(rows: Rows):
