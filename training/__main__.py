@@ -18,9 +18,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging
 
 from training.books import Books, open_books
+from training.course import Course, Stage, contexts_of, course_of, mix_of
 from training.learner import Learner, Schedule, check
 from training.lessons import lessons
-from training.options import Options, contexts_of, mix_of, options_of
+from training.options import MIX, Options, options_of
 from training.rows import Batches, Rows
 from training.start import from_config, from_folder
 from windlass.cli.loading import INTERRUPTED
@@ -28,7 +29,15 @@ from windlass.core.errors import UsageError
 
 LOGGED = 10  # steps
 MEMORY = 0.95  # of the mean loss that is shown
-SAMPLING = ("seed", "mix", "batch_tokens", "muon_rate", "adam_rate", "start", "config")  # what a run cannot change
+SAMPLING = (
+    "seed",
+    "batch_tokens",
+    "muon_rate",
+    "adam_rate",
+    "start",
+    "config",
+    "tokenizer",
+)  # what a run cannot change
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -52,13 +61,14 @@ def train(options: Options) -> None:
 
     Raises: UsageError for what cannot be honoured, before anything is written.
     """
-    contexts = contexts_of(options.contexts, options.batch_tokens)
     books = open_books(options.books)
     taught = lessons(books)
-    mix = mix_of(options.mix, list(taught))
+    course = _course(options, list(taught))
+    contexts, mixes = course.contexts, course.mixes
     model, tokenizer = _started(options, books, max(contexts))
-    rows = Rows(tokenizer, taught, mix, options.seed)
-    learner = Learner(model, Schedule(contexts, options.warm_up, options.decay), options.muon_rate, options.adam_rate)
+    rows = [Rows(tokenizer, taught, mix, options.seed) for mix in mixes]
+    schedule = Schedule(contexts, mixes, options.warm_up, options.decay)
+    learner = Learner(model, schedule, options.muon_rate, options.adam_rate)
     made_with = {name: str(value) for name, value in asdict(options).items() if name in SAMPLING}
     made_with["books of characters"] = str(len(books.text))
     checkpoint = options.folder / "checkpoint.pt"
@@ -83,7 +93,7 @@ def train(options: Options) -> None:
             where = f"step {learner.done}/{len(contexts)} context {context}"
             print(f"{where} loss {mean:.3f} tokens/s {seen / (now - started):.0f}", flush=True)
         if learner.done % options.check_steps == 0:
-            shares = check(model, rows, context)
+            shares = check(model, rows[learner.done - 1], context)
             print("right: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), flush=True)
         is_over = now - started > 60 * options.minutes
         if is_over or now - saved > 60 * options.save_minutes or learner.done == len(contexts):
@@ -92,6 +102,13 @@ def train(options: Options) -> None:
         if is_over:
             break
     export(model, tokenizer, options.folder)
+
+
+def _course(options: Options, names: list[str]) -> Course:
+    if options.stages is not None:
+        return course_of(options.stages, options.batch_tokens, names)
+    assert options.contexts is not None
+    return Course([Stage(contexts_of(options.contexts, options.batch_tokens), mix_of(options.mix or MIX, names))])
 
 
 def _started(options: Options, books: Books, longest: int) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
@@ -104,12 +121,12 @@ def _started(options: Options, books: Books, longest: int) -> tuple[PreTrainedMo
         model, tokenizer = from_folder(options.start, options.attention)
     else:
         assert options.config is not None
-        model, tokenizer = from_config(options.config, options.attention, books)
+        model, tokenizer = from_config(options.config, options.tokenizer, options.attention, books)
     if options.positions is not None:
         model.config.max_position_embeddings = options.positions
     positions = model.config.max_position_embeddings
     if longest > positions:
-        raise UsageError(f"--contexts {longest} is beyond the {positions} positions of the model; raise --positions")
+        raise UsageError(f"context {longest} is beyond the {positions} positions of the model; raise --positions")
     tokenizer.model_max_length = positions
     try:
         nn.Module.to(model, options.device)

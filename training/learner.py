@@ -19,9 +19,10 @@ CHECKED = 16  # texts of a lesson in a check
 
 @dataclass(frozen=True)
 class Schedule:
-    """The context and the rate of every step: up in `warm_up` steps, down in the last `decay`."""
+    """What every step is: its context, its lessons, and its rate, up in `warm_up` steps, down in the last `decay`."""
 
     contexts: list[int]
+    mixes: list[dict[str, float]]
     warm_up: int
     decay: int
 
@@ -30,9 +31,11 @@ class Schedule:
         left = len(self.contexts) - step
         return min((step + 1) / max(self.warm_up, 1), 1.0, max(LEAST_RATE, left / max(self.decay, 1)))
 
-    def until(self, step: int) -> list[list[float]]:
-        """The context and the rate of all steps before this one."""
-        return [[context, self.rate(each)] for each, context in enumerate(self.contexts[:step])]
+    def until(self, step: int) -> list[tuple[int, dict[str, float], float]]:
+        """The context, the lessons and the rate of all steps before this one."""
+        return [
+            (self.contexts[each], self.mixes[each], self.rate(each)) for each in range(min(step, len(self.contexts)))
+        ]
 
 
 class Learner:
@@ -97,8 +100,8 @@ class Learner:
                 )
         if schedule != self.schedule.until(len(schedule)):
             raise UsageError(
-                f"checkpoint {path} has done {len(schedule)} steps of other contexts or rates; give steps that "
-                "begin alike, or another folder"
+                f"checkpoint {path} has done {len(schedule)} steps of other contexts, lessons or rates; give steps "
+                "that begin alike, or another folder"
             )
         self.model.load_state_dict(state["model"])
         for (optimizer, _), saved in zip(self._optimizers, state["optimizers"], strict=True):
@@ -119,12 +122,12 @@ def loss_of(model: PreTrainedModel, tokens: Tensor, weights: Tensor) -> Tensor:
 
 @torch.no_grad()
 def check(model: PreTrainedModel, rows: Rows, context: int) -> dict[str, float]:
-    """By lesson: the share of answers that are right in every token, given the tokens before.
+    """By lesson of the mix: the share of answers that are right in every token, given the tokens before.
 
     The texts are the same at every check, and none that is learnt from.
     """
     shares = {}
-    for name in rows.lessons:
+    for name in rows.mix:
         made = [rows.row(f"check {number}", context + 1, name) for number in range(CHECKED)]
         tokens = torch.tensor([row.tokens for row in made], device=model.device)
         with torch.autocast(tokens.device.type, torch.bfloat16):

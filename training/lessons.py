@@ -11,19 +11,22 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from training.books import Books
-from windlass.evals import Sample, Task, Turn, keys
-from windlass.evals.filler import NOISE, NOISE_LINES, Filler, hide
+from training.false_numbers import with_false_numbers
+from training.tasks import Again, AnyKey, Mixed
+from windlass.evals import Task, keys
+from windlass.evals.filler import NOISE, NOISE_LINES, Filler
 from windlass.evals.tasks import vt
 from windlass.evals.tasks.multiturn import Multiturn
 from windlass.evals.tasks.niah import ABOVE, RULER, Needles, Wording
 from windlass.evals.tasks.words import CommonWords, FrequentWords
-from windlass.evals.texts import BEFORE, HIDDEN
 
 ANSWER, COPY, PROSE, QUESTION, HAYSTACK, GUESS = 4.0, 1.5, 1.0, 0.3, 0.3, 0.0
 SOLVED = re.compile(r"(?<=are:) [^\n]+(?=\n)")  # the answer of an example within a text
 MOST_QUESTIONS = 8
 QUESTION_TOKENS = 65  # of a needle, and the question for it with its answer
 MOST_AGAIN, AGAIN_TOKENS = 20, 48
+SPOILED = 0.67  # share of the texts that may have false numbers
+MOST_FALSE, FALSE_TOKENS = 20, 25  # false numbers in a text, and tokens of text for each
 MOST_PAIRS = 60
 PAIRED = (" {key}", " {key}:", " {key} is:", " for {key} is:", " magic numbers for {key} is:")
 
@@ -122,43 +125,35 @@ class Exam(Lesson):
 
     `task` draws a task for a text of so many tokens, `weight` is that of the text, `answer` writes what is
     expected of a question on the text, `start` is how the text that is wanted begins: what comes before its
-    last occurrence is left out.
+    last occurrence is left out. `has_false_numbers` puts up to 20 of them between its words, in two texts of three.
     """
 
     task: Callable[[random.Random, int], Task]
     weight: float = GUESS
     answer: Callable[[str, tuple[str, ...]], str] = listed
     start: str = ""
+    has_false_numbers: bool = False
 
     def pieces(self, draw: random.Random, length: int, units: int) -> list[Piece]:
         task = self.task(draw, length)
+        spoil = random.Random(draw.random()) if self.has_false_numbers else None
         sample = task.compose(draw, length, task.least_units + units)
         context = sample.context[sample.context.rindex(self.start) if self.start else 0 :]
         made, done = [], 0
         for solved in SOLVED.finditer(context):
             made += [Piece(context[done : solved.start()], self.weight), Piece(solved[0], ANSWER, True)]
             done = solved.end()
-        made.append(Piece(context[done:], self.weight))
+        if spoil is not None and spoil.random() < SPOILED:
+            count = spoil.randint(1, max(1, min(MOST_FALSE, length // FALSE_TOKENS)))
+            values = [value for turn in sample.turns for value in turn.expected]
+            parts = with_false_numbers(spoil, context[done:], values, count)
+            made += [Piece(text, GUESS if is_false else self.weight) for text, is_false in parts]
+        else:
+            made.append(Piece(context[done:], self.weight))
         for turn in sample.turns:
             made.append(Piece(turn.question + turn.prefix, QUESTION))
             made.append(Piece(self.answer(sample.context, turn.expected), ANSWER, True))
         return made
-
-
-@dataclass(frozen=True)
-class AnyKey(Task):
-    """The pass key of `windlass eval`, of 1 to 7 digits or of words; one text in five does not announce it."""
-
-    filler: Filler
-    is_words: bool = False
-    answer_tokens = 16
-
-    def compose(self, draw: random.Random, length: int, units: int) -> Sample:
-        digits = draw.choice((1, 2, 3, 4, 5, 5, 5, 5, 6, 7))
-        key = keys.triple(draw) if self.is_words else "".join(draw.choices("0123456789", k=digits))
-        text, (stood,) = hide(self.filler.pieces(draw, units), [HIDDEN.format(key=key)], [draw.random()])
-        before = BEFORE if draw.random() < 0.8 else ""
-        return Sample(before + text, (Turn(" What is the pass key?", " The pass key is", (key,), stood),))
 
 
 @dataclass(frozen=True)
@@ -177,23 +172,6 @@ class Hidden:
         return Multiturn(Needles(count, 1, 1, self.key_kind, self.value_kind, haystack, self.wording))
 
 
-@dataclass(frozen=True)
-class Again(Task):
-    """Needles among each other, then the same sentences in another order: the densest way to ask for them."""
-
-    needles: Needles
-    answer_tokens = 16
-
-    def compose(self, draw: random.Random, length: int, units: int) -> Sample:
-        context, found = self.needles.hidden(draw, units, self.needles.keys)
-        joint = "\n" if self.needles.wording is RULER else " "
-        start = self.needles.wording.needle.partition(" {value}")[0]
-        many = self.needles.value_kind
-        draw.shuffle(found)
-        turns = (Turn("", joint + start.format(many=many, key=each.key), each.values, each.depth) for each in found)
-        return Sample(context, tuple(turns))
-
-
 def lessons(books: Books) -> dict[str, Lesson]:
     """All of them, by the names that `--mix` knows."""
 
@@ -208,19 +186,23 @@ def lessons(books: Books) -> dict[str, Lesson]:
         count, kind = max(draw.randint(2, most), draw.randint(2, most)), draw.choice(("numbers",) * 4 + ("words",))
         return Again(Needles(count, value_kind=kind, haystack=None, wording=draw.choice((ABOVE, ABOVE, RULER))))
 
+    def mixed(draw: random.Random, length: int) -> Task:
+        return Mixed(books, draw.randint(1, max(1, min(MOST_QUESTIONS, length // QUESTION_TOKENS))))
+
     def chain_after_example(_: random.Random, length: int) -> Task:
         return vt.Variables(hops=max(1, min(4, (length - 260) // 75)))  # what there is room for
 
     return {
         "novel": Reading(books),
         "copy": Copying(books),
-        "passkey": Exam(lambda *_: AnyKey(books), HAYSTACK),
-        "passkey_noise": Exam(lambda *_: AnyKey(NOISE)),
-        "words": Exam(lambda draw, _: AnyKey(draw.choice((NOISE, books)), is_words=True)),
-        "magic": Exam(Hidden([books], ABOVE), HAYSTACK),
+        "passkey": Exam(lambda *_: AnyKey(books), HAYSTACK, has_false_numbers=True),
+        "passkey_noise": Exam(lambda *_: AnyKey(NOISE), has_false_numbers=True),
+        "words": Exam(lambda draw, _: AnyKey(draw.choice((NOISE, books)), is_words=True), has_false_numbers=True),
+        "magic": Exam(Hidden([books], ABOVE), HAYSTACK, has_false_numbers=True),
+        "mixed": Exam(mixed, HAYSTACK, has_false_numbers=True),
         "magic_noise": Exam(Hidden([NOISE], ABOVE)),
         "among": Exam(Hidden([None], ABOVE)),
-        "ruler": Exam(Hidden([books, NOISE_LINES], RULER)),
+        "ruler": Exam(Hidden([books, NOISE_LINES], RULER), has_false_numbers=True),
         "ruler_among": Exam(Hidden([None], RULER)),
         "word_values": Exam(Hidden([None, books], ABOVE, value_kind="words")),
         "again": Exam(again),

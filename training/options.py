@@ -1,7 +1,6 @@
 """What is typed on the command line of the training, and what it says about every step."""
 
 import argparse
-import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,20 +27,22 @@ LEAST = {
 
 @dataclass(frozen=True)
 class Options:
-    """What was typed; of `start` and `config` one is None."""
+    """What was typed; of `start` and `config` one is None, and of `contexts` and `stages`."""
 
     books: Path
     folder: Path
     start: Path | None
     config: Path | None
+    tokenizer: Path | None
     positions: int | None
-    contexts: str
+    contexts: str | None
+    stages: Path | None
     batch_tokens: int
     warm_up: int
     decay: int
     muon_rate: float
     adam_rate: float
-    mix: str
+    mix: str | None
     seed: int
     minutes: float
     save_minutes: float
@@ -64,14 +65,17 @@ def options_of(arguments: list[str] | None, description: str) -> Options:
     start = parser.add_mutually_exclusive_group(required=True)
     start.add_argument("--from", dest="start", type=Path, metavar="FOLDER", help="go on from these weights")
     start.add_argument("--config", type=Path, help="begin with random weights: a config.json, or its folder")
+    parser.add_argument("--tokenizer", type=Path, metavar="FOLDER", help="of a model with --config; else a new one")
     parser.add_argument("--positions", type=int, help="longest context the model is said to be for; else as it was")
-    parser.add_argument("--contexts", required=True, help="tokens:steps,... in this order, as 128:2000,256:1000")
+    course = parser.add_mutually_exclusive_group(required=True)
+    course.add_argument("--contexts", help="tokens:steps,... in this order, as 128:2000,256:1000")
+    course.add_argument("--stages", type=Path, metavar="FILE", help="JSON list of stages, each with contexts and a mix")
     parser.add_argument("--batch-tokens", type=int, default=12288, help="of a step")
     parser.add_argument("--warm-up", type=int, default=100, help="first steps, with less than the full rate")
     parser.add_argument("--decay", type=int, default=500, help="last steps, with less and less of it")
     parser.add_argument("--muon-rate", type=float, default=0.02, help="of matrices")
     parser.add_argument("--adam-rate", type=float, default=4e-3, help="of everything else")
-    parser.add_argument("--mix", default=MIX, help="lessons, and how often each is drawn")
+    parser.add_argument("--mix", help=f"lessons, and how often each is drawn; {MIX} if not given")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="stop then; the same command goes on")
     parser.add_argument("--save-minutes", type=float, default=5.0, help="between checkpoints")
@@ -83,35 +87,9 @@ def options_of(arguments: list[str] | None, description: str) -> Options:
     for name, least in LEAST.items():
         if typed[name] is not None and not typed[name] >= least:
             raise UsageError(f"--{name.replace('_', '-')} {typed[name]} is too small; the least is {least}")
-    return Options(**typed)
-
-
-def contexts_of(text: str, batch_tokens: int) -> list[int]:
-    """The context of every step: `"128:2,256:1"` is 128, 128, 256.
-
-    Raises: UsageError for what is no such list, or more than a batch holds.
-    """
-    way_out = "write tokens:steps, as 128:2000,256:1000"
-    if not re.fullmatch(r"[1-9]\d{0,6}:[1-9]\d{0,6}(,[1-9]\d{0,6}:[1-9]\d{0,6})*", text):
-        raise UsageError(f"--contexts {text!r} is not a list of contexts; {way_out}")
-    parts = [(int(context), int(steps)) for context, _, steps in (part.partition(":") for part in text.split(","))]
-    longest = max(context for context, _ in parts)
-    if longest > batch_tokens:
-        raise UsageError(f"--contexts {longest} is more than a batch of {batch_tokens}; raise --batch-tokens")
-    return [context for context, steps in parts for _ in range(steps)]
-
-
-def mix_of(text: str, names: list[str]) -> dict[str, float]:
-    """How often each lesson is drawn: `"novel=3,vt=1"`.
-
-    Raises: UsageError for what is no such list, or names no lesson.
-    """
-    mix = {}
-    for part in text.split(","):
-        found = re.fullmatch(r"(\w+)=(\d+(?:\.\d+)?)", part)
-        if found is None or found[1] not in names or not float(found[2]):
-            raise UsageError(
-                f"--mix {part!r} is not a lesson and its share, as {names[0]}=3; the lessons are {', '.join(names)}"
-            )
-        mix[found[1]] = float(found[2])
-    return mix
+    options = Options(**typed)
+    if options.mix is not None and options.stages is not None:
+        raise UsageError("--mix is of no use with --stages, whose stages have mixes of their own; leave it out")
+    if options.tokenizer is not None and options.config is None:
+        raise UsageError("--tokenizer goes with --config; weights of --from have their own, leave it out")
+    return options

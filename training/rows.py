@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from training.lessons import Lesson, Piece
 
 FULL = 0.7  # share of rows that their text may fill; others end in their second half, and prose follows
+SMALLER = (1, 2, 4)  # parts of the room that a lesson is told it has, until its questions fit in the whole
 TRIES = 6  # lessons to draw until one is short enough, and sizes of a text to try
 FIRST_UNITS = 16
 
@@ -73,22 +74,25 @@ class Rows:
         return made
 
     def _fitted(self, name: str, seed: str, room: int) -> list[Piece] | None:
-        """The pieces with about as many units as fit; None where even no units do."""
+        """The pieces with about as many units as fit; None where even no units of few questions do."""
         lesson = self.lessons[name]
 
-        def made(units: int) -> tuple[list[Piece], int]:
-            pieces = lesson.pieces(random.Random(seed), room, units)
+        def made(told: int, units: int) -> tuple[list[Piece], int]:
+            pieces = lesson.pieces(random.Random(seed), told, units)
             return pieces, sum(len(self._ids(piece)) for piece in pieces)
 
-        units, more, over = 0, FIRST_UNITS, None
-        fits, size = made(units)
-        if size > room:
+        for part in SMALLER:
+            fits, size = made(room // part, 0)
+            if size <= room:
+                break
+        else:
             return None
+        units, more, over = 0, FIRST_UNITS, None
         for _ in range(TRIES):
             tried = units + more if over is None else min(units + more, over - 1)
             if tried == units:
                 break
-            pieces, total = made(tried)
+            pieces, total = made(room // part, tried)
             per_unit = max((total - size) / (tried - units), 0.1)
             if total > room:
                 over = tried
@@ -105,7 +109,8 @@ class Rows:
 class Batches(Dataset[tuple[Tensor, Tensor]]):
     """By step: token ids and weights, (rows, context + 1) each, of about `batch_tokens`."""
 
-    rows: Rows
+    rows: list[Rows]
+    """What every step is drawn from."""
     contexts: list[int]
     """Of every step."""
     batch_tokens: int
@@ -115,5 +120,5 @@ class Batches(Dataset[tuple[Tensor, Tensor]]):
 
     def __getitem__(self, step: int) -> tuple[Tensor, Tensor]:
         context = self.contexts[step]
-        made = [self.rows.row(f"{step} {place}", context + 1) for place in range(self.batch_tokens // context)]
+        made = [self.rows[step].row(f"{step} {place}", context + 1) for place in range(self.batch_tokens // context)]
         return torch.tensor([row.tokens for row in made]), torch.tensor([row.weights for row in made])

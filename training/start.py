@@ -41,10 +41,12 @@ def from_folder(folder: Path, attention: str) -> tuple[PreTrainedModel, PreTrain
     return model, tokenizer
 
 
-def from_config(path: Path, attention: str, books: Books) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """A model with random weights, and a tokenizer with as many tokens as it embeds.
+def from_config(
+    path: Path, tokens: Path | None, attention: str, books: Books
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """A model with random weights, and the tokenizer of the folder `tokens`, or one with all tokens that it embeds.
 
-    Raises: UsageError for a config that transformers does not open, or with too small a vocabulary.
+    Raises: UsageError for what transformers does not open, or a vocabulary that is too small.
     """
     try:
         config = AutoConfig.from_pretrained(path, local_files_only=True)
@@ -54,11 +56,22 @@ def from_config(path: Path, attention: str, books: Books) -> tuple[PreTrainedMod
         raise UsageError(f"config {path} cannot be opened: {_gist(error)}") from error
     if config.vocab_size < LEAST_SIZE:
         raise UsageError(f"config {path}: vocab_size {config.vocab_size} is too small; the least is {LEAST_SIZE}")
-    tokenizer = bpe(books, config.vocab_size)
+    tokenizer = bpe(books, config.vocab_size) if tokens is None else _opened(tokens)
+    if len(tokenizer) > config.vocab_size:
+        few = f"vocab_size {config.vocab_size} is less than the {len(tokenizer)} tokens of {tokens}"
+        raise UsageError(f"config {path}: {few}; raise it")
     for special in (model.config, model.generation_config):
         special.bos_token_id, special.eos_token_id = tokenizer.bos_token_id, tokenizer.eos_token_id
         special.pad_token_id = tokenizer.pad_token_id
     return model, tokenizer
+
+
+def _opened(folder: Path) -> PreTrainedTokenizerBase:
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"tokenizer {folder} cannot be opened: {_gist(error)}") from error
+    return tokenizer
 
 
 def bpe(books: Books, size: int) -> PreTrainedTokenizerBase:

@@ -21,7 +21,7 @@ from windlass.evals.tasks.words import CommonWords, FrequentWords
 tokenizer = models.tokenizer  # fixture
 
 NEEDLE = re.compile(r"One of the special magic (\w+) for ([\w-]+) is: ([\w-]+)\.")
-TIMES = {"passkey": 2, "niah": 1, "magic": 1, "multiturn": 1, "cwe": 6}  # that an answer is in the text
+TIMES = {"passkey": 2, "niah": 1, "magic": 1, "multiturn": 1, "facts": 1, "cwe": 6}  # that an answer is in the text
 ASKED = [name for name in NAMES if name != "perplexity"]
 
 
@@ -57,7 +57,7 @@ def test_the_answer_is_there_as_often_as_it_should_be(name: str):
         elif name == "fwe":
             assert found == [9, 4, 2]  # 60 * rank**-2 / 1.6449 for ranks 2, 3, 4
         else:
-            family = name if name == "multiturn" else name.partition("_")[0]
+            family = name if name in ("multiturn", "facts") else name.partition("_")[0]
             assert set(found) == {TIMES[family]}
         assert turn.prefix.strip()
         assert not any(count(turn.question + turn.prefix, word) for word in turn.expected)

@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 from tests.helpers.models import Models, Text
 from tests.helpers.novel import novel
 from training.__main__ import main
+from training.course import contexts_of
 from training.learner import Schedule, loss_of
-from training.options import contexts_of
 from windlass.hf.load import load
 from windlass.testing import VOCABULARY
 
@@ -107,9 +107,10 @@ def test_worker_processes_change_nothing(books: Path, started: Path, tmp_path: P
 
 def test_a_run_may_get_longer_before_its_rate_falls(books: Path, started: Path, tmp_path: Path):
     common = (books, tmp_path, "--from", started, "--batch-tokens", "96", "--warm-up", "1", "--decay", "1")
-    assert run(*common, "--contexts", "96:5", "--minutes", "0") == 0
-    assert run(*common, "--contexts", "96:2,48:1") == 0
-    assert torch.load(tmp_path / "checkpoint.pt")["schedule"] == [[96, 1.0], [96, 1.0], [48, 1.0]]
+    assert run(*common, "--contexts", "96:5", "--mix", "vt=1,novel=1", "--minutes", "0") == 0
+    assert run(*common, "--contexts", "96:2,48:1", "--mix", "vt=1,novel=1") == 0
+    steps = torch.load(tmp_path / "checkpoint.pt")["schedule"]
+    assert steps == [(context, {"vt": 1.0, "novel": 1.0}, 1.0) for context in (96, 96, 48)]
 
 
 def test_the_loss_is_the_weighted_mean_over_the_tokens_that_are_predicted(plain_model: Models, text: Text):
@@ -129,10 +130,16 @@ def test_the_loss_is_the_weighted_mean_over_the_tokens_that_are_predicted(plain_
 
 
 def test_the_rate_rises_stays_and_falls():
-    schedule = Schedule([16] * 3 + [32] * 5, warm_up=2, decay=4)
+    mixes = [{"vt": 1.0}] * 2 + [{"novel": 2.0}] * 6
+    schedule = Schedule([16] * 3 + [32] * 5, mixes, warm_up=2, decay=4)
     assert [schedule.rate(step) for step in range(8)] == [0.5, 1, 1, 1, 1, 0.75, 0.5, 0.25]
-    assert schedule.until(4) == [[16, 0.5], [16, 1], [16, 1], [32, 1]]
-    assert Schedule([16] * 1000, warm_up=0, decay=1000).rate(999) == 0.02  # never nothing
+    assert schedule.until(4) == [
+        (16, {"vt": 1.0}, 0.5),
+        (16, {"vt": 1.0}, 1),
+        (16, {"novel": 2.0}, 1),
+        (32, {"novel": 2.0}, 1),
+    ]
+    assert Schedule([16] * 1000, mixes * 125, warm_up=0, decay=1000).rate(999) == 0.02  # never nothing
 
 
 def test_contexts_are_lists_of_steps():
@@ -142,7 +149,7 @@ def test_contexts_are_lists_of_steps():
 @pytest.mark.parametrize(
     ("changed", "said"),
     [
-        (["--contexts", "128:3"], "--contexts 128 is beyond the 96 positions of the model; raise --positions"),
+        (["--contexts", "128:3"], "context 128 is beyond the 96 positions of the model; raise --positions"),
         (["--contexts", "96"], "--contexts '96' is not a list"),
         (["--contexts", "96:1", "--batch-tokens", "95"], "--contexts 96 is more than a batch of 95"),
         (
@@ -208,9 +215,9 @@ def test_a_checkpoint_of_another_run_is_refused(
     assert run(*common, *STEPS, "--minutes", "0") == 0
     for changed, said in (
         (("--seed", "9"), "was made with seed 0, not 9"),
-        (("--mix", "vt=1"), "was made with mix"),
-        (("--contexts", "96:4"), "has done 1 steps of other contexts or rates"),
-        (("--warm-up", "7"), "has done 1 steps of other contexts or rates"),
+        (("--mix", "vt=1"), "has done 1 steps of other contexts, lessons or rates"),
+        (("--contexts", "96:4"), "has done 1 steps of other contexts, lessons or rates"),
+        (("--warm-up", "7"), "has done 1 steps of other contexts, lessons or rates"),
     ):
         assert run(*common, *STEPS, *changed) == 2
         assert said in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 import random
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from transformers import AutoTokenizer
 from tests.helpers.models import MODEL
 from tests.helpers.novel import novel
 from training.books import Books, open_books
+from training.course import mix_of
+from training.false_numbers import with_false_numbers
 from training.learner import check
 from training.lessons import ANSWER, GUESS, HAYSTACK, PROSE, QUESTION, lessons
-from training.options import MIX, mix_of
+from training.options import MIX
 from training.rows import Batches, Row, Rows
 from windlass.evals.tasks import vt
 from windlass.hf.load import load
@@ -88,17 +91,76 @@ def test_pairs_come_again_in_another_order(rows: Rows):
 def test_a_pass_key_is_asked_with_its_weights(rows: Rows):
     decode = rows.tokenizer.decode
     for name, haystack in (("passkey", HAYSTACK), ("words", GUESS)):
-        row = next(
-            made for made in (rows.row(f"{number}", 300, name) for number in range(20)) if made.answers[0][1] == 300
-        )
+        texts = (rows.row(f"{number}", 300, name) for number in range(60))
+        row = next(made for made in texts if made.answers[0][1] == 300 and made.weights[1] == haystack)
         ((start, end),) = row.answers
         key = re.search(r"The pass key is ([\w-]+)\. Remember it\. \1 is the pass key\.", str(decode(row.tokens)))
         assert key is not None
         assert decode(row.tokens[start:end]) == f" {key[1]}."
         question = len(rows.tokenizer(" What is the pass key? The pass key is", add_special_tokens=False)["input_ids"])
-        assert row.weights == [0.0] + [haystack] * (start - question - 1) + [QUESTION] * question + [ANSWER] * (
-            end - start
+        assert set(row.weights[1 : start - question]) <= {haystack, GUESS}
+        assert row.weights[start - question :] == [QUESTION] * question + [ANSWER] * (end - start)
+
+
+def test_false_numbers_weigh_nothing_and_are_none_in_a_third_of_the_texts(rows: Rows):
+    counts, like = [], 0
+    for number in range(60):
+        row = rows.row(f"{number}", 600, "passkey")
+        start = row.answers[0][0]
+        spans, place = [], 1
+        while place < start:
+            end = next(at for at in range(place, start + 1) if at == start or row.weights[at] != row.weights[place])
+            if row.weights[place] == GUESS:
+                spans.append(decoded(rows, row.tokens[place:end]))
+            place = end
+        key = decoded(rows, row.tokens[slice(*row.answers[0])])[1:-1]
+        assert all(re.search(r"\d", span) for span in spans)
+        assert (
+            decoded(rows, row.tokens[:start]).count(f" The pass key is {key}. Remember it. {key} is the pass key.") == 1
         )
+        found = [each for span in spans for each in re.findall(r"\d+", span)]
+        like += sum(len(each) == len(key) == 5 and sum(map(str.__ne__, each, key)) == 1 for each in found)
+        counts.append(len(spans))
+    assert 10 <= counts.count(0) <= 30
+    assert max(counts) in range(12, 21)
+    assert like > 5
+
+
+def test_false_numbers_stand_between_the_words_of_other_sentences():
+    text = (
+        ' Ann saw it. The pass key is 41. Remember it. 41 is the pass key.\nHe said: "No!" Then Mr. Lee left for Rome.'
+    )
+    told = " The pass key is 41. Remember it. 41 is the pass key."
+    places = set()
+    for seed in range(200):
+        parts = with_false_numbers(random.Random(seed), text, ["41"], 3)
+        assert "".join(part for part, is_false in parts if not is_false) == text
+        false = [part for part, is_false in parts if is_false]
+        assert len(false) == 3
+        assert all(re.fullmatch(r"\s?.*\d.*", part) and "41" not in re.findall(r"\d+", part)[:1] for part in false)
+        whole = "".join(part for part, _ in parts)
+        assert told in whole
+        places |= {"".join(part for part, is_false in parts[:place] if not is_false) for place in (1, 3, 5)}
+    assert len(places) == 12  # before each word of the others
+    assert [each for each, _ in with_false_numbers(random.Random(1), told, ["41"], 3)] == [told]
+
+
+def test_a_mixed_text_asks_for_all_that_it_tells(rows: Rows):
+    kinds = set()
+    for number in range(8):
+        row = rows.row(f"{number}", 600, "mixed")
+        first = row.answers[0][0]
+        text = decoded(rows, row.tokens[:first])
+        told = dict(NEEDLE.findall(text)) | {"": re.findall(r" (\d+) is the pass key\.", text)[0]}
+        asked = set()
+        for start, end in row.answers:
+            before = decoded(rows, row.tokens[:start])
+            (name,) = re.findall(r"(?: for ([\w-]+) is:| The pass key is)$", before)
+            assert rows.tokenizer.decode(row.tokens[start:end]) == f" {told[name]}."
+            kinds.add(told[name].isdigit())
+            asked.add(name)
+        assert asked == set(told)
+    assert kinds == {True, False}
 
 
 def test_a_chain_is_followed_by_all_its_names(rows: Rows):
@@ -121,10 +183,12 @@ def test_what_a_text_leaves_free_is_prose(rows: Rows):
 
 
 def test_a_row_depends_on_its_place_alone(rows: Rows):
-    batches = Batches(rows, [50, 50, 120], batch_tokens=240)
+    alone = replace(rows, mix={"novel": 1.0})
+    batches = Batches([rows, alone, rows], [50, 50, 120], batch_tokens=240)
     tokens, parts = batches[2]
     assert tokens.shape == parts.shape == (2, 121)
-    assert batches[0][0].shape == (4, 51)
+    assert batches[1][0].shape == (4, 51)
+    assert torch.equal(batches[1][1], torch.tensor([[0.0] + [PROSE] * 50] * 4))
     assert torch.equal(batches[2][0], tokens)
     assert rows.row("2 1", 121).tokens == tokens[1].tolist()
     assert len({tuple(row) for step in (0, 1) for row in batches[step][0].tolist()}) == 8
@@ -167,11 +231,10 @@ def test_books_get_plain_quotes(tmp_path: Path):
 
 def test_a_check_counts_the_answers_that_are_right_in_every_token(rows: Rows):
     model, _ = load(MODEL, "float32")
-    known = Rows(rows.tokenizer, {name: rows.lessons[name] for name in ("novel", "passkey_noise", "uuids")}, {}, 5)
-    known.lessons["novel"] = rows.lessons["novel"]
+    known = replace(rows, mix=dict.fromkeys(("novel", "passkey_noise", "uuids"), 1.0))
     shares = check(model, known, 200)
     assert shares.keys() == {"passkey_noise"}  # no questions, or no room for them
-    assert shares["passkey_noise"] > 0.8
+    assert shares["passkey_noise"] > 0.6  # false numbers mislead a model that knows none
 
 
 def test_a_row_that_is_cut_keeps_whole_answers_only():

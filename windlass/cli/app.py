@@ -202,7 +202,7 @@ def evaluate(
         from windlass.evals.grid import Lists
         from windlass.evals.sweep import EvalOptions
 
-    typed = Lists(lists.tasks, lists.lengths, lists.of_cache)
+    typed = Lists(lists.tasks, lists.lengths, lists.of_cache, lists.depth)
     with terminal.quiet(is_quiet):
         loaded = load.dtype, load.threads, load.device, batch, load.weights
         return evaluation.evaluate(EvalOptions(model, typed, samples, seed, is_aware, output, *loaded))

@@ -32,6 +32,7 @@ from windlass.core.spec import (
     parse_spec,
 )
 from windlass.evals.budgets import budget_of
+from windlass.evals.depths import depth_of
 from windlass.evals.speed.workloads import BenchLists, check_subject, setups_of, workloads_of
 from windlass.evals.task import TASKS
 from windlass.evals.tasks import NAMES as TASK_NAMES
@@ -198,6 +199,8 @@ def check_eval(lists: EvalLists, output: Path) -> None:
     check_writable(output, "-o")
     parse_list("--tasks", lists.tasks, check_task)
     parse_list("--lengths", lists.lengths, int_parser("--lengths", 1, MAX_NUMBER))
+    if lists.depth is not None:
+        parse_list("--depth", lists.depth, depth_of)
     parse_list("--merge", lists.merge, lambda part: None if part == NO_MERGE else check_merge(part))
     parse_list("--shares", lists.shares, lambda part: None if part == NO_SHARES else check_shares(part))
     _check_lists({"policies": check_policy, "positions": check_positions, "store": check_store}, vars(lists))

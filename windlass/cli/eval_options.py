@@ -1,4 +1,4 @@
-"""The options of `windlass eval`."""
+"""The options of `windlass eval`; those that other commands have, too, are in `options`."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,15 @@ EvalMerges = Annotated[
 EvalShares = Annotated[
     str,
     Option("--shares", metavar="LIST", help="How much each layer and head gets, as in `generate`; none: as much."),
+]
+EvalDepths = Annotated[
+    str | None,
+    Option(
+        "--depth",
+        metavar="LIST",
+        help="Where in the text the answer stands, from 0 to 1; by default anywhere. Only tasks with one place for it.",
+        show_default=False,
+    ),
 ]
 EvalBatch = Annotated[
     int,
@@ -61,6 +70,7 @@ class EvalLists:
     policies: EvalPolicies = "recent,key_diff"
     budgets: EvalBudgets = "all,4x"
     lengths: EvalLengths = "500"
+    depth: EvalDepths = None
     merge: EvalMerges = "none"
     positions: PositionModes = "original"
     store: StoreSpecs = "plain"
@@ -69,4 +79,4 @@ class EvalLists:
     @property
     def of_cache(self) -> dict[str, str]:
         """Those of the cache's options, by the names of their flags."""
-        return {name: typed for name, typed in vars(self).items() if name not in ("tasks", "lengths")}
+        return {name: typed for name, typed in vars(self).items() if name not in ("tasks", "lengths", "depth")}

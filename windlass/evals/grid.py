@@ -9,10 +9,12 @@ from windlass.cache.options import CacheOptions
 from windlass.cache.policy_spec import policy_of
 from windlass.cache.shares import Shares
 from windlass.cache.shares_file import shares_of
+from windlass.core.errors import UsageError
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.spec import NO_MERGE, NO_SHARES, int_parser, parse_list
 from windlass.evals.budgets import ALL, Budget, budget_of
 from windlass.evals.case import VARIED
+from windlass.evals.depths import depth_of
 from windlass.evals.load import load_task
 from windlass.evals.task import Task
 from windlass.merge import Merge, merge_of
@@ -28,12 +30,13 @@ class Lists:
     """What was typed; values are separated by commas.
 
     `options` holds lists of values of the cache's options by the name of their flag, such as `policies`. An option
-    without a list is as the cache has it by default.
+    without a list is as the cache has it by default. Without `depths` an answer stands anywhere.
     """
 
     tasks: str
     lengths: str
     options: Mapping[str, str]
+    depths: str | None = None
 
 
 @dataclass(frozen=True)
@@ -77,10 +80,28 @@ def grid_of(lists: Lists) -> Grid:
             options |= {"policy": Recent(), "merge": None, "shares": None}
         settings.append(Settings(budget, CacheOptions(**usual | options)))
     return Grid(
-        dict(parse_list("--tasks", lists.tasks, load_task)),
+        tasks_of(lists),
         list(dict.fromkeys(parse_list("--lengths", lists.lengths, int_parser("--lengths", 1, MAX_NUMBER)))),
         list({tuple(each.labels.values()): each for each in settings}.values()),
     )
+
+
+def tasks_of(lists: Lists) -> dict[str, Task]:
+    """Each task at each depth, by label: `passkey`, or `passkey@0.5` where depths were typed.
+
+    Raises: UsageError for what cannot be found, read or made, and for a task that has no one place for an answer.
+    """
+    tasks = dict(parse_list("--tasks", lists.tasks, load_task))
+    if lists.depths is None:
+        return tasks
+    placed = {}
+    for label, task in tasks.items():
+        for depth in parse_list("--depth", lists.depths, depth_of):
+            made = task.at(depth)
+            if made is None:
+                raise UsageError(f"task {label} has no one place where its answer stands; leave out --depth")
+            placed[f"{label}@{depth:g}"] = made
+    return placed
 
 
 def axes_of(lists: Mapping[str, str]) -> dict[str, list[Any]]:

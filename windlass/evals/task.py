@@ -78,5 +78,9 @@ class Task(ABC):
         """
         return None
 
+    def at(self, depth: float) -> "Task | None":
+        """This task with its answer at `depth` (0 to 1) of every text; None where it has no one place to stand."""
+        return None
+
 
 TASKS: Final = PluginKind("task", "tasks", Task, "windlass.evals.Task", UsageError)

@@ -31,6 +31,7 @@ NAMES: dict[str, Task] = {
     "fwe": FrequentWords(),
     "multiturn": Multiturn(Needles(keys=5, haystack=NOVEL)),
     "magic_multiturn": Multiturn(Needles(keys=5, haystack=NOVEL, wording=ABOVE, answer_tokens=16)),
+    "facts": Multiturn(Needles(keys=40, haystack=Novel(has_numerals=True), wording=ABOVE, answer_tokens=16)),
     "perplexity": Perplexity(Novel(has_numerals=True)),
 }
 

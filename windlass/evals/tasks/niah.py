@@ -64,7 +64,8 @@ class Needle:
 class Needles(Task):
     """`keys` of so many `values` each are hidden, and the first `asked` of them asked for in one question.
 
-    Without a `haystack`, needles with other keys are what the text is made of.
+    The first value stands at `depth`, or anywhere as the others do. Without a `haystack`, needles with other keys
+    are what the text is made of.
 
     Source: NIAH of RULER, Hsieh et al. 2024 (arXiv:2404.06654).
     Differs: a novel in place of the essays, from any sentence on; depths are drawn among 40 in every
@@ -79,6 +80,7 @@ class Needles(Task):
     haystack: Filler | None = NOISE_LINES
     wording: Wording = RULER
     answer_tokens: int = 128
+    depth: float | None = None
 
     @property
     def most_units(self) -> int | None:
@@ -94,16 +96,18 @@ class Needles(Task):
         """The text, and what is in it that may be asked for; its first sentence announces one answer or several."""
         make = MAKERS[self.value_kind]
         depths = [place / (DEPTHS - 1) for place in draw.sample(range(DEPTHS), self.keys * self.values)]
+        if self.depth is not None:
+            depths[0] = self.depth
         values = [tuple(make(draw) for _ in range(self.values)) for _ in range(self.keys)]
         is_among = self.haystack is None
         names = keys.distinct(draw, MAKERS[self.key_kind], self.keys + (units if is_among else 0))
         if self.haystack is None:
             joint = "\n" if self.wording is RULER else " "
-            pieces = [joint + self._told(name, make(draw)) for name in names[self.keys :]]
+            pieces = [joint + self.told(name, make(draw)) for name in names[self.keys :]]
         else:
             joint, pieces = self.haystack.joint, self.haystack.pieces(draw, units)
         pairs = [(name, value) for name, own in zip(names, values, strict=False) for value in own]
-        text, stood = hide(pieces, [joint + self._told(name, value) for name, value in pairs], depths)
+        text, stood = hide(pieces, [joint + self.told(name, value) for name, value in pairs], depths)
         intro = self._said(self.wording.intro_one if answers == 1 else self.wording.intro_many)
         needles = [
             Needle(name, own, stood[place] if self.values == 1 else None)
@@ -127,7 +131,11 @@ class Needles(Task):
         haystack = from_file(self.haystack, file)
         return None if haystack is None else replace(self, haystack=haystack)
 
-    def _told(self, key: str, value: str) -> str:
+    def at(self, depth: float) -> Task | None:
+        return replace(self, depth=depth) if self.asked * self.values == 1 else None
+
+    def told(self, key: str, value: str) -> str:
+        """The sentence that is hidden."""
         return self.wording.needle.format(many=self.value_kind, key=key, value=value)
 
     def _said(self, words: str, query: str = "") -> str:

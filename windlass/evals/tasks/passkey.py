@@ -15,7 +15,7 @@ MOST_KEY = 50_000
 
 @dataclass(frozen=True)
 class PassKey(Task):
-    """One key, 1 to 50000 or three words, anywhere between the sentences.
+    """One key, 1 to 50000 or three words, between the sentences: at `depth`, or anywhere.
 
     Source: Mohtashami and Jaggi 2023 (arXiv:2305.16300); text, key and answer room of llama.cpp's example.
     Differs: the depth is drawn as a share of the text; the novel as filler, and words as keys.
@@ -24,6 +24,7 @@ class PassKey(Task):
     filler: Filler = NOISE
     is_words: bool = False
     answer_tokens: int = 16
+    depth: float | None = None
 
     @property
     def most_units(self) -> int | None:
@@ -31,7 +32,8 @@ class PassKey(Task):
 
     def compose(self, draw: random.Random, length: int, units: int) -> Sample:
         key = keys.triple(draw) if self.is_words else str(draw.randint(1, MOST_KEY))
-        depth = draw.random()
+        drawn = draw.random()
+        depth = drawn if self.depth is None else self.depth
         text, (stood,) = hide(self.filler.pieces(draw, units), [HIDDEN.format(key=key)], [depth])
         return Sample(BEFORE + text, (Turn(QUESTION, PREFIX, (key,), stood),))
 
@@ -45,3 +47,6 @@ class PassKey(Task):
     def reading(self, file: Path) -> Task | None:
         filler = from_file(self.filler, file)
         return None if filler is None else replace(self, filler=filler)
+
+    def at(self, depth: float) -> Task | None:
+        return replace(self, depth=depth)
