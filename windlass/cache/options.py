@@ -10,7 +10,7 @@ from windlass.cache.shares import Shares
 from windlass.cache.shares_file import shares_of
 from windlass.core.errors import UsageError
 from windlass.core.limits import DEFAULT_SINKS, check_limits, default_window
-from windlass.core.spec import AUTO, NO_MERGE, NO_SHARES
+from windlass.core.spec import AUTO, NO_MERGE, NO_RECALL, NO_SHARES
 from windlass.core.step import Limits
 from windlass.merge import Merge, merge_of
 from windlass.policies import Policy
@@ -107,6 +107,11 @@ class CacheOptions:
             "recall_store": self.recall_store.name if self.recall else "none",
             "shares": NO_SHARES if self.shares is None else str(self.shares),
         }
+
+    @property
+    def recalled(self) -> str:
+        """What each step recalls, as a row of results says it: `"128 in int4"`, or `"none"`."""
+        return f"{self.recall} in {self.recall_store.name}" if self.recall else NO_RECALL
 
     def document(self) -> dict[str, Any]:
         """All options but the policy, and a folder of this machine, as JSON can hold them; see `from_document`."""

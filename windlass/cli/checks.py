@@ -17,7 +17,7 @@ from windlass.cli.options import LoadOptions
 from windlass.core.errors import PolicyError, UsageError
 from windlass.core.files import check_folder, check_readable, check_regular, read_text
 from windlass.core.files import check_writable as check_writable
-from windlass.core.limits import MAX_NUMBER, check_max_tokens, check_range
+from windlass.core.limits import MAX_NUMBER, check_max_tokens, check_range, check_recall
 from windlass.core.limits import check_limits as check_limits
 from windlass.core.plugin import PluginKind
 from windlass.core.spec import (
@@ -79,6 +79,7 @@ def check_cache(arguments: CacheArguments, prompt_cache: Path | None = None) -> 
         check_shares(str(given["shares"]))
     if prompt_cache is None:
         check_limits(given)
+        check_recall(given.get("recall", 0), given.get("budget"))
         return
     if not prompt_cache.exists():
         raise UsageError(f"prompt cache {prompt_cache} is not there; make it with `windlass cache`")
@@ -203,6 +204,9 @@ def check_eval(lists: EvalLists, output: Path) -> None:
         parse_list("--depth", lists.depth, depth_of)
     parse_list("--merge", lists.merge, lambda part: None if part == NO_MERGE else check_merge(part))
     parse_list("--shares", lists.shares, lambda part: None if part == NO_SHARES else check_shares(part))
+    for number in parse_list("--recall", lists.recall, int_parser("--recall", 0, MAX_NUMBER)):
+        check_limits({"recall": number})
+    _check_lists({"recall_store": check_store}, vars(lists))
     _check_lists({"policies": check_policy, "positions": check_positions, "store": check_store}, vars(lists))
     for part in parse_list("--budgets", lists.budgets, str):
         check_limits({"budget": budget_of("--budgets", part).slots})

@@ -30,6 +30,12 @@ EvalShares = Annotated[
     str,
     Option("--shares", metavar="LIST", help="How much each layer and head gets, as in `generate`; none: as much."),
 ]
+EvalRecall = Annotated[
+    str, Option("--recall", metavar="LIST", help="Evicted tokens that each step reads again, as in `generate`.")
+]
+EvalRecallStores = Annotated[
+    str, Option("--recall-store", metavar="LIST", help="How evicted tokens are held for --recall: plain, int8, int4.")
+]
 EvalDepths = Annotated[
     str | None,
     Option(
@@ -75,6 +81,8 @@ class EvalLists:
     positions: PositionModes = "original"
     store: StoreSpecs = "plain"
     shares: EvalShares = "none"
+    recall: EvalRecall = "0"
+    recall_store: EvalRecallStores = "int4"
 
     @property
     def of_cache(self) -> dict[str, str]:

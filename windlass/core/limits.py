@@ -29,7 +29,7 @@ def check_limits(options: Mapping[str, object]) -> dict[str, int | None]:
     """The numbers of a cache out of its `options`, by name, as ints of Python; `budget` and `window` may be None.
 
     Raises: UsageError for what is no whole number or out of its range, a budget without room for `sinks` and
-    `window`, or tokens to recall that are no whole pages, or that no budget evicts.
+    `window`, or tokens to recall that are no whole pages.
     """
     numbers = {name: _checked(name, options[name]) for name in LEAST if name in options}
     budget, sinks, window = (numbers.get(name) for name in ("budget", "sinks", "window"))
@@ -41,17 +41,21 @@ def check_limits(options: Mapping[str, object]) -> dict[str, int | None]:
             f"budget ({budget} tokens) must be at least sinks ({sinks}) + window ({window}) + 1, "
             f"which is {sinks + window + 1}; raise budget, or lower sinks or window"
         )
-    _check_recall(numbers.get("recall") or 0, budget)
+    _check_pages(numbers.get("recall") or 0)
     return numbers
 
 
-def _check_recall(recall: int, budget: int | None) -> None:
+def _check_pages(recall: int) -> None:
     if recall % PAGE:
         least = recall // PAGE * PAGE
         raise UsageError(
             f"recall ({recall} tokens) must be a multiple of {PAGE}, the tokens of a page; "
             f"use {least or PAGE}{f' or {least + PAGE}' if least else ''}"
         )
+
+
+def check_recall(recall: int, budget: int | None) -> None:
+    """Raises: UsageError for tokens to recall that no budget evicts."""
     if recall and budget is None:
         raise UsageError(
             f"recall ({recall} tokens) needs a budget: without one nothing is evicted that could be recalled"

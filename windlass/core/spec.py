@@ -17,6 +17,7 @@ Value = TypeVar("Value")
 AUTO: Final = "auto"  # of a policy, a mode, a number type or a device: it is chosen
 NO_MERGE: Final = "none"  # the label of a cache that drops what it evicts
 NO_SHARES: Final = "none"
+NO_RECALL: Final = "none"
 
 
 @dataclass(frozen=True)

@@ -6,12 +6,18 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any, Final, NoReturn, TypeVar
 
 from windlass.core.errors import UsageError
-from windlass.core.spec import NO_SHARES
+from windlass.core.spec import NO_RECALL, NO_SHARES
 
 VERSION: Final = 2
 FULL: Final = "full cache"
 HINT: Final = "the line is damaged, take it out or run the evaluation again"
-VARIED: Final = ("merge", "positions", "store", "shares")  # options of the cache beside its policy and budget
+VARIED: Final = (
+    "merge",
+    "positions",
+    "store",
+    "shares",
+    "recalled",
+)  # options of the cache beside its policy and budget
 IDENTITY: Final = ("task", "policy", "asked_budget", *VARIED, "is_aware", "length", "sample")
 MAX_NUMBER: Final = 2**63  # that a line may hold: sums and quotients of such numbers are numbers, too
 SHOWN: Final = 60  # signs of a wrong value in an error
@@ -111,6 +117,7 @@ class Case:
     positions: str
     store: str
     shares: str
+    recalled: str
     is_aware: bool
     length: int
     sample: int
@@ -146,6 +153,7 @@ class Case:
         unusual += [self.positions] if self.positions != "original" else []
         unusual += [self.store] if self.store != "plain" else []
         unusual += [self.shares] if self.shares != NO_SHARES else []
+        unusual += [f"recall {self.recalled}"] if self.recalled != NO_RECALL else []
         return ", ".join([name, *unusual])
 
     @property
@@ -171,6 +179,8 @@ class Case:
         del line["seed"]
         if self.shares == NO_SHARES:  # as files were before there were any
             del line["shares"]
+        if self.recalled == NO_RECALL:
+            del line["recalled"]
         measures = {} if nll is None else {"nll": nll, "kl": kl}
         return {"kind": "case", **line, "expected": list(self.expected), "measures": measures, "seconds": seconds}
 
@@ -189,6 +199,7 @@ class Case:
             positions=line.text("positions"),
             store=line.text("store"),
             shares=line.or_none(line.text, "shares") or NO_SHARES,
+            recalled=line.or_none(line.text, "recalled") or NO_RECALL,
             is_aware=line.flag("is_aware"),
             length=line.whole("length"),
             sample=line.whole("sample"),

@@ -7,6 +7,7 @@ from typing import Any
 
 from windlass.cache.options import CacheOptions
 from windlass.cache.policy_spec import policy_of
+from windlass.cache.recall_options import recall_store_of
 from windlass.cache.shares import Shares
 from windlass.cache.shares_file import shares_of
 from windlass.core.errors import UsageError
@@ -49,7 +50,7 @@ class Settings:
     @property
     def labels(self) -> dict[str, str]:
         """Each setting that a list may vary as text, as in a line of results."""
-        labels = self.options.labels()
+        labels = self.options.labels() | {"recalled": self.options.recalled}
         varied = {name: str(labels[name]) for name in VARIED}
         return {"policy": str(labels["policy"]), "asked_budget": self.budget.asked, **varied}
 
@@ -77,7 +78,7 @@ def grid_of(lists: Lists) -> Grid:
         options = dict(zip(axes, values, strict=True))
         budget = options.pop("budget", Budget(ALL))
         if budget.asked == ALL:
-            options |= {"policy": Recent(), "merge": None, "shares": None}
+            options |= {"policy": Recent(), "merge": None, "shares": None, "recall": 0}
         settings.append(Settings(budget, CacheOptions(**usual | options)))
     return Grid(
         tasks_of(lists),
@@ -133,4 +134,6 @@ PARSERS = {
     "positions": position_mode,
     "store": store_of,
     "shares": _shares,
+    "recall": int_parser("--recall", 0, MAX_NUMBER),
+    "recall_store": recall_store_of,
 }

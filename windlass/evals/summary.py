@@ -13,7 +13,7 @@ from windlass.evals.report.summaries import wilson
 from windlass.policies.spelling import spelled
 
 ALWAYS = ("task", "policy", "asked_budget")
-VARIED = ("length", "merge", "positions", "store", "shares", "is_aware")  # shown where they differ
+VARIED = ("length", "merge", "positions", "store", "shares", "recalled", "is_aware")  # shown where they differ
 
 
 def summary(cases: Sequence[Case]) -> Table:

@@ -12,6 +12,7 @@ from windlass.cache.recall_options import DEFAULT_RECALL_STORE
 from windlass.cache.shares import Shares
 from windlass.core.check import check_kind
 from windlass.core.errors import UsageError
+from windlass.core.limits import check_recall
 from windlass.core.spec import AUTO
 from windlass.core.step import no_inference_mode
 from windlass.hf import convert
@@ -84,6 +85,7 @@ class KVCache(ModelCache):
         attachment = attached(model)
         newest = recall, recall_store, recall_folder, shares
         options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge, *newest)
+        check_recall(options.recall, options.budget)
         trained = find(options.policy, Trained)
         if trained is not None:
             trained.check(model_info(model))

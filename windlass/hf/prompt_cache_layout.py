@@ -14,6 +14,7 @@ from windlass.cache.recall import RECALL
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.errors import UsageError
+from windlass.core.limits import check_recall
 from windlass.core.step import HEADROOM, AttentionCall
 from windlass.hf.attach import attached
 from windlass.hf.kv_cache import KVCache
@@ -114,6 +115,7 @@ def _check_options(contents: Contents, options: CacheOptions, layers: int) -> No
         raise InconsistentFile("its options are not written as `save` writes them")
     try:
         checked_merge(options.merge, options.budget, options.store, options.policy)
+        check_recall(options.recall, options.budget)
     except UsageError as error:
         raise InconsistentFile(str(error)) from None
     if len(contents.layers) != layers:

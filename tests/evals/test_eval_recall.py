@@ -1,0 +1,42 @@
+"""What an evaluation says of the evicted tokens that its caches recall."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import cli
+from tests.helpers.cli import Ran
+from tests.helpers.models import MODEL
+from windlass import UsageError
+from windlass.evals.grid import Lists, grid_of
+
+run = cli.run  # fixture
+
+
+def lists(recall: str, store: str = "int8") -> Lists:
+    return Lists("passkey", "90", {"policies": "recent", "budgets": "all,16", "recall": recall, "recall_store": store})
+
+
+def test_a_full_cache_recalls_nothing() -> None:
+    settings = grid_of(lists("0,16,24", "int8,int4")).settings
+    asked = [(each.budget.asked, each.labels["recalled"]) for each in settings]
+    found = ["none", "16 in int8", "16 in int4", "24 in int8", "24 in int4"]
+    assert sorted(asked) == sorted([("all", "none"), *(("16", each) for each in found)])
+
+
+@pytest.mark.parametrize(("recall", "store"), [("12", "int8"), ("x", "int8"), ("8", "int5")])
+def test_what_cannot_be_recalled(recall: str, store: str) -> None:
+    with pytest.raises(UsageError):
+        grid_of(lists(recall, store))
+
+
+def test_lines_tell_what_was_recalled(run: Callable[..., Ran], tmp_path: Path) -> None:
+    file = tmp_path / "results.jsonl"
+    options = ("--policies", "recent", "--budgets", "16", "--lengths", "140", "--samples", "1", "--dtype", "float32")
+    ran = run("eval", MODEL, *options, "--recall", "0,160", "--recall-store", "plain", "-o", str(file))
+    assert ran.code == 0
+    cases = [json.loads(line) for line in file.read_text().splitlines()[1:]]
+    assert {case.get("recalled"): case["score"] for case in cases} == {None: 0.0, "160 in plain": 1.0}
+    assert "160 in plain" in ran.out
