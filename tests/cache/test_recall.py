@@ -46,7 +46,9 @@ def test_every_policy_reads_what_it_has_evicted(attached_model: Models, text: Te
     assert caches[0].layers[0].table.occupancy_bound == 11
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma2", "gemma3", "olmo2", "cohere", "glm4", "phi3", "deepseek_v3"])
+@pytest.mark.parametrize(
+    "family", ["qwen3", "gemma2", "gemma3", "olmo2", "cohere", "glm4", "phi3", "deepseek_v3", "gemma3n"]
+)
 @pytest.mark.parametrize("positions", ["original", "compact", "auto", "self_extend(3, 5)", "clamp(9)"])
 def test_families_and_positions(attached_model: Models, text: Text, family: str, positions: str) -> None:
     model, ids = attached_model(family), text(61)

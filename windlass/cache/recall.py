@@ -48,6 +48,8 @@ class RecallStore:
         """Tokens of each row; what lies behind them is not looked at."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
         """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
+        self.room: Parts = {}
+        """Where the slots and what is recalled lie side by side, as long as a step reads them."""
         self._scanned: tuple[tuple[Segment, ...], tuple[TiledKeys, ...]] = (), ()
 
     @property

@@ -12,8 +12,8 @@ from windlass.cache.recall import DECIDING, TOKEN_INDEX
 from windlass.cache.table_view import TableView
 from windlass.core.attention import Mass
 from windlass.core.errors import UsageError
+from windlass.core.rotate import rotate
 from windlass.core.shapes import Queries
-from windlass.positions.rotary import Rotation
 
 DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
 
@@ -40,13 +40,21 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
         found = recall.codec.over(parts)
         parts = table.store.parts_of(found.keys(), found.values())
     parts = {name: part.to(positions.device) for name, part in parts.items()}
-    keys, values = table.store.beside(parts).packed()
+    keys, values = table.store.beside(parts, recall.room).packed()
     log_counts = view.log_counts
     if log_counts is not None:
         log_counts = torch.cat((log_counts.expand(-1, kv_heads, -1), torch.zeros(positions.shape)), -1)
     both = torch.cat((view.positions.expand(-1, kv_heads, -1), positions), -1)
     occupancy = view.occupancy + positions.shape[-1]
-    return replace(view, keys=keys, values=values, positions=both, log_counts=log_counts, occupancy=occupancy)
+    return replace(
+        view,
+        keys=keys,
+        values=values,
+        positions=both,
+        log_counts=log_counts,
+        occupancy=occupancy,
+        is_joined=True,
+    )
 
 
 def of_slots(mass: Mass | None, slots: int) -> Mass | None:
@@ -58,7 +66,9 @@ def of_slots(mass: Mass | None, slots: int) -> Mass | None:
 
 def _turned(queries: Queries, asked: LayerStep) -> Tensor:
     """Queries whose products with un-rotated keys are logits at `DISTANCE`."""
-    rotation = Rotation(asked.rotary, max(asked.step.end, DISTANCE + 1), queries.device)
-    turned = rotation.rotate(queries, torch.full((1, 1, 1), DISTANCE, device=queries.device))
-    gain = rotation.query_gain()
-    return (turned if gain is None else turned * gain).float() * asked.call.scale
+    rotary, turned = asked.rotary, queries.float()
+    if rotary is not None:
+        cos, sin = rotary.tables(max(asked.step.end, DISTANCE + 1), queries.device)
+        gain, turned = rotary.query_gain(), rotate(turned, cos[DISTANCE], sin[DISTANCE])
+        turned = turned if gain is None else turned * gain
+    return turned * asked.call.scale

@@ -135,7 +135,6 @@ def best_pages(
     format: int,
     queries: tuple[int, int],
     pieces: list[tuple[int, int, int]],
-    means: int,
     kept: tuple[int, int],
     best: tuple[int, int],
     instruction_set: str,

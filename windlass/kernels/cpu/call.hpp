@@ -110,7 +110,6 @@ struct BestPages {
     const float *queries;           // (batch, kv_heads, queries_per_head, channels): of each member all tokens
     const bool *is_query;           // (batch, tokens)
     std::vector<Piece> pieces;      // one after the other
-    const float *means;             // (kv_heads, channels); null where all are 0
     const std::uint8_t *is_text;    // (batch, slots)
     const float *kept_index;        // (batch, score_heads, kept): tokens that are no part of any page; -1 for none
     std::int64_t *best;             // (batch, kv_heads, count)

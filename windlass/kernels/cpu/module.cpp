@@ -102,8 +102,7 @@ void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArg
 
 void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, int format,
                 std::pair<Address, Address> queries,
-                const std::vector<std::tuple<Address, Address, int>> &pieces, Address means,
-                std::pair<Address, Address> kept, std::pair<Address, Address> best,
+                const std::vector<std::tuple<Address, Address, int>> &pieces, std::pair<Address, Address> kept, std::pair<Address, Address> best,
                 const std::string &instruction_set, int threads) {
     BestPages call{};
     std::tie(call.batch, call.kv_heads, call.score_heads, call.queries_per_head, call.tokens, call.channels, call.words,
@@ -112,7 +111,6 @@ void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, i
     call.queries = at<const float>(queries.first), call.is_query = at<const bool>(queries.second);
     for (const auto &[keys, scales, tiles] : pieces)
         call.pieces.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
-    call.means = at<const float>(means);
     call.is_text = at<const std::uint8_t>(kept.first), call.kept_index = at<const float>(kept.second);
     call.best = at<std::int64_t>(best.first), call.is_read = at<std::uint8_t>(best.second);
     float *scratch = scratch_of(call.scratch());
@@ -292,7 +290,7 @@ NB_MODULE(_native, module) {
                "scales"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
-    module.def("best_pages", &best_pages, "sizes"_a, "format"_a, "queries"_a, "pieces"_a, "means"_a, "kept"_a, "best"_a,
+    module.def("best_pages", &best_pages, "sizes"_a, "format"_a, "queries"_a, "pieces"_a, "kept"_a, "best"_a,
                "instruction_set"_a, "threads"_a);
     module.def("read_tokens", &read_tokens, "sizes"_a, "pieces"_a, "index"_a, "out"_a, "instruction_set"_a,
                "threads"_a);

@@ -83,9 +83,9 @@ typedef Floats Products[TILES][QUERIES][PARTS];
 inline float step_of(const float *query, int channels) {
     float most = 0;
     for (int c = 0; c < channels; ++c) most = std::max(most, std::fabs(query[c]));
-    return most / 127;
+    return most > 0 ? most / 127 : 1;
 }
-inline int whole(float number, float step) { return step > 0 ? int(std::lrint(number / step)) : 0; }
+inline int whole(float number, float step) { return int(std::lrint(number / step)); }
 
 // The queries of one kv head, and the sums of their products with the codes of some tiles.
 template <Format F>
@@ -93,17 +93,21 @@ class Sums {
     typedef Word<F> W;
 
   public:
-    Sums(const float *queries, int count, int channels, int words) : words(words), numbers(count * words * W::COUNT) {
+    Sums(const float *queries, int count, int channels, int words)
+        : words(words), numbers(count * words * W::COUNT), units(count, 1.0f) {
         const bool is_code = F == Format::int8 || F == Format::int4;
         for (int q = 0; q < count; ++q) {
-            const float *query = queries + q * channels, step = step_of(query, channels);
+            const float *query = queries + q * channels;
+            if (is_code) units[q] = step_of(query, channels);
             for (int w = 0; w < words; ++w)
                 for (int i = 0; i < W::COUNT; ++i) {
                     const float number = of_word<F>(query, w, i, channels);
-                    numbers[(q * words + w) * W::COUNT + i] = is_code ? whole(number, step) * step : number;
+                    numbers[(q * words + w) * W::COUNT + i] = is_code ? whole(number, units[q]) : number;
                 }
         }
     }
+    // What the sums of a query are to be multiplied by.
+    float unit(int query) const { return units[query]; }
     void of(const std::uint32_t *tiles, int first, Products &sums) const {
         const float *query = numbers.data() + std::size_t(first) * words * W::COUNT;
         for (int t = 0; t < TILES; ++t) {
@@ -122,7 +126,7 @@ class Sums {
 
   private:
     int words;
-    std::vector<float> numbers;
+    std::vector<float> numbers, units;
 };
 
 #if defined(__AVX512VNNI__)
@@ -134,19 +138,20 @@ class CodeSums {
 
   public:
     CodeSums(const float *queries, int count, int channels, int words)
-        : words(words), numbers(std::size_t(count) * words * HALVES), steps(count), offsets(count) {
+        : words(words), numbers(std::size_t(count) * words * HALVES), units(count), offsets(count) {
         for (int q = 0; q < count; ++q) {
             const float *query = queries + q * channels;
-            steps[q] = step_of(query, channels);
+            units[q] = step_of(query, channels);
             for (int w = 0; w < words; ++w)
                 for (int h = 0; h < HALVES; ++h)
                     for (int i = 0; i < 4; ++i) {
-                        const int number = whole(of_word<F>(query, w, IS_INT4 ? 2 * i + h : i, channels), steps[q]);
+                        const int number = whole(of_word<F>(query, w, IS_INT4 ? 2 * i + h : i, channels), units[q]);
                         ((std::int8_t *)(numbers.data() + (q * words + w) * HALVES + h))[i] = std::int8_t(number);
                         offsets[q] += number * (IS_INT4 ? 8 : 128);  // which codes are too large by, to have no sign
                     }
         }
     }
+    float unit(int query) const { return units[query]; }
     void of(const std::uint32_t *tiles, int first, Products &sums) const {
         const int stride = words * HALVES;
         const std::int32_t *query = numbers.data() + std::size_t(first) * stride;
@@ -174,18 +179,20 @@ class CodeSums {
         for (int t = 0; t < TILES; ++t)
             for (int q = 0; q < QUERIES; ++q) {
                 const __m512i total = _mm512_sub_epi32(totals[t][q], _mm512_set1_epi32(offsets[first + q]));
-                sums[t][q][0] = (Floats)_mm512_cvtepi32_ps(total) * steps[first + q];
+                sums[t][q][0] = (Floats)_mm512_cvtepi32_ps(total);
             }
     }
 
   private:
     int words;
     std::vector<std::int32_t> numbers;  // (queries, words, halves), four to each
-    std::vector<float> steps;
+    std::vector<float> units;
     std::vector<std::int32_t> offsets;
 };
 #endif
 
+// Keys count without their mean: it adds the same to all products of a query, and only differences of these matter.
+//
 // A page's worth to a query is the logarithm of the largest share that one of its tokens has in the softmax over pages,
 // each of which counts by its largest product; to a kv head it is the most that it is worth to one of its queries.
 template <class S>
@@ -193,7 +200,7 @@ class Best {
   public:
     Best(const BestPages &call, float *scratch)
         : call(call), rows(call.batch * call.kv_heads), padded((call.queries_per_head + QUERIES - 1) / QUERIES * QUERIES),
-          slots(call.slots()), pages(slots / PAGE), of_means(std::size_t(rows) * padded), peaks(scratch),
+          slots(call.slots()), pages(slots / PAGE), peaks(scratch),
           allowed((std::uint8_t *)(scratch + std::size_t(rows) * call.queries_per_head * pages)) {}
 
     void run(int threads) {
@@ -230,8 +237,7 @@ class Best {
     const BestPages &call;
     const int rows, padded;
     const std::int64_t slots, pages;
-    std::vector<float> of_means;  // (rows, padded): products of queries and mean keys
-    float *const peaks;           // (rows, queries_per_head, pages)
+    float *const peaks;           // (rows, queries_per_head, pages), each query's in its own unit
     std::uint8_t *const allowed;  // (rows, slots)
     std::vector<S> sums;
 
@@ -242,13 +248,6 @@ class Best {
             const std::size_t count = std::size_t(call.queries_per_head) * call.channels;
             std::copy_n(call.queries + row * count, count, queries.begin());
             sums.emplace_back(queries.data(), padded, call.channels, call.words);
-            if (!call.means) continue;
-            const float *mean = call.means + std::size_t(row % call.kv_heads) * call.channels;
-            for (int q = 0; q < call.queries_per_head; ++q) {
-                float product = 0;
-                for (int c = 0; c < call.channels; ++c) product += mean[c] * queries[q * call.channels + c];
-                of_means[row * padded + q] = product;
-            }
         }
     }
 
@@ -273,22 +272,24 @@ class Best {
             return;
         }
         Floats scales[TILES][PARTS];
-        for (int i = 0; i < TILES * PARTS && block.piece->scales; ++i)
-            scales[i / PARTS][i % PARTS] = Row<Format::float16>::lanes(
-                (const std::uint8_t *)(block.piece->scales + at * TILE + i * LANES), 0, 0);
+        Ints is_allowed[TILES][PARTS];
+        for (int i = 0; i < TILES * PARTS; ++i) {
+            is_allowed[i / PARTS][i % PARTS] = wide_bytes(own + i * LANES) != Ints{};
+            if (block.piece->scales)
+                scales[i / PARTS][i % PARTS] = Row<Format::float16>::lanes(
+                    (const std::uint8_t *)(block.piece->scales + at * TILE + i * LANES), 0, 0);
+        }
         for (int first = 0; first < call.queries_per_head; first += QUERIES) {
             Products products;
             sums[row].of(block.piece->keys + at * call.words * TILE, first, products);
             for (int t = 0; t < TILES; ++t)
-                for (int q = first; q < std::min(first + QUERIES, call.queries_per_head); ++q) {
-                    Floats(&x)[PARTS] = products[t][q - first];
-                    for (int p = 0; p < PARTS; ++p) {
-                        if (block.piece->scales) x[p] = x[p] * scales[t][p];
-                        const Ints is_allowed = wide_bytes(own + t * TILE + p * LANES);
-                        x[p] = is_allowed != Ints{} ? x[p] + of_means[row * padded + q] : all(NOTHING);
+                for (int p = 0; p < PARTS; ++p)
+                    for (int q = 0; q < QUERIES; ++q) {
+                        Floats &x = products[t][q][p];
+                        if (block.piece->scales) x = x * scales[t][p];
+                        x = is_allowed[t][p] ? x : all(NOTHING);
                     }
-                    put_largest(x, out + q * pages + t * (TILE / PAGE));
-                }
+            put_largest(products, std::min(QUERIES, call.queries_per_head - first), out + first * pages);
         }
     }
 
@@ -298,20 +299,39 @@ class Best {
         return any != 0;
     }
 
-    // The largest number of each page of a tile.
-    static void put_largest(const Floats (&tile)[PARTS], float *out) {
+    // The largest number of each page of the tiles, for `count` queries.
+    void put_largest(const Products &products, int count, float *out) const {
+        constexpr int PAGES = TILES * TILE / PAGE;
+        float found[QUERIES * PAGES];
 #if defined(__AVX512F__)
-        Floats x = tile[0];
-        x = larger(x, __builtin_shufflevector(x, x, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
-        x = larger(x, __builtin_shufflevector(x, x, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
-        x = larger(x, __builtin_shufflevector(x, x, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
-        out[0] = x[0], out[1] = x[8];
+        Floats halves[QUERIES], quarters[QUERIES / 2];
+        for (int q = 0; q < QUERIES; ++q) {
+            const Floats a = products[0][q][0], b = products[1][q][0];
+            halves[q] = larger(
+                __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+                __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+        }
+        for (int i = 0; i < QUERIES / 2; ++i) {
+            const Floats a = halves[2 * i], b = halves[2 * i + 1];
+            quarters[i] = larger(
+                __builtin_shufflevector(a, b, 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29),
+                __builtin_shufflevector(a, b, 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30, 31));
+        }
+        const Floats a = quarters[0], b = quarters[1];
+        store(found,
+              larger(__builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30),
+                     __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31)));
 #else
         float numbers[TILE];
-        for (int p = 0; p < PARTS; ++p) store(numbers + p * LANES, tile[p]);
-        for (int page = 0; page < TILE / PAGE; ++page)
-            out[page] = *std::max_element(numbers + page * PAGE, numbers + (page + 1) * PAGE);
+        for (int q = 0; q < QUERIES; ++q)
+            for (int t = 0; t < TILES; ++t) {
+                for (int p = 0; p < PARTS; ++p) store(numbers + p * LANES, products[t][q][p]);
+                for (int page = 0; page < TILE / PAGE; ++page)
+                    found[q * PAGES + t * (TILE / PAGE) + page] =
+                        *std::max_element(numbers + page * PAGE, numbers + (page + 1) * PAGE);
+            }
 #endif
+        for (int q = 0; q < count; ++q) std::copy_n(found + q * PAGES, PAGES, out + q * pages);
     }
 
     float largest(const float *from) const {
@@ -331,8 +351,11 @@ class Best {
             const float *own = peaks + (std::int64_t(row) * call.queries_per_head + q) * pages;
             const float top = largest(own);
             if (top == NOTHING) continue;
-            const float lse = top + std::log(sum_of_exponentials(own, top));
-            for (std::int64_t p = 0; p < pages; ++p) worth[p] = own[p] - lse > worth[p] ? own[p] - lse : worth[p];
+            const float unit = sums[row].unit(q), lse = top * unit + std::log(sum_of_exponentials(own, top, unit));
+            for (std::int64_t p = 0; p < pages; ++p) {
+                const float share = own[p] * unit - lse;
+                worth[p] = share > worth[p] ? share : worth[p];
+            }
         }
         const auto before = [&](std::int64_t a, std::int64_t b) {
             return worth[a] > worth[b] || (worth[a] == worth[b] && a < b);
@@ -355,7 +378,7 @@ class Best {
         }
     }
 
-    float sum_of_exponentials(const float *from, float top) const {
+    float sum_of_exponentials(const float *from, float top, float unit) const {
         Floats sums{};
         float padded[LANES];
         for (std::int64_t p = 0; p < pages; p += LANES) {
@@ -364,7 +387,7 @@ class Best {
                 std::fill(std::copy(numbers, from + pages, padded), padded + LANES, NOTHING);
                 numbers = padded;
             }
-            const Floats x = load<Floats>(numbers) - top;
+            const Floats x = (load<Floats>(numbers) - top) * unit;
             sums = sums + exponential(larger(x, all(-80.0f)));  // of what is far below the top nothing counts
         }
         float sum = 0;

@@ -6,7 +6,7 @@ from torch import Tensor
 from windlass.core.limits import PAGE
 from windlass.core.recall import TILE, WORD, BestPages, PageInput, ReadInput
 from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, native
-from windlass.kernels.cpu.arguments import address, contiguous_means, format_of
+from windlass.kernels.cpu.arguments import address, format_of
 
 
 def can_scan(call: PageInput) -> bool:
@@ -28,7 +28,6 @@ def best_pages(call: PageInput) -> BestPages:
     kept, states = call.kept_index.contiguous(), call.pieces[0].states
     (batch, heads, tokens, channels), (_, score_heads, slots) = queries.shape, kept.shape
     kv_heads, words = call.pieces[0].tiles.shape[1], call.pieces[0].tiles.shape[3]
-    means = contiguous_means(states)
     pages = torch.empty(batch, kv_heads, call.count, dtype=torch.int64)
     is_read = torch.empty(batch, kv_heads, call.count * PAGE, dtype=torch.bool)
     native.best_pages(
@@ -36,7 +35,6 @@ def best_pages(call: PageInput) -> BestPages:
         format_of(states),
         (queries.data_ptr(), is_query.data_ptr()),
         [(each.tiles.data_ptr(), address(each.states.scales), each.tiles.shape[2]) for each in call.pieces],
-        address(means),
         (is_text.data_ptr(), kept.data_ptr()),
         (pages.data_ptr(), is_read.data_ptr()),
         instruction_set(),
