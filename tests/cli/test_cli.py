@@ -85,6 +85,9 @@ def test_evicted_tokens_are_recalled(run: Callable[..., Ran], tmp_path: Path):
     file = str(tmp_path / "recalled")
     assert run("cache", MODEL, PROMPT, *options, "--dtype", "float32", "--prompt-cache", file).code == 0
     assert run(*generate("and", "--prompt-cache", file, "--recall-folder", str(tmp_path))).code == 0
+    shown = run("cache", file, "info").out
+    assert "recall        16\n" in shown
+    assert "recall_store  int4\n" in shown
     said = f"--recall 8 contradicts {file}, made with recall 16; leave it out"
     assert_refused(run(*generate("and", "--prompt-cache", file, "--recall", "8")), said)
 

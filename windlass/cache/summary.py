@@ -21,6 +21,8 @@ def facts(cache: CacheState) -> dict[str, str]:
         told["merge"] = str(cache.merge)
     if cache.options.shares is not None:
         told["shares"] = str(cache.options.shares)
+    if cache.options.recall:
+        told["recall"] = cache.options.recalled
     if cache.batch_size > 1:
         told["rows"] = f"{cache.batch_size:,}"
     told["tokens seen"] = _numbers(cache.rows.tokens_seen)

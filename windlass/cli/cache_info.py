@@ -57,13 +57,18 @@ def _checked(text: str, version: int, found: Mapping[str, Layout]) -> Contents:
 
 
 def _is_positions(name: str) -> bool:
-    return name.startswith("layers.") and name.endswith(f".{POSITIONS}")
+    return name.startswith("layers.") and name.split(".")[2:] == [POSITIONS]
 
 
 def facts(path: Path, contents: Contents, tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """What the file says of itself, by the names that are shown; counts of a batch are those of its first row."""
     options, standing = dict(contents.options), contents.standing
     limits, texts = options.pop("limits"), options.pop("batch")
+    if not options["recall"]:
+        del options["recall"], options["recall_store"]
+    shares = options.pop("shares")
+    if shares is not None:
+        options["shares"] = shares["name"] if isinstance(shares, dict) and shares.get("name") else "of its own"
     held = [tensor for name, tensor in tensors.items() if _is_positions(name)]
     kept = [int((positions[0] >= 0).sum(-1).max()) for positions in held]
     places = [positions[0][positions[0] >= 0] for positions in held]

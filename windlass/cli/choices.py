@@ -34,7 +34,10 @@ def chosen(cache: KVCache, given: Collection[str]) -> str | None:
     tokens, end, trained = max(cache.tokens_seen), max(cache.next_positions), cache.trained_length
     parts = []
     if cache.budget is not None and tokens > cache.budget and "policy" not in given:
-        parts.append(f"{cache.budget:,} of them are kept, chosen by {cache.policy!r} (--policy)")
+        again = (
+            f", and of the others {cache.options.recall:,} are read again in each step" if cache.options.recall else ""
+        )
+        parts.append(f"{cache.budget:,} of them are kept, chosen by {cache.policy!r} (--policy){again}")
     if trained is not None and end > trained and str(cache.positions) == AUTO:
         parts.append(f"read as {reading_now(cache)} (--positions), because this model was trained on {trained:,}")
     if parts:
