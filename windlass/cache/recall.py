@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from windlass import kernels
 from windlass.cache.recall_memory import RecallMemory, Segment
 from windlass.core.limits import PAGE
-from windlass.core.recall import PageInput, TiledKeys
+from windlass.core.recall import PageInput, TiledKeys, tokens_of
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Scores
 from windlass.stores.base import Parts, Store
@@ -95,7 +95,7 @@ class RecallStore:
         """
         count = min(self.tokens, self.memory.capacity) // PAGE
         best = kernels.best_pages(PageInput(queries, is_query, self._pieces(), self.positions >= 0, kept, count))
-        index = (best.pages[..., None] * PAGE + torch.arange(PAGE)).flatten(2)
+        index = tokens_of(best.pages)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
         return Recalled(self.memory.read(index), positions.where(best.is_read, EMPTY))
 

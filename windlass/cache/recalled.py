@@ -43,7 +43,7 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     keys, values = table.store.beside(parts, recall.room).packed()
     log_counts = view.log_counts
     if log_counts is not None:
-        log_counts = torch.cat((log_counts.expand(-1, kv_heads, -1), torch.zeros(positions.shape)), -1)
+        log_counts = torch.cat((log_counts.expand(-1, kv_heads, -1), log_counts.new_zeros(positions.shape)), -1)
     both = torch.cat((view.positions.expand(-1, kv_heads, -1), positions), -1)
     occupancy = view.occupancy + positions.shape[-1]
     return replace(

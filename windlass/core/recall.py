@@ -8,6 +8,7 @@ from jaxtyping import Bool, Int32, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
+from windlass.core.limits import PAGE
 from windlass.core.packed import PackedStates
 from windlass.core.shapes import Queries, Scores, SlotIndex
 
@@ -69,6 +70,11 @@ class BestPages(NamedTuple):
 
     pages: Int64[Tensor, "batch kv_heads count"]
     is_read: Bool[Tensor, "batch kv_heads recalled"]
+
+
+def tokens_of(pages: Tensor) -> SlotIndex:
+    """The numbers of the tokens of pages (batch, kv_heads, count), page by page."""
+    return (pages[..., None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten(2)
 
 
 @dataclass(frozen=True)

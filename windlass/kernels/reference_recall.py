@@ -6,7 +6,7 @@ from torch.nn.functional import pad
 
 from windlass.core.limits import PAGE
 from windlass.core.packed import Format
-from windlass.core.recall import TILE, BestPages, PageInput, ReadInput
+from windlass.core.recall import TILE, BestPages, PageInput, ReadInput, tokens_of
 
 
 def best_pages(call: PageInput) -> BestPages:
@@ -30,18 +30,13 @@ def best_pages(call: PageInput) -> BestPages:
     shares = peaks.log_softmax(-1).nan_to_num(nan=-torch.inf)
     worth = shares.masked_fill(~call.is_query[:, None, None, :, None], -torch.inf).flatten(2, 3).amax(2)
     pages = worth.sort(dim=-1, descending=True, stable=True).indices[..., : call.count]
-    return BestPages(pages, is_recallable.gather(-1, _tokens_of(pages)))
+    return BestPages(pages, is_recallable.gather(-1, tokens_of(pages)))
 
 
 def read_tokens(call: ReadInput) -> Tensor:
     """(batch, kv_heads, tokens, width): a copy of the rows at `index`."""
     rows = torch.cat([each.transpose(3, 4).flatten(2, 3) if call.is_tiled else each for each in call.pieces], 2)
     return rows.gather(2, call.index[..., None].expand(-1, -1, -1, rows.shape[3]))
-
-
-def _tokens_of(pages: Tensor) -> Tensor:
-    """The numbers of the tokens of pages (batch, kv_heads, count)."""
-    return (pages[..., None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten(2)
 
 
 def _is_recallable(call: PageInput, kv_heads: int) -> Tensor:
