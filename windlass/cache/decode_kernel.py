@@ -58,7 +58,7 @@ class LayerStep(NamedTuple):
         """Whether it is one token per row, and the table, with so many slots reserved, is as it should be for it."""
         table, rules = self.table, self.rules
         slots, held = table.slots, table.occupancy_bound
-        if not self.step.is_token or slots - held - reserved < 1 or not rules.knows(self.call):
+        if not self.step.is_token or slots - held - reserved <= rules.recall_room or not rules.knows(self.call):
             return False
         return slots == rules.slots_for(1, slots, held, reserve_hint, longest_decode, False)
 

@@ -48,14 +48,16 @@ class RecallStore:
         """Tokens of each row; what lies behind them is not looked at."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
         """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
-        self.room: Parts = {}
-        """Where the slots and what is recalled lie side by side, as long as a step reads them."""
         self._scanned: tuple[tuple[Segment, ...], tuple[TiledKeys, ...]] = (), ()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written."""
         return not self.memory.segments
+
+    def is_needed(self, held: int) -> bool:
+        """Whether any token was evicted, where each row holds `held` at most."""
+        return not self.is_empty and max(self.lengths) > held
 
     def append(self, keys: NewKeys, values: NewValues, positions: QueryPositions, counts: Sequence[int]) -> Scores:
         """Hold these tokens too, `counts` of each row: all but padding, whose positions are EMPTY.

@@ -214,7 +214,8 @@ class SlotLayer(Layer):
 
     def _history_left(self, tokens: int, is_decode: bool, positions: Tensor) -> History:
         """The steps that can be undone once `tokens` more come, which may take what `positions` reserve."""
-        if is_decode and self.table.slots - self.table.occupancy_bound - self.history.reserved >= tokens:
+        free = self.table.slots - self.table.occupancy_bound - self.history.reserved - self.rules.recall_room
+        if is_decode and free >= tokens:
             return self.history
         return self.history.forgotten(self.rules.limits.rollback if is_decode else 0, 0, positions)
 
