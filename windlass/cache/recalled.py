@@ -3,7 +3,6 @@
 from dataclasses import replace
 from typing import Final
 
-import torch
 from torch import Tensor
 
 from windlass import kernels
