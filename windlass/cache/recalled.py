@@ -1,14 +1,13 @@
 """What a step reads beside its slots: tokens that were evicted, chosen by the step's own queries."""
 
 from dataclasses import replace
-from typing import Final
 
 from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.decode_kernel import LayerStep
 from windlass.cache.observation import newest_columns, queries_at
-from windlass.cache.recall import DECIDING, TOKEN_INDEX
+from windlass.cache.recall import DECIDING, DISTANCE, TOKEN_INDEX
 from windlass.cache.slot_table import SlotTable
 from windlass.cache.table_view import TableView
 from windlass.core.attention import Mass
@@ -16,8 +15,6 @@ from windlass.core.errors import UsageError
 from windlass.core.packed import PackedStates
 from windlass.core.rotate import rotate
 from windlass.core.shapes import Queries, SlotIndex
-
-DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
 
 
 def with_recalled(asked: LayerStep, queries: Queries) -> TableView:

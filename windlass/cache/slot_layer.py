@@ -135,8 +135,9 @@ class SlotLayer(Layer):
         weighed = observed if policy.needs.mass else None
         if prepared is not None and prepared.retention is None:
             done = prepared.kernel(asked.given(weighed is not None, False))
-            table.replace(done.slot_positions, done.state, asked.bound)
-            written = Written(done.written, done.out, done.mass, asked.states[0], {})
+            initial = asked.initial_state()
+            table.replace(done.slot_positions, done.state, asked.bound, step)
+            written = Written(done.written, done.out, done.mass, asked.states[0], initial)
         else:
             state = table.copied_state()
             if self.checkpoint is not None and not is_continued:
