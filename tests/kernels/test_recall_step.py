@@ -18,6 +18,7 @@ from windlass.kernels.cpu.decode import Decode
 BATCH, KV_HEADS, GROUP, SLOTS, HELD, HEAD_DIM, VALUE_DIM, PAIRS = 2, 3, 5, 71, 19, 36, 20, 7
 LENGTHS = (141, 118)  # tokens of the rows; the second row's next one is padding
 PIECES = (96, 64)  # tokens that the pieces have room for
+DIGESTS = (32, 32)  # pages
 PAGES = 4
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 
@@ -25,11 +26,14 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 1e-2, torch.float16: 1e-3}
 class Draw:
     """The same random slots and store each time."""
 
-    def __init__(self, store: str, dtype: torch.dtype, score_heads: int, has_means: bool) -> None:
+    def __init__(
+        self, store: str, dtype: torch.dtype, score_heads: int, has_means: bool, has_digests: bool = False
+    ) -> None:
         self.draw = torch.Generator().manual_seed(score_heads)
         self.dtype, self.store = dtype, store
         means = self.normal(KV_HEADS, HEAD_DIM) if has_means else None
         pieces = tuple(self.piece(size, means) for size in PIECES)
+        digests = tuple(self.piece(size, means).keys for size in DIGESTS) if has_digests else ()
         remembered = torch.arange(sum(PIECES), dtype=torch.int32).expand(BATCH, -1).clone()
         for row, length in enumerate(LENGTHS):
             remembered[row, length:] = EMPTY
@@ -51,7 +55,7 @@ class Draw:
             0.3,
             Visibility(),
             retention=Retention(Ranking("sum", "state"), HELD, 1, 2) if score_heads > 1 else None,
-            recall=RecallSlots(pieces, remembered, PAGES, turn, 1),
+            recall=RecallSlots(pieces, remembered, PAGES, turn, 1, digests, 11 if has_digests else 0),
         )
 
     def normal(self, *shape: int) -> Tensor:
@@ -84,6 +88,7 @@ class Draw:
         assert self.fixed.recall is not None
         held = [(piece.keys.tiles, piece.keys.states.scales) for piece in self.fixed.recall.pieces]
         held += [(piece.values.data, piece.values.scales) for piece in self.fixed.recall.pieces]
+        held += [(each.tiles, each.states.scales) for each in self.fixed.recall.digests]
         return [tensor for pair in held for tensor in pair if tensor is not None]
 
 
@@ -92,6 +97,7 @@ class Draw:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("score_heads", "has_means"), [(1, True), (KV_HEADS, False)])
 @pytest.mark.parametrize("is_recalling", [True, False])
+@pytest.mark.parametrize("has_digests", [True, False])
 def test_a_step_equals_the_reference(
     monkeypatch: pytest.MonkeyPatch,
     instruction_set: str,
@@ -100,9 +106,10 @@ def test_a_step_equals_the_reference(
     score_heads: int,
     has_means: bool,
     is_recalling: bool,
+    has_digests: bool,
 ) -> None:
     monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
-    ours, truth = (Draw(store, dtype, score_heads, has_means) for _ in range(2))
+    ours, truth = (Draw(store, dtype, score_heads, has_means, has_digests) for _ in range(2))
     before = [tensor.clone() for tensor in truth.store_tensors()]
     new, same = ours.new(is_recalling), truth.new(is_recalling)
     done, wanted = Decode(ours.fixed, new.queries)(new), reference_decode.decode(truth.fixed, same)

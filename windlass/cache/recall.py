@@ -21,11 +21,13 @@ from windlass.core.limits import PAGE
 from windlass.core.recall import PageInput, RecallPiece, TiledKeys, tokens_of
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Scores
+from windlass.kernels.reference_recall import digest_of
 from windlass.stores.base import Parts, Store
 
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
 RECALL: Final = "recall."  # begins the names of its tensors, among all of a layer's
 POSITIONS: Final = "positions"
+CANDIDATES: Final = 256  # pages of the best digests, which are looked at token by token
 DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
 DECIDING: Final = 16  # the newest queries of a step, which decide what all of its queries recall
 
@@ -50,7 +52,9 @@ class RecallStore:
         """Tokens of each row; what lies behind them is not looked at."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
         """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
+        self.digests = RecallMemory(memory.folder)  # of the pages: the mean of their tokens' keys
         self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
+        self._digested: tuple[tuple[Segment, ...], tuple[TiledKeys, ...]] = (), ()
 
     @property
     def is_empty(self) -> bool:
@@ -98,7 +102,10 @@ class RecallStore:
         (batch, score_heads, slots) are the indices of the tokens in slots, negative in the others.
         """
         keys = tuple(piece.keys for piece in self.pieces())
-        best = kernels.best_pages(PageInput(queries, is_query, keys, self.positions, kept, self.page_count))
+        is_prompt = queries.shape[2] > 1
+        digests = self.digested() if is_prompt else ((), 0)
+        asked = PageInput(queries, is_query, keys, self.positions, kept, self.page_count, *digests)
+        best = kernels.best_pages(asked)
         index = tokens_of(best.pages)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
         return Recalled(self.memory.read(index), positions.where(best.is_read, EMPTY))
@@ -166,12 +173,14 @@ class RecallStore:
         """Keep the batch rows at `rows`, which may repeat."""
         rows = rows.to("cpu")
         self.memory.select_rows(rows)
+        self.digests.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
         self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
         self.memory.copy_row(source, target)
+        self.digests.copy_row(source, target)
         self.positions[target] = self.positions[source]
         self.lengths = tuple(self.lengths[source if row == target else row] for row in range(len(self.lengths)))
 
@@ -191,13 +200,16 @@ class RecallStore:
         self.codec.restore(own)
         parts = {name: each for name, each in own.items() if name not in self.codec.constant_names}
         self._grow(max(lengths), parts)
-        self._put(slice(None), 0, parts, positions)
-        self.cut_to(lengths)
+        for row, length in enumerate(lengths):
+            held = {name: part[row : row + 1, :, :length] for name, part in parts.items()}
+            self._put(slice(row, row + 1), 0, held, positions[row : row + 1, :length])
+        self.lengths = tuple(lengths)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that is allocated."""
-        parts = [part for segment in self.memory.segments for part in segment.parts.values()]
+        segments = *self.memory.segments, *self.digests.segments
+        parts = [part for segment in segments for part in segment.parts.values()]
         return self.positions.nbytes + sum(part.nbytes for part in parts)
 
     def pieces(self) -> tuple[RecallPiece, ...]:
@@ -211,12 +223,34 @@ class RecallStore:
             self._scanned = segments, tuple(found)
         return self._scanned[1]
 
+    def digested(self) -> tuple[tuple[TiledKeys, ...], int]:
+        """The digests of all pages, and how many pages are looked at beyond them; none where that is all pages."""
+        if self.memory.capacity // PAGE <= CANDIDATES:
+            return (), 0
+        segments, no_keys = self.digests.segments, self.digests.no_keys
+        if self._digested[0] is not segments:
+            (keys,), found = no_keys, []
+            for segment in segments:
+                held = self.codec.over(segment.parts | no_keys)
+                found.append(TiledKeys(segment.parts[keys], held.packed_keys()))
+            self._digested = segments, tuple(found)
+        return self._digested[1], CANDIDATES
+
     def _grow(self, tokens: int, sample: Parts) -> None:
         self.memory.grow(tokens, sample)
+        pages = self.memory.capacity // PAGE
+        if pages > self.digests.capacity:
+            keys = self.codec.decode_keys(sample)[:, :, :1]
+            self.digests.grow(pages, self.codec.parts_of(keys, keys[..., :0]))
         more = self.memory.capacity - self.positions.shape[1]
         if more > 0:
             self.positions = pad(self.positions.expand(self.batch, -1), (0, more), value=EMPTY)
 
     def _put(self, rows: slice, start: int, parts: Parts, positions: QueryPositions) -> None:
         self.memory.put(rows, start, parts)
+        if positions.shape[1]:
+            page = start // PAGE
+            held = self.memory.between(rows, page * PAGE, start + positions.shape[1], self.digests.names)
+            means = digest_of(self.codec.decode_keys(held))
+            self.digests.put(rows, page, self.codec.parts_of(means, means[..., :0]))
         self.positions[rows, start : start + positions.shape[1]] = positions.to(torch.int32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mmap
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple, final
 
@@ -55,6 +55,11 @@ class RecallMemory:
     def capacity(self) -> int:
         """Tokens of a row that there is room for."""
         return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parts."""
+        return tuple(self.segments[0].parts)
 
     @property
     def no_keys(self) -> Parts:
@@ -114,6 +119,22 @@ class RecallMemory:
             rows = kernels.read_tokens(ReadInput(pieces, index, is_tiled))
             found[name] = rows_of(rows, self._width, self._dtype) if is_tiled else rows
         return found
+
+    def between(self, rows: slice, start: int, stop: int, names: Sequence[str]) -> Parts:
+        """The parts with these names of tokens `start` to `stop` of some rows."""
+        found: dict[str, list[Tensor]] = {name: [] for name in names}
+        for segment in self.segments:
+            first, last = max(start, segment.start) - segment.start, min(stop, segment.stop) - segment.start
+            for name in names if first < last else ():
+                part = segment.parts[name][rows]
+                if name == self._keys:
+                    tiles = part[:, :, first // TILE : -(-last // TILE)].transpose(3, 4).flatten(2, 3)
+                    skipped = first // TILE * TILE
+                    part = rows_of(tiles, self._width, self._dtype)[:, :, first - skipped : last - skipped]
+                else:
+                    part = part[:, :, first:last]
+                found[name].append(part)
+        return {name: torch.cat(each, 2) for name, each in found.items()}
 
     def filled(self, tokens: int) -> Parts:
         """The parts of the first `tokens` of each row, in one piece."""

@@ -56,6 +56,9 @@ class PageInput:
 
     `is_query` tells which of the queries count. `positions` are negative where a token is no part of the text.
     `kept_index` are the tokens in slots, by their number among all pieces' tokens, negative in the slots of none.
+
+    `digests` have a key for each page, and more behind the last one; only the `candidates` pages whose digests promise
+    most are looked at then. Without digests all are.
     """
 
     queries: Queries
@@ -64,6 +67,8 @@ class PageInput:
     positions: Remembered
     kept_index: Scores
     count: int
+    digests: tuple[TiledKeys, ...] = ()
+    candidates: int = 0
 
 
 class BestPages(NamedTuple):
@@ -101,7 +106,8 @@ class RecallSlots:
 
     `positions` are negative where a token is no part of the text. `count` pages are read at most. `turn` (cos, sin) is
     what queries are rotated by before they are multiplied with keys; None: not at all. `state`: which of the slots'
-    tensors has the number of each slot's token.
+    tensors has the number of each slot's token. `digests`, `candidates`: see `PageInput`; that of a page that gets a
+    new token is written anew, as the mean of its keys.
     """
 
     pieces: tuple[RecallPiece, ...]
@@ -109,3 +115,5 @@ class RecallSlots:
     count: int
     turn: tuple[Float32[Tensor, " pairs"], Float32[Tensor, " pairs"]] | None
     state: int
+    digests: tuple[TiledKeys, ...] = ()
+    candidates: int = 0

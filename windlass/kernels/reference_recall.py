@@ -19,8 +19,9 @@ def best_pages(call: PageInput) -> BestPages:
 
     A page counts to a query by its largest product with a token that may be recalled; its worth is its share in the
     softmax over these, and to a kv head the largest that it has for one of its queries. Of equal ones the earlier is
-    the better. Where keys are codes, queries are rounded to multiples of 1 / 127 of their largest number, which changes
-    products less than codes do.
+    the better. Where there are digests, pages are ranked by these in the same way first, each as if it were one token,
+    and all but the first `candidates` count for nothing. Where keys are codes, queries are rounded to multiples of
+    1 / 127 of their largest number, which changes products less than codes do.
     """
     keys = torch.cat([piece.packed().floats().float() for piece in call.pieces], 2)
     kv_heads, remembered = keys.shape[1:3]
@@ -32,10 +33,34 @@ def best_pages(call: PageInput) -> BestPages:
     grouped = queries.unflatten(1, (kv_heads, -1))
     products = (grouped @ keys[:, :, None].transpose(-1, -2)).masked_fill(~is_recallable[:, :, None, None], -torch.inf)
     peaks: Tensor = products.unflatten(-1, (remembered // PAGE, PAGE)).amax(-1)
-    shares = peaks.log_softmax(-1).nan_to_num(nan=-torch.inf)
-    worth = shares.masked_fill(~call.is_query[:, None, None, :, None], -torch.inf).flatten(2, 3).amax(2)
-    pages = worth.sort(dim=-1, descending=True, stable=True).indices[..., : call.count]
+    if call.digests:
+        keys = torch.cat([piece.packed().floats().float() for piece in call.digests], 2)[:, :, : remembered // PAGE]
+        is_page = is_recallable.unflatten(-1, (-1, PAGE)).any(-1)
+        rough = (grouped @ keys[:, :, None].transpose(-1, -2)).masked_fill(~is_page[:, :, None, None], -torch.inf)
+        candidates = _best(rough, call.is_query, call.candidates)
+        is_candidate = torch.zeros_like(is_page).scatter(-1, candidates, True)
+        peaks = peaks.masked_fill(~is_candidate[:, :, None, None], -torch.inf)
+    pages = _best(peaks, call.is_query, call.count)
     return BestPages(pages, is_recallable.gather(-1, tokens_of(pages)))
+
+
+def _best(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
+    """The `count` pages that are worth most, of whose (batch, kv_heads, members, tokens, pages) peaks."""
+    shares = peaks.log_softmax(-1).nan_to_num(nan=-torch.inf)
+    worth = shares.masked_fill(~is_query[:, None, None, :, None], -torch.inf).flatten(2, 3).amax(2)
+    return worth.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def digest_of(keys: Tensor) -> Tensor:
+    """The mean (batch, kv_heads, pages, channels) of the keys of each page; the last page may have fewer tokens."""
+    whole, pages = keys.shape[2] // PAGE * PAGE, []
+    for part in (keys[:, :, :whole].unflatten(2, (-1, PAGE)), keys[:, :, None, whole:]):
+        if part.shape[2] and part.shape[3]:
+            total = part[:, :, :, 0].float()
+            for token in range(1, part.shape[3]):  # in the order of the text, so that every backend rounds alike
+                total = total + part[:, :, :, token].float()
+            pages.append(total / part.shape[3])
+    return torch.cat(pages, 2).to(keys.dtype)
 
 
 def read_tokens(call: ReadInput) -> Tensor:
@@ -58,6 +83,22 @@ def remember(store: RecallSlots, new: DecodeInput) -> None:
         values.data[row, :, at] = value_codes[0, :, 0]
         if keys.states.scales is not None and values.scales is not None:
             keys.states.scales[row, :, at], values.scales[row, :, at] = scales[0, :, 0], value_scales[0, :, 0]
+        if store.digests:
+            _digest(store, row, index, new.keys.dtype)
+
+
+def _digest(store: RecallSlots, row: int, newest: int, dtype: torch.dtype) -> None:
+    """Write the digest of the page with the `newest` token of a row."""
+    held = torch.cat([piece.keys.packed().floats() for piece in store.pieces], 2)[row : row + 1]
+    at, states = newest // PAGE, store.digests[0].states
+    codes, scales = _encoded(states, digest_of(held[:, :, at * PAGE : newest + 1].to(dtype)))
+    for piece in store.digests:
+        if at < piece.tokens:
+            piece.tiles[row, :, at // TILE, :, at % TILE] = words_of(codes)[0, :, 0]
+            if piece.states.scales is not None:
+                piece.states.scales[row, :, at] = scales[0, :, 0]
+            return
+        at -= piece.tokens
 
 
 def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Scores) -> tuple[Tensor, Tensor]:
@@ -72,7 +113,8 @@ def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Sc
     queries = (queries if store.turn is None else rotate(queries, *store.turn)) * slots.scale
     pieces = tuple(piece.keys for piece in store.pieces)
     is_query = torch.ones_like(new.positions, dtype=torch.bool)
-    pages = PageInput(queries, is_query, pieces, store.positions, kept.where(places >= 0, -1.0), store.count)
+    text = store.positions, kept.where(places >= 0, -1.0), store.count
+    pages = PageInput(queries, is_query, pieces, *text, store.digests, store.candidates)
     best = best_pages(pages)
     index = tokens_of(best.pages)
     free = reference.first_free(places, index.shape[-1]).expand(-1, kv_heads, -1)

@@ -98,7 +98,8 @@ struct QueryMass {
     float *mass;  // (batch, kv_heads, outputs, slots)
 };
 
-// The `count` pages of 8 tokens that matter most to the queries of each kv head, the best first.
+// The `count` pages of 8 tokens that matter most to the queries of each kv head, the best first. Where there are digests,
+// a key for each page, only the `candidates` whose digests promise most are looked at.
 struct BestPages {
     struct Piece {
         const std::uint32_t *keys;    // (batch, kv_heads, tiles, words, 16)
@@ -109,7 +110,8 @@ struct BestPages {
     Format format;
     const float *queries;           // (batch, kv_heads, queries_per_head, channels): of each member all tokens
     const bool *is_query;           // (batch, tokens)
-    std::vector<Piece> pieces;      // one after the other
+    std::vector<Piece> pieces, digests;  // one after the other
+    int candidates;
     const std::int32_t *positions;  // (batch, slots), negative where a token is no part of the text
     const float *kept_index;        // (batch, score_heads, kept): tokens that are no part of any page; -1 for none
     std::int64_t *best;             // (batch, kv_heads, count)
@@ -120,8 +122,14 @@ struct BestPages {
         for (const auto &piece : pieces) sum += std::int64_t(piece.tiles) * 16;
         return sum;
     }
-    // Floats of scratch: each query's product with each page, and a byte for each token of a kv head.
-    std::size_t scratch() const { return std::size_t(batch) * kv_heads * (queries_per_head * (slots() / 8) + slots() / 4); }
+    bool has_digests() const { return !digests.empty(); }
+    // The most pages that the tiles of all candidates have, read two tiles at a time.
+    std::int64_t candidate_pages() const { return has_digests() ? (std::int64_t(candidates) + 1) / 2 * 4 : 0; }
+    // Floats of scratch: each query's product with each page, again with the candidates, and a byte for each token and page.
+    std::size_t scratch() const {
+        const std::size_t products = slots() / 8 + candidate_pages(), bytes = slots() + slots() / 8;
+        return std::size_t(batch) * (std::size_t(kv_heads) * queries_per_head * products + score_heads * (bytes / 4 + 1));
+    }
 };
 
 // Rows of some tokens out of pieces (rows, tokens, row_bytes), in tiles of 16 tokens by words if `is_tiled`.
@@ -159,6 +167,8 @@ struct Recall {
     Format format;       // of keys and values; the slots' own unless low-bit
     const float *means;  // (kv_heads, channels), of keys; may be null
     std::vector<Piece> pieces;
+    std::vector<BestPages::Piece> digests;  // of pages: the mean of their tokens' keys; none where all pages are looked at
+    int candidates;
     const std::int32_t *positions;  // (batch, tokens), negative where a token is no part of the text
     std::int64_t tokens;
     const float *cos, *sin;  // (pairs): of the distance at which queries look for tokens
@@ -192,7 +202,7 @@ inline BestPages pages_call(const RecallStep &step, const Recall &store) {
     call.channels = store.channels, call.words = store.words, call.kept = step.slots, call.count = store.count;
     call.format = store.format;
     for (const auto &piece : store.pieces) call.pieces.push_back({piece.keys, piece.key_scales, piece.tiles});
-    call.positions = store.positions;
+    call.positions = store.positions, call.digests = store.digests, call.candidates = store.candidates;
     return call;
 }
 

@@ -102,7 +102,9 @@ void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArg
 
 void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, int format,
                 std::pair<Address, Address> queries,
-                const std::vector<std::tuple<Address, Address, int>> &pieces, std::pair<Address, Address> kept, std::pair<Address, Address> best,
+                const std::vector<std::tuple<Address, Address, int>> &pieces,
+                const std::vector<std::tuple<Address, Address, int>> &digests, int candidates,
+                std::pair<Address, Address> kept, std::pair<Address, Address> best,
                 const std::string &instruction_set, int threads) {
     BestPages call{};
     std::tie(call.batch, call.kv_heads, call.score_heads, call.queries_per_head, call.tokens, call.channels, call.words,
@@ -111,6 +113,9 @@ void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, i
     call.queries = at<const float>(queries.first), call.is_query = at<const bool>(queries.second);
     for (const auto &[keys, scales, tiles] : pieces)
         call.pieces.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
+    for (const auto &[keys, scales, tiles] : digests)
+        call.digests.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
+    call.candidates = candidates;
     call.positions = at<const std::int32_t>(kept.first), call.kept_index = at<const float>(kept.second);
     call.best = at<std::int64_t>(best.first), call.is_read = at<std::uint8_t>(best.second);
     float *scratch = scratch_of(call.scratch());
@@ -193,10 +198,11 @@ Retain retain_call(const Attend &call, RetainArguments from) {
 
 using RecallArguments =
     std::tuple<std::tuple<int, int, int, int, int>, Address, std::vector<std::tuple<Address, Address, Address, Address, int>>,
-               std::pair<Address, std::int64_t>, std::tuple<Address, Address, int>, std::pair<int, int>>;
+               std::pair<std::vector<std::tuple<Address, Address, int>>, int>, std::pair<Address, std::int64_t>,
+               std::tuple<Address, Address, int>, std::pair<int, int>>;
 
 Recall recall_store(const RecallArguments &from) {
-    const auto &[sizes, means, pieces, positions, turn, chosen] = from;
+    const auto &[sizes, means, pieces, digests, positions, turn, chosen] = from;
     int format;
     Recall store{};
     std::tie(store.words, store.channels, store.value_bytes, store.value_channels, format) = sizes;
@@ -204,6 +210,9 @@ Recall recall_store(const RecallArguments &from) {
     for (const auto &[keys, key_scales, values, value_scales, tiles] : pieces)
         store.pieces.push_back({at<std::uint32_t>(keys), at<std::uint16_t>(key_scales), at<std::uint8_t>(values),
                                 at<std::uint16_t>(value_scales), tiles});
+    for (const auto &[keys, scales, tiles] : digests.first)
+        store.digests.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
+    store.candidates = digests.second;
     store.positions = at<const std::int32_t>(positions.first), store.tokens = positions.second;
     store.cos = at<const float>(std::get<0>(turn)), store.sin = at<const float>(std::get<1>(turn));
     store.pairs = std::get<2>(turn);
@@ -315,7 +324,8 @@ NB_MODULE(_native, module) {
                "scales"_a, "instruction_set"_a, "threads"_a);
     module.def("mean_key_cosine", &mean_key_cosine, "sizes"_a, "format"_a, "keys"_a, "positions"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
-    module.def("best_pages", &best_pages, "sizes"_a, "format"_a, "queries"_a, "pieces"_a, "kept"_a, "best"_a,
+    module.def("best_pages", &best_pages, "sizes"_a, "format"_a, "queries"_a, "pieces"_a, "digests"_a,
+               "candidates"_a, "kept"_a, "best"_a,
                "instruction_set"_a, "threads"_a);
     module.def("read_tokens", &read_tokens, "sizes"_a, "pieces"_a, "index"_a, "out"_a, "instruction_set"_a,
                "threads"_a);

@@ -81,6 +81,7 @@ float of_word(const float *query, int word, int i, int channels) {
 }
 
 typedef Floats Products[TILES][QUERIES][PARTS];
+typedef const std::uint32_t *Keys[TILES];
 
 // What the queries of codes are multiples of.
 inline float step_of(const float *query, int channels) {
@@ -111,10 +112,10 @@ class Sums {
     }
     // What the sums of a query are to be multiplied by.
     float unit(int query) const { return units[query]; }
-    void of(const std::uint32_t *tiles, int first, Products &sums) const {
+    void of(const Keys &tiles, const Keys &, int first, Products &sums) const {
         const float *query = numbers.data() + std::size_t(first) * words * W::COUNT;
         for (int t = 0; t < TILES; ++t) {
-            const std::uint32_t *tile = tiles + std::size_t(t) * words * TILE;
+            const std::uint32_t *tile = tiles[t];
             for (auto &each : sums[t])
                 for (auto &part : each) part = Floats{};
             for (int w = 0; w < words; ++w)
@@ -155,7 +156,7 @@ class CodeSums {
         }
     }
     float unit(int query) const { return units[query]; }
-    void of(const std::uint32_t *tiles, int first, Products &sums) const {
+    void of(const Keys &tiles, const Keys &next, int first, Products &sums) const {
         const int stride = words * HALVES;
         const std::int32_t *query = numbers.data() + std::size_t(first) * stride;
         __m512i totals[TILES][QUERIES];
@@ -164,8 +165,8 @@ class CodeSums {
         for (int w = 0; w < words; ++w) {
             __m512i word[TILES];
             for (int t = 0; t < TILES; ++t) {
-                word[t] = _mm512_loadu_si512(tiles + (t * words + w) * TILE);
-                __builtin_prefetch(tiles + ((t + 2 * TILES) * words + w) * TILE);  // tiles are too short to foresee
+                word[t] = _mm512_loadu_si512(tiles[t] + w * TILE);
+                __builtin_prefetch(next[t] + w * TILE);  // tiles are too short to foresee
             }
             for (int h = 0; h < HALVES; ++h) {
                 __m512i codes[TILES];
@@ -197,37 +198,35 @@ class CodeSums {
 // Keys count without their mean: it adds the same to all products of a query, and only differences of these matter.
 //
 // A page's worth to a query is the logarithm of the largest share that one of its tokens has in the softmax over pages,
-// each of which counts by its largest product; to a kv head it is the most that it is worth to one of its queries.
+// each of which counts by its largest product; to a kv head it is the most that it is worth to one of its queries. Where
+// there are digests, pages are first ranked by these, and only the best of them looked at.
 template <class S>
 class Best {
   public:
     Best(const BestPages &call, float *scratch)
         : call(call), rows(call.batch * call.kv_heads), padded((call.queries_per_head + QUERIES - 1) / QUERIES * QUERIES),
           slots(call.slots()), pages(slots / PAGE), peaks(scratch),
-          allowed((std::uint8_t *)(scratch + std::size_t(rows) * call.queries_per_head * pages)) {}
+          few(scratch + std::size_t(rows) * call.queries_per_head * pages),
+          allowed((std::uint8_t *)(few + std::size_t(rows) * call.queries_per_head * call.candidate_pages())),
+          allowed_pages(allowed + std::size_t(call.batch) * call.score_heads * slots) {}
 
     void run(int threads) {
         prepare();
-        std::vector<Block> blocks;
-        std::int64_t start = 0;
-        for (const auto &piece : call.pieces) {
-            for (int tile = 0; tile < piece.tiles; tile += BLOCK_TILES)
-                blocks.push_back({&piece, tile, std::min(tile + BLOCK_TILES, piece.tiles), start});
-            start += std::int64_t(piece.tiles) * TILE;
-        }
+        const std::vector<Block> blocks = blocks_of(call.has_digests() ? call.digests : call.pieces);
         const int items = rows * int(blocks.size());
 #pragma omp parallel num_threads(threads)
         {
 #pragma omp for schedule(static)
-            for (int held = 0; held < call.batch * call.score_heads; ++held) allow(held);
+            for (std::int64_t part = 0; part < call.batch * call.score_heads * parts(); ++part) allow(int(part / parts()), part % parts());
 #pragma omp for schedule(dynamic, 4)
             for (int item = 0; item < items; ++item) {
                 const Block &block = blocks[item % blocks.size()];
+                const int row = item / int(blocks.size());
                 for (int tile = block.from; tile < block.to; tile += TILES)
-                    of_tiles(item / int(blocks.size()), tile, block);
+                    call.has_digests() ? of_digests(row, tile, block) : of_pages(row, tile, block);
             }
-#pragma omp for schedule(static)
-            for (int row = 0; row < rows; ++row) choose(row);
+#pragma omp for schedule(dynamic, 1)
+            for (int row = 0; row < rows; ++row) call.has_digests() ? choose_of_few(row) : choose_of_all(row);
         }
     }
 
@@ -235,14 +234,32 @@ class Best {
     struct Block {
         const BestPages::Piece *piece;
         int from, to;        // tiles of the piece
-        std::int64_t start;  // of the piece, in tokens
+        std::int64_t start;  // of the piece, in tokens, or in pages
+    };
+    struct Tile {
+        const std::uint32_t *keys;
+        const std::uint16_t *scales;
+        const std::uint8_t *allowed;
     };
     const BestPages &call;
     const int rows, padded;
     const std::int64_t slots, pages;
-    float *const peaks;           // (rows, queries_per_head, pages), each query's in its own unit
-    std::uint8_t *const allowed;  // (batch, score_heads, slots)
+    float *const peaks;  // (rows, queries_per_head, pages), each query's in its own unit; of digests where there are any
+    float *const few;    // (rows, queries_per_head, candidate pages)
+    std::uint8_t *const allowed;        // (batch, score_heads, slots)
+    std::uint8_t *const allowed_pages;  // (batch, score_heads, pages)
     std::vector<S> sums;
+
+    static std::vector<Block> blocks_of(const std::vector<BestPages::Piece> &pieces) {
+        std::vector<Block> blocks;
+        std::int64_t start = 0;
+        for (const auto &piece : pieces) {
+            for (int tile = 0; tile < piece.tiles; tile += BLOCK_TILES)
+                blocks.push_back({&piece, tile, std::min(tile + BLOCK_TILES, piece.tiles), start});
+            start += std::int64_t(piece.tiles) * TILE;
+        }
+        return blocks;
+    }
 
     void prepare() {
         std::vector<float> queries(std::size_t(padded) * call.channels);
@@ -254,59 +271,101 @@ class Best {
         }
     }
 
-    std::uint8_t *allowed_of(int row) const {
-        return allowed + (call.score_heads == 1 ? row / call.kv_heads : row) * slots;
-    }
+    std::int64_t held_of(int row) const { return call.score_heads == 1 ? row / call.kv_heads : row; }
 
-    void allow(int held) {
+    static constexpr std::int64_t PART = 8192;  // tokens whose permission is looked up at once
+    std::int64_t parts() const { return (slots + PART - 1) / PART; }
+
+    void allow(int held, std::int64_t part) {
         const std::int32_t *positions = call.positions + held / call.score_heads * slots;
         std::uint8_t *own = allowed + held * slots;
-        for (std::int64_t slot = 0; slot < slots; ++slot) own[slot] = positions[slot] >= 0;
+        const std::int64_t first = part * PART, last = std::min(slots, first + PART);
+        for (std::int64_t slot = first; slot < last; ++slot) own[slot] = positions[slot] >= 0;
         for (int i = 0; i < call.kept; ++i) {
             const float index = call.kept_index[std::int64_t(held) * call.kept + i];
-            if (index >= 0 && index < float(slots)) own[std::int64_t(index)] = 0;
+            if (index >= float(first) && index < float(last)) own[std::int64_t(index)] = 0;
         }
+        if (!call.has_digests()) return;
+        for (std::int64_t page = first / PAGE; page < last / PAGE; ++page)
+            allowed_pages[held * pages + page] = load<std::uint64_t>(own + page * PAGE) != 0;
     }
 
-    void of_tiles(int row, int tile, const Block &block) {
-        const std::int64_t at = std::int64_t(row) * block.piece->tiles + tile;
-        const std::int64_t slot = block.start + std::int64_t(tile) * TILE;
-        const std::uint8_t *own = allowed_of(row) + slot;
-        float *out = peaks + std::int64_t(row) * call.queries_per_head * pages + slot / PAGE;
-        if (!is_any(own)) {
-            for (int q = 0; q < call.queries_per_head; ++q) std::fill_n(out + q * pages, TILES * TILE / PAGE, NOTHING);
-            return;
-        }
-        Floats scales[TILES][PARTS];
-        Ints is_allowed[TILES][PARTS];
-        for (int i = 0; i < TILES * PARTS; ++i) {
-            is_allowed[i / PARTS][i % PARTS] = wide_bytes(own + i * LANES) != Ints{};
-            if (block.piece->scales)
-                scales[i / PARTS][i % PARTS] = Row<Format::float16>::lanes(
-                    (const std::uint8_t *)(block.piece->scales + at * TILE + i * LANES), 0, 0);
-        }
+    static Tile tile_of(const BestPages::Piece &piece, std::int64_t at, int words, const std::uint8_t *allowed) {
+        return {piece.keys + at * words * TILE, piece.scales ? piece.scales + at * TILE : nullptr, allowed};
+    }
+
+    // Tiles as far behind these as are soon asked for, where all are asked for in their order.
+    void follow(const Tile (&tiles)[TILES], Keys &next) const {
+        for (int t = 0; t < TILES; ++t) next[t] = tiles[t].keys + 2 * TILES * TILE * call.words;
+    }
+
+    // The products of some queries with tiles, without those that may not be read; `next` will be.
+    void multiply(int row, const Tile (&tiles)[TILES], const Keys &next, int first, Products &products) const {
+        Keys keys;
+        for (int t = 0; t < TILES; ++t) keys[t] = tiles[t].keys;
+        sums[row].of(keys, next, first, products);
+        for (int t = 0; t < TILES; ++t)
+            for (int p = 0; p < PARTS; ++p) {
+                const Ints is_allowed = wide_bytes(tiles[t].allowed + p * LANES) != Ints{};
+                const Floats scales = tiles[t].scales ? Row<Format::float16>::lanes((const std::uint8_t *)(tiles[t].scales + p * LANES), 0, 0)
+                                                      : all(1.0f);
+                for (int q = 0; q < QUERIES; ++q)
+                    products[t][q][p] = is_allowed ? products[t][q][p] * scales : all(NOTHING);
+            }
+    }
+
+    // Of two tiles of digests, which lie side by side.
+    void of_digests(int row, int tile, const Block &block) {
+        const std::int64_t at = std::int64_t(row) * block.piece->tiles + tile, page = block.start + std::int64_t(tile) * TILE;
+        if (page >= pages) return;
+        const std::int64_t count = std::min<std::int64_t>(TILES * TILE, pages - page);
+        std::uint8_t own[TILES * TILE] = {};
+        std::copy_n(allowed_pages + held_of(row) * pages + page, count, own);
+        Tile tiles[TILES];
+        for (int t = 0; t < TILES; ++t) tiles[t] = tile_of(*block.piece, at + t, call.words, own + t * TILE);
+        Keys next;
+        follow(tiles, next);
         for (int first = 0; first < call.queries_per_head; first += QUERIES) {
             Products products;
-            sums[row].of(block.piece->keys + at * call.words * TILE, first, products);
-            for (int t = 0; t < TILES; ++t)
-                for (int p = 0; p < PARTS; ++p)
-                    for (int q = 0; q < QUERIES; ++q) {
-                        Floats &x = products[t][q][p];
-                        if (block.piece->scales) x = x * scales[t][p];
-                        x = is_allowed[t][p] ? x : all(NOTHING);
-                    }
-            put_largest(products, std::min(QUERIES, call.queries_per_head - first), out + first * pages);
+            multiply(row, tiles, next, first, products);
+            for (int q = 0; q < std::min(QUERIES, call.queries_per_head - first); ++q) {
+                float found[TILES * TILE];
+                for (int i = 0; i < TILES * PARTS; ++i) store(found + i * LANES, products[i / PARTS][q][i % PARTS]);
+                std::copy_n(found, count, peaks + (std::int64_t(row) * call.queries_per_head + first + q) * pages + page);
+            }
         }
     }
 
-    static bool is_any(const std::uint8_t *tiles) {
-        std::uint64_t any = 0;
-        for (int i = 0; i < TILES * TILE; i += 8) any |= load<std::uint64_t>(tiles + i);
-        return any != 0;
+    // Of two tiles of tokens, which lie side by side.
+    void of_pages(int row, int tile, const Block &block) {
+        const std::int64_t at = std::int64_t(row) * block.piece->tiles + tile;
+        const std::int64_t slot = block.start + std::int64_t(tile) * TILE;
+        const std::uint8_t *own = allowed + held_of(row) * slots + slot;
+        Tile tiles[TILES];
+        for (int t = 0; t < TILES; ++t) tiles[t] = tile_of(*block.piece, at + t, call.words, own + t * TILE);
+        Keys next;
+        follow(tiles, next);
+        of_tiles(row, tiles, next, peaks + std::int64_t(row) * call.queries_per_head * pages + slot / PAGE, pages);
+    }
+
+    // The peaks of the tiles' pages, those of a query `stride` behind those of the one before it.
+    void of_tiles(int row, const Tile (&tiles)[TILES], const Keys &next, float *out, std::int64_t stride) const {
+        bool is_any = false;
+        for (const Tile &tile : tiles)
+            for (int i = 0; i < TILE; i += 8) is_any |= load<std::uint64_t>(tile.allowed + i) != 0;
+        for (int first = 0; first < call.queries_per_head; first += QUERIES) {
+            const int count = std::min(QUERIES, call.queries_per_head - first);
+            if (is_any) {
+                Products products;
+                multiply(row, tiles, next, first, products);
+                put_largest(products, count, out + first * stride, stride);
+            } else
+                for (int q = 0; q < count; ++q) std::fill_n(out + (first + q) * stride, TILES * TILE / PAGE, NOTHING);
+        }
     }
 
     // The largest number of each page of the tiles, for `count` queries.
-    void put_largest(const Products &products, int count, float *out) const {
+    void put_largest(const Products &products, int count, float *out, std::int64_t stride) const {
         constexpr int PAGES = TILES * TILE / PAGE;
         float found[QUERIES * PAGES];
 #if defined(__AVX512F__)
@@ -337,60 +396,134 @@ class Best {
                         *std::max_element(numbers + page * PAGE, numbers + (page + 1) * PAGE);
             }
 #endif
-        for (int q = 0; q < count; ++q) std::copy_n(found + q * PAGES, PAGES, out + q * pages);
+        for (int q = 0; q < count; ++q) std::copy_n(found + q * PAGES, PAGES, out + q * stride);
     }
 
-    float largest(const float *from) const {
+    static float largest(const float *from, std::int64_t count) {
         Floats most = all(NOTHING);
         std::int64_t p = 0;
-        for (; p + LANES <= pages; p += LANES) most = larger(most, load<Floats>(from + p));
+        for (; p + LANES <= count; p += LANES) most = larger(most, load<Floats>(from + p));
         float top = NOTHING;
         for (int i = 0; i < LANES; ++i) top = std::max(top, most[i]);
-        for (; p < pages; ++p) top = std::max(top, from[p]);
+        for (; p < count; ++p) top = std::max(top, from[p]);
         return top;
     }
 
-    void choose(int row) {
-        std::vector<float> worth(pages, NOTHING);
+    // What `count` pages are worth, of which `of_all` has a row for each query.
+    std::vector<float> worth(int row, const float *of_all, std::int64_t count) const {
+        std::vector<float> found(count, NOTHING);
         for (int q = 0; q < call.queries_per_head; ++q) {
             if (!call.is_query[row / call.kv_heads * call.tokens + q % call.tokens]) continue;
-            const float *own = peaks + (std::int64_t(row) * call.queries_per_head + q) * pages;
-            const float top = largest(own);
+            const float *own = of_all + (std::int64_t(row) * call.queries_per_head + q) * count;
+            const float top = largest(own, count);
             if (top == NOTHING) continue;
-            const float unit = sums[row].unit(q), lse = top * unit + std::log(sum_of_exponentials(own, top, unit));
-            for (std::int64_t p = 0; p < pages; ++p) {
+            const float unit = sums[row].unit(q), lse = top * unit + std::log(sum_of_exponentials(own, count, top, unit));
+            for (std::int64_t p = 0; p < count; ++p) {
                 const float share = own[p] * unit - lse;
-                worth[p] = share > worth[p] ? share : worth[p];
+                found[p] = share > found[p] ? share : found[p];
             }
         }
+        return found;
+    }
+
+    // The `count` largest numbers by their index, the best first; of equal ones the earlier.
+    static std::vector<std::int64_t> best(const std::vector<float> &numbers, int count) {
         const auto before = [&](std::int64_t a, std::int64_t b) {
-            return worth[a] > worth[b] || (worth[a] == worth[b] && a < b);
+            return numbers[a] > numbers[b] || (numbers[a] == numbers[b] && a < b);
         };
         // A heap of the best so far, the last of them in front: few of the others come before that.
-        std::vector<std::int64_t> order(call.count);
-        for (int i = 0; i < call.count; ++i) order[i] = i;
+        std::vector<std::int64_t> order(count);
+        for (int i = 0; i < count; ++i) order[i] = i;
         std::make_heap(order.begin(), order.end(), before);
-        for (std::int64_t p = call.count; p < pages; ++p)
-            if (worth[p] > worth[order.front()]) {
+        for (std::int64_t p = count; p < std::int64_t(numbers.size()); ++p)
+            if (numbers[p] > numbers[order.front()]) {
                 std::pop_heap(order.begin(), order.end(), before);
                 order.back() = p;
                 std::push_heap(order.begin(), order.end(), before);
             }
         std::sort_heap(order.begin(), order.end(), before);
-        for (int i = 0; i < call.count; ++i) {
-            const std::int64_t to = std::int64_t(row) * call.count + i;
-            call.best[to] = order[i];
-            std::copy_n(allowed_of(row) + order[i] * PAGE, PAGE, call.is_read + to * PAGE);
-        }
+        return order;
     }
 
-    float sum_of_exponentials(const float *from, float top, float unit) const {
+    // The indices of the `count` largest numbers, none of which is positive, in their own order; of equal ones the
+    // earlier. Numbers are counted by intervals, and only those of the last interval that has any of them are sorted.
+    static std::vector<std::int64_t> first_of(const std::vector<float> &numbers, std::int64_t count) {
+        constexpr int INTERVALS = 4096, WIDEST = 64;  // of equal width from 0 to -WIDEST; the last has all below
+        std::vector<std::uint16_t> intervals(numbers.size());
+        for (std::size_t i = 0; i < numbers.size(); ++i)
+            intervals[i] = std::uint16_t(std::min(numbers[i] * (-float(INTERVALS) / WIDEST), float(INTERVALS - 1)));
+        std::int64_t counts[INTERVALS] = {};
+        for (const std::uint16_t interval : intervals) ++counts[interval];
+        int last = 0;
+        std::int64_t before = 0;  // numbers of the intervals before the last
+        while (before + counts[last] < count) before += counts[last++];
+        std::vector<std::int64_t> found, of_last;
+        found.reserve(count);
+        for (std::int64_t i = 0; i < std::int64_t(numbers.size()); ++i) {
+            if (intervals[i] < last) found.push_back(i);
+            if (intervals[i] == last) of_last.push_back(i);
+        }
+        std::stable_sort(of_last.begin(), of_last.end(), [&](std::int64_t a, std::int64_t b) { return numbers[a] > numbers[b]; });
+        found.insert(found.end(), of_last.begin(), of_last.begin() + (count - before));
+        std::sort(found.begin(), found.end());
+        return found;
+    }
+
+    void choose_of_all(int row) {
+        const std::vector<std::int64_t> order = best(worth(row, peaks, pages), call.count);
+        for (int i = 0; i < call.count; ++i) put(row, i, order[i]);
+    }
+
+    void choose_of_few(int row) {
+        const std::int64_t width = call.candidate_pages();
+        const std::vector<std::int64_t> candidates = first_of(worth(row, peaks, pages), call.candidates);
+        float *own = few + std::int64_t(row) * call.queries_per_head * width;
+        std::fill_n(own, call.queries_per_head * width, NOTHING);
+        std::vector<std::int64_t> ids(width, -1);
+        std::vector<std::uint8_t> is_read(width * PAGE);
+        std::vector<Tile> tiles;  // of whole pairs
+        for (std::int64_t page : candidates) {
+            const std::int64_t tile = page * PAGE / TILE, in_tile = page % (TILE / PAGE);
+            if (tiles.empty() || tile != ids[(tiles.size() - 1) * (TILE / PAGE)] / (TILE / PAGE)) {
+                const std::int64_t at = std::int64_t(tiles.size());
+                for (int i = 0; i < TILE / PAGE; ++i) ids[at * (TILE / PAGE) + i] = tile * (TILE / PAGE) + i;
+                tiles.push_back(tile_at(row, tile, is_read.data() + at * TILE));
+            }
+            std::copy_n(allowed + held_of(row) * slots + page * PAGE, PAGE, is_read.data() + (tiles.size() - 1) * TILE + in_tile * PAGE);
+        }
+        if (tiles.size() % TILES) tiles.push_back({tiles.back().keys, tiles.back().scales, is_read.data() + tiles.size() * TILE});
+        for (std::size_t i = 0; i < tiles.size(); i += TILES) {
+            const std::size_t soon = std::min(i + 2 * TILES, tiles.size() - TILES);
+            of_tiles(row, {tiles[i], tiles[i + 1]}, {tiles[soon].keys, tiles[soon + 1].keys}, own + i * (TILE / PAGE), width);
+        }
+        const std::vector<std::int64_t> order = best(worth(row, few, width), call.count);
+        for (int i = 0; i < call.count; ++i) put(row, i, ids[order[i]]);
+    }
+
+    Tile tile_at(int row, std::int64_t tile, const std::uint8_t *is_read) const {
+        const BestPages::Piece *piece = call.pieces.data();
+        for (; tile >= piece->tiles; ++piece) tile -= piece->tiles;
+        return tile_of(*piece, std::int64_t(row) * piece->tiles + tile, call.words, is_read);
+    }
+
+    // Page `page` is read; -1: none is left that has anything to read.
+    void put(int row, int number, std::int64_t page) {
+        const std::int64_t to = std::int64_t(row) * call.count + number;
+        call.best[to] = std::max<std::int64_t>(page, 0);
+        if (page < 0) {
+            std::fill_n(call.is_read + to * PAGE, PAGE, 0);
+            return;
+        }
+        std::copy_n(allowed + held_of(row) * slots + page * PAGE, PAGE, call.is_read + to * PAGE);
+    }
+
+    static float sum_of_exponentials(const float *from, std::int64_t count, float top, float unit) {
         Floats sums{};
         float padded[LANES];
-        for (std::int64_t p = 0; p < pages; p += LANES) {
+        for (std::int64_t p = 0; p < count; p += LANES) {
             const float *numbers = from + p;
-            if (p + LANES > pages) {
-                std::fill(std::copy(numbers, from + pages, padded), padded + LANES, NOTHING);
+            if (p + LANES > count) {
+                std::fill(std::copy(numbers, from + count, padded), padded + LANES, NOTHING);
                 numbers = padded;
             }
             const Floats x = (load<Floats>(numbers) - top) * unit;

@@ -23,7 +23,12 @@ def can_scan(pieces: Sequence[TiledKeys]) -> bool:
 def can_recall(store: RecallSlots) -> bool:
     """Whether a decode step knows this recall store."""
     is_known = [knows(piece.values) and piece.values.full_precision is None for piece in store.pieces]
-    return can_scan([piece.keys for piece in store.pieces]) and all(is_known)
+    return can_scan([*(piece.keys for piece in store.pieces), *store.digests]) and all(is_known)
+
+
+def tile_arguments(keys: TiledKeys) -> tuple[int, int, int]:
+    """Addresses of tiles and scales, and how many tiles there are."""
+    return keys.tiles.data_ptr(), address(keys.states.scales), keys.tiles.shape[2]
 
 
 def best_pages(call: PageInput) -> BestPages:
@@ -42,7 +47,9 @@ def best_pages(call: PageInput) -> BestPages:
         (batch, kv_heads, score_heads, heads // kv_heads * tokens, tokens, channels, words, slots, call.count),
         format_of(states),
         (queries.data_ptr(), is_query.data_ptr()),
-        [(each.tiles.data_ptr(), address(each.states.scales), each.tiles.shape[2]) for each in call.pieces],
+        list(map(tile_arguments, call.pieces)),
+        list(map(tile_arguments, call.digests)),
+        call.candidates,
         (positions.data_ptr(), kept.data_ptr()),
         (pages.data_ptr(), is_read.data_ptr()),
         instruction_set(),
