@@ -19,7 +19,7 @@ from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import Attended, ObservedColumns, Queries, SlotIndex
 from windlass.core.step import AttentionCall
 from windlass.policies.base import Policy
-from windlass.policies.calls import preprocess
+from windlass.policies.calls import initial_state, preprocess
 from windlass.positions.base import PositionMode, Reading
 from windlass.positions.rotary import Rotary
 
@@ -34,15 +34,14 @@ class Written(NamedTuple):
     initial_state: dict[str, Tensor]
 
 
-def write_and_attend(
-    asked: LayerStep, policy: Policy, layer: int, weighed: ObservedColumns | None
-) -> tuple[Written, TableView]:
+def write_and_attend(asked: LayerStep, policy: Policy, weighed: ObservedColumns | None) -> tuple[Written, TableView]:
     """Write and attend, in whatever step; the table counts the tokens already. Returns what was found in it, too.
 
-    `policy` is the one that layer number `layer` was configured with.
+    `policy` is the one that the layer was configured with.
     """
-    table, rules, rotary, (queries, keys, values), step, mode, call = asked
+    table, rules, rotary, (queries, keys, values), step, mode, call, layer, heads = asked
     queries, keys, initial = preprocess(policy, layer, queries, keys, step.ids)
+    initial |= initial_state(rules.policy, layer, heads, queries, keys)
     if rules.has_places:
         initial |= step.known_places.state
     initial |= table.remember(keys, values, step.positions, step.lengths)

@@ -44,7 +44,8 @@ class TextCache(CacheState):
             means = means[list(leaf.heads)]
         store, rotary = self._store(index, means), self.rotaries[index]
         is_shared, recall = index in self.shared, self._recall(index, means)
-        return SlotLayer(index, leaf.limits, self.policy, rotary, store, self.merge, layers, is_shared, recall)
+        beside = self.merge, layers, is_shared, recall, leaf.heads
+        return SlotLayer(index, leaf.limits, self.policy, rotary, store, *beside)
 
     def _store(self, layer: int, key_means: KeyMeans | None) -> Store:
         store = self.store.fresh(key_means)
@@ -171,7 +172,8 @@ class TextCache(CacheState):
         assert step is not None, "attend outside of a pass"
         if its is None:
             return None
-        asked = LayerStep(its.table, its.rules, its.rotary, (queries, keys, values), step, self.positions, call)
+        states = queries, keys, values
+        asked = LayerStep(its.table, its.rules, its.rotary, states, step, self.positions, call, its.index, its.heads)
         return its.planned(asked)
 
     @no_inference_mode

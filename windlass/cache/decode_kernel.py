@@ -11,6 +11,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.rules import LayerRules
+from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
 from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Retention
 from windlass.core.limits import MAX_NUMBER
@@ -18,8 +19,9 @@ from windlass.core.record import StepRecord
 from windlass.core.shapes import SlotIndex
 from windlass.core.step import AttentionCall, Step
 from windlass.policies.base import TOKEN, Policy
-from windlass.policies.interfaces import Trained
-from windlass.policies.wrapper import find, ranking_of
+from windlass.policies.calls import initial_state
+from windlass.policies.interfaces import Initializer
+from windlass.policies.wrapper import changes_keys, find, ranking_of
 from windlass.positions.base import PositionMode
 from windlass.positions.rotary import Rotary
 
@@ -30,7 +32,7 @@ Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free,
 
 
 class LayerStep(NamedTuple):
-    """A step of a layer: its slots and rules, new queries, keys and values, and how they are read."""
+    """A step of a layer, or of some kv heads: slots and rules, new queries, keys and values, and how they are read."""
 
     table: SlotTable
     rules: LayerRules
@@ -39,6 +41,8 @@ class LayerStep(NamedTuple):
     step: Step
     mode: PositionMode
     call: AttentionCall
+    layer: int
+    heads: Heads | None
 
     @property
     def bound(self) -> int:
@@ -137,9 +141,9 @@ class DecodeKernel:
 
     def _prepare(self, asked: LayerStep) -> Prepared | None:
         """A kernel for steps like this one; None where it can't be served."""
-        table, rules, rotary, (queries, keys, values), step, mode, call = asked
+        table, rules, rotary, (queries, keys, values), step, mode, call, *_ = asked
         held, end, tables = table.store.in_place(), MAX_NUMBER, None
-        if held is None or rules.merge is not None or TOKEN in table.state or find(self._policy, Trained) is not None:
+        if held is None or rules.merge is not None or TOKEN in table.state or changes_keys(self._policy):
             return None
         if (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
             return None
@@ -196,6 +200,7 @@ class PlannedStep(NamedTuple):
         """Let the table have what the step leaves; returns how that is undone."""
         table, step, done, budget = self.asked.table, self.asked.step, self.output, self.asked.rules.budget
         evicted_count = int(budget is not None and self.asked.bound > budget)
+        initial = put_initial_state(self.asked, done)
         record = StepRecord(
             step,
             (0,) * len(step.lengths),
@@ -203,6 +208,7 @@ class PlannedStep(NamedTuple):
             table.statistics,
             done.written,
             table.state,
+            initial_state=initial,
             observed=step.first_columns if self.is_kept else None,
             mass=done.mass,
             queries=self.asked.states[0].detach() if self.is_kept else None,
@@ -215,10 +221,22 @@ class PlannedStep(NamedTuple):
         return record
 
 
+def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]:
+    """Let the tokens of a step have the state that the policy gives them, where a kernel gave them 0; returns it."""
+    queries, keys, _ = asked.states
+    initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
+    for name, tensor in zip(asked.table.state, done.state, strict=True):
+        if name in initial:
+            # The slot that a padding token would have got may hold another one.
+            before = tensor.gather(-1, done.written)
+            tensor.scatter_(-1, done.written, initial[name].where(asked.step.positions[:, None] >= 0, before))
+    return initial
+
+
 def _retention(rules: LayerRules) -> Retention | None:
     """What the kernel observes and evicts in the place of the policy; None where the policy has to be asked."""
-    ranking = ranking_of(rules.policy)
-    if ranking is None:
+    ranking, initializer = ranking_of(rules.policy), find(rules.policy, Initializer)  # type: ignore[type-abstract]
+    if ranking is None or (initializer is not None and rules.protected[1] == 0):  # a new token is ranked at once
         return None
     return Retention(ranking, MAX_NUMBER if rules.budget is None else rules.budget, *rules.protected)
 

@@ -8,13 +8,14 @@ import torch
 from torch import Tensor
 
 from windlass.cache.attend import Written, write_and_attend
-from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep
+from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep, put_initial_state
 from windlass.cache.eviction import evict, merge_evicted, parts_of, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer import Layer
 from windlass.cache.observation import observation, observed_columns, queries_at, settle, slots_view
 from windlass.cache.recall import RecallStore
 from windlass.cache.rules import LayerRules
+from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
 from windlass.cache.table_view import TableView
 from windlass.core.record import StepRecord
@@ -44,8 +45,9 @@ class SlotLayer(Layer):
         layers: int = 1,
         is_shared: bool = False,
         recall: RecallStore | None = None,
+        heads: Heads | None = None,
     ) -> None:
-        self.index, self.layers, self.rotary, self.is_shared = index, layers, rotary, is_shared
+        self.index, self.layers, self.heads, self.rotary, self.is_shared = index, layers, heads, rotary, is_shared
         self.table = SlotTable(store, recall)
         self.configured_policy, self.configured_merge = policy, merge
         self.rules = LayerRules(policy, merge, limits, limits.budget)
@@ -89,7 +91,8 @@ class SlotLayer(Layer):
         self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, mode: PositionMode, call: AttentionCall
     ) -> Attended:
         """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
-        asked = LayerStep(self.table, self.rules, self.rotary, (queries, keys, values), step, mode, call)
+        states = queries, keys, values
+        asked = LayerStep(self.table, self.rules, self.rotary, states, step, mode, call, self.index, self.heads)
         if (planned := self.planned(asked)) is not None:
             return self.keep_decoded(planned.taken())
         if not step.is_captured:
@@ -135,14 +138,14 @@ class SlotLayer(Layer):
         weighed = observed if policy.needs.mass else None
         if prepared is not None and prepared.retention is None:
             done = prepared.kernel(asked.given(weighed is not None, False))
+            written = Written(done.written, done.out, done.mass, asked.states[0], put_initial_state(asked, done))
             table.replace(done.slot_positions, done.state, asked.bound)
-            written = Written(done.written, done.out, done.mass, asked.states[0], {})
         else:
             state = table.copied_state()
             if self.checkpoint is not None and not is_continued:
                 self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
             table.occupancy_bound = asked.bound
-            written, view = write_and_attend(asked, self.configured_policy, self.index, weighed)
+            written, view = write_and_attend(asked, self.configured_policy, weighed)
             if self.is_shared:
                 self.views.append(view.kept())
         seen = None if observed is None else queries_at(written.queries, observed)
@@ -235,7 +238,7 @@ class SlotLayer(Layer):
     def slots_at(self, step: Step) -> Slots:
         """The layer as a policy sees it after `step`."""
         rotation = Rotation(self.rotary, step.end, self.positions.device)
-        return slots_view(self.table, self.rules.limits, rotation, step, self.index, self.layers)
+        return slots_view(self.table, self.rules.limits, rotation, step, self.index, self.layers, self.heads)
 
     @property
     def is_lossless(self) -> bool:

@@ -7,10 +7,11 @@ A policy declares `needs` and `observed_queries`, and has two methods: `score`, 
 attention. `windlass/policies/interfaces.py` has what only some policies need.
 
 You may rely on:
-1. `slots` are those of layer `slots.layer`, of `slots.layers`. A token keeps its slot until it is evicted, but where
+1. `slots` are those of layer `slots.layer`, of `slots.layers`, and where its heads lie in groups, of its kv heads
+   `slots.heads`. A token keeps its slot until it is evicted, but where
    the cache packs its slots, between a prompt and the tokens generated after it, or sorts them, in `divide`.
-2. State is 0 when its token is written, and moves with the token. State named "token" is the token's id. What
-   `score` writes into state is kept in rows over budget only, as if each row were alone.
+2. State is 0 when its token is written, or what an `Initializer` says, and moves with the token. State named "token"
+   is the token's id. What `score` writes into state is kept in rows over budget only, as if each row were alone.
 3. `slots.statistics` holds what your `observe` put there. It is rolled back, saved and copied with its row.
 4. Slots are not in the order of the text: sort by `slots.positions` before you pool along the text. Sort stably:
    tokens that share a position, after `divide`, are in order.
@@ -89,7 +90,8 @@ class Slots:
     where the layer does not rotate. `query_gain` gives None, or (head_dim) what a rotated query is multiplied by before
     its products with rotated keys: weights of norms that the model applies after RoPE. The first `sinks` and the last
     `window` tokens are not evicted in any case.
-    `layer` is the index of the layer, of `layers` in all.
+    `layer` is the index of the layer, of `layers` in all. `heads` are the numbers of the kv heads whose slots these
+    are; None: all heads of the layer.
     """
 
     store: Store
@@ -105,6 +107,7 @@ class Slots:
     window: int = 0
     layer: int = 0
     layers: int = 1
+    heads: tuple[int, ...] | None = None
 
     def keys(self) -> SlotKeys:
         """Un-rotated keys."""
