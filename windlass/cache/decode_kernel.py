@@ -20,8 +20,7 @@ from windlass.core.shapes import SlotIndex
 from windlass.core.step import AttentionCall, Step
 from windlass.policies.base import TOKEN, Policy
 from windlass.policies.calls import initial_state
-from windlass.policies.interfaces import Initializer
-from windlass.policies.wrapper import changes_keys, find, ranking_of
+from windlass.policies.wrapper import changes_keys, ranking_of
 from windlass.positions.base import PositionMode
 from windlass.positions.rotary import Rotary
 
@@ -222,7 +221,10 @@ class PlannedStep(NamedTuple):
 
 
 def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]:
-    """Let the tokens of a step have the state that the policy gives them, where a kernel gave them 0; returns it."""
+    """Let the tokens of a step have the state that the policy gives them, where a kernel gave them 0; returns it.
+
+    They stand in the window, so that no kernel has ranked them yet.
+    """
     queries, keys, _ = asked.states
     initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
     for name, tensor in zip(asked.table.state, done.state, strict=True):
@@ -235,8 +237,8 @@ def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]
 
 def _retention(rules: LayerRules) -> Retention | None:
     """What the kernel observes and evicts in the place of the policy; None where the policy has to be asked."""
-    ranking, initializer = ranking_of(rules.policy), find(rules.policy, Initializer)  # type: ignore[type-abstract]
-    if ranking is None or (initializer is not None and rules.protected[1] == 0):  # a new token is ranked at once
+    ranking = ranking_of(rules.policy)
+    if ranking is None:
         return None
     return Retention(ranking, MAX_NUMBER if rules.budget is None else rules.budget, *rules.protected)
 
