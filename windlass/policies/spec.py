@@ -11,6 +11,7 @@ from windlass.core.plugin import PluginKind
 from windlass.core.spec import Spec, parse_spec
 from windlass.policies import FROM_FILES, NAMES, WRAPPERS, Policy
 from windlass.policies.auto import auto, is_auto
+from windlass.policies.wrapper import find
 
 Value = bool | int | float | Policy | None
 KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, **FROM_FILES}
@@ -20,7 +21,7 @@ FILE = re.compile(r"(?P<mark>['\"]?)(?P<file>.*?)(?P=mark)\s*", re.DOTALL)  # in
 
 
 def parse_policy(spec: str) -> tuple[Policy, bool]:
-    """The policy that `spec` names, and whether it comes from outside: out of a file, or with arguments.
+    """The policy that `spec` names, and whether it is to be checked: it comes out of a file, or has arguments.
 
     It is typed as `"snapkv"`, `"pyramid(SnapKV(pool=7))"`, `"Pairs(pairs.json)"` or `"file.py:Class"`. Names ignore
     case, `_` and `-`. Arguments are plain numbers, or one of our policies; `Pairs` and `LinearScorer` take a file. Code
@@ -36,7 +37,9 @@ def parse_policy(spec: str) -> tuple[Policy, bool]:
     path, text = POLICIES.split(spec)
     typed = _parsed(spec, text)
     make = _known(typed.name) if path is None else POLICIES.class_in(path, typed.name)
-    return _made(make, spec, typed), path is not None or bool(typed.positional or typed.named)
+    policy = _made(make, spec, typed)
+    is_of_file = any(find(policy, kind) is not None for kind in FROM_FILES.values())  # it may serve one model alone
+    return policy, not is_of_file and (path is not None or bool(typed.positional or typed.named))
 
 
 def _kind_from_file(typed: Spec) -> type[Policy] | None:
