@@ -1,6 +1,5 @@
 """Files of linear scorers with drawn weights, and what such a scorer says, number by number."""
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,6 +11,7 @@ from transformers import PreTrainedModel
 
 from windlass.hf.fingerprint import fingerprint
 from windlass.policies import scorer_file
+from windlass.policies.linear_scorer import STEPS, ZERO
 from windlass.policies.scorer_file import LayerWeights, Scorer
 
 KV_HEADS, GROUP, HEAD_DIM = 3, 5, 8  # of a tiny llama
@@ -36,13 +36,13 @@ def scorer_of(path: Path, model: PreTrainedModel, layers: Sequence[int] = (0, 1)
     return str(path)
 
 
-def by_hand(own: LayerWeights, head: int, queries: Tensor, key: Tensor) -> float:
+def by_hand(own: LayerWeights, head: int, queries: Tensor, key: Tensor) -> int:
     """The score of one token in a kv head: of its (group, head_dim) queries and its key."""
     states = [*queries.tolist(), key.tolist()]
     found = own.bias[head].item()
     for state, weights in zip(states, own.weights[head].tolist(), strict=True):
         found += sum(x * w for x, w in zip(state, weights, strict=True))
-    return math.exp(round(found * 1024) / 1024)
+    return round(found * STEPS) + ZERO
 
 
 @contextmanager

@@ -229,9 +229,10 @@ def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]
     initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
     for name, tensor in zip(asked.table.state, done.state, strict=True):
         if name in initial:
-            # The slot that a padding token would have got may hold another one.
-            before = tensor.gather(-1, done.written)
-            tensor.scatter_(-1, done.written, initial[name].where(asked.step.positions[:, None] >= 0, before))
+            given = initial[name]
+            if not all(asked.step.lengths):  # the slot that a padding token would have got may hold another one
+                given = given.where(asked.step.positions[:, None] >= 0, tensor.gather(-1, done.written))
+            tensor.scatter_(-1, done.written, given)
     return initial
 
 

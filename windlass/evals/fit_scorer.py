@@ -78,7 +78,9 @@ class Moments(NamedTuple):
         spread = self.products / self.tokens - means[:, :, None] * means[:, None]
         among, towards, variance = spread[:, :-1, :-1], spread[:, :-1, -1], spread[:, -1, -1]
         ridge = RIDGE * among.diagonal(dim1=1, dim2=2).mean(-1).clamp(min=torch.finfo(torch.float64).tiny)
-        weights = torch.linalg.solve(among + ridge[:, None, None] * torch.eye(among.shape[-1]), towards)
+        # Not by linalg.solve: with several threads, LU of oneMKL failed on such matrices (torch 2.13).
+        factor = torch.linalg.cholesky(among + ridge[:, None, None] * torch.eye(among.shape[-1]))
+        weights = torch.cholesky_solve(towards[..., None], factor).squeeze(-1)
         bias = means[:, -1] - (weights * means[:, :-1]).sum(-1)
         left = variance - 2 * (weights * towards).sum(-1) + torch.einsum("hi,hij,hj->h", weights, among, weights)
         return weights, bias, 1 - left / variance.clamp(min=torch.finfo(torch.float64).tiny)

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,12 +15,20 @@ from windlass.core.shapes import NewKeys, Queries, Scores
 from windlass.policies import scorer_file
 from windlass.policies.base import Needs, Policy, Slots
 from windlass.policies.interfaces import Initializer, PerToken, Ranked, Trained
-from windlass.policies.scorer_file import LayerWeights, Scorer
+from windlass.policies.scorer_file import Scorer
 
 # Prompt-cache files hold this state under its name, which must not change.
 PREDICTED: Final = "predicted_peak"
-STEPS: Final = 2**10  # of a logarithm: copies of a word tie, though their queries and keys differ by rounding
-MOST: Final = 80.0  # of a logarithm's size, so that float32 holds its exponential
+"""A predicted logarithm, in steps of 1 / STEPS, plus ZERO: a whole number of at least 1. 0: there was no prediction."""
+STEPS: Final = 2**10  # so that copies of a word tie, though their queries and keys differ by rounding
+ZERO: Final = 2**17  # more than any prediction is below 0, and float32 holds all steps around it
+
+
+class HeadWeights(NamedTuple):
+    """Weights in `STEPS`: (kv_heads, group + 1, 1, head_dim), and the bias plus `ZERO`, (kv_heads, 1)."""
+
+    weights: Tensor
+    bias: Tensor
 
 
 @dataclass(frozen=True)
@@ -28,16 +36,16 @@ class Fitted:
     """A scorer that was read, and its weights by device and kv heads: a copy at every step would hold up the device."""
 
     scorer: Scorer
-    at: dict[tuple[torch.device, int, tuple[int, ...] | None], LayerWeights]
+    at: dict[tuple[torch.device, int, tuple[int, ...] | None], HeadWeights]
 
-    def weights(self, device: torch.device, layer: int, heads: tuple[int, ...] | None) -> LayerWeights | None:
+    def weights(self, device: torch.device, layer: int, heads: tuple[int, ...] | None) -> HeadWeights | None:
         """Those of some heads of a layer; None where nothing was fitted for it."""
-        if layer not in self.scorer.layers:
-            return None
-        place = device, layer, heads
-        if place not in self.at:
-            self.at[place] = self.scorer.layers[layer].of(heads).to(device)
-        return self.at[place]
+        found = self.at.get((device, layer, heads))
+        if found is None and layer in self.scorer.layers:
+            own = self.scorer.layers[layer].of(heads)
+            found = HeadWeights(own.weights[:, :, None].to(device) * STEPS, own.bias[:, None].to(device) * STEPS + ZERO)
+            self.at[device, layer, heads] = found
+        return found
 
 
 @dataclass(frozen=True)
@@ -86,23 +94,21 @@ class LinearScorer(Policy, Trained, Initializer, Ranked):
         own = self._fitted.weights(keys.device, layer, heads)
         if own is None:
             return {}
-        kv_heads, states, head_dim = own.weights.shape
+        kv_heads, states, _, head_dim = own.weights.shape
         if (keys.shape[1], queries.shape[1], keys.shape[-1]) != (kv_heads, kv_heads * (states - 1), head_dim):
             raise PolicyError(
                 f"scorer {self.file} was fitted to {kv_heads} kv heads of {states - 1} query heads and {head_dim} "
                 f"channels in layer {layer}, and these are {keys.shape[1]} of {queries.shape[1] / keys.shape[1]:g} and "
                 f"{keys.shape[-1]}; fit one to this model with `windlass calibrate --scorer`"
             )
-        return {PREDICTED: ((predicted(own, queries, keys) * STEPS).round() / STEPS).clamp(-MOST, MOST).exp()}
+        return {PREDICTED: predicted(own, queries, keys)}
 
     def score(self, slots: Slots) -> Scores:
         return slots.state[PREDICTED]
 
 
-def predicted(own: LayerWeights, queries: Queries, keys: NewKeys) -> Tensor:
-    """The logarithm of the score of each token in each kv head: (batch, kv_heads, tokens)."""
-    kv_heads = keys.shape[1]
-    of_queries, of_key = own.weights[:, :-1], own.weights[:, -1]
-    asked = queries.float().unflatten(1, (kv_heads, -1)) @ of_queries[..., None]
-    found: Tensor = asked.squeeze(-1).sum(2) + (keys.float() @ of_key[..., None]).squeeze(-1)
-    return found + own.bias[:, None]
+def predicted(own: HeadWeights, queries: Queries, keys: NewKeys) -> Tensor:
+    """The state `PREDICTED` of new tokens: (batch, kv_heads, tokens)."""
+    states = torch.cat((queries.unflatten(1, (keys.shape[1], -1)), keys.unsqueeze(2)), 2).float()
+    # Not a matrix product, which rounds by how many tokens come at once.
+    return (states * own.weights).sum((2, 4)).add_(own.bias).round_().clamp_(min=1)

@@ -38,10 +38,6 @@ class LayerWeights:
         """Those of some kv heads; None: of all."""
         return self if heads is None else LayerWeights(self.weights[list(heads)], self.bias[list(heads)])
 
-    def to(self, device: torch.device) -> "LayerWeights":
-        """The same on a device."""
-        return LayerWeights(self.weights.to(device), self.bias.to(device))
-
 
 @dataclass(frozen=True, eq=False)
 class Scorer:
