@@ -229,10 +229,7 @@ def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]
     initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
     for name, tensor in zip(asked.table.state, done.state, strict=True):
         if name in initial:
-            given = initial[name]
-            if not all(asked.step.lengths):  # the slot that a padding token would have got may hold another one
-                given = given.where(asked.step.positions[:, None] >= 0, tensor.gather(-1, done.written))
-            tensor.scatter_(-1, done.written, given)
+            tensor.scatter_(-1, done.written, initial[name])  # of padding to a slot that stays free
     return initial
 
 

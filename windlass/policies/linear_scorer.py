@@ -53,8 +53,8 @@ class LinearScorer(Policy, Trained, Initializer, Ranked):
     """Keeps the tokens that a linear map of their own queries and key puts highest.
 
     `file` is one of `windlass calibrate --scorer`, which fits the map on texts like those to come: to the logarithm of
-    the score that `KVzip` has for reading a text twice. A token is scored once, when it comes, and reads cost
-    what those of `Recent` do. Where the texts to come are others than those that it was fitted on, it may keep nothing
+    the score that `KVzip` has for reading a text twice. A token is scored once, when it comes, so that reading takes as
+    long as with `KeyDiff`. Where the texts to come are others than those that it was fitted on, it may keep nothing
     of what they are asked for. A layer without weights, because it has a sliding window, keeps its newest tokens;
     so do tokens that came without queries (`KVCache.from_rotated`), which rank below all others.
 
