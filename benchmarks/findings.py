@@ -191,6 +191,34 @@ def shares() -> str:
     return table(["shares", *columns], [[row, *(cells[row].get(each, "") for each in columns)] for row in rows], 1)
 
 
+def scorer() -> str:
+    """What a linear scorer finds, by task."""
+    lines = [line for line in lines_of("scorer") if line["kind"] == "found"]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in lines:
+        cells.setdefault((line["policy"], line["shares"]), {})[line["task"]] = scored(line)
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    rows = [[*row, *(found.get(task, "") for task in tasks)] for row, found in cells.items()]
+    return table(["policy", "shares of the task", *tasks], rows, 2)
+
+
+def scorer_time() -> str:
+    """What a linear scorer costs."""
+    rows = [
+        [
+            f"{line['model']}, {line['layers']} layers",
+            line["dtype"],
+            f"{line['tokens']:,}",
+            f"{line['budget']:,}",
+            f"{line['read_ratio']:.3f}",
+            f"{line['token_ratio']:.3f}",
+        ]
+        for line in lines_of("scorer")
+        if line["kind"] == "scorer"
+    ]
+    return table(["model", "dtype", "tokens", "slots", "reading", "a token after it"], rows, 2)
+
+
 def merging_time() -> str:
     """What merging adds to reading a prompt."""
     rows = [
@@ -208,6 +236,8 @@ def merging_time() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "shares": shares,
+    "scorer": scorer,
+    "scorer_time": scorer_time,
     "needles": of_full(
         "worth", model="passkey-3m", task="magic_single", merge="none", storage="unrotated", budget=MAIN_BUDGETS
     ),
