@@ -210,13 +210,14 @@ def scorer_time() -> str:
             line["dtype"],
             f"{line['tokens']:,}",
             f"{line['budget']:,}",
+            f"{line['groups'] or 1}",
             f"{line['read_ratio']:.3f}",
             f"{line['token_ratio']:.3f}",
         ]
         for line in lines_of("scorer")
         if line["kind"] == "scorer"
     ]
-    return table(["model", "dtype", "tokens", "slots", "reading", "a token after it"], rows, 2)
+    return table(["model", "dtype", "tokens", "slots", "groups of heads", "reading", "a token after it"], rows, 2)
 
 
 def merging_time() -> str:
