@@ -1,8 +1,9 @@
 """A linear scorer: its formula number by number, what streams against what is chosen of a whole text, and its file."""
 
 import copy
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ from windlass.cache.policy_spec import policy_of
 from windlass.policies.linear_scorer import PREDICTED
 from windlass.policies.spelling import spelled
 from windlass.testing import SLIDING_WINDOW, check_policy
+
+if TYPE_CHECKING:
+    from windlass.kernels.cpu.decoder_layer import PlannedLayer
 
 SINKS, WINDOW, TOKENS = 2, 3, 61
 LIMITS: dict[str, Any] = {"sinks": SINKS, "window": WINDOW, "chunk": 64}
@@ -128,11 +132,19 @@ def test_one_call_of_a_kernel_leaves_what_the_steps_leave(
 def test_decode_asks_the_policy_for_nothing_but_new_scores(
     attached_model: Models, text: Text, file: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, ids = attached_model("llama"), text(60, rows=rows)
+    model, ids, layers = attached_model("llama"), text(60, rows=rows), list[int]()
+    decode_layers = kernels.decode_layers
+
+    def counted(planned: "Sequence[PlannedLayer]", hidden: Tensor) -> None:
+        layers.append(len(planned))
+        decode_layers(planned, hidden)
+
     cache = KVCache(model, 14, LinearScorer(file), batch=rows, **LIMITS)
     read(model, cache, ids[:, :40], 40)
     monkeypatch.setattr(LinearScorer, "score", None)
+    monkeypatch.setattr(kernels, "decode_layers", counted)
     read(model, cache, ids[:, 40:], 1)
+    assert layers == [2] * 19  # all in one call, but for the first token, which packs the slots
 
 
 @pytest.mark.parametrize("lengths", [(3, 2), (8, 0), (0, 5)])
