@@ -38,6 +38,9 @@ SINKS, WINDOW, TOKENS = 2, 3, 61
 LIMITS: dict[str, Any] = {"sinks": SINKS, "window": WINDOW, "chunk": 64}
 
 
+NEEDS_KERNELS = pytest.mark.skipif(not kernels.has_linear("cpu"), reason="no kernel for linear layers on this CPU")
+
+
 @pytest.fixture
 def file(attached_model: Models, tmp_path: Path) -> str:
     return scorer_of(tmp_path / "scorer.safetensors", attached_model("llama"))
@@ -100,6 +103,7 @@ def test_a_token_has_the_score_of_the_formula_and_the_best_stay(
             assert sorted(found) == [*range(SINKS), *kept, *range(TOKENS - WINDOW, TOKENS)]
 
 
+@NEEDS_KERNELS
 @pytest.mark.parametrize("budget", [14, None])
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("shares", [None, Shares(APART)], ids=["whole", "groups"])
@@ -128,6 +132,7 @@ def test_one_call_of_a_kernel_leaves_what_the_steps_leave(
     assert_same(*caches)
 
 
+@NEEDS_KERNELS
 @pytest.mark.parametrize("rows", [1, 2])
 def test_decode_asks_the_policy_for_nothing_but_new_scores(
     attached_model: Models, text: Text, file: str, rows: int, monkeypatch: pytest.MonkeyPatch
