@@ -10,7 +10,7 @@ from torch import Tensor
 from windlass import kernels
 from windlass.cache.decode_kernel import LayerStep
 from windlass.cache.picks import Picks, picked
-from windlass.cache.recalled import of_slots, with_recalled
+from windlass.cache.recalled import of_tokens, with_recalled
 from windlass.cache.rules import LayerRules
 from windlass.cache.table_view import TableView
 from windlass.core.attention import AttentionInput, Mass
@@ -48,9 +48,9 @@ def write_and_attend(asked: LayerStep, policy: Policy, weighed: ObservedColumns 
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     index = kernels.first_free(table.positions, keys.shape[2])
     table.write(index, keys, values, positions, initial, call.index_keys)
-    view = with_recalled(TableView.of(table, rules, step), asked, queries)
+    view = with_recalled(asked, queries)
     out, mass = attend(view, rules, rotary, queries, mode, call, weighed)
-    return Written(index, out, of_slots(mass, table.slots), queries, initial), view
+    return Written(index, out, of_tokens(mass, view, table), queries, initial), view
 
 
 def attend(

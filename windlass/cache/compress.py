@@ -124,7 +124,7 @@ def _cut_layer(layer: SlotLayer, here: Step, ranking: Policy) -> None:
     finally:
         layer.rules = rules
     assert rules.budget is not None, "a cut to no budget"
-    layer.resize(rules.budget + rules.headroom)
+    layer.resize(rules.budget + rules.headroom + rules.recall_room)
 
 
 def _contested(layer: SlotLayer, here: Step) -> Scores:

@@ -10,11 +10,14 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
+from windlass.cache.recall import DISTANCE, TOKEN_INDEX
 from windlass.cache.rules import LayerRules
 from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
 from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Retention
 from windlass.core.limits import MAX_NUMBER
+from windlass.core.packed import Format
+from windlass.core.recall import RecallSlots
 from windlass.core.record import StepRecord
 from windlass.core.shapes import SlotIndex
 from windlass.core.step import AttentionCall, Step
@@ -61,7 +64,7 @@ class LayerStep(NamedTuple):
         """Whether it is one token per row, and the table, with so many slots reserved, is as it should be for it."""
         table, rules = self.table, self.rules
         slots, held = table.slots, table.occupancy_bound
-        if not self.step.is_token or slots - held - reserved < 1 or not rules.knows(self.call):
+        if not self.step.is_token or slots - held - reserved <= rules.recall_room or not rules.knows(self.call):
             return False
         return slots == rules.slots_for(1, slots, held, reserve_hint, longest_decode, False)
 
@@ -69,8 +72,21 @@ class LayerStep(NamedTuple):
         """What a kernel is given."""
         (queries, keys, values), table, step = self.states, self.table, self.step
         state, ends = tuple(table.state.values()), step.next_positions
-        asked = is_observed, is_evicting, released
-        return DecodeInput(queries, keys, values, step.positions, table.positions, state, ends, *asked)
+        asked, recall = (is_observed, is_evicting, released), table.recall
+        if recall is None:
+            return DecodeInput(queries, keys, values, step.positions, table.positions, state, ends, *asked)
+        counts = torch.tensor(recall.lengths)
+        is_needed = max(map(operator.add, recall.lengths, step.lengths)) > self.bound
+        return DecodeInput(
+            queries, keys, values, step.positions, table.positions, state, ends, *asked, counts, is_needed
+        )
+
+    def remembered(self) -> dict[str, Tensor]:
+        """What a kernel tells the slots of the new tokens of the recall store."""
+        recall = self.table.recall
+        if recall is None:
+            return {}
+        return {TOKEN_INDEX: torch.tensor(recall.lengths)[:, None, None].float()}
 
 
 class Prepared(NamedTuple):
@@ -127,12 +143,16 @@ class DecodeKernel:
     def of(self, asked: LayerStep) -> Prepared | None:
         """The kernel for this step; None where the step is none that it serves."""
         step, call, (queries, keys, values) = asked.step, asked.call, asked.states
-        if not step.is_token or asked.rules.recalls or not kernels.has_decode(queries.device.type):
+        if not step.is_token or not kernels.has_decode(queries.device.type):
             return None
         if call.sees_to is not None or call.picker is not None or call.sink_logits is not None:
             return None
         if queries.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1:
             return None
+        if (recall := asked.table.recall) is not None:
+            if recall.is_empty:
+                return None
+            recall.make_room()
         prepared = self._prepared
         if prepared is None or not prepared.serves(asked):
             prepared = self._prepared = self._prepare(asked)
@@ -155,8 +175,11 @@ class DecodeKernel:
                 return None
             tables = rotary.tables(step.end, queries.device, kernels.table_dtype(queries))
             end = min(end, tables[0].shape[0])
+        recall = None
+        if table.recall is not None and (recall := _recall(table, rotary, held[0])) is None:
+            return None
         retention, heads = _retention(rules), table.score_heads
-        slots = DecodeSlots(*held, heads, tables, call.scale, rules.visibility, call.softcap, retention)
+        slots = DecodeSlots(*held, heads, tables, call.scale, rules.visibility, call.softcap, retention, recall)
         kernel, tensors = kernels.decode_of(slots, queries), _tensors(table, rotary)
         if kernel is None or tensors is None:
             return None
@@ -216,7 +239,7 @@ class PlannedStep(NamedTuple):
             evicted_count=evicted_count,
             is_continued=self.is_continued,
         )
-        table.replace(done.slot_positions, done.state, self.asked.bound - evicted_count)
+        table.replace(done.slot_positions, done.state, self.asked.bound - evicted_count, step)
         return record
 
 
@@ -230,7 +253,7 @@ def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]
     for name, tensor in zip(asked.table.state, done.state, strict=True):
         if name in initial:
             tensor.scatter_(-1, done.written, initial[name])  # of padding to a slot that stays free
-    return initial
+    return initial | asked.remembered()
 
 
 def _retention(rules: LayerRules) -> Retention | None:
@@ -241,11 +264,29 @@ def _retention(rules: LayerRules) -> Retention | None:
     return Retention(ranking, MAX_NUMBER if rules.budget is None else rules.budget, *rules.protected)
 
 
+def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor) -> RecallSlots | None:
+    """The recall store as a kernel reads it, beside slots with `keys`; None where it can't."""
+    recall, turn = table.recall, None
+    assert recall is not None, "a table that recalls nothing"
+    pieces, names = recall.pieces(), tuple(table.state)
+    states = [each for piece in pieces for each in (piece.keys.states, piece.values)]
+    if any(each.format is Format.FLOAT and each.data.dtype != keys.dtype for each in states):
+        return None
+    if rotary is not None:
+        if rotary.table_changes_at(DISTANCE + 1):
+            return None
+        cos, sin = rotary.tables(DISTANCE + 1, keys.device)
+        turn = cos[DISTANCE].clone(), sin[DISTANCE].clone()
+    return RecallSlots(pieces, recall.positions, recall.page_count, turn, names.index(TOKEN_INDEX))
+
+
 def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | None:
     """Whose memory a kernel knows: keys, values, and tables. None where keys and values are not all that is held."""
-    held = table.store.in_place()
+    held: tuple[Tensor, ...] | None = table.store.in_place()
     if held is None:
         return None
+    # The positions of a recall store are another tensor whenever its memory is another.
+    held = held if table.recall is None else (*held, table.recall.positions)
     return held if rotary is None else (*held, *rotary.built.get(torch.float32, ()))
 
 

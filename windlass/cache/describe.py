@@ -21,8 +21,6 @@ def bytes_by_part(cache: CacheState) -> dict[str, int]:
     parts = [part for layer in cache.layers for part in layer.tensors().items()]
     parts += [("recurrent states", tensor) for layer in cache.recurrent for tensor in layer.tensors().values()]
     parts += [("key_means", tensor) for tensor in _tensors_in(cache.key_means)]
-    recalls = [layer.table.recall for layer in cache.layers]
-    parts += [("recalled", tensor) for each in recalls if each is not None for tensor in each.room.values()]
     undo = [(layer.history, layer.checkpoint) for layer in cache.layers]
     parts += [("rollback", tensor) for layer in cache.recurrent for tensor in layer.undo_tensors]
     parts += [("rollback", tensor) for tensor in _tensors_in((undo, cache.text, cache.next_pass))]

@@ -7,6 +7,7 @@ evicted, nor back when an eviction is rolled back.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final, NamedTuple, final
 
@@ -17,7 +18,7 @@ from torch.nn.functional import pad
 from windlass import kernels
 from windlass.cache.recall_memory import RecallMemory, Segment
 from windlass.core.limits import PAGE
-from windlass.core.recall import PageInput, TiledKeys, tokens_of
+from windlass.core.recall import PageInput, RecallPiece, TiledKeys, tokens_of
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Scores
 from windlass.stores.base import Parts, Store
@@ -25,6 +26,7 @@ from windlass.stores.base import Parts, Store
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
 RECALL: Final = "recall."  # begins the names of its tensors, among all of a layer's
 POSITIONS: Final = "positions"
+DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
 DECIDING: Final = 16  # the newest queries of a step, which decide what all of its queries recall
 
 
@@ -48,14 +50,16 @@ class RecallStore:
         """Tokens of each row; what lies behind them is not looked at."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
         """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
-        self.room: Parts = {}
-        """Where the slots and what is recalled lie side by side, as long as a step reads them."""
-        self._scanned: tuple[tuple[Segment, ...], tuple[TiledKeys, ...]] = (), ()
+        self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
 
     @property
     def is_empty(self) -> bool:
         """Whether nothing was ever written."""
         return not self.memory.segments
+
+    def is_needed(self, held: int) -> bool:
+        """Whether any token was evicted, where each row holds `held` at most."""
+        return not self.is_empty and max(self.lengths) > held
 
     def append(self, keys: NewKeys, values: NewValues, positions: QueryPositions, counts: Sequence[int]) -> Scores:
         """Hold these tokens too, `counts` of each row: all but padding, whose positions are EMPTY.
@@ -93,11 +97,29 @@ class RecallStore:
         `queries` (turned as attention turns them) are weighed where `is_query` (batch, tokens). `kept`
         (batch, score_heads, slots) are the indices of the tokens in slots, negative in the others.
         """
-        count = min(self.tokens, self.memory.capacity) // PAGE
-        best = kernels.best_pages(PageInput(queries, is_query, self._pieces(), self.positions >= 0, kept, count))
+        keys = tuple(piece.keys for piece in self.pieces())
+        best = kernels.best_pages(PageInput(queries, is_query, keys, self.positions, kept, self.page_count))
         index = tokens_of(best.pages)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
         return Recalled(self.memory.read(index), positions.where(best.is_read, EMPTY))
+
+    @property
+    def page_count(self) -> int:
+        """Pages that a step reads at most."""
+        return min(self.tokens, self.memory.capacity) // PAGE
+
+    def make_room(self) -> None:
+        """Have memory for one token more of each row.
+
+        Raises: UsageError where the folder has no room.
+        """
+        self._grow(max(self.lengths) + 1, self.memory.sample)
+
+    def count_written(self, positions: QueryPositions, counts: Sequence[int]) -> None:
+        """Hold one token more, which a kernel has written, in each row where `counts` is 1."""
+        for row, start in enumerate(self.lengths):
+            self.positions[row, start : start + counts[row]] = positions[row, : counts[row]]
+        self.lengths = tuple(map(operator.add, self.lengths, counts))
 
     def clear(self) -> None:
         """Forget all tokens; the memory stays allocated."""
@@ -178,14 +200,15 @@ class RecallStore:
         parts = [part for segment in self.memory.segments for part in segment.parts.values()]
         return self.positions.nbytes + sum(part.nbytes for part in parts)
 
-    def _pieces(self) -> tuple[TiledKeys, ...]:
-        """The keys of all segments, as long as these are the same."""
+    def pieces(self) -> tuple[RecallPiece, ...]:
+        """Keys and values of all segments, the same ones as long as the memory is."""
         segments, no_keys = self.memory.segments, self.memory.no_keys
         if self._scanned[0] is not segments:
-            keys, *_ = no_keys
-            states = [self.codec.over(each.parts | no_keys).packed_keys() for each in segments]
-            tiles = [each.parts[keys] for each in segments]
-            self._scanned = segments, tuple(map(TiledKeys, tiles, states))
+            (keys,), found = no_keys, []
+            for segment in segments:
+                held = self.codec.over(segment.parts | no_keys)
+                found.append(RecallPiece(TiledKeys(segment.parts[keys], held.packed_keys()), held.packed_values()))
+            self._scanned = segments, tuple(found)
         return self._scanned[1]
 
     def _grow(self, tokens: int, sample: Parts) -> None:

@@ -62,6 +62,15 @@ class RecallMemory:
         tiles = self.segments[0].parts[self._keys]
         return {self._keys: torch.empty(*tiles.shape[:2], 0, self._width, dtype=self._dtype)}
 
+    @property
+    def sample(self) -> Parts:
+        """Parts of one token of each row."""
+        return {name: part[:, :, :1] for name, part in self.segments[0].parts.items()} | {
+            self._keys: self.no_keys[self._keys].new_empty(
+                *self.segments[0].parts[self._keys].shape[:2], 1, self._width
+            )
+        }
+
     def grow(self, capacity: int, sample: Parts) -> None:
         """Make room for `capacity` tokens of a row, whose parts are like those of `sample`.
 

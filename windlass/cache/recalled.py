@@ -1,67 +1,75 @@
 """What a step reads beside its slots: tokens that were evicted, chosen by the step's own queries."""
 
 from dataclasses import replace
-from typing import Final
 
-import torch
 from torch import Tensor
 
+from windlass import kernels
 from windlass.cache.decode_kernel import LayerStep
 from windlass.cache.observation import newest_columns, queries_at
-from windlass.cache.recall import DECIDING, TOKEN_INDEX
+from windlass.cache.recall import DECIDING, DISTANCE, TOKEN_INDEX
+from windlass.cache.slot_table import SlotTable
 from windlass.cache.table_view import TableView
 from windlass.core.attention import Mass
 from windlass.core.errors import UsageError
+from windlass.core.packed import PackedStates
 from windlass.core.rotate import rotate
-from windlass.core.shapes import Queries
-
-DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
+from windlass.core.shapes import Queries, SlotIndex
 
 
-def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableView:
-    """What the queries of a step find in its slots, which have the step's tokens, and beside them what they recall.
+def with_recalled(asked: LayerStep, queries: Queries) -> TableView:
+    """What the queries of a step find in its slots, which have the step's tokens, and what they recall.
+
+    What is recalled stands in free slots, which are free again for the next step.
 
     Raises: UsageError in a text with pictures, and under a sparse attention that picks slots.
     """
-    table, recall = asked.table, asked.table.recall
-    if recall is None or recall.is_empty or max(recall.lengths) <= table.occupancy_bound:
+    table, recall, view = asked.table, asked.table.recall, TableView.of(asked.table, asked.rules, asked.step)
+    if recall is None or not recall.is_needed(table.occupancy_bound):
         return view
     if view.places is not None or asked.call.picker is not None:
         what = "a text with pictures" if view.places is not None else "sparse attention that picks tokens"
         raise UsageError(f"recall={recall.tokens} is not known for {what}; use a KVCache with recall=0")
     is_token = asked.step.positions.shape[1] == 1
     columns = asked.step.first_columns if is_token else newest_columns(asked.step)[:, :DECIDING]
-    is_query = columns >= 0
-    kv_heads = view.keys.data.shape[1]
+    kv_heads, is_query = view.keys.data.shape[1], columns >= 0
     held = table.state[TOKEN_INDEX].where(table.positions >= 0, -1.0)
     chosen = recall.choose(_turned(queries_at(queries, columns), asked).cpu(), is_query.cpu(), held.cpu())
     parts, positions = chosen.parts, chosen.positions.to(view.positions.device)
     if not table.store.is_alike(recall.codec):
         found = recall.codec.over(parts)
         parts = table.store.parts_of(found.keys(), found.values())
-    parts = {name: part.to(positions.device) for name, part in parts.items()}
-    keys, values = table.store.beside(parts, recall.room).packed()
-    log_counts = view.log_counts
+    count = positions.shape[-1]
+    index = kernels.first_free(table.positions, count)
+    table.store.put(index, {name: part.to(positions.device) for name, part in parts.items()})
+    index = index.expand(-1, kv_heads, -1)
+    log_counts, (keys, values) = view.log_counts, table.store.packed()
     if log_counts is not None:
-        log_counts = torch.cat((log_counts.expand(-1, kv_heads, -1), log_counts.new_zeros(positions.shape)), -1)
-    both = torch.cat((view.positions.expand(-1, kv_heads, -1), positions), -1)
-    occupancy = view.occupancy + positions.shape[-1]
+        log_counts = log_counts.expand(-1, kv_heads, -1).scatter(-1, index, 0.0)
     return replace(
         view,
-        keys=keys,
-        values=values,
-        positions=both,
+        keys=_as_put(keys, index),
+        values=_as_put(values, index),
+        positions=view.positions.expand(-1, kv_heads, -1).scatter(-1, index, positions),
         log_counts=log_counts,
-        occupancy=occupancy,
+        occupancy=view.occupancy + count,
         is_joined=True,
     )
 
 
-def of_slots(mass: Mass | None, slots: int) -> Mass | None:
-    """The attention that the slots got, without what was recalled beside them."""
-    if mass is None or mass.rows.shape[-1] == slots:
+def of_tokens(mass: Mass | None, view: TableView, table: SlotTable) -> Mass | None:
+    """The attention that the table's own tokens got, without what was recalled into free slots."""
+    if mass is None or not view.is_joined:
         return mass
-    return Mass(mass.rows[..., :slots], None if mass.rest is None else mass.rest[..., :slots])
+    is_held = table.positions >= 0
+    rest = None if mass.rest is None else mass.rest.where(is_held, 0.0)
+    return Mass(mass.rows.where(is_held[:, :, None], 0.0), rest)
+
+
+def _as_put(states: PackedStates, index: SlotIndex) -> PackedStates:
+    """With no token in full precision in these slots, which others may have left there."""
+    ring = states.ring_index
+    return states if ring is None else replace(states, ring_index=ring.scatter(-1, index, -1))
 
 
 def _turned(queries: Queries, asked: LayerStep) -> Tensor:

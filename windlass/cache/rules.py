@@ -65,6 +65,11 @@ class LayerRules:
         return self.limits.recall > 0 and self.most_visible is None
 
     @cached_property
+    def recall_room(self) -> int:
+        """Slots that stay free, so that a step may put there what it recalls."""
+        return self.limits.recall if self.recalls else 0
+
+    @cached_property
     def is_whole_window(self) -> bool:
         """Whether the budget is the sliding window, or the chunk of attention."""
         return self.most_visible is not None and self.budget == self.most_visible
@@ -93,17 +98,17 @@ class LayerRules:
 
         In decode no pass is longer than `longest_decode` tokens; 0 says that they are a chunk of a prompt.
         """
-        needed = held + tokens
+        needed, own = held + tokens, slots - self.recall_room
         if self.budget is not None and not defer_eviction:
             # A prompt's steps leave room for the next one; decode gives that room back.
-            room = max(tokens, self.limits.chunk, slots - self.budget)
+            room = max(tokens, self.limits.chunk, own - self.budget)
             if longest_decode:
                 room = longest_decode + self.limits.rollback
-            return max(self.budget + room, needed)
-        if needed <= slots:
+            return max(self.budget + room, needed) + self.recall_room
+        if needed <= own:
             return slots
-        grown = reserve_hint if reserve_hint >= needed else max(needed, slots * 3 // 2)
-        return -(-grown // GROWTH) * GROWTH
+        grown = reserve_hint if reserve_hint >= needed else max(needed, own * 3 // 2)
+        return -(-grown // GROWTH) * GROWTH + self.recall_room
 
     @cached_property
     def protected(self) -> tuple[int, int]:

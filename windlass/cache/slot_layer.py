@@ -139,7 +139,7 @@ class SlotLayer(Layer):
         if prepared is not None and prepared.retention is None:
             done = prepared.kernel(asked.given(weighed is not None, False))
             written = Written(done.written, done.out, done.mass, asked.states[0], put_initial_state(asked, done))
-            table.replace(done.slot_positions, done.state, asked.bound)
+            table.replace(done.slot_positions, done.state, asked.bound, step)
         else:
             state = table.copied_state()
             if self.checkpoint is not None and not is_continued:
@@ -217,7 +217,8 @@ class SlotLayer(Layer):
 
     def _history_left(self, tokens: int, is_decode: bool, positions: Tensor) -> History:
         """The steps that can be undone once `tokens` more come, which may take what `positions` reserve."""
-        if is_decode and self.table.slots - self.table.occupancy_bound - self.history.reserved >= tokens:
+        free = self.table.slots - self.table.occupancy_bound - self.history.reserved - self.rules.recall_room
+        if is_decode and free >= tokens:
             return self.history
         return self.history.forgotten(self.rules.limits.rollback if is_decode else 0, 0, positions)
 

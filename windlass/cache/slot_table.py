@@ -14,6 +14,7 @@ from windlass.cache.recall import TOKEN_INDEX, RecallStore
 from windlass.core.places import PLACES, SlotPlaces
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, QueryPositions, SlotIndex
+from windlass.core.step import Step
 from windlass.policies.calls import initial_writes
 from windlass.stores.base import Parts, Store, StoreSnapshot
 
@@ -190,8 +191,10 @@ class SlotTable:
             [],
         )
 
-    def replace(self, positions: Tensor, state: Sequence[Tensor], occupancy_bound: int) -> None:
-        """Go on with these tensors, which have what those of now have, and what a step has changed."""
+    def replace(self, positions: Tensor, state: Sequence[Tensor], occupancy_bound: int, step: Step) -> None:
+        """Go on with these tensors, which have what those of now have, and what a `step` of one token has changed."""
+        if self.recall is not None:
+            self.recall.count_written(step.positions, step.lengths)
         self.positions, self.occupancy_bound = positions, occupancy_bound
         self.state = dict(zip(self.state, state, strict=True))
 

@@ -28,7 +28,7 @@ class TableView:
     places: SlotPlaces | None  # in a text with pictures
     occupancy: int  # tokens of any row at most, or while a graph replays the step
     index_keys: IndexKeys | None = None  # of an indexer, un-rotated
-    is_joined: bool = False  # whether keys and values are a copy, with recalled tokens, which the next step overwrites
+    is_joined: bool = False  # whether some free slots have recalled tokens, which the next step overwrites
     _tails: dict[int, Step] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod

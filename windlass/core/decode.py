@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from windlass.core.attention import Mass, Visibility
+from windlass.core.recall import RecallSlots
 from windlass.core.shapes import (
     Attended,
     NewKeys,
@@ -55,8 +56,9 @@ class Retention:
 class DecodeSlots:
     """Slots that decode steps write to and read: what stays the same from one step to the next.
 
-    `tables` (cos, sin) have a row for each position of the text; None: nothing is rotated. `retention`: None where
-    the kernel is to observe and evict nothing. The other fields are those of `AttentionInput`.
+    `tables` (cos, sin) have a row for each position of the text; None: nothing is rotated. `retention`: None where the
+    kernel is to observe and evict nothing. `recall`: None where nothing is recalled. The other fields are those of
+    `AttentionInput`.
     """
 
     keys: SlotKeys
@@ -67,6 +69,7 @@ class DecodeSlots:
     visibility: Visibility
     softcap: float | None = None
     retention: Retention | None = None
+    recall: RecallSlots | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,7 +79,8 @@ class DecodeInput:
     `slot_positions` and `state`, which is 0 for new tokens, are of before the step, and stay as they are.
     `is_observed`: whether the mass of the queries is returned. `is_evicting`: whether each row that is then over budget
     evicts the lowest of its tokens; `next_positions` are of after the step. `released`: pairs of slots and positions
-    that an earlier step gave as `evicted`; they are free after this one.
+    that an earlier step gave as `evicted`; they are free after this one. `remembered`: tokens of each row in the recall
+    store, which the new one is added to. `is_recalling`: whether the best pages of it are read beside the slots.
     """
 
     queries: Queries
@@ -89,6 +93,8 @@ class DecodeInput:
     is_observed: bool = False
     is_evicting: bool = False
     released: Sequence[tuple[SlotIndex, SlotIndex]] = ()
+    remembered: RowCounts | None = None
+    is_recalling: bool = False
 
 
 class DecodeOutput(NamedTuple):

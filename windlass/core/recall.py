@@ -4,7 +4,7 @@ from dataclasses import dataclass, replace
 from typing import Final, NamedTuple
 
 import torch
-from jaxtyping import Bool, Int32, Int64
+from jaxtyping import Bool, Float32, Int32, Int64
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -17,6 +17,7 @@ TILE: Final = 16
 WORD: Final = 4  # bytes
 
 Tiles = Int32[Tensor, "batch kv_heads tiles words 16"]
+Remembered = Int32[Tensor, "batch remembered"]
 
 
 def words_of(rows: Tensor) -> Tensor:
@@ -53,14 +54,14 @@ class TiledKeys:
 class PageInput:
     """One call of `best_pages`: queries, the keys of a recall store, piece by piece, and what is left out of them.
 
-    `is_query` tells which of the queries count, `is_text` which tokens are part of the text. `kept_index` are the
-    tokens in slots, by their number among all pieces' tokens, negative in the slots of none.
+    `is_query` tells which of the queries count. `positions` are negative where a token is no part of the text.
+    `kept_index` are the tokens in slots, by their number among all pieces' tokens, negative in the slots of none.
     """
 
     queries: Queries
     is_query: Bool[Tensor, "batch tokens"]
     pieces: tuple[TiledKeys, ...]
-    is_text: Bool[Tensor, "batch remembered"]
+    positions: Remembered
     kept_index: Scores
     count: int
 
@@ -84,3 +85,27 @@ class ReadInput:
     pieces: tuple[Tensor, ...]
     index: SlotIndex
     is_tiled: bool
+
+
+@dataclass(frozen=True)
+class RecallPiece:
+    """Keys and values of some tokens of a recall store."""
+
+    keys: TiledKeys
+    values: PackedStates
+
+
+@dataclass(frozen=True, eq=False)
+class RecallSlots:
+    """A recall store that decode steps write to and read: what stays the same from one step to the next.
+
+    `positions` are negative where a token is no part of the text. `count` pages are read at most. `turn` (cos, sin) is
+    what queries are rotated by before they are multiplied with keys; None: not at all. `state`: which of the slots'
+    tensors has the number of each slot's token.
+    """
+
+    pieces: tuple[RecallPiece, ...]
+    positions: Remembered
+    count: int
+    turn: tuple[Float32[Tensor, " pairs"], Float32[Tensor, " pairs"]] | None
+    state: int

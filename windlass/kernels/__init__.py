@@ -56,7 +56,7 @@ def best_pages(call: PageInput) -> BestPages:
     if _is_compiled(call.queries.device.type):
         from windlass.kernels.cpu import recall  # late: it needs the compiled module
 
-        if recall.can_scan(call):
+        if recall.can_scan(call.pieces):
             return recall.best_pages(call)
     return reference_recall.best_pages(call)
 
@@ -78,8 +78,11 @@ def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":
     keys, values = PackedStates(slots.keys), PackedStates(slots.values)
     if not _is_compiled(queries.device.type) or not cpu.can_read(queries, keys, values):
         return None
-    from windlass.kernels.cpu.decode import Decode  # late: it needs the compiled module
+    from windlass.kernels.cpu.decode import Decode  # late: they need the compiled module
+    from windlass.kernels.cpu.recall import can_recall
 
+    if slots.recall is not None and not can_recall(slots.recall):
+        return None
     return Decode(slots, queries)
 
 

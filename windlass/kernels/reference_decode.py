@@ -4,33 +4,42 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from windlass.core.attention import AttentionInput, EvictionInput, Writes
+from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
 from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Ranking, Retention
 from windlass.core.packed import PackedStates
 from windlass.core.rotary_index import EMPTY, RESERVED, RotaryBranch, RotaryIndex
 from windlass.core.shapes import PerSlot, QueryPositions, Scores, SlotIndex, SlotPositions
 from windlass.kernels import reference
 from windlass.kernels.ranking import total_order
+from windlass.kernels.reference_recall import recall, remember
 
 
 def decode(slots: DecodeSlots, new: DecodeInput) -> DecodeOutput:
     """Write one token per row to a free slot, let its query read the slots, each at its own position, and evict.
 
-    Changes nothing but the keys and values of the slots that it writes to. A padding token's slot stays free.
+    Changes nothing but the keys and values of free slots, and of a recall store behind its last token. The slot of a
+    padding token stays free.
     """
     places, state = new.slot_positions.clone(), tuple(tensor.clone() for tensor in new.state)
     index, retention = reference.first_free(places, 1), slots.retention
     positions = new.positions[:, None].expand(-1, slots.score_heads, -1)
     beside: Writes = [(places, positions), *((tensor, 0.0) for tensor in state)]
     reference.write_all(index, [(slots.keys, new.keys), (slots.values, new.values), *beside])
-    at = RotaryBranch(positions.clamp(min=0), places.clamp(min=0))
+    read, recalled = places, None
+    if slots.recall is not None and new.remembered is not None:
+        remember(slots.recall, new)
+        numbers = state[slots.recall.state]
+        numbers.scatter_(-1, index, new.remembered[:, None, None].float().expand_as(index))
+        if new.is_recalling:
+            read, recalled = recall(slots, new, places, numbers)
+    at = RotaryBranch(new.positions[:, None].expand(-1, read.shape[1], -1).clamp(min=0), read.clamp(min=0))
     is_observing = retention is not None and retention.ranking.observe != "nothing"
     out, mass = reference.attend(
         AttentionInput(
             new.queries,
             PackedStates(slots.keys),
             PackedStates(slots.values),
-            places,
+            read,
             new.positions,
             None if slots.tables is None else RotaryIndex(at),
             slots.tables,
@@ -40,6 +49,8 @@ def decode(slots: DecodeSlots, new: DecodeInput) -> DecodeOutput:
             observed=new.positions.clamp(max=0) if is_observing or new.is_observed else None,
         )
     )
+    if mass is not None and recalled is not None:
+        mass = Mass(mass.rows.scatter(-1, recalled[:, :, None], 0.0), None)
     evicted = before = None
     if retention is not None and mass is not None and is_observing:
         _observe(retention.ranking, state[0], mass.rows[:, :, 0], new.positions)

@@ -1,12 +1,17 @@
-"""The scan of what was evicted, in plain PyTorch: what every other backend must match."""
+"""What is read of the evicted tokens, in plain PyTorch: what every other backend must match."""
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from windlass.core.decode import DecodeInput, DecodeSlots
 from windlass.core.limits import PAGE
-from windlass.core.packed import Format
-from windlass.core.recall import TILE, BestPages, PageInput, ReadInput, tokens_of
+from windlass.core.packed import Format, PackedStates
+from windlass.core.recall import TILE, BestPages, PageInput, ReadInput, RecallPiece, RecallSlots, tokens_of, words_of
+from windlass.core.rotary_index import EMPTY
+from windlass.core.rotate import rotate
+from windlass.core.shapes import Scores, SlotPositions
+from windlass.kernels import reference
 
 
 def best_pages(call: PageInput) -> BestPages:
@@ -39,9 +44,67 @@ def read_tokens(call: ReadInput) -> Tensor:
     return rows.gather(2, call.index[..., None].expand(-1, -1, -1, rows.shape[3]))
 
 
+def remember(store: RecallSlots, new: DecodeInput) -> None:
+    """Write the new token of each row to the store, but for padding."""
+    assert new.remembered is not None, "a recall store without its lengths"
+    for row, index in enumerate(new.remembered.tolist()):
+        if int(new.positions[row]) < 0:
+            continue
+        piece, at = _place(store, index)
+        keys, values = piece.keys, piece.values
+        codes, scales = _encoded(keys.states, new.keys[row : row + 1])
+        keys.tiles[row, :, at // TILE, :, at % TILE] = words_of(codes)[0, :, 0]
+        value_codes, value_scales = _encoded(values, new.values[row : row + 1])
+        values.data[row, :, at] = value_codes[0, :, 0]
+        if keys.states.scales is not None and values.scales is not None:
+            keys.states.scales[row, :, at], values.scales[row, :, at] = scales[0, :, 0], value_scales[0, :, 0]
+
+
+def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Scores) -> tuple[Tensor, Tensor]:
+    """Put the tokens of the best pages into free slots; `kept` are the numbers of the tokens in all slots.
+
+    Returns the positions (batch, kv_heads, slots) that are then read, and the slots (batch, kv_heads, count * 8) that
+    were free.
+    """
+    store, kv_heads = slots.recall, slots.keys.shape[1]
+    assert store is not None, "recall without a store"
+    queries = new.queries.float()
+    queries = (queries if store.turn is None else rotate(queries, *store.turn)) * slots.scale
+    pieces = tuple(piece.keys for piece in store.pieces)
+    is_query = torch.ones_like(new.positions, dtype=torch.bool)
+    pages = PageInput(queries, is_query, pieces, store.positions, kept.where(places >= 0, -1.0), store.count)
+    best = best_pages(pages)
+    index = tokens_of(best.pages)
+    free = reference.first_free(places, index.shape[-1]).expand(-1, kv_heads, -1)
+    keys = torch.cat([each.packed().floats() for each in pieces], 2)
+    values = torch.cat([piece.values.floats() for piece in store.pieces], 2)
+    for target, source in ((slots.keys, keys), (slots.values, values)):
+        own = source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3])).to(target.dtype)
+        at = free[..., None].expand_as(own)
+        target.scatter_(2, at, own.where(best.is_read[..., None], target.gather(2, at)))
+    positions = store.positions[:, None].expand(-1, kv_heads, -1).gather(-1, index).where(best.is_read, EMPTY)
+    return places.expand(-1, kv_heads, -1).scatter(-1, free, positions), free
+
+
+def _encoded(held: PackedStates, states: Tensor) -> tuple[Tensor, Tensor]:
+    """States as `held` has others, and their scales, which are none of floats."""
+    if held.format is Format.FLOAT:
+        return states, states
+    return reference.encode(states, held.means, 4 if held.format is Format.INT4 else 8)
+
+
+def _place(store: RecallSlots, index: int) -> tuple[RecallPiece, int]:
+    """The piece that has a token, and its number in there."""
+    for piece in store.pieces:
+        if index < piece.keys.tokens:
+            return piece, index
+        index -= piece.keys.tokens
+    raise AssertionError("a token behind the last piece")
+
+
 def _is_recallable(call: PageInput, kv_heads: int) -> Tensor:
     """(batch, kv_heads, remembered): whether a token is part of the text, and in no slot of its head."""
     kept = call.kept_index.long().expand(-1, kv_heads, -1)
-    remembered = call.is_text.shape[1]
-    is_text = pad(call.is_text, (0, TILE))[:, None].expand(-1, kv_heads, -1)  # a place for what is in no slot
+    remembered = call.positions.shape[1]
+    is_text = pad(call.positions >= 0, (0, TILE))[:, None].expand(-1, kv_heads, -1)  # a place for what is in no slot
     return is_text.scatter(-1, kept.where(kept >= 0, remembered), False)[..., :remembered]

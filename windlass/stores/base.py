@@ -266,20 +266,6 @@ class Store(ABC):
         twin._parts, twin.full_precision = parts, FullPrecisionRing()
         return twin
 
-    def beside(self, parts: Parts, room: Parts) -> "Store":
-        """A copy of these slots and, behind them, tokens with these parts; for reading.
-
-        It lies in the tensors of `room`, which are made anew where they do not fit, and overwritten the next time.
-        """
-        twin = copy.copy(self)
-        for name, held in self._allocated().items():
-            shape = *held.shape[:2], held.shape[2] + parts[name].shape[2], held.shape[3]
-            if name not in room or room[name].shape != shape:
-                room[name] = held.new_empty(shape)
-            torch.cat((held, parts[name]), 2, out=room[name])
-        twin._parts = dict(room)
-        return twin
-
     def tensors(self) -> Parts:
         """Every tensor allocated, by name: what a file holds."""
         return {**self._parts, **self._constants, **self.full_precision.tensors} if self._parts else {}

@@ -35,6 +35,17 @@ NewStates = tuple[int, int, int]
 # what is observed, the score, share, pool, whether it is the mean; budget, sinks, window
 RetainArguments = tuple[int, int, float, int, bool, int, int, int]
 
+# words and channels of keys, bytes and channels of values, their format; the address of key means; of each piece keys,
+# key scales, values, value scales, and tiles; positions and how many of a row; cos, sin, pairs; pages, and which state
+RecallArguments = tuple[
+    tuple[int, int, int, int, int],
+    int,
+    list[tuple[int, int, int, int, int]],
+    tuple[int, int],
+    tuple[int, int, int],
+    tuple[int, int],
+]
+
 class Decode:
     def __init__(
         self,
@@ -48,6 +59,7 @@ class Decode:
         softcap: float,
         visibility: tuple[int, int, int, int],
         retention: RetainArguments | None,
+        recall: RecallArguments | None,
         instruction_set: str,
         /,
     ) -> None: ...
@@ -67,6 +79,7 @@ class DecodeStep:
         mass: int,
         evicted: tuple[int, int],
         released: list[tuple[int, int, int]],
+        recall: tuple[int, bool],
         /,
     ) -> None: ...
 

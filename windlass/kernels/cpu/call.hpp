@@ -110,7 +110,7 @@ struct BestPages {
     const float *queries;           // (batch, kv_heads, queries_per_head, channels): of each member all tokens
     const bool *is_query;           // (batch, tokens)
     std::vector<Piece> pieces;      // one after the other
-    const std::uint8_t *is_text;    // (batch, slots)
+    const std::int32_t *positions;  // (batch, slots), negative where a token is no part of the text
     const float *kept_index;        // (batch, score_heads, kept): tokens that are no part of any page; -1 for none
     std::int64_t *best;             // (batch, kv_heads, count)
     std::uint8_t *is_read;          // (batch, kv_heads, count * 8): whether a token of these pages may be recalled
@@ -136,6 +136,65 @@ struct ReadTokens {
     const std::int64_t *index;  // (rows, tokens)
     std::uint8_t *out;          // (rows, tokens, row_bytes)
 };
+
+// New states of one token per row, (batch, kv_heads, 1, channels), with the strides of batch and heads in bytes.
+struct NewStates {
+    const std::uint8_t *states;
+    std::int64_t row_stride, head_stride;
+    const std::uint8_t *at(std::int64_t row, std::int64_t head) const {
+        return states + row * row_stride + head * head_stride;
+    }
+};
+
+// A layer's recall store: keys and values of all tokens of its rows, piece by piece, of which `tokens` have room.
+struct Recall {
+    struct Piece {
+        std::uint32_t *keys;        // (batch, kv_heads, tiles, words, 16)
+        std::uint16_t *key_scales;  // (batch, kv_heads, tiles * 16), float16; null unless low-bit
+        std::uint8_t *values;       // (batch, kv_heads, tiles * 16, value_bytes)
+        std::uint16_t *value_scales;
+        int tiles;
+    };
+    int words, channels, value_bytes, value_channels;
+    Format format;       // of keys and values; the slots' own unless low-bit
+    const float *means;  // (kv_heads, channels), of keys; may be null
+    std::vector<Piece> pieces;
+    const std::int32_t *positions;  // (batch, tokens), negative where a token is no part of the text
+    std::int64_t tokens;
+    const float *cos, *sin;  // (pairs): of the distance at which queries look for tokens
+    int pairs, count, state;  // `count` pages are read at most; tensor number `state` has the numbers of tokens in slots
+};
+
+// A step of one token per row with such a store.
+struct RecallStep {
+    int batch, heads, kv_heads, score_heads, slots;
+    Format float_format;            // of queries, new states, and slots
+    const std::uint8_t *queries;
+    std::int64_t query_strides[2];  // of batch and heads, in numbers
+    NewStates keys, values;
+    const std::int64_t *positions;  // (batch), negative for padding
+    const std::int64_t *starts;     // (batch): tokens that each row had before
+    float scale;
+    const float *kept;                   // (batch, score_heads, slots): the number of each slot's token
+    const std::int32_t *slot_positions;  // (batch, score_heads, slots)
+    const std::int64_t *free;            // (batch, score_heads, count * 8): slots that take what is recalled
+    std::uint8_t *slot_keys, *slot_values;
+    std::int32_t *read_positions;  // (batch, kv_heads, slots): of what is recalled, too
+
+    std::int64_t number_bytes() const { return float_format == Format::float32 ? 4 : 2; }
+};
+
+// The scan of such a step, of which queries, what is kept and the results are still to be given.
+inline BestPages pages_call(const RecallStep &step, const Recall &store) {
+    BestPages call{};
+    call.batch = step.batch, call.kv_heads = step.kv_heads, call.score_heads = step.score_heads;
+    call.queries_per_head = step.heads / step.kv_heads, call.tokens = 1;
+    call.channels = store.channels, call.words = store.words, call.kept = step.slots, call.count = store.count;
+    call.format = store.format;
+    for (const auto &piece : store.pieces) call.pieces.push_back({piece.keys, piece.key_scales, piece.tiles});
+    call.positions = store.positions;
+    return call;
+}
 
 // Numbers that become codes of `bits` bits, as `PackedStates` says, and their scales.
 struct Encode {
@@ -213,6 +272,7 @@ struct AfterAttention {
     std::uint8_t *result;                   // (tokens, queries.in)
 };
 
+inline constexpr int RECALL_PAGE = 8;  // tokens that are recalled together
 inline constexpr int BLOCK = 128;      // slots whose logits are alive at once
 inline constexpr int STEADY = 64;      // slots at positions that follow each other whose keys share a row of the tables
 inline constexpr int MAX_TOKENS = 16;  // queries per row
@@ -259,5 +319,11 @@ struct Scratch {
     }
     std::size_t total() const { return queries + unrounded + turned + partials + summed + logits + keys_rotated + probabilities + tables; }
 };
+
+// Floats of scratch that the scan of a step needs: queries, what is kept, and what `BestPages` says.
+inline std::size_t scratch_size(const RecallStep &step, const Recall &store) {
+    return padded(step.batch * step.heads * store.channels) + padded(step.batch * step.score_heads * step.slots) +
+           pages_call(step, store).scratch();
+}
 
 }  // namespace windlass

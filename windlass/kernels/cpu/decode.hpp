@@ -1,5 +1,6 @@
 // A decode step of one layer: the new token of each row is written, its query reads the slots, and rows over budget
-// evict. Positions and state are read, and go to other memory: what they were stays.
+// evict. Positions and state are read, and go to other memory: what they were stays. What a recall store has is put
+// into free slots first, which are free again afterwards.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -16,24 +17,22 @@ namespace windlass {
 // What stays the same from one step to the next; the addresses are those of tensors that Python keeps alive.
 class Decode {
   public:
-    // Of both calls all but what a step gives is set; `retain.ranking` says nothing where `is_retaining` is false.
-    Decode(const Attend &call, const Retain &retain, bool is_retaining, const Kernels &kernels)
+    // Of both calls all but what a step gives is set; `retain.ranking` says nothing where `is_retaining` is false, and
+    // there is no recall store where `recall` has no pieces.
+    Decode(const Attend &call, const Retain &retain, bool is_retaining, Recall recall, const Kernels &kernels)
         : call(call),
           retain(retain),
           is_retaining(is_retaining),
+          store(std::move(recall)),
           kernels(kernels),
-          query_positions(std::size_t(call.batch) * call.score_heads),
+          query_positions(std::size_t(call.batch) * call.kv_heads),
+          free(std::size_t(call.batch) * call.score_heads * store.count * RECALL_PAGE),
           orders(std::size_t(call.batch) * call.score_heads),
           observed(call.batch) {
         this->call.observed = observed.data();
         this->retain.orders = orders.data();
     }
 
-    // New keys and values, (batch, kv_heads, 1, channels), with the strides of batch and heads in bytes.
-    struct New {
-        const std::uint8_t *states;
-        std::int64_t row_stride, head_stride;
-    };
     // A tensor (batch, score_heads, slots) of before the step, and the memory of the one after it.
     template <class Number>
     struct Copy {
@@ -51,7 +50,7 @@ class Decode {
     struct Given {
         const std::uint8_t *queries;
         std::int64_t query_strides[2];  // of batch and heads, in numbers
-        New keys, values;
+        NewStates keys, values;
         const std::int64_t *positions, *next_positions;
         Copy<std::int32_t> slot_positions;
         std::vector<Copy<float>> state;
@@ -61,11 +60,13 @@ class Decode {
         std::int64_t *evicted;  // null where nothing is to be evicted
         std::int32_t *evicted_positions;
         std::vector<Released> released;
+        const std::int64_t *starts;  // (batch): tokens of each row in the recall store; null where there is none
+        bool is_recalling;           // whether any of them was evicted
     };
 
     // Floats of scratch that a step needs.
     std::size_t scratch(const Given &given, int threads) const {
-        return kernel_scratch(given, threads) + key_positions() + own_mass(given) + cosines(given) +
+        return kernel_scratch(given, threads) + 2 * key_positions(given) + own_mass(given) + cosines(given) +
                (is_retaining ? retain.scratch() + scratch_size(mean_key_cosine()) : 0);
     }
 
@@ -81,18 +82,21 @@ class Decode {
             const std::int64_t at = row * slots + given.written[row], position = given.positions[row / call.score_heads];
             slot_positions[at] = std::int32_t(position);
             for (const auto &tensor : given.state) tensor.to[at] = 0;
-            query_positions[row] = position < 0 ? 0 : position;
         }
         for (int row = 0; row < call.batch; ++row) observed[row] = given.positions[row] < 0 ? -1 : 0;
         float *rest = scratch + kernel_scratch(given, threads);
         Attend now = call;
+        now.slot_positions = slot_positions;
+        if (given.starts) recall(given, now, rest, scratch, threads);
         if (call.pairs) {  // free slots are read nowhere, but have a row of the table
-            auto *keys = reinterpret_cast<std::int32_t *>(rest);
-            for (std::int64_t i = 0; i < rows * slots; ++i) keys[i] = std::max(slot_positions[i], 0);
+            auto *keys = reinterpret_cast<std::int32_t *>(rest + key_positions(given));
+            for (int row = 0; row < now.batch * now.score_heads; ++row) {
+                query_positions[row] = std::max<std::int64_t>(given.positions[row / now.score_heads], 0);
+                for (std::int64_t i = row * slots; i < (row + 1) * slots; ++i) keys[i] = std::max(now.slot_positions[i], 0);
+            }
             now.near = {query_positions.data(), keys};
         }
-        rest += key_positions();
-        now.slot_positions = slot_positions;
+        rest += 2 * key_positions(given);
         now.queries = given.queries;
         now.query_strides[0] = given.query_strides[0], now.query_strides[1] = given.query_strides[1];
         now.query_positions = given.positions;
@@ -102,6 +106,7 @@ class Decode {
         rest += own_mass(given);
         now.observations = now.mass_rows ? 1 : 0;
         kernels.attend(now, scratch, threads);
+        if (given.is_recalling && now.mass_rows) forget_mass(now.mass_rows);
         if (is_retaining) observe_and_evict(given, now.mass_rows, rest, threads);
         for (const Released &each : given.released)
             for (std::int64_t i = 0; i < rows * each.count; ++i)
@@ -112,13 +117,16 @@ class Decode {
     Attend call;
     Retain retain;
     bool is_retaining;
+    Recall store;
     const Kernels &kernels;
-    std::vector<std::int64_t> query_positions;
+    std::vector<std::int64_t> query_positions, free;
     std::vector<TextOrder> orders;
     std::vector<std::int64_t> observed;
 
-    std::size_t key_positions() const {
-        return call.pairs ? std::size_t(call.batch) * call.score_heads * call.slots : 0;
+    // Positions of slots, once as they are read and once as their keys are rotated.
+    std::size_t key_positions(const Given &given) const {
+        const std::size_t heads = given.is_recalling ? call.kv_heads : call.score_heads;
+        return call.pairs || given.is_recalling ? call.batch * heads * call.slots : 0;
     }
     bool is_weighed(const Given &given) const {
         return given.mass || (is_retaining && retain.ranking.observed != Observed::nothing);
@@ -133,7 +141,46 @@ class Decode {
         Attend sizes = call;
         float mass = 0;  // its address says that there is any
         sizes.mass_rows = is_weighed(given) ? &mass : nullptr;
-        return Scratch(sizes, threads).total();
+        const std::size_t floats = Scratch(sizes, threads).total();
+        return given.is_recalling ? std::max(floats, scratch_size(recall_step(given), store)) : floats;
+    }
+
+    RecallStep recall_step(const Given &given) const {
+        RecallStep step{};
+        step.batch = call.batch, step.heads = call.heads, step.kv_heads = call.kv_heads;
+        step.score_heads = call.score_heads, step.slots = call.slots;
+        step.float_format = call.float_format, step.scale = call.scale;
+        step.queries = given.queries;
+        step.query_strides[0] = given.query_strides[0], step.query_strides[1] = given.query_strides[1];
+        step.keys = given.keys, step.values = given.values;
+        step.positions = given.positions, step.starts = given.starts;
+        return step;
+    }
+
+    // Notes the new tokens, and lets attention read what is recalled, by positions in the memory of `rest`.
+    void recall(const Given &given, Attend &now, float *rest, float *scratch, int threads) {
+        RecallStep step = recall_step(given);
+        float *numbers = given.state[store.state].to;
+        for (std::int64_t row = 0; row < std::int64_t(call.batch) * call.score_heads; ++row)
+            numbers[row * call.slots + given.written[row]] = float(given.starts[row / call.score_heads]);
+        kernels.remember(step, store);
+        if (!given.is_recalling) return;
+        first_free(now.slot_positions, std::int64_t(call.batch) * call.score_heads, call.slots, store.count * RECALL_PAGE, free.data());
+        step.kept = numbers, step.slot_positions = now.slot_positions, step.free = free.data();
+        step.slot_keys = const_cast<std::uint8_t *>(call.keys.data);
+        step.slot_values = const_cast<std::uint8_t *>(call.values.data);
+        step.read_positions = reinterpret_cast<std::int32_t *>(rest);
+        kernels.recall(step, store, scratch, threads);
+        now.score_heads = call.kv_heads, now.slot_positions = step.read_positions;
+    }
+
+    // What was recalled is no longer in its slot.
+    void forget_mass(float *mass) const {
+        const std::int64_t count = store.count * RECALL_PAGE;
+        for (int row = 0; row < call.batch * call.kv_heads; ++row) {
+            const int own = call.score_heads == 1 ? row / call.kv_heads : row;
+            for (std::int64_t i = 0; i < count; ++i) mass[std::int64_t(row) * call.slots + free[own * count + i]] = 0;
+        }
     }
     MeanKeyCosine mean_key_cosine() const {
         return {call.batch, call.kv_heads, call.score_heads, call.slots, call.format, call.keys, nullptr, nullptr};
@@ -162,7 +209,7 @@ class Decode {
         std::memcpy(tensor.to, tensor.from, count * sizeof(Number));
     }
 
-    void put(const Given &given, const New &from, const PackedStates &to) const {
+    void put(const Given &given, const NewStates &from, const PackedStates &to) const {
         write({call.batch, call.kv_heads, call.score_heads, 1, call.slots, std::int64_t(to.row_bytes),
                {from.row_stride, from.head_stride, 0}, given.written},
               from.states, const_cast<std::uint8_t *>(to.data));

@@ -9,9 +9,10 @@ import windlass.kernels.cpu._native as _native
 from windlass.core.attention import Mass
 from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Retention
 from windlass.core.packed import PackedStates
+from windlass.core.recall import RecallSlots
 from windlass.core.shapes import Queries
 from windlass.kernels import cpu
-from windlass.kernels.cpu.arguments import FLOATS, state_arguments, visibility_arguments
+from windlass.kernels.cpu.arguments import FLOATS, address, format_of, state_arguments, visibility_arguments
 from windlass.kernels.cpu.steady import steady_arguments
 
 OBSERVED: Final = {"nothing": 0, "sum": 1, "last": 2, "fade": 3}
@@ -42,6 +43,8 @@ class Decode:
             (batch, slots.score_heads, 1),
             (batch, kv_heads, 1, held),
         )
+        recall = slots.recall  # of which the compiled module has addresses
+        self._kept = None if recall is None else (recall.turn, recall.pieces[0].keys.states.means)
         self.native = _native.Decode(
             (batch, heads, kv_heads, slots.score_heads, 1, held),
             FLOATS[slots.keys.dtype],
@@ -53,6 +56,7 @@ class Decode:
             slots.softcap or 0.0,
             visibility_arguments(slots.visibility),
             None if slots.retention is None else _retention(slots.retention),
+            None if slots.recall is None else _recall(slots.recall),
             cpu.instruction_set(),
         )
 
@@ -93,6 +97,7 @@ class Decode:
             0 if mass is None else mass.data_ptr(),
             gone,
             [(index.data_ptr(), stood.data_ptr(), index.shape[2]) for index, stood in released],
+            (0 if new.remembered is None else new.remembered.data_ptr(), new.is_recalling),
         )
         masses = None if mass is None else Mass(mass, None)
         output = DecodeOutput(written, out.transpose(1, 2), masses, slot_positions, state, evicted, before)
@@ -110,3 +115,32 @@ def _retention(retention: Retention) -> tuple[int, int, float, int, bool, int, i
     ranking = retention.ranking
     numbers = OBSERVED[ranking.observe], SCORES[ranking.score], ranking.share, ranking.pool, ranking.is_mean
     return *numbers, retention.budget, retention.sinks, retention.window
+
+
+def _recall(store: RecallSlots) -> "_native.RecallArguments":
+    """`RecallArguments` of `_native.pyi`."""
+    keys, values = store.pieces[0].keys, store.pieces[0].values
+    sizes = keys.tiles.shape[3], keys.states.channels, values.data.shape[3] * values.data.itemsize, values.channels
+    pieces = [
+        (
+            piece.keys.tiles.data_ptr(),
+            address(piece.keys.states.scales),
+            piece.values.data.data_ptr(),
+            address(piece.values.scales),
+            piece.keys.tiles.shape[2],
+        )
+        for piece in store.pieces
+    ]
+    turn = 0, 0, 0
+    if store.turn is not None:
+        cos, sin = store.turn
+        turn = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
+    positions = store.positions.data_ptr(), store.positions.shape[1]
+    return (
+        (*sizes, format_of(keys.states)),
+        address(keys.states.means),
+        pieces,
+        positions,
+        turn,
+        (store.count, store.state),
+    )

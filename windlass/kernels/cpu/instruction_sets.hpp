@@ -20,6 +20,8 @@ struct Kernels {
     void (*retain)(const Retain &call, float *scratch);
     void (*best_pages)(const BestPages &call, float *scratch, int threads);
     void (*read_tokens)(const ReadTokens &call, int threads);
+    void (*remember)(const RecallStep &call, const Recall &store);
+    void (*recall)(const RecallStep &call, const Recall &store, float *scratch, int threads);
 };
 
 }  // namespace windlass
@@ -35,11 +37,13 @@ struct Kernels {
     void retain(const Retain &call, float *scratch);                                                       \
     void best_pages(const BestPages &call, float *scratch, int threads);                                   \
     void read_tokens(const ReadTokens &call, int threads);                                                 \
+    void remember(const RecallStep &call, const Recall &store);                                            \
+    void recall(const RecallStep &call, const Recall &store, float *scratch, int threads);                 \
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
                               &linear, &query_mass, &before_attention, &after_attention, &retain,           \
-                              &best_pages, &read_tokens};                                                   \
+                              &best_pages, &read_tokens, &remember, &recall};                               \
     }
 WINDLASS_DECLARE(plain)
 #ifdef WINDLASS_X86

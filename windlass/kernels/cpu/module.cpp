@@ -111,7 +111,7 @@ void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, i
     call.queries = at<const float>(queries.first), call.is_query = at<const bool>(queries.second);
     for (const auto &[keys, scales, tiles] : pieces)
         call.pieces.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
-    call.is_text = at<const std::uint8_t>(kept.first), call.kept_index = at<const float>(kept.second);
+    call.positions = at<const std::int32_t>(kept.first), call.kept_index = at<const float>(kept.second);
     call.best = at<std::int64_t>(best.first), call.is_read = at<std::uint8_t>(best.second);
     float *scratch = scratch_of(call.scratch());
     nb::gil_scoped_release released;
@@ -173,10 +173,10 @@ void attend(std::tuple<int, int, int, int, int, int> sizes, int format, int floa
     kernels_of(instruction_set).attend(call, scratch, threads);
 }
 
-using NewStates = std::tuple<Address, std::int64_t, std::int64_t>;
+using NewArguments = std::tuple<Address, std::int64_t, std::int64_t>;
 using RetainArguments = std::tuple<int, int, float, int, bool, int, int, int>;
 
-Decode::New new_states(NewStates from) {
+NewStates new_states(NewArguments from) {
     return {at<const std::uint8_t>(std::get<0>(from)), std::get<1>(from), std::get<2>(from)};
 }
 
@@ -191,11 +191,32 @@ Retain retain_call(const Attend &call, RetainArguments from) {
     return retain;
 }
 
-Decode::Given decode_given(NewStates queries, NewStates keys, NewStates values, std::pair<Address, Address> positions,
+using RecallArguments =
+    std::tuple<std::tuple<int, int, int, int, int>, Address, std::vector<std::tuple<Address, Address, Address, Address, int>>,
+               std::pair<Address, std::int64_t>, std::tuple<Address, Address, int>, std::pair<int, int>>;
+
+Recall recall_store(const RecallArguments &from) {
+    const auto &[sizes, means, pieces, positions, turn, chosen] = from;
+    int format;
+    Recall store{};
+    std::tie(store.words, store.channels, store.value_bytes, store.value_channels, format) = sizes;
+    store.format = Format(format), store.means = at<const float>(means);
+    for (const auto &[keys, key_scales, values, value_scales, tiles] : pieces)
+        store.pieces.push_back({at<std::uint32_t>(keys), at<std::uint16_t>(key_scales), at<std::uint8_t>(values),
+                                at<std::uint16_t>(value_scales), tiles});
+    store.positions = at<const std::int32_t>(positions.first), store.tokens = positions.second;
+    store.cos = at<const float>(std::get<0>(turn)), store.sin = at<const float>(std::get<1>(turn));
+    store.pairs = std::get<2>(turn);
+    std::tie(store.count, store.state) = chosen;
+    return store;
+}
+
+Decode::Given decode_given(NewArguments queries, NewArguments keys, NewArguments values, std::pair<Address, Address> positions,
                            std::pair<Address, Address> slot_positions,
                            const std::vector<std::pair<Address, Address>> &state, Address written, Address out,
                            Address mass, std::pair<Address, Address> evicted,
-                           const std::vector<std::tuple<Address, Address, std::int64_t>> &released) {
+                           const std::vector<std::tuple<Address, Address, std::int64_t>> &released,
+                           std::pair<Address, bool> recall) {
     Decode::Given given{at<const std::uint8_t>(std::get<0>(queries)),
                         {std::get<1>(queries), std::get<2>(queries)},
                         new_states(keys),
@@ -209,7 +230,9 @@ Decode::Given decode_given(NewStates queries, NewStates keys, NewStates values, 
                         at<float>(mass),
                         at<std::int64_t>(evicted.first),
                         at<std::int32_t>(evicted.second),
-                        {}};
+                        {},
+                        at<const std::int64_t>(recall.first),
+                        recall.second};
     for (const auto &[from, to] : state) given.state.push_back({at<const float>(from), at<float>(to)});
     for (const auto &[slots, stood, count] : released)
         given.released.push_back({at<const std::int64_t>(slots), at<const std::int32_t>(stood), count});
@@ -261,24 +284,26 @@ NB_MODULE(_native, module) {
                "query_gain"_a, "scale"_a, "softcap"_a, "visibility"_a, "sink_logits"_a, "log_counts"_a, "mass"_a, "out"_a,
                "instruction_set"_a, "threads"_a);
     nb::class_<Decode::Given>(module, "DecodeStep")
-        .def("__init__", [](Decode::Given *self, NewStates queries, NewStates keys, NewStates values,
+        .def("__init__", [](Decode::Given *self, NewArguments queries, NewArguments keys, NewArguments values,
                             std::pair<Address, Address> positions, std::pair<Address, Address> slot_positions,
                             const std::vector<std::pair<Address, Address>> &state, Address written, Address out,
                             Address mass, std::pair<Address, Address> evicted,
-                            const std::vector<std::tuple<Address, Address, std::int64_t>> &released) {
+                            const std::vector<std::tuple<Address, Address, std::int64_t>> &released,
+                            std::pair<Address, bool> recall) {
             new (self) Decode::Given(decode_given(queries, keys, values, positions, slot_positions, state, written,
-                                                  out, mass, evicted, released));
+                                                  out, mass, evicted, released, recall));
         });
     nb::class_<Decode>(module, "Decode")
         .def("__init__",
              [](Decode *self, std::tuple<int, int, int, int, int, int> sizes, int format, int float_format,
                 PackedArguments keys, PackedArguments values, std::tuple<Address, Address, int, bool> tables, float scale,
                 float softcap, std::tuple<int, int, int, int> visibility, std::optional<RetainArguments> retention,
-                const std::string &instruction_set) {
+                const std::optional<RecallArguments> &recall, const std::string &instruction_set) {
                  const Attend call = attend_call(sizes, format, float_format, keys, values, 0, tables, scale, softcap,
                                                  visibility);
                  const Retain retain = retain_call(call, retention.value_or(RetainArguments{}));
-                 new (self) Decode(call, retain, retention.has_value(), kernels_of(instruction_set));
+                 new (self) Decode(call, retain, retention.has_value(), recall ? recall_store(*recall) : Recall{},
+                                   kernels_of(instruction_set));
              })
         .def("step", &decode);
     module.def("rotate", &rotate, "sizes"_a, "format"_a, "float_format"_a, "states"_a, "positions"_a,

@@ -21,6 +21,9 @@ namespace {
 
 #include "simd.hpp"
 
+#include "rotate.hpp"
+#include "encode.hpp"
+
 constexpr int TILE = 16, PAGE = 8;
 constexpr int PARTS = TILE / LANES;  // vectors of a word of a tile
 constexpr int QUERIES = 4;           // whose sums the registers hold
@@ -216,7 +219,7 @@ class Best {
 #pragma omp parallel num_threads(threads)
         {
 #pragma omp for schedule(static)
-            for (int row = 0; row < rows; ++row) allow(row);
+            for (int held = 0; held < call.batch * call.score_heads; ++held) allow(held);
 #pragma omp for schedule(dynamic, 4)
             for (int item = 0; item < items; ++item) {
                 const Block &block = blocks[item % blocks.size()];
@@ -238,7 +241,7 @@ class Best {
     const int rows, padded;
     const std::int64_t slots, pages;
     float *const peaks;           // (rows, queries_per_head, pages), each query's in its own unit
-    std::uint8_t *const allowed;  // (rows, slots)
+    std::uint8_t *const allowed;  // (batch, score_heads, slots)
     std::vector<S> sums;
 
     void prepare() {
@@ -251,11 +254,14 @@ class Best {
         }
     }
 
-    void allow(int row) {
-        const std::uint8_t *text = call.is_text + row / call.kv_heads * slots;
-        std::uint8_t *own = allowed + row * slots;
-        std::copy_n(text, slots, own);
-        const int held = call.score_heads == 1 ? row / call.kv_heads : row;
+    std::uint8_t *allowed_of(int row) const {
+        return allowed + (call.score_heads == 1 ? row / call.kv_heads : row) * slots;
+    }
+
+    void allow(int held) {
+        const std::int32_t *positions = call.positions + held / call.score_heads * slots;
+        std::uint8_t *own = allowed + held * slots;
+        for (std::int64_t slot = 0; slot < slots; ++slot) own[slot] = positions[slot] >= 0;
         for (int i = 0; i < call.kept; ++i) {
             const float index = call.kept_index[std::int64_t(held) * call.kept + i];
             if (index >= 0 && index < float(slots)) own[std::int64_t(index)] = 0;
@@ -265,7 +271,7 @@ class Best {
     void of_tiles(int row, int tile, const Block &block) {
         const std::int64_t at = std::int64_t(row) * block.piece->tiles + tile;
         const std::int64_t slot = block.start + std::int64_t(tile) * TILE;
-        const std::uint8_t *own = allowed + row * slots + slot;
+        const std::uint8_t *own = allowed_of(row) + slot;
         float *out = peaks + std::int64_t(row) * call.queries_per_head * pages + slot / PAGE;
         if (!is_any(own)) {
             for (int q = 0; q < call.queries_per_head; ++q) std::fill_n(out + q * pages, TILES * TILE / PAGE, NOTHING);
@@ -374,7 +380,7 @@ class Best {
         for (int i = 0; i < call.count; ++i) {
             const std::int64_t to = std::int64_t(row) * call.count + i;
             call.best[to] = order[i];
-            std::copy_n(allowed + row * slots + order[i] * PAGE, PAGE, call.is_read + to * PAGE);
+            std::copy_n(allowed_of(row) + order[i] * PAGE, PAGE, call.is_read + to * PAGE);
         }
     }
 
@@ -404,6 +410,21 @@ void best_of(const BestPages &call, float *scratch, int threads) {
     Best<Sums<F>>(call, scratch).run(threads);
 }
 
+void choose_pages(const BestPages &call, float *scratch, int threads) {
+    switch (call.format) {
+        case Format::float32:
+            return best_of<Format::float32>(call, scratch, threads);
+        case Format::bfloat16:
+            return best_of<Format::bfloat16>(call, scratch, threads);
+        case Format::float16:
+            return best_of<Format::float16>(call, scratch, threads);
+        case Format::int8:
+            return best_of<Format::int8>(call, scratch, threads);
+        case Format::int4:
+            return best_of<Format::int4>(call, scratch, threads);
+    }
+}
+
 // A token's row out of the pieces that hold it.
 void read_row(const ReadTokens &call, std::int64_t row, std::int64_t index, std::uint8_t *out) {
     std::int64_t start = 0;
@@ -422,21 +443,16 @@ void read_row(const ReadTokens &call, std::int64_t row, std::int64_t index, std:
     }
 }
 
+#include "recall_step.hpp"
+
 }  // namespace
 
-void best_pages(const BestPages &call, float *scratch, int threads) {
-    switch (call.format) {
-        case Format::float32:
-            return best_of<Format::float32>(call, scratch, threads);
-        case Format::bfloat16:
-            return best_of<Format::bfloat16>(call, scratch, threads);
-        case Format::float16:
-            return best_of<Format::float16>(call, scratch, threads);
-        case Format::int8:
-            return best_of<Format::int8>(call, scratch, threads);
-        case Format::int4:
-            return best_of<Format::int4>(call, scratch, threads);
-    }
+void best_pages(const BestPages &call, float *scratch, int threads) { choose_pages(call, scratch, threads); }
+
+void remember(const RecallStep &call, const Recall &store) { Step(call, store).remember(); }
+
+void recall(const RecallStep &call, const Recall &store, float *scratch, int threads) {
+    Step(call, store).recall(scratch, threads);
 }
 
 void read_tokens(const ReadTokens &call, int threads) {

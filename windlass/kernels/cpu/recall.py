@@ -1,29 +1,37 @@
 """The scan of what was evicted, in C++; `kernels.reference_recall` says what each function means."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from windlass.core.limits import PAGE
-from windlass.core.recall import TILE, WORD, BestPages, PageInput, ReadInput
-from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, native
+from windlass.core.recall import TILE, WORD, BestPages, PageInput, ReadInput, RecallSlots, TiledKeys
+from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, knows, native
 from windlass.kernels.cpu.arguments import address, format_of
 
 
-def can_scan(call: PageInput) -> bool:
+def can_scan(pieces: Sequence[TiledKeys]) -> bool:
     """Whether `best_pages` knows these keys, which are in a CPU's memory: it takes two tiles at a time."""
-    states = [piece.states for piece in call.pieces]
-    return all(piece.tiles.shape[2] % 2 == 0 for piece in call.pieces) and all(
+    states = [piece.states for piece in pieces]
+    return all(piece.tiles.shape[2] % 2 == 0 for piece in pieces) and all(
         format_of(each) >= 0 and each.first == 0 and each.held_channels <= MAX_CHANNELS and each.full_precision is None
         for each in states
     )
 
 
+def can_recall(store: RecallSlots) -> bool:
+    """Whether a decode step knows this recall store."""
+    is_known = [knows(piece.values) and piece.values.full_precision is None for piece in store.pieces]
+    return can_scan([piece.keys for piece in store.pieces]) and all(is_known)
+
+
 def best_pages(call: PageInput) -> BestPages:
     """See `reference_recall.best_pages`."""
-    queries, is_query, is_text = (
+    queries, is_query, positions = (
         call.queries.float().contiguous(),
         call.is_query.contiguous(),
-        call.is_text.contiguous(),
+        call.positions.to(torch.int32).contiguous(),
     )
     kept, states = call.kept_index.contiguous(), call.pieces[0].states
     (batch, heads, tokens, channels), (_, score_heads, slots) = queries.shape, kept.shape
@@ -35,7 +43,7 @@ def best_pages(call: PageInput) -> BestPages:
         format_of(states),
         (queries.data_ptr(), is_query.data_ptr()),
         [(each.tiles.data_ptr(), address(each.states.scales), each.tiles.shape[2]) for each in call.pieces],
-        (is_text.data_ptr(), kept.data_ptr()),
+        (positions.data_ptr(), kept.data_ptr()),
         (pages.data_ptr(), is_read.data_ptr()),
         instruction_set(),
         torch.get_num_threads(),
