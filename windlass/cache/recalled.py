@@ -12,6 +12,7 @@ from windlass.cache.recall import DECIDING, TOKEN_INDEX
 from windlass.cache.table_view import TableView
 from windlass.core.attention import Mass
 from windlass.core.errors import UsageError
+from windlass.core.limits import MAX_NUMBER
 from windlass.core.rotate import rotate
 from windlass.core.shapes import Queries
 
@@ -44,6 +45,10 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     log_counts = view.log_counts
     if log_counts is not None:
         log_counts = torch.cat((log_counts.expand(-1, kv_heads, -1), log_counts.new_zeros(positions.shape)), -1)
+    seen_until = view.seen_until
+    if seen_until is not None:
+        always = torch.full_like(positions, MAX_NUMBER, dtype=seen_until.dtype)
+        seen_until = torch.cat((seen_until.expand(-1, kv_heads, -1), always), -1)
     both = torch.cat((view.positions.expand(-1, kv_heads, -1), positions), -1)
     occupancy = view.occupancy + positions.shape[-1]
     return replace(
@@ -52,6 +57,7 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
         values=values,
         positions=both,
         log_counts=log_counts,
+        seen_until=seen_until,
         occupancy=occupancy,
         is_joined=True,
     )

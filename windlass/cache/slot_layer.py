@@ -11,6 +11,7 @@ from windlass.cache.attend import Written, write_and_attend
 from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep
 from windlass.cache.eviction import evict, merge_evicted, parts_of, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
+from windlass.cache.joins import let_go, slots_wanted
 from windlass.cache.layer import Layer
 from windlass.cache.observation import observation, observed_columns, queries_at, settle, slots_view
 from windlass.cache.recall import RecallStore
@@ -174,6 +175,7 @@ class SlotLayer(Layer):
 
     def observe_and_evict(self, record: StepRecord) -> None:
         """The second half of a step; the record is kept so that the step can be rolled back."""
+        record = let_go(self.table, self.rules, record)
         if record.queries is not None:
             seen = observation(record, self.policy.observed_queries)
             observe(self.policy, self.index, self.slots_at(record.step), seen)
@@ -205,7 +207,7 @@ class SlotLayer(Layer):
         rules, table, tokens = self.rules, self.table, keys.shape[2]
         self.history = self._history_left(tokens, is_decode, table.positions)
         decode = self.longest_decode if is_decode else 0
-        wanted = rules.slots_for(tokens, table.slots, table.occupancy_bound, self.reserve_hint, decode, defer_eviction)
+        wanted = slots_wanted(table, rules, self.history, tokens, self.reserve_hint, decode, defer_eviction)
         if self.is_empty:
             table.allocate(keys, values, wanted, self.policy.needs.per_head, HEADROOM + rules.limits.rollback)
             table.keep_state(rules.state, {})

@@ -28,6 +28,7 @@ class TableView:
     places: SlotPlaces | None  # in a text with pictures
     occupancy: int  # tokens of any row at most, or while a graph replays the step
     index_keys: IndexKeys | None = None  # of an indexer, un-rotated
+    seen_until: SlotPositions | None = None  # see `AttentionInput`
     is_joined: bool = False  # whether keys and values are a copy, with recalled tokens, which the next step overwrites
     _tails: dict[int, Step] = field(default_factory=dict, repr=False, compare=False)
 

@@ -44,7 +44,7 @@ class DMC(Policy, Trained):
         if self.channel not in (0, -1):  # others lie elsewhere once interleaved channels are halves
             raise PolicyError(f"DMC: channel must be 0, the first, or -1, the last, got {self.channel}")
 
-    def preprocess(self, queries: Queries, keys: NewKeys) -> NewTokens:
+    def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:
         decisions, weights = keys[..., self.channel].float(), queries[..., self.channel].float()
         weights = weights.unflatten(1, (keys.shape[1], -1)).mean(2)
         queries, keys = queries.clone(), keys.clone()
