@@ -1,7 +1,6 @@
 """Tokens that join the one before them as they come, against attention over explicit weighted means, token by token."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
