@@ -3,12 +3,12 @@
     python benchmarks/gate.py needles-3m moby-dick.txt --samples 60 >> benchmarks/results/gate.jsonl
 
 The gate is linear, one per layer and kv head, and reads a token's un-rotated key: whether it joins the token before it
-(DMC, arXiv 2403.09636, whose models are trained on for that; this one is left as it is). It is fitted on texts with their
+(DMC, arXiv 2403.09636, whose models are trained for that; this one is left as it is). It is fitted on texts with their
 questions, pass keys and magic numbers in another novel than those that are measured. One forward pass of each tells by
 how much the outputs of attention would change, summed over all later queries, were a token and the one before it one
 token of weight two with their mean; the logarithm of that is regressed on the key, in closed form. What lies below a
-head's quantile joins, so that every head keeps a little less than `1 / ratio` of its tokens. `Gate` joins tokens as they
-come, also without a budget (`own`); `GateOrder` merges or drops what is over budget in the order of the same numbers.
+head's quantile joins, so that every head keeps a little less than `1 / ratio` of its tokens. `Gate` joins tokens as
+they come, also without a budget (`own`); `GateOrder` merges or drops what is over budget in the order of these numbers.
 Prints one JSON line per task, policy, rule and budget, with a 95 % Wilson interval.
 """
 
