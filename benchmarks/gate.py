@@ -166,7 +166,8 @@ def fitted(name: str, tokenizer: PreTrainedTokenizerBase, novel: Path, texts: in
     told = (x * weights[..., None, :]).sum(-1) + biases[..., None]
     thresholds = {ratio: told.quantile(1 - MARGIN / ratio, dim=-1).float() for ratio in RATIOS}
     torch.save({"weights": weights.float(), "biases": biases.float(), "thresholds": thresholds}, file)
-    return 1 - (y - told).square().mean(-1) / dy.square().mean(-1)
+    explained: Tensor = 1 - (y - told).square().mean(-1) / dy.square().mean(-1)
+    return explained
 
 
 def main() -> None:

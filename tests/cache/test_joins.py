@@ -1,7 +1,9 @@
 """Tokens that join the one before them as they come, against attention over explicit weighted means, token by token."""
 
 import math
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +12,11 @@ from transformers import PreTrainedModel
 
 from tests.helpers.caches import assert_same, bytes_of_slots, held
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, KVCache, UsageError, prompt_cache
+from windlass import DMC, KVCache, Policy, Recent, UsageError, prompt_cache
 from windlass.core.step import HEADROOM
+from windlass.policies import Needs, Slots
+from windlass.policies.base import ACCUMULATES
+from windlass.policies.interfaces import NewTokens, Trained
 from windlass.testing import tiny_model
 
 Run = list[int]
@@ -221,6 +226,54 @@ def test_edits_begin_new_runs(attached_model: Models, text: Text) -> None:
     read(model, cache, ids[:, 25:28], 1)
     layer = cache.layers[0]
     assert layer.table.state["merged"][layer.positions >= 0].tolist() == [2, 2, 2]
+
+
+@dataclass(frozen=True)
+class OfLayers(Policy, Trained):
+    """Joins all tokens in layers of odd number."""
+
+    needs = Needs(state=(ACCUMULATES,), per_head=False)
+
+    def preprocess(self, queries: Tensor, keys: Tensor, layer: int) -> NewTokens:
+        return NewTokens(queries, keys, {ACCUMULATES: torch.full_like(keys[:, :1, :, 0], layer % 2)})
+
+    def score(self, slots: Slots) -> Tensor:
+        return slots.positions.float()
+
+
+def test_a_policy_of_ones_own_joins(attached_model: Models, text: Text) -> None:
+    """In the layers that it chooses, and for all heads alike; `mean_count` gives each token the same weight."""
+    model, ids = attached_model("llama"), text(33, rows=2)
+    whole, cache = (
+        KVCache(model, None, each, batch=2, merge=rule) for each, rule in ((Recent(), None), (OfLayers(), "mean_count"))
+    )
+    for each in (whole, cache):
+        read(model, each, ids, 9)
+    first, second = cache.layers
+    assert first.positions[:, 0, :33].tolist() == [list(range(33))] * 2
+    assert held(cache, 1) == [[0, 1, 2, 3, 32]]
+    assert second.table.state["merged"][second.positions == 32].tolist() == [28, 28]
+    for mine, truth in (
+        (second.store.keys(), whole.layers[1].store.keys()),
+        (second.store.values(), whole.layers[1].store.values()),
+    ):
+        at = (second.positions == 32).expand(-1, mine.shape[1], -1)
+        torch.testing.assert_close(mine[at].view(2, -1, 8), truth[:, :, 4:33].mean(2), atol=1e-5, rtol=0)
+
+
+def test_it_goes_with_stores_and_recall(attached_model: Models, text: Text) -> None:
+    """Codes are rounded anew with each token that joins; recalled tokens stand beside the slots of a budget."""
+    model, ids = attached_model("llama"), text(60)
+
+    def logits(**options: Any) -> Tensor:
+        return read(model, KVCache(model, policy=DMC(0.0), window=3, merge="weighted", **options), ids, 9)
+
+    truth, coded = logits(), logits(store="int8")
+    recalled = logits(budget=30, recall=8, recall_store="plain")
+    assert torch.nn.functional.cosine_similarity(truth, coded, dim=-1).min() > 0.97
+    assert recalled[:, :27].equal(truth[:, :27])
+    assert recalled.isfinite().all()
+    assert (recalled - logits(budget=30)).abs().max() > 1e-3
 
 
 def test_what_cannot_join_as_it_comes_is_refused(attached_model: Models) -> None:
