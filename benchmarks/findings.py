@@ -197,7 +197,8 @@ def self_extend_merging() -> str:
     cells: dict[tuple[str, str], dict[str, str]] = {}
     lines = lines_of("self_extend_merging")
     for line in lines:
-        label = names.get(line["merge"], line["merge"]) + (f", {line['sinks']} sinks" if line["sinks"] else "")
+        rule = str(line["merge"])
+        label = names.get(rule, rule) + (f", {line['sinks']} sinks" if line["sinks"] else "")
         cells.setdefault((line["model"], f"{line['tokens']:,}"), {})[label] = f"{scored(line)}, {line['slots']:,} slots"
     rows = [[model, label, tokens, cell] for (model, tokens), found in cells.items() for label, cell in found.items()]
     return table(["model", "neighbours", "tokens", "found"], rows, 2)

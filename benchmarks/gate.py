@@ -5,8 +5,9 @@
 The gate is linear, one per layer and kv head, and reads a token's un-rotated key: whether it joins the token before it
 (DMC, arXiv 2403.09636, whose models are trained for that; this one is left as it is). It is fitted on texts with their
 questions, pass keys and magic numbers in another novel than those that are measured. One forward pass of each tells by
-how much the outputs of attention would change, summed over all later queries, were a token and the one before it one
-token of weight two with their mean; the logarithm of that is regressed on the key, in closed form. What lies below a
+how much the outputs of attention would change, summed over the queries of question and answer, were a token and the one
+before it one token of weight two with their mean; the logarithm of that is regressed on the key, in closed form.
+(Summed over all later queries, near ones decide, and the gate joins just what is asked for.) What lies below a
 head's quantile joins, so that every head keeps a little less than `1 / ratio` of its tokens. `Gate` joins tokens as
 they come, also without a budget (`own`); `GateOrder` merges or drops what is over budget in the order of these numbers.
 Prints one JSON line per task, policy, rule and budget, with a 95 % Wilson interval.
@@ -111,10 +112,10 @@ class GateOrder(Policy, Trained):
 
 
 @torch.no_grad()
-def harms(model: PreTrainedModel, ids: list[int]) -> tuple[Tensor, Tensor]:
-    """Un-rotated keys of a text, and the logarithm of what joining each with the token before does to later outputs.
+def harms(model: PreTrainedModel, ids: list[int], asked: int) -> tuple[Tensor, Tensor]:
+    """Un-rotated keys, and the logarithm of what joining each token with the one before changes from query `asked` on.
 
-    (layers, kv_heads, tokens - 2, head_dim), and without the last axis; the first and the last token are left out.
+    Of the tokens before `asked` but the first: (layers, kv_heads, asked - 1, head_dim), and without the last axis.
     """
     kept: dict[str, list[Tensor]] = {"k_proj": [], "v_proj": []}
     hooks = [
@@ -128,17 +129,16 @@ def harms(model: PreTrainedModel, ids: list[int]) -> tuple[Tensor, Tensor]:
     kv_heads, found = model.config.num_key_value_heads, []
     for probabilities, values in zip(attentions, kept["v_proj"], strict=True):
         v = values.unflatten(-1, (kv_heads, -1)).transpose(0, 1).double()  # (kv_heads, tokens, channels)
-        p = probabilities[0].unflatten(0, (kv_heads, -1)).double()
-        before, after = p[..., :-1], p[..., 1:]  # of token t - 1 and t, by query
+        p = probabilities[0].unflatten(0, (kv_heads, -1))[:, :, asked:].double()
+        before, after = p[..., : asked - 1], p[..., 1:asked]  # of token t - 1 and t, by query
         both = (before * after).sqrt()
-        is_later = torch.ones(len(ids), len(ids) - 1).tril(-2).bool()  # queries behind both
-        a, b = ((each - both).masked_fill(~is_later, 0.0) for each in (before, after))
+        a, b = before - both, after - both
         products = [(x * y).sum((1, 2)) for x, y in ((a, a), (b, b), (a, b))]
-        first, second = v[:, :-1], v[:, 1:]
+        first, second = v[:, : asked - 1], v[:, 1:asked]
         lengths = [(x * y).sum(-1) for x, y in ((first, first), (second, second), (first, second))]
         error = products[0] * lengths[0] + products[1] * lengths[1] + 2 * products[2] * lengths[2]
-        found.append(error[:, :-1].clamp(min=1e-12).log())
-    keys = [each.unflatten(-1, (kv_heads, -1)).transpose(0, 1)[:, 1:-1] for each in kept["k_proj"]]
+        found.append(error.clamp(min=1e-12).log())
+    keys = [each.unflatten(-1, (kv_heads, -1)).transpose(0, 1)[:, 1:asked] for each in kept["k_proj"]]
     return torch.stack(keys).double(), torch.stack(found)
 
 
@@ -152,8 +152,9 @@ def fitted(name: str, tokenizer: PreTrainedTokenizerBase, novel: Path, texts: in
         assert task is not None, "a task that reads no novel"
         sample = fit(SampleSpec(task, label, length, SEED, number), tokenizer).sample
         (turn,) = sample.turns
-        whole = sample.context + turn.question + turn.prefix + " " + " ".join(turn.expected)
-        states, told = harms(model, encode(tokenizer, whole, is_start=True))
+        context = encode(tokenizer, sample.context, is_start=True)
+        asking = f"{turn.question}{turn.prefix} {' '.join(turn.expected)}"
+        states, told = harms(model, [*context, *encode(tokenizer, asking, is_start=False)], len(context))
         keys.append(states)
         targets.append(told)
     x, y = torch.cat(keys, 2), torch.cat(targets, 2)
@@ -204,10 +205,10 @@ def main() -> None:
                 (Gate(file, ratio), "mean_count(next)"),
                 (GateOrder(file), "mean_count(next)"),
                 (GateOrder(file), None),
-                (Alternate(ratio), "mean_count(next)"),
-                (Recent(), None),
-                (KeyDiff(), "mean_count"),
                 (KeyDiff(), None),
+                (Recent(), None),
+                (Alternate(ratio), "mean_count(next)"),
+                (KeyDiff(), "mean_count"),
             ]
             for policy, rule in rows:
                 print(json.dumps(name | cells.measure(label, policy, ratio, rule)), flush=True)
