@@ -147,6 +147,7 @@ def test_memory_grows_by_runs(attached_model: Models, text: Text) -> None:
     for cache in caches:
         cache.reserve(400)
         read(model, cache, ids[:, :250], 50)
+        assert (cache.layers[1].table.slots <= 128) == (cache is caches[0])
         read(model, cache, ids[:, 250:], 1)
     joined, apart = caches
     assert [layer.table.slots for layer in joined.layers] == [64, 64]  # 4 sinks, one run, and room for a chunk
