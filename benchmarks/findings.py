@@ -220,6 +220,37 @@ def scorer_time() -> str:
     return table(["model", "dtype", "tokens", "slots", "groups of heads", "reading", "a token after it"], rows, 2)
 
 
+def self_extend_merging() -> str:
+    """Keys found under self-extend, by model, and by what becomes of tokens that share a position."""
+    names = {"halved": "half the text", "full": "nothing divided", "apart": "nothing merged", "none": "dropped"}
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    lines = lines_of("self_extend_merging")
+    for line in lines:
+        rule = str(line["merge"])
+        label = names.get(rule, rule) + (f", {line['sinks']} sinks" if line["sinks"] else "")
+        cells.setdefault((line["model"], f"{line['tokens']:,}"), {})[label] = f"{scored(line)}, {line['slots']:,} slots"
+    rows = [[model, label, tokens, cell] for (model, tokens), found in cells.items() for label, cell in found.items()]
+    return table(["model", "neighbours", "tokens", "found"], rows, 2)
+
+
+def gate() -> str:
+    """A fitted gate and policies at equal bytes: scores by task and budget, with the slots that were in use."""
+    lines = [line for line in lines_of("gate") if line["task"] != "fit"]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in lines:
+        policy = re.sub(r"file='[^']*'(, ratio=\d)?", "", line["policy"]).removesuffix("()")
+        name = "full cache" if line["budget"] == "all" else policy.replace("(group=2)", "").replace("(group=4)", "")
+        name += ", no budget" if line["budget"].startswith("own") else ""
+        budgets = ("2x", "4x") if line["budget"] == "all" else (line["budget"].removeprefix("own, "),)
+        for budget in budgets:
+            found = cells.setdefault((name, line["merge"]), {})
+            found[f"{line['task']} {budget}"] = f"{scored(line)}, {line['slots']}"
+    columns = list(dict.fromkeys(column for found in cells.values() for column in found))
+    return table(
+        ["policy", "merge", *columns], [[*key, *(found.get(c, "") for c in columns)] for key, found in cells.items()], 2
+    )
+
+
 def merging_time() -> str:
     """What merging adds to reading a prompt."""
     rows = [
@@ -284,6 +315,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "stream": stream,
     "heads": heads,
     "time": merging_time,
+    "self_extend_merging": self_extend_merging,
+    "words": lambda: pivot(
+        [{**line, "rule": f"{line['budget']} {line['merge']}"} for line in lines_of("words")], ("task",), "rule"
+    ),
+    "gate": gate,
 }
 
 if __name__ == "__main__":

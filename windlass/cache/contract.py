@@ -107,12 +107,12 @@ class _Checked(Wrapper, Trained, Initializer, Recency):
     def keeps_newest(self) -> bool:  # type: ignore[override]  # what is wrapped decides
         return keeps_newest(self.policy)
 
-    def preprocess(self, queries: Queries, keys: NewKeys) -> NewTokens:
+    def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:
         trained = find(self.policy, Trained)
         if trained is None:
             return NewTokens(queries, keys)
         before = queries.clone(), keys.clone()
-        new = trained.preprocess(queries, keys)
+        new = trained.preprocess(queries, keys, layer)
         if not (queries.equal(before[0]) and keys.equal(before[1])):
             self._fail("preprocess writes into the model's queries or keys; return copies")
         self._check_given("preprocess", new.state, keys)

@@ -11,6 +11,7 @@ from windlass.cache.attend import Written, write_and_attend
 from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep, put_initial_state
 from windlass.cache.eviction import evict, merge_evicted, parts_of, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
+from windlass.cache.joins import let_go, slots_wanted
 from windlass.cache.layer import Layer
 from windlass.cache.observation import observation, observed_columns, queries_at, settle, slots_view
 from windlass.cache.recall import RecallStore
@@ -101,8 +102,7 @@ class SlotLayer(Layer):
             self.use_sliding_window(call.sliding_window, call.attention_chunk)
         if step.places is not None and not self.rules.has_places:
             self.keep_places()
-        if step.drafts:
-            self.longest_decode = max(self.longest_decode, step.positions.shape[1])
+        self.longest_decode = max(self.longest_decode, step.positions.shape[1] if step.drafts else 0)
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
         parts = asked._replace(rules=self.rules).split(parts_of(self.table, self.rules, step))
         outs = [self._step(part, is_continued=part is not parts[0]) for part in parts]
@@ -177,6 +177,7 @@ class SlotLayer(Layer):
 
     def observe_and_evict(self, record: StepRecord) -> None:
         """The second half of a step; the record is kept so that the step can be rolled back."""
+        record = let_go(self.table, self.rules, record)
         if record.queries is not None:
             seen = observation(record, self.policy.observed_queries)
             observe(self.policy, self.index, self.slots_at(record.step), seen)
@@ -192,8 +193,7 @@ class SlotLayer(Layer):
         """Hold just the sliding window, or a chunk of attention, where that fits in the budget."""
         rules = self.rules.with_sliding_window(sliding_window, attention_chunk)
         if rules.is_whole_window and not self.is_empty:
-            self.table.keep_state((), {})
-            self.table.statistics = {}
+            self.table.forget_state()
         self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
 
     def keep_places(self) -> None:
@@ -208,7 +208,7 @@ class SlotLayer(Layer):
         rules, table, tokens = self.rules, self.table, keys.shape[2]
         self.history = self._history_left(tokens, is_decode, table.positions)
         decode = self.longest_decode if is_decode else 0
-        wanted = rules.slots_for(tokens, table.slots, table.occupancy_bound, self.reserve_hint, decode, defer_eviction)
+        wanted = slots_wanted(table, rules, self.history, tokens, self.reserve_hint, decode, defer_eviction)
         if self.is_empty:
             table.allocate(keys, values, wanted, self.policy.needs.per_head, HEADROOM + rules.limits.rollback)
             table.keep_state(rules.state, {})
@@ -278,8 +278,7 @@ class SlotLayer(Layer):
         if self.is_empty:
             return
         self.forget_steps(0)
-        rows = slice(None) if row is None else slice(row, row + 1)
-        self.table.edit(change, rows)
+        self.table.edit(change, slice(None) if row is None else slice(row, row + 1))
 
     def load(self, tensors: dict[str, Tensor], rules: LayerRules, has_evicted: bool, seen: Sequence[int]) -> None:
         """Take what `tensors` gave, of a layer that has `seen` tokens and kept them by `rules`, into an empty one."""

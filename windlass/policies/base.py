@@ -16,7 +16,7 @@ You may rely on:
 4. Slots are not in the order of the text: sort by `slots.positions` before you pool along the text. Sort stably:
    tokens that share a position, after `divide`, are in order.
 5. The first `sinks` positions and the last `window` tokens are never evicted, whatever you return.
-6. Every kv head of a row holds the same number of tokens, perhaps different ones.
+6. Every kv head of a row holds the same number of tokens, perhaps different ones; not where tokens join as they come.
 7. `observation.mass` is attention probability, summed over the observed queries and over the query heads that
    share a kv head; it is 0 in free slots. A finished row observes nothing. Where other layers of the model share the
    layer's keys, you are shown the layer's own queries, and none of theirs.
@@ -57,7 +57,9 @@ from windlass.stores.base import Store
 
 TOKEN: Final = "token"  # state: the token's id, which float32 holds exactly up to 2**24
 WEIGHT: Final = "token_weight"  # state: the token's weight in a merged token, for rules of merging that use it
-ACCUMULATES: Final = "token_accumulates"  # state: 1 where the token is to be merged into the one before it
+ACCUMULATES: Final = "token_accumulates"
+"""State: 1 where the token is to join the one before it. A policy that declares it gives it in `preprocess`; with a
+rule of merging by means the cache then joins tokens as they come, with a budget or without one."""
 INITIAL_STATE: Final = {TOKEN: "token ids", WEIGHT: "learned weights", ACCUMULATES: "learned decisions"}
 """State that is known only when its token is written, with the words for it in errors."""
 

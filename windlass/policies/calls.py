@@ -60,7 +60,7 @@ def preprocess(
     if trained is None:
         return queries, keys, ids_state
     with policy_errors(policy, layer):
-        new = trained.preprocess(queries, keys)
+        new = trained.preprocess(queries, keys, layer)
     for what, given, wanted in (("queries", new.queries, queries), ("keys", new.keys, keys)):
         if given.shape != wanted.shape:
             raise PolicyError(

@@ -56,9 +56,9 @@ class Trained(ABC):  # noqa: B024  # every member has a default
     def check(self, model: ModelInfo) -> None:  # noqa: B027  # not all are bound to one model
         """Called when a cache is made. Raises: PolicyError where the policy cannot serve this model."""
 
-    def preprocess(self, queries: Queries, keys: NewKeys) -> NewTokens:
+    def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:
         """Called with each step's un-rotated queries and keys, which it must leave as they are: read out what the
-        model was trained to put there, and return the queries and keys without it."""
+        model was trained to put there, and return the queries and keys without it. `layer` is their index."""
         return NewTokens(queries, keys)
 
 
