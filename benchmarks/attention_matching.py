@@ -24,7 +24,8 @@ import copy
 import json
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 
 import torch
@@ -80,20 +81,32 @@ class Layer:
     logits: Tensor  # (kv_heads, rows, tokens)
     values: Tensor  # (kv_heads, tokens, channels)
 
-    def fitted(self, stays: Tensor, asked: str, ridge: float, bias_ridge: float) -> tuple[Tensor, Tensor]:
-        """Weights (kv_heads, n) and values (kv_heads, n, channels) of the n tokens of each head that stay."""
+    @cached_property
+    def shares(self) -> Tensor:
+        """Probabilities over all tokens."""
+        return self.logits.softmax(-1)
+
+    @cached_property
+    def outputs(self) -> Tensor:
+        """What attention to all tokens gives: (kv_heads, rows, channels)."""
+        return self.shares @ self.values
+
+    def fitted(self, stays: Tensor, asked: str, ridge: float, bias_ridge: float) -> tuple[Tensor, Tensor, float]:
+        """Weights (kv_heads, n) and values (kv_heads, n, channels) of the n tokens of each head that stay.
+
+        Beside them, how far the reference queries' outputs are off, as part of the norm of what they should be.
+        """
         index = stays.nonzero()[:, 1].view(len(stays), -1)
-        shares = self.logits.softmax(-1)
-        own = shares.gather(-1, index[:, None].expand(-1, shares.shape[1], -1))
+        own = self.shares.gather(-1, index[:, None].expand(-1, self.shares.shape[1], -1))
         values = self.values.gather(1, index[..., None].expand(-1, -1, self.values.shape[-1]))
         weights = torch.ones_like(index, dtype=own.dtype)
         if asked in ("bias", "both"):
             weights = mass_weights(own, bias_ridge)
+        found = own * weights[:, None]
+        found = found / found.sum(-1, keepdim=True)
         if asked in ("values", "both"):
-            found = own * weights[:, None]
-            found = found / found.sum(-1, keepdim=True)
-            values = nearest_values(found, shares @ self.values, values, ridge)
-        return weights, values
+            values = nearest_values(found, self.outputs, values, ridge)
+        return weights, values, float((found @ values - self.outputs).norm() / self.outputs.norm())
 
 
 def mass_weights(shares: Tensor, ridge: float) -> Tensor:
@@ -162,7 +175,7 @@ def asked(
     cache, layers, ranks = read(model, ids)
     cache.select_rows(torch.zeros(len(rows), dtype=torch.long))
     for its in cache.layers:
-        its.rules = (rules := its.rules).__class__(**{**vars_of(rules), "merge": merge_of("mean_count")})
+        its.rules = replace(its.rules, merge=merge_of("mean_count"))
         its.table.state[MERGED] = torch.zeros_like(its.positions, dtype=torch.float32)
     errors, seconds = [0.0] * len(rows), [0.0] * len(rows)
     for row, (choice, fits, divisor) in enumerate(rows):
@@ -172,14 +185,17 @@ def asked(
         shape = "composite" if choice.startswith("composite") else "uniform"
         for its, layer, stays in zip(cache.layers, layers, kept(ranks[choice], limits, shape), strict=True):
             started = time.perf_counter()
-            weights, values = layer.fitted(stays, fits, options.ridge, options.bias_ridge)
+            weights, values, off = layer.fitted(stays, fits, options.ridge, options.bias_ridge)
             seconds[row] += time.perf_counter() - started
-            errors[row] += error(layer, stays, weights, values) / len(layers)
+            errors[row] += off / len(layers)
             places = its.store.in_place()
             assert places is not None
             its.positions[row].masked_fill_(~stays, -1)
             places[1][row][stays] = values.flatten(0, 1).float()
             its.table.state[MERGED][row][stays] = weights.flatten().float() - 1
+    if min(divisor for _, _, divisor in rows) > 1:
+        for its in cache.layers:
+            its.resize(int((its.positions >= 0).sum(-1).max()) + 1)
     hits: list[list[float]] = [[] for _ in rows]
     for turn in sample.turns:
         again = copy.deepcopy(cache) if len(sample.turns) > 1 else cache
@@ -189,19 +205,6 @@ def asked(
         for row, result in enumerate(results):
             hits[row].append(task.score(turn, result.text))
     return [Outcome(*each) for each in zip(hits, errors, seconds, strict=True)]
-
-
-def error(layer: Layer, stays: Tensor, weights: Tensor, values: Tensor) -> float:
-    """Of the outputs of the reference queries, as part of the outputs' norm."""
-    index = stays.nonzero()[:, 1].view(len(stays), -1)
-    wanted = (shares := layer.logits.softmax(-1)) @ layer.values
-    own = shares.gather(-1, index[:, None].expand(-1, shares.shape[1], -1)) * weights[:, None]
-    return float((own / own.sum(-1, keepdim=True) @ values - wanted).norm() / wanted.norm())
-
-
-def vars_of(rules: object) -> dict[str, object]:
-    """The fields of a layer's rules."""
-    return {name: getattr(rules, name) for name in rules.__dataclass_fields__}  # type: ignore[attr-defined]
 
 
 def main() -> None:
@@ -216,6 +219,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=480)
     parser.add_argument("--ridge", type=float, default=1e-2)
     parser.add_argument("--bias-ridge", type=float, default=1e-2)
+    parser.add_argument("--full", action="store_true", help="ask the full cache, and no other")
     parser.add_argument("--minutes", type=float, default=1e6)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -225,7 +229,8 @@ def main() -> None:
     rows = [
         (name, fits, int(d)) for d in options.divisors.split(",") for name in names for fits in options.fits.split(",")
     ]
-    rows.insert(0, ("full cache", "none", 1))
+    if options.full:
+        rows = [("full cache", "none", 1)]
     found: dict[Row, list[Outcome]] = {row: [] for row in rows}
     ends = time.monotonic() + 60 * options.minutes
     for number in range(options.samples):
