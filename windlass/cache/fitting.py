@@ -5,17 +5,19 @@ Differs: no keys are made and no biases are fitted. The queries are those of the
 their keys are the tokens that the policy keeps, read where the cache will read them.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Final
 
 import torch
 from torch import Tensor
 
-from windlass.cache.attend import attend
-from windlass.cache.second_pass import by_member, written_beside
+from windlass.cache.second_pass import by_member, second_pass, written_beside
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.table_view import TableView
+from windlass.core.attention import Mass
 from windlass.core.shapes import Attended, NewKeys, NewValues, Queries, SlotValues
 from windlass.core.step import AttentionCall, Step
 from windlass.positions.modes import PositionMode
@@ -62,12 +64,19 @@ class LayerSums:
 class Fitting:
     """A second reading of a text, beside what a cut of it would leave.
 
-    `layers` are those of the cache that still holds the text, `ends` the length of each row's text.
+    `layers` are those of the cache that still holds the text, `ends` the length of each row's text. `sums` has None for
+    a layer from which the cut takes nothing.
     """
 
     layers: Sequence[SlotLayer]
     ends: Tensor
-    sums: list[LayerSums] = field(default_factory=list)
+    sums: Sequence[LayerSums | None]
+
+    @classmethod
+    def beside(cls, layers: Sequence[SlotLayer], cut: Sequence[SlotLayer], ends: Tensor) -> Fitting:
+        """Before the text is read again; `cut` are copies of `layers`, after the cut."""
+        pairs = zip(layers, cut, strict=True)
+        return cls(layers, ends, [LayerSums(kept) if _is_cut(layer, kept) else None for layer, kept in pairs])
 
     def second_pass(
         self,
@@ -81,31 +90,31 @@ class Fitting:
     ) -> Attended:
         """What the queries read, as in `windlass.cache.second_pass`; what they find in the cut layer is summed."""
         its = next(sums for own, sums in zip(self.layers, self.sums, strict=True) if own is layer)
-        outs = []
-        with written_beside(layer, queries, keys, values, step, call) as (view, queries):
-            is_text = ((view.positions >= 0) & (view.positions < self.ends[:, None, None]))[:, :, None]
-            held = layer.store.values().float()
-            beside = TableView.of(its.kept.table, its.kept.rules, step)
-            kept_columns = torch.arange(queries.shape[2], device=queries.device).where(step.positions >= 0, -1)
-            for own, out, mass in by_member(layer, view, queries, mode, call):
+        if its is None:
+            return second_pass(layer, queries, keys, values, step, mode, call)
+        outs, kept, new = [], its.kept, (queries, keys, values)
+        with (
+            written_beside(layer, *new, step, call) as (view, own),
+            written_beside(kept, *new, step, call) as (kept_view, _),
+        ):
+            pairs = zip(
+                by_member(layer, view, own, mode, call), by_member(kept, kept_view, own, mode, call), strict=True
+            )
+            for (out, mass), (_, kept_mass) in pairs:
                 outs.append(out)
-                if is_uncut(layer, its.kept):
-                    continue
-                text = shares_of(mass.rows * is_text)
-                _, kept = attend(beside, its.kept.rules, layer.rotary, own, mode, call, kept_columns)
-                assert kept is not None, "attention that nobody observed"
-                found = shares_of(kept.rows)
+                text, found = self._shares(view, mass), self._shares(kept_view, kept_mass)
                 is_seen = found.sum(-1, keepdim=True) > 0
-                its.add(found, (text @ held).where(is_seen, 0.0))
+                its.add(found, (text @ layer.store.values().float()).where(is_seen, 0.0))
+        kept.commit()
         return torch.stack(outs, 2).flatten(1, 2)
 
+    def _shares(self, view: TableView, mass: Mass) -> Tensor:
+        """What each query gives the slots of the text, of all that it gives them; zeros where that is nothing."""
+        is_text = (view.positions >= 0) & (view.positions < self.ends[:, None, None])
+        rows = mass.rows * is_text[:, :, None]
+        total = rows.sum(-1, keepdim=True)
+        return rows / total.where(total > 0, 1.0)
 
-def shares_of(mass: Tensor) -> Tensor:
-    """Probabilities among some slots, of those among all; zeros where there is nothing."""
-    total = mass.sum(-1, keepdim=True)
-    return mass / total.where(total > 0, 1.0)
 
-
-def is_uncut(layer: SlotLayer, kept: SlotLayer) -> bool:
-    """Whether the cut took nothing from a layer."""
-    return layer.table.is_empty or kept.table.occupancy_bound >= layer.table.occupancy_bound
+def _is_cut(layer: SlotLayer, kept: SlotLayer) -> bool:
+    return kept.table.occupancy_bound < layer.table.occupancy_bound

@@ -31,7 +31,7 @@ def second_pass(
     """What the queries read, as in a step; afterwards the layer holds what it held, but for what its policy noted."""
     with written_beside(layer, queries, keys, values, step, call) as (view, queries):
         outs, peaks = [], []
-        for _, out, mass in by_member(layer, view, queries, mode, call):
+        for out, mass in by_member(layer, view, queries, mode, call):
             outs.append(out)
             peaks.append(mass.rows.amax(2))
         if scoring_chunk(layer.policy):
@@ -65,8 +65,8 @@ def written_beside(
 
 def by_member(
     layer: SlotLayer, view: TableView, queries: Queries, mode: PositionMode, call: AttentionCall
-) -> Iterator[tuple[Queries, Attended, Mass]]:
-    """The queries of one head of each kv head, what they read, and what each of them gave each slot; then the next.
+) -> Iterator[tuple[Attended, Mass]]:
+    """What the queries of one head of each kv head read, and what each of them gave each slot; then the next.
 
     The query heads that share a kv head are taken one after the other: their mass comes as a sum.
     """
@@ -78,4 +78,4 @@ def by_member(
         member_queries = queries[:, member::members]
         out, mass = attend(view, layer.rules, layer.rotary, member_queries, mode, own, columns)
         assert mass is not None, "attention that nobody observed"
-        yield member_queries, out, mass
+        yield out, mass

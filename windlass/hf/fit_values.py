@@ -5,10 +5,9 @@ from dataclasses import replace
 from typing import Final
 
 import torch
-from torch import Tensor
 
 from windlass.cache.compress import compress
-from windlass.cache.fitting import Fitting, LayerSums, is_uncut
+from windlass.cache.fitting import Fitting
 from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT, READ, no_inference_mode
 from windlass.hf.attached_model import AttachedModel
@@ -26,16 +25,20 @@ def compress_fitted(cache: ModelCache, budget: int, window: int | None) -> None:
     texts = _texts(cache)
     cut = copy.deepcopy(cache)
     compress(cut, budget, window)
-    fitting = Fitting(cache.layers, torch.tensor(cache.next_positions, device=cache.device))
-    fitting.sums.extend(LayerSums(layer) for layer in cut.layers)
-    if not all(is_uncut(*pair) for pair in zip(cache.layers, cut.layers, strict=True)):
+    ends = torch.tensor(cache.next_positions, device=cache.device)
+    fitting = Fitting.beside(cache.layers, cut.layers, ends)
+    if any(sums is not None for sums in fitting.sums):
         _read_again(cache, texts, fitting)
-    values = [its.values() for its in fitting.sums]
+    fitted = [None if sums is None else sums.values() for sums in fitting.sums]
     compress(cache, budget, window)
-    for layer, own, fitted in zip(cache.layers, cut.layers, values, strict=True):
-        if not layer.is_empty:
-            assert torch.equal(layer.positions, own.positions), "a cut that kept other tokens the second time"
-            _values(layer.store.in_place()).copy_(fitted)
+    for layer, kept, values in zip(cache.layers, cut.layers, fitted, strict=True):
+        if values is not None:
+            slots, places = min(layer.table.slots, kept.table.slots), layer.store.in_place()
+            assert places is not None, "values that are not held as they are"
+            assert torch.equal(layer.positions[..., :slots], kept.positions[..., :slots]), (
+                "a cut that kept other tokens"
+            )
+            places[1][:, :, :slots] = values[:, :, :slots]
 
 
 def _texts(cache: ModelCache) -> list[list[int]]:
@@ -70,11 +73,6 @@ def _texts(cache: ModelCache) -> list[list[int]]:
 
 def _listed(counts: list[int]) -> str:
     return ", ".join(map(str, counts))
-
-
-def _values(places: tuple[Tensor, Tensor] | None) -> Tensor:
-    assert places is not None, "values that are not held as they are"
-    return places[1]
 
 
 def _read_again(cache: ModelCache, texts: list[list[int]], fitting: Fitting) -> None:
