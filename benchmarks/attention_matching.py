@@ -134,7 +134,8 @@ def nearest_values(found: Tensor, wanted: Tensor, values: Tensor, ridge: float) 
     penalty = ridge * square.diagonal(dim1=-2, dim2=-1).mean(-1)[:, None, None]
     eye = torch.eye(square.shape[-1], dtype=square.dtype)
     missing = found.mT @ (wanted - found @ values) / found.shape[1]
-    return values + torch.linalg.solve(square + penalty * eye, missing)
+    change: Tensor = torch.linalg.solve(square + penalty * eye, missing)
+    return values + change
 
 
 def read(model: PreTrainedModel, ids: list[int]) -> tuple[KVCache, list[Layer], dict[str, list[Tensor]]]:

@@ -38,7 +38,7 @@ def run(policy: Policy, tokens: int, budget: int, chunk: int) -> dict[str, int]:
     torch.manual_seed(0)
     sizes = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2}
     config = LlamaConfig(hidden_size=64, intermediate_size=64, vocab_size=1000, max_position_embeddings=tokens, **sizes)
-    model = windlass.attach(LlamaForCausalLM(config).to(torch.bfloat16).eval())
+    model = windlass.attach(LlamaForCausalLM(config).bfloat16().eval())
     prompt = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(0))
     windlass.prefill(model, windlass.KVCache(model), prompt[:, :16].tolist())  # what is allocated once
     cache, held = windlass.KVCache(model, budget, policy, chunk=chunk), [0]

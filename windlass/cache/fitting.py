@@ -57,7 +57,8 @@ class LayerSums:
         seen = (diagonal > 0).sum(-1).clamp(min=1)
         penalty = (RIDGE * diagonal.sum(-1) / seen).clamp(min=torch.finfo(torch.float32).tiny)
         square = square + torch.diag_embed(penalty[..., None].expand_as(diagonal))
-        return (values.double() + torch.linalg.solve(square, missing)).to(values.dtype)
+        fitted: SlotValues = (values.double() + torch.linalg.solve(square, missing)).to(values.dtype)
+        return fitted
 
 
 @dataclass(frozen=True)
