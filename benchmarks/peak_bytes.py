@@ -33,11 +33,19 @@ def policies() -> list[Policy]:
     return [*made, WRAPPERS["composite"](KVzip())]
 
 
-def run(policy: Policy, tokens: int, budget: int, chunk: int) -> dict[str, int]:
+def run(policy: Policy, tokens: int, budget: int, chunk: int, heads: int) -> dict[str, int]:
     """Read one text in this process: bytes, see above."""
     torch.manual_seed(0)
-    sizes = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "num_hidden_layers": 2}
-    config = LlamaConfig(hidden_size=64, intermediate_size=64, vocab_size=1000, max_position_embeddings=tokens, **sizes)
+    config = LlamaConfig(
+        vocab_size=1000,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=heads,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=tokens,
+    )
     model = windlass.attach(LlamaForCausalLM(config).bfloat16().eval())
     prompt = torch.randint(0, 1000, (1, tokens), generator=torch.Generator().manual_seed(0))
     windlass.prefill(model, windlass.KVCache(model), prompt[:, :16].tolist())  # what is allocated once
@@ -56,11 +64,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=8192)
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--chunk", type=int, default=512)
+    parser.add_argument("--heads", type=int, default=32, help="of queries")
     parser.add_argument("--policy", help="measure this one alone, in this process")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.policy is not None:
-        print(json.dumps(run(policy_of(options.policy), options.tokens, options.budget, options.chunk)))
+        print(json.dumps(run(policy_of(options.policy), options.tokens, options.budget, options.chunk, options.heads)))
         return
     for policy in policies():
         command = [sys.executable, __file__, *sys.argv[1:], "--policy", repr(policy)]
@@ -75,6 +84,7 @@ def main() -> None:
             "budget": options.budget,
             "chunk": options.chunk,
             "machine": machine(1),
+            "heads": options.heads,
         }
         print(json.dumps(line), flush=True)
 
