@@ -182,6 +182,8 @@ def fitted() -> str:
     """What each choice finds with its own values and with fitted ones, and the questions won and lost by these."""
     cells: dict[str, dict[str, str]] = {}
     for line in lines_of("attention_matching"):
+        if line["choice"] == "full cache":
+            continue
         said = f"{100 * line['score']:.0f}" + ("" if line["fit"] == "none" else f" (+{line['won']} -{line['lost']})")
         cells.setdefault(line["choice"], {}).setdefault(f"{line['task']} {line['divisor']}x", "")
         column = f"{line['task']} {line['divisor']}x"
