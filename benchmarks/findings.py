@@ -178,6 +178,39 @@ def heads() -> str:
     return table(heads, rows, 5)
 
 
+def fitted() -> str:
+    """What each choice finds with its own values and with fitted ones, and the questions won and lost by these."""
+    cells: dict[str, dict[str, str]] = {}
+    for line in lines_of("attention_matching"):
+        if line["choice"] == "full cache":
+            continue
+        said = f"{100 * line['score']:.0f}" + ("" if line["fit"] == "none" else f" (+{line['won']} -{line['lost']})")
+        cells.setdefault(line["choice"], {}).setdefault(f"{line['task']} {line['divisor']}x", "")
+        column = f"{line['task']} {line['divisor']}x"
+        before = cells[line["choice"]][column]
+        cells[line["choice"]][column] = f"{before}, {said}" if before else said
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    return table(
+        ["choice", *columns], [[row, *(found.get(each, "") for each in columns)] for row, found in cells.items()], 1
+    )
+
+
+def peak_bytes() -> str:
+    """The most that a cache takes while a text is read, by policy."""
+    rows = [
+        [
+            _shown(line["policy"]),
+            "whole" if line["is_held_whole"] else "within the budget",
+            str(line["readings"]),
+            f"{line['peak'] / 1e6:.1f}",
+            f"{line['rest'] / 1e6:.1f}",
+            f"{line['peak'] / line['rest']:.1f}",
+        ]
+        for line in lines_of("peak_bytes")
+    ]
+    return table(["policy", "holds the text", "readings", "MB at most", "MB at the end", "of that"], rows, 2)
+
+
 def shares() -> str:
     """What each kind of shares finds, by task and budget across."""
     cells: dict[str, dict[str, str]] = {}
@@ -270,6 +303,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "shares": shares,
     "scorer": scorer,
     "scorer_time": scorer_time,
+    "fitted": fitted,
+    "peaks": peak_bytes,
     "needles": of_full(
         "worth", model="passkey-3m", task="magic_single", merge="none", storage="unrotated", budget=MAIN_BUDGETS
     ),

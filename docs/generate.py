@@ -3,10 +3,12 @@
 import inspect
 from pathlib import Path
 
-from windlass.policies import FROM_FILES, NAMES, WRAPPERS, KeyDiff, Policy, base
+from windlass.policies import FROM_FILES, NAMES, WRAPPERS, KeyDiff, OneShot, Policy, base, find
 from windlass.policies.wrapper import scoring_chunk
 
 DOCS = Path(__file__).parent
+STREAMS = "Reads a text within the budget."
+HELD_WHOLE = "Holds a first text whole until it is cut to the budget."
 
 
 def contract() -> str:
@@ -45,11 +47,14 @@ def _entry(name: str, kind: type[Policy], label: str, made: Policy | type[Policy
         sees += ", without attention"
     text = inspect.cleandoc(kind.__doc__ or "").replace("\nDiffers:", "  \nDiffers:")
     entry = f"## `{name}`: [`{label}`](../windlass/policies/{file})\n\n{text}"
+    whole = find(made, OneShot) if isinstance(made, Policy) else None
     if name in WRAPPERS:
-        return f"{entry}\n\nGoes around any other: `{name}(snapkv)`, `{name}(snapkv(pool=7))`."
+        goes_on = f" {HELD_WHOLE}" if whole is not None else ""
+        return f"{entry}\n\nGoes around any other: `{name}(snapkv)`, `{name}(snapkv(pool=7))`.{goes_on}"
     if isinstance(made, Policy) and scoring_chunk(made):
         sees = f"the text a second time, {scoring_chunk(made)} tokens at once"
-    return f"{entry}\n\nRanks {ranks}; observes {sees}; state per slot: {', '.join(made.needs.state) or 'none'}."
+    told = f"Ranks {ranks}; observes {sees}; state per slot: {', '.join(made.needs.state) or 'none'}."
+    return f"{entry}\n\n{told} {STREAMS if whole is None else HELD_WHOLE}"
 
 
 def main() -> None:

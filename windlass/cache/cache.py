@@ -1,5 +1,7 @@
 """What a cache offers: passes of a model, all or nothing, and edits between them."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from windlass.cache import describe, edits, summary
@@ -151,7 +153,9 @@ class TextCache(CacheState):
         """One layer's write, attend, observe, evict; to be called from the model's attention."""
         step, its, mode = self.text.pending, self.by_layer[layer], self.positions
         assert step is not None, "attend outside of a pass"
-        take = second_pass if step.is_second_pass else SlotLayer.step
+        take: Callable[..., Attended] = SlotLayer.step
+        if step.is_second_pass:
+            take = second_pass if self.fitting is None else self.fitting.second_pass
         if its.whole is not None:
             return take(its.whole, queries, keys, values, step, mode, call)
 
