@@ -178,6 +178,39 @@ def heads() -> str:
     return table(heads, rows, 5)
 
 
+def fitted() -> str:
+    """What each choice finds with its own values and with fitted ones, and the questions won and lost by these."""
+    cells: dict[str, dict[str, str]] = {}
+    for line in lines_of("attention_matching"):
+        if line["choice"] == "full cache":
+            continue
+        said = f"{100 * line['score']:.0f}" + ("" if line["fit"] == "none" else f" (+{line['won']} -{line['lost']})")
+        cells.setdefault(line["choice"], {}).setdefault(f"{line['task']} {line['divisor']}x", "")
+        column = f"{line['task']} {line['divisor']}x"
+        before = cells[line["choice"]][column]
+        cells[line["choice"]][column] = f"{before}, {said}" if before else said
+    columns = list(dict.fromkeys(column for row in cells.values() for column in row))
+    return table(
+        ["choice", *columns], [[row, *(found.get(each, "") for each in columns)] for row, found in cells.items()], 1
+    )
+
+
+def peak_bytes() -> str:
+    """The most that a cache takes while a text is read, by policy."""
+    rows = [
+        [
+            _shown(line["policy"]),
+            "whole" if line["is_held_whole"] else "within the budget",
+            str(line["readings"]),
+            f"{line['peak'] / 1e6:.1f}",
+            f"{line['rest'] / 1e6:.1f}",
+            f"{line['peak'] / line['rest']:.1f}",
+        ]
+        for line in lines_of("peak_bytes")
+    ]
+    return table(["policy", "holds the text", "readings", "MB at most", "MB at the end", "of that"], rows, 2)
+
+
 def shares() -> str:
     """What each kind of shares finds, by task and budget across."""
     cells: dict[str, dict[str, str]] = {}
@@ -189,6 +222,66 @@ def shares() -> str:
     columns = [each for each in columns if each != "magic_single 4x"]
     rows = sorted(cells, key=[*dict.fromkeys(line["shares"] for line in lines)].index)
     return table(["shares", *columns], [[row, *(cells[row].get(each, "") for each in columns)] for row in rows], 1)
+
+
+def scorer() -> str:
+    """What a linear scorer finds, by task."""
+    lines = [line for line in lines_of("scorer") if line["kind"] == "found"]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in lines:
+        cells.setdefault((line["policy"], line["shares"]), {})[line["task"]] = scored(line)
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
+    rows = [[*row, *(found.get(task, "") for task in tasks)] for row, found in cells.items()]
+    return table(["policy", "shares of the task", *tasks], rows, 2)
+
+
+def scorer_time() -> str:
+    """What a linear scorer costs."""
+    rows = [
+        [
+            f"{line['model']}, {line['layers']} layers",
+            line["dtype"],
+            f"{line['tokens']:,}",
+            f"{line['budget']:,}",
+            f"{line['groups'] or 1}",
+            f"{line['read_ratio']:.3f}",
+            f"{line['token_ratio']:.3f}",
+        ]
+        for line in lines_of("scorer")
+        if line["kind"] == "scorer"
+    ]
+    return table(["model", "dtype", "tokens", "slots", "groups of heads", "reading", "a token after it"], rows, 2)
+
+
+def self_extend_merging() -> str:
+    """Keys found under self-extend, by model, and by what becomes of tokens that share a position."""
+    names = {"halved": "half the text", "full": "nothing divided", "apart": "nothing merged", "none": "dropped"}
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    lines = lines_of("self_extend_merging")
+    for line in lines:
+        rule = str(line["merge"])
+        label = names.get(rule, rule) + (f", {line['sinks']} sinks" if line["sinks"] else "")
+        cells.setdefault((line["model"], f"{line['tokens']:,}"), {})[label] = f"{scored(line)}, {line['slots']:,} slots"
+    rows = [[model, label, tokens, cell] for (model, tokens), found in cells.items() for label, cell in found.items()]
+    return table(["model", "neighbours", "tokens", "found"], rows, 2)
+
+
+def gate() -> str:
+    """A fitted gate and policies at equal bytes: scores by task and budget, with the slots that were in use."""
+    lines = [line for line in lines_of("gate") if line["task"] != "fit"]
+    cells: dict[tuple[str, str], dict[str, str]] = {}
+    for line in lines:
+        policy = re.sub(r"file='[^']*'(, ratio=\d)?", "", line["policy"]).removesuffix("()")
+        name = "full cache" if line["budget"] == "all" else policy.replace("(group=2)", "").replace("(group=4)", "")
+        name += ", no budget" if line["budget"].startswith("own") else ""
+        budgets = ("2x", "4x") if line["budget"] == "all" else (line["budget"].removeprefix("own, "),)
+        for budget in budgets:
+            found = cells.setdefault((name, line["merge"]), {})
+            found[f"{line['task']} {budget}"] = f"{scored(line)}, {line['slots']}"
+    columns = list(dict.fromkeys(column for found in cells.values() for column in found))
+    return table(
+        ["policy", "merge", *columns], [[*key, *(found.get(c, "") for c in columns)] for key, found in cells.items()], 2
+    )
 
 
 def merging_time() -> str:
@@ -208,6 +301,10 @@ def merging_time() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "shares": shares,
+    "scorer": scorer,
+    "scorer_time": scorer_time,
+    "fitted": fitted,
+    "peaks": peak_bytes,
     "needles": of_full(
         "worth", model="passkey-3m", task="magic_single", merge="none", storage="unrotated", budget=MAIN_BUDGETS
     ),
@@ -253,6 +350,11 @@ TABLES: dict[str, Callable[[], str]] = {
     "stream": stream,
     "heads": heads,
     "time": merging_time,
+    "self_extend_merging": self_extend_merging,
+    "words": lambda: pivot(
+        [{**line, "rule": f"{line['budget']} {line['merge']}"} for line in lines_of("words")], ("task",), "rule"
+    ),
+    "gate": gate,
 }
 
 if __name__ == "__main__":

@@ -3,10 +3,12 @@
 import inspect
 from pathlib import Path
 
-from windlass.policies import NAMES, WRAPPERS, KeyDiff, Policy, base
+from windlass.policies import FROM_FILES, NAMES, WRAPPERS, KeyDiff, OneShot, Policy, base, find
 from windlass.policies.wrapper import scoring_chunk
 
 DOCS = Path(__file__).parent
+STREAMS = "Reads a text within the budget."
+HELD_WHOLE = "Holds a first text whole until it is cut to the budget."
 
 
 def contract() -> str:
@@ -29,11 +31,13 @@ def catalogue() -> str:
         "Every policy works with any budget, sinks, window, chunk and position mode. The names are for `--policy`,\n"
         "the classes are in `windlass`. From the docstrings; `python docs/generate.py` writes this page."
     )
-    return "\n\n".join([f"# Policies\n\n{intro}", *(_entry(*each) for each in made_by_default().items())]) + "\n"
+    made = [_entry(name, type(each), repr(each), each) for name, each in made_by_default().items()]
+    made += [_entry(name, kind, f"{kind.__name__}(FILE)", kind) for name, kind in FROM_FILES.items()]
+    return "\n\n".join([f"# Policies\n\n{intro}", *made]) + "\n"
 
 
-def _entry(name: str, made: Policy) -> str:
-    kind = type(made)
+def _entry(name: str, kind: type[Policy], label: str, made: Policy | type[Policy]) -> str:
+    """What the page says of a policy that is `made`, or of a class that no file is at hand for."""
     file = Path(inspect.getfile(kind)).name
     ranks = "each kv head by itself" if made.needs.per_head else "all heads of a row alike"
     wanted = made.observed_queries
@@ -42,12 +46,15 @@ def _entry(name: str, made: Policy) -> str:
     if wanted != 0 and not made.needs.mass:
         sees += ", without attention"
     text = inspect.cleandoc(kind.__doc__ or "").replace("\nDiffers:", "  \nDiffers:")
-    entry = f"## `{name}`: [`{made!r}`](../windlass/policies/{file})\n\n{text}"
-    if name not in NAMES:
-        return f"{entry}\n\nGoes around any other: `{name}(snapkv)`, `{name}(snapkv(pool=7))`."
-    if scoring_chunk(made):
+    entry = f"## `{name}`: [`{label}`](../windlass/policies/{file})\n\n{text}"
+    whole = find(made, OneShot) if isinstance(made, Policy) else None
+    if name in WRAPPERS:
+        goes_on = f" {HELD_WHOLE}" if whole is not None else ""
+        return f"{entry}\n\nGoes around any other: `{name}(snapkv)`, `{name}(snapkv(pool=7))`.{goes_on}"
+    if isinstance(made, Policy) and scoring_chunk(made):
         sees = f"the text a second time, {scoring_chunk(made)} tokens at once"
-    return f"{entry}\n\nRanks {ranks}; observes {sees}; state per slot: {', '.join(made.needs.state) or 'none'}."
+    told = f"Ranks {ranks}; observes {sees}; state per slot: {', '.join(made.needs.state) or 'none'}."
+    return f"{entry}\n\n{told} {STREAMS if whole is None else HELD_WHOLE}"
 
 
 def main() -> None:

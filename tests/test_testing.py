@@ -8,7 +8,7 @@ import torch
 from tests.helpers.policies import policy, unchecked
 from windlass import KVCache, Policy, PolicyError, Recent, UsageError
 from windlass.cache.slot_layer import SlotLayer
-from windlass.policies import NAMES, Needs, NewTokens, Observation, Slots
+from windlass.policies import NAMES, Initializer, Needs, NewTokens, Observation, Slots
 from windlass.testing import check_on_models, check_policy, tiny_model
 
 
@@ -58,6 +58,15 @@ def a_head_left_out(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> New
     return NewTokens(queries, keys[:, 1:])
 
 
+def new_state_given(_: Policy, __: torch.Tensor, keys: torch.Tensor, *___: object) -> dict[str, torch.Tensor]:
+    return {"mass": keys[:, :1].sum(-1)}
+
+
+def new_keys_hidden(_: Policy, __: torch.Tensor, keys: torch.Tensor, *___: object) -> dict[str, torch.Tensor]:
+    keys.mul_(2)
+    return {}
+
+
 def observing_fails(*_: object) -> None:
     raise ValueError("out of luck")
 
@@ -94,6 +103,19 @@ BROKEN: dict[str, tuple[Policy, str]] = {
         policy(preprocess=a_head_left_out),
         r"preprocess gives keys of shape \(2, 2, 7, 8\), expected \(2, 3, 7, 8\)",
     ),
+    "new state": (
+        policy(bases=(Policy, Initializer), initial_state=new_state_given),
+        r"initial_state gives state 'mass', which is not declared in `state` \(\)",
+    ),
+    "new state's shape": (
+        policy(bases=(Policy, Initializer), initial_state=new_state_given, needs=Needs(state=("mass",))),
+        r"initial_state gives state 'mass' of shape \(2, 1, 7\), expected \(2, 3, 7\)",
+    ),
+    "new tokens": (
+        policy(bases=(Policy, Initializer), initial_state=new_keys_hidden),
+        "initial_state writes into the model's queries or keys",
+    ),
+    "no initializer": (policy(initial_state=new_state_given), "Made is no Initializer; derive the class from"),
     "docstring": (policy(__doc__="Made up. Source: none."), "docstring of Made lacks Differs:"),
 }
 

@@ -36,6 +36,7 @@ from windlass.policies import KeyNorm as KeyNorm
 from windlass.policies import KVzip as KVzip
 from windlass.policies import LagKV as LagKV
 from windlass.policies import Leverage as Leverage
+from windlass.policies import LinearScorer as LinearScorer
 from windlass.policies import Needs as Needs
 from windlass.policies import Pairs as Pairs
 from windlass.policies import Policy as Policy

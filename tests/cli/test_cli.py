@@ -12,7 +12,7 @@ import windlass
 from tests.helpers import cli
 from tests.helpers.cli import LAST_LINE, PROMPT, Ran, assert_refused, generate
 from tests.helpers.models import MODEL
-from windlass.policies import NAMES, WRAPPERS, KeyDiff
+from windlass.policies import FROM_FILES, NAMES, WRAPPERS, KeyDiff
 
 run, model, tokenizer, in_library = cli.run, cli.model, cli.tokenizer, cli.in_library  # fixtures
 
@@ -165,12 +165,13 @@ def test_what_contradicts_a_prompt_cache_is_refused(
 def test_policies_lists_every_policy(run: Callable[..., Ran]):
     ran = run("policies")
     entries = json.loads(run("policies", "--json").out)["policies"]
-    all_policies = [*NAMES.items(), *((name, lambda kind=kind: kind(KeyDiff())) for name, kind in WRAPPERS.items())]
-    assert [entry["name"] for entry in entries] == [name for name, _ in all_policies]
-    for entry, (name, make) in zip(entries, all_policies, strict=True):
-        policy = make()
-        assert entry["made"] == repr(policy)
-        first, source = f"{name:20}{policy!r}\n{'':20}{entry['keeps']}\n", f"{'':20}Source: {entry['source']}\n"
+    all_policies = [(name, repr(kind()), kind) for name, kind in NAMES.items()]
+    all_policies += [(name, repr(kind(KeyDiff())), kind) for name, kind in WRAPPERS.items()]
+    all_policies += [(name, f"{kind.__name__}(FILE)", kind) for name, kind in FROM_FILES.items()]
+    assert [entry["name"] for entry in entries] == [name for name, *_ in all_policies]
+    for entry, (name, label, policy) in zip(entries, all_policies, strict=True):
+        assert entry["made"] == label
+        first, source = f"{name:20}{label}\n{'':20}{entry['keeps']}\n", f"{'':20}Source: {entry['source']}\n"
         assert first + source in ran.out
         doc = " ".join((policy.__doc__ or "").split())
         assert doc.startswith(entry["keeps"])

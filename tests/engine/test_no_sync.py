@@ -18,11 +18,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers.models import Models
-from windlass import DMC, KeyDiff, KVCache, Pairs, Recent
+from tests.helpers.scorers import drawn
+from windlass import DMC, KeyDiff, KVCache, LinearScorer, Pairs, Recent
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.merge import MERGES, TARGETS, Merge, merge_of
-from windlass.policies import NAMES, WRAPPERS, Policy, pair_table
+from windlass.policies import NAMES, WRAPPERS, Policy, pair_table, scorer_file
 from windlass.policies.pair_table import PairTable
 from windlass.positions.modes import PositionMode, position_mode
 from windlass.positions.windowed import Windowed
@@ -109,6 +110,11 @@ def test_no_wrapper_waits(run: Callable[..., None], name: str) -> None:
 def test_a_pair_table_does_not_wait(run: Callable[..., None], tmp_path: Path) -> None:
     pair_table.write(PairTable("any", "any", "mean_count(next)", 1, 0, [(3, 4, 1, 0.5)]), tmp_path / "pairs")
     run(Pairs(str(tmp_path / "pairs")), merge="mean_count(next)")
+
+
+def test_a_scorer_does_not_wait(run: Callable[..., None], tmp_path: Path) -> None:
+    scorer_file.write(drawn(), tmp_path / "scorer")
+    run(LinearScorer(str(tmp_path / "scorer")))
 
 
 @pytest.mark.parametrize("store", ["plain", "int8", "int4", "int4(sinks=2, newest=5)"])

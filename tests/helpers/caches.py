@@ -32,18 +32,23 @@ def assert_same(ours: KVCache, truth: KVCache) -> None:
         for layer in (mine, theirs):
             positions = layer.positions.where(layer.positions >= 0, 2**30)
             orders.append(positions.argsort(dim=-1, stable=True)[..., : int((layer.positions >= 0).sum(-1).max())])
-        assert mine.positions.gather(-1, orders[0]).equal(theirs.positions.gather(-1, orders[1]))
+        places = [
+            layer.positions.gather(-1, order).clamp(min=-1) for layer, order in zip((mine, theirs), orders, strict=True)
+        ]
+        assert places[0].equal(places[1])
         for name, tensor in mine.tensors().items():
             if name.startswith("statistics."):
                 torch.testing.assert_close(tensor, theirs.tensors()[name], atol=1e-5, rtol=1e-5, msg=name)
                 continue
-            picked = []
+            picked, is_free = [], places[0] < 0  # heads may hold different numbers of tokens
             for source, order in ((tensor, orders[0]), (theirs.tensors()[name], orders[1])):
                 index = order.expand(-1, source.shape[1], -1)
                 picked.append(
-                    source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3]))
+                    source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3])).masked_fill(
+                        is_free[..., None], 0
+                    )
                     if source.ndim == 4
-                    else source.gather(2, index)
+                    else source.gather(2, index).masked_fill(is_free, 0)
                 )
             torch.testing.assert_close(picked[0], picked[1], atol=1e-5, rtol=1e-5, msg=f"{name} of layer {mine.index}")
 

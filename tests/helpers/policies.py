@@ -28,11 +28,13 @@ def by_position(_: Policy, slots: Slots) -> torch.Tensor:
     return slots.positions.float()
 
 
-def policy(score: Score = by_position, is_frozen: bool = True, **attributes: object) -> Policy:
+def policy(
+    score: Score = by_position, is_frozen: bool = True, bases: tuple[type, ...] = (), **attributes: object
+) -> Policy:
     """An instance of a policy class made of `score` and `attributes`."""
     names = {"score": score, "__doc__": "Made up.\n\nSource: none.\nDiffers: none.", **attributes}
-    bases = (Policy, Trained) if "preprocess" in attributes else (Policy,)
-    made: Any = type("Made", bases, names)
+    usual = (Policy, Trained) if "preprocess" in attributes else (Policy,)
+    made: Any = type("Made", bases or usual, names)
     return dataclass(frozen=is_frozen)(made)()
 
 

@@ -197,6 +197,7 @@ CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
     "select_rows(row)": (lambda s: s.cache.select_rows(torch.tensor([0, 2])), "row 2 is not one of the cache's 2 rows"),
     "compress": (lambda s: s.cache.compress(None), whole("budget", "None")),
     "compress(window)": (lambda s: s.cache.compress(20, "3"), whole("window", "'3'", otherwise=", or None")),
+    "compress(fit)": (lambda s: s.cache.compress(20, fit="yes"), "fit must be True or False, got 'yes'"),
     "reserve": (lambda s: s.cache.reserve("many"), whole("tokens", "'many'", 0)),
     "SelfExtend": (lambda _: SelfExtend("a", 3), whole("group", "'a'")),
     "Int8": (lambda _: Int8(sinks="a"), whole("sinks of a store", "'a'", 0)),

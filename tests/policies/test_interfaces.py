@@ -11,7 +11,9 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import policy as made
+from tests.helpers.shares import APART
 from windlass import (
+    DMC,
     TOVA,
     ByValueNorm,
     Composite,
@@ -24,14 +26,16 @@ from windlass import (
     PromptCacheError,
     Pyramid,
     Recent,
+    Shares,
     Smoothed,
 )
 from windlass.core.model_info import ModelInfo
-from windlass.core.shapes import Scores
+from windlass.core.shapes import NewKeys, Queries, Scores
 from windlass.hf.fingerprint import fingerprint
 from windlass.hf.policy_note import PolicyNote, noted_policy
-from windlass.policies import NAMES, WRAPPERS, Budgeter, Needs, OneShot, Slots, Trained, find
-from windlass.policies.wrapper import keeps_newest, scoring_chunk
+from windlass.policies import FROM_FILES, NAMES, WRAPPERS, Budgeter, Initializer, Needs, OneShot, Slots, Trained, find
+from windlass.policies.interfaces import PerToken
+from windlass.policies.wrapper import changes_keys, keeps_newest, scoring_chunk
 from windlass.testing import check_policy
 
 
@@ -118,6 +122,40 @@ def test_a_policy_is_told_of_the_model(attached_model: Models, monkeypatch: pyte
     assert asked == [model]
 
 
+@dataclass(frozen=True)
+class Placed(Policy, Initializer):
+    """Keeps tokens by what it is told of their place; notes it. Source: none. Differs: none."""
+
+    told: set[tuple[str, int, tuple[int, ...] | None]] = field(default_factory=set)
+
+    needs = Needs(state=("number", "unset"))
+
+    def initial_state(self, queries: Queries, keys: NewKeys, layer: int, heads: tuple[int, ...] | None) -> PerToken:
+        assert queries.shape[1] == 5 * keys.shape[1]
+        self.told.add(("new", layer, heads))
+        numbers = torch.tensor([layer * 10 + head for head in heads or range(3)], dtype=torch.float32)
+        return {"number": numbers[:, None].expand(keys.shape[:-1]).clone()}
+
+    def score(self, slots: Slots) -> Scores:
+        self.told.add(("slots", slots.layer, slots.heads))
+        assert not slots.state["unset"].any()
+        return slots.state["number"] + slots.positions
+
+
+@pytest.mark.parametrize("shares", [None, Shares(APART)], ids=["whole", "groups"])
+def test_a_policy_is_told_the_layer_and_the_heads(attached_model: Models, text: Text, shares: Shares | None) -> None:
+    """And new tokens start with the state that it gives, in a prompt and in decode."""
+    policy, model, ids = Placed(), attached_model("llama"), text(40, rows=2)
+    cache = KVCache(model, 16, Smoothed(policy), sinks=2, window=3, batch=2, shares=shares)
+    for piece in ids.split([30, 1, 1, 8], 1):
+        read(model, cache, piece, 30)
+    places = [(0, None), (1, None)] if shares is None else [(0, (0, 2)), (0, (1,)), (1, (0, 1)), (1, (2,))]
+    assert policy.told == {(when, *place) for when in ("new", "slots") for place in places}
+    for own in cache.layers:
+        expected = torch.tensor([own.index * 10 + head for head in own.heads or range(3)])[None, :, None]
+        assert ((own.table.state["number"] == expected) | (own.positions < 0)).all()
+
+
 def test_every_policy_file_is_named_and_public() -> None:
     """A file with a policy needs its line in `windlass/policies/__init__.py`."""
     found = {}
@@ -126,9 +164,8 @@ def test_every_policy_file_is_named_and_public() -> None:
             if isinstance(node, ast.ClassDef) and "score" in {getattr(each, "name", "") for each in node.body}:
                 found[path.stem] = node.name
     del found["base"]
-    table = found.pop("pairs")  # which cannot be made without arguments
-    assert {name: kind.__name__ for name, kind in (NAMES | WRAPPERS).items()} == found
-    for name in [table, *found.values()]:
+    assert {name: kind.__name__ for name, kind in (NAMES | WRAPPERS | FROM_FILES).items()} == found
+    for name in found.values():
         assert getattr(windlass.policies, name).__name__ == name
 
 
@@ -138,3 +175,18 @@ def test_a_file_of_another_windlass_is_refused(tmp_path: Path) -> None:
     words = r"written by a windlass whose policy was KVzip\(repeat=128\); this one has KVzip\(scoring_chunk=128\)"
     with pytest.raises(PromptCacheError, match=words):
         noted_policy(tmp_path / "file", note, None)
+
+
+def test_only_some_policies_change_what_attention_reads() -> None:
+    assert changes_keys(Smoothed(DMC()))
+    assert not any(changes_keys(policy) for policy in (KeyDiff(), Smoothed(Asking()), Placed()))
+
+
+def test_a_wrong_shape_of_new_state_is_named(attached_model: Models, text: Text) -> None:
+    def too_short(_: Policy, __: Queries, keys: NewKeys, *___: object) -> PerToken:
+        return {"number": keys[:, :1, :, 0]}
+
+    policy = made(bases=(Policy, Initializer), initial_state=too_short, needs=Needs(state=("number",)))
+    model = attached_model("llama")
+    with pytest.raises(PolicyError, match=r"initial_state gives 'number' of shape \(1, 1, 9\), expected \(1, 3, 9\)"):
+        read(model, KVCache(model, 20, policy), text(9), 9)

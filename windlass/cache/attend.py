@@ -9,6 +9,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.decode_kernel import LayerStep
+from windlass.cache.joins import NewTokens, joined, view_joined
 from windlass.cache.picks import Picks, picked
 from windlass.cache.recalled import of_tokens, with_recalled
 from windlass.cache.rules import LayerRules
@@ -19,7 +20,7 @@ from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import Attended, ObservedColumns, Queries, SlotIndex
 from windlass.core.step import AttentionCall
 from windlass.policies.base import Policy
-from windlass.policies.calls import preprocess
+from windlass.policies.calls import initial_state, preprocess
 from windlass.positions.base import PositionMode, Reading
 from windlass.positions.rotary import Rotary
 
@@ -34,22 +35,26 @@ class Written(NamedTuple):
     initial_state: dict[str, Tensor]
 
 
-def write_and_attend(
-    asked: LayerStep, policy: Policy, layer: int, weighed: ObservedColumns | None
-) -> tuple[Written, TableView]:
+def write_and_attend(asked: LayerStep, policy: Policy, weighed: ObservedColumns | None) -> tuple[Written, TableView]:
     """Write and attend, in whatever step; the table counts the tokens already. Returns what was found in it, too.
 
-    `policy` is the one that layer number `layer` was configured with.
+    `policy` is the one that the layer was configured with.
     """
-    table, rules, rotary, (queries, keys, values), step, mode, call = asked
+    table, rules, rotary, (queries, keys, values), step, mode, call, layer, heads = asked
     queries, keys, initial = preprocess(policy, layer, queries, keys, step.ids)
+    initial |= initial_state(rules.policy, layer, heads, queries, keys)
     if rules.has_places:
         initial |= step.known_places.state
     initial |= table.remember(keys, values, step.positions, step.lengths)
+    if rules.joins:
+        keys, values, initial = joined(table, rules, step, NewTokens(keys, values, initial))
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     index = kernels.first_free(table.positions, keys.shape[2])
     table.write(index, keys, values, positions, initial, call.index_keys)
-    view = with_recalled(asked, queries)
+    view = TableView.of(table, rules, step)
+    if rules.joins:
+        view = view_joined(view, index, initial)
+    view = with_recalled(view, asked, queries)
     out, mass = attend(view, rules, rotary, queries, mode, call, weighed)
     return Written(index, out, of_tokens(mass, view, table), queries, initial), view
 
@@ -65,6 +70,11 @@ def attend(
 ) -> tuple[Attended, Mass | None]:
     """What the queries read of the slots, and the attention that each slot got from the `observed` ones."""
     tokens, step = queries.shape[2], view.step
+    if view.seen_until is not None and call.sees_to is not None:
+        raise UsageError(
+            f"{rules.policy!r} joins tokens as they come, and in a picture queries see tokens that come later; use "
+            "merge=None for this text"
+        )
     is_rest_wanted = rules.policy.observed_queries is None and observed is not None and observed.shape[1] < tokens
     whole = AttentionInput(
         queries,
@@ -83,6 +93,7 @@ def attend(
         is_rest_wanted=is_rest_wanted,
         sees_to=call.sees_to,
         query_gain=None if rotary is None else rotary.query_gain(),
+        seen_until=view.seen_until,
     )
     picks = Picks.of(view, call)
     if rotary is None:

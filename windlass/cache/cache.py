@@ -1,5 +1,7 @@
 """What a cache offers: passes of a model, all or nothing, and edits between them."""
 
+from collections.abc import Callable
+
 from torch import Tensor
 
 from windlass.cache import describe, edits, summary
@@ -44,7 +46,8 @@ class TextCache(CacheState):
             means = means[list(leaf.heads)]
         store, rotary = self._store(index, means), self.rotaries[index]
         is_shared, recall = index in self.shared, self._recall(index, means)
-        return SlotLayer(index, leaf.limits, self.policy, rotary, store, self.merge, layers, is_shared, recall)
+        beside = self.merge, layers, is_shared, recall, leaf.heads
+        return SlotLayer(index, leaf.limits, self.policy, rotary, store, *beside)
 
     def _store(self, layer: int, key_means: KeyMeans | None) -> Store:
         store = self.store.fresh(key_means)
@@ -150,7 +153,9 @@ class TextCache(CacheState):
         """One layer's write, attend, observe, evict; to be called from the model's attention."""
         step, its, mode = self.text.pending, self.by_layer[layer], self.positions
         assert step is not None, "attend outside of a pass"
-        take = second_pass if step.is_second_pass else SlotLayer.step
+        take: Callable[..., Attended] = SlotLayer.step
+        if step.is_second_pass:
+            take = second_pass if self.fitting is None else self.fitting.second_pass
         if its.whole is not None:
             return take(its.whole, queries, keys, values, step, mode, call)
 
@@ -171,7 +176,8 @@ class TextCache(CacheState):
         assert step is not None, "attend outside of a pass"
         if its is None:
             return None
-        asked = LayerStep(its.table, its.rules, its.rotary, (queries, keys, values), step, self.positions, call)
+        states = queries, keys, values
+        asked = LayerStep(its.table, its.rules, its.rotary, states, step, self.positions, call, its.index, its.heads)
         return its.planned(asked)
 
     @no_inference_mode

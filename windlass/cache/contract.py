@@ -16,7 +16,7 @@ from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, PerSlot, Queries, Scores
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.policies import Needs, NewTokens, Observation, Policy, Slots
-from windlass.policies.interfaces import Budgeter, OneShot, Recency, Trained
+from windlass.policies.interfaces import Budgeter, Initializer, OneShot, PerToken, Recency, Trained
 from windlass.policies.wrapper import Wrapper, find, keeps_newest, scoring_chunk
 from windlass.positions.modes import Original
 from windlass.stores.plain import Plain
@@ -24,7 +24,7 @@ from windlass.stores.plain import Plain
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 15, 3, 8, 6
 LIMITS = Limits(budget=12, sinks=2, window=3, chunk=7, rollback=0)
 MAX_ID = 97  # of the token ids of a step
-INTERFACES = (OneShot, Budgeter, Trained, Recency)
+INTERFACES = (OneShot, Budgeter, Trained, Initializer, Recency)
 # Tokens of each of two rows in every step: whole and ragged chunks, an idle row, then decode.
 STEPS = ((7, 7), (4, 7), (7, 0), (5, 3), *((1, 1),) * 6, (0, 1), (1, 0), (7, 5), (1, 1))
 
@@ -97,7 +97,7 @@ def _check_declaration(policy: Policy) -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class _Checked(Wrapper, Trained, Recency):
+class _Checked(Wrapper, Trained, Initializer, Recency):
     """Checks the policy that it wraps at every call; the cache treats it as it would treat that one."""
 
     def __repr__(self) -> str:
@@ -107,21 +107,36 @@ class _Checked(Wrapper, Trained, Recency):
     def keeps_newest(self) -> bool:  # type: ignore[override]  # what is wrapped decides
         return keeps_newest(self.policy)
 
-    def preprocess(self, queries: Queries, keys: NewKeys) -> NewTokens:
+    def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:
         trained = find(self.policy, Trained)
         if trained is None:
             return NewTokens(queries, keys)
         before = queries.clone(), keys.clone()
-        new = trained.preprocess(queries, keys)
+        new = trained.preprocess(queries, keys, layer)
         if not (queries.equal(before[0]) and keys.equal(before[1])):
             self._fail("preprocess writes into the model's queries or keys; return copies")
-        for name, tensor in new.state.items():
-            if name not in self.needs.state:
-                self._fail(f"preprocess gives state {name!r}, which is not declared in `state` {self.needs.state}")
-            expected = (keys.shape[0], keys.shape[1] if self.needs.per_head else 1, keys.shape[2])
-            if tuple(tensor.shape) != expected:
-                self._fail(f"preprocess gives state {name!r} of shape {tuple(tensor.shape)}, expected {expected}")
+        self._check_given("preprocess", new.state, keys)
         return new
+
+    def initial_state(self, queries: Queries, keys: NewKeys, layer: int, heads: tuple[int, ...] | None) -> PerToken:
+        initializer = find(self.policy, Initializer)  # type: ignore[type-abstract]  # none is made
+        if initializer is None:
+            return {}
+        before = queries.clone(), keys.clone()
+        state = initializer.initial_state(queries, keys, layer, heads)
+        if not (queries.equal(before[0]) and keys.equal(before[1])):
+            self._fail("initial_state writes into the model's queries or keys; leave them as they are")
+        self._check_given("initial_state", state, keys)
+        return state
+
+    def _check_given(self, method: str, state: PerToken, keys: NewKeys) -> None:
+        """New tokens may be given such state as is declared, a number each."""
+        expected = (keys.shape[0], keys.shape[1] if self.needs.per_head else 1, keys.shape[2])
+        for name, tensor in state.items():
+            if name not in self.needs.state:
+                self._fail(f"{method} gives state {name!r}, which is not declared in `state` {self.needs.state}")
+            if tuple(tensor.shape) != expected:
+                self._fail(f"{method} gives state {name!r} of shape {tuple(tensor.shape)}, expected {expected}")
 
     def observe(self, slots: Slots, observation: Observation) -> None:
         with self._watched("observe", slots):

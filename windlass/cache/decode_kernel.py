@@ -12,6 +12,7 @@ from torch import Tensor
 from windlass import kernels
 from windlass.cache.recall import DISTANCE, TOKEN_INDEX
 from windlass.cache.rules import LayerRules
+from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
 from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Retention
 from windlass.core.limits import MAX_NUMBER
@@ -21,8 +22,8 @@ from windlass.core.record import StepRecord
 from windlass.core.shapes import SlotIndex
 from windlass.core.step import AttentionCall, Step
 from windlass.policies.base import TOKEN, Policy
-from windlass.policies.interfaces import Trained
-from windlass.policies.wrapper import find, ranking_of
+from windlass.policies.calls import initial_state
+from windlass.policies.wrapper import changes_keys, ranking_of
 from windlass.positions.base import PositionMode
 from windlass.positions.rotary import Rotary
 
@@ -33,7 +34,7 @@ Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free,
 
 
 class LayerStep(NamedTuple):
-    """A step of a layer: its slots and rules, new queries, keys and values, and how they are read."""
+    """A step of a layer, or of some kv heads: slots and rules, new queries, keys and values, and how they are read."""
 
     table: SlotTable
     rules: LayerRules
@@ -42,6 +43,8 @@ class LayerStep(NamedTuple):
     step: Step
     mode: PositionMode
     call: AttentionCall
+    layer: int
+    heads: Heads | None
 
     @property
     def bound(self) -> int:
@@ -78,8 +81,8 @@ class LayerStep(NamedTuple):
             queries, keys, values, step.positions, table.positions, state, ends, *asked, counts, is_needed
         )
 
-    def initial_state(self) -> dict[str, Tensor]:
-        """What the slots of the new tokens, which a kernel has written, know of these."""
+    def remembered(self) -> dict[str, Tensor]:
+        """What a kernel tells the slots of the new tokens of the recall store."""
         recall = self.table.recall
         if recall is None:
             return {}
@@ -157,9 +160,9 @@ class DecodeKernel:
 
     def _prepare(self, asked: LayerStep) -> Prepared | None:
         """A kernel for steps like this one; None where it can't be served."""
-        table, rules, rotary, (queries, keys, values), step, mode, call = asked
+        table, rules, rotary, (queries, keys, values), step, mode, call, *_ = asked
         held, end, tables = table.store.in_place(), MAX_NUMBER, None
-        if held is None or rules.merge is not None or TOKEN in table.state or find(self._policy, Trained) is not None:
+        if held is None or rules.merge is not None or TOKEN in table.state or changes_keys(self._policy):
             return None
         if (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
             return None
@@ -219,6 +222,7 @@ class PlannedStep(NamedTuple):
         """Let the table have what the step leaves; returns how that is undone."""
         table, step, done, budget = self.asked.table, self.asked.step, self.output, self.asked.rules.budget
         evicted_count = int(budget is not None and self.asked.bound > budget)
+        initial = put_initial_state(self.asked, done)
         record = StepRecord(
             step,
             (0,) * len(step.lengths),
@@ -226,10 +230,10 @@ class PlannedStep(NamedTuple):
             table.statistics,
             done.written,
             table.state,
+            initial_state=initial,
             observed=step.first_columns if self.is_kept else None,
             mass=done.mass,
             queries=self.asked.states[0].detach() if self.is_kept else None,
-            initial_state=self.asked.initial_state(),
             evicted=done.evicted,
             evicted_positions=done.evicted_positions,
             evicted_count=evicted_count,
@@ -237,6 +241,19 @@ class PlannedStep(NamedTuple):
         )
         table.replace(done.slot_positions, done.state, self.asked.bound - evicted_count, step)
         return record
+
+
+def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]:
+    """Let the tokens of a step have the state that the policy gives them, where a kernel gave them 0; returns it.
+
+    They stand in the window, so that no kernel has ranked them yet.
+    """
+    queries, keys, _ = asked.states
+    initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
+    for name, tensor in zip(asked.table.state, done.state, strict=True):
+        if name in initial:
+            tensor.scatter_(-1, done.written, initial[name])  # of padding to a slot that stays free
+    return initial | asked.remembered()
 
 
 def _retention(rules: LayerRules) -> Retention | None:

@@ -49,7 +49,7 @@ class History(NamedTuple):
         """With one more step."""
         return History(
             (*self.records, record),
-            self.has_evicted or record.evicted is not None,
+            self.has_evicted or record.evicted is not None or bool(record.taken_in),
             self.size + record.size,
             self.reserved + record.evicted_count,
         )
@@ -79,6 +79,7 @@ class History(NamedTuple):
             record = records[at]
             if record.evicted is not None and record.evicted_positions is not None:
                 released.append((record.evicted, record.evicted_positions))
+            released.extend(record.taken_in)
             at, older, size = at + 1, older - record.size, size - record.size
             reserved -= record.evicted_count
         return (self if at == 0 else History(records[at:], self.has_evicted, size, reserved)), tuple(released)
@@ -137,6 +138,8 @@ class History(NamedTuple):
             table.put_back(record.evicted, record.evicted_positions)
             if record.merged_into is not None and record.merged_before is not None:
                 table.put_parts_back(record.merged_into, record.merged_before, record.evicted_positions)
+        for index, positions in record.taken_in:
+            table.put_back(index, positions)
         table.free(record.written)
         table.put_state_back(record.state, record.statistics, record.occupancy_bound)
         return record

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
 from windlass.core.record import Settled, StepRecord
 from windlass.core.rotary_index import EMPTY
@@ -84,8 +85,10 @@ def observation(record: StepRecord, wanted: int | None) -> Observation:
     return Observation(mass, queries, positions.where(is_seen, EMPTY))
 
 
-def slots_view(table: SlotTable, limits: Limits, rotation: Rotation, step: Step, layer: int, layers: int) -> Slots:
-    """Layer number `layer` of `layers` as a policy sees it after `step`."""
+def slots_view(
+    table: SlotTable, limits: Limits, rotation: Rotation, step: Step, layer: int, layers: int, heads: Heads | None
+) -> Slots:
+    """The kv `heads` of layer number `layer` of `layers`, as a policy sees them after `step`."""
     return Slots(
         table.store,
         table.positions.clamp(min=EMPTY),
@@ -100,4 +103,5 @@ def slots_view(table: SlotTable, limits: Limits, rotation: Rotation, step: Step,
         limits.window,
         layer,
         layers,
+        heads,
     )

@@ -12,19 +12,20 @@ from windlass.cache.slot_table import SlotTable
 from windlass.cache.table_view import TableView
 from windlass.core.attention import Mass
 from windlass.core.errors import UsageError
+from windlass.core.limits import MAX_NUMBER
 from windlass.core.packed import PackedStates
 from windlass.core.rotate import rotate
 from windlass.core.shapes import Queries, SlotIndex
 
 
-def with_recalled(asked: LayerStep, queries: Queries) -> TableView:
+def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableView:
     """What the queries of a step find in its slots, which have the step's tokens, and what they recall.
 
     What is recalled stands in free slots, which are free again for the next step.
 
     Raises: UsageError in a text with pictures, and under a sparse attention that picks slots.
     """
-    table, recall, view = asked.table, asked.table.recall, TableView.of(asked.table, asked.rules, asked.step)
+    table, recall = asked.table, asked.table.recall
     if recall is None or not recall.is_needed(table.occupancy_bound):
         return view
     if view.places is not None or asked.call.picker is not None:
@@ -46,20 +47,24 @@ def with_recalled(asked: LayerStep, queries: Queries) -> TableView:
     log_counts, (keys, values) = view.log_counts, table.store.packed()
     if log_counts is not None:
         log_counts = log_counts.expand(-1, kv_heads, -1).scatter(-1, index, 0.0)
+    seen_until = view.seen_until
+    if seen_until is not None:
+        seen_until = seen_until.expand(-1, kv_heads, -1).scatter(-1, index, MAX_NUMBER)
     return replace(
         view,
         keys=_as_put(keys, index),
         values=_as_put(values, index),
         positions=view.positions.expand(-1, kv_heads, -1).scatter(-1, index, positions),
         log_counts=log_counts,
+        seen_until=seen_until,
         occupancy=view.occupancy + count,
-        is_joined=True,
+        has_recalled=True,
     )
 
 
 def of_tokens(mass: Mass | None, view: TableView, table: SlotTable) -> Mass | None:
     """The attention that the table's own tokens got, without what was recalled into free slots."""
-    if mass is None or not view.is_joined:
+    if mass is None or not view.has_recalled:
         return mass
     is_held = table.positions >= 0
     rest = None if mass.rest is None else mass.rest.where(is_held, 0.0)

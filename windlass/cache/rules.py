@@ -11,7 +11,7 @@ from windlass.core.attention import Visibility, most_visible
 from windlass.core.places import PLACES
 from windlass.core.step import HEADROOM, AttentionCall, Limits
 from windlass.merge import Merge
-from windlass.policies.base import Policy
+from windlass.policies.base import ACCUMULATES, Policy
 from windlass.policies.recent import Recent
 from windlass.policies.wrapper import keeps_newest
 
@@ -80,6 +80,11 @@ class LayerRules:
         own = self.policy.needs.state if self.merge is None else (*self.policy.needs.state, *self.merge.state)
         own = (*own, TOKEN_INDEX) if self.recalls else own
         return (*own, *PLACES) if self.has_places else own
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether tokens that the policy says so join the one before them as they come."""
+        return self.merge is not None and ACCUMULATES in self.policy.needs.state
 
     @cached_property
     def is_lossless(self) -> bool:

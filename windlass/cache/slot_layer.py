@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from windlass.cache.attend import Written, write_and_attend
-from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep
+from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep, put_initial_state
 from windlass.cache.eviction import evict, merge_evicted, parts_of, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
+from windlass.cache.joins import let_go, slots_wanted
 from windlass.cache.layer import Layer
 from windlass.cache.observation import observation, observed_columns, queries_at, settle, slots_view
 from windlass.cache.recall import RecallStore
 from windlass.cache.rules import LayerRules
+from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
 from windlass.cache.table_view import TableView
 from windlass.core.record import StepRecord
@@ -44,8 +46,9 @@ class SlotLayer(Layer):
         layers: int = 1,
         is_shared: bool = False,
         recall: RecallStore | None = None,
+        heads: Heads | None = None,
     ) -> None:
-        self.index, self.layers, self.rotary, self.is_shared = index, layers, rotary, is_shared
+        self.index, self.layers, self.heads, self.rotary, self.is_shared = index, layers, heads, rotary, is_shared
         self.table = SlotTable(store, recall)
         self.configured_policy, self.configured_merge = policy, merge
         self.rules = LayerRules(policy, merge, limits, limits.budget)
@@ -89,7 +92,8 @@ class SlotLayer(Layer):
         self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, mode: PositionMode, call: AttentionCall
     ) -> Attended:
         """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
-        asked = LayerStep(self.table, self.rules, self.rotary, (queries, keys, values), step, mode, call)
+        states = queries, keys, values
+        asked = LayerStep(self.table, self.rules, self.rotary, states, step, mode, call, self.index, self.heads)
         if (planned := self.planned(asked)) is not None:
             return self.keep_decoded(planned.taken())
         if not step.is_captured:
@@ -98,8 +102,7 @@ class SlotLayer(Layer):
             self.use_sliding_window(call.sliding_window, call.attention_chunk)
         if step.places is not None and not self.rules.has_places:
             self.keep_places()
-        if step.drafts:
-            self.longest_decode = max(self.longest_decode, step.positions.shape[1])
+        self.longest_decode = max(self.longest_decode, step.positions.shape[1] if step.drafts else 0)
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
         parts = asked._replace(rules=self.rules).split(parts_of(self.table, self.rules, step))
         outs = [self._step(part, is_continued=part is not parts[0]) for part in parts]
@@ -135,15 +138,14 @@ class SlotLayer(Layer):
         weighed = observed if policy.needs.mass else None
         if prepared is not None and prepared.retention is None:
             done = prepared.kernel(asked.given(weighed is not None, False))
-            initial = asked.initial_state()
+            written = Written(done.written, done.out, done.mass, asked.states[0], put_initial_state(asked, done))
             table.replace(done.slot_positions, done.state, asked.bound, step)
-            written = Written(done.written, done.out, done.mass, asked.states[0], initial)
         else:
             state = table.copied_state()
             if self.checkpoint is not None and not is_continued:
                 self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
             table.occupancy_bound = asked.bound
-            written, view = write_and_attend(asked, self.configured_policy, self.index, weighed)
+            written, view = write_and_attend(asked, self.configured_policy, weighed)
             if self.is_shared:
                 self.views.append(view.kept())
         seen = None if observed is None else queries_at(written.queries, observed)
@@ -175,6 +177,7 @@ class SlotLayer(Layer):
 
     def observe_and_evict(self, record: StepRecord) -> None:
         """The second half of a step; the record is kept so that the step can be rolled back."""
+        record = let_go(self.table, self.rules, record)
         if record.queries is not None:
             seen = observation(record, self.policy.observed_queries)
             observe(self.policy, self.index, self.slots_at(record.step), seen)
@@ -190,8 +193,7 @@ class SlotLayer(Layer):
         """Hold just the sliding window, or a chunk of attention, where that fits in the budget."""
         rules = self.rules.with_sliding_window(sliding_window, attention_chunk)
         if rules.is_whole_window and not self.is_empty:
-            self.table.keep_state((), {})
-            self.table.statistics = {}
+            self.table.forget_state()
         self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
 
     def keep_places(self) -> None:
@@ -206,7 +208,7 @@ class SlotLayer(Layer):
         rules, table, tokens = self.rules, self.table, keys.shape[2]
         self.history = self._history_left(tokens, is_decode, table.positions)
         decode = self.longest_decode if is_decode else 0
-        wanted = rules.slots_for(tokens, table.slots, table.occupancy_bound, self.reserve_hint, decode, defer_eviction)
+        wanted = slots_wanted(table, rules, self.history, tokens, self.reserve_hint, decode, defer_eviction)
         if self.is_empty:
             table.allocate(keys, values, wanted, self.policy.needs.per_head, HEADROOM + rules.limits.rollback)
             table.keep_state(rules.state, {})
@@ -237,7 +239,7 @@ class SlotLayer(Layer):
     def slots_at(self, step: Step) -> Slots:
         """The layer as a policy sees it after `step`."""
         rotation = Rotation(self.rotary, step.end, self.positions.device)
-        return slots_view(self.table, self.rules.limits, rotation, step, self.index, self.layers)
+        return slots_view(self.table, self.rules.limits, rotation, step, self.index, self.layers, self.heads)
 
     @property
     def is_lossless(self) -> bool:
@@ -276,8 +278,7 @@ class SlotLayer(Layer):
         if self.is_empty:
             return
         self.forget_steps(0)
-        rows = slice(None) if row is None else slice(row, row + 1)
-        self.table.edit(change, rows)
+        self.table.edit(change, slice(None) if row is None else slice(row, row + 1))
 
     def load(self, tensors: dict[str, Tensor], rules: LayerRules, has_evicted: bool, seen: Sequence[int]) -> None:
         """Take what `tensors` gave, of a layer that has `seen` tokens and kept them by `rules`, into an empty one."""

@@ -83,6 +83,11 @@ class SlotTable:
             name: torch.full_like(self.positions, initial.get(name, 0.0), dtype=torch.float32) for name in names
         } | places
 
+    def forget_state(self) -> None:
+        """Keep nothing of what a policy noted."""
+        self.keep_state((), {})
+        self.statistics = {}
+
     def keep_places(self) -> None:
         """Note from now on where each token is read: so far at its own position."""
         at = self.positions.clamp(min=0).float()

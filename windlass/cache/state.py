@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from windlass.cache.fitting import Fitting
 from windlass.cache.head_groups import HeadGroups
 from windlass.cache.options import CacheOptions
 from windlass.cache.recurrent_layer import RecurrentLayer
@@ -61,6 +62,9 @@ class CacheState:
 
     key_means: list[KeyMeans | None] | None = None
     """Per layer the mean key, for a store that asks for it."""
+
+    fitting: Fitting | None = None
+    """Where a second reading of the text is for new values, what it finds; None: it is for the policy."""
 
     def __init__(
         self, model_id: object, options: CacheOptions, rotaries: list[Rotary | None], device: torch.device

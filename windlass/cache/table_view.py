@@ -28,7 +28,8 @@ class TableView:
     places: SlotPlaces | None  # in a text with pictures
     occupancy: int  # tokens of any row at most, or while a graph replays the step
     index_keys: IndexKeys | None = None  # of an indexer, un-rotated
-    is_joined: bool = False  # whether some free slots have recalled tokens, which the next step overwrites
+    seen_until: SlotPositions | None = None  # see `AttentionInput`
+    has_recalled: bool = False  # whether some free slots have recalled tokens, which the next step overwrites
     _tails: dict[int, Step] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
@@ -44,7 +45,7 @@ class TableView:
         An evicted token's slot is reserved until the pass ends, so keys and values are still there; what a store holds
         in full precision may be overwritten.
         """
-        keys, values = (_apart(states, self.is_joined) for states in (self.keys, self.values))
+        keys, values = (_apart(states, self.has_recalled) for states in (self.keys, self.values))
         return replace(self, keys=keys, values=values, positions=self.positions.clone())
 
     def tail(self, columns: int) -> TableView:
@@ -57,10 +58,10 @@ class TableView:
         return replace(self, step=self._tails[columns])
 
 
-def _apart(states: PackedStates, is_joined: bool) -> PackedStates:
+def _apart(states: PackedStates, has_recalled: bool) -> PackedStates:
     """With tokens in full precision in memory of their own; all others, too, where they are joined."""
     ring = states.full_precision
-    if is_joined:
+    if has_recalled:
         scales = None if states.scales is None else states.scales.clone()
         states = replace(states, data=states.data.clone(), scales=scales)
     return states if ring is None else replace(states, full_precision=ring.clone())

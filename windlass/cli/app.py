@@ -261,29 +261,32 @@ def calibrate(
     output: calibration.CalibrationOut,
     *,
     is_of_shares: calibration.IsOfShares = False,
+    is_of_scorer: calibration.IsOfScorer = False,
     tokens: calibration.Tokens = None,
-    asked: calibration.SharesArguments,
+    asked: calibration.TextsArguments,
     seed: take.Seed = 0,
     load: take.LoadOptions,
     is_quiet: text.IsQuiet = False,
 ) -> int:
     """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`.
 
-    With --shares: how much of a budget each layer and each kv head gets.
+    With --shares: how much of a budget each layer and each kv head gets. With --scorer: weights of a policy.
     """
     from windlass.cli import checks, terminal
 
-    checks.check_calibration(is_of_shares, tokens, asked)
+    checks.check_calibration(is_of_shares, is_of_scorer, tokens, asked)
     checks.check_writable(output, "-o")
     checks.check_text(source, f"text {source}")
     checks.check_model(model, load)
     with loading():
-        from windlass.cli import evaluation
+        from windlass.cli.calibration import CalibrationOptions, calibrate_pairs, calibrate_scorer, calibrate_shares
 
     with terminal.quiet(is_quiet):
         loaded = load.dtype, load.threads, load.device, load.weights
-        options = evaluation.CalibrationOptions(model, source, output, tokens or 20_000, seed, *loaded)
-        return evaluation.calibrate_shares(options, asked) if is_of_shares else evaluation.calibrate(options)
+        options = CalibrationOptions(model, source, output, tokens or 20_000, seed, *loaded)
+        if is_of_shares or is_of_scorer:
+            return (calibrate_shares if is_of_shares else calibrate_scorer)(options, asked)
+        return calibrate_pairs(options)
 
 
 @app.command()

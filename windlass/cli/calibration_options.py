@@ -9,12 +9,20 @@ from typer import Argument, Option
 CalibrationText = Annotated[
     Path, Argument(metavar="TEXT", help="A UTF-8 text like those that will be read.", show_default=False)
 ]
-CalibrationOut = Annotated[Path, Option("--output", "-o", metavar="FILE", help="The file to write, as JSON.")]
+CalibrationOut = Annotated[Path, Option("--output", "-o", metavar="FILE", help="The file to write.")]
 IsOfShares = Annotated[
     bool,
     Option(
         "--shares",
         help="Measure how much of a budget each layer and each kv head gets, for `--shares FILE` of other commands.",
+    ),
+]
+IsOfScorer = Annotated[
+    bool,
+    Option(
+        "--scorer",
+        help="Fit weights that say of each token, as it comes, how much it will be read, for "
+        '`--policy "LinearScorer(FILE)"`; on texts like those to come.',
     ),
 ]
 Tokens = Annotated[
@@ -27,18 +35,24 @@ Tokens = Annotated[
     ),
 ]
 Texts = Annotated[
-    int | None, Option("--texts", min=1, max=100_000, help="Shares: how many texts to read; by default 50.")
+    int | None,
+    Option("--texts", min=1, max=100_000, help="Shares, scorer: how many texts to read; by default 50, and 100."),
 ]
 Length = Annotated[
     int | None,
-    Option("--length", min=1, max=2**30, help="Shares: tokens of each text; by default 500. A stretch of TEXT is one."),
+    Option(
+        "--length",
+        min=1,
+        max=2**30,
+        help="Shares, scorer: tokens of each text; by default 500. A stretch of TEXT is one.",
+    ),
 ]
 TextTasks = Annotated[
     str | None,
     Option(
         "--tasks",
         metavar="LIST",
-        help="Shares: texts of these tasks, as in `eval`, made of TEXT, in place of stretches.",
+        help="Shares, scorer: texts of these tasks, as in `eval`, made of TEXT, in place of stretches.",
     ),
 ]
 AtBudget = Annotated[
@@ -60,8 +74,8 @@ Groups = Annotated[
 
 
 @dataclass(frozen=True)
-class SharesArguments:
-    """How shares are measured; None stands for the default."""
+class TextsArguments:
+    """On which texts shares are measured, or a scorer is fitted, and how shares are; None stands for the default."""
 
     texts: Texts = None
     length: Length = None
@@ -74,3 +88,8 @@ class SharesArguments:
     def given(self) -> list[str]:
         """The options that were typed."""
         return [f"--{name}" for name, value in vars(self).items() if value is not None]
+
+    @property
+    def of_shares(self) -> list[str]:
+        """Those of them that only shares take."""
+        return [name for name in self.given if name in ("--budget", "--policy", "--groups")]

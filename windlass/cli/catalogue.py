@@ -11,7 +11,7 @@ AROUND = "KeyDiff()"  # what a policy that goes around another one is shown with
 def catalogue() -> list[dict[str, str]]:
     """Per policy: `name`, how it is `made` by default, what it `keeps`, and its `source`."""
     entries = []
-    for name, kind in declared.policies().items():
+    for name, kind in (declared.policies() | declared.from_files()).items():
         paragraphs = kind.doc.split("\n\n")
         notes = " ".join(paragraphs[-1].split())
         entries.append(
@@ -26,10 +26,10 @@ def catalogue() -> list[dict[str, str]]:
 
 
 def _made(kind: DeclaredClass) -> str:
-    """As a policy of this class prints itself."""
+    """As a policy of this class prints itself; with FILE for one of `windlass calibrate`."""
     fields: dict[str, str | None] = {"policy": AROUND} if declared.is_wrapper(kind) else {}
     fields |= kind.fields
-    return f"{kind.name}({', '.join(f'{name}={default}' for name, default in fields.items())})"
+    return f"{kind.name}({', '.join('FILE' if value is None else f'{name}={value}' for name, value in fields.items())})"
 
 
 def show(is_json: bool) -> int:

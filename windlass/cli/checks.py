@@ -11,7 +11,7 @@ from pathlib import Path
 
 from windlass.cli import declared
 from windlass.cli.cache_options import CacheArguments
-from windlass.cli.calibration_options import SharesArguments
+from windlass.cli.calibration_options import TextsArguments
 from windlass.cli.eval_options import EvalLists
 from windlass.cli.options import LoadOptions
 from windlass.core.errors import PolicyError, UsageError
@@ -93,10 +93,7 @@ def _check_recall_folder(folder: str) -> None:
 def check_policy(spec: str) -> None:
     """Raises: PolicyError for an unknown name, an argument that a policy does not take, or a file that is not there."""
     typed = parse_spec(spec)
-    if typed is not None and typed.name.lower() == "pairs":
-        file = (typed.inside or "").rpartition("=")[2].strip().strip("\"'")
-        if file and not Path(file).exists():
-            raise PolicyError(f"policy {spec!r}: {file} is not there; make it with `windlass calibrate`")
+    if typed is not None and _is_of_file(spec, typed):
         return
     path, text = POLICIES.split(spec)
     typed = parse_spec(text)
@@ -113,10 +110,21 @@ def check_policy(spec: str) -> None:
         raise PolicyError(str(error)) from None
 
 
+def _is_of_file(spec: str, typed: Spec) -> bool:
+    """Whether it is a policy that is made of a file. Raises: PolicyError where that is not there."""
+    if POLICIES.name_in(typed.name, declared.from_files()) is None:
+        return False
+    file = (typed.inside or "").rpartition("=")[2].strip().strip("\"'")
+    if file and not Path(file).expanduser().exists():
+        raise PolicyError(f"policy {spec!r}: {file} is not there; make it with `windlass calibrate`")
+    return True
+
+
 def _check_made(spec: str, typed: Spec) -> None:
-    if typed.name.lower() == AUTO:
+    if typed.name.lower() == AUTO or _is_of_file(spec, typed):
         return
-    kind = declared.policies()[POLICIES.name_of(typed.name, declared.policies())]
+    known = declared.policies() | declared.from_files()
+    kind = known[POLICIES.name_of(typed.name, known)]
     fields = [*(("policy",) if declared.is_wrapper(kind) else ()), *kind.fields]
     unknown = [name for name, _ in typed.named if name not in fields]
     if unknown or len(typed.positional) + len(typed.named) > len(fields):
@@ -231,14 +239,20 @@ def check_bench(
         check_writable(output, "-o")
 
 
-def check_calibration(is_of_shares: bool, tokens: int | None, asked: SharesArguments) -> None:
+def check_calibration(is_of_shares: bool, is_of_scorer: bool, tokens: int | None, asked: TextsArguments) -> None:
     """Raises: WindlassError for options of another kind of calibration, or a value that cannot be honoured."""
-    if not is_of_shares:
+    if is_of_shares and is_of_scorer:
+        raise UsageError("both --shares and --scorer were given; a file holds one of them: run the command twice")
+    if not (is_of_shares or is_of_scorer):
         if asked.given:
-            raise UsageError(f"{asked.given[0]} goes with --shares; leave it out, or measure shares")
+            which = "--shares" if asked.given[0] in asked.of_shares else "--shares or --scorer"
+            raise UsageError(f"{asked.given[0]} goes with {which}; leave it out, or measure shares")
         return
+    if is_of_scorer and asked.of_shares:
+        raise UsageError(f"{asked.of_shares[0]} goes with --shares, and --scorer was given; leave it out")
     if tokens is not None:
-        raise UsageError("--tokens is for pairs, and --shares was given; use --texts and --length")
+        given = "--shares" if is_of_shares else "--scorer"
+        raise UsageError(f"--tokens is for pairs, and {given} was given; use --texts and --length")
     if asked.policy is not None:
         check_policy(asked.policy)
     if asked.budget is not None:

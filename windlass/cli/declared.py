@@ -8,11 +8,23 @@ from windlass.core.declared import DeclaredClass, classes_of, exported, keys_of
 @cache
 def policies() -> dict[str, DeclaredClass]:
     """The policies that can be made without arguments, and after them those that go around another one, by name."""
+    named = [kind for kind in _plain_policies() if None not in kind.fields.values()]
+    return {kind.module: kind for kind in (*named, *(kind for kind in _policies() if is_wrapper(kind)))}
+
+
+@cache
+def from_files() -> dict[str, DeclaredClass]:
+    """The policies that are made of a file, by name."""
+    return {kind.module: kind for kind in _plain_policies() if None in kind.fields.values()}
+
+
+def _plain_policies() -> list[DeclaredClass]:
+    return [kind for kind in _policies() if "Policy" in kind.bases and "ABC" not in kind.bases]
+
+
+def _policies() -> list[DeclaredClass]:
     classes = classes_of("policies")
-    kinds = [classes[name] for name in exported("policies") if name in classes]
-    plain = [kind for kind in kinds if "Policy" in kind.bases and "ABC" not in kind.bases]
-    named = [kind for kind in plain if None not in kind.fields.values()]
-    return {kind.module: kind for kind in (*named, *(kind for kind in kinds if is_wrapper(kind)))}
+    return [classes[name] for name in exported("policies") if name in classes]
 
 
 def is_wrapper(kind: DeclaredClass) -> bool:

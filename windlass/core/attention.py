@@ -60,6 +60,8 @@ class AttentionInput:
     `sees_to` is the last position that each query sees, where some see later ones than their own (in a picture, say);
     it lies nowhere before a query's own. Distances within `visibility` are still those from its own position.
 
+    `seen_until` is the position of the last query that sees each slot; None: all later ones do.
+
     `picked`: the only slots that each query reads, of those that it sees; None: all of these.
 
     `observed` names the query columns whose attention mass is returned row by row (-1: none, a row of zeros);
@@ -83,6 +85,7 @@ class AttentionInput:
     sees_to: QueryPositions | None = None
     query_gain: Tensor | None = None
     picked: PickedSlots | None = None
+    seen_until: SlotPositions | None = None
 
 
 @dataclass(frozen=True)

@@ -40,14 +40,18 @@ class PluginKind:
             raise self.error(f"{self.word} {spec!r} is a file but names no class; use {spec}:Class")
         return None, spec
 
+    def name_in(self, typed: str, names: Iterable[str]) -> str | None:
+        """That of `names` which is meant, if any; case, `_` and `-` do not matter."""
+        return next((name for name in names if _plain(name) == _plain(typed)), None)
+
     def name_of(self, typed: str, names: Iterable[str]) -> str:
         """That of `names` which is meant; case, `_` and `-` do not matter.
 
         Raises: the kind's error for an unknown name, with the one nearest to it.
         """
+        if (found := self.name_in(typed, names)) is not None:
+            return found
         known = {_plain(name): name for name in names}
-        if _plain(typed) in known:
-            return known[_plain(typed)]
         near = difflib.get_close_matches(_plain(typed), list(known), n=1, cutoff=0.5)
         offer = f"did you mean {known[near[0]]}? " if near else ""
         all_names = ", ".join(known.values())

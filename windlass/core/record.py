@@ -44,6 +44,7 @@ class StepRecord:
     evicted_count: int = 0  # the most of any row
     merged_into: Tensor | None = None  # (batch, score_heads, evicted) slots that took evicted tokens
     merged_before: dict[str, Tensor] | None = None  # the store's parts there
+    taken_in: tuple[tuple[Tensor, Tensor], ...] = ()  # slots of tokens that newer ones took in, their positions
     is_continued: bool = False  # whether it is of the same pass as the record before it
 
     @property
@@ -72,4 +73,5 @@ class StepRecord:
             evicted_count=0,
             merged_into=None,
             merged_before=None,
+            taken_in=(),
         )

@@ -86,12 +86,12 @@ def freeing_reserved(layers: list[SlotLayer]) -> Iterator[None]:
 
     The records of those steps name slots of one moment; a graph has to find them anew each time it is replayed.
     """
-    bounded = [layer for layer in layers if layer.budget is not None]
-    reserved = [layer.positions == RESERVED for layer in bounded]
+    reserving = [layer for layer in layers if layer.budget is not None or layer.rules.joins]
+    reserved = [layer.positions == RESERVED for layer in reserving]
     for layer in layers:
         layer.history = History(has_evicted=layer.history.has_evicted)
     yield
-    for layer, mask in zip(bounded, reserved, strict=True):
+    for layer, mask in zip(reserving, reserved, strict=True):
         layer.positions.masked_fill_(mask, EMPTY)
 
 

@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from windlass.cache.compress import compress
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall_options import DEFAULT_RECALL_STORE
 from windlass.cache.shares import Shares
@@ -17,6 +18,7 @@ from windlass.core.spec import AUTO
 from windlass.core.step import no_inference_mode
 from windlass.hf import convert
 from windlass.hf.attach import attached
+from windlass.hf.fit_values import compress_fitted
 from windlass.hf.guards import check_adapter
 from windlass.hf.key_means import ROWS, measure_key_means
 from windlass.hf.linear_layer import check_policy
@@ -145,6 +147,23 @@ class KVCache(ModelCache):
         cache = cls.from_options(model, options)
         convert.fill_from_rotated(cache, past_key_values, cache.kinds, cache.config)
         return cache
+
+    def compress(self, budget: int, window: int | None = None, fit: bool = False) -> None:
+        """Keep `budget` tokens a layer from now on; the others go at once, their memory too, and can't be rolled back.
+
+        `window`: None takes what the cache was made with. A sliding window that no longer fits keeps its newest, if
+        the policy keeps state.
+        `fit`: the tokens that stay get values under which attention to them gives what attention to all gave, for the
+        queries of the text itself, which the model reads a second time. That takes about as long as the first time, and
+        meanwhile memory for a second copy of the cache and budget**2 numbers per kv head.
+
+        Raises: UsageError for what cannot be honoured, or a higher budget; nothing is changed.
+        """
+        check_kind("fit", fit, bool, "True or False")
+        if fit:
+            compress_fitted(self, budget, window)
+        else:
+            compress(self, budget, window)
 
     def to_rotated(self) -> DynamicCache:
         """A transformers `DynamicCache` with this cache's tokens, keys rotated; this one stays as it is.

@@ -15,8 +15,7 @@ from transformers.cache_utils import (
 from windlass.cache.recurrent_layer import RecurrentLayer
 from windlass.core.errors import UsageError
 from windlass.policies import Policy
-from windlass.policies.interfaces import Trained
-from windlass.policies.wrapper import find, scoring_chunk
+from windlass.policies.wrapper import changes_keys, scoring_chunk
 
 # The types of a config's `layer_types` that keep a state, and those that keep nothing at all.
 RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
@@ -104,7 +103,7 @@ def check_policy(kinds: LayerKinds, policy: Policy) -> None:
     Raises: UsageError for one that reads a text twice, where a state would have read it twice, too; and for one that
     was trained with the model, where layers share keys that it would change.
     """
-    if kinds.sources and find(policy, Trained) is not None:
+    if kinds.sources and changes_keys(policy):
         layer, source = next(iter(kinds.sources.items()))
         raise UsageError(
             f"{policy!r} changes the keys and queries of every layer, and layer {layer} has no keys but those of layer "

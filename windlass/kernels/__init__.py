@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     """See `reference.attend`."""
     device = call.queries.device.type
-    if call.sees_to is not None or call.picked is not None:  # once per picture; no compiled kernel knows of picks
+    # Once per picture, or chunk of joined tokens; no compiled kernel knows of picks.
+    if call.sees_to is not None or call.picked is not None or call.seen_until is not None:
         return reference.attend(call)
     if _is_compiled(device) and cpu.can_read(call.queries, call.keys, call.values):
         if call.queries.shape[2] <= cpu.MAX_TOKENS:

@@ -61,6 +61,9 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
             scores = scores + call.log_counts[:, :, None, None]
         sees_to = None if call.sees_to is None else call.sees_to[:, span]
         seen = visible(distance, call.slot_positions, call.visibility, sees_to)[:, :, None]
+        if call.seen_until is not None:
+            until = call.seen_until[:, :, None, None, :]
+            seen = seen & (call.query_positions[:, None, None, span, None] <= until)
         if call.picked is not None:
             seen = seen & call.picked[:, None, None, span]
         probabilities = _softmax(scores.masked_fill(~seen, -torch.inf), call.sink_logits)

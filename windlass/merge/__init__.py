@@ -8,6 +8,9 @@ token's own. "next": the first one after the token in the text.
 `threshold`: a token is dropped where its key's cosine with its target's is below this; -1 drops none.
 
 Sinks, and the tokens in the window, are no targets.
+
+A policy with the state `ACCUMULATES` has tokens join the one before them as they come, also without a budget, by rules
+that take means: the newest keeps its position, and the settings are of no account there.
 """
 
 from windlass.merge.absorb import LayerView, MergePlan, plan_merge

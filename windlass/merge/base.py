@@ -57,6 +57,9 @@ class Merge(ABC):
     is_counted: ClassVar[bool] = False
     """Whether the logarithm of a slot's count is added to its logits."""
 
+    is_mean: ClassVar[bool] = True
+    """Whether a slot's keys and values are weighted means over its tokens, so that tokens may join as they come."""
+
     weighs_by: ClassVar[str | None] = None
     """Name of the policy's state that gives the weights; None weighs by counts."""
 

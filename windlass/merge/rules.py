@@ -70,6 +70,7 @@ class Sum(Merge):
     """
 
     name = "sum"
+    is_mean = False
 
     def combine(self, batch: MergeBatch) -> Tensor:
         is_merged = batch.groups.is_merged[..., None]
@@ -85,6 +86,7 @@ class Pick(Merge):
     """
 
     name = "pick"
+    is_mean = False
 
     def combine(self, batch: MergeBatch) -> Tensor:
         kept, groups = batch.targets.states, batch.groups

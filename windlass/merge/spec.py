@@ -9,7 +9,7 @@ from windlass.core.spec import parse_spec
 from windlass.merge.base import Merge
 from windlass.merge.rules import MERGES
 from windlass.merge.targets import TARGETS
-from windlass.policies.base import Policy
+from windlass.policies.base import ACCUMULATES, Policy
 from windlass.stores.base import Store
 
 FORM = "mean_count(next, threshold=0.5)"
@@ -54,7 +54,13 @@ def _cosine(spec: str, value: str) -> float:
 def checked_merge(spec: str | Merge | None, budget: int | None, store: Store, policy: Policy) -> Merge | None:
     """As `merge_of`. Raises: UsageError also where a cache of this budget, store and policy cannot merge."""
     merge = merge_of(spec)
-    if merge is not None and budget is None:
+    joins = ACCUMULATES in policy.needs.state
+    if merge is not None and joins and not merge.is_mean:
+        raise UsageError(
+            f"merge={merge} takes no means, and {policy!r} joins tokens as they come by means alone; use "
+            + ", ".join(name for name, rule in MERGES.items() if rule.is_mean)
+        )
+    if merge is not None and budget is None and not joins:
         raise UsageError(f"merge={merge} needs a budget: a cache without one evicts nothing that could be merged")
     if merge is not None and merge.weighs_by is not None and merge.weighs_by not in policy.needs.state:
         raise UsageError(

@@ -1,7 +1,7 @@
 """Which tokens to keep: one method a file. A line here names a policy and exports it.
 
-`NAMES` holds those that can be made without arguments, by the names of their files, and `WRAPPERS` those that go
-around another one.
+`NAMES` holds those that can be made without arguments, by the names of their files, `WRAPPERS` those that go around
+another one, and `FROM_FILES` those that are made of a file of `windlass calibrate`.
 """
 
 from dataclasses import MISSING, fields
@@ -13,6 +13,7 @@ from windlass.policies.base import Observation as Observation
 from windlass.policies.base import Policy as Policy
 from windlass.policies.base import Slots as Slots
 from windlass.policies.interfaces import Budgeter as Budgeter
+from windlass.policies.interfaces import Initializer as Initializer
 from windlass.policies.interfaces import NewTokens as NewTokens
 from windlass.policies.interfaces import OneShot as OneShot
 from windlass.policies.interfaces import Recency as Recency
@@ -38,6 +39,7 @@ from windlass.policies.tri_attention import TriAttention as TriAttention
 from windlass.policies.kvzip import KVzip as KVzip
 from windlass.policies.dmc import DMC as DMC
 from windlass.policies.pairs import Pairs as Pairs
+from windlass.policies.linear_scorer import LinearScorer as LinearScorer
 from windlass.policies.by_value_norm import ByValueNorm as ByValueNorm
 from windlass.policies.smoothed import Smoothed as Smoothed
 from windlass.policies.in_chunks import InChunks as InChunks
@@ -58,3 +60,4 @@ _POLICIES: dict[str, type[Policy]] = {
 
 NAMES = {name: kind for name, kind in _POLICIES.items() if _takes_nothing(kind)}
 WRAPPERS: dict[str, type[Wrapper]] = {name: kind for name, kind in _POLICIES.items() if issubclass(kind, Wrapper)}
+FROM_FILES = {name: kind for name, kind in _POLICIES.items() if name not in NAMES and name not in WRAPPERS}

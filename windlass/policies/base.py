@@ -7,15 +7,16 @@ A policy declares `needs` and `observed_queries`, and has two methods: `score`, 
 attention. `windlass/policies/interfaces.py` has what only some policies need.
 
 You may rely on:
-1. `slots` are those of layer `slots.layer`, of `slots.layers`. A token keeps its slot until it is evicted, but where
+1. `slots` are those of layer `slots.layer`, of `slots.layers`, and where its heads lie in groups, of its kv heads
+   `slots.heads`. A token keeps its slot until it is evicted, but where
    the cache packs its slots, between a prompt and the tokens generated after it, or sorts them, in `divide`.
-2. State is 0 when its token is written, and moves with the token. State named "token" is the token's id. What
-   `score` writes into state is kept in rows over budget only, as if each row were alone.
+2. State is 0 when its token is written, or what an `Initializer` says, and moves with the token. State named "token"
+   is the token's id. What `score` writes into state is kept in rows over budget only, as if each row were alone.
 3. `slots.statistics` holds what your `observe` put there. It is rolled back, saved and copied with its row.
 4. Slots are not in the order of the text: sort by `slots.positions` before you pool along the text. Sort stably:
    tokens that share a position, after `divide`, are in order.
 5. The first `sinks` positions and the last `window` tokens are never evicted, whatever you return.
-6. Every kv head of a row holds the same number of tokens, perhaps different ones.
+6. Every kv head of a row holds the same number of tokens, perhaps different ones; not where tokens join as they come.
 7. `observation.mass` is attention probability, summed over the observed queries and over the query heads that
    share a kv head; it is 0 in free slots. A finished row observes nothing. Where other layers of the model share the
    layer's keys, you are shown the layer's own queries, and none of theirs.
@@ -56,7 +57,9 @@ from windlass.stores.base import Store
 
 TOKEN: Final = "token"  # state: the token's id, which float32 holds exactly up to 2**24
 WEIGHT: Final = "token_weight"  # state: the token's weight in a merged token, for rules of merging that use it
-ACCUMULATES: Final = "token_accumulates"  # state: 1 where the token is to be merged into the one before it
+ACCUMULATES: Final = "token_accumulates"
+"""State: 1 where the token is to join the one before it. A policy that declares it gives it in `preprocess`; with a
+rule of merging by means the cache then joins tokens as they come, with a budget or without one."""
 INITIAL_STATE: Final = {TOKEN: "token ids", WEIGHT: "learned weights", ACCUMULATES: "learned decisions"}
 """State that is known only when its token is written, with the words for it in errors."""
 
@@ -89,7 +92,8 @@ class Slots:
     where the layer does not rotate. `query_gain` gives None, or (head_dim) what a rotated query is multiplied by before
     its products with rotated keys: weights of norms that the model applies after RoPE. The first `sinks` and the last
     `window` tokens are not evicted in any case.
-    `layer` is the index of the layer, of `layers` in all.
+    `layer` is the index of the layer, of `layers` in all. `heads` are the numbers of the kv heads whose slots these
+    are; None: all heads of the layer.
     """
 
     store: Store
@@ -105,6 +109,7 @@ class Slots:
     window: int = 0
     layer: int = 0
     layers: int = 1
+    heads: tuple[int, ...] | None = None
 
     def keys(self) -> SlotKeys:
         """Un-rotated keys."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from windlass.core.errors import PolicyError
 from windlass.core.shapes import NewKeys, Queries, Scores, SlotPositions, TokenIds
 from windlass.policies.base import TOKEN, WEIGHT, Observation, Policy, Slots
-from windlass.policies.interfaces import Trained
+from windlass.policies.interfaces import Initializer, Trained
 from windlass.policies.wrapper import find
 
 UNKNOWN_STATE: Final = {TOKEN: -1.0, WEIGHT: 1.0}  # of tokens written while it was not kept; other state is 0
@@ -60,7 +60,7 @@ def preprocess(
     if trained is None:
         return queries, keys, ids_state
     with policy_errors(policy, layer):
-        new = trained.preprocess(queries, keys)
+        new = trained.preprocess(queries, keys, layer)
     for what, given, wanted in (("queries", new.queries, queries), ("keys", new.keys, keys)):
         if given.shape != wanted.shape:
             raise PolicyError(
@@ -68,6 +68,28 @@ def preprocess(
                 f"expected {tuple(wanted.shape)}"
             )
     return new.queries, new.keys, {**ids_state, **new.state}
+
+
+def initial_state(
+    policy: Policy, layer: int, heads: tuple[int, ...] | None, queries: Queries, keys: NewKeys
+) -> dict[str, Tensor]:
+    """The state that the policy gives new tokens for their queries and keys.
+
+    Raises: PolicyError for whatever the policy raises, and for state of another shape.
+    """
+    initializer = find(policy, Initializer)  # type: ignore[type-abstract]  # none is made
+    if initializer is None:
+        return {}
+    with policy_errors(policy, layer):
+        state = initializer.initial_state(queries, keys, layer, heads)
+    expected = keys.shape[0], keys.shape[1] if policy.needs.per_head else 1, keys.shape[2]
+    for name, tensor in state.items():
+        if tuple(tensor.shape) != expected:
+            raise PolicyError(
+                f"{policy!r} in layer {layer}: initial_state gives {name!r} of shape {tuple(tensor.shape)}, "
+                f"expected {expected}"
+            )
+    return state
 
 
 def initial_writes(state: dict[str, Scores], initial_state: dict[str, Tensor]) -> list[tuple[Tensor, Tensor | float]]:

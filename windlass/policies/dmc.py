@@ -17,21 +17,22 @@ JOINS: Final = "joins"  # state: 1 where a token is to be merged into the one af
 
 @dataclass(frozen=True)
 class DMC(Policy, Trained):
-    """Evicts tokens that the model wants accumulated into the one after them, the oldest first.
+    """Accumulates tokens with the one before them as they come, where the model says so; over budget, the oldest go.
 
-    For models that were trained so, with `merge="weighted"`: each kv head decides, token by token, whether a token
-    is accumulated with the one before it, so that runs of tokens become one merged token, their weighted mean. One
+    For models that were trained so, with `merge="weighted"`, with a budget or without one: each kv head decides, token
+    by token, whether a token is accumulated with the one before it, so that runs of tokens become one merged token,
+    their weighted mean. Without a budget memory grows with the runs of the head that has most. One
     `channel` of the un-rotated keys and queries is reserved for that, and takes no part in attention: with x the
     channel, a token accumulates where sigmoid(x of its key + `bias`) > 1/2, and its weight is sigmoid(x of its
-    query + `weight_bias`), the mean over the query heads of its kv head. Other tokens are evicted only when nothing
-    else is left, the oldest first. Without `merge` all evicted tokens are dropped, as a control.
+    query + `weight_bias`), the mean over the query heads of its kv head. With a budget, runs beyond it are merged into
+    the next ones, the oldest first. Without `merge` nothing is accumulated: what is over budget is dropped, first the
+    tokens that the one after them would have taken in, as a control.
 
     Source: Nawrot et al. 2024 (arXiv:2403.09636); `channel=-1`, a merged token at the position of its
     newest one and the mean over query heads are of the authors' code (NVIDIA Megatron-LM, contrib/dmc).
-    Differs: tokens are merged when they are over budget and have left the window, not as they come: until then
-    queries see them one by one. The budget is the same for all heads, so a head with room left holds tokens that
-    are not merged yet. Runs may have any length; there, sums are cut to the last 12 tokens. Sinks are merged into
-    nothing. The channel is 0 before keys are rotated, so its partner still rotates; there, it is 0 afterwards, too.
+    Differs: a budget is the same for all heads. Runs may have any length; there, sums are cut to the last 12
+    tokens. Sinks are accumulated with nothing. The channel is 0 before keys are rotated, so its partner still rotates;
+    there, it is 0 afterwards, too.
     """
 
     bias: int | float = -5.0
@@ -44,7 +45,7 @@ class DMC(Policy, Trained):
         if self.channel not in (0, -1):  # others lie elsewhere once interleaved channels are halves
             raise PolicyError(f"DMC: channel must be 0, the first, or -1, the last, got {self.channel}")
 
-    def preprocess(self, queries: Queries, keys: NewKeys) -> NewTokens:
+    def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:
         decisions, weights = keys[..., self.channel].float(), queries[..., self.channel].float()
         weights = weights.unflatten(1, (keys.shape[1], -1)).mean(2)
         queries, keys = queries.clone(), keys.clone()

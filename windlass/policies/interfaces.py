@@ -12,6 +12,8 @@ from windlass.core.decode import Ranking
 from windlass.core.model_info import ModelInfo
 from windlass.core.shapes import NewKeys, Queries
 
+PerToken = dict[str, Tensor]
+
 
 class OneShot(ABC):  # noqa: B024  # every member has a default
     """Ranks a first text as a whole.
@@ -45,7 +47,7 @@ class NewTokens:
 
     queries: Queries
     keys: NewKeys
-    state: dict[str, Tensor] = field(default_factory=dict)
+    state: PerToken = field(default_factory=dict)
 
 
 class Trained(ABC):  # noqa: B024  # every member has a default
@@ -54,10 +56,26 @@ class Trained(ABC):  # noqa: B024  # every member has a default
     def check(self, model: ModelInfo) -> None:  # noqa: B027  # not all are bound to one model
         """Called when a cache is made. Raises: PolicyError where the policy cannot serve this model."""
 
-    def preprocess(self, queries: Queries, keys: NewKeys) -> NewTokens:
+    def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:
         """Called with each step's un-rotated queries and keys, which it must leave as they are: read out what the
-        model was trained to put there, and return the queries and keys without it."""
+        model was trained to put there, and return the queries and keys without it. `layer` is their index."""
         return NewTokens(queries, keys)
+
+
+class Initializer(ABC):
+    """Gives tokens the state that they start with, by their own queries and keys, when they come.
+
+    So a score that does not depend on other tokens is made once, and costs nothing when tokens are evicted.
+    """
+
+    @abstractmethod
+    def initial_state(self, queries: Queries, keys: NewKeys, layer: int, heads: tuple[int, ...] | None) -> PerToken:
+        """State by its name, (batch, kv_heads, tokens), or (batch, 1, tokens) with `per_head=False`.
+
+        `queries` and `keys` are un-rotated, those of the kv `heads` of `layer`, None: of all of them, and of padding
+        tokens anything; they must be left as they are. State that is not given, and that of tokens which come without
+        queries (`KVCache.from_rotated`), starts at 0.
+        """
 
 
 class Recency(ABC):  # noqa: B024  # every member has a default

@@ -3,45 +3,59 @@
 import ast
 import inspect
 import re
+from dataclasses import fields
+from typing import Any
 
 from windlass.core.errors import PolicyError
 from windlass.core.plugin import PluginKind
 from windlass.core.spec import Spec, parse_spec
-from windlass.policies import NAMES, WRAPPERS, Pairs, Policy
+from windlass.policies import FROM_FILES, NAMES, WRAPPERS, Policy
 from windlass.policies.auto import auto, is_auto
+from windlass.policies.wrapper import find
 
 Value = bool | int | float | Policy | None
-KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS}
+KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, **FROM_FILES}
 FORMS = "use a name, Name(argument=number), Wrapper(name) or path/to/file.py:Class"
 POLICIES = PluginKind("policy", "policies", Policy, "windlass.Policy", PolicyError)
-TABLE = re.compile(r"\s*(?:table\s*=\s*)?(?P<mark>['\"]?)(?P<file>.*?)(?P=mark)\s*", re.DOTALL)  # in Pairs(...)
+FILE = re.compile(r"(?P<mark>['\"]?)(?P<file>.*?)(?P=mark)\s*", re.DOTALL)  # in Pairs(...)
 
 
 def parse_policy(spec: str) -> tuple[Policy, bool]:
-    """The policy that `spec` names, and whether it comes from outside: out of a file, or with arguments.
+    """The policy that `spec` names, and whether it is to be checked: it comes out of a file, or has arguments.
 
     It is typed as `"snapkv"`, `"pyramid(SnapKV(pool=7))"`, `"Pairs(pairs.json)"` or `"file.py:Class"`. Names ignore
-    case, `_` and `-`. Arguments are plain numbers, or one of our policies; `Pairs` takes a file. Code of a file is
-    run, once.
+    case, `_` and `-`. Arguments are plain numbers, or one of our policies; `Pairs` and `LinearScorer` take a file. Code
+    of a file is run, once.
 
     Raises: PolicyError for what cannot be found or made.
     """
     if is_auto(spec):
         return auto(), False
     typed = parse_spec(spec)
-    if typed is not None and typed.name.lower() == "pairs":
-        return _pairs(spec, typed), False
+    if typed is not None and (kind := _kind_from_file(typed)) is not None:
+        return _of_file(kind, spec, typed), False
     path, text = POLICIES.split(spec)
     typed = _parsed(spec, text)
     make = _known(typed.name) if path is None else POLICIES.class_in(path, typed.name)
-    return _made(make, spec, typed), path is not None or bool(typed.positional or typed.named)
+    policy = _made(make, spec, typed)
+    is_of_file = any(find(policy, kind) is not None for kind in FROM_FILES.values())  # it may serve one model alone
+    return policy, not is_of_file and (path is not None or bool(typed.positional or typed.named))
 
 
-def _pairs(spec: str, typed: Spec) -> Policy:
-    table = TABLE.fullmatch(typed.inside or "")
-    if table is None or not table["file"]:
-        raise PolicyError(f"policy {spec!r} needs a table: Pairs(FILE), with a file of `windlass calibrate`")
-    return Pairs(table["file"])
+def _kind_from_file(typed: Spec) -> type[Policy] | None:
+    """The policy that is made of a file and has this name, if there is one."""
+    return FROM_FILES.get(POLICIES.name_in(typed.name, FROM_FILES) or "")
+
+
+def _of_file(kind: type[Any], spec: str, typed: Spec) -> Policy:
+    (field,) = fields(kind)
+    given = FILE.fullmatch(re.sub(rf"^\s*({field.name}\s*=\s*)?", "", typed.inside or ""))
+    if given is None or not given["file"]:
+        raise PolicyError(
+            f"policy {spec!r} needs a {field.name}: {kind.__name__}(FILE), with a file of `windlass calibrate`"
+        )
+    made: Policy = kind(given["file"])
+    return made
 
 
 def _parsed(spec: str, text: str) -> Spec:
@@ -61,14 +75,16 @@ def _known(name: str) -> type[Policy]:
 
 def _value(spec: str, text: str) -> Value:
     """A number, or a policy inside another one."""
+    typed = parse_spec(text)
+    if typed is not None and (kind := _kind_from_file(typed)) is not None:
+        return _of_file(kind, spec, typed)
     try:
         value = ast.literal_eval(text)
     except SyntaxError:
         raise _unreadable(spec) from None
     except (ValueError, TypeError, MemoryError, RecursionError):
-        inner = parse_spec(text)
-        if inner is not None:
-            return _made(_known(inner.name), spec, _parsed(spec, text))
+        if typed is not None:
+            return _made(_known(typed.name), spec, _parsed(spec, text))
         value = text
     if value is None or isinstance(value, bool | int | float):
         return value

@@ -4,9 +4,9 @@ from dataclasses import fields
 from typing import Any
 
 from windlass.core.spec import Spec, parse_spec
-from windlass.policies import NAMES, WRAPPERS, Pairs, Policy
+from windlass.policies import FROM_FILES, NAMES, WRAPPERS, Policy
 
-_KINDS: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, "pairs": Pairs}
+_KINDS: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, **FROM_FILES}
 _BY_CLASS: dict[str, tuple[str, type[Any]]] = {kind.__name__: (name, kind) for name, kind in _KINDS.items()}
 
 
@@ -24,8 +24,8 @@ def spelled(made: str) -> str:
 
 
 def _arguments(typed: Spec, kind: type[Any]) -> list[str]:
-    """Those of `typed` that are not as `kind` has them by default; a wrapped policy or a table needs no name."""
+    """Those of `typed` that are not as `kind` has them by default; a wrapped policy or a file needs no name."""
     usual = {each.name: repr(each.default) for each in fields(kind)}
     given = [(key, value) for key, value in typed.named if usual.get(key) != value]
-    named = [spelled(value) if key in ("policy", "table") else f"{key}={value}" for key, value in given]
+    named = [spelled(value) if key in ("policy", "table", "file") else f"{key}={value}" for key, value in given]
     return [*map(spelled, typed.positional), *named]

@@ -7,7 +7,7 @@ from typing import TypeVar
 from windlass.core.decode import Ranking
 from windlass.core.errors import PolicyError
 from windlass.policies.base import Needs, Observation, Policy, Slots
-from windlass.policies.interfaces import OneShot, Ranked, Recency
+from windlass.policies.interfaces import OneShot, Ranked, Recency, Trained
 
 Interface = TypeVar("Interface")
 
@@ -50,6 +50,12 @@ def scoring_chunk(policy: Policy) -> int:
 def keeps_newest(policy: Policy) -> bool:
     """Whether a policy keeps just the sinks and the newest tokens."""
     return isinstance(policy, Recency) and policy.keeps_newest
+
+
+def changes_keys(policy: Policy) -> bool:
+    """Whether attention reads other queries and keys than the model's."""
+    trained = find(policy, Trained)
+    return trained is not None and type(trained).preprocess is not Trained.preprocess
 
 
 def ranking_of(policy: Policy) -> Ranking | None:
