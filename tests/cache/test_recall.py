@@ -289,12 +289,13 @@ def test_describe_tells_both_sizes(attached_model: Models, text: Text) -> None:
     recall = [layer.table.recall for layer in cache.layers]
     assert cache.recall_bytes == sum(each.nbytes for each in recall if each is not None)
     layers, heads, width = 2, 3, 8
-    assert cache.recall_bytes == layers * 1024 * (heads * 2 * width * 4 + 4)
-    assert "recall   96 tokens a layer and step, of 50, which take 392.00 KiB in memory (plain)" in cache.describe()
+    digests = layers * 128 * heads * width * 4
+    assert cache.recall_bytes == layers * 1024 * (heads * 2 * width * 4 + 4) + digests
+    assert "recall   96 tokens a layer and step, of 50, which take 416.00 KiB in memory (plain)" in cache.describe()
     before = bytes_of_slots(cache)
     read(model, cache, text(1100)[:, 50:], 13)
     assert bytes_of_slots(cache) == before
-    assert cache.recall_bytes == layers * 2048 * (heads * 2 * width * 4 + 4)
+    assert cache.recall_bytes == layers * 2048 * (heads * 2 * width * 4 + 4) + 2 * digests
 
 
 @pytest.mark.parametrize(

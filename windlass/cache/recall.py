@@ -52,7 +52,7 @@ class RecallStore:
         """Tokens of each row; what lies behind them is not looked at."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
         """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
-        self.digests = RecallMemory(memory.folder)  # of the pages: the mean of their tokens' keys
+        self.digests = RecallMemory(memory.folder, memory.piece // PAGE)  # of the pages: the mean of their tokens' keys
         self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
         self._digested: tuple[tuple[Segment, ...], tuple[TiledKeys, ...]] = (), ()
 

@@ -17,7 +17,7 @@ from windlass.core.recall import TILE, ReadInput, rows_of, words_of
 from windlass.core.shapes import SlotIndex
 from windlass.stores.base import Parts
 
-PIECE: Final = 1024  # tokens of the first segment; the size of each is a multiple of it
+PIECE: Final = 1024  # tokens of the first segment
 
 
 class Segment(NamedTuple):
@@ -35,18 +35,18 @@ class Segment(NamedTuple):
 class RecallMemory:
     """Parts of tokens by their index in a row, in memory or, where `folder` is given, in unnamed files there.
 
-    A segment is half as large as all before it: few segments, and little that is not in use. Files without a name take
+    A segment is half as large as all before it, in multiples of `piece`: few segments, and little not in use. Files without a name take
     no space any more when the process ends, whatever ends it.
     """
 
-    def __init__(self, folder: Path | None) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path | None, piece: int = PIECE) -> None:
+        self.folder, self.piece = folder, piece
         self.segments: tuple[Segment, ...] = ()
         self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, and what its rows are like
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
         """The same in memory, or a file, of its own."""
-        twin = RecallMemory(self.folder)
+        twin = RecallMemory(self.folder, self.piece)
         twin._keys, twin._width, twin._dtype = self._keys, self._width, self._dtype
         twin.segments = tuple(segment._replace(parts=self._copies(segment.parts)) for segment in self.segments)
         return twin
@@ -84,7 +84,7 @@ class RecallMemory:
         start = self.capacity
         if capacity <= start:
             return
-        size = -(-max(capacity - start, start // 2) // PIECE) * PIECE
+        size = -(-max(capacity - start, start // 2) // self.piece) * self.piece
         parts = {name: self._new(part, (*part.shape[:2], size, part.shape[3])) for name, part in sample.items()}
         keys, first = next(iter(sample.items()))
         words = words_of(first[:, :, :1])
