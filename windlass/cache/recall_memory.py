@@ -35,8 +35,8 @@ class Segment(NamedTuple):
 class RecallMemory:
     """Parts of tokens by their index in a row, in memory or, where `folder` is given, in unnamed files there.
 
-    A segment is half as large as all before it, in multiples of `piece`: few segments, and little not in use. Files without a name take
-    no space any more when the process ends, whatever ends it.
+    A segment is half as large as all before it, in multiples of `piece`: few segments, and little that is not in use.
+    Files without a name take no space any more when the process ends, whatever ends it.
     """
 
     def __init__(self, folder: Path | None, piece: int = PIECE) -> None:
