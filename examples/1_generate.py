@@ -5,7 +5,7 @@ from pathlib import Path
 import windlass
 from windlass.evals.texts import ASKED, hide_pass_key, novel
 
-model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", "float32")
+model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "finder-3m", "float32")
 text = hide_pass_key(novel()[30_000:50_000], key="48213", depth=0.3)
 
 cache = windlass.KVCache(model, budget=256, policy=windlass.KeyDiff(), positions="compact", chunk=128)

@@ -39,7 +39,7 @@ from windlass.evals.speed.rotated import RotatedStorage
 from windlass.evals.texts import novel
 from windlass.hf.load import load
 
-MODEL = Path(str(resources.files("windlass"))) / "assets" / "passkey-3m"
+MODEL = Path(str(resources.files("windlass"))) / "assets" / "finder-3m"
 TOKENS = 400
 RATIOS = (0.5, 0.75)  # kvpress's: the share that is evicted
 VOCABULARY = 2048

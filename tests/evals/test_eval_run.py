@@ -56,7 +56,7 @@ def test_a_full_cache_finds_the_key_and_a_window_does_not(run: Callable[..., Ran
     ran = run("eval", MODEL, *QUICK, *budgets, "-o", str(output), "--tasks", "passkey,passkey_novel")
     assert (ran.code, ran.err) == (0, "")
     header = json.loads(output.read_bytes().split(b"\n")[0])
-    assert (header["model"], header["parameters"], header["trained_length"]) == ("passkey-3m", 3_475_712, 512)
+    assert (header["model"], header["parameters"], header["trained_length"]) == ("finder-3m", 3_475_712, 512)
     assert (header["version"], header["seed"], header["dtype"]) == (2, 0, "float32")
     found = lines(output)
     assert len(found) == 2 * 2 * 4

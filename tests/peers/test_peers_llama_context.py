@@ -18,7 +18,7 @@ from tests.helpers.caches import assert_holds, contents, held
 from tests.helpers.models import Models, Text, logits_at, read
 from windlass import KVCache, Recent
 
-MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"
 Pair = tuple[PreTrainedModel, PreTrainedModel]
 one_layer = models.one_layer  # fixture
 
