@@ -1,4 +1,4 @@
-"""A novel twelve times longer than the trained context, read in a cache of 256 tokens, then a question."""
+"""A novel six times longer than the trained context, read in a cache of 256 tokens, then a question."""
 
 from pathlib import Path
 

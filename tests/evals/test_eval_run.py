@@ -56,7 +56,7 @@ def test_a_full_cache_finds_the_key_and_a_window_does_not(run: Callable[..., Ran
     ran = run("eval", MODEL, *QUICK, *budgets, "-o", str(output), "--tasks", "passkey,passkey_novel")
     assert (ran.code, ran.err) == (0, "")
     header = json.loads(output.read_bytes().split(b"\n")[0])
-    assert (header["model"], header["parameters"], header["trained_length"]) == ("finder-3m", 3_475_712, 512)
+    assert (header["model"], header["parameters"], header["trained_length"]) == ("finder-3m", 3_475_712, 1024)
     assert (header["version"], header["seed"], header["dtype"]) == (2, 0, "float32")
     found = lines(output)
     assert len(found) == 2 * 2 * 4
@@ -255,11 +255,11 @@ def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokeni
 
 def test_a_full_cache_is_read_beside_while_the_model_knows_such_lengths(run: Callable[..., Ran], output: Path):
     given = ("eval", MODEL, "--tasks", "perplexity", "--budgets", "64", "--policies", "recent", "--samples", "1")
-    assert run(*given, "--dtype", "float32", "--lengths", "500,530", "-o", str(output)).code == 0
+    assert run(*given, "--dtype", "float32", "--lengths", "1000,1050", "-o", str(output)).code == 0
     short, long = lines(output)
     assert short["measures"]["kl"] > 0
     assert long["measures"]["kl"] is None
-    assert long["context_tokens"] > 512
+    assert long["context_tokens"] > 1024
     assert short["score"] is long["score"] is short["depth"] is None
     assert (short["expected"], short["output"]) == ([], "")
 
