@@ -33,7 +33,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "said"),
     [
         (("--budget", "256"), ["256 of them are kept, chosen by KeyDiff()", "read as compact"]),
-        ((), ["read as self_extend(8, 64) (--positions), because this model was trained on 1024"]),
+        ((), ["read as self_extend(8, 64) (--positions), because this model was trained on 1,024"]),
     ],
 )
 def test_the_defaults_find_the_key_in_a_text_beyond_the_trained_length(
@@ -48,7 +48,7 @@ def test_the_defaults_find_the_key_in_a_text_beyond_the_trained_length(
 def test_a_full_cache_read_as_it_stands_is_told_of(run: Callable[..., Ran], long: Path) -> None:
     ran = run("generate", MODEL, "-f", str(long), "-n", "2", "--positions", "original", "--dtype", "float32")
     assert len(notes(ran)) == 1
-    assert "tokens are more than the 1024 this model was trained on; read them with positions auto" in notes(ran)[0]
+    assert "tokens are more than the 1,024 this model was trained on; read them with positions auto" in notes(ran)[0]
 
 
 def test_nothing_is_said_of_a_short_text_nor_of_what_was_asked_for(run: Callable[..., Ran]) -> None:

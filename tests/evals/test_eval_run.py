@@ -209,7 +209,8 @@ def test_each_question_finds_the_cache_as_the_text_left_it(model: PreTrainedMode
     (key,) = PassKey(NOVEL).compose(random.Random(0), 300, 90).turns
     context = PassKey(NOVEL).compose(random.Random(0), 300, 90).context
     context += " One of the special magic numbers for quiet-river is: 73519."
-    magic = Turn(" What is the special magic number for quiet-river mentioned above?", " It is:", ("73519",))
+    asked = " What is the special magic number for quiet-river mentioned above?"
+    magic = Turn(asked, " The special magic number for quiet-river is:", ("73519",))
     sample = Sample(context, (key, magic, replace(key, question=" He looked at the river."), key))
     settings = setting(policies="key_diff", budgets="90", positions="compact")
     cache = cache_of(model, settings, 90, True)
