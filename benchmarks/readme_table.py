@@ -152,8 +152,8 @@ def keys_conditions(rows: list[list[Row]], trained: str, machine: str) -> str:
     lengths = [row.tokens_read for row in rows[0]]
     return (
         f"{len(lengths)} texts of {min(lengths):,} to {max(lengths):,} tokens from the novel with its digits, read "
-        f"before the question is known. Model: {trained}. bytes: all that the cache keeps, records for rollback included. "
-        f"tokens/s: median of reading, {machine}."
+        f"before the question is known. Model: {trained}. bytes: all that the cache keeps, records for rollback "
+        f"included. tokens/s: median of reading, {machine}."
     )
 
 

@@ -4,7 +4,7 @@
     PYTHONPATH=benchmarks python -m peers.kvpress_sets > table.md
 
 Three models are saved once and loaded by both libraries, each in an environment of its own, in float32: a random
-Llama, a random Qwen3 whose query and key norms are drawn anew, and the shipped model. 400 tokens of the shipped novel are
+Llama, a random Qwen3 whose query and key norms are drawn anew, and the shipped model. 400 tokens of the novel are
 read in one step, and cut to a half and to a quarter. A cell is the lowest and the highest of the six: the share of
 kvpress's tokens that windlass keeps too, over all layers and heads, and the largest difference of the logits of the
 next token, which is read over the compressed cache at its own position.
