@@ -27,8 +27,8 @@ DRAFTS = ("assistant", "lookup")
 
 def models() -> Iterator[tuple[str, PreTrainedModel, torch.Tensor]]:
     """Each by its name, with a text."""
-    model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", dtype="float32")
-    yield "passkey-3m", model, tokenizer(novel()[5000:7000], return_tensors="pt").input_ids[:, :300]
+    model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "finder-3m", dtype="float32")
+    yield "finder-3m", model, tokenizer(novel()[5000:7000], return_tensors="pt").input_ids[:, :300]
     for family in ("llama", "gemma3"):
         tiny = windlass.attach(tiny_model(family))
         yield family, tiny, torch.randint(tiny.config.vocab_size, (1, 90), generator=torch.Generator().manual_seed(0))

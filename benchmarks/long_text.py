@@ -2,7 +2,7 @@
 
     python benchmarks/long_text.py >> benchmarks/results/long_text.jsonl
 
-The shipped novel with its numerals in words, passkey-3m, `compact` positions. The text before a depth is read
+The shipped novel with its numerals in words, the shipped model, `compact` positions. The text before a depth is read
 once; what follows is read in ten rows, each after another key. Prints one JSON line per policy and depth.
 """
 

@@ -6,7 +6,7 @@
         --window 64 --chunk 128 --rules "mean_count(next)"
     python benchmarks/merging.py --policies pairs --table pairs.json --ratios 2 --rules none "mean_count(next)"
 
-A stretch of the shipped novel with a pass key anywhere in it, inside the trained window of passkey-3m, is
+A stretch of the shipped novel with a pass key anywhere in it, inside the trained window of the shipped model, is
 read in one step; then the cache is over budget, and what a policy ranks lowest joins cells by each rule, or
 is dropped (`none`). The question comes afterwards. `alternate` is the experiment of llama.cpp PR 5719: every
 second token joins its neighbour. `groups` lets other policies choose which groups of neighbours shrink, of

@@ -1,7 +1,7 @@
 """Time spent merging: a prompt read into a cache that merges what it evicts, and into one that drops it, in turn.
 
     python benchmarks/merging_time.py --shape 1b --layers 2 --prompts 2048 4096 >> benchmarks/results/merging_time.jsonl
-    python benchmarks/merging_time.py --shape passkey-3m >> benchmarks/results/merging_time.jsonl
+    python benchmarks/merging_time.py --shape finder-3m >> benchmarks/results/merging_time.jsonl
 
 Both are `KeyDiff` at a quarter of the prompt, in chunks, in one process, on one thread whose CPU time counts, so that
 neighbours on the machine matter less; which one begins alternates. Prints one

@@ -158,7 +158,7 @@ def speculative(lines: Sequence[Line]) -> str:
     """Text written with drafts."""
     rows = [
         [
-            line["shape"] or "passkey-3m",
+            line["shape"] or "finder-3m",
             f"{line['draft_layers']} of {line['layers']}",
             str(line["drafts"]),
             line["policy"],

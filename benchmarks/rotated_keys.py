@@ -34,7 +34,7 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=500)
     options = parser.parse_args()
     torch.set_num_threads(1)
-    with resources.as_file(resources.files("windlass") / "assets" / "passkey-3m") as folder:
+    with resources.as_file(resources.files("windlass") / "assets" / "finder-3m") as folder:
         model, tokenizer = load(str(folder), "float32")
     task = load_task(TASK)[1]
     texts = [fit(SampleSpec(task, TASK, options.length, 0, number), tokenizer) for number in range(options.samples)]

@@ -29,7 +29,7 @@ from windlass.evals.speed.shapes import random_model, shape_of
 from windlass.evals.texts import novel
 from windlass.kernels import cpu
 
-FOLDER = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+FOLDER = Path(windlass.__file__).parent / "assets" / "finder-3m"
 
 
 def plain_model(shape: str | None) -> PreTrainedModel:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import windlass
 
-MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+MODEL = str(Path(windlass.__file__).parent / "assets" / "finder-3m")
 IMPORTS = (
     "import torch\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
     "from transformers.models.llama.modeling_llama import LlamaForCausalLM\nprint('imported', flush=True)"

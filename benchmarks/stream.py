@@ -1,6 +1,6 @@
 """A long text through a small cache, token by token, against a window that is read afresh for every token.
 
-    python benchmarks/stream.py windlass/assets/passkey-3m --tokens 100000 >> benchmarks/results/stream.jsonl
+    python benchmarks/stream.py windlass/assets/finder-3m --tokens 100000 >> benchmarks/results/stream.jsonl
 
 The shipped novel (or `--text FILE`) is predicted from a cache of `--budget` slots under each of `--positions`.
 At `--samples` places, evenly over the text, the model itself (transformers, no cache of ours) predicts the same

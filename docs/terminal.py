@@ -43,8 +43,8 @@ class Session:
     steps: tuple[Step, ...]
 
 
-MODEL = "windlass/assets/passkey-3m"
-HIDE = "from windlass.evals.texts import novel, hide_pass_key as hide; print(hide(novel()[30000:40000], '48213', 0.4))"
+MODEL = "windlass/assets/finder-3m"
+HIDE = "from windlass.evals.texts import novel, hide_pass_key as hide; print(hide(novel()[30000:50000], '48213', 0.4))"
 ASKED = " What is the pass key? The pass key is"
 SESSIONS = (
     Session(

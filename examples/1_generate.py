@@ -1,11 +1,11 @@
-"""A novel twelve times longer than the trained context, read in a cache of 256 tokens, then a question."""
+"""A novel six times longer than the trained context, read in a cache of 256 tokens, then a question."""
 
 from pathlib import Path
 
 import windlass
 from windlass.evals.texts import ASKED, hide_pass_key, novel
 
-model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", "float32")
+model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "finder-3m", "float32")
 text = hide_pass_key(novel()[30_000:50_000], key="48213", depth=0.3)
 
 cache = windlass.KVCache(model, budget=256, policy=windlass.KeyDiff(), positions="compact", chunk=128)

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import windlass
 
-folder = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+folder = Path(windlass.__file__).parent / "assets" / "finder-3m"
 tokenizer = AutoTokenizer.from_pretrained(folder)
 model = windlass.attach(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32))
 

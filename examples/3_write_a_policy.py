@@ -30,7 +30,7 @@ def main() -> None:
     """Check the policy, then let it read."""
     check_policy(LargeValues())
     print("LargeValues keeps the contract")
-    model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", "float32")
+    model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "finder-3m", "float32")
     cache = windlass.KVCache(model, budget=128, policy=LargeValues(), positions="compact", chunk=128)
     prompt = hide_pass_key(novel()[30_000:34_000], key="48213", depth=0.5) + ASKED
     [result] = windlass.generate(model, tokenizer, [prompt], cache, max_tokens=8)

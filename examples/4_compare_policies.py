@@ -10,7 +10,7 @@ from windlass.policies import NAMES
 TEXTS = 3
 BUDGET = 96
 
-model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", "float32")
+model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "finder-3m", "float32")
 draw = random.Random(0)
 text = novel()
 tasks = []

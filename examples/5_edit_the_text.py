@@ -6,7 +6,7 @@ import torch
 
 import windlass
 
-model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "passkey-3m", "float32")
+model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "finder-3m", "float32")
 QUESTION = " What is the pass key? The pass key is"
 
 

@@ -58,7 +58,7 @@ def test_the_policy_of_the_readme_is_a_whole_file(capsys: pytest.CaptureFixture[
     [block] = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "LargeValues" in block]
     Path("file.py").write_text(block)
     options = ("--budget", "12", "-n", "2", "--policy", "file.py:LargeValues", "--device", "cpu", "-q")
-    assert main(("generate", "windlass/assets/passkey-3m", "He was in the boat, and the river was", *options)) == 0
+    assert main(("generate", "windlass/assets/finder-3m", "He was in the boat, and the river was", *options)) == 0
     assert capsys.readouterr().err == ""
 
 

@@ -14,7 +14,7 @@ import windlass
 from windlass import KVCache
 
 ASSETS = Path(windlass.__file__).parent / "assets"
-MODEL = ASSETS / "passkey-3m"
+MODEL = ASSETS / "finder-3m"
 READ, LONGER = 120, 400
 WRITTEN = 24
 BUDGET = 128

@@ -4,7 +4,7 @@
     PYTHONPATH=benchmarks python -m peers.kvpress_sets > table.md
 
 Three models are saved once and loaded by both libraries, each in an environment of its own, in float32: a random
-Llama, a random Qwen3 whose query and key norms are drawn anew, and passkey-3m. 400 tokens of the shipped novel are
+Llama, a random Qwen3 whose query and key norms are drawn anew, and the shipped model. 400 tokens of the novel are
 read in one step, and cut to a half and to a quarter. A cell is the lowest and the highest of the six: the share of
 kvpress's tokens that windlass keeps too, over all layers and heads, and the largest difference of the logits of the
 next token, which is read over the compressed cache at its own position.
@@ -39,7 +39,7 @@ from windlass.evals.speed.rotated import RotatedStorage
 from windlass.evals.texts import novel
 from windlass.hf.load import load
 
-MODEL = Path(str(resources.files("windlass"))) / "assets" / "passkey-3m"
+MODEL = Path(str(resources.files("windlass"))) / "assets" / "finder-3m"
 TOKENS = 400
 RATIOS = (0.5, 0.75)  # kvpress's: the share that is evicted
 VOCABULARY = 2048
@@ -119,7 +119,7 @@ def models(folder: Path) -> dict[str, Path]:
     made: dict[str, PreTrainedModel] = {"llama": llama, "qwen3": qwen}
     for name, model in made.items():
         model.save_pretrained(folder / name)
-    return {**{name: folder / name for name in made}, "passkey-3m": MODEL}
+    return {**{name: folder / name for name in made}, MODEL.name: MODEL}
 
 
 def asked(row: Row, ratio: float) -> dict[str, Any]:

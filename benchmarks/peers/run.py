@@ -52,7 +52,7 @@ WORKERS = {
     "mlx": (PEERS / "mlx" / "bin" / "python", "mlx_worker", ""),
 }
 WITH_CODES = ("windlass", "llama-cpp-native", "openvino")  # those that have weights of 4 bits here
-TOKENIZER = Path(__file__).parents[2] / "windlass" / "assets" / "passkey-3m"
+TOKENIZER = Path(__file__).parents[2] / "windlass" / "assets" / "finder-3m"
 # A library's threads spin for some milliseconds before they sleep.
 PAUSE_S = 0.05
 CHECKED_TOKENS = 48

@@ -100,7 +100,7 @@ def test_the_table_of_a_notebook_says_the_same_and_is_escaped(attached_model: Mo
 def test_a_model_is_called_by_the_name_of_its_folder() -> None:
     model, _ = windlass.load(Path(MODEL), "float32")
     told = repr(KVCache(model))
-    assert told.startswith("KVCache of passkey-3m (LlamaForCausalLM), budget none, ")
+    assert told.startswith("KVCache of finder-3m (LlamaForCausalLM), budget none, ")
     assert "/" not in told
 
 

@@ -117,7 +117,7 @@ def test_a_saved_conversation_goes_on_in_another_process(run: Callable[..., Ran]
     assert_refused(chat(run, "--load", file, "--budget", "20"), f"--budget 20 contradicts {file}.cache")
     assert_refused(chat(run, "--load", file, "--prompt-cache", file), "use one")
     Path(file + ".cache").unlink()
-    assert_refused(chat(run, "--load", file, model=OTHER), "was held with passkey-3m, this is stories260K")
+    assert_refused(chat(run, "--load", file, model=OTHER), "was held with finder-3m, this is stories260K")
     assert_refused(chat(run, "--load", str(tmp_path / "none")), "cannot be read: No such file")
     assert "read again" in chat(run, "--load", file, lines="And\n").err
 

@@ -195,7 +195,7 @@ def test_only_a_conversation_with_this_model_is_loaded(dialogue: Make, tmp_path:
     text = (tmp_path / "talk").read_text()
     other = after(dialogue(), SECOND)
     (tmp_path / "talk").write_text(text.replace(talk.journal.origin.fingerprint, "0123"))
-    with pytest.raises(windlass.UsageError, match="was held with passkey-3m, this is passkey-3m: config, weights"):
+    with pytest.raises(windlass.UsageError, match="was held with finder-3m, this is finder-3m: config, weights"):
         other.load(tmp_path / "talk")
     (tmp_path / "talk").write_text(text.replace('"version": 1', '"version": 2'))
     with pytest.raises(windlass.UsageError, match="format version 2"):

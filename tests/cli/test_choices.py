@@ -10,7 +10,7 @@ from tests.helpers import cli
 from tests.helpers.cli import Ran
 from tests.helpers.models import MODEL
 from windlass.cli.choices import dtype_note
-from windlass.evals.texts import ASKED, hide_pass_key, in_words, novel
+from windlass.evals.texts import ASKED, hide_pass_key, novel
 
 run = cli.run
 KEY, AT = "48213", 40_000  # where the text begins, in characters of the novel
@@ -23,9 +23,9 @@ def notes(ran: Ran) -> list[str]:
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """3,250 tokens or so with a pass key in the middle, and the question."""
+    """6,500 tokens or so with a pass key in the middle, and the question."""
     file = tmp_path_factory.mktemp("long") / "long.txt"
-    file.write_text(hide_pass_key(in_words(novel())[AT : AT + 10_500], KEY, 0.5) + ASKED)
+    file.write_text(hide_pass_key(novel()[AT : AT + 21_000], KEY, 0.5) + ASKED)
     return file
 
 
@@ -33,7 +33,7 @@ def long(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("options", "said"),
     [
         (("--budget", "256"), ["256 of them are kept, chosen by KeyDiff()", "read as compact"]),
-        ((), ["read as self_extend(8, 64) (--positions), because this model was trained on 512"]),
+        ((), ["read as self_extend(8, 128) (--positions), because this model was trained on 1,024"]),
     ],
 )
 def test_the_defaults_find_the_key_in_a_text_beyond_the_trained_length(
@@ -42,13 +42,13 @@ def test_the_defaults_find_the_key_in_a_text_beyond_the_trained_length(
     ran = run("generate", MODEL, "-f", str(long), "-n", "8", "--dtype", "float32", *options)
     assert (ran.code, ran.out.strip()[:6]) == (0, f"{KEY}.")
     assert len(notes(ran)) == 1
-    assert all(part in notes(ran)[0] for part in said)
+    assert [part for part in said if part not in notes(ran)[0]] == [], notes(ran)[0]
 
 
 def test_a_full_cache_read_as_it_stands_is_told_of(run: Callable[..., Ran], long: Path) -> None:
     ran = run("generate", MODEL, "-f", str(long), "-n", "2", "--positions", "original", "--dtype", "float32")
     assert len(notes(ran)) == 1
-    assert "tokens are more than the 512 this model was trained on; read them with positions auto" in notes(ran)[0]
+    assert "tokens are more than the 1,024 this model was trained on; read them with positions auto" in notes(ran)[0]
 
 
 def test_nothing_is_said_of_a_short_text_nor_of_what_was_asked_for(run: Callable[..., Ran]) -> None:

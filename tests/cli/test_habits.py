@@ -100,7 +100,7 @@ def test_quiet_is_the_text_alone(run: Callable[..., Ran], in_library: Callable[.
 def test_verbose_says_what_was_chosen(run: Callable[..., Ran]):
     ran = run(*generate(PROMPT, "-v", "--budget", "12", "--policy", "recent", "--threads", "1", "--device", "cpu"))
     chosen, cache, prompt, last, times, *described = ran.err.splitlines()
-    assert chosen == "model: passkey-3m, LlamaForCausalLM, 3.48 M parameters, float32 on cpu, 1 thread"
+    assert chosen == "model: finder-3m, LlamaForCausalLM, 3.48 M parameters, float32 on cpu, 1 thread"
     assert cache.startswith("cache: budget 12, sinks 4, window 2, chunk 512, policy ")
     assert prompt == "prompt: as it stands; this model has no chat template"
     assert LAST_LINE.fullmatch(last)

@@ -17,7 +17,7 @@ from windlass.engine.stop import Stops
 from windlass.engine.text import TextStream
 from windlass.policies import Policy
 
-MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"
 PROMPT = "There were four of us--George, and William Samuel Harris, and myself, and"
 OTHERS = ["He said", "I never read a patent medicine advertisement without being impelled to the conclusion that"]
 

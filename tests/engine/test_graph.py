@@ -20,7 +20,7 @@ from windlass.evals.speed.rotated import RotatedStorage
 from windlass.hf.decoder_layers import FewTokensLayer
 from windlass.testing import tiny_model
 
-MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"
 SAMPLED = Sampling(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.3, seed=5)
 
 

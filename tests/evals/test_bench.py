@@ -83,7 +83,7 @@ def test_one_clear_line_for_what_is_wrong(
 
 
 def test_layers_are_for_shapes(capsys: pytest.CaptureFixture[str]):
-    assert main(("bench", str(Path(windlass.__file__).parent / "assets" / "passkey-3m"), "--layers", "2")) == 2
+    assert main(("bench", str(Path(windlass.__file__).parent / "assets" / "finder-3m"), "--layers", "2")) == 2
     assert "--layers goes with --shape" in capsys.readouterr().err
 
 
@@ -237,7 +237,7 @@ def test_a_terminal_gets_a_bar(run: Callable[..., Ran], monkeypatch: pytest.Monk
 
 
 def test_a_model_of_a_folder(capsys: pytest.CaptureFixture[str]):
-    name = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+    name = str(Path(windlass.__file__).parent / "assets" / "finder-3m")
     assert main(("bench", name, "-p", "5", "-n", "2", "-d", "20", "--threads", "1", "-r", "1", "--json")) == 0
     prompt, decode = (json.loads(line) for line in capsys.readouterr().out.splitlines())
-    assert (prompt["model"], prompt["test"], decode["test"]) == ("passkey-3m", "pp5 @ d20", "tg2 @ d20")
+    assert (prompt["model"], prompt["test"], decode["test"]) == ("finder-3m", "pp5 @ d20", "tg2 @ d20")

@@ -56,7 +56,7 @@ def test_a_full_cache_finds_the_key_and_a_window_does_not(run: Callable[..., Ran
     ran = run("eval", MODEL, *QUICK, *budgets, "-o", str(output), "--tasks", "passkey,passkey_novel")
     assert (ran.code, ran.err) == (0, "")
     header = json.loads(output.read_bytes().split(b"\n")[0])
-    assert (header["model"], header["parameters"], header["trained_length"]) == ("passkey-3m", 3_475_712, 512)
+    assert (header["model"], header["parameters"], header["trained_length"]) == ("finder-3m", 3_475_712, 1024)
     assert (header["version"], header["seed"], header["dtype"]) == (2, 0, "float32")
     found = lines(output)
     assert len(found) == 2 * 2 * 4
@@ -209,7 +209,8 @@ def test_each_question_finds_the_cache_as_the_text_left_it(model: PreTrainedMode
     (key,) = PassKey(NOVEL).compose(random.Random(0), 300, 90).turns
     context = PassKey(NOVEL).compose(random.Random(0), 300, 90).context
     context += " One of the special magic numbers for quiet-river is: 73519."
-    magic = Turn(" What is the special magic number for quiet-river mentioned above?", " It is:", ("73519",))
+    asked = " What is the special magic number for quiet-river mentioned above?"
+    magic = Turn(asked, " The special magic number for quiet-river is:", ("73519",))
     sample = Sample(context, (key, magic, replace(key, question=" He looked at the river."), key))
     settings = setting(policies="key_diff", budgets="90", positions="compact")
     cache = cache_of(model, settings, 90, True)
@@ -255,11 +256,11 @@ def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokeni
 
 def test_a_full_cache_is_read_beside_while_the_model_knows_such_lengths(run: Callable[..., Ran], output: Path):
     given = ("eval", MODEL, "--tasks", "perplexity", "--budgets", "64", "--policies", "recent", "--samples", "1")
-    assert run(*given, "--dtype", "float32", "--lengths", "500,530", "-o", str(output)).code == 0
+    assert run(*given, "--dtype", "float32", "--lengths", "1000,1050", "-o", str(output)).code == 0
     short, long = lines(output)
     assert short["measures"]["kl"] > 0
     assert long["measures"]["kl"] is None
-    assert long["context_tokens"] > 512
+    assert long["context_tokens"] > 1024
     assert short["score"] is long["score"] is short["depth"] is None
     assert (short["expected"], short["output"]) == ([], "")
 

@@ -155,24 +155,24 @@ def test_missing_fields_are_told(file: Path):
     ("change", "other"),
     [
         ({"model": "stories260K", "fingerprint": "1a" * 32}, "stories260K in float32"),
-        ({"dtype": "bfloat16"}, "passkey-3m in bfloat16"),
-        ({"fingerprint": "1a" * 32}, "passkey-3m in float32"),
+        ({"dtype": "bfloat16"}, "finder-3m in bfloat16"),
+        ({"fingerprint": "1a" * 32}, "finder-3m in float32"),
         ({"model": "stories260K", "fingerprint": None}, "stories260K in float32"),
     ],
 )
 def test_two_models_are_not_mixed(file: Path, change: Line, other: str):
     found = refused(write(file, case(), HEADER | change, case(sample=1)))
-    assert "two models, passkey-3m in float32 (" in found
+    assert "two models, finder-3m in float32 (" in found
     assert f"{other} (" in found
-    assert ("their weights differ" in found) == (other == "passkey-3m in float32")
+    assert ("their weights differ" in found) == (other == "finder-3m in float32")
 
 
 @pytest.mark.parametrize(
     "change",
     [
         {"model": "moved-elsewhere"},
-        {"model": "/home/jo/models/passkey-3m", "fingerprint": None},
-        {"model": "models/passkey-3m", "fingerprint": None},
+        {"model": "/home/jo/models/finder-3m", "fingerprint": None},
+        {"model": "models/finder-3m", "fingerprint": None},
     ],
 )
 def test_one_model_by_any_name(file: Path, change: Line):

@@ -75,7 +75,7 @@ def page(file: Path) -> Callable[..., Page]:
 def test_the_head_tells_what_was_run(page: Callable[..., Page]):
     found = page(case(), full(), case()).text
     for told in (
-        "passkey-3m in float32: 3.54 million parameters, trained on 512 tokens",
+        "finder-3m in float32: 3.54 million parameters, trained on 512 tokens",
         "2, from the file results.jsonl",
         "2026-11-21T10:00:00+00:00",
         "windlass 0.1.0, torch 2.13.0, transformers 5.10.1",
@@ -159,12 +159,12 @@ def test_no_path_of_the_machine_is_on_the_page(file: Path):
     """Old files have what was typed."""
     labels = ("perplexity(/home/jo/a text.txt)", "/home/jo/task.py:Mine")
     lines = [case(task=label, depth=0.5) for label in labels]
-    data = write(file, HEADER | {"model": "/home/jo/models/passkey-3m", "fingerprint": None}, *lines)
+    data = write(file, HEADER | {"model": "/home/jo/models/finder-3m", "fingerprint": None}, *lines)
     data.write_text("\n".join(data.read_text().splitlines()[1:]) + '\n{"cut')
     text = write_report([data], file.with_name("a.html")).page.read_text()
     assert "jo" not in text.replace("stroke-linejoin", "")
     assert str(file.parent) not in text
-    for shown in ("<h1>passkey-3m</h1>", "perplexity(a text.txt)", "task.py:Mine"):
+    for shown in ("<h1>finder-3m</h1>", "perplexity(a text.txt)", "task.py:Mine"):
         assert shown in text
 
 

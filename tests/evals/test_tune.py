@@ -199,7 +199,7 @@ def test_a_run_goes_on_and_says_what_to_paste(run: Callable[..., Ran], tmp_path:
     assert ran.code == 0
     assert ran.err.startswith("2 candidates on texts of 160 tokens")
     header, *cases = map(json.loads, output.read_text().splitlines())
-    assert (header["model"], str(tmp_path) in json.dumps(header)) == ("passkey-3m", False)
+    assert (header["model"], str(tmp_path) in json.dumps(header)) == ("finder-3m", False)
     assert all(case["bytes_held"] <= 330 * 1024 for case in cases if case["budget"] is not None)
     assert {case["task"].partition("(")[0] for case in cases} == {"passkey_novel", "perplexity"}
     # Two tasks, for two candidates and the full cache beside them.

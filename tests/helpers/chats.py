@@ -40,7 +40,7 @@ def dialogue(model: PreTrainedModel, tmp_path: Path) -> Iterator[Make]:
     Shapes are not checked meanwhile: a reply would take ten times as long, and has none that other tests do not see.
     """
     jaxtyping.config.update("jaxtyping_disable", True)
-    origin, made = Origin("passkey-3m", fingerprint(model)), []
+    origin, made = Origin("finder-3m", fingerprint(model)), []
 
     def make(
         template: str | None = TEMPLATE,

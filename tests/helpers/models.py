@@ -15,7 +15,7 @@ from windlass.testing import VOCABULARY
 
 Models = Callable[[str], PreTrainedModel]
 Text = Callable[..., Tensor]
-MODEL = str(Path(windlass.__file__).parent / "assets" / "passkey-3m")
+MODEL = str(Path(windlass.__file__).parent / "assets" / "finder-3m")
 TEXT_CONFIG: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -17,7 +17,7 @@ HEADER: Line = {
     "windlass": "0.1.0",
     "torch": "2.13.0",
     "transformers": "5.10.1",
-    "model": "passkey-3m",
+    "model": "finder-3m",
     "dtype": "float32",
     "parameters": 3_541_248,
     "trained_length": 512,

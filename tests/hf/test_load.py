@@ -11,7 +11,7 @@ from transformers.utils import logging
 import windlass
 from windlass.hf import load as load_module
 
-FOLDER = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+FOLDER = Path(windlass.__file__).parent / "assets" / "finder-3m"
 
 
 @pytest.mark.parametrize("name", [FOLDER, str(FOLDER)])

@@ -22,7 +22,7 @@ from windlass.hf.fingerprint import fingerprint
 from windlass.hf.weights import labelled, name_of, parameter_count, quantize, stored_bytes
 from windlass.testing import tiny_model
 
-FOLDER = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+FOLDER = Path(windlass.__file__).parent / "assets" / "finder-3m"
 LEVELS = {"int8": 254, "int4": 15}  # steps from the smallest to the largest code
 
 
@@ -180,6 +180,6 @@ def test_the_command_line_names_the_weights(capsys: pytest.CaptureFixture[str], 
     results = str(tmp_path / "results.jsonl")
     asked = ("eval", str(FOLDER), "--lengths", "200", "--budgets", "all", "--samples", "1", "-q", "-o", results)
     assert main([*asked, "--policies", "recent", "--weights", "int4"]) == 0
-    assert json.loads(Path(results).read_text().splitlines()[0])["model"] == "passkey-3m int4"
+    assert json.loads(Path(results).read_text().splitlines()[0])["model"] == "finder-3m int4"
     assert main([*asked, "--policies", "recent"]) == 2
     assert "fingerprint" in capsys.readouterr().err

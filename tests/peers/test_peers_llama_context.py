@@ -18,7 +18,7 @@ from tests.helpers.caches import assert_holds, contents, held
 from tests.helpers.models import Models, Text, logits_at, read
 from windlass import KVCache, Recent
 
-MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"
 Pair = tuple[PreTrainedModel, PreTrainedModel]
 one_layer = models.one_layer  # fixture
 
@@ -164,7 +164,7 @@ def test_group_attention_of_the_server(one_layer: Pair, text: Text, n: int, w: i
 
 
 def test_the_pass_key_is_found_in_groups_of_8_and_not_of_2() -> None:
-    """passkey.feature: trained on 512, a text of 2976 tokens with the key in its first fifth; enough grouping must
+    """passkey.feature: a text of six times the trained length with the key in its first fifth; enough grouping must
     answer with the key, too little must not."""
     model = windlass.attach(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval())
     tokenizer = AutoTokenizer.from_pretrained(MODEL, model_max_length=10**9)
@@ -172,12 +172,12 @@ def test_the_pass_key_is_found_in_groups_of_8_and_not_of_2() -> None:
     before = "There is an important info hidden inside a lot of irrelevant text. Find it and memorize them. I will quiz"
     before += " you about the important information there."
     hidden = " The pass key is 40217. Remember it. 40217 is the pass key."
-    ids = tokenizer(before + junk * 20 + hidden + junk * 80)["input_ids"]
+    ids = tokenizer(before + junk * 40 + hidden + junk * 160)["input_ids"]
     answers = {}
     for mode in ("self_extend(2, 64)", "self_extend(8, 64)"):
         cache = KVCache(model, positions=mode)
         windlass.prefill(model, cache, [ids])
         (result,) = windlass.generate(model, tokenizer, [" What is the pass key? The pass key is"], cache, 6)
         answers[mode] = result.text.strip().startswith("40217")
-    assert len(ids) > 5 * 512
+    assert len(ids) > 5 * 1024
     assert answers == {"self_extend(2, 64)": False, "self_extend(8, 64)": True}

@@ -40,7 +40,7 @@ from tests.helpers.caches import assert_holds, contents
 from tests.helpers.models import Models, Text, greedy, read
 from windlass import KVCache, Recent, Sampling, UsageError, prompt_cache
 
-MODEL = Path(windlass.__file__).parent / "assets" / "passkey-3m"
+MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"
 
 
 @pytest.mark.parametrize("budget", [None, 8])

@@ -67,9 +67,10 @@ def test_every_step_has_the_context_and_the_lessons_of_its_stage(tmp_path: Path)
     assert course.mixes == [first] * 3 + [second] * 2
 
 
-def test_the_shipped_stages_name_lessons_that_there_are():
-    course = course_of(Path("training/finder-3m.json"), 4096, list(lessons(Books("."))))
-    assert max(course.contexts) == 1024
+@pytest.mark.parametrize(("file", "steps"), [("finder-3m", 900), ("from-random", 3300)])
+def test_the_shipped_stages_name_lessons_that_there_are(file: str, steps: int):
+    course = course_of(Path(f"training/{file}.json"), 4096, list(lessons(Books("."))))
+    assert (max(course.contexts), len(course.contexts)) == (1024, steps)
 
 
 def test_stages_with_the_same_lessons_are_as_one(books: Path, config: Path, tmp_path: Path):

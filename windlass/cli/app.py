@@ -94,19 +94,23 @@ def demo(
     depth: Annotated[
         float | None, Option("--depth", min=0.0, max=1.0, help="Where the pass key is hidden; by default anywhere.")
     ] = None,
-    budget: Annotated[int, Option("--budget", "--max-kv-size", help="Slots of the first two rows.")] = 256,
-    policy: Annotated[str, Option("--policy", metavar="NAME", help="The policy of the first row.")] = "key_diff",
+    budget: Annotated[
+        int, Option("--budget", "--max-kv-size", help="Tokens that a small cache reads in a step.")
+    ] = 256,
+    policy: Annotated[
+        str, Option("--policy", metavar="NAME", help="The policy of all rows but the last three.")
+    ] = "key_diff",
     text: Annotated[
         Path | None, Option("--text", metavar="FILE", help="Another text; by default Three Men in a Boat.")
     ] = None,
     seed: take.Seed = 0,
-    has_numerals: Annotated[
-        bool, Option("--numerals", help="Leave the text's own numerals in, which this model takes for pass keys.")
-    ] = False,
+    length: Annotated[
+        int | None, Option("--length", min=1_200, help="Tokens of the text with facts; by default 20,000.")
+    ] = None,
     threads: take.Threads = None,
     is_json: text.Json = False,
 ) -> int:
-    """Hide a pass key in a novel, read all of it in 256 slots, and ask. No download."""
+    """Hide facts and a pass key in a novel, read it in 256 slots, and ask. No download."""
     from windlass.cli import checks
 
     checks.check_policy(policy)
@@ -116,7 +120,7 @@ def demo(
     with loading():
         from windlass.cli import demo as run
 
-    return run.demo(run.Options(depth, budget, policy, text, seed, threads, has_numerals), is_json)
+    return run.demo(run.Options(depth, budget, policy, text, seed, threads, length), is_json)
 
 
 app.command()(text_commands.generate)

@@ -1,16 +1,17 @@
-"""The demo: a pass key hidden in a novel, read by a small model through a cache much smaller than the text.
+"""The demo: facts and a pass key hidden in a novel, read by a small model through caches much smaller than the text.
 
-The text is read first and the question comes only afterwards, so that nothing can be kept because
-it was asked for. Numerals of the text are read in words: this model knows numbers as pass keys only,
-and a handful of them in the text already passes for one.
+The text is read first and the question comes only afterwards, so that nothing can be kept because it was asked for.
 """
 
 import json
 import random
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
+from functools import partial
 from importlib import resources
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from rich.box import SIMPLE
@@ -20,28 +21,29 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.policy_spec import policy_of
+from windlass.cli.demo_facts import CHUNK, FactsRow, facts_in, facts_table, memories, read_and_ask_all
 from windlass.cli.loading import INTERRUPTED, loading
 from windlass.cli.terminal import Bar, note, say
 from windlass.core.files import read_text
 from windlass.core.units import in_units
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
-from windlass.evals.texts import ASKED, hide_pass_key, in_words, novel
+from windlass.evals.texts import ASKED, hide_pass_key, novel
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
 from windlass.policies import Policy, Recent
 
-MODEL = "passkey-3m"  # knows the sentences around a pass key from its training
+MODEL = "finder-3m"  # knows the sentences around a pass key from its training
 SHORT = 3000  # tokens of the last two rows: at 2000 the bare model still finds 7 keys of 12, at 3000 none
-CHUNK = 128
 ANSWER_TOKENS = 8
+Each = TypeVar("Each")
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user may play with; None draws the depth from the seed, or takes the novel.
+    """What the user may play with; None draws the depth from the seed, or takes the novel, or the usual length.
 
-    `has_numerals` leaves the numerals of the text as they are.
+    `length` counts the tokens of the text with facts.
     """
 
     depth: float | None = None
@@ -50,7 +52,7 @@ class Options:
     text: Path | None = None
     seed: int = 0
     threads: int | None = None
-    has_numerals: bool = False
+    length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -83,18 +85,18 @@ class Row:
 
 
 def demo(options: Options, is_json: bool) -> int:
-    """Run the four rows and print them side by side; returns the exit code.
+    """Run the rows of both tables and print them side by side; returns the exit code.
 
-    Raises: WindlassError for a text, policy or budget that cannot be used.
+    Raises: WindlassError for a text, policy, budget or length that cannot be used.
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
     policy = policy_of(options.policy)
+    caches = memories(policy, options.budget)
     text = novel() if options.text is None else read_text(options.text, f"text file {options.text}")
-    if not options.has_numerals:
-        text = in_words(text)
     with loading(), resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = load(str(folder), "float32")
+    facts = facts_in(tokenizer, text, options.text, options.length, options.seed)
     draw = random.Random(options.seed)
     key = "".join(draw.choice("0123456789") for _ in range(5))
     depth = draw.random() if options.depth is None else options.depth
@@ -102,28 +104,32 @@ def demo(options: Options, is_json: bool) -> int:
         options, policy, hide_pass_key(text, key, depth), hide_pass_key(beginning(tokenizer, text), key, depth)
     )
     # Wrong options must show before a minute of reading.
+    for memory in caches:
+        memory.cache(model)
     for setup in setups:
         _cache(model, setup)
+    source = "Three Men in a Boat" if options.text is None else options.text
+    facts_rows: list[FactsRow] = []
+    rows: list[Row] = []
     if not is_json:
-        source = "Three Men in a Boat" if options.text is None else options.text
-        note(f"The pass key {key} is hidden at {depth:.0%} of {source}; the model was trained on texts of 512 tokens.")
-        if not options.has_numerals:
-            note("Other numerals are read in words, because this model takes any number for a key; see --numerals.")
-    rows = []
-    code = 0
-    try:
-        for setup in setups:
-            rows.append(read_and_ask(model, tokenizer, setup, key))
-    except KeyboardInterrupt:
+        note(f"{facts.asked} numbers with names are hidden in {source} and asked for one by one, once it is read.")
+    is_whole = _run(facts_rows, (partial(read_and_ask_all, model, tokenizer, memory, facts) for memory in caches))
+    if not is_json and facts_rows:
+        Console().print(facts_table(facts_rows))
+    if is_whole:
+        if not is_json:
+            trained = model.config.max_position_embeddings
+            where = f"at {depth:.0%} of {source}"
+            note(f"The pass key {key} is hidden {where}; the model was trained on texts of {trained:,} tokens.")
+        is_whole = _run(rows, (partial(read_and_ask, model, tokenizer, setup, key) for setup in setups))
+    if not is_whole:
         note("interrupted; these rows are done")
-        code = INTERRUPTED
     if is_json:
-        say(
-            json.dumps({"key": key, "depth": depth, "seed": options.seed, "rows": [asdict(row) for row in rows]}) + "\n"
-        )
-    else:
+        found = {"key": key, "depth": depth, "seed": options.seed, "facts": [asdict(row) for row in facts_rows]}
+        say(json.dumps({**found, "rows": [asdict(row) for row in rows]}) + "\n")
+    elif rows:
         Console().print(table(rows))
-    return code
+    return 0 if is_whole else INTERRUPTED
 
 
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int = SHORT) -> str:
@@ -173,6 +179,16 @@ def trimmed(answer: str) -> str:
     words = " ".join(answer.split())
     clause = re.match(r"([^.,;:!?]+)[.,;:!?]", words)
     return clause[1] if clause else f"{words}\N{HORIZONTAL ELLIPSIS}"
+
+
+def _run(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
+    """Append what each run returns; False if one was interrupted, and then no more are begun."""
+    try:
+        for run in runs:
+            done.append(run())
+    except KeyboardInterrupt:
+        return False
+    return True
 
 
 def _setups(options: Options, policy: Policy, whole: str, short: str) -> list[Setup]:

@@ -53,7 +53,7 @@ class Header:
 
     @property
     def run_model(self) -> str:
-        """The model, and the type of its numbers where that was told: `"passkey-3m in float32"`."""
+        """The model, and the type of its numbers where that was told: `"finder-3m in float32"`."""
         return self.name if self.dtype is None else f"{self.name} in {self.dtype}"
 
     def difference(self, other: "Header") -> tuple[str, object, object] | None:
