@@ -1,6 +1,6 @@
 """A policy of your own: six lines, checked against the contract, then run.
 
-The command line takes it as `--policy examples/3_write_a_policy.py:LargeValues`.
+The command line takes it as `--policy examples/3_write_a_policy.py:LargeKeys`.
 """
 
 from dataclasses import dataclass
@@ -15,23 +15,23 @@ from windlass.testing import check_policy
 
 
 @dataclass(frozen=True)
-class LargeValues(windlass.Policy):
-    """Keeps the tokens with the largest values.
+class LargeKeys(windlass.Policy):
+    """Keeps the tokens with the largest keys.
 
     Source: this example.
     Differs: it has no source to differ from.
     """
 
     def score(self, slots: Slots) -> torch.Tensor:
-        return slots.values().float().norm(dim=-1)
+        return slots.keys().float().norm(dim=-1)
 
 
 def main() -> None:
     """Check the policy, then let it read."""
-    check_policy(LargeValues())
-    print("LargeValues keeps the contract")
+    check_policy(LargeKeys())
+    print("LargeKeys keeps the contract")
     model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "finder-3m", "float32")
-    cache = windlass.KVCache(model, budget=128, policy=LargeValues(), positions="compact", chunk=128)
+    cache = windlass.KVCache(model, budget=128, policy=LargeKeys(), positions="compact", chunk=128)
     prompt = hide_pass_key(novel()[30_000:34_000], key="48213", depth=0.5) + ASKED
     [result] = windlass.generate(model, tokenizer, [prompt], cache, max_tokens=8)
     print(f"read {result.prompt_tokens} tokens, kept 128; hidden: 48213, answered:{result.text}")

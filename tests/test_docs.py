@@ -25,7 +25,7 @@ DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples
 EXAMPLES = {  # what each example must have said
     "1_generate": ["The pass key is 48213", "256 of 288 slots"],
     "2_transformers_generate": ["second turn ->", "52 tokens seen"],
-    "3_write_a_policy": ["LargeValues keeps the contract", "answered: 48213"],
+    "3_write_a_policy": ["LargeKeys keeps the contract", "answered: 48213"],
     "4_compare_policies": [r"KeyDiff\(\) +3 of 3", r"Recent\(\) +0 of 3"],
     "5_edit_the_text": [r"splice .* ->  48213", "keys unchanged: True", r"drop .* ->  (?!48213)"],
 }
