@@ -42,8 +42,8 @@ def main() -> None:
     """Measure, print, and perhaps write."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--fact-texts", type=int, default=5, help="texts with 40 facts")
-    parser.add_argument("--fact-tokens", type=int, default=100_000, help="tokens of such a text")
-    parser.add_argument("--texts", type=int, default=20, help="texts with a pass key")
+    parser.add_argument("--fact-tokens", type=int, default=20_000, help="tokens of such a text")
+    parser.add_argument("--texts", type=int, default=10, help="texts with a pass key")
     parser.add_argument("--tokens", type=int, default=8000, help="tokens of such a text, about")
     parser.add_argument("--seed", type=int, default=0, help="chooses the texts, facts, keys and depths")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")

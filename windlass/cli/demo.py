@@ -34,7 +34,9 @@ from windlass.hf.load import load
 from windlass.policies import Policy, Recent
 
 MODEL = "finder-3m"  # knows the sentences around a pass key from its training
-SHORT = 6000  # tokens of the last two rows: at 3000, three trained windows, the bare model still has four digits of five
+SHORT = (
+    6000  # tokens of the last two rows: at 3000, three trained windows, the bare model still has four digits of five
+)
 ANSWER_TOKENS = 8
 Each = TypeVar("Each")
 
