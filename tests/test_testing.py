@@ -46,15 +46,15 @@ def state_replaced(_: Policy, slots: Slots, observation: Observation) -> None:
     slots.state["mass"] = observation.mass
 
 
-def keys_hidden(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> NewTokens:
+def keys_hidden(_: Policy, queries: torch.Tensor, keys: torch.Tensor, *__: object) -> NewTokens:
     return NewTokens(queries, keys.mul_(2))
 
 
-def state_given(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> NewTokens:
+def state_given(_: Policy, queries: torch.Tensor, keys: torch.Tensor, *__: object) -> NewTokens:
     return NewTokens(queries, keys, {"mass": keys[:, :1].sum(-1)})
 
 
-def a_head_left_out(_: Policy, queries: torch.Tensor, keys: torch.Tensor) -> NewTokens:
+def a_head_left_out(_: Policy, queries: torch.Tensor, keys: torch.Tensor, *__: object) -> NewTokens:
     return NewTokens(queries, keys[:, 1:])
 
 

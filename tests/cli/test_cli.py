@@ -128,15 +128,16 @@ def test_sampling_options_reach_the_sampler(run: Callable[..., Ran], in_library:
 
 def test_a_prompt_cache_goes_on_as_if_never_stopped(run: Callable[..., Ran], tmp_path: Path):
     file = tmp_path / "half.safetensors"
+    # The pieces part at the end of a token.
     limits = ("--budget", "8", "--chunk", "1", "--policy", "key_diff")
-    made = run("cache", MODEL, PROMPT[:50], *limits, "--dtype", "float32", "--prompt-cache", str(file), "--json")
+    made = run("cache", MODEL, PROMPT[:51], *limits, "--dtype", "float32", "--prompt-cache", str(file), "--json")
     assert made.code == 0
     numbers = json.loads(made.out)
     assert (numbers["path"], numbers["file_bytes"]) == (str(file), file.stat().st_size)
     assert numbers["tokens_seen"] == numbers["prompt_tokens"] > 8, "nothing was evicted: the test is too easy"
     before = file.read_bytes()
     whole = run(*generate(PROMPT, *limits))
-    rest = run(*generate(PROMPT[50:], "--prompt-cache", str(file), "--budget", "8"))
+    rest = run(*generate(PROMPT[51:], "--prompt-cache", str(file), "--budget", "8"))
     assert (rest.code, rest.out) == (0, whole.out)
     assert file.read_bytes() == before
 

@@ -19,7 +19,7 @@ from windlass.cli.app import app
 from windlass.hf.load import device_of
 from windlass.hf.names import DTYPES
 from windlass.merge.rules import MERGES
-from windlass.policies import NAMES, WRAPPERS
+from windlass.policies import FROM_FILES, NAMES, WRAPPERS
 from windlass.positions.modes import MODES
 from windlass.stores.spec import STORES
 
@@ -69,7 +69,7 @@ def test_the_module_is_the_program_and_is_light():
 
 
 def test_a_shell_completes_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert {*complete.policies("")} == {*NAMES, *WRAPPERS, "pairs"}
+    assert {*complete.policies("")} == {*NAMES, *WRAPPERS, *FROM_FILES}
     assert complete.policies("key") == ["key_norm", "key_diff"]
     assert tuple(MODES) == complete.MODES
     assert tuple(STORES) == complete.STORES

@@ -75,6 +75,7 @@ def test_the_hub_shows_its_downloads_where_its_user_wants_them(is_off: bool, mon
         raise windlass.UsageError("seen")
 
     monkeypatch.setattr(load_module, "_from_folder_or_hub", loaded)
+    logging.enable_progress_bar()  # the hub's, too
     (disable_progress_bars if is_off else enable_progress_bars)()
     try:
         with pytest.raises(windlass.UsageError, match="seen"):

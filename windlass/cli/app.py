@@ -97,9 +97,7 @@ def demo(
     budget: Annotated[
         int, Option("--budget", "--max-kv-size", help="Tokens that a small cache reads in a step.")
     ] = 256,
-    policy: Annotated[
-        str, Option("--policy", metavar="NAME", help="The policy of all rows but the last three.")
-    ] = "key_diff",
+    policy: Annotated[str, Option("--policy", metavar="NAME", help="Of all rows but the last three.")] = "key_diff",
     text: Annotated[
         Path | None, Option("--text", metavar="FILE", help="Another text; by default Three Men in a Boat.")
     ] = None,
