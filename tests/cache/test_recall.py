@@ -8,36 +8,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tests.helpers.caches import bytes_of_slots
 from tests.helpers.models import Models, Text, read
+from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
 from tests.helpers.shares import APART
 from windlass import KVCache, Shares, UsageError, prompt_cache
-from windlass.cache import recall
-from windlass.core.limits import PAGE
-from windlass.kernels.reference_recall import digest_of
 from windlass.policies import NAMES, Policy
 from windlass.policies.interfaces import Trained
 
 POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, Trained)]
-TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
-
-
-def recalling(model: PreTrainedModel, **options: Any) -> KVCache:
-    """A cache of 11 slots that recalls up to 96 tokens."""
-    usual: dict[str, Any] = {"budget": 11, "sinks": 2, "window": 3, "chunk": 13, "recall": 96, "recall_store": "plain"}
-    return KVCache(model, **usual | options)
-
-
-def both(model: PreTrainedModel, **options: Any) -> tuple[KVCache, KVCache]:
-    """A cache that recalls all, and a full one."""
-    shared = {name: options[name] for name in ("batch", "positions", "store") if name in options}
-    return recalling(model, **options), KVCache(model, **shared)
-
-
-def read_both(model: PreTrainedModel, caches: tuple[KVCache, KVCache], ids: Tensor, chunk: int) -> None:
-    torch.testing.assert_close(*(read(model, cache, ids, chunk) for cache in caches), **TOLERANCE)
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
@@ -108,58 +88,6 @@ def test_edits(attached_model: Models, text: Text, edit: str) -> None:
     read_both(model, caches, ids[:, 47:60], 13)
     read_both(model, caches, ids[:, 60:], 1)
     assert caches[0].next_positions == caches[1].next_positions
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_pages_with_the_best_digests_are_enough(
-    monkeypatch: pytest.MonkeyPatch, attached_model: Models, text: Text, family: str
-) -> None:
-    monkeypatch.setattr(
-        recall, "CANDIDATES", 12
-    )  # as many pages as are recalled: those of the text, of 128 that have room
-    model, ids = attached_model(family), text(67, 2)
-    caches = both(model, batch=2, policy="keydiff", positions="original")
-    read_both(model, caches, ids[:, :50], 13)
-    read_both(model, caches, ids[:, 50:], 1)
-    store = caches[0].layers[0].table.recall
-    assert store is not None
-    assert store.digested()[1] == 12
-
-
-@pytest.mark.parametrize("store", ["plain", "int8", "int4"])
-def test_digests_are_the_means_of_what_is_held(attached_model: Models, text: Text, tmp_path: Path, store: str) -> None:
-    model, ids = attached_model("llama"), text(9300, 2)
-    cache = recalling(model, batch=2, recall=24, recall_store=store, positions="clamp(50)")
-    mask = torch.ones(2, 37, dtype=torch.bool)
-    mask[0, :13] = False
-    with torch.no_grad():
-        model(ids[:, :37], attention_mask=mask, past_key_values=cache)
-    assert_digested(cache)
-    read(model, cache, ids[:, 37:43], 1)
-    assert_digested(cache)
-    cache.rollback(3)
-    read(model, cache, ids[:, 50:60], 1)
-    assert_digested(cache)
-    cache.select_rows(torch.tensor([1, 0]))
-    cache.copy(1, 0)
-    cache.splice(copy.deepcopy(cache), 0, 1)
-    read(model, cache, ids[:, 60:9300], 700)  # another segment of digests
-    assert_digested(cache)
-    prompt_cache.save(cache, tmp_path / "text.cache", model)
-    assert_digested(prompt_cache.load(tmp_path / "text.cache", model))
-
-
-def assert_digested(cache: KVCache) -> None:
-    """Each page's digest is as the store holds the mean of its keys."""
-    for layer in cache.layers:
-        held = layer.table.recall
-        assert held is not None
-        keys = held.codec.decode_keys(held.memory.filled(max(held.lengths)))
-        digests = held.digests.filled(-(-max(held.lengths) // PAGE))
-        for row, length in enumerate(held.lengths):
-            means = digest_of(keys[row : row + 1, :, :length])
-            for name, part in held.codec.parts_of(means, means[..., :0]).items():
-                assert digests[name][row : row + 1, :, : means.shape[2]].equal(part)
 
 
 def test_rollback_of_a_prompt_and_of_evictions(attached_model: Models, text: Text) -> None:

@@ -27,13 +27,13 @@ class Draw:
     """The same random slots and store each time."""
 
     def __init__(
-        self, store: str, dtype: torch.dtype, score_heads: int, has_means: bool, has_digests: bool = False
+        self, store: str, dtype: torch.dtype, score_heads: int, has_means: bool, candidates: int | None = None
     ) -> None:
         self.draw = torch.Generator().manual_seed(score_heads)
         self.dtype, self.store = dtype, store
         means = self.normal(KV_HEADS, HEAD_DIM) if has_means else None
         pieces = tuple(self.piece(size, means) for size in PIECES)
-        digests = tuple(self.piece(size, means).keys for size in DIGESTS) if has_digests else ()
+        digests = tuple(self.piece(size, means).keys for size in DIGESTS) if candidates is not None else ()
         remembered = torch.arange(sum(PIECES), dtype=torch.int32).expand(BATCH, -1).clone()
         for row, length in enumerate(LENGTHS):
             remembered[row, length:] = EMPTY
@@ -55,7 +55,7 @@ class Draw:
             0.3,
             Visibility(),
             retention=Retention(Ranking("sum", "state"), HELD, 1, 2) if score_heads > 1 else None,
-            recall=RecallSlots(pieces, remembered, PAGES, turn, 1, digests, 11 if has_digests else 0),
+            recall=RecallSlots(pieces, remembered, PAGES, turn, 1, digests, candidates or 0),
         )
 
     def normal(self, *shape: int) -> Tensor:
@@ -97,7 +97,7 @@ class Draw:
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize(("score_heads", "has_means"), [(1, True), (KV_HEADS, False)])
 @pytest.mark.parametrize("is_recalling", [True, False])
-@pytest.mark.parametrize("has_digests", [True, False])
+@pytest.mark.parametrize("candidates", [11, 0, None])
 def test_a_step_equals_the_reference(
     monkeypatch: pytest.MonkeyPatch,
     instruction_set: str,
@@ -106,10 +106,10 @@ def test_a_step_equals_the_reference(
     score_heads: int,
     has_means: bool,
     is_recalling: bool,
-    has_digests: bool,
+    candidates: int | None,
 ) -> None:
     monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
-    ours, truth = (Draw(store, dtype, score_heads, has_means, has_digests) for _ in range(2))
+    ours, truth = (Draw(store, dtype, score_heads, has_means, candidates) for _ in range(2))
     before = [tensor.clone() for tensor in truth.store_tensors()]
     new, same = ours.new(is_recalling), truth.new(is_recalling)
     done, wanted = Decode(ours.fixed, new.queries)(new), reference_decode.decode(truth.fixed, same)

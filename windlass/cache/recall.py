@@ -102,8 +102,9 @@ class RecallStore:
         (batch, score_heads, slots) are the indices of the tokens in slots, negative in the others.
         """
         keys = tuple(piece.keys for piece in self.pieces())
-        is_prompt = queries.shape[2] > 1
-        digests = self.digested() if is_prompt else ((), 0)
+        # A digest hides the one token of its page that a single query may seek; see the log.
+        is_few = queries.shape[2] == 1 or self.memory.capacity // PAGE <= CANDIDATES
+        digests = ((), 0) if is_few else (self.digested(), CANDIDATES)
         asked = PageInput(queries, is_query, keys, self.positions, kept, self.page_count, *digests)
         best = kernels.best_pages(asked)
         index = tokens_of(best.pages)
@@ -223,10 +224,8 @@ class RecallStore:
             self._scanned = segments, tuple(found)
         return self._scanned[1]
 
-    def digested(self) -> tuple[tuple[TiledKeys, ...], int]:
-        """The digests of all pages, and how many pages are looked at beyond them; none where that is all pages."""
-        if self.memory.capacity // PAGE <= CANDIDATES:
-            return (), 0
+    def digested(self) -> tuple[TiledKeys, ...]:
+        """The digests of all pages, the same ones as long as their memory is."""
         segments, no_keys = self.digests.segments, self.digests.no_keys
         if self._digested[0] is not segments:
             (keys,), found = no_keys, []
@@ -234,7 +233,7 @@ class RecallStore:
                 held = self.codec.over(segment.parts | no_keys)
                 found.append(TiledKeys(segment.parts[keys], held.packed_keys()))
             self._digested = segments, tuple(found)
-        return self._digested[1], CANDIDATES
+        return self._digested[1]
 
     def _grow(self, tokens: int, sample: Parts) -> None:
         self.memory.grow(tokens, sample)

@@ -106,8 +106,8 @@ class RecallSlots:
 
     `positions` are negative where a token is no part of the text. `count` pages are read at most. `turn` (cos, sin) is
     what queries are rotated by before they are multiplied with keys; None: not at all. `state`: which of the slots'
-    tensors has the number of each slot's token. `digests`, `candidates`: see `PageInput`; that of a page that gets a
-    new token is written anew, as the mean of its keys.
+    tensors has the number of each slot's token. Of a page that gets a new token the digest is written anew, as the mean
+    of its keys; pages are chosen by digests where `candidates` is not 0.
     """
 
     pieces: tuple[RecallPiece, ...]

@@ -114,7 +114,8 @@ def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Sc
     pieces = tuple(piece.keys for piece in store.pieces)
     is_query = torch.ones_like(new.positions, dtype=torch.bool)
     text = store.positions, kept.where(places >= 0, -1.0), store.count
-    pages = PageInput(queries, is_query, pieces, *text, store.digests, store.candidates)
+    digests = store.digests if store.candidates else ()
+    pages = PageInput(queries, is_query, pieces, *text, digests, store.candidates)
     best = best_pages(pages)
     index = tokens_of(best.pages)
     free = reference.first_free(places, index.shape[-1]).expand(-1, kv_heads, -1)

@@ -202,7 +202,8 @@ inline BestPages pages_call(const RecallStep &step, const Recall &store) {
     call.channels = store.channels, call.words = store.words, call.kept = step.slots, call.count = store.count;
     call.format = store.format;
     for (const auto &piece : store.pieces) call.pieces.push_back({piece.keys, piece.key_scales, piece.tiles});
-    call.positions = store.positions, call.digests = store.digests, call.candidates = store.candidates;
+    call.positions = store.positions;
+    if (store.candidates > 0) call.digests = store.digests, call.candidates = store.candidates;
     return call;
 }
 

@@ -1,0 +1,29 @@
+"""A cache that recalls all that it has evicted, beside a full one."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tests.helpers.models import read
+from windlass import KVCache
+
+TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
+
+
+def recalling(model: PreTrainedModel, **options: Any) -> KVCache:
+    """A cache of 11 slots that recalls up to 96 tokens."""
+    usual: dict[str, Any] = {"budget": 11, "sinks": 2, "window": 3, "chunk": 13, "recall": 96, "recall_store": "plain"}
+    return KVCache(model, **usual | options)
+
+
+def both(model: PreTrainedModel, **options: Any) -> tuple[KVCache, KVCache]:
+    """A cache that recalls all, and a full one."""
+    shared = {name: options[name] for name in ("batch", "positions", "store") if name in options}
+    return recalling(model, **options), KVCache(model, **shared)
+
+
+def read_both(model: PreTrainedModel, caches: tuple[KVCache, KVCache], ids: Tensor, chunk: int) -> None:
+    """Read into both, and compare what they say."""
+    torch.testing.assert_close(*(read(model, cache, ids, chunk) for cache in caches), **TOLERANCE)
