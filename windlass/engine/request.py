@@ -1,0 +1,160 @@
+"""What is asked of the scheduler, and what comes back of it, event by event."""
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from threading import Condition
+from time import monotonic
+
+from torch import Tensor
+
+from windlass.cache.options import CacheOptions
+from windlass.engine.result import FinishReason
+from windlass.engine.sampling import Sampling
+from windlass.engine.stop import Stops
+
+
+class Grammar(ABC):
+    """What a text may go on with, token by token. One object serves one text."""
+
+    @abstractmethod
+    def allowed(self) -> Tensor:
+        """(vocabulary,) bool: the tokens that may come next."""
+
+    @abstractmethod
+    def accept(self, token: int) -> None:
+        """Note that `token` came."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One text to be written after the token ids of `prompt`, in a row of a cache with these `options`.
+
+    `presence_penalty` and `frequency_penalty` are taken from the logits of tokens that the text has written, once and
+    as often as it has; `logit_bias` is added to those of a token id. Log probabilities, of the token and the
+    `top_logprobs` likeliest, come with each token unless that is None; they are those of the logits after all this,
+    before the temperature. `tenant`: only requests of the same one share what the engine has read before.
+    `seconds`: the request fails once it took longer, None: never.
+    """
+
+    prompt: tuple[int, ...]
+    options: CacheOptions
+    max_tokens: int
+    stops: Stops
+    sampling: Sampling = field(default_factory=Sampling)
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    top_logprobs: int | None = None
+    grammar: Grammar | None = None
+    tenant: str = ""
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a request took. `seen`: tokens of prompt and text that the cache has read; `kept`, the most that a layer
+    holds of them, `evicted`, the others, and `recalled`, those that each step may read of these. `cached`: tokens of
+    the prompt that were not read again. `bytes` are those of its row."""
+
+    prompt: int
+    written: int
+    cached: int
+    seen: int
+    kept: int
+    evicted: int
+    recalled: int
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`done` of the prompt's `total` tokens are read."""
+
+    done: int
+    total: int
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """The log probability of a token."""
+
+    token: int
+    value: float
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One more token, and the text that it gives out: empty where it is part of a character or may become a stop.
+
+    `logprobs`: its own first, then the likeliest, if they were asked for.
+    """
+
+    token: int
+    text: str
+    logprobs: tuple[Logprob, ...] = ()
+
+
+@dataclass(frozen=True)
+class Finished:
+    """The text has ended."""
+
+    reason: FinishReason
+    usage: Usage
+
+
+@dataclass(frozen=True)
+class Failed:
+    """The text will not go on. `is_ours`: by an error of the engine, not by what was asked for."""
+
+    message: str
+    is_ours: bool
+
+
+Event = Progress | Piece | Finished | Failed
+
+
+class Ticket:
+    """A request that was taken, and its events. `notify` is called by the engine's thread after each; it must not wait.
+
+    Any thread may take the events.
+    """
+
+    def __init__(self, number: int, request: Request, notify: Callable[[], None] | None = None) -> None:
+        self.number, self.request = number, request
+        self._notify, self._events = notify, deque[tuple[float, Event]]()
+        self._changed = Condition()
+        self._is_over = False
+
+    def put(self, event: Event) -> None:
+        """Give out an event; after the last one, nothing."""
+        with self._changed:
+            if self._is_over:
+                return
+            if isinstance(event, Progress) and self._events and isinstance(self._events[-1][1], Progress):
+                self._events.pop()
+            self._events.append((monotonic(), event))
+            self._is_over = isinstance(event, Finished | Failed)
+            self._changed.notify_all()
+        if self._notify is not None:
+            self._notify()
+
+    def take(self, timeout: float | None = 0.0) -> list[Event]:
+        """All events since the last call; waits up to `timeout` seconds for one, None: for ever."""
+        with self._changed:
+            self._changed.wait_for(lambda: bool(self._events), timeout)
+            events = [event for _, event in self._events]
+            self._events.clear()
+            return events
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the last event was given out."""
+        return self._is_over
+
+    @property
+    def waiting(self) -> tuple[int, float]:
+        """How many events nobody has taken, and for how many seconds the oldest of them."""
+        with self._changed:
+            return len(self._events), monotonic() - self._events[0][0] if self._events else 0.0

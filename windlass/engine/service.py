@@ -1,0 +1,37 @@
+"""What a server asks of an engine that writes many texts at once."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from windlass.cache.options import CacheOptions
+from windlass.engine.request import Request, Ticket
+from windlass.engine.status import EngineLimits, EngineStatus
+
+
+class Service(ABC):
+    """Takes requests from any thread, and answers each through its ticket."""
+
+    limits: EngineLimits
+
+    options: CacheOptions
+    """Of the rows that most requests are meant for: what a request has that asks for nothing else."""
+
+    @abstractmethod
+    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
+        """Take a request. Its events come to the ticket, `notify` is called after each, by the engine's thread.
+
+        Raises: UsageError for a prompt or options that cannot be served, saying what can; QueueFullError;
+        EngineDeadError.
+        """
+
+    @abstractmethod
+    def cancel(self, ticket: Ticket) -> None:
+        """Let a request end between two steps, whatever its phase; no event comes after this. May be repeated."""
+
+    @abstractmethod
+    def status(self) -> EngineStatus:
+        """What the engine is between two steps, as of the latest one."""
+
+    @abstractmethod
+    def stop(self, seconds: float = 0.0) -> None:
+        """Take nothing more, end what is not done after so many seconds, and let the thread end. May be repeated."""
