@@ -26,25 +26,6 @@ from typing import Any
 from serving import memory
 
 WORDS = ("the", "cat", "sat", "on", "a", "mat", "and", "saw", "another", "dog", "run", "over", "that", "old", "house")
-    "the",
-    "cat",
-    "sat",
-    "on",
-    "a",
-    "mat",
-    "and",
-    "saw",
-    "another",
-    "dog",
-    "run",
-    "over",
-    "that",
-    "old",
-    "house",
-    "near",
-    "our",
-    "river",
-]
 POLICIES = ("key_diff", "recent", "h2o", "tova", "snapkv", "lag_kv", "random", "key_norm")
 KINDS = {
     "good": 50,
