@@ -25,6 +25,7 @@ from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, replace_batch
 from windlass.engine.service import Service
+from windlass.engine.sizes import Sizes
 from windlass.engine.snapshots import Snapshots
 from windlass.engine.status import EngineDeadError, EngineLimits, EngineStatus
 from windlass.engine.task import Task
@@ -67,6 +68,7 @@ class Scheduler(Service):
         self._number, self._errors_in_a_row = 0, 0
         self._stops_at: float | None = None
         self._is_dead = False
+        self._sizes, self._limit = Sizes(), self.bytes_limit
         self._status = self._told()
         self._threads = torch.get_num_threads()  # each thread has a number of its own
         self._thread = Thread(target=self._run, name="windlass-engine", daemon=True)
@@ -273,12 +275,14 @@ class Scheduler(Service):
     def _told(self) -> EngineStatus:
         caches = [lane.cache for lane in self._lanes]
         caches += [task.cache for task in self._tasks if task.reader is not None or task.lane.is_alone]
-        held = sum(cache.bytes_held + cache.recall_bytes for cache in caches) + self._snapshots.bytes
+        sizes = self._sizes.of(caches)
+        of_cache = {id(cache): size // cache.batch_size for cache, size in zip(caches, sizes, strict=True)}
         free = sum(len(lane.free) for lane in self._lanes)
         rows = sum(lane.options.batch for lane in self._lanes)
-        told = tuple(task.status() for task in self._tasks)
+        told = tuple(task.status(of_cache[id(task.cache)]) for task in self._tasks)
         queue = len(self._waiting.tickets), self._waiting.tokens
-        return EngineStatus(not self._is_dead, told, free, rows, *queue, held, self.bytes_limit, *self._totals.all)
+        held = sum(sizes) + self._snapshots.bytes
+        return EngineStatus(not self._is_dead, told, free, rows, *queue, held, self._limit, *self._totals.all)
 
 
 def _check_kinds(kinds: Sequence[CacheOptions]) -> None:

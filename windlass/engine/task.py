@@ -33,14 +33,15 @@ class Task:
         self.cached = self.reader.cached
         self.writer = Writer(ticket.request, tokenizer, lane.cache.device)
         self.is_over = False
-        self._seen = self.cached
+        self.seen = self.cached
+        """Tokens that were read and written so far."""
 
     def read(self) -> None:
         """Read one more chunk of the prompt; after the last one, choose the first token."""
         reader = self.reader
         assert reader is not None, "a prompt that was read before"
         reader.read()
-        self._seen = reader.done
+        self.seen = reader.done
         self.ticket.put(Progress(reader.done, len(self.ticket.request.prompt)))
         if reader.logits is not None:
             self.lane.put(self.row, reader.cache)
@@ -50,7 +51,7 @@ class Task:
     def take(self, logits: torch.Tensor) -> None:
         """Choose the next token out of its (vocabulary,) logits; a text that ends with it tells what it took."""
         self.ticket.put(self.writer.choose(logits))
-        self._seen += self.writer.written > 1  # the token before this one was fed
+        self.seen += self.writer.written > 1  # the token before this one was fed
         if self.writer.reason != "interrupted":
             self.is_over = True
             self.ticket.put(Finished(self.writer.reason, self.usage()))
@@ -70,16 +71,19 @@ class Task:
         cache, row = self.cache, self.row if self.reader is None else 0
         held = [layer.positions[row] for layer in cache.layers if not layer.is_empty]
         kept = max((int((positions >= 0).sum(-1).max()) for positions in held), default=0)
-        evicted = max(self._seen - kept, 0)
+        evicted = max(self.seen - kept, 0)
         recalled = min(cache.options.recall, evicted)
         prompt = len(self.ticket.request.prompt)
         size = cache.bytes_held // cache.batch_size + cache.recall_bytes
-        return Usage(prompt, self.writer.written, self.cached, self._seen, kept, evicted, recalled, size)
+        return Usage(prompt, self.writer.written, self.cached, self.seen, kept, evicted, recalled, size)
 
-    def status(self) -> RowStatus:
-        """What a status says of it, without asking the device: `kept` at most the budget."""
-        budget = self.lane.options.budget
-        kept = self._seen if budget is None else min(self._seen, budget)
-        size = self.cache.bytes_held // self.cache.batch_size
+    def status(self, size: int) -> RowStatus:
+        """What a status says of a row of so many bytes, without asking the device."""
         phase: Phase = "writing" if self.reader is None else "reading"
-        return RowStatus(self.ticket.number, phase, repr(self.lane.options.policy), self._seen, kept, size)
+        return RowStatus(self.ticket.number, phase, repr(self.lane.options.policy), self.seen, self.kept, size)
+
+    @property
+    def kept(self) -> int:
+        """The most that a layer holds of `seen`: what the budget allows."""
+        budget = self.lane.options.budget
+        return self.seen if budget is None else min(self.seen, budget)

@@ -19,10 +19,9 @@ class Totals:
 
     def count(self, task: Task) -> None:
         """Add a request that is over."""
-        seen, kept = task.status().seen, task.status().kept
-        self.prompt += min(seen, len(task.ticket.request.prompt))
+        self.prompt += min(task.seen, len(task.ticket.request.prompt))
         self.written += task.writer.written
-        self.evicted += seen - kept
+        self.evicted += task.seen - task.kept
 
     @property
     def all(self) -> tuple[int, int, int, int, int, int, int]:
