@@ -211,7 +211,7 @@ class _Run:
         check_reading(model, cache, progress)
         most = check_writing(tokenizer, prompts, sampling, max_tokens)
         self._model, self._cache, self._progress = model, cache, progress
-        stops = stops_of(stop, tokenizer, _end_of_text(model), vocabulary_of(model))
+        stops = stops_of(stop, tokenizer, end_of_text(model), vocabulary_of(model))
         self._prompts = [
             encode(tokenizer, prompt, at == 0)
             for prompt, at in zip(prompts, _padded(cache.tokens_seen, prompts), strict=True)
@@ -269,7 +269,7 @@ def _feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], colum
     return forward(model, ids, mask, cache, columns, how=how)
 
 
-def _end_of_text(model: PreTrainedModel) -> list[int]:
+def end_of_text(model: PreTrainedModel) -> list[int]:
     config = model.generation_config
     ends = None if config is None else config.eos_token_id
     return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
