@@ -108,7 +108,7 @@ class ScriptedService(Service):
         """Let all scripts go on."""
         self._released.set()
 
-    def is_idle(self, seconds: float = 2.0) -> bool:
+    def is_idle(self, seconds: float = 10.0) -> bool:
         """Whether no request is under way, now or soon."""
         return soon(lambda: not self._under_way, seconds)
 
@@ -125,7 +125,7 @@ class ScriptedService(Service):
             self._under_way.pop(ticket.number, None)
 
 
-def soon(holds: Callable[[], bool], seconds: float = 2.0) -> bool:
+def soon(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
     """Whether it holds, now or within so many seconds."""
     until = monotonic() + seconds
     while not holds():
@@ -224,6 +224,15 @@ class RawClient:
         else:
             body = self._exactly(int(headers.get("content-length", 0)))
         return Answer(status, headers, body)
+
+    def answer_rest(self) -> bytes:
+        """All bytes to the end of a chunked answer."""
+        rest = self._got
+        while not rest.endswith(b"\r\n0\r\n\r\n"):
+            came = self.socket.recv(1 << 20)
+            assert came, "closed before the end"
+            rest += came
+        return rest
 
     def close(self, is_reset: bool = False) -> None:
         """Leave by FIN, or by RST."""

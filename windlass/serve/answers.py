@@ -91,14 +91,14 @@ class Answering:
 
     async def _events(self) -> AsyncIterator[list[tuple[int, Event]]]:
         async for found in self._tickets.events(self._ping_seconds):
-            for _, each in found:
-                if isinstance(each, Failed):
-                    raise of_failure(each)
             if any(isinstance(each, Piece) for _, each in found):
                 now = monotonic()
                 self._metrics.wrote(now - (self._latest or self._started), not self._latest)
                 self._latest = now
-            yield found
+            yield [(at, each) for at, each in found if not isinstance(each, Failed)]
+            for _, each in found:
+                if isinstance(each, Failed):
+                    raise of_failure(each)
 
 
 def _by_text(found: list[tuple[int, Event]]) -> list[tuple[int, list[Piece], Finished | None]]:

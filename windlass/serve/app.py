@@ -1,12 +1,8 @@
 """The application: routes, and what stands before them."""
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
-from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.serve.errors import ApiError
@@ -16,47 +12,39 @@ from windlass.serve.server import Server
 Answer = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
 
-class Endpoint:
-    """One route, as ASGI."""
+class Routes:
+    """Each path with its one method. Errors are for whoever stands before it: Starlette's own application would answer
+    some of them in its own way."""
 
-    def __init__(self, answer: Answer) -> None:
-        self._answer = answer
+    def __init__(self, got: Mapping[str, Answer], posted: Mapping[str, Answer]) -> None:
+        self._answers = {path: ("GET", answer) for path, answer in got.items()}
+        self._answers |= {path: ("POST", answer) for path, answer in posted.items()}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = await self._answer(HttpRequest(scope, receive))
-        await answer(scope, receive, send)
+        path = scope["path"]
+        if scope["type"] != "http" or path not in self._answers:
+            raise ApiError(404, f"there is no such route; there are {', '.join(self._answers)}", None, "unknown_route")
+        method, answer = self._answers[path]
+        if scope["method"] != method:
+            raise ApiError(405, f"{path} takes {method} only", None, "wrong_method")
+        await (await answer(HttpRequest(scope, receive)))(scope, receive, send)
 
 
 def make_app(server: Server) -> ASGIApp:
     """The whole application; an exception of any kind ends in `Watch`."""
+    got: dict[str, Answer] = {
+        "/v1/models": server.models,
+        "/v1/cache": server.cache,
+        "/health": server.health,
+        "/ready": server.ready,
+        "/metrics": server.show_metrics,
+    }
     posted: dict[str, Answer] = {
         "/v1/chat/completions": server.chat,
         "/v1/completions": server.complete,
         "/tokenize": server.tokenize,
         "/detokenize": server.detokenize,
     }
-    got: dict[str, Answer] = {
-        "/v1/models": server.models,
-        "/health": server.health,
-        "/ready": server.ready,
-        "/metrics": server.show_metrics,
-        "/v1/cache": server.cache,
-    }
-    routes = [Route(path, Endpoint(answer), methods=["POST"]) for path, answer in posted.items()]
-    routes += [Route(path, Endpoint(answer), methods=["GET"]) for path, answer in got.items()]
-    app = Starlette(routes=routes, exception_handlers={HTTPException: _unknown, ApiError: _refused})
-    app.router.redirect_slashes = False
     settings = server.settings
-    limited = BodyLimit(app, settings.request.body_bytes)
-    return Watch(Guard(limited, settings.keys, settings.hosts), server.metrics, [*posted, *got])
-
-
-async def _unknown(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001  # what Starlette gives
-    status = error.status_code if isinstance(error, HTTPException) else 404
-    what = "this route takes another method" if status == 405 else "there is no such route"
-    return ApiError(status, f"{what}; docs/serve.md lists them", None, "unknown_route").answer()
-
-
-async def _refused(request: HttpRequest, error: Exception) -> Response:  # noqa: ARG001
-    assert isinstance(error, ApiError)
-    return error.answer()
+    limited = BodyLimit(Routes(got, posted), settings.request.body_bytes)
+    return Watch(Guard(limited, settings.keys, settings.hosts), server.metrics, [*got, *posted])

@@ -49,8 +49,9 @@ def options_of(given: Given, default: CacheOptions) -> CacheOptions:
     try:
         return CacheOptions(**(vars(default) | own))
     except UsageError as error:
-        blamed = next((name for name in own if name in str(error)), None)
-        raise of_usage(error, blamed) from error
+        blamed = next((name for name in own if name in str(error)), "positions" if "positions" in own else None)
+        message = str(error) if blamed is None or blamed in str(error) else f"{blamed}={own[blamed]!r}: {error}"
+        raise ApiError(400, message, blamed, "invalid_value") from error
 
 
 def max_tokens_of(given: Given, most: int, default: int) -> int:
