@@ -21,6 +21,8 @@ PARTS = {
     ("core/step.py", "Limits"),  # those that a layer is told
     ("cache/contract.py", "LIMITS"),
     ("cli/eval_options.py", "EvalLists"),  # those that an evaluation may vary, as lists
+    ("serve/schema.py", "OWN"),  # those that a request may give
+    ("serve/settings.py", "CacheChoices"),
     ("evals/grid.py", "PARSERS"),  # of each that a list may vary
     ("evals/case.py", "Case"),  # labels of a row, as a file of results holds them
     ("hf/prompt_cache_document.py", "parsed"),  # the type and range of each limit, as a prompt-cache file holds them

@@ -38,7 +38,7 @@ def opening(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> 
 
     Raises: UsageError for a tokenizer without a template, or with one that fails.
     """
-    return _without_start(tokenizer, _rendered(tokenizer, messages))
+    return without_start(tokenizer, _rendered(tokenizer, messages))
 
 
 def following(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], ended_with: str = "") -> str:
@@ -61,7 +61,7 @@ def following(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], e
 def begun(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> str:
     """The text to feed to an empty cache for a message of the user that begins with `text` and is not at its end."""
     before = _rendered(tokenizer, [*of_system(system), message("user", TEXT)]).partition(TEXT)[0]
-    return _without_start(tokenizer, before) + text
+    return without_start(tokenizer, before) + text
 
 
 def rest(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
@@ -109,7 +109,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
         ) from error
 
 
-def _without_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
+def without_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
     """Without the first special token, where the tokenizer adds it by itself."""
     start = tokenizer.bos_token
     if start and tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id]:

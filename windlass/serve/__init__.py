@@ -1,0 +1,1 @@
+"""HTTP for many clients at once, as OpenAI's API has it. Needs the extra `serve`; nothing else imports this room."""

@@ -1,0 +1,143 @@
+"""Answers that take their time: written whole or as a stream, and given up once the client has gone."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from time import monotonic
+from typing import Any, TypeVar
+
+from starlette.types import Receive, Scope, Send
+
+from windlass.engine.request import Event, Failed, Finished, Piece, Progress
+from windlass.serve.errors import ApiError, of_failure
+from windlass.serve.forms import Form, Written
+from windlass.serve.metrics import Metrics
+from windlass.serve.tickets import Tickets
+from windlass.serve.wire import DONE, comment, event
+
+Outcome = TypeVar("Outcome")
+HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+
+
+class ClientGone(Exception):
+    """Nobody waits for the answer any more."""
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> Outcome:
+    """What `work` gives; it is cancelled once the client has closed its connection. The body must have been read.
+
+    Raises: ClientGone then.
+    """
+    task, gone = asyncio.create_task(work), asyncio.create_task(_disconnected(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ClientGone
+    finally:
+        task.cancel()
+        gone.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+async def _disconnected(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+class Answering:
+    """The texts of one HTTP request as they come, in the documents of its route."""
+
+    def __init__(
+        self, tickets: Tickets, form: Form, texts: Sequence[Written], metrics: Metrics, ping_seconds: float
+    ) -> None:
+        self._tickets, self._form, self._texts = tickets, form, texts
+        self._metrics, self._ping_seconds = metrics, ping_seconds
+        self._started, self._latest = monotonic(), 0.0
+
+    async def whole(self) -> dict[str, Any]:
+        """The whole answer. Raises: ApiError where a text fails."""
+        async for found in self._events():
+            for at, pieces, last in _by_text(found):
+                self._texts[at].add(pieces)
+                if last is not None:
+                    self._texts[at].end(last)
+        return self._form.answer(self._texts)
+
+    async def chunks(self) -> AsyncIterator[bytes]:
+        """The events of a stream; one that fails has an error for its last."""
+        openings = [self._form.opening(at) for at in range(len(self._texts))]
+        yield b"".join(event(each) for each in openings if each is not None)
+        try:
+            async for found in self._events():
+                yield self._part(found) or comment("waiting")
+        except ApiError as error:
+            yield event(error.document())
+            return
+        usage = event(self._form.usage(self._texts)) if self._form.head.has_usage else b""
+        yield usage + DONE
+
+    def _part(self, found: list[tuple[int, Event]]) -> bytes:
+        lines = [comment(f"read {each.done} of {each.total}") for _, each in found if isinstance(each, Progress)]
+        for at, pieces, last in _by_text(found):
+            written = self._texts[at]
+            offset, text = len(written.text), written.add(pieces)
+            if last is not None:
+                text += written.end(last)
+            if text or (pieces and self._form.head.top_logprobs is not None):
+                lines.append(event(self._form.delta(at, text, pieces, offset)))
+            if last is not None:
+                lines += map(event, self._form.closing(at, written))
+        return b"".join(lines)
+
+    async def _events(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        async for found in self._tickets.events(self._ping_seconds):
+            if any(isinstance(each, Piece) for _, each in found):
+                now = monotonic()
+                self._metrics.wrote(now - (self._latest or self._started), not self._latest)
+                self._latest = now
+            yield [(at, each) for at, each in found if not isinstance(each, Failed)]
+            for _, each in found:
+                if isinstance(each, Failed):
+                    raise of_failure(each)
+
+
+def _by_text(found: list[tuple[int, Event]]) -> list[tuple[int, list[Piece], Finished | None]]:
+    """The pieces of each text, and its end if it came."""
+    numbers = sorted({at for at, each in found if isinstance(each, Piece | Finished)})
+    return [
+        (
+            number,
+            [each for at, each in found if at == number and isinstance(each, Piece)],
+            next((each for at, each in found if at == number and isinstance(each, Finished)), None),
+        )
+        for number in numbers
+    ]
+
+
+class EventStream:
+    """A streamed answer. `close` is called at its end, whatever that is.
+
+    A client that takes nothing for `send_seconds` is given up.
+    """
+
+    def __init__(self, chunks: AsyncIterator[bytes], send_seconds: float, close: Callable[[], None]) -> None:
+        self._chunks, self._send_seconds, self._close = chunks, send_seconds, close
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await unless_gone(receive, self._sent(send))
+        finally:
+            self._close()
+
+    async def _sent(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        async for chunk in self._chunks:
+            if chunk:
+                await self._within(send({"type": "http.response.body", "body": chunk, "more_body": True}))
+        await self._within(send({"type": "http.response.body", "body": b"", "more_body": False}))
+
+    async def _within(self, sending: Any) -> None:
+        try:
+            await asyncio.wait_for(sending, self._send_seconds)
+        except (TimeoutError, OSError):
+            raise ClientGone from None

@@ -1,0 +1,144 @@
+"""From the fields of a request to what the engine is asked for."""
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from windlass.cache.options import CacheOptions
+from windlass.core.errors import UsageError
+from windlass.core.spec import AUTO
+from windlass.engine.request import Grammar, Request
+from windlass.engine.sampling import Sampling
+from windlass.engine.service import Service
+from windlass.serve.errors import ApiError, BadField, of_usage
+from windlass.serve.schema import OWN
+from windlass.serve.words import Words
+
+SEEDS: Final = 2**62
+LEGACY_MAX_TOKENS: Final = 16  # what OpenAI writes after a prompt where nothing else is said
+Given = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """One HTTP request: as many `requests` as there are texts, those of one prompt side by side, `choices` of each."""
+
+    requests: tuple[Request, ...]
+    choices: int
+    is_streamed: bool
+    has_usage: bool
+    top_logprobs: int | None
+
+    @property
+    def options(self) -> CacheOptions:
+        """Those of every text's row."""
+        return self.requests[0].options
+
+
+def options_of(given: Given, default: CacheOptions) -> CacheOptions:
+    """The options of the cache that a request asks for; `default` itself where it asks for none.
+
+    Raises: ApiError for values that do not go together, saying which.
+    """
+    own = {name: given[name] for name in OWN if given.get(name) is not None}
+    if not own:
+        return default
+    if "budget" in own and "policy" not in own and default.budget is None:
+        own["policy"] = AUTO  # without a budget nothing is evicted, and no policy was chosen
+    try:
+        return CacheOptions(**(vars(default) | own))
+    except UsageError as error:
+        blamed = next((name for name in own if name in str(error)), "positions" if "positions" in own else None)
+        message = str(error) if blamed is None or blamed in str(error) else f"{blamed}={own[blamed]!r}: {error}"
+        raise ApiError(400, message, blamed, "invalid_value") from error
+
+
+def max_tokens_of(given: Given, most: int, default: int) -> int:
+    """Raises: BadField for more than the server writes, or two numbers that differ."""
+    asked = {name: given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
+    for name, number in asked.items():
+        if number > most:
+            raise BadField(name, f"must be at most {most} on this server, got {number}")
+    if len(set(asked.values())) > 1:
+        raise BadField("max_tokens", "differs from max_completion_tokens; give one of them")
+    return next(iter(asked.values()), min(default, most))
+
+
+def sampling_of(given: Given, at: int) -> Sampling:
+    """How text number `at` of a prompt is drawn; without a seed by one that nobody knows."""
+    seed = given.get("seed", secrets.randbelow(SEEDS))
+    return Sampling(
+        temperature=given.get("temperature", 1.0),
+        top_k=given.get("top_k", 0),
+        top_p=given.get("top_p", 1.0),
+        min_p=given.get("min_p", 0.0),
+        seed=(seed + at) % SEEDS,
+    )
+
+
+def asked_of(
+    given: Given,
+    prompts: Sequence[tuple[int, ...]],
+    grammars: Sequence[Grammar],
+    service: Service,
+    words: Words,
+    default_tokens: int,
+    tenant: str,
+    most_texts: int,
+) -> Asked:
+    """All of it. `grammars`: one for each text, or none.
+
+    Raises: ApiError for what cannot be honoured.
+    """
+    choices = given.get("n", 1)
+    if choices * len(prompts) > most_texts:
+        raise BadField("n", f"times {len(prompts)} prompts must be at most {most_texts} texts")
+    if "stream_options" in given and not given.get("stream", False):
+        raise BadField("stream_options", "is for streams; set stream, or leave it out")
+    words.check("logit_bias", list(given.get("logit_bias", {})))
+    for prompt in prompts:
+        words.check("prompt", prompt)
+        if not prompt:
+            raise ApiError(400, "the prompt is empty; give at least one token", "prompt", "invalid_value")
+    try:
+        stops = words.stops(given.get("stop", []))
+    except UsageError as error:
+        raise of_usage(error, "stop") from error
+    top = _top_logprobs(given)
+    options = options_of(given, service.options)
+    most = max_tokens_of(given, service.limits.max_tokens, default_tokens)
+    requests = tuple(
+        Request(
+            prompt=prompt,
+            options=options,
+            max_tokens=most,
+            stops=stops,
+            sampling=sampling_of(given, at % choices),
+            presence_penalty=given.get("presence_penalty", 0.0),
+            frequency_penalty=given.get("frequency_penalty", 0.0),
+            logit_bias=given.get("logit_bias", {}),
+            top_logprobs=top,
+            grammar=grammars[at] if grammars else None,
+            # Texts of one key share what was read before; those of its `user`s do not.
+            tenant=f"{tenant}/{given.get('user', '')}",
+        )
+        for at, prompt in enumerate(prompt for prompt in prompts for _ in range(choices))
+    )
+    return Asked(
+        requests,
+        choices,
+        given.get("stream", False),
+        given.get("stream_options", {}).get("include_usage", False),
+        top,
+    )
+
+
+def _top_logprobs(given: Given) -> int | None:
+    """How many are asked for beside a token's own: a number for completions, true and another field for chats."""
+    asked = given.get("logprobs")
+    if asked is None or asked is False:
+        if "top_logprobs" in given:
+            raise BadField("top_logprobs", "needs logprobs to be true")
+        return None
+    return int(given.get("top_logprobs", 0)) if asked is True else int(asked)

@@ -1,0 +1,202 @@
+"""The documents of the two routes that write: a chat's, and a completion's."""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.engine.request import Finished, Piece, Usage
+from windlass.serve import logprobs
+from windlass.serve.tools import Call, CallReader
+from windlass.serve.usage import Options, usage_of, windlass_of
+from windlass.serve.words import Words
+
+
+@dataclass
+class Written:
+    """One text so far. `calls` reads calls of functions out of it, where tools were given."""
+
+    calls: CallReader | None = None
+    text: str = ""
+    pieces: list[Piece] = field(default_factory=list)
+    called: list[Call] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def add(self, pieces: Sequence[Piece]) -> str:
+        """Note new pieces; the text that they give out."""
+        given = "".join(piece.text for piece in pieces)
+        given = given if self.calls is None else self.calls.feed(given)
+        self.pieces += pieces
+        self.text += given
+        return given
+
+    def end(self, finished: Finished) -> str:
+        """Note the end; the text that was held back for it."""
+        self.finished, rest = finished, ""
+        if self.calls is not None:
+            rest, self.called = self.calls.end()
+        self.text += rest
+        return rest
+
+    @property
+    def reason(self) -> str:
+        """OpenAI's word for why it ended."""
+        assert self.finished is not None
+        return "tool_calls" if self.called else self.finished.reason
+
+    @property
+    def usage(self) -> Usage:
+        assert self.finished is not None
+        return self.finished.usage
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the documents of one answer share. `top_logprobs`: None where no log probabilities were asked for."""
+
+    words: Words
+    model: str
+    options: Options
+    choices: int
+    top_logprobs: int | None
+    has_usage: bool
+    number: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Form(ABC):
+    """The documents of a route."""
+
+    head: Head
+
+    @abstractmethod
+    def opening(self, at: int) -> dict[str, Any] | None:
+        """The first chunk of text `at`, if there is one before its text."""
+
+    @abstractmethod
+    def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        """A chunk with a part of text `at`, which begins at `offset`."""
+
+    @abstractmethod
+    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+        """The last chunks of text `at`."""
+
+    @abstractmethod
+    def usage(self, texts: Sequence[Written]) -> dict[str, Any]:
+        """The chunk of what all texts took."""
+
+    @abstractmethod
+    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+        """The whole answer at once."""
+
+
+class _Documents:
+    """What stands around the choices."""
+
+    def __init__(self, head: Head, prefix: str, kind: str) -> None:
+        self.head, self._kind = head, kind
+        self._common = {"id": prefix + head.number, "created": head.created, "model": head.model}
+
+    def chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self.head.has_usage else {}
+        return {**self._common, "object": kind, "choices": [choice], **usage}
+
+    def whole(self, kind: str, choices: list[dict[str, Any]], texts: Sequence[Written]) -> dict[str, Any]:
+        usage = usage_of([each.usage for each in texts], self.head.choices, self.head.options)
+        return {**self._common, "object": kind, "choices": choices, "usage": usage}
+
+    def closed(self, chunk: dict[str, Any], written: Written) -> dict[str, Any]:
+        """With what the cache holds, which a client is told with or without usage."""
+        return {**chunk, "windlass": windlass_of([written.usage], self.head.options)}
+
+
+class ChatForm(Form):
+    """`chat.completion`, and its chunks."""
+
+    def __init__(self, head: Head) -> None:
+        self.head, self._documents = head, _Documents(head, "chatcmpl-", "chat.completion")
+
+    def opening(self, at: int) -> dict[str, Any] | None:
+        return self._chunk(at, {"role": "assistant", "content": "", "refusal": None})
+
+    def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        return self._chunk(at, {"content": text}, self._logprobs(pieces))
+
+    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+        calls = [{"index": number, **_call(each)} for number, each in enumerate(written.called)]
+        before = [self._chunk(at, {"tool_calls": calls})] if calls else []
+        return [*before, self._documents.closed(self._chunk(at, {}, None, written.reason), written)]
+
+    def usage(self, texts: Sequence[Written]) -> dict[str, Any]:
+        return self._documents.whole("chat.completion.chunk", [], texts)
+
+    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": at,
+                "message": _message(each),
+                "logprobs": self._logprobs(each.pieces),
+                "finish_reason": each.reason,
+            }
+            for at, each in enumerate(texts)
+        ]
+        return self._documents.whole("chat.completion", choices, texts)
+
+    def _chunk(
+        self, at: int, delta: dict[str, Any], found: dict[str, Any] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": at, "delta": delta, "logprobs": found, "finish_reason": reason}
+        return self._documents.chunk("chat.completion.chunk", choice)
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        top = self.head.top_logprobs
+        return None if top is None else logprobs.of_chat(pieces, self.head.words, top)
+
+
+class CompletionForm(Form):
+    """`text_completion`; its chunks have the same name."""
+
+    def __init__(self, head: Head) -> None:
+        self.head, self._documents = head, _Documents(head, "cmpl-", "text_completion")
+
+    def opening(self, at: int) -> dict[str, Any] | None:
+        return None
+
+    def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        return self._chunk(at, text, pieces, offset)
+
+    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+        choice = {"index": at, "text": "", "logprobs": None, "finish_reason": written.reason}
+        return [self._documents.closed(self._documents.chunk("text_completion", choice), written)]
+
+    def usage(self, texts: Sequence[Written]) -> dict[str, Any]:
+        return self._documents.whole("text_completion", [], texts)
+
+    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+        choices = [
+            {"index": at, "text": each.text, "logprobs": self._logprobs(each.pieces, 0), "finish_reason": each.reason}
+            for at, each in enumerate(texts)
+        ]
+        return self._documents.whole("text_completion", choices, texts)
+
+    def _chunk(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        choice = {"index": at, "text": text, "logprobs": self._logprobs(pieces, offset), "finish_reason": None}
+        return self._documents.chunk("text_completion", choice)
+
+    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> dict[str, Any] | None:
+        top = self.head.top_logprobs
+        return None if top is None else logprobs.of_completion(pieces, self.head.words, top, offset)
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+
+
+def _message(written: Written) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
+    if written.called:
+        message |= {"content": written.text or None, "tool_calls": [_call(each) for each in written.called]}
+    return message

@@ -1,0 +1,79 @@
+"""From a model to a server that runs: its engine, its words, its socket."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from windlass.cache.options import CacheOptions
+from windlass.engine.feed import end_of_text
+from windlass.engine.scheduler import Scheduler
+from windlass.engine.service import Service
+from windlass.engine.status import EngineLimits
+from windlass.hf.forward import vocabulary_of
+from windlass.serve.listen import HttpServer, bound, check_address, hosts_of
+from windlass.serve.server import Server
+from windlass.serve.settings import ServerSettings
+from windlass.serve.words import Words
+
+
+@dataclass(frozen=True)
+class ServeOptions:
+    """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once.
+    `reuse_bytes` are for the beginnings of prompts."""
+
+    name: str
+    rows: int
+    options: CacheOptions
+    limits: EngineLimits = field(default_factory=EngineLimits)
+    host: str = "127.0.0.1"
+    port: int = 8000
+    keys: tuple[str, ...] = ()
+    stop_seconds: float = 10.0
+    reuse_bytes: int = 0
+
+    def __post_init__(self) -> None:
+        """Raises: UsageError for an address that others can reach, and no key."""
+        check_address(self.host, self.keys)
+
+    @property
+    def settings(self) -> ServerSettings:
+        """What of it the routes go by."""
+        hosts = hosts_of(self.host, self.keys)
+        return ServerSettings(self.name, self.keys, hosts, stop_seconds=self.stop_seconds)
+
+
+Start = Callable[[PreTrainedModel, PreTrainedTokenizerBase, ServeOptions], Service]
+
+
+def started_service(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions) -> Service:
+    """The engine, which runs already."""
+    scheduler = Scheduler(model, tokenizer, [(asked.rows, asked.options)], asked.limits, asked.reuse_bytes)
+    scheduler.start()
+    return scheduler
+
+
+def serve(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: ServeOptions,
+    started: Start = started_service,
+    say: Callable[[str], None] = print,
+) -> int:
+    """Serve until a signal ends it; `say` is told the address, once clients are answered there. Returns the exit code.
+
+    Raises: UsageError where the address cannot be had.
+    """
+    listener = bound(asked.host, asked.port)
+    with listener:
+        service = started(model, tokenizer, asked)
+        try:
+            words = Words(tokenizer, end_of_text(model), vocabulary_of(model))
+            http = HttpServer(Server(service, words, asked.settings))
+            limit = service.status().bytes_limit
+            shown = f"[{asked.host}]" if ":" in asked.host else asked.host
+            say(f"http://{shown}:{listener.getsockname()[1]}/v1 ({asked.name}, {asked.rows} rows, {limit:,} bytes)")
+            http.run(sockets=[listener])
+        finally:
+            service.stop()
+    return 0

@@ -1,0 +1,175 @@
+"""The fields of each route, in tables: what is not in a table is refused by name."""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from typing import Any, Final
+
+from windlass.core.check import shown
+from windlass.serve.errors import ApiError, BadField
+from windlass.serve.fields import Check, flag, listed, mapping, one_of, real, record, short, text, whole
+from windlass.serve.messages import messages
+from windlass.serve.settings import CacheChoices, RequestLimits
+
+MOST_TOKEN_ID: Final = 2**31 - 1
+OWN: Final = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  # of the cache; see `CacheOptions`
+RESERVED: Final = ("cache", "chunks")
+
+
+def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Check]]:
+    """The checks of every field, by route and name."""
+    common = _common(limits) | _own(cache)
+    strings = text(limits.characters)
+    logprobs = whole(0, limits.top_logprobs)
+    return {
+        "/v1/chat/completions": {
+            **common,
+            "messages": messages(limits),
+            "max_completion_tokens": whole(1, 2**30),
+            "logprobs": flag,
+            "top_logprobs": logprobs,
+            "response_format": _response_format,
+            "tools": listed(_tool, limits.tools),
+            "tool_choice": _tool_choice,
+            "parallel_tool_calls": flag,
+        },
+        "/v1/completions": {**common, "prompt": partial(_prompt, limits), "logprobs": logprobs},
+        "/tokenize": {
+            "model": text(256),
+            "prompt": strings,
+            "messages": messages(limits),
+            "add_special_tokens": flag,
+        },
+        "/detokenize": {"model": text(256), "tokens": listed(whole(0, MOST_TOKEN_ID), limits.characters)},
+    }
+
+
+def checked(fields: Mapping[str, Check], body: Any, needed: Collection[str]) -> dict[str, Any]:
+    """The fields of a request's body by name, without those that are null.
+
+    Raises: ApiError for a body that is no object, a field that is not known, or a value that cannot be honoured.
+    """
+    if not isinstance(body, dict):
+        raise ApiError(400, f"the body must be a JSON object, got {shown(body)}", None, "invalid_body")
+    given = {name: value for name, value in body.items() if value is not None}
+    for name in given:
+        if name not in fields:
+            raise _refused(name)
+    for name in needed:
+        if name not in given:
+            raise BadField(name, "is missing", "missing_required_parameter")
+    return {name: fields[name](name, value) for name, value in given.items()}
+
+
+def _refused(name: str) -> BadField:
+    if name in RESERVED:
+        return BadField(name, "is reserved for later; leave it out", "unsupported_parameter")
+    return BadField(short(name), "is not supported by this server; leave it out", "unsupported_parameter")
+
+
+def _common(limits: RequestLimits) -> dict[str, Check]:
+    return {
+        "model": text(256),
+        "max_tokens": whole(1, 2**30),
+        "temperature": real(0.0, 2.0),
+        "top_p": real(0.0, 1.0, is_open=True),
+        "top_k": whole(0, 2**20),
+        "min_p": real(0.0, 1.0),
+        "seed": whole(0, 2**62 - 1),
+        "stop": partial(_stop, limits),
+        "presence_penalty": real(-2.0, 2.0),
+        "frequency_penalty": real(-2.0, 2.0),
+        "logit_bias": partial(_biases, limits),
+        "n": whole(1, limits.choices),
+        "stream": flag,
+        "stream_options": record({"include_usage": flag}),
+        "user": text(256),
+    }
+
+
+def _own(cache: CacheChoices) -> dict[str, Check]:
+    numbers: dict[str, Check] = {
+        "budget": whole(1, cache.budget),
+        "sinks": whole(0, cache.sinks),
+        "window": whole(1, cache.window),
+        "recall": whole(0, cache.recall),
+    }
+    return numbers | {
+        "policy": one_of(cache.policy),
+        "positions": partial(_positions, cache.positions),
+        "store": partial(_store, cache.store),
+    }
+
+
+def _positions(names: tuple[str, ...], name: str, value: Any) -> str:
+    """A mode, perhaps with numbers, which are checked where the mode is made."""
+    given: str = text(64)(name, value)
+    one_of(names)(name, given.partition("(")[0].strip())
+    return given
+
+
+def _store(names: tuple[str, ...], name: str, value: Any) -> str | None:
+    """A store. OpenAI's clients say `false` where an answer is not to be stored: none is."""
+    return None if value is False else one_of(names)(name, value)
+
+
+def _stop(limits: RequestLimits, name: str, value: Any) -> list[str]:
+    each = text(limits.stop_characters, least=1)
+    return [each(name, value)] if isinstance(value, str) else listed(each, limits.stops)(name, value)
+
+
+def _biases(limits: RequestLimits, name: str, value: Any) -> dict[int, float]:
+    given = mapping(name, value)
+    if len(given) > limits.biases:
+        raise BadField(name, f"must have at most {limits.biases} entries, got {len(given)}")
+    found = {}
+    for key, bias in given.items():
+        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
+            raise BadField(f"{name}.{short(key)}", "must be a token id, written as a string")
+        found[int(key)] = real(-100.0, 100.0)(f"{name}.{key}", bias)
+    return found
+
+
+def _prompt(limits: RequestLimits, name: str, value: Any) -> list[str | list[int]]:
+    """One or more prompts: a string, a list of them, token ids, or a list of lists of these."""
+    string, ids = text(limits.characters), listed(whole(0, MOST_TOKEN_ID), limits.characters, least=1)
+    if isinstance(value, str):
+        return [string(name, value)]
+    if not isinstance(value, list) or not value:
+        raise BadField(name, f"must be a string, a list of strings or token ids, got {shown(value)}")
+    if isinstance(value[0], int):
+        return [ids(name, value)]
+    found: list[str | list[int]] = listed(string if isinstance(value[0], str) else ids, limits.prompts)(name, value)
+    return found
+
+
+def _response_format(name: str, value: Any) -> dict[str, Any]:
+    kind = one_of(("text", "json_object", "json_schema"))(f"{name}.type", mapping(name, value).get("type"))
+    if kind != "json_schema":
+        return record({"type": text(32)})(name, value)  # type: ignore[no-any-return]
+    schema = record(
+        {"name": text(64), "description": text(4096), "schema": mapping, "strict": flag}, needed=("name", "schema")
+    )
+    return record({"type": text(32), "json_schema": schema}, needed=("json_schema",))(name, value)  # type: ignore[no-any-return]
+
+
+def _tool(name: str, value: Any) -> dict[str, Any]:
+    function = record(
+        {"name": _function_name, "description": text(65_536), "parameters": mapping, "strict": flag}, needed=("name",)
+    )
+    return record({"type": one_of(("function",)), "function": function}, needed=("type", "function"))(name, value)  # type: ignore[no-any-return]
+
+
+def _function_name(name: str, value: Any) -> str:
+    given: str = text(64, least=1)(name, value)
+    if not all(sign.isascii() and (sign.isalnum() or sign in "_-.") for sign in given):
+        raise BadField(name, f"may have letters, digits, _, - and . only, got {shown(given)}")
+    return given
+
+
+def _tool_choice(name: str, value: Any) -> str:
+    """`none`, `auto`, `required`, or `=` and the name of a function."""
+    if isinstance(value, str):
+        return one_of(("none", "auto", "required"))(name, value)  # type: ignore[no-any-return]
+    function = record({"name": _function_name}, needed=("name",))
+    given = record({"type": one_of(("function",)), "function": function}, needed=("type", "function"))(name, value)
+    return "=" + str(given["function"]["name"])

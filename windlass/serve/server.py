@@ -1,0 +1,175 @@
+"""What all routes share, and what each of them does."""
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
+from typing import Any, Final, TypeVar
+
+from anyio import CapacityLimiter, to_thread
+from starlette.requests import Request as HttpRequest
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from windlass.engine.request import Grammar
+from windlass.engine.service import Service
+from windlass.serve.answers import Answering, EventStream, unless_gone
+from windlass.serve.asked import LEGACY_MAX_TOKENS, Asked, asked_of
+from windlass.serve.errors import ApiError, BadField, stopping
+from windlass.serve.forms import ChatForm, CompletionForm, Form, Head, Written
+from windlass.serve.grammar import Grammars
+from windlass.serve.guard import TENANT
+from windlass.serve.metrics import Metrics
+from windlass.serve.schema import checked, table
+from windlass.serve.settings import ServerSettings
+from windlass.serve.tickets import Gate, Tickets
+from windlass.serve.tools import CallReader, schema_of
+from windlass.serve.wire import JsonAnswer, from_json
+from windlass.serve.words import Words
+
+Value = TypeVar("Value")
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+THREADS: Final = 4  # that tokenize and compile, at most
+JSON_TYPE: Final = "application/json"
+
+
+class Server:
+    """The routes of one model. `gate` is closed to end; what was admitted is then finished."""
+
+    def __init__(self, service: Service, words: Words, settings: ServerSettings) -> None:
+        self.service, self.words, self.settings = service, words, settings
+        self.gate, self.metrics = Gate(), Metrics(service)
+        self._tables = table(settings.request, settings.cache)
+        self._grammars = Grammars(words, settings.request.grammar_bytes, settings.request.grammar_depth)
+        self._threads = CapacityLimiter(THREADS)
+
+    async def chat(self, http: HttpRequest) -> ASGIApp:
+        given = await self._given(http, CHAT, ["messages"])
+        asked = await self._beside(partial(self._asked_of_chat, given, http.scope[TENANT]))
+        names = [tool["function"]["name"] for tool in given.get("tools", [])]
+        choice = given.get("tool_choice", "auto")
+        has_calls = bool(names) and choice != "none"
+        texts = [Written(CallReader(names, choice != "auto") if has_calls else None) for _ in asked.requests]
+        return await self._answer(http, asked, ChatForm(self._head(asked)), texts)
+
+    async def complete(self, http: HttpRequest) -> ASGIApp:
+        given = await self._given(http, COMPLETIONS, ["prompt"])
+        asked = await self._beside(partial(self._asked_of_completion, given, http.scope[TENANT]))
+        return await self._answer(http, asked, CompletionForm(self._head(asked)), [Written() for _ in asked.requests])
+
+    async def tokenize(self, http: HttpRequest) -> ASGIApp:
+        given = await self._given(http, "/tokenize", [])
+        if ("prompt" in given) == ("messages" in given):
+            raise BadField("prompt", "or messages: give one of them", "missing_required_parameter")
+        if "messages" in given:
+            work = partial(self.words.chat, given["messages"], [])
+        else:
+            work = partial(self.words.encoded, given["prompt"], given.get("add_special_tokens", True))
+        tokens = await self._beside(work)
+        return JsonAnswer({"tokens": list(tokens), "count": len(tokens)})
+
+    async def detokenize(self, http: HttpRequest) -> ASGIApp:
+        given = await self._given(http, "/detokenize", ["tokens"])
+        return JsonAnswer({"prompt": await self._beside(partial(self.words.decoded, given["tokens"]))})
+
+    async def models(self, http: HttpRequest) -> ASGIApp:
+        model = {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "windlass"}
+        return JsonAnswer({"object": "list", "data": [model]})
+
+    async def health(self, http: HttpRequest) -> ASGIApp:
+        self._check_alive()
+        return JsonAnswer({"status": "ok"})
+
+    async def ready(self, http: HttpRequest) -> ASGIApp:
+        self._check_alive()
+        if not self.gate.is_open:
+            raise stopping()
+        return JsonAnswer({"status": "ready"})
+
+    async def show_metrics(self, http: HttpRequest) -> ASGIApp:
+        return Response(self.metrics.page(), media_type=self.metrics.content_type)
+
+    async def cache(self, http: HttpRequest) -> ASGIApp:
+        status = self.service.status()
+        told = {name: value for name, value in vars(status).items() if name != "rows"}
+        rows = [vars(row) for row in status.rows]
+        return JsonAnswer({"options": self.service.options.labels(), "rows": rows, **told})
+
+    def _check_alive(self) -> None:
+        if not self.service.status().is_alive:
+            raise ApiError(503, "the engine has stopped; restart the server", None, "engine_dead")
+
+    async def _given(self, http: HttpRequest, route: str, needed: Collection[str]) -> dict[str, Any]:
+        """The fields of a request. Raises: ApiError for what is no JSON, no field of the route, or another model."""
+        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+            raise ApiError(415, f"send the body with the header Content-Type: {JSON_TYPE}", None, "bad_content_type")
+        seconds = self.settings.request.body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                body = await http.body()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {seconds:g} s", None, "body_timeout") from None
+        try:
+            document = await self._beside(partial(from_json, body))
+        except ValueError as error:
+            raise ApiError(400, f"the body is no JSON: {error}", None, "invalid_json") from error
+        given = await self._beside(partial(checked, self._tables[route], document, needed))
+        if given.get("model", self.settings.name) != self.settings.name:
+            raise ApiError(404, f"this server has the model {self.settings.name} only", "model", "model_not_found")
+        return given
+
+    def _asked_of_chat(self, given: dict[str, Any], tenant: str) -> Asked:
+        tools, choice = given.get("tools", []), given.get("tool_choice", "auto" if "tools" in given else "none")
+        if choice not in ("none", "auto") and not tools:
+            raise BadField("tool_choice", "needs tools")
+        ids = self.words.chat(given["messages"], [] if choice == "none" else tools)
+        form = given.get("response_format", {"type": "text"})
+        grammars: Sequence[Grammar] = ()
+        if choice not in ("none", "auto"):
+            if form["type"] != "text":
+                raise BadField("response_format", "and a tool_choice that demands a call exclude each other")
+            grammars = self._grammars.of("tools", schema_of(tools, choice), given.get("n", 1))
+        elif form["type"] == "json_schema":
+            name = "response_format.json_schema.schema"
+            grammars = self._grammars.of(name, form["json_schema"]["schema"], given.get("n", 1))
+        elif form["type"] == "json_object":
+            grammars = self._grammars.of("response_format", {"type": "object"}, given.get("n", 1))
+        return self._asked(given, [ids], grammars, self.service.limits.max_tokens, tenant)
+
+    def _asked_of_completion(self, given: dict[str, Any], tenant: str) -> Asked:
+        written = sum(len(each) for each in given["prompt"])
+        if written > self.settings.request.characters:
+            most = self.settings.request.characters
+            raise BadField("prompt", f"must have at most {most} characters in all, got {written}")
+        prompts = [self.words.encoded(each) if isinstance(each, str) else tuple(each) for each in given["prompt"]]
+        return self._asked(given, prompts, (), LEGACY_MAX_TOKENS, tenant)
+
+    def _asked(
+        self,
+        given: dict[str, Any],
+        prompts: Sequence[tuple[int, ...]],
+        grammars: Sequence[Grammar],
+        default_tokens: int,
+        tenant: str,
+    ) -> Asked:
+        most = self.settings.request.texts
+        return asked_of(given, prompts, grammars, self.service, self.words, default_tokens, tenant, most)
+
+    def _head(self, asked: Asked) -> Head:
+        name, labels = self.settings.name, asked.options.labels()
+        return Head(self.words, name, labels, asked.choices, asked.top_logprobs, asked.has_usage)
+
+    async def _answer(self, http: HttpRequest, asked: Asked, form: Form, texts: list[Written]) -> ASGIApp:
+        """Hand the texts to the engine, and answer. Once nobody waits for them, the engine is told to leave them."""
+        tickets = Tickets(self.service, self.gate)
+        tickets.submit(asked.requests)
+        answering = Answering(tickets, form, texts, self.metrics, self.settings.ping_seconds)
+        if asked.is_streamed:
+            return EventStream(answering.chunks(), self.service.limits.unread_seconds, tickets.cancel)
+        try:
+            return JsonAnswer(await unless_gone(http.receive, answering.whole()))
+        finally:
+            tickets.cancel()
+
+    async def _beside(self, work: Callable[[], Value]) -> Value:
+        """Run `work` in a thread, so that the event loop goes on."""
+        return await to_thread.run_sync(work, limiter=self._threads)

@@ -1,0 +1,98 @@
+"""Calls of functions: the schema that makes a model write one, and where a free text has some.
+
+A call is written as `{"name": ..., "arguments": {...}}`. A text that is not bound to be one has it between
+`<tool_call>` and `</tool_call>`, or is nothing else, as the templates of most families teach it.
+"""
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from windlass.core.check import shown
+from windlass.serve.errors import BadField
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+CALL: Final = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|$)", re.DOTALL)
+ARGUMENTS: Final = ("arguments", "parameters")
+Tools = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function's name, and its arguments as JSON."""
+
+    name: str
+    arguments: str
+
+
+def schema_of(tools: Tools, choice: str) -> dict[str, Any]:
+    """The JSON schema of a call of one of `tools`, or of the one that `choice` names as `=name`.
+
+    Raises: BadField where that is none of them.
+    """
+    names = [tool["function"]["name"] for tool in tools]
+    if choice != "required" and choice[1:] not in names:
+        raise BadField("tool_choice", f"names {shown(choice[1:])}, which is none of tools")
+    chosen = [tool["function"] for tool in tools if choice in ("required", f"={tool['function']['name']}")]
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": function["name"]},
+                "arguments": function.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "arguments"],
+            "additionalProperties": False,
+        }
+        for function in chosen
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
+
+
+class CallReader:
+    """Reads calls out of a text that comes in pieces; what may belong to a call is not given out as text."""
+
+    def __init__(self, names: Sequence[str], is_bound: bool) -> None:
+        self._names, self._is_bound, self._held = names, is_bound, ""
+        self._is_text = False
+
+    def feed(self, piece: str) -> str:
+        """The text that is certainly no call, now that `piece` came."""
+        self._held += piece
+        if self._is_bound:
+            return ""
+        start = self._held.find(OPEN)
+        if start < 0:
+            start = len(self._held) - _begun(self._held)
+        if not self._is_text and self._held[:start].lstrip().startswith("{"):
+            return ""  # perhaps one call, and nothing else
+        given, self._held = self._held[:start], self._held[start:]
+        self._is_text = self._is_text or bool(given.strip())
+        return given
+
+    def end(self) -> tuple[str, list[Call]]:
+        """What is left of the text, and the calls."""
+        held, self._held = self._held, ""
+        if not self._is_text and (call := self._call(held)) is not None:
+            return "", [call]
+        calls = [self._call(found) for found in CALL.findall(held)]
+        if self._is_bound or not calls or None in calls:
+            return held, []  # cut off, or no call that can be made: the client sees what was written
+        return CALL.sub("", held).strip(), [call for call in calls if call is not None]
+
+    def _call(self, text: str) -> Call | None:
+        try:
+            found = json.loads(text)
+        except (ValueError, RecursionError):
+            return None
+        if not isinstance(found, dict) or found.get("name") not in self._names:
+            return None
+        arguments: Any = next((found[name] for name in ARGUMENTS if name in found), {})
+        return Call(found["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
+
+
+def _begun(text: str) -> int:
+    """How many signs at the end of `text` may become `<tool_call>`."""
+    return next((n for n in range(min(len(text), len(OPEN) - 1), 0, -1) if OPEN.startswith(text[-n:])), 0)
