@@ -7,6 +7,7 @@ from torch import Tensor
 from windlass.cache import describe, edits, summary
 from windlass.cache.compress import compress
 from windlass.cache.decode_kernel import LayerStep, PlannedStep
+from windlass.cache.exchange import clear_row, put_row
 from windlass.cache.head_groups import HeadGroups
 from windlass.cache.leaves import Leaf, leaves_of
 from windlass.cache.picture_edits import check_pictures
@@ -268,6 +269,8 @@ class TextCache(CacheState):
     divide = edits.divide
     copy = edits.copy
     splice = splice
+    put_row = put_row
+    clear_row = clear_row
     select_rows = edits.select_rows
 
 

@@ -185,6 +185,12 @@ class RecallStore:
         self.positions[target] = self.positions[source]
         self.lengths = tuple(self.lengths[source if row == target else row] for row in range(len(self.lengths)))
 
+    def clear_row(self, row: int) -> None:
+        """Forget the tokens of row `row`."""
+        if not self.is_empty:
+            self.positions[row] = EMPTY
+            self.lengths = tuple(0 if index == row else length for index, length in enumerate(self.lengths))
+
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a file has to hold, by name."""
         if self.is_empty:

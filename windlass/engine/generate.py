@@ -19,6 +19,7 @@ from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT, Pass
 from windlass.engine.arguments import check_reading, check_writing, checked_prompts
 from windlass.engine.decode import Decoder
+from windlass.engine.feed import end_of_text, feed
 from windlass.engine.graph import graph_for, wait_for
 from windlass.engine.result import Result
 from windlass.engine.row import WrittenRow
@@ -26,7 +27,7 @@ from windlass.engine.sampler import Sampler
 from windlass.engine.sampling import Sampling
 from windlass.engine.stop import stops_of
 from windlass.engine.text import TextStream, encode
-from windlass.hf.forward import forward, vocabulary_of
+from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.interfaces import OneShot
 from windlass.policies.wrapper import find, scoring_chunk
@@ -66,7 +67,7 @@ def prefill(
         longest = max(map(len, prompts))
         for start in range(0, longest, tokens):
             pieces = [list(prompt[start : start + tokens]) for prompt in prompts]
-            _feed(model, cache, pieces, [], replace(how, is_second_pass=True))
+            feed(model, cache, pieces, [], replace(how, is_second_pass=True))
             again(min(start + tokens, longest), longest)
         return logits
     finally:
@@ -98,7 +99,7 @@ def _read(
         pieces = [list(prompt[start:stop]) for prompt in prompts]
         ends = {row: len(piece) - 1 for row, piece in enumerate(pieces) if 0 < len(prompts[row]) - start <= len(piece)}
         columns = sorted(set(ends.values()))
-        logits = _feed(model, cache, pieces, columns, how)
+        logits = feed(model, cache, pieces, columns, how)
         for row, column in ends.items():
             last[row] = logits[row, columns.index(column)]
         if progress is not None:
@@ -256,23 +257,6 @@ class _Run:
             yield [row.taken(step) for row, step in zip(self._rows, steps, strict=True)]
             if not any(goes_on):
                 return
-
-
-@torch.no_grad()
-def _feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], columns: list[int], how: Pass) -> Tensor:
-    """One step of the model over rows of different lengths; logits of `columns` only."""
-    width = max(map(len, pieces))
-    ids = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=cache.device)
-    mask = None
-    if any(len(piece) < width for piece in pieces):
-        mask = torch.tensor([[1] * len(piece) + [0] * (width - len(piece)) for piece in pieces], device=cache.device)
-    return forward(model, ids, mask, cache, columns, how=how)
-
-
-def end_of_text(model: PreTrainedModel) -> list[int]:
-    config = model.generation_config
-    ends = None if config is None else config.eos_token_id
-    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
 
 
 def _padded(tokens_seen: list[int], prompts: Sequence[str]) -> list[int]:

@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import import_module
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
-from windlass.engine.generate import end_of_text
+from windlass.engine.feed import end_of_text
+from windlass.engine.scheduler import Scheduler
 from windlass.engine.service import Service
 from windlass.engine.status import EngineLimits
 from windlass.hf.forward import vocabulary_of
@@ -19,7 +19,8 @@ from windlass.serve.words import Words
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once."""
+    """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once.
+    `reuse_bytes` are for the beginnings of prompts."""
 
     name: str
     rows: int
@@ -29,6 +30,7 @@ class ServeOptions:
     port: int = 8000
     keys: tuple[str, ...] = ()
     stop_seconds: float = 10.0
+    reuse_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Raises: UsageError for an address that others can reach, and no key."""
@@ -41,19 +43,21 @@ class ServeOptions:
         return ServerSettings(self.name, self.keys, hosts, stop_seconds=self.stop_seconds)
 
 
-def started_service(model: PreTrainedModel, asked: ServeOptions) -> Service:
+Start = Callable[[PreTrainedModel, PreTrainedTokenizerBase, ServeOptions], Service]
+
+
+def started_service(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions) -> Service:
     """The engine, which runs already."""
-    scheduler = import_module("windlass.engine.scheduler").Scheduler(model, [(asked.rows, asked.options)], asked.limits)
+    scheduler = Scheduler(model, tokenizer, [(asked.rows, asked.options)], asked.limits, asked.reuse_bytes)
     scheduler.start()
-    service: Service = scheduler
-    return service
+    return scheduler
 
 
 def serve(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
     asked: ServeOptions,
-    started: Callable[[PreTrainedModel, ServeOptions], Service] = started_service,
+    started: Start = started_service,
     say: Callable[[str], None] = print,
 ) -> int:
     """Serve until a signal ends it; `say` is told the address, once clients are answered there. Returns the exit code.
@@ -62,7 +66,7 @@ def serve(
     """
     listener = bound(asked.host, asked.port)
     with listener:
-        service = started(model, asked)
+        service = started(model, tokenizer, asked)
         try:
             words = Words(tokenizer, end_of_text(model), vocabulary_of(model))
             http = HttpServer(Server(service, words, asked.settings))

@@ -260,6 +260,19 @@ class Store(ABC):
         for part in self._allocated().values():
             part[target] = part[source]
 
+    def put_row(self, other: "Store", target: int) -> None:
+        """Overwrite row `target` with the first row of another store that is compatible and has as many slots."""
+        self.full_precision.put_row(other.full_precision, target)
+        given = other._allocated()
+        for name, part in self._allocated().items():
+            part[target] = given[name][0]
+
+    def clear_row(self, row: int) -> None:
+        """Let row `row` hold nothing, and its memory zeros."""
+        self.full_precision.clear_row(row)
+        for part in self._allocated().values():
+            part[row] = 0
+
     def over(self, parts: Parts) -> "Store":
         """The same settings and constants over other memory, with no tokens in full precision beside it."""
         twin = copy.copy(self)

@@ -191,6 +191,18 @@ class FullPrecisionRing:
             tensor[target] = tensor[source]
         self._latest_index = None
 
+    def put_row(self, other: "FullPrecisionRing", target: int) -> None:
+        """Overwrite row `target` with the first row of another ring of the same size."""
+        for name, tensor in self.tensors.items():
+            tensor[target] = other.tensors[name][0]
+        self._latest_index = None
+
+    def clear_row(self, row: int) -> None:
+        """Let row `row` hold nothing, as one to which nothing was written."""
+        for name, tensor in self.tensors.items():
+            tensor[row] = -1 if name in (SLOTS, TOKEN_INDEX) else 0
+        self._latest_index = None
+
     def restore(self, tensors: dict[str, Tensor]) -> None:
         """Hold what `self.tensors` was, out of `tensors`; other names are ignored."""
         self.tensors = {name: tensors[name] for name in NAMES if name in tensors}

@@ -1,0 +1,127 @@
+"""A prompt that begins as another one did is read from there, and nothing else changes."""
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+import windlass
+from tests.helpers.models import MODEL, Models, Text
+from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running
+from windlass.engine.reader import Reader
+from windlass.engine.request import Finished, Piece, Ticket
+from windlass.engine.scheduler import Scheduler
+from windlass.engine.snapshots import Snapshots
+from windlass.policies import NAMES, Policy
+from windlass.policies.interfaces import OneShot, Trained
+from windlass.testing import tiny_model
+
+STREAMING = [policy() for policy in NAMES.values() if not issubclass(policy, Trained | OneShot)]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerBase:
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+@cache
+def bound() -> PreTrainedModel:
+    """An attached model, for a test that takes no fixtures."""
+    return windlass.attach(tiny_model("llama"))
+
+
+def read(model: PreTrainedModel, prompt: list[int], snapshots: Snapshots, **given: Any) -> Reader:
+    reader = Reader(model, request_of(prompt, **given), snapshots)
+    while not reader.is_done:
+        reader.read()
+    return reader
+
+
+@pytest.mark.parametrize("policy", STREAMING, ids=repr)
+def test_a_hit_equals_a_miss_bit_by_bit(attached_model: Models, text: Text, policy: Policy) -> None:
+    model, options = attached_model("llama"), options_of(policy=policy)
+    ids, ends = rows_of(text, 70, 29)
+    snapshots = Snapshots(1 << 30)
+    read(model, ids[:60], snapshots, options=options)
+    for prompt, cached in ((ids, 52), (ids[:53] + ends, 52), (ids[:52], 0)):
+        hit = read(model, prompt, snapshots, options=options)
+        miss = read(model, prompt, Snapshots(0), options=options)
+        assert hit.cached == cached
+        assert hit.logits is not None
+        assert miss.logits is not None
+        assert hit.logits.equal(miss.logits)
+        for own, other in zip(hit.cache.layers, miss.cache.layers, strict=True):
+            is_held = own.positions >= 0
+            assert own.positions.clamp(min=-1).equal(other.positions.clamp(min=-1))
+            assert all(
+                own.table.state[name][is_held].equal(other.table.state[name][is_held]) for name in own.table.state
+            )
+
+
+def test_where_prompts_part_is_kept_when_it_is_seen_again(attached_model: Models, text: Text) -> None:
+    model = attached_model("llama")
+    shared, *ends = rows_of(text, 30, 31, 32, 33)
+    snapshots = Snapshots(1 << 30)
+    cached = [read(model, shared + end, snapshots).cached for end in ends]
+    assert cached == [0, 0, 26]  # two chunks of 13
+
+
+@pytest.mark.parametrize(
+    "other", [{"tenant": "another"}, {"options": options_of(budget=18)}], ids=["tenant", "options"]
+)
+def test_who_may_not_share_does_not(attached_model: Models, text: Text, other: dict[str, object]) -> None:
+    model, (ids,) = attached_model("llama"), rows_of(text, 60)
+    snapshots = Snapshots(1 << 30)
+    read(model, ids, snapshots)
+    assert read(model, ids, snapshots, **other).cached == 0
+    assert read(model, ids, snapshots).cached == 52
+
+
+def test_a_copy_is_given_out(attached_model: Models, text: Text) -> None:
+    """What one request makes of a snapshot, no other one sees."""
+    model, (ids,) = attached_model("llama"), rows_of(text, 60)
+    snapshots = Snapshots(1 << 30)
+    read(model, ids, snapshots)
+    one = read(model, ids, snapshots)
+    for layer in one.cache.layers:
+        layer.store.packed_keys().data.fill_(torch.nan)
+    again = read(model, ids, snapshots)
+    assert again.logits is not None
+    assert not bool(again.logits.isnan().any())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    lengths=st.lists(st.integers(14, 60), min_size=1, max_size=6), limit=st.integers(0, 40_000), seed=st.integers(0, 3)
+)
+def test_the_limit_holds_after_every_call(lengths: list[int], limit: int, seed: int) -> None:
+    model, draw = bound(), torch.Generator().manual_seed(seed)
+    snapshots = Snapshots(limit)
+    for length in lengths:
+        reader = Reader(model, request_of(torch.randint(0, 3, (length,), generator=draw).tolist()), snapshots)
+        while not reader.is_done:
+            reader.read()
+            assert snapshots.bytes <= limit
+
+
+def test_the_engine_tells_what_it_did_not_read_again(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    model, (ids,) = attached_model("llama"), rows_of(text, 60)
+    with running(model, tokenizer, reuse_bytes=1 << 20) as engine:
+        first, again = (_taken(engine, ids) for _ in range(2))
+        assert first[0] == again[0]
+        assert (first[1].usage.cached, again[1].usage.cached) == (0, 52)
+        assert again[1].usage.seen == first[1].usage.seen
+        assert engine.status().cached_tokens_total == 52
+
+
+def _taken(engine: Scheduler, ids: list[int]) -> tuple[list[int], Finished]:
+    ticket: Ticket = engine.submit(request_of(ids, 9))
+    events = events_of(ticket)
+    assert isinstance(events[-1], Finished)
+    return [event.token for event in events if isinstance(event, Piece)], events[-1]

@@ -1,0 +1,59 @@
+"""Reads the prompt of one request, a chunk at a time, into a cache of one row."""
+
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from windlass.core.errors import UsageError
+from windlass.core.step import PROMPT
+from windlass.engine.feed import feed
+from windlass.engine.generate import prefill
+from windlass.engine.request import Request
+from windlass.engine.snapshots import Snapshots
+from windlass.hf.kv_cache import KVCache
+from windlass.policies.interfaces import OneShot
+from windlass.policies.wrapper import find
+
+
+class Reader:
+    """One prompt; `read` reads one more chunk of it. What `snapshots` have of it is not read again."""
+
+    def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
+        self._model, self.request, self._snapshots = model, request, snapshots
+        self._is_whole = find(request.options.policy, OneShot) is not None  # must see the text before it is cut
+        kept = None if self._is_whole else snapshots.longest(request)
+        self.cache = KVCache.from_options(model, request.options) if kept is None else kept
+        self.cached = self.done = self.cache.tokens_seen[0]
+        if request.options.budget is None:  # grows once, as its bytes were counted
+            self.cache.reserve(len(request.prompt) + request.max_tokens)
+        self._stops = frozenset[int]() if self._is_whole else snapshots.wanted(request)
+        self.logits: Tensor | None = None
+        """(vocabulary,) of the last token, once all is read."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the whole prompt is read."""
+        return self.logits is not None
+
+    def read(self) -> None:
+        """Read one more chunk: as many tokens as the cache's options say, or less at the end of the prompt."""
+        prompt, chunk = self.request.prompt, self.request.options.chunk
+        if self.is_done:
+            raise UsageError("the prompt is read; nothing is left")
+        if self._is_whole:
+            self.logits, self.done = prefill(self._model, self.cache, [prompt])[0], len(prompt)
+            return
+        piece = list(prompt[self.done : self.done + chunk])
+        is_last = self.done + len(piece) == len(prompt)
+        logits = feed(self._model, self.cache, [piece], [len(piece) - 1] if is_last else [], PROMPT)
+        self.done += len(piece)
+        forget(self.cache)
+        if is_last:
+            self.logits = logits[0, 0]
+        elif self.done in self._stops:
+            self._snapshots.put(self.request, self.done, self.cache)
+
+
+def forget(cache: KVCache) -> None:
+    """Let nothing of the latest step be rolled back: a server never does, and it would take memory."""
+    for layer in cache.layers:
+        layer.forget_steps(0)

@@ -1,0 +1,94 @@
+"""How many bytes a request takes, before it takes them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Final
+
+import torch
+from transformers import PreTrainedModel
+
+from windlass.cache.options import CacheOptions
+from windlass.cache.recall_memory import PIECE
+from windlass.cache.rules import GROWTH, LayerRules
+from windlass.cache.slot_layer import SlotLayer
+from windlass.core.step import HEADROOM, PROMPT
+from windlass.engine.feed import feed, feed_tokens
+from windlass.hf.kv_cache import KVCache
+from windlass.policies.interfaces import OneShot
+from windlass.policies.wrapper import find, scoring_chunk
+
+PROBE: Final = 9  # tokens that are read to see what a layer holds of each
+STEP_BYTES: Final = 64  # of each token of the latest pass: its positions, its id, what was asked of them
+
+
+@dataclass(frozen=True)
+class LayerBytes:
+    """Of one layer: bytes of a slot, and of a token that may be recalled."""
+
+    rules: LayerRules
+    of_slot: int
+    of_recalled: float
+
+
+@dataclass(frozen=True)
+class RowBytes:
+    """Bytes of one row of a cache with these options: what it never exceeds, whatever it reads and writes."""
+
+    options: CacheOptions
+    layers: tuple[LayerBytes, ...]
+    fixed: int
+
+    @classmethod
+    @torch.no_grad()
+    def of(cls, model: PreTrainedModel, options: CacheOptions) -> RowBytes:
+        """What a few tokens show, which are read for it."""
+        cache = KVCache.from_options(model, replace_batch(options))
+        feed(model, cache, [[0] * PROBE], [], PROMPT)
+        feed_tokens(model, cache, {0: 0})
+        for layer in cache.layers:
+            layer.forget_steps(0)
+        layers = tuple(map(_measured, cache.layers))
+        slots = sum(each.of_slot * layer.table.slots for each, layer in zip(layers, cache.layers, strict=True))
+        return cls(cache.options, layers, cache.bytes_held - slots + STEP_BYTES * cache.chunk)
+
+    def writing(self, tokens: int) -> int:
+        """While it writes, of a text that ends after `tokens`."""
+        return self._bytes(tokens, HEADROOM + self.options.rollback)
+
+    def reading(self, tokens: int) -> int:
+        """While its prompt is read."""
+        return self._bytes(tokens, max(self.options.chunk, HEADROOM + self.options.rollback))
+
+    def recalled(self, tokens: int) -> int:
+        """Beside these, of what such a text may recall: in memory, or in a file."""
+        return int(sum(each.of_recalled for each in self.layers) * (1.5 * tokens + 2 * PIECE))
+
+    def _bytes(self, tokens: int, room: int) -> int:
+        whole = find(self.options.policy, OneShot) is not None
+        held = tokens + scoring_chunk(self.options.policy) + HEADROOM
+        most = -(-held // GROWTH) * GROWTH
+        total = self.fixed
+        for each in self.layers:
+            budget = each.rules.budget
+            slots = most if budget is None else budget + room
+            total += each.of_slot * (max(slots, most if whole else 0) + each.rules.recall_room)
+        return total
+
+
+def replace_batch(options: CacheOptions, batch: int = 1) -> CacheOptions:
+    """The same options for another number of rows, and of tokens that can be rolled back: none."""
+    return replace(options, batch=batch, rollback=0)
+
+
+def _measured(layer: SlotLayer) -> LayerBytes:
+    table = layer.table
+    beside = {*table.store.constant_names, *table.store.full_precision.tensors}
+    of_slots = [
+        tensor
+        for name, tensor in table.tensors().items()
+        if name not in beside and tensor.ndim > 2 and tensor.shape[2] == table.slots
+    ]
+    recall = table.recall
+    of_recalled = 0.0 if recall is None or recall.is_empty else recall.nbytes / recall.memory.capacity
+    return LayerBytes(layer.rules, sum(tensor.nbytes for tensor in of_slots) // table.slots, of_recalled)

@@ -1,0 +1,300 @@
+"""Many texts at once: one thread owns the model and its caches, and lets requests read and write in turn.
+
+A turn is one decode step of every lane, then one chunk of one prompt. So nothing that writes waits longer than a chunk,
+and a long prompt holds no short one back: prompts that are read take turns. A request waits until it has a row; then
+all the memory that it can need is its own.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Sequence
+from functools import partial
+from threading import Condition, Thread
+from time import monotonic
+from typing import Final, final
+
+import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from windlass.cache.options import CacheOptions
+from windlass.core.errors import UsageError, WindlassError
+from windlass.engine.admission import Admission
+from windlass.engine.lane import Lane
+from windlass.engine.request import Failed, Request, Ticket
+from windlass.engine.row_bytes import RowBytes, replace_batch
+from windlass.engine.service import Service
+from windlass.engine.sizes import Sizes
+from windlass.engine.snapshots import Snapshots
+from windlass.engine.status import EngineDeadError, EngineLimits, EngineStatus
+from windlass.engine.task import Task
+from windlass.engine.totals import Totals
+from windlass.hf.forward import vocabulary_of
+
+LOG: Final = logging.getLogger("windlass.engine")
+ERRORS: Final = 3  # in a row, after which the engine is dead
+
+
+@final
+class Scheduler(Service):
+    """Serves requests in `rows`: so many of each kind of options. The first kind is what most requests get.
+
+    `reuse_bytes` are for the beginnings of prompts, see `Snapshots`. `start` lets the thread begin.
+
+    Raises: UsageError for options that name no budget, and for two kinds that are alike.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        rows: Sequence[tuple[int, CacheOptions]],
+        limits: EngineLimits | None = None,
+        reuse_bytes: int = 0,
+    ) -> None:
+        self.limits = EngineLimits() if limits is None else limits
+        self._model, self._tokenizer, self._vocabulary = model, tokenizer, vocabulary_of(model)
+        kinds = [replace_batch(options, count) for count, options in rows]
+        _check_kinds(kinds)
+        self.options = replace_batch(kinds[0])
+        self.row_bytes = tuple(RowBytes.of(model, kind) for kind in kinds)
+        self._lanes = [Lane(model, kind) for kind in kinds]
+        self._tasks: list[Task] = []
+        self._reading = deque[Task]()
+        self._waiting = Admission(self.limits)
+        self._snapshots, self._totals = Snapshots(reuse_bytes), Totals()
+        self._changed, self._cancelled = Condition(), set[int]()
+        self._number, self._errors_in_a_row = 0, 0
+        self._stops_at: float | None = None
+        self._is_dead = False
+        self._sizes, self._limit = Sizes(), self.bytes_limit
+        self._status = self._told()
+        self._threads = torch.get_num_threads()  # each thread has a number of its own
+        self._thread = Thread(target=self._run, name="windlass-engine", daemon=True)
+
+    @property
+    def bytes_limit(self) -> int:
+        """The most that `EngineStatus.bytes_held` can be: rows and prompts that are read, at their largest, and what is
+        kept for reuse."""
+        longest = self.limits.prompt_tokens + self.limits.max_tokens
+        rows = sum(
+            lane.options.batch * each.writing(longest) for lane, each in zip(self._lanes, self.row_bytes, strict=True)
+        )
+        reading = self.limits.reading * max(each.reading(longest) for each in self.row_bytes)
+        return rows + reading + self.limits.alone * self.limits.alone_bytes + self._snapshots.limit
+
+    def start(self) -> None:
+        """Let the engine's thread run."""
+        self._thread.start()
+
+    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
+        self._check(request)
+        with self._changed:
+            if self._is_dead or self._stops_at is not None:
+                raise EngineDeadError("the engine has stopped; start the server again")
+            self._number += 1
+            ticket = Ticket(self._number, request, notify)
+            self._waiting.add(ticket)
+            self._changed.notify_all()
+        return ticket
+
+    def cancel(self, ticket: Ticket) -> None:
+        with self._changed:
+            if not ticket.is_over:
+                self._cancelled.add(ticket.number)
+                self._changed.notify_all()
+
+    def status(self) -> EngineStatus:
+        return self._status
+
+    def stop(self, seconds: float = 0.0) -> None:
+        with self._changed:
+            if self._stops_at is None:
+                self._stops_at = monotonic() + seconds
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _check(self, request: Request) -> None:
+        prompt, limits = request.prompt, self.limits
+        if not prompt:
+            raise UsageError("the prompt is empty; give at least one token")
+        if len(prompt) > limits.prompt_tokens:
+            raise UsageError(
+                f"the prompt has {len(prompt)} tokens, and this server reads at most {limits.prompt_tokens}; shorten it"
+            )
+        if not 1 <= request.max_tokens <= limits.max_tokens:
+            raise UsageError(f"max_tokens must be from 1 to {limits.max_tokens} here, got {request.max_tokens}")
+        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
+            raise UsageError(f"the prompt has token ids outside of the vocabulary, 0 to {self._vocabulary - 1}")
+        if not limits.alone and not any(lane.serves(request.options) for lane in self._lanes):
+            kinds = "; ".join(str(lane.options.labels()) for lane in self._lanes)
+            raise UsageError(f"no row has these options, {request.options.labels()}; take one of: {kinds}")
+
+    def _run(self) -> None:
+        torch.set_num_threads(self._threads)
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._has_work or self._stops_at is not None)
+                is_over = self._stops_at is not None and (monotonic() >= self._stops_at or not self._has_work)
+                if not is_over:
+                    self._drop_cancelled()
+            if is_over or self._is_dead:
+                self._end("the engine was stopped" if is_over else "the engine has failed; see its log")
+                return
+            self._turn()
+            self._status = self._told()
+
+    @property
+    def _has_work(self) -> bool:
+        return bool(self._tasks or self._waiting.tickets or self._cancelled)
+
+    @torch.no_grad()
+    def _turn(self) -> None:
+        self._admit()
+        for lane in {id(task.lane): task.lane for task in self._tasks}.values():
+            writing = [task for task in self._tasks if task.lane is lane and task.reader is None]
+            if writing:
+                self._guarded(writing, partial(self._write, lane, writing), lane)
+        if self._reading:
+            task = self._reading.popleft()
+            self._guarded([task], task.read, None)
+            if task.reader is not None:
+                self._reading.append(task)
+        for task in self._tasks:
+            self._check_time(task)
+        self._retire()
+
+    def _write(self, lane: Lane, writing: Sequence[Task]) -> None:
+        logits = lane.step({task.row: task.writer.token for task in writing})
+        self._totals.steps += 1
+        for task in writing:
+            self._guarded([task], partial(task.take, logits[task.row]), None)
+
+    def _guarded(self, tasks: Sequence[Task], work: Callable[[], None], lane: Lane | None) -> None:
+        """Let an error of `work` be one of the `tasks`, and of no other; what a `lane` holds is then lost."""
+        try:
+            work()
+            self._errors_in_a_row = 0
+        except WindlassError as error:
+            for task in tasks:
+                task.fail(str(error), is_ours=False)
+        except Exception as error:
+            LOG.exception("a step failed")
+            self._totals.errors += 1
+            self._errors_in_a_row += 1
+            self._is_dead = self._errors_in_a_row >= ERRORS
+            for task in tasks:
+                task.fail(f"the engine failed: {type(error).__name__}", is_ours=True)
+            if lane is not None:
+                lane.reset()
+
+    def _admit(self) -> None:
+        """Give rows to those that wait, the first first; who waits for one kind holds nobody back of another."""
+        for ticket in list(self._waiting.tickets):
+            if len(self._reading) >= self.limits.reading:
+                return
+            lane = self._lane_for(ticket.request.options)
+            row = None if lane is None else lane.take()
+            if lane is None or row is None:
+                continue
+            with self._changed:
+                self._waiting.remove(ticket)
+            try:
+                if lane.is_alone:
+                    self._check_alone(ticket.request)
+                task = Task(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
+            except WindlassError as error:
+                ticket.put(Failed(str(error), is_ours=False))
+                lane.free.append(row)
+                continue
+            self._totals.cached += task.cached
+            self._tasks.append(task)
+            self._reading.append(task)
+
+    def _lane_for(self, options: CacheOptions) -> Lane | None:
+        """The lane that serves these options, or one of its own; None while no more of these may be."""
+        for lane in self._lanes:
+            if lane.serves(options):
+                return lane
+        alone = sum(task.lane.is_alone for task in self._tasks)
+        return Lane(self._model, replace_batch(options), is_alone=True) if alone < self.limits.alone else None
+
+    def _check_alone(self, request: Request) -> None:
+        own, tokens = RowBytes.of(self._model, request.options), len(request.prompt) + request.max_tokens
+        needed = own.reading(tokens) + own.recalled(tokens)
+        if needed > self.limits.alone_bytes:
+            raise UsageError(
+                f"a row with these options takes {needed:,} bytes for {tokens} tokens, and this server gives "
+                f"{self.limits.alone_bytes:,} to one; ask for a smaller budget, or leave the options out"
+            )
+
+    def _drop_cancelled(self) -> None:
+        """Forget those that nobody waits for any more, in whatever phase."""
+        for task in self._tasks:
+            if task.ticket.number in self._cancelled:
+                task.is_over = True
+                self._totals.cancelled += 1
+        for ticket in list(self._waiting.tickets):
+            if ticket.number in self._cancelled:
+                self._waiting.remove(ticket)
+                self._totals.cancelled += 1
+        self._cancelled.clear()
+        self._retire()
+
+    def _check_time(self, task: Task) -> None:
+        request, (count, seconds) = task.ticket.request, task.ticket.waiting
+        if request.seconds is not None and monotonic() - task.started > request.seconds:
+            task.fail(f"the request took longer than {request.seconds:g} seconds", is_ours=False)
+        elif count > self.limits.unread_events and seconds > self.limits.unread_seconds:
+            task.fail("its events were not taken", is_ours=False)
+
+    def _retire(self) -> None:
+        """Free the rows of those that are over."""
+        for task in [task for task in self._tasks if task.is_over]:
+            self._totals.count(task)
+            self._tasks.remove(task)
+            if task in self._reading:
+                self._reading.remove(task)
+            if not task.lane.is_alone:
+                task.lane.release(task.row)
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            self._is_dead = True
+            waiting = list(self._waiting.tickets)
+            self._waiting.clear()
+        for task in self._tasks:
+            task.fail(why, is_ours=True)
+        for ticket in waiting:
+            ticket.put(Failed(why, is_ours=True))
+        self._retire()
+        self._status = self._told()
+
+    def _told(self) -> EngineStatus:
+        caches = [lane.cache for lane in self._lanes]
+        caches += [task.cache for task in self._tasks if task.reader is not None or task.lane.is_alone]
+        sizes = self._sizes.of(caches)
+        of_cache = {id(cache): size // cache.batch_size for cache, size in zip(caches, sizes, strict=True)}
+        free = sum(len(lane.free) for lane in self._lanes)
+        rows = sum(lane.options.batch for lane in self._lanes)
+        told = tuple(task.status(of_cache[id(task.cache)]) for task in self._tasks)
+        queue = len(self._waiting.tickets), self._waiting.tokens
+        held = sum(sizes) + self._snapshots.bytes
+        return EngineStatus(not self._is_dead, told, free, rows, *queue, held, self._limit, *self._totals.all)
+
+
+def _check_kinds(kinds: Sequence[CacheOptions]) -> None:
+    if not kinds:
+        raise UsageError("a server needs rows; give a number and options")
+    for number, kind in enumerate(kinds):
+        if kind.budget is None:
+            raise UsageError("the rows of a server need a budget, which their memory is counted by; give one")
+        if kind.recall:
+            raise UsageError(
+                f"recall={kind.recall} for the rows of a server, whose memory would grow with each text; leave it to "
+                "requests, which then have a cache of their own"
+            )
+        if any(kind.labels() == other.labels() for other in kinds[:number]):
+            raise UsageError(f"two kinds of rows are alike: {kind.labels()}; give their number in one of them")
