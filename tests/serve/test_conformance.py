@@ -151,6 +151,8 @@ def test_log_probabilities(served: Served, client: openai.OpenAI, is_streamed: b
     tokens = [token for each in found if each for token in each.tokens]
     assert tokens == [shown(token)[0] for token in (65, 66, 67)]
     assert [value for each in found if each for value in each.token_logprobs] == [-0.5, -0.5, -9999.0]
+    tops = [{*top.values()} for each in found if each for top in each.top_logprobs]
+    assert tops == [{-65.0, -90.0, -0.5} - {-65.0}, {-66.0, -90.0, -0.5} - {-66.0}, {-9999.0, -90.0}]
     assert asked(served).top_logprobs == 2
 
 

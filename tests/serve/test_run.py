@@ -85,11 +85,14 @@ def test_an_address_that_is_taken() -> None:
 
 
 def test_what_is_typed_is_what_is_served() -> None:
-    asked = ServeArguments(rows=3, port=9, keys=["long-enough"], queue=5, max_tokens=6, max_prompt=7, stop_seconds=1.5)
+    asked = ServeArguments(
+        rows=3, port=9, keys=["long-enough"], queue=5, max_tokens=6, max_prompt=7, stop_seconds=1.5, reuse="2KiB"
+    )
     made = options_of(MODEL, CacheArguments(policy="recent", store="int8"), asked)
     assert (made.name, made.rows, made.port, made.keys, made.stop_seconds) == ("finder-3m", 3, 9, ("long-enough",), 1.5)
     assert (made.limits.queue, made.limits.max_tokens, made.limits.prompt_tokens) == (5, 6, 7)
     assert (made.options.budget, repr(made.options.policy), made.options.store.name) == (1024, "Recent()", "int8")
+    assert made.reuse_bytes == 2048
     assert made.settings.hosts is None
     assert options_of("me/model", CacheArguments(budget=64), ServeArguments()).name == "me/model"
     assert options_of(MODEL, CacheArguments(), ServeArguments(called="x")).name == "x"
