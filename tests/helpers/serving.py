@@ -189,7 +189,11 @@ class RawClient:
         if buffer is not None:
             self.socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer)
         self.socket.settimeout(10.0)
-        self.socket.connect(("127.0.0.1", port))
+        try:
+            self.socket.connect(("127.0.0.1", port))
+        except OSError:
+            self.socket.close()
+            raise
         self._got = b""
 
     def send(self, method: str, path: str, body: bytes = b"", /, **headers: str) -> None:

@@ -29,6 +29,11 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
         yield made
 
 
+def told_of(document: Any) -> Any:
+    """Our own part of an answer."""
+    return document.model_extra["windlass"]
+
+
 def asked(served: Served) -> Request:
     return served.service.requests[-1]
 
@@ -43,7 +48,7 @@ def test_a_chat(served: Served, client: openai.OpenAI) -> None:
     prompt = len(asked(served).prompt)
     assert (took.prompt_tokens, took.completion_tokens, took.total_tokens) == (prompt, len(TEXT), prompt + len(TEXT))
     assert took.prompt_tokens_details.cached_tokens == 3
-    told = took.model_extra["windlass"]
+    told = told_of(took)
     numbers = {name: told[name] for name in ("seen", "kept", "evicted", "recalled", "bytes")}
     seen = prompt + len(TEXT)
     assert numbers == {"seen": seen, "kept": 7, "evicted": seen - 7, "recalled": 2, "bytes": 4096}
@@ -62,10 +67,10 @@ def test_a_streamed_chat(served: Served, client: openai.OpenAI) -> None:
     )
     first, *middle, last, usage_chunk = list(stream)
     assert (first.choices[0].delta.role, first.choices[0].delta.content) == ("assistant", "")
-    assert "".join(chunk.choices[0].delta.content for chunk in middle) == TEXT
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in middle) == TEXT
     assert {chunk.choices[0].delta.role for chunk in middle} == {None}
     assert (last.choices[0].finish_reason, last.choices[0].delta.content) == ("stop", None)
-    assert last.model_extra["windlass"]["evicted"] == len(asked(served).prompt) + len(TEXT) - 7
+    assert told_of(last)["evicted"] == len(asked(served).prompt) + len(TEXT) - 7
     assert usage_chunk.choices == []
     assert usage_chunk.usage.completion_tokens == len(TEXT)
     assert [chunk.usage for chunk in (first, *middle, last)] == [None] * (len(middle) + 2)
@@ -146,6 +151,8 @@ def test_log_probabilities(served: Served, client: openai.OpenAI, is_streamed: b
     tokens = [token for each in found if each for token in each.tokens]
     assert tokens == [shown(token)[0] for token in (65, 66, 67)]
     assert [value for each in found if each for value in each.token_logprobs] == [-0.5, -0.5, -9999.0]
+    tops = [{*top.values()} for each in found if each for top in each.top_logprobs]
+    assert tops == [{-65.0, -90.0, -0.5} - {-65.0}, {-66.0, -90.0, -0.5} - {-66.0}, {-9999.0, -90.0}]
     assert asked(served).top_logprobs == 2
 
 
@@ -159,7 +166,7 @@ def test_everything_that_can_be_asked_reaches_the_engine(served: Served, client:
         stop=["\n", "<|eos|>"],
         presence_penalty=0.25,
         frequency_penalty=-0.5,
-        logit_bias={"17": -100, "18": 2.5},
+        logit_bias={"17": -100, "18": 2},
         user="anna",
         extra_body={
             "top_k": 11,
@@ -178,7 +185,7 @@ def test_everything_that_can_be_asked_reaches_the_engine(served: Served, client:
     assert (sampling.temperature, sampling.top_p, sampling.top_k, sampling.min_p) == (0.7, 0.9, 11, 0.05)
     assert (request.stops.strings, request.stops.ids) == (("\n",), {1})
     assert (request.presence_penalty, request.frequency_penalty) == (0.25, -0.5)
-    assert (dict(request.logit_bias), request.max_tokens) == ({17: -100.0, 18: 2.5}, 9)
+    assert (dict(request.logit_bias), request.max_tokens) == ({17: -100.0, 18: 2.0}, 9)
     labels = request.options.labels()
     assert {name: labels[name] for name in ("budget", "sinks", "window", "store", "recall")} == {
         "budget": 64,

@@ -1,6 +1,7 @@
 """A queue that is full, an engine that has died, texts that fail, and the end of the server."""
 
 import json
+import signal
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -143,6 +144,22 @@ def test_the_end_cuts_what_takes_longer() -> None:
         threading.Thread(target=served.http.end).start()
         client.until(b"the server ends")
         client.close()
+
+
+def test_a_second_signal_ends_it_at_once() -> None:
+    service = ScriptedService(events(Piece(5, "a"), None))
+    with serving(service, stop_seconds=600.0) as served:
+        client = RawClient(served.port)
+        client.post(ROUTES[1], complete(stream=True))
+        client.until(b'"text":"a"')
+        served.http.handle_exit(signal.SIGTERM, None)
+        assert ask(served.port, "/ready").document["error"]["code"] == "stopping"
+        assert not served.http.should_exit
+        served.http.handle_exit(signal.SIGTERM, None)
+        assert client.is_closed()
+        assert service.stopped == [600.0]
+        client.close()
+        service.release()
 
 
 def test_metrics(served: Served) -> None:

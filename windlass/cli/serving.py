@@ -15,6 +15,7 @@ from windlass.cli.expand import Unset, expanded
 from windlass.cli.given import the_model
 from windlass.cli.loading import loading
 from windlass.core.errors import UsageError
+from windlass.core.spec import parse_bytes
 
 if TYPE_CHECKING:
     from windlass.serve.run import ServeOptions
@@ -38,6 +39,10 @@ Name = Annotated[str | None, Option("--name", help="The model's name for clients
 Queue = Annotated[int, Option("--queue", min=0, max=100_000, help="Requests that may wait for a row.")]
 MostTokens = Annotated[int, Option("--max-tokens", "-n", min=1, help="Most tokens that a request may write.")]
 MostPrompt = Annotated[int, Option("--max-prompt", min=1, help="Most tokens that a prompt may have.")]
+Reuse = Annotated[
+    str | None,
+    Option("--reuse", metavar="SIZE", help="Memory for the beginnings of prompts, as 64MiB: each is then read once."),
+]
 StopSeconds = Annotated[
     float, Option("--stop-seconds", min=0, max=3600, help="Time for requests under way, once the server is to end.")
 ]
@@ -55,6 +60,7 @@ class ServeArguments:
     queue: Queue = 64
     max_tokens: MostTokens = 4096
     max_prompt: MostPrompt = 1_000_000
+    reuse: Reuse = None
     stop_seconds: StopSeconds = 10.0
 
 
@@ -110,4 +116,7 @@ def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "Se
     engine = EngineLimits(queue=asked.queue, max_tokens=asked.max_tokens, prompt_tokens=asked.max_prompt)
     name = asked.called or (Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model)
     keys = tuple(asked.keys or ())
-    return ServeOptions(name, asked.rows, options, engine, asked.host, asked.port, keys, asked.stop_seconds)
+    reuse_bytes = 0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse)
+    return ServeOptions(
+        name, asked.rows, options, engine, asked.host, asked.port, keys, asked.stop_seconds, reuse_bytes
+    )

@@ -34,7 +34,8 @@ def of_completion(pieces: Pieces, words: Words, top: int, offset: int) -> dict[s
         text = words.shown(own.token)[0]
         texts.append(text)
         values.append(max(own.value, LEAST))
-        tops.append({words.shown(each.token)[0]: max(each.value, LEAST) for each in others[:top]} or None)
+        # OpenAI shows the token that was taken among the likeliest, though it be none of them.
+        tops.append({words.shown(each.token)[0]: max(each.value, LEAST) for each in (*others[:top], own)})
         offsets.append(offset)
         offset += len(text)
     return {"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets}

@@ -72,6 +72,7 @@ def serve(
             http = HttpServer(Server(service, words, asked.settings))
             limit = service.status().bytes_limit
             shown = f"[{asked.host}]" if ":" in asked.host else asked.host
+            listener.listen()  # from here on clients can connect; they are answered in a moment
             say(f"http://{shown}:{listener.getsockname()[1]}/v1 ({asked.name}, {asked.rows} rows, {limit:,} bytes)")
             http.run(sockets=[listener])
         finally:

@@ -11,7 +11,7 @@ from windlass.serve.messages import messages
 from windlass.serve.settings import CacheChoices, RequestLimits
 
 MOST_TOKEN_ID: Final = 2**31 - 1
-OWN: Final = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  # of the cache; see `CacheOptions`
+OWN = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  # of the cache; see `CacheOptions`
 RESERVED: Final = ("cache", "chunks")
 
 

@@ -15,6 +15,7 @@ from windlass.serve.errors import BadField
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALL: Final = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|$)", re.DOTALL)
+NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 ARGUMENTS: Final = ("arguments", "parameters")
 Tools = Sequence[Mapping[str, Any]]
 
@@ -41,7 +42,7 @@ def schema_of(tools: Tools, choice: str) -> dict[str, Any]:
             "type": "object",
             "properties": {
                 "name": {"const": function["name"]},
-                "arguments": function.get("parameters") or {"type": "object"},
+                "arguments": function.get("parameters", NO_ARGUMENTS),
             },
             "required": ["name", "arguments"],
             "additionalProperties": False,
@@ -66,7 +67,7 @@ class CallReader:
         start = self._held.find(OPEN)
         if start < 0:
             start = len(self._held) - _begun(self._held)
-        if not self._is_text and self._held[:start].lstrip().startswith("{"):
+        if not self._is_text and self._held[:start].lstrip()[:1] in ("", "{"):
             return ""  # perhaps one call, and nothing else
         given, self._held = self._held[:start], self._held[start:]
         self._is_text = self._is_text or bool(given.strip())

@@ -1,0 +1,124 @@
+"""A process that serves: its address, its signals, and its command."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.helpers.cli import Ran, loaded_once, run
+from tests.helpers.models import MODEL
+from tests.helpers.serving import RawClient, complete
+from windlass.cli import serving as command
+from windlass.cli.cache_options import CacheArguments
+from windlass.cli.serving import ServeArguments, options_of
+from windlass.core.errors import UsageError
+from windlass.serve.listen import bound
+
+__all__ = ["loaded_once", "process", "run"]
+CODE = f"""
+import sys
+from windlass.cache.options import CacheOptions
+from windlass.hf.load import load
+from windlass.serve.run import ServeOptions, serve
+from tests.helpers.serving import ScriptedService, events
+from windlass.engine.request import Piece
+
+service = ScriptedService(events(Piece(5, "a"), None))
+model, tokenizer = load({MODEL!r}, "float32")
+options = ServeOptions("finder-3m", 4, CacheOptions(budget=64), port=0, stop_seconds=float(sys.argv[1]))
+code = serve(model, tokenizer, options, lambda *_: service, lambda line: print(line, flush=True))
+print(service.stopped, flush=True)
+raise SystemExit(code)
+"""
+
+
+@contextmanager
+def process(stop_seconds: float) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """A server of its own process, and its port."""
+    folder = str(Path(__file__).parents[2])
+    environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}
+    started = subprocess.Popen(
+        [sys.executable, "-c", CODE, str(stop_seconds)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        cwd=folder,
+    )
+    assert started.stdout is not None
+    try:
+        line = started.stdout.readline()
+        assert line.startswith("http://127.0.0.1:"), started.communicate()
+        assert line.endswith("/v1 (finder-3m, 4 rows, 16,384 bytes)\n")
+        yield started, int(line.partition("127.0.0.1:")[2].partition("/")[0])
+    finally:
+        started.kill()
+        started.communicate()
+
+
+def test_a_signal_cuts_what_takes_too_long_with_a_word() -> None:
+    with process(stop_seconds=0.2) as (server, port):
+        client = RawClient(port)
+        client.post("/v1/completions", complete(stream=True))
+        client.until(b'"text":"a"')
+        server.send_signal(signal.SIGINT)
+        client.until(b"the server ends")
+        out, err = server.communicate(timeout=20)
+        assert (server.returncode, out.splitlines()[0], "Traceback" in err) == (0, "[0.2, 0.0]", False)
+        client.close()
+
+
+def test_an_address_that_is_taken() -> None:
+    with bound("127.0.0.1", 0) as taken:
+        taken.listen()
+        with pytest.raises(UsageError, match=r"cannot listen on 127\.0"):
+            bound("127.0.0.1", taken.getsockname()[1])
+    with pytest.raises(UsageError, match=r"cannot listen on no\.such"):
+        bound("no.such.host.invalid", 80)
+
+
+def test_what_is_typed_is_what_is_served() -> None:
+    asked = ServeArguments(
+        rows=3, port=9, keys=["long-enough"], queue=5, max_tokens=6, max_prompt=7, stop_seconds=1.5, reuse="2KiB"
+    )
+    made = options_of(MODEL, CacheArguments(policy="recent", store="int8"), asked)
+    assert (made.name, made.rows, made.port, made.keys, made.stop_seconds) == ("finder-3m", 3, 9, ("long-enough",), 1.5)
+    assert (made.limits.queue, made.limits.max_tokens, made.limits.prompt_tokens) == (5, 6, 7)
+    assert (made.options.budget, repr(made.options.policy), made.options.store.name) == (1024, "Recent()", "int8")
+    assert made.reuse_bytes == 2048
+    assert made.settings.hosts is None
+    assert options_of("me/model", CacheArguments(budget=64), ServeArguments()).name == "me/model"
+    assert options_of(MODEL, CacheArguments(), ServeArguments(called="x")).name == "x"
+    assert "127.0.0.1" in (options_of(MODEL, CacheArguments(), ServeArguments()).settings.hosts or ())
+
+
+def test_an_open_address_is_refused_before_the_model_is_loaded(run: Callable[..., Ran]) -> None:
+    ran = run("serve", MODEL, "--host", "0.0.0.0")
+    assert ran.code == 2
+    assert "there is no key; give --api-key KEY" in ran.err
+
+
+def test_the_extra_is_named_where_it_is_missing(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> None:
+    def found(name: str) -> Any:
+        return None if name in ("uvicorn", "llguidance") else find_spec(name)
+
+    monkeypatch.setattr(command, "find_spec", found)
+    ran = run("serve", MODEL)
+    assert ran.code == 2
+    assert ran.err.endswith("`windlass serve` needs uvicorn, llguidance; pip install 'windlass[serve]'\n")
+
+
+def test_nothing_of_it_is_imported_by_the_library() -> None:
+    code = (
+        "import sys, windlass, windlass.cli.app; "
+        f"print([name for name in {[*command.NEEDED, 'windlass.serve']} if name in sys.modules])"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert ran.stdout == "[]\n", ran.stderr
