@@ -1,0 +1,116 @@
+"""Frames for whoever looks at an engine: nothing is copied while nobody does."""
+
+from collections.abc import Callable
+from threading import Condition, Lock
+from time import monotonic
+from typing import Any, Final, NamedTuple
+
+from windlass.cache.state import CacheState
+from windlass.view.snapshot import Snapshot, about, snapshot
+
+INTERVAL: Final = 0.2  # seconds between two frames of a viewer
+COST: Final = 0.01  # the share of time that copying may take
+GONE: Final = 2.0  # seconds without a step after which a viewer of the newest text looks at another one
+HEADERS: Final = 64  # texts whose header is remembered
+
+
+class Seen(NamedTuple):
+    """What a viewer is given: the header of the text, and what its row holds."""
+
+    header: dict[str, Any]
+    snapshot: Snapshot
+
+
+class Viewer:
+    """One who looks at a text of this `number`, or, with None, at the newest one. `known`: tokens that were told.
+
+    `notify` is called by the engine's thread when there is something to `take`.
+    """
+
+    def __init__(self, number: int | None, notify: Callable[[], None] | None) -> None:
+        self.number, self.known = number, 0
+        self._notify, self._changed = notify, Condition()
+        self._latest: Seen | None = None
+        self._current, self._given, self._due = -1, 0.0, 0.0
+
+    def wants(self, number: int, now: float, is_last: bool) -> bool:
+        """Whether a step of this text is to be shown."""
+        if self.number is not None:
+            is_asked = number == self.number
+        else:
+            is_asked = number >= self._current or now - self._given > GONE
+        return is_asked and (is_last or now >= self._due)
+
+    def put(self, seen: Seen, due: float) -> None:
+        """Have something new to take, in place of what was not taken; nothing before `due`."""
+        with self._changed:
+            if seen.snapshot.number != self._current:
+                self.known = 0
+            self._latest, self._current = seen, seen.snapshot.number
+            self._given, self._due = seen.snapshot.seconds, due
+            self._changed.notify_all()
+        if self._notify is not None:
+            self._notify()
+
+    def take(self, timeout: float = 0.0) -> Seen | None:
+        """The newest frame that was not taken; None where none comes within `timeout` seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._latest is not None, timeout)
+            taken, self._latest = self._latest, None
+            return taken
+
+    @property
+    def current(self) -> int:
+        """The number of the text that is shown, -1 before the first."""
+        return self._current
+
+
+class Watch:
+    """What a scheduler shows of its rows. `if watch.is_watched: watch.step(...)` is all that it calls, after a step.
+
+    A viewer gets at most five frames a second, fewer where copying one takes more than a hundredth of the time.
+    """
+
+    def __init__(self) -> None:
+        self.is_watched = False
+        self._viewers: list[Viewer] = []
+        self._lock = Lock()
+        self._headers: dict[int, dict[str, Any]] = {}
+
+    def attach(self, number: int | None = None, notify: Callable[[], None] | None = None) -> Viewer:
+        """Begin to look; from any thread. `detach` ends it."""
+        viewer = Viewer(number, notify)
+        with self._lock:
+            self._viewers = [*self._viewers, viewer]
+            self.is_watched = True
+        return viewer
+
+    def detach(self, viewer: Viewer) -> None:
+        """Look no more; may be repeated."""
+        with self._lock:
+            self._viewers = [each for each in self._viewers if each is not viewer]
+            self.is_watched = bool(self._viewers)
+            if not self._viewers:
+                self._headers = {}
+
+    def step(self, cache: CacheState, row: int = 0, number: int = 0, is_last: bool = False) -> None:
+        """Show what a row holds, to those who look at the text of this number, where one of them is due.
+
+        By the thread of the engine, between two passes. The state after the last step is shown in any case.
+        """
+        now = monotonic()
+        wanting = [viewer for viewer in self._viewers if viewer.wants(number, now, is_last)]
+        if not wanting:
+            return
+        known = min(viewer.known if viewer.current == number else 0 for viewer in wanting)
+        seen = Seen(self._header(cache, number), snapshot(cache, row, number, known))
+        took = monotonic() - now
+        for viewer in wanting:
+            viewer.put(seen, now + max(INTERVAL, took / COST))
+
+    def _header(self, cache: CacheState, number: int) -> dict[str, Any]:
+        if number not in self._headers:
+            if len(self._headers) >= HEADERS:
+                del self._headers[next(iter(self._headers))]
+            self._headers[number] = about(cache, number)
+        return self._headers[number]
