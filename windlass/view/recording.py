@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -36,7 +36,7 @@ class Recorder:
         self._ends = ExitStack()
         self._count = 0
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Recorder":
         self._file = self._ends.enter_context(self._ends.enter_context(replacing(self._path)).open("wb"))
         self._file.write(MAGIC)
         self._write(json_record(HEADER, {"version": VERSION, **about(self._cache)}))

@@ -119,24 +119,33 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
 
 
 def formula(layers: Sequence[SlotLayer]) -> tuple[str, int]:
-    """What the slots take, as people read it, and in bytes: nothing but sizes that do not change with the text.
+    """What the layers take, as people read it, and in bytes: nothing but sizes that do not change with the text.
 
-    What a full-precision ring, key means and rolled-back steps take stands beside it in `bytes_held`.
+    What is kept so that steps can be rolled back stands beside it in `bytes_held`.
     """
     counts: dict[tuple[int, int, int], int] = {}
+    beside = 0
     for layer in layers:
         if layer.is_empty:
             continue
         batch, _, slots = layer.positions.shape
-        own = [each for each in layer.tensors().values() if each.ndim > 2 and each.shape[2] == slots]
-        key = batch, slots, sum(each.untyped_storage().nbytes() for each in own) // (batch * slots)
+        tensors = list(layer.tensors().values())
+        own = sum(_allocated(each) for each in tensors if each.ndim > 2 and each.shape[2] == slots)
+        key = batch, slots, own // (batch * slots)
         counts[key] = counts.get(key, 0) + 1
+        beside += sum(map(_allocated, tensors)) - key[2] * batch * slots
     parts = [
         f"{count} layer{'s' * (count > 1)} x {batch} row{'s' * (batch > 1)} x {slots:,} slots x {each:,} bytes"
         for (batch, slots, each), count in counts.items()
     ]
-    total = sum(count * batch * slots * each for (batch, slots, each), count in counts.items())
-    return " + ".join(parts) or "nothing yet", total
+    parts += [f"{beside:,} bytes beside them"] if beside else []
+    return " + ".join(parts) or "nothing yet", beside + sum(
+        count * batch * slots * each for (batch, slots, each), count in counts.items()
+    )
+
+
+def _allocated(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
 
 
 def about(cache: CacheState, number: int = 0) -> dict[str, Any]:

@@ -18,7 +18,11 @@ const text = new TextView(at("text"), (chosen) => {
   token = chosen;
   drawDetail(at("detail"), timeline.state, timeline.header, token);
 });
-const grid = new Grid(at("grid"), at("zoom"), () => draw());
+const grid = new Grid(at("grid"), at("zoom"), () => {
+  if (!timeline) return;
+  legend();
+  draw();
+});
 
 function units(bytes) {
   for (const [size, name] of [[2 ** 30, "GiB"], [2 ** 20, "MiB"], [2 ** 10, "KiB"]]) {
@@ -132,7 +136,9 @@ function legend() {
     strip.append(each);
   }
   scale.append("held by few", strip, "by all kv heads");
-  const parts = [scale, part("s0", "evicted")];
+  const { chosen } = grid;
+  const held = chosen ? part("s8", `held by layer ${chosen.layer}, kv head ${chosen.head}`) : scale;
+  const parts = [held, part("s0", chosen ? "not held" : "evicted")];
   if (timeline.header.budget !== null) parts.push(part("sink", "sinks"), part("window", "window"));
   box.replaceChildren(...parts, part("back", "came back"));
 }

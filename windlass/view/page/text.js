@@ -1,6 +1,7 @@
 // The whole text, each token shaded by the share of kv heads that hold it. Only blocks near the screen have elements.
 
-const BLOCK = 256; // tokens
+const BLOCK = 256; // tokens at least: a block ends at a line's end, so that it breaks no line
+const LONGEST = 1024;
 const CHARACTERS = 90; // of a line, to guess the height of a block that was never shown
 const LINE = 26; // pixels
 export const LEVELS = 8;
@@ -40,28 +41,66 @@ export class TextView {
   show(state, header, mask) {
     Object.assign(this, { state, header, mask });
     const isAtEnd = this.element.scrollTop + this.element.clientHeight >= this.element.scrollHeight - 60;
-    const wanted = Math.ceil(state.tokens / BLOCK);
-    const had = this.blocks.length;
-    while (this.blocks.length > wanted) {
+    const had = this.stop;
+    this.divide(state.tokens);
+    for (const block of this.blocks) if (block.spans) this.fill(block);
+    if (isAtEnd && this.follows && this.stop > had) this.element.scrollTop = this.element.scrollHeight;
+  }
+
+  // One past the last token that is in a block.
+  get stop() {
+    return this.blocks.at(-1)?.stop ?? 0;
+  }
+
+  // Let the blocks have so many tokens.
+  divide(tokens) {
+    while (this.blocks.length && this.blocks.at(-1).start >= tokens) {
       const block = this.blocks.pop();
       this.seen.unobserve(block.element);
       block.element.remove();
     }
-    for (let index = this.blocks.length; index < wanted; index++) {
-      const element = document.createElement("div");
-      element.dataset.block = index;
-      this.blocks.push({ element, spans: null, height: 0 });
-      this.guess(this.blocks[index], index);
-      this.element.append(element);
-      this.seen.observe(element);
+    const last = this.blocks.at(-1);
+    if (last && last.stop > tokens) {
+      last.stop = tokens;
+      this.guess(last);
     }
-    for (let index = 0; index < wanted; index++) if (this.blocks[index].spans) this.fill(index);
-    if (isAtEnd && this.follows && wanted >= had) this.element.scrollTop = this.element.scrollHeight;
+    while (this.stop < tokens) {
+      let block = this.blocks.at(-1);
+      if (!block || this.isWhole(block)) block = this.append(this.stop);
+      while (block.stop < tokens && !this.isWhole(block)) block.stop++;
+      this.guess(block);
+    }
   }
 
-  guess(block, index) {
+  isWhole({ start, stop }) {
+    return stop - start >= LONGEST || (stop - start >= BLOCK && (this.state.strings[stop - 1] ?? "").endsWith("\n"));
+  }
+
+  append(start) {
+    const element = document.createElement("div");
+    const block = { element, start, stop: start, spans: null, height: 0 };
+    element.block = block;
+    this.blocks.push(block);
+    this.element.append(element);
+    this.seen.observe(element);
+    return block;
+  }
+
+  // The block of a token.
+  of(token) {
+    let low = 0, high = this.blocks.length - 1;
+    while (low < high) {
+      const middle = (low + high + 1) >> 1;
+      if (this.blocks[middle].start <= token) low = middle;
+      else high = middle - 1;
+    }
+    return this.blocks[low];
+  }
+
+  guess(block) {
+    if (block.spans) return;
     let characters = 0, lines = 0;
-    for (let token = index * BLOCK; token < (index + 1) * BLOCK; token++) {
+    for (let token = block.start; token < block.stop; token++) {
       const text = this.state.strings[token] ?? "····";
       characters += text.length;
       if (text.includes("\n")) lines++;
@@ -71,22 +110,20 @@ export class TextView {
 
   scrolled(entries) {
     for (const { target, isIntersecting } of entries) {
-      const index = Number(target.dataset.block), block = this.blocks[index];
-      if (!block || block.element !== target) continue;
+      const { block } = target;
       if (isIntersecting && !block.spans) {
-        this.fill(index);
+        this.fill(block);
       } else if (!isIntersecting && block.spans) {
         block.height = target.offsetHeight;
         block.spans = null;
         target.replaceChildren();
-        this.guess(block, index);
+        this.guess(block);
       }
     }
   }
 
-  fill(index) {
-    const block = this.blocks[index];
-    const start = index * BLOCK, stop = Math.min(start + BLOCK, this.state.tokens);
+  fill(block) {
+    const { start, stop } = block;
     if (!block.spans) {
       block.spans = [];
       block.element.style.height = "";
@@ -135,20 +172,20 @@ export class TextView {
     const before = this.cursor;
     this.cursor = Math.max(0, Math.min(token, this.state.tokens - 1));
     if (before >= 0 && before < this.state.tokens) this.mark(before);
-    const index = Math.floor(this.cursor / BLOCK);
-    if (isCentred || !this.blocks[index].spans) {
-      this.blocks[index].element.scrollIntoView({ block: "start" });
-      this.fill(index);
+    const block = this.of(this.cursor);
+    if (isCentred || !block.spans) {
+      block.element.scrollIntoView({ block: "start" });
+      this.fill(block);
     }
     this.mark(this.cursor);
-    const span = this.blocks[index].spans[this.cursor % BLOCK];
+    const span = block.spans[this.cursor - block.start];
     span.scrollIntoView({ block: isCentred ? "center" : "nearest" });
     this.element.setAttribute("aria-activedescendant", span.id);
     this.choose(this.cursor);
   }
 
   mark(token) {
-    const span = this.blocks[Math.floor(token / BLOCK)].spans?.[token % BLOCK];
+    const block = this.of(token), span = block.spans?.[token - block.start];
     if (span) span.className = this.kindOf(token);
   }
 
