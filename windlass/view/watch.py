@@ -41,13 +41,13 @@ class Viewer:
             is_asked = number >= self._current or now - self._given > GONE
         return is_asked and (is_last or now >= self._due)
 
-    def put(self, seen: Seen, due: float) -> None:
-        """Have something new to take, in place of what was not taken; nothing before `due`."""
+    def put(self, seen: Seen, now: float, due: float) -> None:
+        """Have something new to take, in place of what was not taken; nothing more before `due`."""
         with self._changed:
             if seen.snapshot.number != self._current:
                 self.known = 0
             self._latest, self._current = seen, seen.snapshot.number
-            self._given, self._due = seen.snapshot.seconds, due
+            self._given, self._due = now, due
             self._changed.notify_all()
         if self._notify is not None:
             self._notify()
@@ -106,7 +106,7 @@ class Watch:
         seen = Seen(self._header(cache, number), snapshot(cache, row, number, known))
         took = monotonic() - now
         for viewer in wanting:
-            viewer.put(seen, now + max(INTERVAL, took / COST))
+            viewer.put(seen, now, now + max(INTERVAL, took / COST))
 
     def _header(self, cache: CacheState, number: int) -> dict[str, Any]:
         if number not in self._headers:

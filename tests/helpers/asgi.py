@@ -1,0 +1,83 @@
+"""An ASGI application called without a server, and one served on loopback for a browser."""
+
+import asyncio
+import threading
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import Any
+
+Message = dict[str, Any]
+App = Callable[[Mapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+
+
+def scope_of(path: str, query: str = "", method: str = "GET") -> dict[str, Any]:
+    return {"type": "http", "method": method, "path": path, "query_string": query.encode(), "headers": []}
+
+
+def called(app: App, path: str, query: str = "", method: str = "GET") -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of an answer that ends by itself."""
+    messages: list[Message] = []
+
+    async def receive() -> Message:
+        return {"type": "http.request", "body": b"", "more_body": False}
+
+    async def send(message: Message) -> None:
+        messages.append(message)
+
+    asyncio.run(asyncio.wait_for(_of(app(scope_of(path, query, method), receive, send)), 20))
+    headers = {name.decode(): value.decode() for name, value in messages[0]["headers"]}
+    return messages[0]["status"], headers, b"".join(each["body"] for each in messages[1:])
+
+
+async def _of(what: Awaitable[None]) -> None:
+    await what
+
+
+@contextmanager
+def served(app: App) -> Iterator[str]:
+    """The address of a server of `app`: one request a connection, no more than a test needs."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
+        method, target, _ = head[0].split(" ")
+        headers = {line.partition(": ")[0].lower(): line.partition(": ")[2] for line in head[1:] if line}
+        path, _, query = target.partition("?")
+        body = await reader.readexactly(int(headers.get("content-length", 0)))
+        given = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def receive() -> Message:
+            if given:
+                return given.pop()
+            while await reader.read(1000):
+                pass
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                lines = [f"HTTP/1.1 {message['status']} OK", "connection: close"]
+                lines += [f"{name.decode()}: {value.decode()}" for name, value in message["headers"]]
+                writer.write(("\r\n".join(lines) + "\r\n\r\n").encode())
+            else:
+                writer.write(message["body"])
+            await writer.drain()
+
+        with suppress(ConnectionError):
+            await app({**scope_of(path, query, method), "headers": list(headers.items())}, receive, send)
+        writer.close()
+
+    loop = asyncio.new_event_loop()
+    server = loop.run_until_complete(asyncio.start_server(answer, "127.0.0.1", 0))
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        server.close()
+        tasks = asyncio.all_tasks(loop)
+        for task in tasks:
+            task.cancel()
+        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
+        loop.run_until_complete(loop.shutdown_default_executor())
+        loop.close()
