@@ -4,6 +4,7 @@ import asyncio
 import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from queue import Queue
 from typing import Any
 
 Message = dict[str, Any]
@@ -38,6 +39,15 @@ def served(app: App) -> Iterator[str]:
     """The address of a server of `app`: one request a connection, no more than a test needs."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+                await answered(reader, writer)
+        finally:
+            writer.close()
+            with suppress(ConnectionError, asyncio.CancelledError):
+                await writer.wait_closed()
+
+    async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
         method, target, _ = head[0].split(" ")
         headers = {line.partition(": ")[0].lower(): line.partition(": ")[2] for line in head[1:] if line}
@@ -61,23 +71,23 @@ def served(app: App) -> Iterator[str]:
                 writer.write(message["body"])
             await writer.drain()
 
-        with suppress(ConnectionError):
-            await app({**scope_of(path, query, method), "headers": list(headers.items())}, receive, send)
-        writer.close()
+        await app({**scope_of(path, query, method), "headers": list(headers.items())}, receive, send)
 
-    loop = asyncio.new_event_loop()
-    server = loop.run_until_complete(asyncio.start_server(answer, "127.0.0.1", 0))
-    thread = threading.Thread(target=loop.run_forever)
+    ports: Queue[int] = Queue()
+    is_over: Queue[Callable[[], object]] = Queue()
+
+    async def run() -> None:
+        over, loop = asyncio.Event(), asyncio.get_running_loop()
+        is_over.put(lambda: loop.call_soon_threadsafe(over.set))
+        server = await asyncio.start_server(answer, "127.0.0.1", 0)
+        ports.put(server.sockets[0].getsockname()[1])
+        await over.wait()
+        server.close()  # and what is left of the answers is cancelled
+
+    thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        yield f"http://127.0.0.1:{ports.get(timeout=20)}"
     finally:
-        loop.call_soon_threadsafe(loop.stop)
+        is_over.get(timeout=20)()
         thread.join()
-        server.close()
-        tasks = asyncio.all_tasks(loop)
-        for task in tasks:
-            task.cancel()
-        loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-        loop.run_until_complete(loop.shutdown_default_executor())
-        loop.close()

@@ -198,7 +198,7 @@ at("colour").addEventListener("change", () => {
   draw();
 });
 at("overview").addEventListener("click", (event) => {
-  if (timeline) text.moveTo(Math.floor(event.offsetX / at("overview").clientWidth * timeline.state.tokens), true);
+  if (timeline?.state.tokens) text.moveTo(Math.floor(event.offsetX / at("overview").clientWidth * timeline.state.tokens), true);
 });
 at("save").addEventListener("click", () => {
   const link = document.createElement("a");
@@ -218,7 +218,7 @@ at("file").addEventListener("change", async () => {
   }
 });
 at("text").addEventListener("scroll", () => {
-  if (timeline && !waiting) drawOverview(at("overview"), timeline.state, grid.mask(timeline.state), text.visible);
+  if (timeline?.state.told && !waiting) drawOverview(at("overview"), timeline.state, grid.mask(timeline.state), text.visible);
 });
 addEventListener("resize", draw);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
@@ -256,7 +256,7 @@ function follow() {
       select.replaceChildren(new Option("newest", ""), ...rows);
       select.value = now;
       at("row-label").hidden = false;
-      if (timeline?.frames.length) numbers(timeline.state);
+      if (timeline?.state.told) numbers(timeline.state);
     },
   });
   at("row").addEventListener("change", () => {
