@@ -88,9 +88,7 @@ class Browser:
     def open(self, address: str, width: int = 1280, height: int = 800, is_dark: bool = False) -> None:
         """Load a page anew."""
         self.said.clear()
-        self.call(
-            "Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False
-        )
+        self.call("Emulation.setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=1, mobile=False)
         scheme = {"name": "prefers-color-scheme", "value": "dark" if is_dark else "light"}
         self.call("Emulation.setEmulatedMedia", features=[scheme])
         self.call("Page.navigate", url=address)

@@ -57,7 +57,9 @@ def test_the_page_is_whole_and_comes_from_here_alone() -> None:
 def test_the_page_has_no_outside_address_and_makes_no_code_of_text() -> None:
     for path, (_, content) in page_files().items():
         source = content.decode().replace("http://www.w3.org/2000/svg", "")
-        assert not re.search(r"https?://|//[a-z]+\.[a-z]|@import|innerHTML|outerHTML|insertAdjacent|eval\(", source), path
+        assert not re.search(r"https?://|//[a-z]+\.[a-z]|@import|innerHTML|outerHTML|insertAdjacent|eval\(", source), (
+            path
+        )
         assert not re.search(r"<script(?! type=\"module\" src)|\son\w+=|\sstyle=", source), path
         assert len(source.splitlines()) <= 300, path
 

@@ -10,7 +10,7 @@ from windlass import KVCache, Policy
 from windlass.cache.describe import bytes_by_part
 from windlass.policies import H2O, KeyDiff, Recent
 from windlass.view.frames import Encoder, Frame, frames_of
-from windlass.view.snapshot import snapshot
+from windlass.view.snapshot import Camera
 from windlass.view.wire import DELTA, FULL, HEADER, MAGIC, Record, end_record, json_record, records_of
 
 ROW = 1  # of two rows, whose texts differ
@@ -20,10 +20,10 @@ class Look:
     """Takes frames of a row, and reads them again."""
 
     def __init__(self, cache: KVCache, row: int = ROW) -> None:
-        self.cache, self.row, self.encoder, self.records = cache, row, Encoder(None), list[bytes]()
+        self.camera, self.encoder, self.records = Camera(cache, row), Encoder(None), list[bytes]()
 
     def frame(self) -> None:
-        self.records.append(self.encoder.frame(snapshot(self.cache, self.row, text_from=self.encoder.known)))
+        self.records.append(self.encoder.frame(self.camera.snapshot(self.encoder.known)))
 
     def read(self) -> list[Record]:
         head = json_record(HEADER, {})
@@ -128,10 +128,10 @@ def test_an_edited_text_says_so(attached_model: Models, text: Text) -> None:
     model = attached_model("llama")
     cache = KVCache(model, budget=30, sinks=1, window=2, chunk=9)
     model(text(20), past_key_values=cache)
-    assert not snapshot(cache).is_edited
+    assert not Camera(cache).snapshot().is_edited
     cache.drop(3, 8)
     cache.shift(8, 20, -5)
-    assert snapshot(cache).is_edited
+    assert Camera(cache).snapshot().is_edited
 
 
 @torch.no_grad()
@@ -141,10 +141,10 @@ def test_the_formula_is_what_the_slots_take(attached_model: Models, text: Text, 
     cache = KVCache(model, budget=12, sinks=1, window=2, chunk=9, batch=2, store=store, policy=H2O())
     model(text(9, rows=2), past_key_values=cache)
     parts = bytes_by_part(cache)
-    told, size = snapshot(cache).formula
+    told, size = Camera(cache).snapshot().formula
     assert size == sum(count for name, count in parts.items() if name not in ("rollback", "key_means"))
     assert told.startswith("2 layers x 2 rows x ")
-    assert snapshot(cache).bytes_held == sum(parts.values())
+    assert Camera(cache).snapshot().bytes_held == sum(parts.values())
 
 
 @torch.no_grad()

@@ -152,7 +152,7 @@ def test_a_key_is_asked_for(browser: Browser) -> None:
         browser.open("about:blank")
 
 
-def _index(mode: Any, slots: torch.Tensor, newest: int, step: Any) -> RotaryIndex:
+def _index(mode: Any, slots: torch.Tensor, step: Any) -> RotaryIndex:
     [reading] = mode.readings(slots, step, slots.shape[-1])
     index: RotaryIndex = reading.index
     return index
@@ -186,7 +186,7 @@ def test_where_a_key_is_read_is_what_the_cache_says(
     at = torch.tensor([[newest]])
     step = Step(at, (1,), at[0] + 1, torch.tensor([0]), newest + 1)
     mode = cache.positions.within(cache.trained_length, True)
-    index = _index(mode, slots, newest, step).near
+    index = _index(mode, slots, step).near
     with served(ViewApp(Watch(), None)) as address:
         browser.open(address + "/")
         browser.until("document.readyState === 'complete'")

@@ -190,7 +190,9 @@ def test_a_mouse_points_at_tokens_and_heads(browser: Browser, address: str, reco
     browser.open(address)
     browser.until(SHOWN)
     browser.click("#token-7")
-    assert f"position, id7, {recording.frames[0].ids[7]}" in browser.run("document.getElementById('detail').textContent")
+    assert f"position, id7, {recording.frames[0].ids[7]}" in browser.run(
+        "document.getElementById('detail').textContent"
+    )
     browser.click("#grid", 100, 8)
     browser.until("document.getElementById('zoom-text').textContent.startsWith('layer 0, kv head 0')")
     browser.click("#grid", 100, 8)
@@ -284,7 +286,9 @@ def test_a_long_text_has_few_elements(browser: Browser, tmp_path: Path) -> None:
         browser.press("End", 35)
         browser.until(f"document.getElementById('token-{tokens - 1}') !== null")
         assert browser.run("document.querySelectorAll('#text span').length") < 12_000
-        assert f"position, id{tokens - 1:,}, {(tokens - 1) % 6}" in browser.run("document.getElementById('detail').textContent")
+        assert f"position, id{tokens - 1:,}, {(tokens - 1) % 6}" in browser.run(
+            "document.getElementById('detail').textContent"
+        )
         took = browser.run("""(async () => {
           const step = document.getElementById("step"), began = performance.now();
           step.value = 1;

@@ -15,7 +15,7 @@ from windlass.hf.load import load
 from windlass.policies import H2O
 from windlass.view.frames import LENGTH, Encoder
 from windlass.view.recording import Recorder, read_recording, recording_of
-from windlass.view.snapshot import about, snapshot
+from windlass.view.snapshot import Camera, about
 from windlass.view.wire import DELTA, FULL, HEADER, MAGIC, end_record, json_record, record, records_of
 
 tokenizer = models.tokenizer  # fixture
@@ -40,7 +40,7 @@ def test_a_recording_tells_what_the_cache_was(tmp_path: Path, attached_model: Mo
     assert {name: recording.header[name] for name in about(cache)} == about(cache)
     assert [frame.seen for frame in recording.frames] == [9, 18, 27, 28, 29, 30, 31, 32, 33]
     last = recording.frames[-1]
-    now = snapshot(cache)
+    now = Camera(cache).snapshot()
     assert np.array_equal(last.positions, now.positions)
     assert last.strings[:2] == tuple(f"[{token}] " for token in text(27)[0, :2].tolist())
     seconds = [frame.seconds for frame in recording.frames]
@@ -73,7 +73,13 @@ def test_a_file_that_is_cut_off_is_refused(tmp_path: Path, attached_model: Model
     while at < len(data):
         at += HEAD + int.from_bytes(data[at + 4 : at + 8], "little")
         ends.append(at)
-    lengths = {0, 1, len(MAGIC) - 1, *(end + by for end in ends for by in (-1, 0, 1, 5, HEAD, HEAD + 1)), len(data) // 2}
+    lengths = {
+        0,
+        1,
+        len(MAGIC) - 1,
+        *(end + by for end in ends for by in (-1, 0, 1, 5, HEAD, HEAD + 1)),
+        len(data) // 2,
+    }
     assert len(recording_of(data).frames) == 9
     for length in sorted(lengths - {len(data)}):
         damaged = data[:length] if length < len(data) else data + b"\0" * (length - len(data))
@@ -103,9 +109,10 @@ def test_frames_that_contradict_themselves_are_refused(attached_model: Models, t
     model(text(9), past_key_values=cache)
     header = json_record(HEADER, {"version": 1, **about(cache)})
     encoder = Encoder(None)
-    full = encoder.frame(snapshot(cache))
+    camera = Camera(cache)
+    full = encoder.frame(camera.snapshot())
     model(text(1), past_key_values=cache)
-    delta = encoder.frame(snapshot(cache, text_from=encoder.known))
+    delta = encoder.frame(camera.snapshot(encoder.known))
 
     def file(*records: bytes) -> bytes:
         return b"".join([MAGIC, *records, end_record(len(records))])
@@ -165,7 +172,7 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         read_recording(path)
 
 
-def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, attached_model: Models, text: Text) -> None:
+def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, attached_model: Models) -> None:
     path = tmp_path / "a.view"
     path.write_bytes(b"before")
     cache = KVCache(attached_model("llama"), budget=12)

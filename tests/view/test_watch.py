@@ -1,8 +1,9 @@
 """A watch copies while somebody looks, and not otherwise."""
 
+import gc
 import threading
 import time
-from collections.abc import Iterator
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.helpers.models import Models, Text
 from windlass import KVCache
 from windlass.view import watch as watched
 from windlass.view.frames import Encoder, frames_of
+from windlass.view.snapshot import Camera, Snapshot
 from windlass.view.watch import Watch
 from windlass.view.wire import HEADER, MAGIC, end_record, json_record, records_of
 
@@ -24,16 +26,16 @@ def cache(attached_model: Models, text: Text) -> KVCache:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which stands still until it is set."""
     now = [100.0]
     monkeypatch.setattr(watched, "monotonic", lambda: now[0])
-    yield now
+    return now
 
 
 def test_nothing_is_copied_while_nobody_looks(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[object] = []
-    monkeypatch.setattr(watched, "snapshot", lambda *given: copies.append(given))
+    monkeypatch.setattr(Camera, "snapshot", lambda *given: copies.append(given))
     watch = Watch()
     assert not watch.is_watched
     watch.step(cache)
@@ -63,13 +65,13 @@ def test_five_frames_a_second_at_most(cache: KVCache, clock: list[float]) -> Non
 def test_a_copy_that_takes_long_is_made_less_often(
     cache: KVCache, clock: list[float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    plain = watched.snapshot
+    plain = Camera.snapshot
 
-    def slow(*given: object) -> object:
+    def slow(camera: Camera, text_from: int = 0) -> Snapshot:
         clock[0] += 0.05
-        return plain(*given)  # type: ignore[arg-type]
+        return plain(camera, text_from)
 
-    monkeypatch.setattr(watched, "snapshot", slow)
+    monkeypatch.setattr(Camera, "snapshot", slow)
     watch = Watch()
     viewer = watch.attach()
     taken = 0
@@ -102,7 +104,9 @@ def test_a_viewer_sees_the_text_it_asked_for_or_the_newest(cache: KVCache, clock
 
 
 @torch.no_grad()
-def test_a_slow_viewer_gets_whole_frames(cache: KVCache, clock: list[float], attached_model: Models, text: Text) -> None:
+def test_a_slow_viewer_gets_whole_frames(
+    cache: KVCache, clock: list[float], attached_model: Models, text: Text
+) -> None:
     """What it did not take is replaced; what it takes leads to what the cache holds."""
     watch, encoder = Watch(), Encoder(None)
     viewer = watch.attach()
@@ -124,6 +128,24 @@ def test_a_slow_viewer_gets_whole_frames(cache: KVCache, clock: list[float], att
         assert list(frame.ids) == ids
         own = [each for plane, each in zip(frame.planes, frame.by_plane(), strict=True) if plane.layer == 1]
         assert [each.tolist() for each in own] == positions
+
+
+def test_no_cache_is_kept_for_a_viewer_who_has_left(attached_model: Models) -> None:
+    watch, made = Watch(), KVCache(attached_model("llama"), budget=12)
+    alive = weakref.ref(made)
+    viewer = watch.attach()
+    watch.step(made)
+    watch.step(made, is_last=True)
+    del made
+    gc.collect()
+    assert alive() is None, "the text is over"
+    again = KVCache(attached_model("llama"), budget=12)
+    alive = weakref.ref(again)
+    watch.step(again, number=1)
+    watch.detach(viewer)
+    del again
+    gc.collect()
+    assert alive() is None, "nobody looks"
 
 
 def test_viewers_come_and_go_while_steps_run(cache: KVCache) -> None:

@@ -14,7 +14,7 @@ from windlass.core.check import whole_number
 from windlass.core.errors import RecordingError, UsageError
 from windlass.core.files import check_writable, read_bytes, replacing
 from windlass.view.frames import Encoder, Frame, frames_of
-from windlass.view.snapshot import about, snapshot
+from windlass.view.snapshot import Camera, about
 from windlass.view.wire import DELTA, FULL, HEADER, MAGIC, VERSION, Record, end_record, json_record, parsed, records_of
 
 
@@ -31,7 +31,7 @@ class Recorder:
         self, path: Path, cache: CacheState, row: int = 0, tokenizer: PreTrainedTokenizerBase | None = None
     ) -> None:
         check_writable(path, "recording")
-        self._row = whole_number("row", row, 0, cache.batch_size - 1)
+        self._camera = Camera(cache, whole_number("row", row, 0, cache.batch_size - 1))
         self._path, self._cache, self._encoder = path, cache, Encoder(tokenizer)
         self._ends = ExitStack()
         self._count = 0
@@ -44,7 +44,7 @@ class Recorder:
 
     def step(self) -> None:
         """Write what the row holds now; to be called between two steps of the model."""
-        self._write(self._encoder.frame(snapshot(self._cache, self._row, text_from=self._encoder.known)))
+        self._write(self._encoder.frame(self._camera.snapshot(self._encoder.known)))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

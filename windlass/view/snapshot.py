@@ -1,7 +1,7 @@
 """What one row of a cache holds at a moment, copied out of it between two steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Final, NamedTuple
 
@@ -19,6 +19,7 @@ from windlass.core.rotary_index import EMPTY
 
 HIDDEN: Final = frozenset({TOKEN_INDEX, *PLACES})  # state that is not a policy's, nor of a merge
 NOTHING: Final = np.empty(0, np.int32)
+SIZES_S: Final = 1.0
 OVERLAP: Final = 256  # ids that are told again: a text that was rolled back may have others now
 
 Positions = NDArray[np.int32]
@@ -59,63 +60,81 @@ class Snapshot:
     bytes_held: int
     rows: int
     formula: tuple[str, int]
-    seconds: float = field(default_factory=monotonic)
+    seconds: float
 
 
-def planes_of(cache: CacheState, row: int) -> list[tuple[Plane, Tensor, dict[str, Tensor]]]:
-    """The planes of all layers that have been written, from the bottom up, with their positions and state."""
-    found = []
-    for layer in cache.layers:
-        if layer.is_empty:
-            continue
-        table = layer.table
-        heads = layer.heads or tuple(range(_kv_heads(layer)))
-        window = layer.sliding_window or 0
-        groups = [heads] if table.score_heads == 1 else [(head,) for head in heads]
-        for at, own in enumerate(groups):
-            state = {name: tensor[row, at] for name, tensor in table.state.items() if name not in HIDDEN}
-            found.append((Plane(layer.index, own, table.slots, window), table.positions[row, at], state))
-    return found
+class Camera:
+    """Takes snapshots of one row of a cache, of which others may be told the `number`.
 
-
-def _kv_heads(layer: SlotLayer) -> int:
-    return layer.store.layout[0]
-
-
-def snapshot(cache: CacheState, row: int = 0, number: int = 0, text_from: int = 0) -> Snapshot:
-    """A copy of what a row of the cache holds, to be taken between two passes.
-
-    The ids of its text are told from shortly before `text_from` on. What each step recalls is not told: the compiled
-    step does not say which tokens that were.
+    What the cache takes is measured when its slots are others than before, and once a second.
     """
-    planes, text = planes_of(cache, row), cache.rows.rows[row]
-    names = dict.fromkeys(name for _, _, state in planes for name in state)
-    none = torch.full((max((plane.slots for plane, _, _ in planes), default=0),), torch.nan)
-    numbers = {
-        name: _joined([state.get(name, none[: plane.slots]) for plane, _, state in planes], torch.float32)
-        for name in names
-    }
-    start = max(0, min(text_from, text.known_ids) - OVERLAP)
-    return Snapshot(
-        number=number,
-        planes=tuple(plane for plane, _, _ in planes),
-        positions=np.maximum(_joined([own for _, own, _ in planes], torch.int32), EMPTY) if planes else NOTHING,
-        numbers=numbers,
-        text_from=start,
-        tokens=[] if text.ids is None else text.ids[start : text.known_ids],
-        seen=text.tokens_seen,
-        next_position=text.next_position,
-        mode=reading_now(cache),
-        is_edited=text.next_position != text.tokens_seen or text.ids is None,
-        bytes_held=sum(bytes_by_part(cache).values()),
-        rows=cache.batch_size,
-        formula=formula(cache.layers),
-    )
+
+    def __init__(self, cache: CacheState, row: int = 0, number: int = 0) -> None:
+        self._cache, self._row, self._number = cache, row, number
+        self._slots: list[int] = []
+        self._planes: tuple[Plane, ...] = ()
+        self._measured = -SIZES_S
+        self._bytes_held, self._formula = 0, ("", 0)
+
+    def snapshot(self, text_from: int = 0) -> Snapshot:
+        """A copy of what the row holds, to be taken between two passes.
+
+        The ids of its text are told from shortly before `text_from` on. What each step recalls is not told: the
+        compiled step does not say which tokens that were.
+        """
+        cache, now = self._cache, monotonic()
+        layers = [layer for layer in cache.layers if not layer.is_empty]
+        slots = [number for layer in layers for number in layer.positions.shape]
+        if slots != self._slots or now - self._measured >= SIZES_S:
+            self._slots, self._measured = slots, now
+            self._planes = tuple(plane for layer in layers for plane in planes_of(layer))
+            self._bytes_held, self._formula = sum(bytes_by_part(cache).values()), formula(layers)
+        text = cache.rows.rows[self._row]
+        start = max(0, min(text_from, text.known_ids) - OVERLAP)
+        positions = _joined([layer.positions[self._row] for layer in layers], torch.int32)
+        return Snapshot(
+            number=self._number,
+            planes=self._planes,
+            positions=np.maximum(positions, EMPTY) if layers else NOTHING,
+            numbers=self._numbers(layers),
+            text_from=start,
+            tokens=[] if text.ids is None else text.ids[start : text.known_ids],
+            seen=text.tokens_seen,
+            next_position=text.next_position,
+            mode=reading_now(cache),
+            is_edited=text.next_position != text.tokens_seen or text.ids is None,
+            bytes_held=self._bytes_held,
+            rows=cache.batch_size,
+            formula=self._formula,
+            seconds=now,
+        )
+
+    def _numbers(self, layers: Sequence[SlotLayer]) -> dict[str, Numbers]:
+        names = dict.fromkeys(name for layer in layers for name in layer.table.state if name not in HIDDEN)
+        found = {}
+        for name in names:
+            parts = [
+                layer.table.state[name][self._row]
+                if name in layer.table.state
+                else torch.full(layer.positions.shape[1:], torch.nan, device=layer.positions.device)
+                for layer in layers
+            ]
+            found[name] = _joined(parts, torch.float32)
+        return found
+
+
+def planes_of(layer: SlotLayer) -> list[Plane]:
+    """The planes of a layer that has been written, in the order of its positions."""
+    heads = layer.heads or tuple(range(layer.store.layout[0]))
+    groups = [heads] if layer.table.score_heads == 1 else [(head,) for head in heads]
+    return [Plane(layer.index, own, layer.table.slots, layer.sliding_window or 0) for own in groups]
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
-    """One copy out of the device, for all planes."""
-    return torch.cat([part.to(parts[0].device) for part in parts]).to("cpu", dtype).numpy()
+    """One copy out of the device, for all layers."""
+    if not parts:
+        return NOTHING
+    return torch.cat([part.flatten().to(parts[0].device) for part in parts]).to("cpu", dtype).numpy()
 
 
 def formula(layers: Sequence[SlotLayer]) -> tuple[str, int]:
@@ -126,8 +145,6 @@ def formula(layers: Sequence[SlotLayer]) -> tuple[str, int]:
     counts: dict[tuple[int, int, int], int] = {}
     beside = 0
     for layer in layers:
-        if layer.is_empty:
-            continue
         batch, _, slots = layer.positions.shape
         tensors = list(layer.tensors().values())
         own = sum(_allocated(each) for each in tensors if each.ndim > 2 and each.shape[2] == slots)

@@ -6,12 +6,12 @@ from time import monotonic
 from typing import Any, Final, NamedTuple
 
 from windlass.cache.state import CacheState
-from windlass.view.snapshot import Snapshot, about, snapshot
+from windlass.view.snapshot import Camera, Snapshot, about
 
 INTERVAL: Final = 0.2  # seconds between two frames of a viewer
 COST: Final = 0.01  # the share of time that copying may take
 GONE: Final = 2.0  # seconds without a step after which a viewer of the newest text looks at another one
-HEADERS: Final = 64  # texts whose header is remembered
+TEXTS: Final = 64  # that are remembered
 
 
 class Seen(NamedTuple):
@@ -75,7 +75,7 @@ class Watch:
         self.is_watched = False
         self._viewers: list[Viewer] = []
         self._lock = Lock()
-        self._headers: dict[int, dict[str, Any]] = {}
+        self._texts: dict[int, _Watched] = {}
 
     def attach(self, number: int | None = None, notify: Callable[[], None] | None = None) -> Viewer:
         """Begin to look; from any thread. `detach` ends it."""
@@ -91,7 +91,7 @@ class Watch:
             self._viewers = [each for each in self._viewers if each is not viewer]
             self.is_watched = bool(self._viewers)
             if not self._viewers:
-                self._headers = {}
+                self._texts = {}  # a cache that only we know would stay alive
 
     def step(self, cache: CacheState, row: int = 0, number: int = 0, is_last: bool = False) -> None:
         """Show what a row holds, to those who look at the text of this number, where one of them is due.
@@ -100,17 +100,34 @@ class Watch:
         """
         now = monotonic()
         wanting = [viewer for viewer in self._viewers if viewer.wants(number, now, is_last)]
-        if not wanting:
-            return
+        if wanting:
+            self._show(cache, row, number, wanting, now)
+        if is_last:
+            self._texts.pop(number, None)
+        if not self.is_watched:  # the last viewer may have left meanwhile
+            self._texts = {}
+
+    def _show(self, cache: CacheState, row: int, number: int, wanting: list[Viewer], now: float) -> None:
         known = min(viewer.known if viewer.current == number else 0 for viewer in wanting)
-        seen = Seen(self._header(cache, number), snapshot(cache, row, number, known))
+        text = self._text(cache, row, number)
+        seen = Seen(text.header, text.camera.snapshot(known))
         took = monotonic() - now
         for viewer in wanting:
             viewer.put(seen, now, now + max(INTERVAL, took / COST))
 
-    def _header(self, cache: CacheState, number: int) -> dict[str, Any]:
-        if number not in self._headers:
-            if len(self._headers) >= HEADERS:
-                del self._headers[next(iter(self._headers))]
-            self._headers[number] = about(cache, number)
-        return self._headers[number]
+    def _text(self, cache: CacheState, row: int, number: int) -> "_Watched":
+        text = self._texts.get(number)
+        if text is None or text.cache is not cache or text.row != row:
+            if len(self._texts) >= TEXTS:
+                del self._texts[next(iter(self._texts))]
+            text = self._texts[number] = _Watched(cache, row, about(cache, number), Camera(cache, row, number))
+        return text
+
+
+class _Watched(NamedTuple):
+    """A text that somebody looks at: where it stands, and what is made of it once."""
+
+    cache: CacheState
+    row: int
+    header: dict[str, Any]
+    camera: Camera
