@@ -7,8 +7,28 @@ from contextlib import contextmanager, suppress
 from queue import Queue
 from typing import Any
 
+from windlass.engine.status import EngineStatus, RowStatus
+
 Message = dict[str, Any]
 App = Callable[[Mapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Any], Awaitable[None]]], Awaitable[None]]
+
+STATUS_NOW = EngineStatus(
+    is_alive=True,
+    rows=(RowStatus(3, "writing", "lane", 17, 12, 4096),),
+    free_rows=1,
+    total_rows=2,
+    queued=5,
+    queued_tokens=77,
+    bytes_held=8192,
+    bytes_limit=9000,
+    prompt_tokens_total=1,
+    written_tokens_total=2,
+    cached_tokens_total=3,
+    errors_total=0,
+    cancelled_total=0,
+    steps_total=9,
+    evicted_total=8,
+)
 
 
 def scope_of(path: str, query: str = "", method: str = "GET") -> dict[str, Any]:

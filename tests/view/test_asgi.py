@@ -10,33 +10,14 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers.asgi import called, scope_of
+from tests.helpers.asgi import STATUS_NOW, called, scope_of
 from tests.helpers.models import Models, Text
 from windlass import KVCache
-from windlass.engine.status import EngineStatus, RowStatus
 from windlass.view.asgi import MOST_VIEWERS, ViewApp
 from windlass.view.frames import frames_of
 from windlass.view.page_files import page_files
 from windlass.view.watch import Watch
 from windlass.view.wire import DELTA, FULL, HEADER, STATUS, Record, end_record, records_of
-
-STATUS_NOW = EngineStatus(
-    is_alive=True,
-    rows=(RowStatus(3, "writing", "lane", 17, 12, 4096),),
-    free_rows=1,
-    total_rows=2,
-    queued=5,
-    queued_tokens=77,
-    bytes_held=8192,
-    bytes_limit=9000,
-    prompt_tokens_total=1,
-    written_tokens_total=2,
-    cached_tokens_total=3,
-    errors_total=0,
-    cancelled_total=0,
-    steps_total=9,
-    evicted_total=8,
-)
 
 
 def test_the_page_is_whole_and_comes_from_here_alone() -> None:

@@ -12,16 +12,17 @@ import torch
 from transformers import PreTrainedModel
 
 from tests.helpers import chromium
-from tests.helpers.asgi import served
+from tests.helpers.asgi import STATUS_NOW, served
 from tests.helpers.chromium import Browser
 from tests.helpers.models import MODEL, Models, Text
-from tests.view.test_asgi import STATUS_NOW
 from windlass import KVCache
 from windlass.core.rotary_index import RotaryIndex
+from windlass.core.step import Step
 from windlass.engine.generate import stream
 from windlass.hf.load import load
 from windlass.view.asgi import ViewApp
-from windlass.view.recording import recording_of
+from windlass.view.recording import Recorder, recording_of
+from windlass.view.snapshot import about
 from windlass.view.watch import Watch
 
 browser = chromium.browser  # fixture
@@ -165,9 +166,6 @@ def test_where_a_key_is_read_is_what_the_cache_says(
     browser: Browser, attached_model: Models, text: Text, tmp_path: Path, positions: str, tokens: int
 ) -> None:
     """The page's own arithmetic against the position modes; `auto` in each of its three ways."""
-    from windlass.view.recording import Recorder
-    from windlass.view.snapshot import about
-
     model: PreTrainedModel = attached_model("llama")
     budget = 600 if tokens == 700 else 20
     cache = KVCache(model, budget=budget, sinks=2, window=4, chunk=64, positions=positions)
@@ -181,8 +179,6 @@ def test_where_a_key_is_read_is_what_the_cache_says(
     slots = layer.positions.expand(-1, 3, -1)
     newest = int(slots.max())
     assert newest == tokens - 1
-    from windlass.core.step import Step
-
     at = torch.tensor([[newest]])
     step = Step(at, (1,), at[0] + 1, torch.tensor([0]), newest + 1)
     mode = cache.positions.within(cache.trained_length, True)

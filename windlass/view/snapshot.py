@@ -19,7 +19,7 @@ from windlass.core.rotary_index import EMPTY
 
 HIDDEN: Final = frozenset({TOKEN_INDEX, *PLACES})  # state that is not a policy's, nor of a merge
 NOTHING: Final = np.empty(0, np.int32)
-SIZES_S: Final = 1.0
+SIZES_COST: Final = 0.001  # the share of time that measuring what a cache takes may take
 OVERLAP: Final = 256  # ids that are told again: a text that was rolled back may have others now
 
 Positions = NDArray[np.int32]
@@ -66,14 +66,14 @@ class Snapshot:
 class Camera:
     """Takes snapshots of one row of a cache, of which others may be told the `number`.
 
-    What the cache takes is measured when its slots are others than before, and once a second.
+    What the cache takes is measured when its slots are others than before, and now and then: that asks each tensor.
     """
 
     def __init__(self, cache: CacheState, row: int = 0, number: int = 0) -> None:
         self._cache, self._row, self._number = cache, row, number
         self._slots: list[int] = []
         self._planes: tuple[Plane, ...] = ()
-        self._measured = -SIZES_S
+        self._measure_at = 0.0
         self._bytes_held, self._formula = 0, ("", 0)
 
     def snapshot(self, text_from: int = 0) -> Snapshot:
@@ -85,10 +85,11 @@ class Camera:
         cache, now = self._cache, monotonic()
         layers = [layer for layer in cache.layers if not layer.is_empty]
         slots = [number for layer in layers for number in layer.positions.shape]
-        if slots != self._slots or now - self._measured >= SIZES_S:
-            self._slots, self._measured = slots, now
+        if slots != self._slots or now >= self._measure_at:
+            self._slots = slots
             self._planes = tuple(plane for layer in layers for plane in planes_of(layer))
             self._bytes_held, self._formula = sum(bytes_by_part(cache).values()), formula(layers)
+            self._measure_at = now + (monotonic() - now) / SIZES_COST
         text = cache.rows.rows[self._row]
         start = max(0, min(text_from, text.known_ids) - OVERLAP)
         positions = _joined([layer.positions[self._row] for layer in layers], torch.int32)
