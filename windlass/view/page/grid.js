@@ -13,15 +13,16 @@ export function palette() {
   return { levels: names.map(numbers), text: style.getPropertyValue("--text"), faint: style.getPropertyValue("--faint") };
 }
 
-// How much of each of `bins` parts of the text is there: `weigh(add)` calls add(position, weight).
-export function binned(tokens, bins, weigh) {
+// How much of each of `bins` parts of the text is there, from 0 to 1: `weigh(add)` calls add(position, weight).
+// 1 is all tokens of a part, or, if `isRelative`, the part with the most.
+export function binned(tokens, bins, weigh, isRelative = false) {
   const sums = new Float32Array(bins);
   const scale = bins / Math.max(tokens, 1);
   weigh((position, weight) => {
     const start = position * scale, stop = Math.max(start + scale, Math.floor(start) + 1e-6);
     for (let bin = Math.floor(start); bin < Math.min(bins, Math.ceil(stop)); bin++) sums[bin] += weight;
   });
-  const each = Math.max(1, 1 / scale); // tokens of a bin
+  const each = isRelative ? Math.max(...sums) || 1 : Math.max(1, 1 / scale); // tokens of a bin
   for (let bin = 0; bin < bins; bin++) sums[bin] = Math.min(1, sums[bin] / each);
   return sums;
 }
@@ -39,8 +40,8 @@ function sized(canvas, height) {
 function paint(image, width, top, rows, shares, colours, left) {
   const { levels } = colours;
   for (let x = 0; x < shares.length; x++) {
-    // One kept token among a thousand must still be seen: the scale is of the square root.
-    const level = shares[x] > 0 ? Math.max(2, Math.round(Math.sqrt(shares[x]) * 8)) : 0;
+    // One kept token among a thousand must still be seen: the scale is of the cube root.
+    const level = shares[x] > 0 ? Math.max(2, Math.round(Math.cbrt(shares[x]) * 8)) : 0;
     const [red, green, blue] = levels[level];
     for (let y = top; y < top + rows; y++) {
       const at = 4 * (y * width + left + x);
@@ -114,18 +115,12 @@ export class Grid {
 
   sharesOf(state, plane, bins) {
     const values = state.numbers[this.by];
-    let most = 0;
-    if (values) {
-      for (let slot = plane.start; slot < plane.start + plane.slots; slot++) {
-        if (state.positions[slot] >= 0 && values[slot] > most) most = values[slot];
-      }
-    }
     return binned(state.tokens, bins, (add) => {
       for (let slot = plane.start; slot < plane.start + plane.slots; slot++) {
         const position = state.positions[slot];
-        if (position >= 0) add(position, values ? Math.max(values[slot] / (most || 1), 0.002) : 1);
+        if (position >= 0) add(position, values ? Math.max(values[slot], 1e-6) || 1e-6 : 1);
       }
-    });
+    }, values !== undefined);
   }
 
   draw(state) {

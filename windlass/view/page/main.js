@@ -44,7 +44,8 @@ function numbers(state) {
     ["kept, at most in a head", count(state.kept)],
     ["evicted", count(Math.max(0, told.seen - state.kept))],
     ["bytes held", units(told.bytes)],
-    ["slots", `${units(state.formula[1])} = ${state.formula[0]}`],
+    ["slots", units(state.formula[1])],
+    ["", `= ${state.formula[0]}`],
     ["read by", told.mode],
     ["speed", speed === null ? "–" : `${count(Math.round(speed))} tokens/s`],
   ];
@@ -57,7 +58,8 @@ function numbers(state) {
     const term = document.createElement("dt"), told = document.createElement("dd");
     term.textContent = name;
     told.textContent = value;
-    return [term, told];
+    told.className = name ? "" : "wide";
+    return name ? [term, told] : [told];
   }));
 }
 
