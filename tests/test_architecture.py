@@ -13,6 +13,7 @@ PACKAGE = Path(windlass.__file__).parent
 FLOORS = (
     ("cli",),
     ("serve", "evals"),
+    ("view",),
     ("testing",),
     ("engine",),
     ("hf",),
@@ -24,8 +25,8 @@ FLOORS = (
     ("core",),
 )
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-KNOWS_TRANSFORMERS = {"hf", "engine", "evals", "serve", "cli", "testing"}
-MOST_BOXES, MOST_LINES, MOST_MEDIAN_LINES = 17, 300, 130
+KNOWS_TRANSFORMERS = {"hf", "engine", "evals", "serve", "view", "cli", "testing"}
+MOST_BOXES, MOST_LINES, MOST_MEDIAN_LINES = 19, 300, 130
 
 Imports = dict[str, set[str]]
 

@@ -36,7 +36,20 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_help_and_the_catalogue_do_not_import_torch() -> None:
-    commands = ["", "generate", "chat", "cache", "bench", "eval", "report", "calibrate", "demo", "policies", "serve"]
+    commands = [
+        "",
+        "generate",
+        "chat",
+        "cache",
+        "bench",
+        "eval",
+        "report",
+        "calibrate",
+        "demo",
+        "policies",
+        "serve",
+        "view",
+    ]
     code = (
         "import sys\nfrom windlass.cli.app import main\n"
         f"codes = [main([*name.split(), '--help']) for name in {commands}] + [main(['policies'])]\n"

@@ -16,7 +16,7 @@ from typer import Option
 from windlass.cli import calibration_options as calibration
 from windlass.cli import eval_options as evals
 from windlass.cli import options as take
-from windlass.cli import serving, text_commands
+from windlass.cli import serving, text_commands, view_command
 from windlass.cli import text_options as text
 from windlass.cli.cache_options import Chunk
 from windlass.cli.expand import Unset, expanded
@@ -121,8 +121,8 @@ def demo(
     return run.demo(run.Options(depth, budget, policy, text, seed, threads, length), is_json)
 
 
-app.command()(text_commands.generate)
-app.command()(text_commands.chat)
+for each in (text_commands.generate, text_commands.chat, view_command.view):
+    app.command()(each)
 app.command("cache")(text_commands.cache)
 app.command()(serving.serve)
 

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -15,6 +15,7 @@ from windlass.cli.cache_options import CacheArguments
 from windlass.cli.choices import Choices, dtype_note
 from windlass.cli.loading import INTERRUPTED, loading
 from windlass.cli.options import LoadOptions
+from windlass.cli.recording import recording
 from windlass.cli.terminal import Bar, note, per_s, say, speeds
 from windlass.core.errors import UsageError
 from windlass.core.units import in_units
@@ -104,17 +105,33 @@ def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, obj
             raise UsageError(f"--{name} {label} contradicts {path}, made with {name} {made[name]}; leave it out")
 
 
-def generate(session: Session, prompt: str, asked: Asked, shown: Shown) -> tuple[int, Result]:
+def generate(
+    session: Session, prompt: str, asked: Asked, shown: Shown, record: Path | None = None
+) -> tuple[int, Result]:
     """Write what follows `prompt` to stdout; returns the exit code, and what was written.
 
-    Raises: UsageError for a system prompt where it has no place.
+    What the cache holds after each step goes to the file `record`.
+
+    Raises: UsageError for a system prompt where it has no place, or a file that cannot be written.
     """
     text = fed(session, prompt, asked)
-    with Bar("reading") as bar:
+    with Bar("reading") as bar, recording(record, session.cache, session.tokenizer) as write_frame:
+
+        def progress(done: int, total: int) -> None:
+            bar(done, total)
+            write_frame()
+
         stream = engine.stream(
-            session.model, session.tokenizer, text, session.cache, asked.max_tokens, asked.sampling, asked.stop, bar
+            session.model,
+            session.tokenizer,
+            text,
+            session.cache,
+            asked.max_tokens,
+            asked.sampling,
+            asked.stop,
+            progress,
         )
-        code = write(stream, shown is not Shown.JSON, shown is Shown.JSON_STREAM)
+        code = write(_each(stream, write_frame), shown is not Shown.JSON, shown is Shown.JSON_STREAM)
     if shown is not Shown.TEXT:
         done = {"done": True} if shown is Shown.JSON_STREAM else {}
         say(json.dumps(asdict(stream.result) | labels(session.cache) | done, ensure_ascii=False) + "\n")
@@ -151,7 +168,14 @@ def fed(session: Session, prompt: str, asked: Asked) -> str:
     return templates.following(tokenizer, [*earlier, *opened], ended_with)
 
 
-def write(stream: Stream, is_shown: bool, is_json: bool = False) -> int:
+def _each(stream: Stream, write_frame: Callable[[], None]) -> Iterator[str]:
+    """The pieces of a stream, each when the frame after it is written."""
+    for piece in stream:
+        write_frame()
+        yield piece
+
+
+def write(stream: Iterable[str], is_shown: bool, is_json: bool = False) -> int:
     """Show the pieces of a stream as they come, each as a line of JSON if `is_json`; returns the exit code.
 
     Ctrl-C ends the stream alone.

@@ -9,6 +9,7 @@ from windlass.cli.cache_options import CacheArguments
 from windlass.cli.expand import Unset, as_typed, expanded
 from windlass.cli.given import file_of_info, model_and_prompt, the_model
 from windlass.cli.loading import loading
+from windlass.cli.view_command import Record
 from windlass.core.errors import UsageError
 
 
@@ -27,6 +28,7 @@ def generate(
     loudness: text.Loudness,
     is_json: text.Json = False,
     is_json_stream: text.JsonStream = False,
+    record: Record = None,
 ) -> int:
     """Write the text that follows a prompt, or the reply to it where the model has a chat template.
 
@@ -42,6 +44,8 @@ def generate(
     given_cache = limits if prompt_cache is None else as_typed(limits, unset)
     checks.check_session(model, load, given_cache, prompt_cache, max_tokens)
     checks.check_prompt(prompt, words.file)
+    if record is not None:
+        checks.check_writable(record, "recording")
     given = terminal.read_prompt(prompt, words.file)
     with loading(loudness.is_quiet):
         from windlass.cli import detail, session
@@ -52,7 +56,7 @@ def generate(
         opened = session.open_session(model, given_cache, load, prompt_cache)
         if loudness.is_verbose:
             detail.say_chosen(opened, asked)
-        code, result = session.generate(opened, given, asked, shown)
+        code, result = session.generate(opened, given, asked, shown, record)
         if loudness.is_verbose:
             detail.say_done(opened, result)
         return code

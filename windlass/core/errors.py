@@ -5,6 +5,7 @@ WindlassError            every error below; the command line prints it as one li
   PolicyError            a policy broke its contract, or could not be found or loaded
   UnsupportedModel       the model cannot work with a cache of un-rotated keys; says why
   PromptCacheError       a prompt-cache file that is damaged, foreign or too new
+  RecordingError         a recording of a cache that is damaged or too new
 
 WindlassWarning          what a user may want to know; the command line prints it as a note
 """
@@ -28,6 +29,10 @@ class UnsupportedModel(WindlassError):
 
 class PromptCacheError(WindlassError):
     """A prompt-cache file that is damaged, was made by another model, or is too new."""
+
+
+class RecordingError(WindlassError):
+    """A recording of a cache that is damaged, too new, or none at all."""
 
 
 class WindlassWarning(UserWarning):

@@ -1,0 +1,71 @@
+"""Recordings made up for the page: of any size, and with any text."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from tokenizers import Tokenizer
+from tokenizers.decoders import Fuse
+from tokenizers.models import WordLevel
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+from windlass.view.frames import Encoder
+from windlass.view.snapshot import NOTHING, Plane, Snapshot
+from windlass.view.wire import HEADER, MAGIC, VERSION, end_record, json_record
+
+HEADER_OF: dict[str, Any] = {
+    "version": VERSION,
+    "number": 0,
+    "model": "made up",
+    "layers": 2,
+    "trained_length": None,
+    "budget": 12,
+    "sinks": 2,
+    "window": 3,
+    "chunk": 8,
+    "policy": "Recent()",
+    "positions": "original",
+    "store": "plain",
+    "merge": "none",
+    "recall": 0,
+}
+
+
+def tokenizer_of(words: Sequence[str]) -> PreTrainedTokenizerBase:
+    """One whose tokens are these words, all different; together they are the text."""
+    model = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}))
+    model.decoder = Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=model)
+
+
+def moment(
+    seen: int, planes: Sequence[Plane], held: Sequence[Sequence[int]], words: int = 1, told: int = 0
+) -> Snapshot:
+    """A row that has seen so many tokens, of so many words in turn, whose planes hold these positions."""
+    rows = [NOTHING]
+    rows += [np.array([*own, *[-1] * (plane.slots - len(own))]) for plane, own in zip(planes, held, strict=True)]
+    return Snapshot(
+        number=0,
+        planes=tuple(planes),
+        positions=np.concatenate(rows).astype(np.int32),
+        numbers={},
+        text_from=told,
+        tokens=[token % words for token in range(told, seen)],
+        seen=seen,
+        next_position=seen,
+        mode="original",
+        is_edited=False,
+        bytes_held=1000 + seen,
+        rows=1,
+        formula=("made up", 1000),
+        seconds=seen / 10,
+    )
+
+
+def write(path: Path, moments: Sequence[Snapshot], words: Sequence[str], **header: object) -> None:
+    """A recording of these moments."""
+    encoder = Encoder(tokenizer_of(words))
+    frames = [encoder.frame(each) for each in moments]
+    start = json_record(HEADER, HEADER_OF | header)
+    path.write_bytes(b"".join([MAGIC, start, *frames, end_record(len(frames) + 1)]))
