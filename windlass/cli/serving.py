@@ -43,6 +43,9 @@ Reuse = Annotated[
     str | None,
     Option("--reuse", metavar="SIZE", help="Memory for the beginnings of prompts, as 64MiB: each is then read once."),
 ]
+IsShown = Annotated[
+    bool, Option("--view", help="Show on the page at / what each text's cache holds, to all who may send requests.")
+]
 StopSeconds = Annotated[
     float, Option("--stop-seconds", min=0, max=3600, help="Time for requests under way, once the server is to end.")
 ]
@@ -62,6 +65,7 @@ class ServeArguments:
     max_prompt: MostPrompt = 1_000_000
     reuse: Reuse = None
     stop_seconds: StopSeconds = 10.0
+    is_shown: IsShown = False
 
 
 @expanded
@@ -118,5 +122,5 @@ def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "Se
     keys = tuple(asked.keys or ())
     reuse_bytes = 0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse)
     return ServeOptions(
-        name, asked.rows, options, engine, asked.host, asked.port, keys, asked.stop_seconds, reuse_bytes
+        name, asked.rows, options, engine, asked.host, asked.port, keys, asked.stop_seconds, reuse_bytes, asked.is_shown
     )

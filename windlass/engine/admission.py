@@ -1,9 +1,15 @@
 """Requests that wait for a row."""
 
-from windlass.engine.request import Ticket
+from collections.abc import Sequence
+from typing import Final
+
+from windlass.cache.options import CacheOptions
+from windlass.core.errors import UsageError
+from windlass.engine.lane import is_alike
+from windlass.engine.request import Request, Ticket
 from windlass.engine.status import EngineLimits, QueueFullError
 
-RETRY_SECONDS = 1.0
+RETRY_SECONDS: Final = 1.0
 
 
 class Admission:
@@ -37,3 +43,21 @@ class Admission:
     def clear(self) -> None:
         """Nobody waits any more."""
         self.tickets.clear()
+
+
+def check_request(request: Request, limits: EngineLimits, vocabulary: int, kinds: Sequence[CacheOptions]) -> None:
+    """Raises: UsageError for what an engine with these limits, and rows of these `kinds`, does not take."""
+    prompt = request.prompt
+    if not prompt:
+        raise UsageError("the prompt is empty; give at least one token")
+    if len(prompt) > limits.prompt_tokens:
+        raise UsageError(
+            f"the prompt has {len(prompt)} tokens, and this server reads at most {limits.prompt_tokens}; shorten it"
+        )
+    if not 1 <= request.max_tokens <= limits.max_tokens:
+        raise UsageError(f"max_tokens must be from 1 to {limits.max_tokens} here, got {request.max_tokens}")
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        raise UsageError(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1}")
+    if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
+        told = "; ".join(str(kind.labels()) for kind in kinds)
+        raise UsageError(f"no row has these options, {request.options.labels()}; take one of: {told}")

@@ -25,7 +25,7 @@ class Lane:
 
     def serves(self, options: CacheOptions) -> bool:
         """Whether a request with these options may take a row."""
-        return options.labels() == self.options.labels()
+        return is_alike(options, self.options)
 
     def take(self) -> int | None:
         """A free row, from now on taken; None: there is none."""
@@ -53,3 +53,8 @@ class Lane:
     def reset(self) -> None:
         """After an error: let all rows be empty, those that are taken, too."""
         self.cache.reset()
+
+
+def is_alike(one: CacheOptions, other: CacheOptions) -> bool:
+    """Whether two requests with these options may share a cache."""
+    return one.labels() == other.labels()

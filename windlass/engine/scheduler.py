@@ -20,11 +20,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError, WindlassError
-from windlass.engine.admission import Admission
+from windlass.engine.admission import Admission, check_request
 from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, replace_batch
-from windlass.engine.service import Service
+from windlass.engine.service import Service, Watcher
 from windlass.engine.sizes import Sizes
 from windlass.engine.snapshots import Snapshots
 from windlass.engine.status import EngineDeadError, EngineLimits, EngineStatus
@@ -40,7 +40,8 @@ ERRORS: Final = 3  # in a row, after which the engine is dead
 class Scheduler(Service):
     """Serves requests in `rows`: so many of each kind of options. The first kind is what most requests get.
 
-    `reuse_bytes` are for the beginnings of prompts, see `Snapshots`. `start` lets the thread begin.
+    `reuse_bytes` are for the beginnings of prompts, see `Snapshots`; `watcher` looks at rows. `start` lets the
+    thread begin.
 
     Raises: UsageError for options that name no budget, and for two kinds that are alike.
     """
@@ -52,8 +53,10 @@ class Scheduler(Service):
         rows: Sequence[tuple[int, CacheOptions]],
         limits: EngineLimits | None = None,
         reuse_bytes: int = 0,
+        watcher: Watcher | None = None,
     ) -> None:
         self.limits = EngineLimits() if limits is None else limits
+        self._watcher = watcher
         self._model, self._tokenizer, self._vocabulary = model, tokenizer, vocabulary_of(model)
         kinds = [replace_batch(options, count) for count, options in rows]
         _check_kinds(kinds)
@@ -89,7 +92,7 @@ class Scheduler(Service):
         self._thread.start()
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
-        self._check(request)
+        check_request(request, self.limits, self._vocabulary, [lane.options for lane in self._lanes])
         with self._changed:
             if self._is_dead or self._stops_at is not None:
                 raise EngineDeadError("the engine has stopped; start the server again")
@@ -115,22 +118,6 @@ class Scheduler(Service):
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
-
-    def _check(self, request: Request) -> None:
-        prompt, limits = request.prompt, self.limits
-        if not prompt:
-            raise UsageError("the prompt is empty; give at least one token")
-        if len(prompt) > limits.prompt_tokens:
-            raise UsageError(
-                f"the prompt has {len(prompt)} tokens, and this server reads at most {limits.prompt_tokens}; shorten it"
-            )
-        if not 1 <= request.max_tokens <= limits.max_tokens:
-            raise UsageError(f"max_tokens must be from 1 to {limits.max_tokens} here, got {request.max_tokens}")
-        if min(prompt) < 0 or max(prompt) >= self._vocabulary:
-            raise UsageError(f"the prompt has token ids outside of the vocabulary, 0 to {self._vocabulary - 1}")
-        if not limits.alone and not any(lane.serves(request.options) for lane in self._lanes):
-            kinds = "; ".join(str(lane.options.labels()) for lane in self._lanes)
-            raise UsageError(f"no row has these options, {request.options.labels()}; take one of: {kinds}")
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
@@ -160,6 +147,7 @@ class Scheduler(Service):
         if self._reading:
             task = self._reading.popleft()
             self._guarded([task], task.read, None)
+            self._show(task)
             if task.reader is not None:
                 self._reading.append(task)
         for task in self._tasks:
@@ -171,6 +159,13 @@ class Scheduler(Service):
         self._totals.steps += 1
         for task in writing:
             self._guarded([task], partial(task.take, logits[task.row]), None)
+            self._show(task)
+
+    def _show(self, task: Task) -> None:
+        """Let whoever looks see what a request's row holds."""
+        if self._watcher is not None and self._watcher.is_watched:
+            row = task.row if task.reader is None else 0
+            self._watcher.step(task.cache, row, task.ticket.number, task.is_over)
 
     def _guarded(self, tasks: Sequence[Task], work: Callable[[], None], lane: Lane | None) -> None:
         """Let an error of `work` be one of the `tasks`, and of no other; what a `lane` holds is then lost."""

@@ -4,8 +4,19 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 from windlass.cache.options import CacheOptions
+from windlass.cache.state import CacheState
 from windlass.engine.request import Request, Ticket
 from windlass.engine.status import EngineLimits, EngineStatus
+
+
+class Watcher(ABC):
+    """Looks at what rows hold. An engine calls `step` after each pass, where `is_watched`, and nothing else."""
+
+    is_watched: bool
+
+    @abstractmethod
+    def step(self, cache: CacheState, row: int = 0, number: int = 0, is_last: bool = False) -> None:
+        """A pass has changed row `row` of `cache`, which holds the text of request `number`; `is_last`: for good."""
 
 
 class Service(ABC):

@@ -5,7 +5,7 @@ import hmac
 import logging
 import secrets
 import traceback
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -59,9 +59,15 @@ class Watch:
 
 
 class Guard:
-    """Lets in who calls the server by a name of its own, and brings one of its keys where it has some."""
+    """Lets in who calls the server by a name of its own, and brings one of its keys where it has some.
 
-    def __init__(self, app: ASGIApp, keys: Iterable[str], hosts: Iterable[str] | None) -> None:
+    `is_public`: the paths that ask for none, beside `/health`: they have nothing of anybody.
+    """
+
+    def __init__(
+        self, app: ASGIApp, keys: Iterable[str], hosts: Iterable[str] | None, is_public: Callable[[str], bool]
+    ) -> None:
+        self._is_public = is_public
         self._app, self._hosts = app, None if hosts is None else frozenset(hosts)
         self._salt = secrets.token_bytes(16)  # what tenants are called tells nothing of keys
         self._keys = [self._digest(key.encode()) for key in keys]
@@ -70,7 +76,8 @@ class Guard:
         if scope["type"] == "http":
             headers = dict(scope["headers"])
             self._check_host(headers.get(b"host", b""))
-            scope[TENANT] = "" if scope["path"] == OPEN else self._tenant(headers)
+            is_open = scope["path"] == OPEN or self._is_public(scope["path"])
+            scope[TENANT] = "" if is_open else self._tenant(headers)
         await self._app(scope, receive, send)
 
     def _check_host(self, host: bytes) -> None:

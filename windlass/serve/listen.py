@@ -13,6 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from windlass.core.errors import UsageError
 from windlass.serve.app import make_app
 from windlass.serve.server import Server
+from windlass.view.asgi import ViewApp
 
 HEAD_SECONDS: Final = 10.0  # in which the head of a request must have come
 READ_SECONDS: Final = 60.0  # in which a client must have taken what was sent
@@ -68,10 +69,10 @@ def bound(host: str, port: int) -> socket.socket:
 class HttpServer(uvicorn.Server):
     """Runs until a signal comes: then no request is admitted, and those under way are finished or cut."""
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: Server, page: ViewApp | None = None) -> None:
         super().__init__(
             uvicorn.Config(
-                make_app(server),
+                make_app(server, page),
                 http=PromptProtocol,
                 ws="none",
                 loop="asyncio",

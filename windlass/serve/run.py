@@ -8,19 +8,22 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass.cache.options import CacheOptions
 from windlass.engine.feed import end_of_text
 from windlass.engine.scheduler import Scheduler
-from windlass.engine.service import Service
+from windlass.engine.service import Service, Watcher
 from windlass.engine.status import EngineLimits
 from windlass.hf.forward import vocabulary_of
 from windlass.serve.listen import HttpServer, bound, check_address, hosts_of
 from windlass.serve.server import Server
 from windlass.serve.settings import ServerSettings
 from windlass.serve.words import Words
+from windlass.view.asgi import ViewApp
+from windlass.view.watch import Watch
 
 
 @dataclass(frozen=True)
 class ServeOptions:
     """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once.
-    `reuse_bytes` are for the beginnings of prompts."""
+    `reuse_bytes` are for the beginnings of prompts. `is_shown`: the page at `/` shows what all requests hold, to
+    whoever has a key."""
 
     name: str
     rows: int
@@ -31,6 +34,7 @@ class ServeOptions:
     keys: tuple[str, ...] = ()
     stop_seconds: float = 10.0
     reuse_bytes: int = 0
+    is_shown: bool = False
 
     def __post_init__(self) -> None:
         """Raises: UsageError for an address that others can reach, and no key."""
@@ -43,12 +47,15 @@ class ServeOptions:
         return ServerSettings(self.name, self.keys, hosts, stop_seconds=self.stop_seconds)
 
 
-Start = Callable[[PreTrainedModel, PreTrainedTokenizerBase, ServeOptions], Service]
+Start = Callable[[PreTrainedModel, PreTrainedTokenizerBase, ServeOptions, Watcher], Service]
 
 
-def started_service(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions) -> Service:
+def started_service(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher
+) -> Service:
     """The engine, which runs already."""
-    scheduler = Scheduler(model, tokenizer, [(asked.rows, asked.options)], asked.limits, asked.reuse_bytes)
+    rows = [(asked.rows, asked.options)]
+    scheduler = Scheduler(model, tokenizer, rows, asked.limits, asked.reuse_bytes, watcher)
     scheduler.start()
     return scheduler
 
@@ -66,10 +73,12 @@ def serve(
     """
     listener = bound(asked.host, asked.port)
     with listener:
-        service = started(model, tokenizer, asked)
+        watch = Watch()
+        service = started(model, tokenizer, asked, watch)
         try:
             words = Words(tokenizer, end_of_text(model), vocabulary_of(model))
-            http = HttpServer(Server(service, words, asked.settings))
+            page = ViewApp(watch, tokenizer, service.status, asked.is_shown)
+            http = HttpServer(Server(service, words, asked.settings), page)
             limit = service.status().bytes_limit
             shown = f"[{asked.host}]" if ":" in asked.host else asked.host
             listener.listen()  # from here on clients can connect; they are answered in a moment

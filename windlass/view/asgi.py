@@ -43,6 +43,11 @@ class ViewApp:
         self._viewers = 0
 
     @staticmethod
+    def has(path: str) -> bool:
+        """Whether a path is one of ours."""
+        return path in page_files() or path in (f"{PREFIX}mode", f"{PREFIX}frames")
+
+    @staticmethod
     def is_public(path: str) -> bool:
         """Whether a path has nothing but the page itself, which needs no key."""
         return path in page_files() or path == f"{PREFIX}mode"

@@ -3,9 +3,10 @@
 from collections.abc import Callable
 from threading import Condition, Lock
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, final
 
 from windlass.cache.state import CacheState
+from windlass.engine.service import Watcher
 from windlass.view.snapshot import Camera, Snapshot, about
 
 INTERVAL: Final = 0.2  # seconds between two frames of a viewer
@@ -65,7 +66,8 @@ class Viewer:
         return self._current
 
 
-class Watch:
+@final
+class Watch(Watcher):
     """What a scheduler shows of its rows. `if watch.is_watched: watch.step(...)` is all that it calls, after a step.
 
     A viewer gets at most five frames a second, fewer where copying one takes more than a hundredth of the time.
