@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import windlass
-from tests.cache.test_interrupts import check_every_line, content, is_same
+from tests.helpers.contents import check_every_line, content, is_same
 from tests.helpers.models import Models, Text
 from windlass import H2O, CacheOptions, KVCache, UsageError
 from windlass.cache.rewrite import Standing

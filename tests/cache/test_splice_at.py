@@ -7,8 +7,8 @@ import torch
 from transformers import PreTrainedModel
 
 import windlass
-from tests.cache.test_interrupts import content, is_same
 from tests.helpers import models
+from tests.helpers.contents import content, is_same
 from tests.helpers.models import Models, Text
 from windlass import CacheOptions, KeyDiff, KVCache, UsageError
 

@@ -4,39 +4,15 @@ from itertools import permutations
 
 import pytest
 import torch
-from torch import Tensor
-from transformers import PreTrainedModel
 
 import windlass
-from tests.helpers.joined import divergence, ids_of, joined_by_hand, slots_in_order
+from tests.helpers.joined import ORDER, SIZES, divergence, fresh, ids_of, joined, joined_by_hand, slots_in_order, texts
 from tests.helpers.models import Models
 from windlass import CacheOptions, KVCache, chunks
-from windlass.engine.chunks import Part
-from windlass.testing import VOCABULARY, tiny_model
+from windlass.testing import tiny_model
 
-SIZES = (23, 17, 31, 9)
-ORDER = (2, 0, 3, 1)
 MODES = ("none", "first(1)", "first(4)", "divergent(0.3)", "all")
 FAMILIES = ("llama", "qwen3", "gemma2", "phi3", "deepseek_v3", "gpt_oss", "gemma3n", "mistral", "llama4", "smollm3")
-
-
-def texts(seed: int = 0, sizes: tuple[int, ...] = SIZES) -> list[list[int]]:
-    """Random parts, none of which has a token 0."""
-    drawn = torch.Generator().manual_seed(seed)
-    return [torch.randint(1, VOCABULARY, (size,), generator=drawn).tolist() for size in sizes]
-
-
-def fresh(model: PreTrainedModel, ids: list[int], question: list[int], options: CacheOptions | None = None) -> Tensor:
-    """What a model says that reads all of it anew."""
-    return windlass.prefill(model, KVCache.from_options(model, options or CacheOptions()), [ids + question])
-
-
-def joined(
-    model: PreTrainedModel, parts: list[Part], mode: str, options: CacheOptions | None = None
-) -> tuple[KVCache, chunks.Joined]:
-    """A new cache with `parts`."""
-    cache = KVCache.from_options(model, options or CacheOptions())
-    return cache, chunks.join(model, cache, parts, mode)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -158,7 +134,7 @@ def test_a_later_part_changes_no_earlier_row(attached_model: Models, mode: str) 
 @pytest.mark.parametrize("store", ["int8", "int4"])
 def test_a_join_rounds_nothing(store: str) -> None:
     """Codes and scales are copied, wherever they go: in bfloat16 codes of what codes stand for are others."""
-    model, own = windlass.attach(tiny_model("llama").to(torch.bfloat16)), texts(10)
+    model, own = windlass.attach(tiny_model("llama").bfloat16()), texts(10)
     options = CacheOptions(store=store)
     parts = [chunks.encode(model, each, options) for each in own]
     cache, done = joined(model, [parts[at] for at in ORDER], "none", options)

@@ -4,8 +4,7 @@ import pytest
 import torch
 
 import windlass
-from tests.engine.test_chunks import ORDER, SIZES, fresh, joined, texts
-from tests.helpers.joined import ids_of, slots_in_order
+from tests.helpers.joined import ORDER, SIZES, fresh, ids_of, joined, slots_in_order, texts
 from tests.helpers.models import Models
 from windlass import H2O, CacheOptions, KeyDiff, KVCache, Recent, Shares, SnapKV, chunks
 

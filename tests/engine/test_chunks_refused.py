@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import windlass
-from tests.cache.test_interrupts import content, is_same
-from tests.engine.test_chunks import SIZES, joined, texts
 from tests.helpers import models
+from tests.helpers.contents import content, is_same
+from tests.helpers.joined import SIZES, joined, texts
 from tests.helpers.models import Models
 from windlass import CacheOptions, KVCache, UsageError, chunks
 from windlass.engine.chunks import First, Part, Recompute

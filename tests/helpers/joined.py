@@ -7,11 +7,15 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
-from windlass import KVCache
+import windlass
+from windlass import CacheOptions, KVCache, chunks
 from windlass.core.rotary_index import EMPTY
 from windlass.engine.chunks import Part
 from windlass.stores.base import Parts
-from windlass.testing import SLIDING_WINDOW
+from windlass.testing import SLIDING_WINDOW, VOCABULARY
+
+SIZES = (23, 17, 31, 9)
+ORDER = (2, 0, 3, 1)
 
 
 class WrittenAt(DynamicCache):
@@ -85,3 +89,22 @@ def divergence(fresh: Tensor, ours: Tensor) -> float:
 def ids_of(parts: Sequence[Part]) -> list[int]:
     """The text of parts, one behind the other."""
     return [token for part in parts for token in part.ids]
+
+
+def texts(seed: int = 0, sizes: tuple[int, ...] = SIZES) -> list[list[int]]:
+    """Random parts, none of which has a token 0."""
+    drawn = torch.Generator().manual_seed(seed)
+    return [torch.randint(1, VOCABULARY, (size,), generator=drawn).tolist() for size in sizes]
+
+
+def fresh(model: PreTrainedModel, ids: list[int], question: list[int], options: CacheOptions | None = None) -> Tensor:
+    """What a model says that reads all of it anew."""
+    return windlass.prefill(model, KVCache.from_options(model, options or CacheOptions()), [ids + question])
+
+
+def joined(
+    model: PreTrainedModel, parts: list[Part], mode: str, options: CacheOptions | None = None
+) -> tuple[KVCache, chunks.Joined]:
+    """A new cache with `parts`."""
+    cache = KVCache.from_options(model, options or CacheOptions())
+    return cache, chunks.join(model, cache, parts, mode)
