@@ -134,7 +134,7 @@ def join(
     own_starts = _own_starts(model, parts, spans)
     if parts and (own_starts or not isinstance(mode, Nothing)):
         check_rewrite(cache, max(*cache.next_positions, end + added), parts[0].cache)
-        cache.reserve(added + cache.chunk)
+        cache.reserve(added + min(added, cache.chunk))  # what is read again is written beside what was held
     done = 0
     try:
         for part, span in zip(parts, spans, strict=True):
