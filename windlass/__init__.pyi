@@ -10,6 +10,7 @@ from windlass.core.errors import PromptCacheError as PromptCacheError
 from windlass.core.errors import UnsupportedModel as UnsupportedModel
 from windlass.core.errors import UsageError as UsageError
 from windlass.core.errors import WindlassError as WindlassError
+from windlass.engine import chunks as chunks
 from windlass.engine.generate import Stream as Stream
 from windlass.engine.generate import generate as generate
 from windlass.engine.generate import prefill as prefill

@@ -14,6 +14,8 @@ from windlass.cache.picture_edits import check_pictures
 from windlass.cache.recall import RecallStore
 from windlass.cache.recall_memory import RecallMemory
 from windlass.cache.recurrent_layer import RecurrentLayer, check_columns
+from windlass.cache.rewritable import check_rewrite
+from windlass.cache.rewrite import rewrite
 from windlass.cache.rows import RowTable, check_positions
 from windlass.cache.second_pass import second_pass
 from windlass.cache.shared import attend_shared
@@ -145,6 +147,8 @@ class TextCache(CacheState):
                 check_positions(ours, positions.to(self.device))
             step = rows.step(ours, lengths, ids, how, rows.places(ours, axes))
         check_pictures(self, step)
+        if step.is_rewrite:
+            check_rewrite(self, step.end)
         self.text = Text(rows, pending=step)
         for layer in self.recurrent:
             layer.protect(step)
@@ -157,6 +161,10 @@ class TextCache(CacheState):
         take: Callable[..., Attended] = SlotLayer.step
         if step.is_second_pass:
             take = second_pass if self.fitting is None else self.fitting.second_pass
+        elif step.is_rewrite:
+            if self.divergence is not None and self.divergence.index == layer:
+                self.divergence.reached(queries, keys, values, step, call)
+            take = rewrite
         if its.whole is not None:
             return take(its.whole, queries, keys, values, step, mode, call)
 
@@ -205,7 +213,10 @@ class TextCache(CacheState):
         step, rows, how = self.text.pending, self.rows, self.next_pass
         assert step is not None, "commit without a pass"
         after = rows
-        if not step.is_second_pass:
+        if step.is_rewrite:
+            for row, tokens in enumerate(step.lengths):
+                after = after.edited(row) if tokens else after
+        elif not step.is_second_pass:
             columns = step.positions.shape[1]
             is_mixed = any(0 < tokens < columns for tokens in step.lengths)
             is_token = (step.positions >= 0).tolist() if is_mixed else None
@@ -233,7 +244,9 @@ class TextCache(CacheState):
             return
         step = now.pending or now.latest
         assert step is not None, "an edit while a pass was running"
-        if now.pending is None and step.is_second_pass:  # it has happened: layers that are committed can't undo it
+        if now.pending is None and (
+            step.is_second_pass or step.is_rewrite
+        ):  # it has happened: layers that are committed can't undo it
             for its in self.layers:
                 its.commit()
             return

@@ -122,9 +122,14 @@ class Row:
         """The same with a list of ids of its own."""
         return replace(self, ids=self.tokens)
 
-    def followed_by(self, other: Row) -> Row:
-        """With the text of `other` after it."""
-        ids = None if self.tokens is None or other.tokens is None else [*self.tokens, *other.tokens]
+    def joined(self, other: Row, at: int) -> Row:
+        """With the text of `other` at position `at`, and what stood there and behind it moved to behind that.
+
+        Its ids get there, too, if those of this row stand at their positions; else behind them.
+        """
+        before, added = self.tokens, other.tokens
+        place = at if self.tokens_seen == self.next_position else self.tokens_seen
+        ids = None if before is None or added is None else [*before[:place], *added, *before[place:]]
         return replace(
             self.moved_to(self.next_position + other.next_position),
             tokens_seen=self.tokens_seen + other.tokens_seen,

@@ -184,11 +184,13 @@ class RowTable:
         pairs = enumerate(self.rows)
         return RowTable(tuple(change(at, one) if row is None or at == row else one for at, one in pairs))
 
-    def spliced(self, added: Row, row: int) -> RowTable:
-        """With the text of `added` after that of one row; the columns it came in count for all."""
+    def spliced(self, added: Row, row: int, position: int) -> RowTable:
+        """With the text of `added` at a `position` of that of one row; the columns it came in count for all."""
         return self.changed(
             lambda at, one: (
-                one.followed_by(added) if at == row else replace(one, columns=one.columns + added.columns, padding=None)
+                one.joined(added, position)
+                if at == row
+                else replace(one, columns=one.columns + added.columns, padding=None)
             ),
             None,
         )

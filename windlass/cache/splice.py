@@ -1,4 +1,4 @@
-"""Joining two texts: the kept tokens of a row of one cache, after those of a row of another.
+"""Joining two texts: the kept tokens of a row of one cache, after those of a row of another, or among them.
 
 Keys and values are copied byte for byte, but into another kind of store, where they are converted once. What is spliced
 counts as newly written: a store with exact tokens copies these as the other cache reads them.
@@ -8,14 +8,14 @@ import torch
 
 from windlass import kernels
 from windlass.cache.append import append
-from windlass.cache.edits import check_row
+from windlass.cache.edits import check_row, shift
 from windlass.cache.picture_edits import refuse_pictures
 from windlass.cache.recall import TOKEN_INDEX
 from windlass.cache.recurrent_layer import refuse_edit
 from windlass.cache.shares import Heads
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
-from windlass.core.check import check_kind
+from windlass.core.check import check_kind, whole_number
 from windlass.core.errors import UsageError
 from windlass.core.rotary_index import EMPTY
 from windlass.core.step import no_inference_mode
@@ -24,13 +24,14 @@ from windlass.stores.base import INDEX_KEYS, Parts
 
 
 @no_inference_mode
-def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) -> None:
-    """Append the kept tokens of row `source` of another cache to row `row`, as text that goes on here.
+def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0, at: int | None = None) -> None:
+    """Put the kept tokens of row `source` of another cache into row `row`: after its text, or at position `at`.
 
-    Keys are copied (converted once, into another kind of store); distances among them stay. They have
-    not seen the text before them, as after any join. What exceeds the budget goes at the next step.
+    What stands at `at` and behind it is moved to behind the other text. Keys are copied (converted once, into another
+    kind of store); distances among them stay. They have not seen the text before them, as after any join. What exceeds
+    the budget goes at the next step.
 
-    Raises: UsageError when the caches differ in model or layout.
+    Raises: UsageError when the caches differ in model or layout, or `at` lies behind the text; nothing is changed.
     """
     check_kind("other", other, CacheState, "a KVCache")
     refuse_edit(cache.recurrent, "splice")
@@ -66,11 +67,16 @@ def splice(cache: CacheState, other: CacheState, source: int = 0, row: int = 0) 
         )
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         _check_same_layout(mine, theirs)
-    at = cache.next_positions[row]
+    rows, end = cache.rows, cache.next_positions[row]
+    at = end if at is None else whole_number("at", at, 0, end)
+    if at < end and other is cache and source == row:
+        raise UsageError("splice: a row can't be put into the middle of itself; give copy.deepcopy(cache)")
+    if at < end:
+        shift(cache, at, end, other.next_positions[source], row)
     for mine, theirs in zip(cache.layers, other.layers, strict=True):
         if not theirs.is_empty:
             _splice_layer(mine, theirs, source, row, at, cache.batch_size)
-    cache.rows = cache.rows.spliced(other.rows.rows[source], row)
+    cache.rows = rows.spliced(other.rows.rows[source], row, at)
 
 
 def _heads(cache: CacheState) -> list[tuple[Heads, ...]]:

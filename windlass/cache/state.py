@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from windlass.cache.divergence import Divergence
 from windlass.cache.fitting import Fitting
 from windlass.cache.head_groups import HeadGroups
 from windlass.cache.options import CacheOptions
@@ -65,6 +66,9 @@ class CacheState:
 
     fitting: Fitting | None = None
     """Where a second reading of the text is for new values, what it finds; None: it is for the policy."""
+
+    divergence: Divergence | None = None
+    """What passes over tokens that are written over bring to one layer, where they are to end; None: they go on."""
 
     def __init__(
         self, model_id: object, options: CacheOptions, rotaries: list[Rotary | None], device: torch.device

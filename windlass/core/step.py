@@ -72,6 +72,8 @@ class Step:
     """Whether it is a chunk of a prompt, however short; rows may have few tokens in it."""
     places: Places | None = None
     """Where the tokens are read, in a text with pictures; None: at their positions."""
+    is_rewrite: bool = False
+    """Whether its tokens are part of the text already, and are written over what layers hold at their positions."""
 
     @cached_property
     def known_places(self) -> Places:
@@ -94,7 +96,7 @@ class Step:
     @cached_property
     def is_token(self) -> bool:
         """Whether it is one token per row or none, with nothing unusual about it: what a decode kernel knows."""
-        is_plain = not (self.is_captured or self.is_second_pass or self.defer_eviction)
+        is_plain = not (self.is_captured or self.is_second_pass or self.is_rewrite or self.defer_eviction)
         return is_plain and self.positions.shape[1] == 1 and self.places is None
 
     @cached_property

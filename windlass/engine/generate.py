@@ -59,20 +59,27 @@ def prefill(
         return _read(model, cache, prompts, progress)
     how = replace(PROMPT, defer_eviction=cache.budget is not None)
     try:
-        tokens = scoring_chunk(cache.policy)
-        if not tokens:
-            return _read(model, cache, prompts, progress, how)
-        read, again = _halves(progress)
-        logits = _read(model, cache, prompts, read, how)
-        longest = max(map(len, prompts))
-        for start in range(0, longest, tokens):
-            pieces = [list(prompt[start : start + tokens]) for prompt in prompts]
-            feed(model, cache, pieces, [], replace(how, is_second_pass=True))
-            again(min(start + tokens, longest), longest)
-        return logits
+        return read_whole(model, cache, prompts, progress, how)
     finally:
         if cache.budget is not None:
             cut_to_budget(cache)
+
+
+def read_whole(
+    model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]], progress: Progress | None, how: Pass
+) -> Tensor:
+    """Read prompts to an empty cache, and a second time where the policy wants it; the logits of each last token."""
+    tokens = scoring_chunk(cache.policy)
+    if not tokens:
+        return _read(model, cache, prompts, progress, how)
+    read, again = _halves(progress)
+    logits = _read(model, cache, prompts, read, how)
+    longest = max(map(len, prompts))
+    for start in range(0, longest, tokens):
+        pieces = [list(prompt[start : start + tokens]) for prompt in prompts]
+        feed(model, cache, pieces, [], replace(how, is_second_pass=True))
+        again(min(start + tokens, longest), longest)
+    return logits
 
 
 def _halves(progress: Progress | None) -> tuple[Progress, Progress]:

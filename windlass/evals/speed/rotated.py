@@ -90,7 +90,7 @@ class RotatedStorage(KVCache):
     def divide(self, start: int, end: int, by: int, row: int | None = None) -> None:
         raise _moved("divide")
 
-    def splice(self, other: CacheState, source: int = 0, row: int = 0) -> None:
+    def splice(self, other: CacheState, source: int = 0, row: int = 0, at: int | None = None) -> None:
         raise _moved("splice")
 
 
