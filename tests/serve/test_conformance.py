@@ -266,5 +266,5 @@ def test_log_probabilities_do_not_wait_for_a_text_of_others(served: Served, clie
     """They are written in the event loop; while a long prompt is tokenized, it must go on."""
     served.service.script = likely
     with served.server.words._lock:
-        answer = client.completions.with_options(timeout=5.0).create(model=NAME, prompt=[5, 6], logprobs=1)
+        answer = client.with_options(timeout=5.0).completions.create(model=NAME, prompt=[5, 6], logprobs=1)
     assert answer.choices[0].logprobs is not None
