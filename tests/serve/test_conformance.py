@@ -260,3 +260,11 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
         client.chat.completions.create(model=NAME, messages=MESSAGES, reasoning_effort="low")
     assert (caught.value.param, caught.value.code) == ("reasoning_effort", "unsupported_parameter")
+
+
+def test_log_probabilities_do_not_wait_for_a_text_of_others(served: Served, client: openai.OpenAI) -> None:
+    """They are written in the event loop; while a long prompt is tokenized, it must go on."""
+    served.service.script = likely
+    with served.server.words._lock:
+        answer = client.with_options(timeout=5.0).completions.create(model=NAME, prompt=[5, 6], logprobs=1)
+    assert answer.choices[0].logprobs is not None

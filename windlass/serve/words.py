@@ -13,13 +13,15 @@ from windlass.serve.errors import ApiError, BadField
 
 
 class Words:
-    """A tokenizer that one thread uses at a time. `ends`: the model's end-of-text tokens; `vocabulary`: its logits."""
+    """A tokenizer; one text is encoded at a time. `ends`: the model's end-of-text tokens; `vocabulary`: its logits."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], vocabulary: int) -> None:
         own = tokenizer.eos_token_id
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self.ends = tuple(ends) or (() if own is None else (int(own),))
         self._lock = Lock()
+        # The first call may change settings of the tokenizer; while others decode with it, it could not.
+        encode(tokenizer, "a", True)
 
     def encoded(self, text: str, has_special: bool = True) -> tuple[int, ...]:
         """The token ids of a text, with those that a text begins with if `has_special`."""
@@ -29,8 +31,7 @@ class Words:
     def decoded(self, tokens: Sequence[int]) -> str:
         """The text of token ids. Raises: BadField for an id outside of the vocabulary."""
         self.check("tokens", tokens)
-        with self._lock:
-            return str(self.tokenizer.decode(list(tokens)))
+        return str(self.tokenizer.decode(list(tokens)))
 
     def check(self, name: str, tokens: Sequence[int]) -> None:
         """Raises: BadField for an id outside of the vocabulary."""
@@ -67,7 +68,6 @@ class Words:
         return stops_of(list(strings) or None, self.tokenizer, self.ends, self.vocabulary)
 
     def shown(self, token: int) -> tuple[str, list[int] | None]:
-        """A token's text and its bytes; no bytes where it is part of a character."""
-        with self._lock:
-            text = str(self.tokenizer.decode([token]))
+        """A token's text and its bytes; no bytes where it is part of a character. Never waits for a text of others."""
+        text = str(self.tokenizer.decode([token]))
         return text, None if INCOMPLETE in text else list(text.encode())
