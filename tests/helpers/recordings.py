@@ -80,6 +80,8 @@ def serving(path: Path) -> Iterator[RecordingServer]:
     with RecordingServer(path) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()
