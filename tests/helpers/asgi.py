@@ -57,15 +57,13 @@ async def _of(what: Awaitable[None]) -> None:
 @contextmanager
 def served(app: App) -> Iterator[str]:
     """The address of a server of `app`: one request a connection, no more than a test needs."""
+    opened: list[asyncio.StreamWriter] = []
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            with suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
-                await answered(reader, writer)
-        finally:
-            writer.close()
-            with suppress(ConnectionError, asyncio.CancelledError):
-                await writer.wait_closed()
+        opened.append(writer)
+        with suppress(ConnectionError, asyncio.IncompleteReadError):
+            await answered(reader, writer)
+        writer.close()
 
     async def answered(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         head = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1").split("\r\n")
@@ -102,7 +100,11 @@ def served(app: App) -> Iterator[str]:
         server = await asyncio.start_server(answer, "127.0.0.1", 0)
         ports.put(server.sockets[0].getsockname()[1])
         await over.wait()
-        server.close()  # and what is left of the answers is cancelled
+        server.close()
+        await asyncio.sleep(0.05)  # who came last has begun, too
+        for writer in opened:
+            writer.transport.abort()
+        await asyncio.sleep(0.05)  # and now all see that their client has gone
 
     thread = threading.Thread(target=lambda: asyncio.run(run()))
     thread.start()

@@ -1,6 +1,8 @@
 """Recordings made up for the page: of any size, and with any text."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from windlass.view.frames import Encoder
+from windlass.view.local_server import RecordingServer
 from windlass.view.snapshot import NOTHING, Plane, Snapshot
 from windlass.view.wire import HEADER, MAGIC, VERSION, end_record, json_record
 
@@ -69,3 +72,16 @@ def write(path: Path, moments: Sequence[Snapshot], words: Sequence[str], **heade
     frames = [encoder.frame(each) for each in moments]
     start = json_record(HEADER, HEADER_OF | header)
     path.write_bytes(b"".join([MAGIC, start, *frames, end_record(len(frames) + 1)]))
+
+
+@contextmanager
+def serving(path: Path) -> Iterator[RecordingServer]:
+    """A server of the page with this recording."""
+    with RecordingServer(path) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+            thread.join()

@@ -15,11 +15,13 @@ from tests.helpers import chromium
 from tests.helpers.asgi import STATUS_NOW, served
 from tests.helpers.chromium import Browser
 from tests.helpers.models import MODEL, Models, Text
+from tests.helpers.recordings import serving
 from windlass import KVCache
 from windlass.core.rotary_index import RotaryIndex
 from windlass.core.step import Step
 from windlass.engine.generate import stream
 from windlass.hf.load import load
+from windlass.view import watch
 from windlass.view.asgi import ViewApp
 from windlass.view.recording import Recorder, recording_of
 from windlass.view.snapshot import about
@@ -74,7 +76,7 @@ class Server:
         while (piece := await asyncio.to_thread(next, written, None)) is not None:
             await say({"choices": [{"delta": {"content": piece}}]})
             step()
-            await asyncio.sleep(0.03)
+            await asyncio.sleep(0.05)
         self.watch.step(cache, number=number, is_last=True)
         told = {"seen": cache.tokens_seen[0], "kept": 64, "evicted": 9}
         await say({"choices": [], "usage": {"prompt_tokens": 5, "completion_tokens": 24, "windlass": told}})
@@ -88,7 +90,8 @@ def said(browser: Browser) -> list[str]:
     return found
 
 
-def test_a_chat_is_seen_while_it_is_written(browser: Browser) -> None:
+def test_a_chat_is_seen_while_it_is_written(browser: Browser, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "COST", 1.0)  # with shapes checked, a copy may take longer than all of the text
     prompt = "He was sitting in the boat, and the river was quiet. " * 8
     server = Server()
     with served(server) as address:
@@ -174,7 +177,6 @@ def test_where_a_key_is_read_is_what_the_cache_says(
     with Recorder(tmp_path / "a.view", cache) as recorder:
         recorder.step()
     data = list((tmp_path / "a.view").read_bytes())
-    browser.open("about:blank")
     layer = cache.layers[0]
     slots = layer.positions.expand(-1, 3, -1)
     newest = int(slots.max())
@@ -183,9 +185,9 @@ def test_where_a_key_is_read_is_what_the_cache_says(
     step = Step(at, (1,), at[0] + 1, torch.tensor([0]), newest + 1)
     mode = cache.positions.within(cache.trained_length, True)
     index = _index(mode, slots, step).near
-    with served(ViewApp(Watch(), None)) as address:
-        browser.open(address + "/")
-        browser.until("document.readyState === 'complete'")
+    with serving(tmp_path / "a.view") as server:
+        browser.open(server.address)
+        browser.until(SHOWN)
         found = browser.run(f"""(async () => {{
           const {{ parseFile }} = await import("/view/wire.js");
           const {{ Timeline, readAt }} = await import("/view/state.js");

@@ -2,9 +2,7 @@
 
 import json
 import re
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,29 +12,17 @@ import torch
 from tests.helpers import chromium
 from tests.helpers.chromium import Browser, BrowserError
 from tests.helpers.models import MODEL
-from tests.helpers.recordings import moment, write
+from tests.helpers.recordings import moment, serving, write
 from windlass import KVCache
 from windlass.hf.load import load
 from windlass.policies import H2O
 from windlass.view.frames import Frame
-from windlass.view.local_server import RecordingServer
 from windlass.view.recording import Recorder, Recording, read_recording
 from windlass.view.snapshot import Plane
 
 browser = chromium.browser  # fixture
 SHOWN = "document.body.dataset.step !== undefined"
 SENTENCES = "The river was quiet, and the boat lay by the bank. Harris said that he was hungry.\n\n"
-Open = Callable[..., RecordingServer]
-
-
-@contextmanager
-def serving(path: Path) -> Iterator[RecordingServer]:
-    with RecordingServer(path) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        yield server
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture(scope="module")
