@@ -1,8 +1,11 @@
 """A client that leaves, by FIN or by RST, in every phase of its request: the engine is told at once."""
 
+import asyncio
 from collections.abc import Iterator
+from time import monotonic
 
 import pytest
+from starlette.types import Message
 
 from tests.helpers.serving import (
     RawClient,
@@ -19,6 +22,7 @@ from tests.helpers.serving import (
 )
 from windlass.engine.request import Event, Finished, Piece, Progress, Request
 from windlass.engine.status import EngineLimits
+from windlass.serve.answers import ClientGone, unless_gone
 
 PHASES: dict[str, tuple[Event | None, ...]] = {
     "queued": (None,),
@@ -114,3 +118,26 @@ def test_a_slow_reader_holds_nobody_up(served: Served) -> None:
     assert answer.count(b"x" * 1000) == 100 * 100
     assert answer.endswith(b"data: [DONE]\n\n\r\n0\r\n\r\n")
     slow.close()
+
+
+def test_work_that_misses_a_cancellation_is_cancelled_again() -> None:
+    """As `asyncio.wait_for` does before Python 3.12, where what it waits for ends at the same moment."""
+    missed = 0
+
+    async def work() -> None:
+        nonlocal missed
+        try:
+            await asyncio.sleep(30)
+        except asyncio.CancelledError:
+            missed += 1
+        await asyncio.sleep(30)
+
+    async def receive() -> Message:
+        await asyncio.sleep(0.01)
+        return {"type": "http.disconnect"}
+
+    start = monotonic()
+    with pytest.raises(ClientGone):
+        asyncio.run(unless_gone(receive, work()))
+    assert missed == 1
+    assert monotonic() - start < 10

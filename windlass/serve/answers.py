@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from time import monotonic
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from starlette.types import Receive, Scope, Send
 
@@ -15,6 +15,7 @@ from windlass.serve.tickets import Tickets
 from windlass.serve.wire import DONE, comment, event
 
 Outcome = TypeVar("Outcome")
+CANCEL_SECONDS: Final = 0.05  # until a task that goes on is cancelled again
 HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
@@ -34,9 +35,14 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> O
             return task.result()
         raise ClientGone
     finally:
+        await asyncio.gather(_ended(task), _ended(gone))
+
+
+async def _ended(task: "asyncio.Task[Any]") -> None:
+    """Cancel a task until it has ended: before Python 3.12, `asyncio.wait_for` may swallow a cancellation."""
+    while not task.done():
         task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        await asyncio.wait({task}, timeout=CANCEL_SECONDS)
 
 
 async def _disconnected(receive: Receive) -> None:
