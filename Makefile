@@ -1,4 +1,4 @@
-.PHONY: demo test coverage check docs install bench-peers bench-clients compare-kvpress clean
+.PHONY: demo serve-demo test coverage check docs install bench-peers bench-clients compare-kvpress clean
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -9,6 +9,10 @@ DOCS := .venv-docs
 
 demo: install
 	$(BIN)/windlass demo
+
+# Four clients with long texts on one server, and the page that shows what it holds.
+serve-demo: install
+	$(BIN)/python examples/serving/four_clients.py
 
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal

@@ -116,7 +116,7 @@ def test_a_file_that_is_not_finished_stays_as_it_was(
     before = file.read_bytes()
     assert_refused(run(*append, "--budget", "16"), "--budget 16 contradicts")
     with monkeypatch.context() as patched:
-        patched.setattr("windlass.engine.generate.forward", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr("windlass.engine.feed.forward", Mock(side_effect=KeyboardInterrupt))
         ran = run(*append)
     assert (ran.code, file.read_bytes()) == (130, before)
     assert f"{file} stays as it was" in ran.err

@@ -54,6 +54,8 @@ def test_a_recording_is_served_until_ctrl_c(run: Callable[..., Ran], tmp_path: P
         stderr=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONUNBUFFERED": "1"},
+        # A test runner in the background passes on that it ignores interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
     )
     assert shown.stdout is not None
     address = shown.stdout.readline().strip()

@@ -80,7 +80,8 @@ def serve(
 ) -> int:
     """Answer many clients at once, over HTTP as OpenAI's API has it, in memory that is known beforehand.
 
-    Each of --rows texts has a cache of --budget tokens, by default 1024. Needs windlass[serve].
+    Each of --rows texts has a cache of --budget tokens, by default 1024. Needs the packages of the
+    extra `serve`.
     """
     model = the_model(named.name, named.model, "model" in unset)
     check_extra()
