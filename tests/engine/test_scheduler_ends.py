@@ -10,8 +10,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import UsageError
+from windlass.cache.state import CacheState
 from windlass.engine import task
 from windlass.engine.request import Failed, Piece, Progress
+from windlass.engine.scheduler import Scheduler
+from windlass.engine.service import Watcher
 from windlass.engine.status import EngineDeadError, EngineLimits, QueueFullError
 
 
@@ -193,3 +196,58 @@ def test_stop_lets_what_is_short_end(attached_model: Models, tokenizer: PreTrain
         ticket = engine.submit(request_of(ids, 20))
         engine.stop(30.0)
         assert len(tokens_of(ticket)) == 20
+
+
+def test_a_request_that_cannot_begin_is_told_and_no_other(
+    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    model, (ids, other) = attached_model("llama"), rows_of(text, 19, 30)
+    with running(model, tokenizer, rows=2) as engine:
+        monkeypatch.setattr(task, "Writer", lambda *_: 1 / 0)
+        last = events_of(engine.submit(request_of(ids)))[-1]
+        monkeypatch.undo()
+        assert isinstance(last, Failed)
+        assert last.is_ours
+        assert tokens_of(engine.submit(request_of(other, 7))) == alone(model, other, options_of(), 7)
+        wait_for(lambda: engine.status().free_rows == 2)
+
+
+def test_an_engine_that_ends_by_an_error_of_its_own_tells_all(
+    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    model, prompts = attached_model("llama"), rows_of(text, 19, 30)
+    with running(model, tokenizer, rows=1) as engine:
+        monkeypatch.setattr(engine, "_check_time", lambda _: 1 / 0)
+        for ticket in [engine.submit(request_of(ids, 50)) for ids in prompts]:
+            assert isinstance(events_of(ticket)[-1], Failed)
+        wait_for(lambda: not engine.status().is_alive)
+
+
+def test_errors_of_single_requests_count_as_well(
+    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    model, prompts = attached_model("llama"), rows_of(text, 19, 30, 8)
+    with running(model, tokenizer, rows=3) as engine:
+        tickets = [engine.submit(request_of(ids, 10**3)) for ids in prompts]
+        wait_for(lambda: [row.phase for row in engine.status().rows] == ["writing"] * 3)
+        monkeypatch.setattr(task.Task, "take", lambda *_: 1 / 0)
+        assert all(isinstance(events_of(ticket)[-1], Failed) for ticket in tickets)
+        wait_for(lambda: not engine.status().is_alive)
+
+
+def test_who_looks_and_fails_harms_no_text(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    class Broken(Watcher):
+        is_watched = True
+
+        def step(self, cache: CacheState, row: int = 0, number: int = 0, is_last: bool = False) -> None:
+            raise RuntimeError("no picture")
+
+    model, (ids,) = attached_model("llama"), rows_of(text, 19)
+    engine = Scheduler(model, tokenizer, [(1, options_of())], watcher=Broken())
+    engine.start()
+    try:
+        assert tokens_of(engine.submit(request_of(ids, 9))) == alone(model, ids, options_of(), 9)
+    finally:
+        engine.stop()

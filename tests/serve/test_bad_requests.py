@@ -92,7 +92,7 @@ WRONG: list[tuple[str, Any]] = [
     ("positions", "clamp(" + "9" * 80 + ")"),
     ("store", "int3"),
     ("store", True),
-    ("store", "/tmp/store"),
+    ("store", "/elsewhere/store"),
     ("cache", "name"),
     ("chunks", []),
     ("nonsense", 1),

@@ -61,3 +61,19 @@ def check_request(request: Request, limits: EngineLimits, vocabulary: int, kinds
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
         told = "; ".join(str(kind.labels()) for kind in kinds)
         raise UsageError(f"no row has these options, {request.options.labels()}; take one of: {told}")
+
+
+def check_kinds(kinds: Sequence[CacheOptions]) -> None:
+    """Raises: UsageError for options of rows whose memory cannot be told beforehand, for none, and for two alike."""
+    if not kinds:
+        raise UsageError("a server needs rows; give a number and options")
+    for number, kind in enumerate(kinds):
+        if kind.budget is None:
+            raise UsageError("the rows of a server need a budget, which their memory is counted by; give one")
+        if kind.recall:
+            raise UsageError(
+                f"recall={kind.recall} for the rows of a server, whose memory would grow with each text; leave it to "
+                "requests, which then have a cache of their own"
+            )
+        if any(is_alike(kind, other) for other in kinds[:number]):
+            raise UsageError(f"two kinds of rows are alike: {kind.labels()}; give their number in one of them")

@@ -41,6 +41,10 @@ class Lane:
     def release(self, row: int) -> None:
         """Clear a row that was taken; it is free again."""
         self.cache.clear_row(row)
+        self.give_back(row)
+
+    def give_back(self, row: int) -> None:
+        """Let a row that was taken, and not written to, be free again."""
         self.free.append(row)
         self.free.sort()
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError, WindlassError
-from windlass.engine.admission import Admission, check_request
+from windlass.engine.admission import Admission, check_kinds, check_request
 from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, replace_batch
@@ -59,7 +59,7 @@ class Scheduler(Service):
         self._watcher = watcher
         self._model, self._tokenizer, self._vocabulary = model, tokenizer, vocabulary_of(model)
         kinds = [replace_batch(options, count) for count, options in rows]
-        _check_kinds(kinds)
+        check_kinds(kinds)
         self.options = replace_batch(kinds[0])
         self.row_bytes = tuple(RowBytes.of(model, kind) for kind in kinds)
         self._lanes = [Lane(model, kind) for kind in kinds]
@@ -121,6 +121,15 @@ class Scheduler(Service):
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
+        try:
+            self._end(self._served())
+        except BaseException:  # whatever it is, nobody is to wait for an engine that has ended
+            LOG.exception("the engine ended")
+            self._totals.errors += 1
+            self._end("the engine has failed; see its log")
+
+    def _served(self) -> str:
+        """Take turns until the end; returns why that is."""
         while True:
             with self._changed:
                 self._changed.wait_for(lambda: self._has_work or self._stops_at is not None)
@@ -128,8 +137,7 @@ class Scheduler(Service):
                 if not is_over:
                     self._drop_cancelled()
             if is_over or self._is_dead:
-                self._end("the engine was stopped" if is_over else "the engine has failed; see its log")
-                return
+                return "the engine was stopped" if is_over else "the engine has failed; see its log"
             self._turn()
             self._status = self._told()
 
@@ -165,13 +173,19 @@ class Scheduler(Service):
         """Let whoever looks see what a request's row holds."""
         if self._watcher is not None and self._watcher.is_watched:
             row = task.row if task.reader is None else 0
-            self._watcher.step(task.cache, row, task.ticket.number, task.is_over)
+            try:
+                self._watcher.step(task.cache, row, task.ticket.number, task.is_over)
+            except Exception:
+                LOG.exception("nothing is shown any more")
+                self._watcher = None
 
     def _guarded(self, tasks: Sequence[Task], work: Callable[[], None], lane: Lane | None) -> None:
         """Let an error of `work` be one of the `tasks`, and of no other; what a `lane` holds is then lost."""
+        errors = self._totals.errors
         try:
             work()
-            self._errors_in_a_row = 0
+            if self._totals.errors == errors:  # those of a single request of the step count, too
+                self._errors_in_a_row = 0
         except WindlassError as error:
             for task in tasks:
                 task.fail(str(error), is_ours=False)
@@ -179,7 +193,7 @@ class Scheduler(Service):
             LOG.exception("a step failed")
             self._totals.errors += 1
             self._errors_in_a_row += 1
-            self._is_dead = self._errors_in_a_row >= ERRORS
+            self._is_dead |= self._errors_in_a_row >= ERRORS
             for task in tasks:
                 task.fail(f"the engine failed: {type(error).__name__}", is_ours=True)
             if lane is not None:
@@ -200,9 +214,14 @@ class Scheduler(Service):
                 if lane.is_alone:
                     self._check_alone(ticket.request)
                 task = Task(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
-            except WindlassError as error:
-                ticket.put(Failed(str(error), is_ours=False))
-                lane.free.append(row)
+            except Exception as error:
+                is_ours = not isinstance(error, WindlassError)
+                if is_ours:
+                    LOG.exception("a request could not begin")
+                    self._totals.errors += 1
+                told = f"the engine failed: {type(error).__name__}" if is_ours else str(error)
+                ticket.put(Failed(told, is_ours))
+                lane.give_back(row)
                 continue
             self._totals.cached += task.cached
             self._tasks.append(task)
@@ -278,18 +297,3 @@ class Scheduler(Service):
         queue = len(self._waiting.tickets), self._waiting.tokens
         held = sum(sizes) + self._snapshots.bytes
         return EngineStatus(not self._is_dead, told, free, rows, *queue, held, self._limit, *self._totals.all)
-
-
-def _check_kinds(kinds: Sequence[CacheOptions]) -> None:
-    if not kinds:
-        raise UsageError("a server needs rows; give a number and options")
-    for number, kind in enumerate(kinds):
-        if kind.budget is None:
-            raise UsageError("the rows of a server need a budget, which their memory is counted by; give one")
-        if kind.recall:
-            raise UsageError(
-                f"recall={kind.recall} for the rows of a server, whose memory would grow with each text; leave it to "
-                "requests, which then have a cache of their own"
-            )
-        if any(kind.labels() == other.labels() for other in kinds[:number]):
-            raise UsageError(f"two kinds of rows are alike: {kind.labels()}; give their number in one of them")

@@ -41,9 +41,6 @@ class Snapshots:
         """Bytes of all of them; never more than `limit`."""
         return sum(each.bytes for each in self._held)
 
-    def __len__(self) -> int:
-        return len(self._held)
-
     def longest(self, request: Request) -> KVCache | None:
         """A copy of the longest cache that the request's prompt begins with, and goes beyond; None: there is none."""
         key, prompt = _key(request), request.prompt
@@ -80,10 +77,6 @@ class Snapshots:
         while self.bytes + size > self.limit:
             self._held.pop(0)
         self._held.append(Snapshot(_key(request), request.prompt[:tokens], copy.deepcopy(cache), size))
-
-    def clear(self) -> None:
-        """Forget all."""
-        self._held.clear()
 
 
 def _key(request: Request) -> Key:
