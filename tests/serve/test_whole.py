@@ -43,6 +43,7 @@ def server(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterat
     engine.start()
     listener = bound("127.0.0.1", 0)
     http = HttpServer(Server(engine, Words(tokenizer, [1], 2048), ServerSettings("finder-3m")))
+    listener.listen()  # clients may come before the thread runs
     thread = threading.Thread(target=http.run, args=([listener],))
     thread.start()
     yield listener.getsockname()[1], engine
