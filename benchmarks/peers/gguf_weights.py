@@ -9,6 +9,7 @@ import argparse
 import json
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -38,9 +39,8 @@ def gguf_name(name: str) -> str:
     return f"{NAMES[stem]}.weight" if inner is None else f"blk.{inner[1]}.{NAMES[inner[2]]}.weight"
 
 
-def tensors_of(shape: Shape) -> Iterator[tuple[str, np.ndarray]]:
-    """The tensors of the safetensors file, bfloat16 as the integers of its bits."""
-    path = shape.folder / "model.safetensors"
+def tensors_in(path: Path) -> Iterator[tuple[str, np.ndarray]]:
+    """The tensors of a safetensors file, bfloat16 as the integers of its bits."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header: dict[str, dict[str, Any]] = json.loads(file.read(length))
@@ -82,7 +82,7 @@ def write_gguf(shape: Shape) -> None:
     writer.add_vocab_size(shape.vocabulary)
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("no_vocab")
-    for name, bits in tensors_of(shape):
+    for name, bits in tensors_in(shape.folder / "model.safetensors"):
         if bits.ndim == 1:
             writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
             continue

@@ -99,6 +99,7 @@ def test_evicted_tokens_are_recalled(run: Callable[..., Ran], tmp_path: Path):
             ("--recall", "16"),
             "recall (16 tokens) needs a budget: without one nothing is evicted that could be recalled",
         ),
+        (("--budget", "12", "--recall-store", "int8"), "recall is 0; give recall, or leave it out"),
         (("--budget", "12", "--recall", "9"), "recall (9 tokens) must be a multiple of 8"),
         (("--budget", "12", "--recall", "8", "--recall-store", "int5"), "is not a store"),
         (("--budget", "12", "--recall", "8", "--recall-folder", "/nowhere/at/all"), "is no folder; make it first"),

@@ -79,7 +79,7 @@ def check_cache(arguments: CacheArguments, prompt_cache: Path | None = None) -> 
         check_shares(str(given["shares"]))
     if prompt_cache is None:
         check_limits(given)
-        check_recall(given.get("recall", 0), given.get("budget"), "recall_folder" in given)
+        check_recall(given.get("recall", 0), given.get("budget"), "recall_folder" in given, "recall_store" in given)
         return
     if not prompt_cache.exists():
         raise UsageError(f"prompt cache {prompt_cache} is not there; make it with `windlass cache`")

@@ -54,12 +54,14 @@ def _check_pages(recall: int) -> None:
         )
 
 
-def check_recall(recall: int, budget: int | None, has_folder: bool) -> None:
-    """Raises: UsageError for tokens to recall that no budget evicts, or a folder for none."""
+def check_recall(recall: int, budget: int | None, has_folder: bool, has_store: bool) -> None:
+    """Raises: UsageError for tokens to recall that no budget evicts, or a folder or a store for none."""
     if has_folder and not recall:
         raise UsageError(
             "recall_folder is where tokens to recall are held, and recall is 0; give recall, or leave it out"
         )
+    if has_store and not recall:
+        raise UsageError("recall_store is how tokens to recall are held, and recall is 0; give recall, or leave it out")
     if recall and budget is None:
         raise UsageError(
             f"recall ({recall} tokens) needs a budget: without one nothing is evicted that could be recalled"

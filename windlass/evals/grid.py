@@ -79,6 +79,8 @@ def grid_of(lists: Lists) -> Grid:
         budget = options.pop("budget", Budget(ALL))
         if budget.asked == ALL:
             options |= {"policy": Recent(), "merge": None, "shares": None, "recall": 0}
+        if not options.get("recall"):
+            options.pop("recall_store", None)
         settings.append(Settings(budget, CacheOptions(**usual | options)))
     return Grid(
         tasks_of(lists),

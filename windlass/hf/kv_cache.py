@@ -87,7 +87,8 @@ class KVCache(ModelCache):
         attachment = attached(model)
         newest = recall, recall_store, recall_folder, shares
         options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge, *newest)
-        check_recall(options.recall, options.budget, options.recall_folder is not None)
+        has_store = options.recall_store.name != DEFAULT_RECALL_STORE
+        check_recall(options.recall, options.budget, options.recall_folder is not None, has_store)
         trained = find(options.policy, Trained)
         if trained is not None:
             trained.check(model_info(model))

@@ -115,7 +115,7 @@ def _check_options(contents: Contents, options: CacheOptions, layers: int) -> No
         raise InconsistentFile("its options are not written as `save` writes them")
     try:
         checked_merge(options.merge, options.budget, options.store, options.policy)
-        check_recall(options.recall, options.budget, False)
+        check_recall(options.recall, options.budget, has_folder=False, has_store=False)
     except UsageError as error:
         raise InconsistentFile(str(error)) from None
     if len(contents.layers) != layers:
