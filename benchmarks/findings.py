@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
+from finder_tables import finder, finder_merging, finder_positions
 from samples import Line, chosen, counted, lines_of, of_full, pivot, scored, scores, shown
 
 from windlass.evals.report.markdown import table
@@ -218,6 +219,9 @@ def merging_time() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
+    **{f"finder_{budget}": finder(budget) for budget in ("2x", "4x", "8x", "16x")},
+    "finder_merging": finder_merging,
+    "finder_positions": finder_positions,
     "shares": shares,
     "scorer": scorer,
     "scorer_time": scorer_time,

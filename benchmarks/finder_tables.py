@@ -1,0 +1,68 @@
+"""Tables of what finder-3m finds, out of `benchmarks/results/finder.jsonl`."""
+
+import re
+from collections.abc import Callable
+
+from samples import chosen, lines_of, scored, shown
+
+from windlass.evals.report.markdown import table
+
+SHARES = {
+    "none": "",
+    "turns.json": ", shares of turns",
+    "among.json": ", shares among needles",
+    "sall.json": ", shares of its own",
+}
+
+
+def named(policy: str) -> str:
+    """A policy without its numbers: the page says that they are the default ones."""
+    return re.sub(r"\((?!policy)[^()]*\)", "", shown(policy)).replace("policy=", "")
+
+
+def finder(budget: str) -> Callable[[], str]:
+    """What finder-3m finds at a budget on every task, by policy, and the share of what its full cache finds."""
+
+    def make() -> str:
+        lines = chosen("finder", merge="none", positions="original", length=1000)
+        full = {line["task"]: line for line in lines if line["budget"] == "all"}
+        cells: dict[str, dict[str, str]] = {"full cache": {task: scored(line) for task, line in full.items()}}
+        for line in lines:
+            if line["budget"] == budget:
+                label = named(line["policy"]) + SHARES[line["shares"]]
+                said = f"{scored(line)} {line['score'] / full[line['task']]['score']:.0%}"
+                said += "" if line["samples"] == 200 else f" ({line['samples']})"
+                cells.setdefault(label, {})[line["task"]] = said
+        rows = [[label, *(found.get(task, "") for task in full)] for label, found in cells.items()]
+        return table(["policy", *full], rows, 1)
+
+    return make
+
+
+def finder_merging() -> str:
+    """What finder-3m finds where evicted tokens are merged into the most similar key, or into the next."""
+    lines = [line for line in lines_of("finder") if line["budget"] in ("4x", "8x")]
+    merged = [line for line in lines if line["merge"] != "none"]
+    tasks = list(dict.fromkeys(line["task"] for line in merged))
+    kept = {(line["policy"], line["budget"]) for line in merged}
+    plain = [line for line in lines if line["shares"] == "none" and line["merge"] == "none"]
+    plain = [line for line in plain if (line["policy"], line["budget"]) in kept and line["length"] == 1000]
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for line in sorted(plain + merged, key=lambda line: (line["policy"], line["budget"])):
+        row = named(line["policy"]), line["budget"], "dropped" if line["merge"] == "none" else line["merge"]
+        cells.setdefault(row, {})[line["task"]] = f"{scored(line)} ({line['samples']})"
+    rows = [[*row, *(found.get(task, "") for task in tasks)] for row, found in cells.items()]
+    return table(["policy", "budget", "evicted", *tasks], rows, 3)
+
+
+def finder_positions() -> str:
+    """What finder-3m finds in texts longer than it was trained on, by the way in which positions are read."""
+    lines = [line for line in lines_of("finder") if line["length"] != 1000]
+    cells: dict[tuple[str, ...], dict[str, str]] = {}
+    for line in lines:
+        cache = "full cache" if line["budget"] == "all" else f"{shown(line['policy'])}, {line['budget']} slots"
+        row = line["task"], f"{line['length']:,}", cache
+        cells.setdefault(row, {})[line["positions"]] = f"{scored(line)} ({line['samples']})"
+    modes = list(dict.fromkeys(line["positions"] for line in lines))
+    rows = [[*row, *(found.get(mode, "") for mode in modes)] for row, found in cells.items()]
+    return table(["task", "tokens", "cache", *modes], rows, 3)
