@@ -289,7 +289,7 @@ class Scheduler(Service):
     def _told(self) -> EngineStatus:
         caches = [lane.cache for lane in self._lanes]
         caches += [task.cache for task in self._tasks if task.reader is not None or task.lane.is_alone]
-        sizes = self._sizes.of(caches)
+        sizes = self._sizes.of(caches, is_exact=not self._tasks)  # no other count may follow soon
         of_cache = {id(cache): size // cache.batch_size for cache, size in zip(caches, sizes, strict=True)}
         free = sum(len(lane.free) for lane in self._lanes)
         rows = sum(lane.options.batch for lane in self._lanes)

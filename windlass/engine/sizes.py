@@ -17,12 +17,12 @@ class Sizes:
         self._bytes: list[int] = []
         self._at = 0.0
 
-    def of(self, caches: Sequence[KVCache]) -> list[int]:
-        """Bytes of each, of what it can recall as well."""
+    def of(self, caches: Sequence[KVCache], is_exact: bool) -> list[int]:
+        """Bytes of each, of what it can recall as well; made anew where they are to be exact."""
         is_same = len(caches) == len(self._caches) and all(
             own is other for own, other in zip(caches, self._caches, strict=True)
         )
-        if not is_same or monotonic() - self._at > SECONDS:
+        if is_exact or not is_same or monotonic() - self._at > SECONDS:
             self._caches, self._at = tuple(caches), monotonic()
             self._bytes = [cache.bytes_held + cache.recall_bytes for cache in caches]
         return self._bytes
