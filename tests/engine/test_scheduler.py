@@ -11,6 +11,7 @@ import windlass
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import KVCache, Sampling
+from windlass.engine import lane
 from windlass.engine.request import Finished, Grammar, Piece, Ticket
 from windlass.engine.status import EngineLimits, EngineStatus
 from windlass.engine.stop import Stops
@@ -27,8 +28,13 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_row_beside_others_writes_what_it_writes_alone(
-    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, policy: Policy
+    monkeypatch: pytest.MonkeyPatch,
+    attached_model: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Text,
+    policy: Policy,
 ) -> None:
+    monkeypatch.setattr(lane, "PATIENCE", 1)  # so that rows are moved often
     model, options = attached_model("llama"), options_of(policy=policy)
     prompts = rows_of(text, 41, 7, 30, 52, 1)
     truth = [alone(model, ids, options, 9 + number) for number, ids in enumerate(prompts)]
@@ -124,10 +130,10 @@ def test_a_canary_of_the_last_text_is_never_read(
     model = attached_model("llama")
     first, second = rows_of(text, 50, 22)
     with running(model, tokenizer, rows=1) as engine:
-        lane = engine._lanes[0]
+        cache = engine._lanes[0].cache
         tokens_of(engine.submit(request_of(first, 5)))
         wait_for(lambda: engine.status().free_rows == 1)
-        for layer in lane.cache.layers:
+        for layer in cache.layers:
             for name, tensor in layer.tensors().items():
                 assert not bool(tensor.count_nonzero()) or name == "positions"
             for tensor in (layer.store.packed_keys().data, layer.store.packed_values().data):

@@ -172,9 +172,8 @@ class Scheduler(Service):
     def _show(self, task: Task) -> None:
         """Let whoever looks see what a request's row holds."""
         if self._watcher is not None and self._watcher.is_watched:
-            row = task.row if task.reader is None else 0
             try:
-                self._watcher.step(task.cache, row, task.ticket.number, task.is_over)
+                self._watcher.step(task.cache, task.index, task.ticket.number, task.is_over)
             except Exception:
                 LOG.exception("nothing is shown any more")
                 self._watcher = None

@@ -66,9 +66,14 @@ class Task:
         """What holds the text."""
         return self.lane.cache if self.reader is None else self.reader.cache
 
+    @property
+    def index(self) -> int:
+        """Which row of `cache` does."""
+        return self.lane.index(self.row) if self.reader is None else 0
+
     def usage(self) -> Usage:
         """What it took until now; asks the device."""
-        cache, row = self.cache, self.row if self.reader is None else 0
+        cache, row = self.cache, self.index
         held = [layer.positions[row] for layer in cache.layers if not layer.is_empty]
         kept = max((int((positions >= 0).sum(-1).max()) for positions in held), default=0)
         evicted = max(self.seen - kept, 0)
