@@ -191,7 +191,7 @@ def test_rows_that_are_lost_while_they_are_moved_are_told(
     model = attached_model("llama")
     one, other, third = rows_of(text, 20, 31, 25)
 
-    def half(cache: CacheState, rows: Sequence[int | None]) -> None:
+    def half(cache: CacheState, _: Sequence[int | None]) -> None:
         clear_row(cache, 0)
         raise MemoryError
 
@@ -219,7 +219,7 @@ def test_rows_that_are_lost_while_there_are_to_be_fewer(
     first, second = driven.begin(one), driven.begin(other)
     driven.end(first)
 
-    def half(cache: CacheState, rows: Sequence[int | None]) -> None:
+    def half(cache: CacheState, _: Sequence[int | None]) -> None:
         select_rows(cache, torch.tensor([1]))
         raise MemoryError
 
