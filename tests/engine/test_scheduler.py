@@ -9,11 +9,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import windlass
 from tests.helpers.models import MODEL, Models, Text
-from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
+from tests.helpers.schedulers import (
+    alone,
+    bytes_told,
+    events_of,
+    options_of,
+    request_of,
+    rows_of,
+    running,
+    tokens_of,
+    wait_for,
+)
 from windlass import KVCache, Sampling
 from windlass.engine import lane
 from windlass.engine.request import Finished, Grammar, Piece, Ticket
-from windlass.engine.status import EngineLimits, EngineStatus
+from windlass.engine.status import EngineLimits
 from windlass.engine.stop import Stops
 from windlass.policies import NAMES, Policy
 from windlass.policies.interfaces import Trained
@@ -103,15 +113,7 @@ def test_bytes_never_exceed_the_formula(attached_model: Models, tokenizer: PreTr
     limits = EngineLimits(prompt_tokens=300, max_tokens=40, alone_bytes=1 << 18)
     prompts = rows_of(text, 300, 41, 7, 30, 52, 100, 200, 13, 14, 26)
     with running(model, tokenizer, kinds=[(2, each) for each in kinds], limits=limits, reuse_bytes=50_000) as engine:
-        held: list[int] = []
-        told = engine._told
-
-        def noted() -> EngineStatus:
-            status = told()
-            held.append(status.bytes_held)
-            return status
-
-        engine._told = noted  # type: ignore[method-assign]
+        held = bytes_told(engine)
         tickets = [
             engine.submit(request_of(ids, 5 + n, options=[*kinds, options_of(budget=30)][n % 3]))
             for n, ids in enumerate(prompts)

@@ -12,6 +12,8 @@ from windlass.cache.options import CacheOptions
 from windlass.engine.feed import feed_tokens
 from windlass.engine.reader import forget
 from windlass.hf.kv_cache import KVCache
+from windlass.policies.interfaces import OneShot
+from windlass.policies.wrapper import find
 
 PATIENCE: Final = 32  # steps in a row that fewer rows would have served, after which there are fewer
 
@@ -23,14 +25,15 @@ class Lane:
     its first rows, which is why a row of the lane may stand at different indices of the cache at different times. Rows
     are moved when one more is needed, and when half of them were idle for `PATIENCE` steps.
 
-    `is_alone`: the only row is of one request, whose options no other lane has, and takes over the cache it was read
-    into.
+    `is_alone`: the only row is of one request, whose options no other lane has. It takes over the cache it was read
+    into; so does the only row of a policy whose layers keep what each text makes of the budget.
     """
 
     def __init__(self, model: PreTrainedModel, options: CacheOptions, is_alone: bool = False) -> None:
         self._model, self.options, self.is_alone = model, options, is_alone
         self.cache = KVCache.from_options(model, replace(options, batch=1))
         self.free = list(range(options.batch))
+        self._takes_over = is_alone or shares_budget(options)
         self._index: dict[int, int] = {}  # in the cache, of each row that was put there
         self._idle_steps = 0
         self._is_moving = False
@@ -49,7 +52,7 @@ class Lane:
 
     def put(self, row: int, cache: KVCache) -> None:
         """Let the row go on with what a cache of one row has read."""
-        if self.is_alone:
+        if self._takes_over:
             self.cache, self._index = cache, {row: 0}
             return
         if self._is_moving and not self._index:  # nobody is left who could be told
@@ -64,7 +67,9 @@ class Lane:
     def release(self, row: int) -> None:
         """Clear a row that was taken; it is free again."""
         index = self._index.pop(row, None)
-        if index is not None and not self._is_moving:  # else `reset` will
+        if index is not None and self._takes_over:
+            self.reset()
+        elif index is not None and not self._is_moving:  # else `reset` will
             self.cache.clear_row(index)
         self.give_back(row)
 
@@ -110,3 +115,9 @@ class Lane:
 def is_alike(one: CacheOptions, other: CacheOptions) -> bool:
     """Whether two requests with these options may share a cache."""
     return one.labels() == other.labels()
+
+
+def shares_budget(options: CacheOptions) -> bool:
+    """Whether each text decides how much of the budget each layer keeps, which rows of one cache cannot."""
+    one_shot = find(options.policy, OneShot)
+    return one_shot is not None and one_shot.shares_budget

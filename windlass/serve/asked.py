@@ -65,6 +65,14 @@ def max_tokens_of(given: Given, most: int, default: int) -> int:
     return next(iter(asked.values()), min(default, most))
 
 
+def max_seconds_of(given: Given, most: float | None) -> float | None:
+    """Raises: BadField for more than the server gives a request."""
+    asked: float | None = given.get("max_seconds")
+    if asked is not None and most is not None and asked > most:
+        raise BadField("max_seconds", f"must be at most {most:g} on this server, got {asked:g}")
+    return asked
+
+
 def sampling_of(given: Given, at: int) -> Sampling:
     """How text number `at` of a prompt is drawn; without a seed by one that nobody knows."""
     seed = given.get("seed", secrets.randbelow(SEEDS))
@@ -122,6 +130,7 @@ def asked_of(
             grammar=grammars[at] if grammars else None,
             # Texts of one key share what was read before; those of its `user`s do not.
             tenant=f"{tenant}/{given.get('user', '')}",
+            seconds=max_seconds_of(given, service.limits.seconds),
         )
         for at, prompt in enumerate(prompt for prompt in prompts for _ in range(choices))
     )
