@@ -88,6 +88,11 @@ class Scheduler(Service):
         reading = min(self.limits.reading, count) * max(each.reading(longest) for each in self.row_bytes)
         return rows + reading + self.limits.alone * self.limits.alone_bytes + self._snapshots.limit
 
+    @property
+    def kinds(self) -> Sequence[CacheOptions]:
+        longest = self.limits.prompt_tokens + self.limits.max_tokens
+        return [each.options for each in sorted(self.row_bytes, key=lambda each: each.writing(longest))]
+
     def start(self) -> None:
         """Let the engine's thread run."""
         self._thread.start()
