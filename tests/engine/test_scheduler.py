@@ -9,10 +9,21 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 import windlass
 from tests.helpers.models import MODEL, Models, Text
-from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
+from tests.helpers.schedulers import (
+    alone,
+    bytes_told,
+    events_of,
+    options_of,
+    request_of,
+    rows_of,
+    running,
+    tokens_of,
+    wait_for,
+)
 from windlass import KVCache, Sampling
+from windlass.engine import lane
 from windlass.engine.request import Finished, Grammar, Piece, Ticket
-from windlass.engine.status import EngineLimits, EngineStatus
+from windlass.engine.status import EngineLimits
 from windlass.engine.stop import Stops
 from windlass.policies import NAMES, Policy
 from windlass.policies.interfaces import Trained
@@ -27,8 +38,13 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 def test_a_row_beside_others_writes_what_it_writes_alone(
-    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, policy: Policy
+    monkeypatch: pytest.MonkeyPatch,
+    attached_model: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Text,
+    policy: Policy,
 ) -> None:
+    monkeypatch.setattr(lane, "PATIENCE", 1)  # so that rows are moved often
     model, options = attached_model("llama"), options_of(policy=policy)
     prompts = rows_of(text, 41, 7, 30, 52, 1)
     truth = [alone(model, ids, options, 9 + number) for number, ids in enumerate(prompts)]
@@ -97,15 +113,7 @@ def test_bytes_never_exceed_the_formula(attached_model: Models, tokenizer: PreTr
     limits = EngineLimits(prompt_tokens=300, max_tokens=40, alone_bytes=1 << 18)
     prompts = rows_of(text, 300, 41, 7, 30, 52, 100, 200, 13, 14, 26)
     with running(model, tokenizer, kinds=[(2, each) for each in kinds], limits=limits, reuse_bytes=50_000) as engine:
-        held: list[int] = []
-        told = engine._told
-
-        def noted() -> EngineStatus:
-            status = told()
-            held.append(status.bytes_held)
-            return status
-
-        engine._told = noted  # type: ignore[method-assign]
+        held = bytes_told(engine)
         tickets = [
             engine.submit(request_of(ids, 5 + n, options=[*kinds, options_of(budget=30)][n % 3]))
             for n, ids in enumerate(prompts)
@@ -124,10 +132,10 @@ def test_a_canary_of_the_last_text_is_never_read(
     model = attached_model("llama")
     first, second = rows_of(text, 50, 22)
     with running(model, tokenizer, rows=1) as engine:
-        lane = engine._lanes[0]
+        cache = engine._lanes[0].cache
         tokens_of(engine.submit(request_of(first, 5)))
         wait_for(lambda: engine.status().free_rows == 1)
-        for layer in lane.cache.layers:
+        for layer in cache.layers:
             for name, tensor in layer.tensors().items():
                 assert not bool(tensor.count_nonzero()) or name == "positions"
             for tensor in (layer.store.packed_keys().data, layer.store.packed_values().data):

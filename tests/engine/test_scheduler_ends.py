@@ -4,17 +4,12 @@ import time
 from typing import Any
 
 import pytest
-from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import UsageError
-from windlass.cache.state import CacheState
-from windlass.engine import task
 from windlass.engine.request import Failed, Piece, Progress
-from windlass.engine.scheduler import Scheduler
-from windlass.engine.service import Watcher
 from windlass.engine.status import EngineDeadError, EngineLimits, QueueFullError
 
 
@@ -54,55 +49,6 @@ def test_cancel_frees_the_row_and_leaves_nothing(
         wait_for(lambda: engine.status().free_rows == engine.status().total_rows)
         assert tokens_of(engine.submit(request_of(again, 7))) == alone(model, again, options_of(), 7)
         assert engine.status().cancelled_total == 1
-
-
-@pytest.mark.parametrize("where", ["chunk", "step"])
-def test_an_error_fails_its_own_requests_and_the_engine_goes_on(
-    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, where: str
-) -> None:
-    model = attached_model("llama")
-    one, other, third = rows_of(text, 20, 31, 25)
-    with running(model, tokenizer) as engine:
-        ticket = engine.submit(request_of(one, 300))
-        ticket.take(10.0)
-        if where == "step":
-            fails = iter([True])
-            real = task.Task.take
-
-            def take(self: task.Task, logits: Tensor) -> None:
-                if self.writer.written > 3 and next(fails, False):
-                    raise RuntimeError("out of luck")
-                real(self, logits)
-
-            monkeypatch.setattr(task.Task, "take", take)
-            events = events_of(ticket)
-        else:
-            monkeypatch.setattr(task.Task, "read", lambda _: 1 / 0)
-            bad = engine.submit(request_of(other))
-            events = events_of(bad)
-            monkeypatch.undo()
-            engine.cancel(ticket)
-        assert isinstance(events[-1], Failed)
-        assert events[-1].is_ours
-        assert tokens_of(engine.submit(request_of(third, 7))) == alone(model, third, options_of(), 7)
-        wait_for(lambda: engine.status().free_rows == 3)
-        assert engine.status().errors_total == 1
-        assert engine.status().is_alive
-
-
-def test_three_errors_in_a_row_are_the_end_and_all_are_told(
-    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
-) -> None:
-    model = attached_model("llama")
-    prompts = rows_of(text, *range(10, 16))
-    with running(model, tokenizer, rows=1) as engine:
-        monkeypatch.setattr(task.Task, "read", lambda _: 1 / 0)
-        tickets = [engine.submit(request_of(ids)) for ids in prompts]
-        last = [events_of(ticket)[-1] for ticket in tickets]
-        assert all(isinstance(event, Failed) and event.is_ours for event in last)
-        wait_for(lambda: not engine.status().is_alive)
-        with pytest.raises(EngineDeadError):
-            engine.submit(request_of(prompts[0]))
 
 
 def test_limits(attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text) -> None:
@@ -176,6 +122,28 @@ def test_a_request_that_takes_too_long_ends(
         assert "longer than 0.1 seconds" in last.message
 
 
+def test_time_counts_from_the_arrival(
+    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
+) -> None:
+    """Of one that writes, and of one that waits behind it; who asks for nothing has what the engine gives."""
+    model, (ids, other) = attached_model("llama"), rows_of(text, 30, 19)
+    now = [0.0]
+    monkeypatch.setattr("windlass.engine.request.monotonic", lambda: now[0])
+    with running(model, tokenizer, rows=1, limits=EngineLimits(max_tokens=10**6, seconds=40.0)) as engine:
+        with pytest.raises(UsageError, match="at most 40 seconds here, got 41"):
+            engine.submit(request_of(ids, seconds=41.0))
+        writes, waits = engine.submit(request_of(ids, 10**6)), engine.submit(request_of(other, seconds=20.0))
+        wait_for(lambda: engine.status().queued == 1)
+        now[0] = 15.0
+        stays = engine.submit(request_of(other, 7, seconds=30.0))
+        now[0] = 21.0
+        assert events_of(waits) == [Failed("the request took longer than 20 seconds", is_ours=False)]
+        assert engine.status().free_rows == 0
+        now[0] = 41.0
+        assert events_of(writes)[-1] == Failed("the request took longer than 40 seconds", is_ours=False)
+        assert tokens_of(stays) == alone(model, other, options_of(), 7)
+
+
 def test_stop_ends_all_and_takes_nothing_more(
     attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
 ) -> None:
@@ -196,58 +164,3 @@ def test_stop_lets_what_is_short_end(attached_model: Models, tokenizer: PreTrain
         ticket = engine.submit(request_of(ids, 20))
         engine.stop(30.0)
         assert len(tokens_of(ticket)) == 20
-
-
-def test_a_request_that_cannot_begin_is_told_and_no_other(
-    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
-) -> None:
-    model, (ids, other) = attached_model("llama"), rows_of(text, 19, 30)
-    with running(model, tokenizer, rows=2) as engine:
-        monkeypatch.setattr(task, "Writer", lambda *_: 1 / 0)
-        last = events_of(engine.submit(request_of(ids)))[-1]
-        monkeypatch.undo()
-        assert isinstance(last, Failed)
-        assert last.is_ours
-        assert tokens_of(engine.submit(request_of(other, 7))) == alone(model, other, options_of(), 7)
-        wait_for(lambda: engine.status().free_rows == 2)
-
-
-def test_an_engine_that_ends_by_an_error_of_its_own_tells_all(
-    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
-) -> None:
-    model, prompts = attached_model("llama"), rows_of(text, 19, 30)
-    with running(model, tokenizer, rows=1) as engine:
-        monkeypatch.setattr(engine, "_check_time", lambda _: 1 / 0)
-        for ticket in [engine.submit(request_of(ids, 50)) for ids in prompts]:
-            assert isinstance(events_of(ticket)[-1], Failed)
-        wait_for(lambda: not engine.status().is_alive)
-
-
-def test_errors_of_single_requests_count_as_well(
-    monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
-) -> None:
-    model, prompts = attached_model("llama"), rows_of(text, 19, 30, 8)
-    with running(model, tokenizer, rows=3) as engine:
-        tickets = [engine.submit(request_of(ids, 10**3)) for ids in prompts]
-        wait_for(lambda: [row.phase for row in engine.status().rows] == ["writing"] * 3)
-        monkeypatch.setattr(task.Task, "take", lambda *_: 1 / 0)
-        assert all(isinstance(events_of(ticket)[-1], Failed) for ticket in tickets)
-        wait_for(lambda: not engine.status().is_alive)
-
-
-def test_who_looks_and_fails_harms_no_text(
-    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
-) -> None:
-    class Broken(Watcher):
-        is_watched = True
-
-        def step(self, cache: CacheState, row: int = 0, number: int = 0, is_last: bool = False) -> None:
-            raise RuntimeError("no picture")
-
-    model, (ids,) = attached_model("llama"), rows_of(text, 19)
-    engine = Scheduler(model, tokenizer, [(1, options_of())], watcher=Broken())
-    engine.start()
-    try:
-        assert tokens_of(engine.submit(request_of(ids, 9))) == alone(model, ids, options_of(), 9)
-    finally:
-        engine.stop()

@@ -13,7 +13,7 @@ from tests.helpers.models import Text
 from windlass.cache.options import CacheOptions
 from windlass.engine.request import Event, Failed, Finished, Piece, Request, Ticket
 from windlass.engine.scheduler import Scheduler
-from windlass.engine.status import EngineLimits
+from windlass.engine.status import EngineLimits, EngineStatus
 from windlass.engine.stop import Stops
 from windlass.hf.kv_cache import KVCache
 
@@ -88,3 +88,17 @@ def wait_for(is_true: Callable[[], bool]) -> None:
 def rows_of(text: Text, *lengths: int) -> list[list[int]]:
     ids = text(max(lengths), len(lengths))
     return [row[:length].tolist() for row, length in zip(ids, lengths, strict=True)]
+
+
+def bytes_told(engine: Scheduler) -> list[int]:
+    """A list to which the engine adds the bytes that it holds, after every turn from now on."""
+    held: list[int] = []
+    told = engine._told
+
+    def noted() -> EngineStatus:
+        status = told()
+        held.append(status.bytes_held)
+        return status
+
+    engine._told = noted  # type: ignore[method-assign]
+    return held

@@ -19,7 +19,7 @@ LIMITS = RequestLimits(characters=5000, texts=6)
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    service = ScriptedService(says("fine"), EngineLimits(max_tokens=100))
+    service = ScriptedService(says("fine"), EngineLimits(max_tokens=100, seconds=50.0))
     with serving(service, request=LIMITS) as server:
         yield server
 
@@ -49,6 +49,10 @@ WRONG: list[tuple[str, Any]] = [
     ("max_tokens", True),
     ("max_tokens", 101),
     ("max_tokens", 10**400),
+    ("max_seconds", 0),
+    ("max_seconds", 50.5),
+    ("max_seconds", 1e7),
+    ("max_seconds", "1"),
     ("seed", -1),
     ("seed", 2**63),
     ("n", 0),
@@ -275,3 +279,10 @@ def test_any_json_is_answered_by_json(served: Served, data: st.DataObject) -> No
         assert all(isinstance(json.loads(line[6:]), dict) for line in lines)
     else:
         assert ("error" in answer.document) == (answer.status != 200)
+
+
+def test_a_time_limit_reaches_the_engine(served: Served) -> None:
+    for path, document in ((CHAT, chat), (COMPLETIONS, complete)):
+        for fields, seconds in (({"max_seconds": 12.5}, 12.5), ({"max_seconds": 50}, 50.0), ({}, None)):
+            assert ask(served.port, path, document(**fields)).status == 200
+            assert served.service.requests[-1].seconds == seconds

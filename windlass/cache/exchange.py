@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from windlass.cache.edits import check_row
+from windlass.cache.edits import check_row, select_rows
 from windlass.cache.recurrent_layer import RecurrentLayer
 from windlass.cache.row import Row
 from windlass.cache.slot_layer import SlotLayer
@@ -52,6 +54,19 @@ def clear_row(cache: CacheState, row: int) -> None:
         for tensor in recurrent.tensors().values():
             tensor[row] = 0
     cache.rows = cache.rows.changed(lambda *_: Row(ids=[]), row)
+
+
+@no_inference_mode
+def arrange_rows(cache: CacheState, rows: Sequence[int | None]) -> None:
+    """Keep the rows at `rows`, each named once, in that order; None stands for one that begins a new text.
+
+    Memory is taken, and given back, one layer after the other. Afterwards no earlier step can be rolled back. After an
+    error the cache is good for nothing but `reset`.
+    """
+    select_rows(cache, torch.tensor([0 if row is None else row for row in rows]))
+    for index, row in enumerate(rows):
+        if row is None:
+            clear_row(cache, index)
 
 
 def _check_alike(cache: CacheState, other: CacheState) -> None:

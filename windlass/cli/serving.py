@@ -24,6 +24,14 @@ NEEDED: Final = ("starlette", "uvicorn", "llguidance", "prometheus_client")
 BUDGET: Final = 1024
 
 Rows = Annotated[int, Option("--rows", min=1, max=1024, envvar="WINDLASS_ROWS", help="Texts that are served at once.")]
+Kinds = Annotated[
+    list[str] | None,
+    Option(
+        "--kind",
+        metavar="ROWS",
+        help="Further rows, as rows=2,budget=4096,policy=snapkv: what is not named is as in the others; repeatable.",
+    ),
+]
 Host = Annotated[str, Option("--host", help="The address to listen on; others than this machine's need a key.")]
 Port = Annotated[int, Option("--port", min=0, max=65535, help="The port to listen on; 0: any that is free.")]
 Keys = Annotated[
@@ -38,6 +46,10 @@ Keys = Annotated[
 Name = Annotated[str | None, Option("--name", help="The model's name for clients; by default that of its folder.")]
 Queue = Annotated[int, Option("--queue", min=0, max=100_000, help="Requests that may wait for a row.")]
 MostTokens = Annotated[int, Option("--max-tokens", "-n", min=1, help="Most tokens that a request may write.")]
+MostSeconds = Annotated[
+    float | None,
+    Option("--max-seconds", min=0.001, max=1e6, help="Longest time of a request, the queue included; by default any."),
+]
 MostPrompt = Annotated[int, Option("--max-prompt", min=1, help="Most tokens that a prompt may have.")]
 Reuse = Annotated[
     str | None,
@@ -56,6 +68,7 @@ class ServeArguments:
     """Where is listened, and how much is taken."""
 
     rows: Rows = 4
+    kinds: Kinds = None
     host: Host = "127.0.0.1"
     port: Port = 8000
     keys: Keys = None
@@ -63,6 +76,7 @@ class ServeArguments:
     queue: Queue = 64
     max_tokens: MostTokens = 4096
     max_prompt: MostPrompt = 1_000_000
+    max_seconds: MostSeconds = None
     reuse: Reuse = None
     stop_seconds: StopSeconds = 10.0
     is_shown: IsShown = False
@@ -80,8 +94,8 @@ def serve(
 ) -> int:
     """Answer many clients at once, over HTTP as OpenAI's API has it, in memory that is known beforehand.
 
-    Each of --rows texts has a cache of --budget tokens, by default 1024. Needs the packages of the
-    extra `serve`.
+    Each of --rows texts has a cache of --budget tokens, by default 1024; --kind adds rows of other
+    options. Needs the packages of the extra `serve`.
     """
     model = the_model(named.name, named.model, "model" in unset)
     check_extra()
@@ -114,14 +128,28 @@ def check_extra() -> None:
 def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "ServeOptions":
     """What was typed, as the server takes it. Raises: UsageError for what cannot be honoured."""
     from windlass.cache.options import CacheOptions
+    from windlass.cli.kinds import kinds_of
     from windlass.engine.status import EngineLimits
     from windlass.serve.run import ServeOptions
 
-    options = CacheOptions(**({"budget": BUDGET} | limits.given()))
-    engine = EngineLimits(queue=asked.queue, max_tokens=asked.max_tokens, prompt_tokens=asked.max_prompt)
+    first = {"budget": BUDGET} | limits.given()
+    options, kinds = CacheOptions(**first), kinds_of(asked.kinds or (), first)
+    engine = EngineLimits(
+        queue=asked.queue, max_tokens=asked.max_tokens, prompt_tokens=asked.max_prompt, seconds=asked.max_seconds
+    )
     name = asked.called or (Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model)
     keys = tuple(asked.keys or ())
     reuse_bytes = 0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse)
     return ServeOptions(
-        name, asked.rows, options, engine, asked.host, asked.port, keys, asked.stop_seconds, reuse_bytes, asked.is_shown
+        name,
+        asked.rows,
+        options,
+        engine,
+        asked.host,
+        asked.port,
+        keys,
+        asked.stop_seconds,
+        reuse_bytes,
+        asked.is_shown,
+        kinds,
     )

@@ -5,8 +5,8 @@ from typing import Final
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
-from windlass.engine.lane import is_alike
-from windlass.engine.request import Request, Ticket
+from windlass.engine.lane import is_alike, shares_budget
+from windlass.engine.request import Failed, Request, Ticket
 from windlass.engine.status import EngineLimits, QueueFullError
 
 RETRY_SECONDS: Final = 1.0
@@ -40,6 +40,14 @@ class Admission:
         """It has a row, or nobody waits for it."""
         self.tickets.remove(ticket)
 
+    def late(self) -> list[tuple[Ticket, Failed]]:
+        """Take out those that have waited too long; with how each ends."""
+        found = [(ticket, ticket.late(self._limits.seconds)) for ticket in self.tickets]
+        late = [(ticket, failed) for ticket, failed in found if failed is not None]
+        for ticket, _ in late:
+            self.tickets.remove(ticket)
+        return late
+
     def clear(self) -> None:
         """Nobody waits any more."""
         self.tickets.clear()
@@ -56,6 +64,8 @@ def check_request(request: Request, limits: EngineLimits, vocabulary: int, kinds
         )
     if not 1 <= request.max_tokens <= limits.max_tokens:
         raise UsageError(f"max_tokens must be from 1 to {limits.max_tokens} here, got {request.max_tokens}")
+    if request.seconds is not None and limits.seconds is not None and request.seconds > limits.seconds:
+        raise UsageError(f"a request may take at most {limits.seconds:g} seconds here, got {request.seconds:g}")
     if min(prompt) < 0 or max(prompt) >= vocabulary:
         raise UsageError(f"the prompt has token ids outside of the vocabulary, 0 to {vocabulary - 1}")
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
@@ -74,6 +84,11 @@ def check_kinds(kinds: Sequence[CacheOptions]) -> None:
             raise UsageError(
                 f"recall={kind.recall} for the rows of a server, whose memory would grow with each text; leave it to "
                 "requests, which then have a cache of their own"
+            )
+        if shares_budget(kind) and kind.batch > 1:
+            raise UsageError(
+                f"{kind.policy!r} decides with each text what each layer keeps, which {kind.batch} rows of one cache "
+                "cannot do each for itself; give it one row"
             )
         if any(is_alike(kind, other) for other in kinds[:number]):
             raise UsageError(f"two kinds of rows are alike: {kind.labels()}; give their number in one of them")

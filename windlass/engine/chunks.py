@@ -30,7 +30,8 @@ from windlass.engine.chunks_recompute import First as First
 from windlass.engine.chunks_recompute import Nothing as Nothing
 from windlass.engine.chunks_recompute import Recompute as Recompute
 from windlass.engine.chunks_recompute import Span, recompute_of
-from windlass.engine.generate import Progress, read_whole
+from windlass.engine.generate import read_whole
+from windlass.engine.passes import Progress
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
 

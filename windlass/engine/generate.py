@@ -5,9 +5,8 @@ every token that was yielded, so that the next call continues the text.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -19,8 +18,9 @@ from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT, Pass
 from windlass.engine.arguments import check_reading, check_writing, checked_prompts
 from windlass.engine.decode import Decoder
-from windlass.engine.feed import end_of_text, feed
+from windlass.engine.feed import end_of_text
 from windlass.engine.graph import graph_for, wait_for
+from windlass.engine.passes import Progress, passes, rest_of, whole_passes
 from windlass.engine.result import Result
 from windlass.engine.row import WrittenRow
 from windlass.engine.sampler import Sampler
@@ -30,9 +30,7 @@ from windlass.engine.text import TextStream, encode
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.interfaces import OneShot
-from windlass.policies.wrapper import find, scoring_chunk
-
-Progress = Callable[[int, int], None]
+from windlass.policies.wrapper import find
 
 
 @torch.no_grad()
@@ -56,7 +54,7 @@ def prefill(
     check_reading(model, cache, progress)
     prompts = checked_prompts(model, cache, prompts)
     if find(cache.policy, OneShot) is None or any(cache.tokens_seen):
-        return _read(model, cache, prompts, progress)
+        return rest_of(passes(model, cache, prompts), progress)
     how = replace(PROMPT, defer_eviction=cache.budget is not None)
     try:
         return read_whole(model, cache, prompts, progress, how)
@@ -69,59 +67,7 @@ def read_whole(
     model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]], progress: Progress | None, how: Pass
 ) -> Tensor:
     """Read prompts to an empty cache, and a second time where the policy wants it; the logits of each last token."""
-    tokens = scoring_chunk(cache.policy)
-    if not tokens:
-        return _read(model, cache, prompts, progress, how)
-    read, again = _halves(progress)
-    logits = _read(model, cache, prompts, read, how)
-    longest = max(map(len, prompts))
-    for start in range(0, longest, tokens):
-        pieces = [list(prompt[start : start + tokens]) for prompt in prompts]
-        feed(model, cache, pieces, [], replace(how, is_second_pass=True))
-        again(min(start + tokens, longest), longest)
-    return logits
-
-
-def _halves(progress: Progress | None) -> tuple[Progress, Progress]:
-    """Progress of a first and of a second pass over the prompts, each half of the way."""
-
-    def at(before: int) -> Progress:
-        return lambda done, total: None if progress is None else progress((before * total + done) // 2, total)
-
-    return at(0), at(1)
-
-
-def _read(
-    model: PreTrainedModel,
-    cache: KVCache,
-    prompts: Sequence[Sequence[int]],
-    progress: Progress | None,
-    how: Pass = PROMPT,
-) -> Tensor:
-    """Feed the prompts in chunks; the logits of each row's last token."""
-    longest = max(map(len, prompts))
-    cache.reserve(longest + scoring_chunk(cache.policy))
-    last: dict[int, Tensor] = {}
-    for start, stop in _spans(cache, [*map(len, prompts)]):
-        pieces = [list(prompt[start:stop]) for prompt in prompts]
-        ends = {row: len(piece) - 1 for row, piece in enumerate(pieces) if 0 < len(prompts[row]) - start <= len(piece)}
-        columns = sorted(set(ends.values()))
-        logits = feed(model, cache, pieces, columns, how)
-        for row, column in ends.items():
-            last[row] = logits[row, columns.index(column)]
-        if progress is not None:
-            progress(stop, longest)
-    return torch.stack([last[row] for row in range(len(prompts))])
-
-
-def _spans(cache: KVCache, lengths: Sequence[int]) -> list[tuple[int, int]]:
-    """The columns [start, stop) of each pass over prompts of these lengths.
-
-    With recurrent layers, which read no padding, no row ends in the middle of a pass: it idles in the next one.
-    """
-    longest = max(lengths)
-    stops = {*range(cache.chunk, longest, cache.chunk), longest, *(lengths if cache.recurrent else ())}
-    return list(pairwise([0, *sorted(stops)]))
+    return rest_of(whole_passes(model, cache, prompts, how), progress)
 
 
 def stream(

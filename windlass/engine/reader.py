@@ -1,12 +1,15 @@
 """Reads the prompt of one request, a chunk at a time, into a cache of one row."""
 
+from dataclasses import replace
+
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from windlass.cache.compress import cut_to_budget
 from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT
 from windlass.engine.feed import feed
-from windlass.engine.generate import prefill
+from windlass.engine.passes import rest_of, whole_passes
 from windlass.engine.request import Request
 from windlass.engine.snapshots import Snapshots
 from windlass.hf.kv_cache import KVCache
@@ -19,13 +22,16 @@ class Reader:
 
     def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
         self._model, self.request, self._snapshots = model, request, snapshots
-        self._is_whole = find(request.options.policy, OneShot) is not None  # must see the text before it is cut
-        kept = None if self._is_whole else snapshots.longest(request)
+        self.is_whole = find(request.options.policy, OneShot) is not None
+        """Whether the cache holds all that was read until the end, when it is cut."""
+        kept = None if self.is_whole else snapshots.longest(request)
         self.cache = KVCache.from_options(model, request.options) if kept is None else kept
-        self.cached = self.done = self.cache.tokens_seen[0]
+        self.cached = self.done = self.seen
         if request.options.budget is None:  # grows once, as its bytes were counted
             self.cache.reserve(len(request.prompt) + request.max_tokens)
-        self._stops = frozenset[int]() if self._is_whole else snapshots.wanted(request)
+        self._stops = frozenset[int]() if self.is_whole else snapshots.wanted(request)
+        how = replace(PROMPT, defer_eviction=request.options.budget is not None)
+        self._passes = whole_passes(model, self.cache, [request.prompt], how)
         self.logits: Tensor | None = None
         """(vocabulary,) of the last token, once all is read."""
 
@@ -34,13 +40,21 @@ class Reader:
         """Whether the whole prompt is read."""
         return self.logits is not None
 
+    @property
+    def seen(self) -> int:
+        """Tokens that the cache has read; `done` is less where it reads them twice."""
+        return self.cache.tokens_seen[0]
+
     def read(self) -> None:
-        """Read one more chunk: as many tokens as the cache's options say, or less at the end of the prompt."""
+        """Read one more chunk: as many tokens as the cache's options say, or less at the end of the prompt.
+
+        Of a prompt that is read twice, the second time, as many as its policy says.
+        """
         prompt, chunk = self.request.prompt, self.request.options.chunk
         if self.is_done:
             raise UsageError("the prompt is read; nothing is left")
-        if self._is_whole:
-            self.logits, self.done = prefill(self._model, self.cache, [prompt])[0], len(prompt)
+        if self.is_whole:
+            self._read_whole()
             return
         piece = list(prompt[self.done : self.done + chunk])
         is_last = self.done + len(piece) == len(prompt)
@@ -51,6 +65,14 @@ class Reader:
             self.logits = logits[0, 0]
         elif self.done in self._stops:
             self._snapshots.put(self.request, self.done, self.cache)
+
+    def _read_whole(self) -> None:
+        self.done, total = next(self._passes)
+        forget(self.cache)
+        if self.done == total:
+            if self.cache.budget is not None:
+                cut_to_budget(self.cache)
+            self.logits = rest_of(self._passes)[0]
 
 
 def forget(cache: KVCache) -> None:

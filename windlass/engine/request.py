@@ -35,7 +35,8 @@ class Request:
     as often as it has; `logit_bias` is added to those of a token id. Log probabilities, of the token and the
     `top_logprobs` likeliest, come with each token unless that is None; they are those of the logits after all this,
     before the temperature. `tenant`: only requests of the same one share what the engine has read before.
-    `seconds`: the request fails once it took longer, None: never.
+    `seconds`: the request fails once it took longer, the time that it waited for a row included; None: when the engine
+    says.
     """
 
     prompt: tuple[int, ...]
@@ -122,7 +123,7 @@ class Ticket:
     """
 
     def __init__(self, number: int, request: Request, notify: Callable[[], None] | None = None) -> None:
-        self.number, self.request = number, request
+        self.number, self.request, self._arrived = number, request, monotonic()
         self._notify, self._events = notify, deque[tuple[float, Event]]()
         self._changed = Condition()
         self._is_over = False
@@ -158,3 +159,10 @@ class Ticket:
         """How many events nobody has taken, and for how many seconds the oldest of them."""
         with self._changed:
             return len(self._events), monotonic() - self._events[0][0] if self._events else 0.0
+
+    def late(self, seconds: float | None) -> Failed | None:
+        """How it ends where it took too long: longer than it asked for, or else than so many seconds."""
+        most = seconds if self.request.seconds is None else self.request.seconds
+        if most is None or monotonic() - self._arrived <= most:
+            return None
+        return Failed(f"the request took longer than {most:g} seconds", is_ours=False)

@@ -54,25 +54,25 @@ class RowBytes:
 
     def writing(self, tokens: int) -> int:
         """While it writes, of a text that ends after `tokens`."""
-        return self._bytes(tokens, HEADROOM + self.options.rollback)
+        return self._bytes(tokens, HEADROOM + self.options.rollback, is_whole=False)
 
     def reading(self, tokens: int) -> int:
-        """While its prompt is read."""
-        return self._bytes(tokens, max(self.options.chunk, HEADROOM + self.options.rollback))
+        """While its prompt, of so many tokens at most, is read: by a policy that is `OneShot`, held whole."""
+        is_whole = find(self.options.policy, OneShot) is not None
+        return self._bytes(tokens, max(self.options.chunk, HEADROOM + self.options.rollback), is_whole)
 
     def recalled(self, tokens: int) -> int:
         """Beside these, of what such a text may recall: in memory, or in a file."""
         return int(sum(each.of_recalled for each in self.layers) * (1.5 * tokens + 2 * PIECE))
 
-    def _bytes(self, tokens: int, room: int) -> int:
-        whole = find(self.options.policy, OneShot) is not None
+    def _bytes(self, tokens: int, room: int, is_whole: bool) -> int:
         held = tokens + scoring_chunk(self.options.policy) + HEADROOM
         most = -(-held // GROWTH) * GROWTH
         total = self.fixed
         for each in self.layers:
             budget = each.rules.budget
             slots = most if budget is None else budget + room
-            total += each.of_slot * (max(slots, most if whole else 0) + each.rules.recall_room)
+            total += each.of_slot * (max(slots, most if is_whole else 0) + each.rules.recall_room)
         return total
 
 

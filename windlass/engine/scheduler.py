@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError, WindlassError
 from windlass.engine.admission import Admission, check_kinds, check_request
+from windlass.engine.guard import Guard
 from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, replace_batch
@@ -33,7 +34,6 @@ from windlass.engine.totals import Totals
 from windlass.hf.forward import vocabulary_of
 
 LOG: Final = logging.getLogger("windlass.engine")
-ERRORS: Final = 3  # in a row, after which the engine is dead
 
 
 @final
@@ -68,7 +68,7 @@ class Scheduler(Service):
         self._waiting = Admission(self.limits)
         self._snapshots, self._totals = Snapshots(reuse_bytes), Totals()
         self._changed, self._cancelled = Condition(), set[int]()
-        self._number, self._errors_in_a_row = 0, 0
+        self._guard, self._number = Guard(self._totals), 0
         self._stops_at: float | None = None
         self._is_dead = False
         self._sizes, self._limit = Sizes(), self.bytes_limit
@@ -84,8 +84,14 @@ class Scheduler(Service):
         rows = sum(
             lane.options.batch * each.writing(longest) for lane, each in zip(self._lanes, self.row_bytes, strict=True)
         )
-        reading = self.limits.reading * max(each.reading(longest) for each in self.row_bytes)
+        count = sum(lane.options.batch for lane in self._lanes)
+        reading = min(self.limits.reading, count) * max(each.reading(longest) for each in self.row_bytes)
         return rows + reading + self.limits.alone * self.limits.alone_bytes + self._snapshots.limit
+
+    @property
+    def kinds(self) -> Sequence[CacheOptions]:
+        longest = self.limits.prompt_tokens + self.limits.max_tokens
+        return [each.options for each in sorted(self.row_bytes, key=lambda each: each.writing(longest))]
 
     def start(self) -> None:
         """Let the engine's thread run."""
@@ -136,9 +142,11 @@ class Scheduler(Service):
                 is_over = self._stops_at is not None and (monotonic() >= self._stops_at or not self._has_work)
                 if not is_over:
                     self._drop_cancelled()
-            if is_over or self._is_dead:
-                return "the engine was stopped" if is_over else "the engine has failed; see its log"
+            if is_over:
+                return "the engine was stopped"
             self._turn()
+            if self._guard.is_over:
+                return "the engine has failed; see its log"
             self._status = self._told()
 
     @property
@@ -151,53 +159,42 @@ class Scheduler(Service):
         for lane in {id(task.lane): task.lane for task in self._tasks}.values():
             writing = [task for task in self._tasks if task.lane is lane and task.reader is None]
             if writing:
-                self._guarded(writing, partial(self._write, lane, writing), lane)
+                self._write(lane, writing)
         if self._reading:
             task = self._reading.popleft()
-            self._guarded([task], task.read, None)
+            self._guard.do([task], task.read)
             self._show(task)
             if task.reader is not None:
                 self._reading.append(task)
         for task in self._tasks:
             self._check_time(task)
+        with self._changed:
+            late = self._waiting.late()
+        for ticket, failed in late:
+            ticket.put(failed)
         self._retire()
 
     def _write(self, lane: Lane, writing: Sequence[Task]) -> None:
-        logits = lane.step({task.row: task.writer.token for task in writing})
-        self._totals.steps += 1
-        for task in writing:
-            self._guarded([task], partial(task.take, logits[task.row]), None)
-            self._show(task)
+        """One token more of each text in a lane; what the lane holds is lost by an error of ours."""
+
+        def step() -> None:
+            logits = lane.step({task.row: task.writer.token for task in writing})
+            self._totals.steps += 1
+            for task in writing:
+                self._guard.do([task], partial(task.take, logits[task.row]), lane)
+                self._show(task)
+
+        if not self._guard.do(writing, step, lane):
+            lane.reset()
 
     def _show(self, task: Task) -> None:
         """Let whoever looks see what a request's row holds."""
         if self._watcher is not None and self._watcher.is_watched:
-            row = task.row if task.reader is None else 0
             try:
-                self._watcher.step(task.cache, row, task.ticket.number, task.is_over)
+                self._watcher.step(task.cache, task.index, task.ticket.number, task.is_over)
             except Exception:
                 LOG.exception("nothing is shown any more")
                 self._watcher = None
-
-    def _guarded(self, tasks: Sequence[Task], work: Callable[[], None], lane: Lane | None) -> None:
-        """Let an error of `work` be one of the `tasks`, and of no other; what a `lane` holds is then lost."""
-        errors = self._totals.errors
-        try:
-            work()
-            if self._totals.errors == errors:  # those of a single request of the step count, too
-                self._errors_in_a_row = 0
-        except WindlassError as error:
-            for task in tasks:
-                task.fail(str(error), is_ours=False)
-        except Exception as error:
-            LOG.exception("a step failed")
-            self._totals.errors += 1
-            self._errors_in_a_row += 1
-            self._is_dead |= self._errors_in_a_row >= ERRORS
-            for task in tasks:
-                task.fail(f"the engine failed: {type(error).__name__}", is_ours=True)
-            if lane is not None:
-                lane.reset()
 
     def _admit(self) -> None:
         """Give rows to those that wait, the first first; who waits for one kind holds nobody back of another."""
@@ -258,9 +255,9 @@ class Scheduler(Service):
         self._retire()
 
     def _check_time(self, task: Task) -> None:
-        request, (count, seconds) = task.ticket.request, task.ticket.waiting
-        if request.seconds is not None and monotonic() - task.started > request.seconds:
-            task.fail(f"the request took longer than {request.seconds:g} seconds", is_ours=False)
+        failed, (count, seconds) = task.ticket.late(self.limits.seconds), task.ticket.waiting
+        if failed is not None:
+            task.fail(failed.message, is_ours=False)
         elif count > self.limits.unread_events and seconds > self.limits.unread_seconds:
             task.fail("its events were not taken", is_ours=False)
 
@@ -289,7 +286,7 @@ class Scheduler(Service):
     def _told(self) -> EngineStatus:
         caches = [lane.cache for lane in self._lanes]
         caches += [task.cache for task in self._tasks if task.reader is not None or task.lane.is_alone]
-        sizes = self._sizes.of(caches)
+        sizes = self._sizes.of(caches, is_exact=not self._tasks)  # no other count may follow soon
         of_cache = {id(cache): size // cache.batch_size for cache, size in zip(caches, sizes, strict=True)}
         free = sum(len(lane.free) for lane in self._lanes)
         rows = sum(lane.options.batch for lane in self._lanes)

@@ -1,7 +1,7 @@
 """What a server asks of an engine that writes many texts at once."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from windlass.cache.options import CacheOptions
 from windlass.cache.state import CacheState
@@ -26,6 +26,11 @@ class Service(ABC):
 
     options: CacheOptions
     """Of the rows that most requests are meant for: what a request has that asks for nothing else."""
+
+    @property
+    def kinds(self) -> Sequence[CacheOptions]:
+        """Of all rows there are: each kind once, that of the fewest bytes first."""
+        return (self.options,)
 
     @abstractmethod
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:

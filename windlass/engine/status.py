@@ -26,7 +26,7 @@ class EngineLimits:
 
     `unread_events` of a ticket may wait for `unread_seconds`; then its request is cancelled. `reading` prompts are read
     in turn. `alone` requests may have other options than the rows have; each then has a cache of its own, of at most
-    `alone_bytes`.
+    `alone_bytes`. `seconds`: of a request from its arrival to its end; None: as long as it takes.
     """
 
     queue: int = 64
@@ -38,6 +38,7 @@ class EngineLimits:
     reading: int = 2
     alone: int = 1
     alone_bytes: int = 1 << 30
+    seconds: float | None = None
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from time import monotonic
-
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
@@ -28,7 +26,7 @@ class Task:
         tokenizer: PreTrainedTokenizerBase,
         snapshots: Snapshots,
     ) -> None:
-        self.ticket, self.lane, self.row, self.started = ticket, lane, row, monotonic()
+        self.ticket, self.lane, self.row = ticket, lane, row
         self.reader: Reader | None = Reader(model, ticket.request, snapshots)
         self.cached = self.reader.cached
         self.writer = Writer(ticket.request, tokenizer, lane.cache.device)
@@ -41,7 +39,7 @@ class Task:
         reader = self.reader
         assert reader is not None, "a prompt that was read before"
         reader.read()
-        self.seen = reader.done
+        self.seen = reader.seen
         self.ticket.put(Progress(reader.done, len(self.ticket.request.prompt)))
         if reader.logits is not None:
             self.lane.put(self.row, reader.cache)
@@ -66,9 +64,14 @@ class Task:
         """What holds the text."""
         return self.lane.cache if self.reader is None else self.reader.cache
 
+    @property
+    def index(self) -> int:
+        """Which row of `cache` does."""
+        return self.lane.index(self.row) if self.reader is None else 0
+
     def usage(self) -> Usage:
         """What it took until now; asks the device."""
-        cache, row = self.cache, self.row if self.reader is None else 0
+        cache, row = self.cache, self.index
         held = [layer.positions[row] for layer in cache.layers if not layer.is_empty]
         kept = max((int((positions >= 0).sum(-1).max()) for positions in held), default=0)
         evicted = max(self.seen - kept, 0)
@@ -85,5 +88,5 @@ class Task:
     @property
     def kept(self) -> int:
         """The most that a layer holds of `seen`: what the budget allows."""
-        budget = self.lane.options.budget
-        return self.seen if budget is None else min(self.seen, budget)
+        budget, is_held_whole = self.lane.options.budget, self.reader is not None and self.reader.is_whole
+        return self.seen if budget is None or is_held_whole else min(self.seen, budget)

@@ -36,14 +36,18 @@ class Asked:
         return self.requests[0].options
 
 
-def options_of(given: Given, default: CacheOptions) -> CacheOptions:
+def options_of(given: Given, default: CacheOptions, kinds: Sequence[CacheOptions] = ()) -> CacheOptions:
     """The options of the cache that a request asks for; `default` itself where it asks for none.
+
+    Else those of the first of `kinds` that is as the request asks, or the `default` ones with what it asks for.
 
     Raises: ApiError for values that do not go together, saying which.
     """
     own = {name: given[name] for name in OWN if given.get(name) is not None}
     if not own:
         return default
+    if (kind := next((kind for kind in kinds if _is_as_asked(kind, own)), None)) is not None:
+        return kind
     if "budget" in own and "policy" not in own and default.budget is None:
         own["policy"] = AUTO  # without a budget nothing is evicted, and no policy was chosen
     try:
@@ -52,6 +56,14 @@ def options_of(given: Given, default: CacheOptions) -> CacheOptions:
         blamed = next((name for name in own if name in str(error)), "positions" if "positions" in own else None)
         message = str(error) if blamed is None or blamed in str(error) else f"{blamed}={own[blamed]!r}: {error}"
         raise ApiError(400, message, blamed, "invalid_value") from error
+
+
+def _is_as_asked(kind: CacheOptions, own: dict[str, Any]) -> bool:
+    """Whether rows of a kind have all that a request asks for."""
+    try:
+        return CacheOptions(**(vars(kind) | own)).labels() == kind.labels()
+    except UsageError:
+        return False
 
 
 def max_tokens_of(given: Given, most: int, default: int) -> int:
@@ -63,6 +75,14 @@ def max_tokens_of(given: Given, most: int, default: int) -> int:
     if len(set(asked.values())) > 1:
         raise BadField("max_tokens", "differs from max_completion_tokens; give one of them")
     return next(iter(asked.values()), min(default, most))
+
+
+def max_seconds_of(given: Given, most: float | None) -> float | None:
+    """Raises: BadField for more than the server gives a request."""
+    asked: float | None = given.get("max_seconds")
+    if asked is not None and most is not None and asked > most:
+        raise BadField("max_seconds", f"must be at most {most:g} on this server, got {asked:g}")
+    return asked
 
 
 def sampling_of(given: Given, at: int) -> Sampling:
@@ -106,7 +126,7 @@ def asked_of(
     except UsageError as error:
         raise of_usage(error, "stop") from error
     top = _top_logprobs(given)
-    options = options_of(given, service.options)
+    options = options_of(given, service.options, service.kinds)
     most = max_tokens_of(given, service.limits.max_tokens, default_tokens)
     requests = tuple(
         Request(
@@ -122,6 +142,7 @@ def asked_of(
             grammar=grammars[at] if grammars else None,
             # Texts of one key share what was read before; those of its `user`s do not.
             tenant=f"{tenant}/{given.get('user', '')}",
+            seconds=max_seconds_of(given, service.limits.seconds),
         )
         for at, prompt in enumerate(prompt for prompt in prompts for _ in range(choices))
     )

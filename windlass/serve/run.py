@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
+from windlass.engine.admission import check_kinds
 from windlass.engine.feed import end_of_text
+from windlass.engine.row_bytes import replace_batch
 from windlass.engine.scheduler import Scheduler
 from windlass.engine.service import Service, Watcher
 from windlass.engine.status import EngineLimits
@@ -21,9 +23,9 @@ from windlass.view.watch import Watch
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once.
-    `reuse_bytes` are for the beginnings of prompts. `is_shown`: the page at `/` shows what all requests hold, to
-    whoever has a key."""
+    """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once; `kinds` are
+    further rows, of other options. `reuse_bytes` are for the beginnings of prompts. `is_shown`: the page at `/` shows
+    what all requests hold, to whoever has a key."""
 
     name: str
     rows: int
@@ -35,10 +37,17 @@ class ServeOptions:
     stop_seconds: float = 10.0
     reuse_bytes: int = 0
     is_shown: bool = False
+    kinds: tuple[tuple[int, CacheOptions], ...] = ()
 
     def __post_init__(self) -> None:
-        """Raises: UsageError for an address that others can reach, and no key."""
+        """Raises: UsageError for an address that others can reach, and no key; and for rows that cannot be."""
         check_address(self.host, self.keys)
+        check_kinds([replace_batch(options, rows) for rows, options in self.all_rows])
+
+    @property
+    def all_rows(self) -> list[tuple[int, CacheOptions]]:
+        """So many rows of each kind, those of most requests first."""
+        return [(self.rows, self.options), *self.kinds]
 
     @property
     def settings(self) -> ServerSettings:
@@ -54,8 +63,7 @@ def started_service(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher
 ) -> Service:
     """The engine, which runs already."""
-    rows = [(asked.rows, asked.options)]
-    scheduler = Scheduler(model, tokenizer, rows, asked.limits, asked.reuse_bytes, watcher)
+    scheduler = Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher)
     scheduler.start()
     return scheduler
 
@@ -79,10 +87,10 @@ def serve(
             words = Words(tokenizer, end_of_text(model), vocabulary_of(model))
             page = ViewApp(watch, tokenizer, service.status, asked.is_shown)
             http = HttpServer(Server(service, words, asked.settings), page)
-            limit = service.status().bytes_limit
+            limit, rows = service.status().bytes_limit, service.status().total_rows
             shown = f"[{asked.host}]" if ":" in asked.host else asked.host
             listener.listen()  # from here on clients can connect; they are answered in a moment
-            say(f"http://{shown}:{listener.getsockname()[1]}/v1 ({asked.name}, {asked.rows} rows, {limit:,} bytes)")
+            say(f"http://{shown}:{listener.getsockname()[1]}/v1 ({asked.name}, {rows} rows, {limit:,} bytes)")
             http.run(sockets=[listener])
         finally:
             service.stop()

@@ -12,6 +12,7 @@ from windlass.serve.settings import CacheChoices, RequestLimits
 
 MOST_TOKEN_ID: Final = 2**31 - 1
 OWN = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  # of the cache; see `CacheOptions`
+MOST_SECONDS: Final = 1e6
 RESERVED: Final = ("cache", "chunks")
 
 
@@ -70,6 +71,7 @@ def _common(limits: RequestLimits) -> dict[str, Check]:
     return {
         "model": text(256),
         "max_tokens": whole(1, 2**30),
+        "max_seconds": real(0.0, MOST_SECONDS, is_open=True),
         "temperature": real(0.0, 2.0),
         "top_p": real(0.0, 1.0, is_open=True),
         "top_k": whole(0, 2**20),

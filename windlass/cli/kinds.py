@@ -1,0 +1,46 @@
+"""Further kinds of rows of a server, as they are typed: `rows=2,budget=4096,policy=snapkv`."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Final
+
+from windlass.cache.options import CacheOptions
+from windlass.core.errors import UsageError, WindlassError
+from windlass.core.limits import MAX_NUMBER
+from windlass.core.spec import int_parser, parse_list
+
+KIND, MOST_ROWS = "--kind", 1024
+NUMBERS: Final = ("budget", "sinks", "window", "chunk")
+NAMES: Final = ("policy", "positions", "store", "merge", "shares")
+
+
+def kinds_of(typed: Sequence[str], first: Mapping[str, Any]) -> tuple[tuple[int, CacheOptions], ...]:
+    """How many rows of which options each of `typed` asks for; what one does not name is as in the `first` kind.
+
+    Raises: UsageError for another name, one given twice, no number of rows, or options that cannot be honoured.
+    """
+    return tuple(_kind(each, first) for each in typed)
+
+
+def _kind(typed: str, first: Mapping[str, Any]) -> tuple[int, CacheOptions]:
+    given: dict[str, Any] = {}
+    for part in parse_list(KIND, typed, str):
+        name, sign, value = (each.strip() for each in part.partition("="))
+        make = _parsers().get(name)
+        if make is None or not sign or name in given:
+            raise UsageError(
+                f"{KIND} {typed!r}: {part!r} is not one of {', '.join(_parsers())}, each once and with a value; write "
+                "rows=2,budget=4096,policy=snapkv"
+            )
+        given[name] = make(value)
+    if "rows" not in given:
+        raise UsageError(f"{KIND} {typed!r} says nothing of its rows; write rows=2,budget=4096,policy=snapkv")
+    rows = given.pop("rows")
+    try:
+        return rows, CacheOptions(**{**first, **given})
+    except WindlassError as error:
+        raise UsageError(f"{KIND} {typed!r}: {error}") from error
+
+
+def _parsers() -> dict[str, Callable[[str], Any]]:
+    numbers = {name: int_parser(f"{KIND} {name}", 0, MAX_NUMBER) for name in NUMBERS}
+    return {"rows": int_parser(f"{KIND} rows", 1, MOST_ROWS), **numbers, **dict.fromkeys(NAMES, str)}
