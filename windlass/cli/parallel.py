@@ -2,12 +2,12 @@
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from pathlib import Path
 
 import typer
 
-from windlass.core.errors import UsageError
+from windlass.core.errors import UsageError, WindlassError
 from windlass.parallel.launch import Launch
 
 
@@ -34,14 +34,27 @@ def first_speaks(launch: Launch | None) -> Iterator[None]:
 
     The first one finds the same, and says so.
     """
-    if launch is None or launch.is_first:
+    if launch is None:
         yield
         return
-    with open(os.devnull, "w") as nothing, redirect_stdout(nothing):  # noqa: PTH123  # no file of anyone's
+    with ExitStack() as stack:
+        if not launch.is_first:
+            stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
         try:
             yield
         except UsageError:
+            if launch.is_first:
+                raise
             raise typer.Exit(2) from None
+        except RuntimeError as error:
+            from windlass.parallel.ranks import is_lost
+
+            if not is_lost(error):
+                raise
+            raise WindlassError(
+                f"rank {launch.number} of {launch.size} has lost another one, which has ended or does not answer: what "
+                "was written is all there is; start all of them again"
+            ) from error
 
 
 def parted(launch: Launch | None, code: int) -> int:

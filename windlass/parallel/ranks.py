@@ -10,6 +10,11 @@ from torch import Tensor
 Value = TypeVar("Value")
 
 
+def is_lost(error: BaseException) -> bool:
+    """Whether `error` is what PyTorch raises where another rank has died, or has not answered in time."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
 @final
 class Ranks:
     """All processes of PyTorch's default process group: `size` of them, of which this one is `number`.
