@@ -27,6 +27,7 @@ from windlass.core.errors import UsageError
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.shapes import Attended, KeyMeans, NewKeys, NewValues, Queries, TokenIds, TokenMask
 from windlass.core.step import AttentionCall, no_inference_mode
+from windlass.policies.across_ranks import across_ranks
 from windlass.policies.base import TOKEN
 from windlass.stores.base import Store
 
@@ -49,8 +50,9 @@ class TextCache(CacheState):
             means = means[list(leaf.heads)]
         store, rotary = self._store(index, means), self.rotaries[index]
         is_shared, recall = index in self.shared, self._recall(index, means)
-        beside = self.merge, layers, is_shared, recall, leaf.heads
-        return SlotLayer(index, leaf.limits, self.policy, rotary, store, *beside)
+        heads = leaf.heads if self.heads is None else self.heads.heads(index)
+        beside = self.merge, layers, is_shared, recall, heads
+        return SlotLayer(index, leaf.limits, across_ranks(self.policy, self.heads), rotary, store, *beside)
 
     def _store(self, layer: int, key_means: KeyMeans | None) -> Store:
         store = self.store.fresh(key_means)

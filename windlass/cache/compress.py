@@ -18,6 +18,7 @@ from windlass.core.limits import MAX_NUMBER
 from windlass.core.record import StepRecord
 from windlass.core.shapes import Scores
 from windlass.core.step import Limits, Step, no_inference_mode
+from windlass.parallel.heads import RankHeads
 from windlass.policies import Policy, Recent
 from windlass.policies.calls import UNKNOWN_STATE, scores_of
 from windlass.policies.interfaces import OneShot
@@ -50,19 +51,26 @@ def budgets_apart(cache: CacheState) -> list[int | None]:
     return [None if budget == plan else budget for budget, plan in pairs]
 
 
-def shared_budgets(scores: Sequence[Scores], limits: Limits) -> list[int]:
+def shared_budgets(scores: Sequence[Scores], limits: Limits, heads: RankHeads | None = None) -> list[int]:
     """What layers keep where one ranking over all of them decides, of the budget on average.
 
     `scores` are those of each layer's tokens that may be evicted, -inf where there is none. The tokens
-    of a rank, one in each row and head, stand or fall together: their mean score counts.
+    of a rank, one in each row and head, stand or fall together: their mean score counts. Where several processes have
+    `heads` of the model, that is the mean over all of them: one all-reduce.
     """
     assert limits.budget is not None, "a share of no budget"
     protected = limits.sinks + limits.window
-    table = torch.full((max(score.shape[-1] for score in scores), len(scores)), -torch.inf, dtype=torch.float64)
+    deepest = max(score.shape[-1] for score in scores)
+    if heads is not None:
+        deepest = max(heads.ranks.gathered(deepest))
+    found = torch.zeros(2, deepest, len(scores), dtype=torch.float64)
     for layer, score in enumerate(scores):
-        score_heads = score.double().sort(dim=-1, descending=True).values.flatten(0, 1)
-        means = score_heads.masked_fill(score_heads == -torch.inf, torch.nan).nanmean(0)
-        table[: len(means), layer] = means.nan_to_num(nan=-torch.inf)
+        ordered = score.double().sort(dim=-1, descending=True).values.flatten(0, 1)
+        is_there = ordered > -torch.inf
+        found[0, : ordered.shape[1], layer] = ordered.where(is_there, 0.0).sum(0)
+        found[1, : ordered.shape[1], layer] = is_there.sum(0)
+    total, count = found if heads is None else heads.ranks.sum(found)
+    table = (total / count.clamp(min=1)).where(count > 0, -torch.inf)
     # The best rank of each layer is kept, whatever it is worth.
     wanted = (limits.budget - protected - 1) * len(scores)
     rest = table[1:].flatten()
@@ -94,7 +102,9 @@ def cut_to_budget(cache: CacheState) -> None:
     if one_shot is not None and one_shot.shares_budget:
         sharing = [layer for layer in cache.layers if not (layer.is_empty or layer.rules.is_whole_window)]
         sharing = [layer for layer in sharing if layer not in blind]
-        budgets = shared_budgets([_contested(layer, here) for layer in sharing], cache.limits) if sharing else []
+        budgets = (
+            shared_budgets([_contested(layer, here) for layer in sharing], cache.limits, cache.heads) if sharing else []
+        )
         for layer, budget in zip(sharing, budgets, strict=True):
             layer.rules = layer.rules.with_budget(budget)
     for layer in cache.layers:

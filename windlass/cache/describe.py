@@ -108,6 +108,8 @@ def describe(cache: CacheState) -> str:
         f"  budget   {budget}, sinks {limits.sinks}, window {limits.window}, chunk {limits.chunk}",
         f"  seen     {', '.join(map(str, cache.rows.tokens_seen))} tokens",
     ]
+    if cache.heads is not None:
+        lines.insert(1, f"  rank     {cache.heads.label}")
     if cache.options.shares is not None:
         apart = sum(its.whole is None for its in cache.by_layer)
         lines.insert(4, f"  shares   {cache.options.shares}" + (f", heads of {apart} layers apart" if apart else ""))

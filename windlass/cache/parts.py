@@ -31,6 +31,7 @@ def begin_after(cache: CacheState, prefix: int, ids: Sequence[int]) -> None:
 
 
 def held_positions(cache: CacheState, row: int) -> set[int]:
-    """The positions of a row's tokens that any head of any layer holds."""
+    """The positions of a row's tokens that any head of any layer holds, of whatever rank."""
     held = [layer.positions[row].flatten() for layer in cache.layers if not layer.is_empty]
-    return {position for each in held for position in each.unique().tolist() if position >= 0}
+    own = {position for each in held for position in each.unique().tolist() if position >= 0}
+    return own if cache.heads is None else own.union(*cache.heads.ranks.gathered(own))

@@ -15,6 +15,7 @@ from windlass.cache.slot_layer import SlotLayer
 from windlass.core.shapes import KeyMeans
 from windlass.core.step import READ, Limits, Pass, Step
 from windlass.merge import Merge
+from windlass.parallel.heads import RankHeads
 from windlass.policies.base import Policy
 from windlass.positions.modes import PositionMode, position_mode
 from windlass.positions.rotary import Rotary
@@ -63,6 +64,9 @@ class CacheState:
 
     key_means: list[KeyMeans | None] | None = None
     """Per layer the mean key, for a store that asks for it."""
+
+    heads: RankHeads | None = None
+    """Which heads this process has, where several hold the model together; None: all of them."""
 
     fitting: Fitting | None = None
     """Where a second reading of the text is for new values, what it finds; None: it is for the policy."""

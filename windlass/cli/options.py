@@ -68,6 +68,13 @@ Threads = Annotated[
     int | None,
     Option("--threads", min=1, max=1024, envvar="WINDLASS_THREADS", help="CPU threads; by default one per core."),
 ]
+TensorParallel = Annotated[
+    bool,
+    Option(
+        "--tensor-parallel",
+        help="All processes that torchrun started hold the model together, each its heads; see docs/parallel.md.",
+    ),
+]
 Shape = Annotated[
     str | None,
     Option("--shape", metavar="NAME", help="Instead of a model: random weights like 1b, 8b, 7b-mha, qwen3-next, dsv3."),

@@ -64,9 +64,15 @@ class Session:
 
 
 def open_session(
-    name: str, arguments: CacheArguments, load: LoadOptions, prompt_cache_file: Path | None = None
+    name: str,
+    arguments: CacheArguments,
+    load: LoadOptions,
+    prompt_cache_file: Path | None = None,
+    is_parallel: bool = False,
 ) -> Session:
     """Load the model and make its cache, or load that too; options are read before the model.
+
+    `is_parallel`: together with the other processes that `torchrun` started.
 
     A prompt cache decides everything but `positions`, which may change at any time.
 
@@ -81,7 +87,7 @@ def open_session(
         torch.set_num_threads(load.threads)
     started = time.perf_counter()
     with loading():
-        model, tokenizer = load_model(name, load.dtype, load.device, load.weights)
+        model, tokenizer = load_model(name, load.dtype, load.device, load.weights, is_parallel)
     load_s = time.perf_counter() - started
     said = dtype_note(load.dtype, model.dtype, model.device)
     if said is not None:

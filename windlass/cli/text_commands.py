@@ -4,6 +4,7 @@ Torch and transformers are imported when a command runs.
 """
 
 from windlass.cli import options as take
+from windlass.cli import parallel
 from windlass.cli import text_options as text
 from windlass.cli.cache_options import CacheArguments
 from windlass.cli.expand import Unset, as_typed, expanded
@@ -29,12 +30,15 @@ def generate(
     is_json: text.Json = False,
     is_json_stream: text.JsonStream = False,
     record: Record = None,
+    is_parallel: take.TensorParallel = False,
 ) -> int:
     """Write the text that follows a prompt, or the reply to it where the model has a chat template.
 
     MODEL may be left out after -m or with WINDLASS_MODEL; a single argument is then the prompt.
     """
     model, prompt = _model_and_prompt(unset, words)
+    launch = parallel.launch_of(is_parallel, prompt, words.file, record)
+    is_quiet = parallel.is_quiet(launch, loudness.is_quiet)
     if is_json and is_json_stream:
         raise UsageError("--json and --json-stream exclude each other; give one of them")
     from windlass.cli import checks, terminal
@@ -47,19 +51,19 @@ def generate(
     if record is not None:
         checks.check_writable(record, "recording")
     given = terminal.read_prompt(prompt, words.file)
-    with loading(loudness.is_quiet):
+    with loading(is_quiet):
         from windlass.cli import detail, session
 
     asked = session.Asked(template.system, template.is_raw, False, max_tokens, how, stop)
     shown = session.Shown.JSON_STREAM if is_json_stream else session.Shown.JSON if is_json else session.Shown.TEXT
-    with terminal.quiet(loudness.is_quiet):
-        opened = session.open_session(model, given_cache, load, prompt_cache)
+    with terminal.quiet(is_quiet), parallel.first_speaks(launch):
+        opened = session.open_session(model, given_cache, load, prompt_cache, is_parallel)
         if loudness.is_verbose:
             detail.say_chosen(opened, asked)
         code, result = session.generate(opened, given, asked, shown, record)
         if loudness.is_verbose:
             detail.say_done(opened, result)
-        return code
+        return parallel.parted(launch, code)
 
 
 @expanded
@@ -111,6 +115,7 @@ def cache(
     load: take.LoadOptions,
     loudness: text.Loudness,
     is_json: text.Json = False,
+    is_parallel: take.TensorParallel = False,
 ) -> int:
     """Read a prompt once, into a file that `generate` and `chat` go on from.
 
@@ -121,6 +126,8 @@ def cache(
 
         return cache_info.show(file, words.model, is_json)
     model, prompt = _model_and_prompt(unset, words)
+    launch = parallel.launch_of(is_parallel, prompt, words.file)
+    is_quiet = parallel.is_quiet(launch, loudness.is_quiet)
     if prompt_cache is None:
         raise UsageError("no file to write; name it with --prompt-cache FILE")
     from windlass.cli import checks, terminal
@@ -130,18 +137,18 @@ def cache(
     checks.check_session(model, load, given_cache, prompt_cache if is_appended else None)
     checks.check_prompt(prompt, words.file)
     given = terminal.read_prompt(prompt, words.file)
-    with loading(loudness.is_quiet):
+    with loading(is_quiet):
         from windlass.cli import detail, session
 
     asked = session.Asked(template.system, template.is_raw, is_begun=True)
-    with terminal.quiet(loudness.is_quiet):
-        opened = session.open_session(model, given_cache, load, prompt_cache if is_appended else None)
+    with terminal.quiet(is_quiet), parallel.first_speaks(launch):
+        opened = session.open_session(model, given_cache, load, prompt_cache if is_appended else None, is_parallel)
         if loudness.is_verbose:
             detail.say_chosen(opened, asked)
         code = session.save_cache(opened, given, asked, prompt_cache, is_json)
         if loudness.is_verbose:
             terminal.note(opened.cache.describe())
-        return code
+        return parallel.parted(launch, code)
 
 
 def _model_and_prompt(unset: Unset, words: text.TextArguments) -> tuple[str, str | None]:

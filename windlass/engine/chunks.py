@@ -265,4 +265,6 @@ def _divergence(
         cache.divergence = None
     distances = found.of_row(row)
     found.keep()
+    if cache.heads is not None and cache.heads.is_split:  # a distance is one over all heads
+        return cache.heads.ranks.sum(distances)
     return distances

@@ -198,8 +198,12 @@ class _Run:
         logits = prefill(self._model, self._cache, self._prompts, self._progress)
         wait_for(logits.device)
         self._prefill_s = time.perf_counter() - started
-        sampler = Sampler(self._sampling, self._prompts, logits.device)
-        decoder = Decoder(self._model, self._cache, sampler, logits, graph_for(logits.device))
+        heads = self._cache.heads
+        sampler = Sampler(self._sampling, self._prompts, logits.device, None if heads is None else heads.ranks)
+        # What ranks tell one another has not been tried inside of a graph.
+        decoder = Decoder(
+            self._model, self._cache, sampler, logits, graph_for(logits.device) if heads is None else None
+        )
         while True:
             started = time.perf_counter()
             steps = [row.step(token) for row, token in zip(self._rows, decoder.next_tokens(), strict=True)]

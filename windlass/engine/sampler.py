@@ -15,6 +15,7 @@ from transformers import (
 
 from windlass.core.step import no_inference_mode
 from windlass.engine.sampling import Sampling
+from windlass.parallel.ranks import Ranks
 
 DRAWS: Final = 256  # made at a time
 
@@ -26,10 +27,19 @@ class Sampler:
     generator of its own on the CPU, so that its draws are the same in any batch and on every device. All that
     `choose` reads lies in the same memory at every step and nothing waits for the device, so it may be captured
     in a graph; `prepare` comes before each step, captured or not.
+
+    Of a model on several `ranks` each of them chooses, and the tokens of rank 0 are taken by all.
     """
 
     @no_inference_mode
-    def __init__(self, sampling: Sampling, texts: Sequence[Sequence[int]], device: torch.device) -> None:
+    def __init__(
+        self,
+        sampling: Sampling,
+        texts: Sequence[Sequence[int]],
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self._ranks = ranks
         self._is_greedy = sampling.temperature == 0.0
         self._penalty, self._texts = sampling.repetition_penalty, texts
         self._generators = [torch.Generator().manual_seed(sampling.seed + row) for row in range(len(texts))]
@@ -76,6 +86,8 @@ class Sampler:
             # The first token whose share reaches beyond the draw: never one without a share.
             drawn = self._draws.index_select(1, self._column) * upto[:, -1:]
             chosen = torch.searchsorted(upto, drawn, right=True).clamp(max=upto.shape[-1] - 1)
+        if self._ranks is not None:
+            chosen = self._ranks.of_first(chosen)
         if self._seen is not None:
             self._seen.scatter_(1, chosen, True)
         return chosen

@@ -17,6 +17,7 @@ from windlass.hf.guards import check_model, inference_only
 from windlass.hf.mask import Mask, mask
 from windlass.hf.refusal import check_kind_of_model, refusal
 from windlass.hf.running_pass import BUSY, not_compiled
+from windlass.hf.tensor_parallel import heads_of, ranks_of
 
 
 def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
@@ -33,6 +34,9 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
     docs/benchmarks.md compares it with PyTorch. It rounds otherwise, and the result of a token does not depend on the
     other tokens of the pass. False: PyTorch's always.
 
+    Of a model that transformers has spread over processes (tensor parallel) each process attaches its own part, and all
+    of them do it together: docs/parallel.md.
+
     Raises: UnsupportedModel, naming the model and the reason; the model is then as it was. UsageError for what is no
     model of transformers, and for a model that is attached with another `own_linear`.
     """
@@ -48,11 +52,14 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
         # Where the model was compiled before, none of these few passes is worth compiling.
         with torch.compiler.set_stance("force_eager"):
             check_kind_of_model(model)
+            ranks = ranks_of(model)
             decoder = decoder_of(model)
             attachment = AttachedModel(model, decoder, own_linear)
             for module in (model, *decoder.attention_modules):
                 setattr(module, NAME, attachment)
             attachment.find_rotaries(model)
+            if ranks is not None:
+                attachment.heads = heads_of(ranks, attachment.probed(model, False), attachment.kinds)
     except Exception as error:
         if isinstance(getattr(model, NAME, None), AttachedModel):
             detach(model)

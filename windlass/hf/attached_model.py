@@ -37,6 +37,7 @@ from windlass.hf.second_turn import CheckedGenerate
 from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
 from windlass.hf.whole_decoder import Attachment
 from windlass.hf.whole_pass import WholePass
+from windlass.parallel.heads import RankHeads
 from windlass.positions.rotary import Rotary
 from windlass.positions.tables import unturned
 
@@ -66,6 +67,7 @@ class AttachedModel(Attachment):
         self.indexers = indexers_of(decoder.attention_modules, self._is_ours, self._note_indexer)
         self.indexed = IndexedLayers()
         self.own_linear = own_linear
+        self.heads: RankHeads | None = None  # what this process has, where several hold the model together
         self.known, self.few_rows = few_rows_of(model, decoder.inner, self.whole, NAME, own_linear)
         self.columns: list[Columns] = []  # recurrent layers that are read token by token
         self._generate = CheckedGenerate(model) if model.can_generate() else None

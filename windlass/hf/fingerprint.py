@@ -10,13 +10,22 @@ from transformers import PreTrainedModel
 
 from windlass.core.errors import UsageError
 from windlass.hf.weights import parts_of
+from windlass.parallel.spread import whole_of
 
 SAMPLES = 256  # values of each parameter in a fingerprint, about
 
 # Options of a run, of training or of a library version, which change no key: not in the fingerprint.
 VOLATILE_KEYS = frozenset(
     {
-        *("architectures", "chunk_size_feed_forward", "dtype", "id2label", "initializer_range", "label2id"),
+        *(
+            "architectures",
+            "chunk_size_feed_forward",
+            "distributed_config",
+            "dtype",
+            "id2label",
+            "initializer_range",
+            "label2id",
+        ),
         *("output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict"),
         *("transformers_version", "use_cache"),
     }
@@ -28,7 +37,8 @@ def fingerprint(model: PreTrainedModel) -> str:
 
     Equal for the same weights in the same dtype, wherever they lie and whatever loaded them. It costs about
     `SAMPLES` values of each parameter, however large that is: time grows with the number of parameters, not with
-    their size.
+    their size. Of a model that is spread over processes it is the same, and a collective call that gathers each
+    parameter in turn.
 
     Raises: UsageError for weights that accelerate keeps elsewhere.
     """
@@ -39,7 +49,7 @@ def fingerprint(model: PreTrainedModel) -> str:
             raise UsageError(
                 f"{name} of this {type(model).__name__} is offloaded; the fingerprint needs all weights here"
             )
-        for part, held in parts_of(tensor).items():
+        for part, held in parts_of(whole_of(tensor)).items():
             values = held.detach().flatten()
             # An odd stride: an even one could meet the same column of every row, and no other.
             sample = values[:: max(1, len(values) // SAMPLES) | 1].cpu().contiguous()

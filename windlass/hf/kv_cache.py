@@ -7,6 +7,7 @@ from typing import NoReturn
 
 from transformers import Cache, DynamicCache, PreTrainedModel
 
+from windlass.cache.across_ranks import check_across_ranks, check_fit
 from windlass.cache.compress import compress
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall_options import DEFAULT_RECALL_STORE
@@ -98,7 +99,8 @@ class KVCache(ModelCache):
         device, config = device_of_inputs(model), model.config.get_text_config()
         check_policy(attachment.kinds, options.policy)
         super().__init__(attachment, options, attachment.rotaries, device, config, attachment.kinds)
-        self.model_name = _name_of(model)
+        self.model_name, self.heads = _name_of(model), attachment.heads
+        check_across_ranks(options, attachment.heads)
         if options.store.needs_key_means or (options.recall and options.recall_store.needs_key_means):
             if attachment.key_means is None:
                 attachment.key_means = measure_key_means(
@@ -162,6 +164,7 @@ class KVCache(ModelCache):
         """
         check_kind("fit", fit, bool, "True or False")
         if fit:
+            check_fit(self.heads)
             compress_fitted(self, budget, window)
         else:
             compress(self, budget, window)

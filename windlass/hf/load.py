@@ -33,6 +33,7 @@ from windlass.hf.names import (
     folder_of,
     gpu_number,
 )
+from windlass.hf.tensor_parallel import plan_of_processes
 from windlass.hf.weights import quantize
 
 HUB_SECONDS = 10.0
@@ -41,7 +42,11 @@ TOO_LONG = "sequence-length-is-longer-than-the-specified-maximum"
 
 
 def load(
-    name: str | os.PathLike[str], dtype: str = "auto", device: str = "cpu", weights: str = AUTO_WEIGHTS
+    name: str | os.PathLike[str],
+    dtype: str = "auto",
+    device: str = "cpu",
+    weights: str = AUTO_WEIGHTS,
+    tensor_parallel: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of a folder, or of a name on the Hugging Face hub, and its tokenizer.
 
@@ -51,6 +56,10 @@ def load(
     for those of linear layers on a CPU, made by torchao: see `quantize`. The tokenizer does not warn of texts longer
     than the trained window.
 
+    `tensor_parallel`: all processes that `torchrun` started load the model together, by transformers' tensor-parallel
+    plan, each its part of it, on the accelerator of its own that PyTorch finds, else on the CPU, whatever `device` is.
+    See docs/parallel.md.
+
     Raises: UsageError when a part is missing, damaged or unknown; UnsupportedModel from `attach`.
     """
     check_kind("name", name, (str, os.PathLike), "a folder or a name on the hub")
@@ -58,11 +67,16 @@ def load(
     check_kind("device", device, str, "auto, cpu, mps, cuda or cuda:1")
     check_kind("weights", weights, str, f"one of: {', '.join(WEIGHTS)}")
     check_weights(weights)
-    number_type, place = dtype_of(dtype), device_of(device)
+    check_kind("tensor_parallel", tensor_parallel, bool, "True or False")
+    number_type = dtype_of(dtype)
+    plan = plan_of_processes(weights) if tensor_parallel else None
+    place = torch.device("cpu") if tensor_parallel else device_of(device)
     check_place(weights, place)
     with _quiet():
-        tokenizer, model = _from_folder_or_hub(name, number_type)
+        tokenizer, model = _from_folder_or_hub(name, number_type, plan)
     tokenizer.deprecation_warnings[TOO_LONG] = True
+    if tensor_parallel:
+        return attach(model.eval()), tokenizer
     quantize(model.eval().to(place), weights)
     return attach(model), tokenizer
 
@@ -106,14 +120,14 @@ def _quiet() -> Iterator[None]:
 
 
 def _from_folder_or_hub(
-    name: str | os.PathLike[str], dtype: torch.dtype | None
+    name: str | os.PathLike[str], dtype: torch.dtype | None, plan: dict[str, Any] | None
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     folder = folder_of(name)
     if folder is not None:
-        return _loaded(str(folder), True, dtype)
+        return _loaded(str(folder), True, dtype, plan)
     problem = _hub_problem(str(name))
     try:
-        return _loaded(str(name), problem is not None, dtype)
+        return _loaded(str(name), problem is not None, dtype, plan)
     except UsageError as error:
         if problem is None:
             raise
@@ -171,7 +185,7 @@ def _hub_problem(name: str) -> str | None:
 
 
 def _loaded(
-    source: str, is_offline: bool, dtype: torch.dtype | None
+    source: str, is_offline: bool, dtype: torch.dtype | None, plan: dict[str, Any] | None
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
     tokenizer, config = _loaded_tokenizer(source, is_offline)
     with explained(source, "cannot be loaded", config):
@@ -182,6 +196,7 @@ def _loaded(
             local_files_only=is_offline,
             output_loading_info=True,
             trust_remote_code=False,
+            **(plan or {}),
         )
     model, found = loaded
     missing, unused = sorted(found["missing_keys"]), sorted(found["unexpected_keys"])

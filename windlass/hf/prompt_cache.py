@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from windlass.cache.across_ranks import check_across_ranks
 from windlass.cache.compress import budgets_apart
 from windlass.cache.options import CacheOptions
 from windlass.cache.picture_edits import has_places
@@ -38,7 +39,9 @@ from windlass.hf.prompt_cache_check import check_layer, check_rows, check_states
 from windlass.hf.prompt_cache_document import Contents, InconsistentFile, LayerNote, parsed, to_document
 from windlass.hf.prompt_cache_layout import COLUMNS, LayerPlan, Layout, layer_plans
 from windlass.hf.prompt_cache_memory import check_memory
+from windlass.hf.prompt_cache_ranks import any_evicted, check_statistics, cut, gathered, in_all, written_by_first
 from windlass.policies import Policy
+from windlass.policies.across_ranks import across_ranks
 from windlass.positions.modes import MODES
 from windlass.stores.low_bit import KEY_MEANS
 from windlass.stores.plain import Plain
@@ -48,7 +51,8 @@ from windlass.stores.spec import STORES
 def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     """Write `cache` to `path`; an older file there is replaced once the new one is whole, or not at all.
 
-    The ids of the tokens are written where those of all rows are known.
+    The ids of the tokens are written where those of all rows are known. Of a model on several ranks all of them call
+    this, and rank 0 writes one file with the heads of all of them.
 
     Raises: PromptCacheError when the file cannot be written; UsageError when `cache` belongs to
     another model, or reads at positions that have no name.
@@ -62,10 +66,12 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
         )
     if cache.is_rotated:
         raise UsageError("a cache of rotated keys can't be saved: files hold keys as they are before rotation")
+    check_statistics(cache, note_of(cache.policy).name is not None)
     packed = {
         number: layer.table.packed().tensors() | layer.table.recalled_tensors()
         for number, layer in enumerate(cache.layers)
     }
+    packed = gathered(cache, packed)
     tensors = {f"layers.{index}.{name}": tensor for index, held in packed.items() for name, tensor in held.items()}
     for row, ids in enumerate(cache.tokens or []):
         tensors[f"tokens.{row}"] = torch.tensor(ids, dtype=torch.int32)
@@ -76,7 +82,7 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
         tensors[COLUMNS] = torch.tensor(columns)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     document, version = to_document(_contents(cache, model))
-    prompt_cache_file.write(Path(path), tensors, json.dumps(document), version)
+    written_by_first(cache.heads, lambda: prompt_cache_file.write(Path(path), tensors, json.dumps(document), version))
 
 
 @no_inference_mode
@@ -96,7 +102,7 @@ def load(
     Raises: PromptCacheError, naming the file, when it is missing, damaged, of a newer format, made by
     another model, or made with another policy; UsageError when the model is not attached.
     """
-    attached(model)
+    heads = attached(model).heads
     _check_path(path)
     path, given = Path(path), None if policy is None else policy_of(policy)
     folder = recall_folder_of(recall_folder)
@@ -106,7 +112,8 @@ def load(
         shapes = layer_shapes(model)
         _check_model(path, contents, model, len(shapes))
         options = replace(_options(path, contents, given), recall_folder=folder)
-        plans = layer_plans(model, shapes, contents, options, found)
+        check_across_ranks(options, heads)
+        plans = layer_plans(model, in_all(heads, shapes), contents, options, found)
         check_memory(contents, options, shapes, model)
         return contents, options, plans
 
@@ -118,10 +125,12 @@ def load(
             check_layer(plan, contents, options, tensors)
     except InconsistentFile as error:
         raise PromptCacheError(f"{path} is damaged: {error}; {AGAIN}") from None
+    tensors = cut(heads, tensors)
     cache = _empty_cache(model, options, tensors)
     for plan in plans:
         held = {name: tensors[plan.prefix + name].to(cache.device) for name in plan.layouts}
-        cache.layers[plan.index].load(held, plan.rules, plan.note.has_evicted, contents.standing["tokens_seen"])
+        rules = replace(plan.rules, policy=across_ranks(plan.rules.policy, heads))
+        cache.layers[plan.index].load(held, rules, plan.note.has_evicted, contents.standing["tokens_seen"])
     if contents.has_states:
         for state in cache.recurrent:
             prefix = state_name(state.index, "")
@@ -170,8 +179,8 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> Contents:
         standing=cache.rows.to_json(),
         has_tokens=cache.tokens is not None,
         layers=[
-            None if layer.is_empty else LayerNote(layer.sliding_window, layer.history.has_evicted, budget)
-            for layer, budget in zip(cache.layers, budgets_apart(cache), strict=True)
+            None if layer.is_empty else LayerNote(layer.sliding_window, has_evicted, budget)
+            for layer, has_evicted, budget in zip(cache.layers, any_evicted(cache), budgets_apart(cache), strict=True)
         ],
         options=cache.options.document(),
         has_states=any(not state.is_empty for state in cache.recurrent),

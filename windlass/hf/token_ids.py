@@ -5,6 +5,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from windlass.hf.placement import device_of_inputs
+from windlass.parallel.spread import is_spread
 
 CANDIDATES = 4  # per token that is wanted
 
@@ -23,10 +24,20 @@ def ordinary_ids(model: PreTrainedModel, count: int) -> Tensor:
     candidates = [each for each in range(step, vocabulary, step) if each not in named] or [0]
     real = candidates
     if not weight.is_meta:  # offloaded
-        is_real = weight[torch.tensor(candidates, device=weight.device)].any(-1).tolist()
+        is_real = _embedded(model, torch.tensor(candidates, device=weight.device)).any(-1).tolist()
         real = [each for each, is_one in zip(candidates, is_real, strict=True) if is_one] or candidates
     picked = [real[(index * len(real)) // count % len(real)] for index in range(count)]
     return torch.tensor([picked], device=device_of_inputs(model))
+
+
+@torch.no_grad()
+def _embedded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The embeddings of some tokens; those that are spread over processes come together in a pass of their module."""
+    embeddings = model.get_input_embeddings()
+    weight = embeddings.weight
+    assert isinstance(weight, Tensor)
+    found: Tensor = embeddings(ids[None])[0] if is_spread(weight) else weight[ids]
+    return found
 
 
 def _named_ids(model: PreTrainedModel) -> set[int]:

@@ -22,6 +22,7 @@ from windlass.hf.latent import Latent
 from windlass.hf.linear_layer import LayerKinds
 from windlass.hf.mask import Mask
 from windlass.hf.query_scale import QueryScale
+from windlass.parallel.heads import RankHeads
 from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
@@ -37,6 +38,7 @@ class Attachment(ABC):
     """What is asked of the `AttachedModel`."""
 
     attended: set[int]
+    heads: RankHeads | None
     kinds: LayerKinds
     rotaries: list[Rotary | None]
     query_scales: dict[int, QueryScale]

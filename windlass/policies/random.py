@@ -26,7 +26,8 @@ class Random(Policy):
 
     def score(self, slots: Slots) -> Scores:
         positions = slots.positions.long()
-        heads = torch.arange(positions.shape[1], device=positions.device)[None, :, None]
+        numbers = range(positions.shape[1]) if slots.heads is None else slots.heads
+        heads = torch.tensor(list(numbers), device=positions.device)[None, :, None]
         draw = _hash(positions + _hash(slots.next_positions.long()[:, None, None] + _hash(heads + self.seed)))
         score = draw.float() / 2**32
         if self.keep_prompt:

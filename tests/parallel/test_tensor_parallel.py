@@ -1,0 +1,207 @@
+"""Two processes that share a model's heads, against one that has all of them: the same text, the same tokens kept.
+
+The oracle is the same case in a single process. Both processes are started once, for all cases of this file.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+import windlass
+from tests.helpers import ranks
+from tests.helpers.ranks import Case, Found
+from tests.helpers.scorers import scorer_of
+from windlass.parallel.launch import Launch
+
+# Plans that leave each rank its own kv heads, and plans that give each rank all of them.
+SPLIT = ("llama", "mistral", "qwen3", "gemma2", "cohere", "granite")
+WHOLE = ("phi3", "olmo2")
+PER_HEAD = (
+    *("random", "snapkv", "key_norm", "key_diff", "lag_kv", "leverage", "compactor", "r_kv", "expected_attention"),
+    *("tri_attention", "kvzip", "in_groups(h2o)", "linear_scorer(FILES/scorer)"),
+)
+# One ranking for all heads, or all layers: by what all ranks know, or with one all-reduce.
+SHARED = ("recent", "tova", "pyramid(tova)", "composite(h2o)")
+OTHERS = {
+    "compact": Case("llama", {"policy": "h2o", "positions": "compact"}),
+    "batch": Case("llama", {"policy": "snapkv", "batch": 2}),
+    "int4": Case("llama", {"policy": "key_diff", "store": "int4(sinks=1, newest=2)"}),
+    "merge": Case("llama", {"policy": "h2o", "merge": "mean_count"}),
+    "dmc": Case("llama", {"policy": "dmc", "merge": "weighted"}),
+    "recall": Case("llama", {"policy": "h2o", "recall": 8}),
+    "rollback": Case("llama", {"policy": "tova"}, then="rollback"),
+    "compress": Case("llama", {"policy": "snapkv"}, then="compress"),
+    "fit": Case("llama", {"policy": "recent", "budget": None}, then="fit"),
+    "divergent": Case("llama", {"policy": "recent", "budget": None}, then="divergent"),
+    "sampled": Case("llama", {"policy": "h2o"}, tokens=9, seed=3),
+    "latent": Case("minicpm3", {"policy": "key_diff"}),
+    "recurrent": Case("qwen3_next", {"policy": "h2o"}),
+}
+FILES: dict[str, dict[str, Any]] = {
+    "tova": {"policy": "tova"},
+    "statistics": {"policy": "expected_attention"},
+    "low_bit": {"policy": "h2o", "store": "int8(sinks=1, newest=2)"},
+    "recalled": {"policy": "key_diff", "recall": 8},
+}
+REFUSED = {
+    "value norms": (
+        Case("llama", {"policy": "by_value_norm(tova)"}),
+        "PolicyError: ByValueNorm(policy=TOVA()) ranks all heads of a layer alike, and each of 2 ranks has only some",
+    ),
+    "merge of all": (Case("llama", {"policy": "tova", "merge": "mean_count"}), "merge mean_count looks for one slot"),
+    "heads": (Case("llama@3"), "has num_attention_heads=15, num_key_value_heads=3, which 2 processes cannot share; "),
+    "queries of latents": (Case("minicpm3", {"policy": "h2o"}), "PolicyError: H2O() ranks by queries, and here each"),
+    "recall of latents": (Case("minicpm3", {"recall": 8}), "recall=8 picks tokens by queries"),
+}
+CASES = (
+    {f"{family} h2o": Case(family, {"policy": "h2o"}) for family in (*SPLIT, *WHOLE)}
+    | {f"llama {policy}": Case("llama", {"policy": policy}) for policy in (*PER_HEAD, *SHARED)}
+    | OTHERS
+    | {f"{name} to two": Case("llama", options, load=f"{name}.one") for name, options in FILES.items()}
+    | {f"{name} to one": Case("llama", options, save=f"{name}.two") for name, options in FILES.items()}
+    | {name: case for name, (case, _) in REFUSED.items()}
+    | {"a rank dies": Case("qwen3", {"policy": "h2o"}, then="die")}  # the last one, for there is no other after it
+)
+
+Load = Callable[[str], PreTrainedModel]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("ranks")
+
+
+@pytest.fixture(scope="module")
+def model_of(folder: Path) -> Load:
+    """A tiny model in one process."""
+    loaded: dict[str, PreTrainedModel] = {}
+
+    def load(name: str) -> PreTrainedModel:
+        if name not in loaded:
+            path = ranks.folder_of(folder / "models", name)
+            loaded[name] = windlass.attach(AutoModelForCausalLM.from_pretrained(path).eval())
+        return loaded[name]
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def of_ranks(folder: Path, model_of: Load) -> dict[str, list[Found]]:
+    """What each of the two processes found in each case."""
+    for case in CASES.values():
+        ranks.folder_of(folder / "models", case.model)
+    scorer_of(folder / "scorer", model_of("llama"), heads=4)
+    for name, options in FILES.items():
+        ranks.found(Case("llama", options, save=f"{name}.one"), model_of("llama"), folder)
+    ordered = dict(sorted(CASES.items(), key=lambda named: (named[1].then == "die", named[1].model)))
+    return ranks.run(folder, ordered, folder / "models")
+
+
+@pytest.fixture
+def both(
+    request: pytest.FixtureRequest, folder: Path, model_of: Load, of_ranks: dict[str, list[Found]]
+) -> tuple[list[Found], Found]:
+    """What the ranks found in a case, and what one process does."""
+    case = CASES[request.param]
+    return of_ranks[request.param], ranks.found(case, model_of(case.model), folder)
+
+
+def same_text(ranks_found: list[Found], one: Found) -> bool:
+    assert [each.error for each in (*ranks_found, one)] == [""] * 3
+    return all(each.tokens == one.tokens for each in ranks_found)
+
+
+def same_positions(ranks_found: list[Found], one: Found, is_split: bool = True) -> bool:
+    """Whether each layer keeps the same tokens: each rank those of its heads, or all of them the same."""
+    layers = zip(*(each.positions for each in ranks_found), one.positions, strict=True)
+    same = []
+    for first, second, whole in layers:
+        own = torch.cat((first, second), 1) if is_split and whole.shape[1] == first.shape[1] * 2 else first
+        same.append(torch.equal(own, whole) and (is_split or torch.equal(first, second)))
+    return all(same)
+
+
+@pytest.mark.parametrize("both", [f"{family} h2o" for family in SPLIT], indirect=True)
+def test_ranks_of_a_family_share_its_heads(both: tuple[list[Found], Found]) -> None:
+    of_both, one = both
+    assert same_text(of_both, one)
+    assert same_positions(of_both, one)
+    assert [each.nbytes * 2 for each in of_both] == [one.nbytes] * 2
+    assert "rank 1 of 2, with 2 of 4 kv heads" in of_both[1].described
+
+
+@pytest.mark.parametrize("both", [f"{family} h2o" for family in WHOLE], indirect=True)
+def test_a_plan_that_gathers_keys_gives_each_rank_all_heads(both: tuple[list[Found], Found]) -> None:
+    of_both, one = both
+    assert same_text(of_both, one)
+    assert same_positions(of_both, one, is_split=False)
+    assert [each.nbytes for each in of_both] == [one.nbytes] * 2
+    assert "rank 0 of 2, with all kv heads: this model's plan gives each rank" in of_both[0].described
+
+
+@pytest.mark.parametrize("both", [f"llama {policy}" for policy in (*PER_HEAD, *SHARED)], indirect=True)
+def test_a_policy_keeps_what_it_keeps_in_one_process(both: tuple[list[Found], Found]) -> None:
+    of_both, one = both
+    assert same_text(of_both, one)
+    assert same_positions(of_both, one)
+
+
+@pytest.mark.parametrize("both", OTHERS, indirect=True)
+def test_options_and_edits_give_what_they_give_in_one_process(both: tuple[list[Found], Found]) -> None:
+    of_both, one = both
+    assert same_text(of_both, one)
+    assert same_positions(of_both, one)
+
+
+def test_a_model_has_the_fingerprint_that_it_has_in_one_process(
+    of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
+) -> None:
+    own = ranks.found(CASES["phi3 h2o"], model_of("phi3"), folder)
+    assert {each.fingerprint for each in of_ranks["phi3 h2o"]} == {own.fingerprint}
+
+
+@pytest.mark.parametrize("both", [f"{name} to two" for name in FILES], indirect=True)
+def test_a_file_of_one_process_goes_on_in_two(both: tuple[list[Found], Found]) -> None:
+    of_both, one = both
+    assert same_text(of_both, one)
+    assert same_positions(of_both, one)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_of_two_processes_is_that_of_one(
+    name: str, of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
+) -> None:
+    assert [each.error for each in of_ranks[f"{name} to one"]] == [""] * 2
+    texts = [ranks.found(Case("llama", load=f"{name}.{by}"), model_of("llama"), folder) for by in ("one", "two")]
+    assert texts[1].error == ""
+    assert texts[0].tokens == texts[1].tokens
+    assert same_positions([texts[1], texts[1]], texts[0])
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_cannot_agree_on_is_refused_by_name(name: str, of_ranks: dict[str, list[Found]]) -> None:
+    for each in of_ranks[name]:
+        assert REFUSED[name][1] in each.error
+    if name == "heads":
+        assert of_ranks[name][0].error.endswith("start one of: 1, 3")
+
+
+def test_a_rank_that_dies_is_an_error_on_the_other(of_ranks: dict[str, list[Found]]) -> None:
+    """No time is told: a rank that went on waiting would have been ended with the test."""
+    survivor, dead = of_ranks["a rank dies"]
+    assert survivor.error.startswith("lost: ")
+    assert dead == Found()
+
+
+def test_a_process_alone_is_told_how_to_start_others() -> None:
+    with pytest.raises(windlass.UsageError, match=r"RANK, LOCAL_RANK.* not set\); start it with `torchrun --nproc-per"):
+        Launch.of({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    with pytest.raises(windlass.UsageError, match="must be numbers"):
+        Launch.of({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+    assert Launch.of(
+        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+    ) == Launch(3, 1, 4, "host")
