@@ -18,13 +18,14 @@ from windlass.serve.errors import ApiError, BadField, stopping
 from windlass.serve.forms import ChatForm, CompletionForm, Form, Head, Written
 from windlass.serve.grammar import Grammars
 from windlass.serve.guard import TENANT
+from windlass.serve.messages import Chunk
 from windlass.serve.metrics import Metrics
 from windlass.serve.schema import checked, table
 from windlass.serve.settings import ServerSettings
 from windlass.serve.tickets import Gate, Tickets
 from windlass.serve.tools import CallReader, schema_of
 from windlass.serve.wire import JsonAnswer, from_json
-from windlass.serve.words import Words
+from windlass.serve.words import Prompt, Words
 
 Value = TypeVar("Value")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -61,10 +62,10 @@ class Server:
         if ("prompt" in given) == ("messages" in given):
             raise BadField("prompt", "or messages: give one of them", "missing_required_parameter")
         if "messages" in given:
-            work = partial(self.words.chat, given["messages"], [])
+            tokens = (await self._beside(partial(self.words.chat, given["messages"], []))).ids
         else:
-            work = partial(self.words.encoded, given["prompt"], given.get("add_special_tokens", True))
-        tokens = await self._beside(work)
+            has_special = given.get("add_special_tokens", True)
+            tokens = await self._beside(partial(self.words.encoded, given["prompt"], has_special))
         return JsonAnswer({"tokens": list(tokens), "count": len(tokens)})
 
     async def detokenize(self, http: HttpRequest) -> ASGIApp:
@@ -121,7 +122,7 @@ class Server:
         tools, choice = given.get("tools", []), given.get("tool_choice", "auto" if "tools" in given else "none")
         if choice not in ("none", "auto") and not tools:
             raise BadField("tool_choice", "needs tools")
-        ids = self.words.chat(given["messages"], [] if choice == "none" else tools)
+        prompt = self.words.chat(given["messages"], [] if choice == "none" else tools)
         form = given.get("response_format", {"type": "text"})
         grammars: Sequence[Grammar] = ()
         if choice not in ("none", "auto"):
@@ -133,20 +134,25 @@ class Server:
             grammars = self._grammars.of(name, form["json_schema"]["schema"], given.get("n", 1))
         elif form["type"] == "json_object":
             grammars = self._grammars.of("response_format", {"type": "object"}, given.get("n", 1))
-        return self._asked(given, [ids], grammars, self.service.limits.max_tokens, tenant)
+        return self._asked(given, [prompt], grammars, self.service.limits.max_tokens, tenant)
 
     def _asked_of_completion(self, given: dict[str, Any], tenant: str) -> Asked:
-        written = sum(len(each) for each in given["prompt"])
+        chunks = [Chunk(each) for each in given.get("chunks", {}).get("texts", ())]
+        written = sum(len(each) for each in given["prompt"]) + sum(len(chunk.text) for chunk in chunks)
         if written > self.settings.request.characters:
             most = self.settings.request.characters
             raise BadField("prompt", f"must have at most {most} characters in all, got {written}")
-        prompts = [self.words.encoded(each) if isinstance(each, str) else tuple(each) for each in given["prompt"]]
+        prompts = [
+            Prompt(self.words.encoded(each) if isinstance(each, str) else tuple(each)) for each in given["prompt"]
+        ]
+        if chunks:
+            prompts = [self.words.behind(chunks, each) for each in prompts]
         return self._asked(given, prompts, (), LEGACY_MAX_TOKENS, tenant)
 
     def _asked(
         self,
         given: dict[str, Any],
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prompt],
         grammars: Sequence[Grammar],
         default_tokens: int,
         tenant: str,
