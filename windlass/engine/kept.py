@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, final
@@ -45,6 +45,11 @@ class Kept:
     cache: KVCache
     bytes: int
     number: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def stored(self) -> Stored:
+        """What its owner is told of it."""
+        return Stored(self.number, self.key.kind, self.key.name, len(self.tokens), self.bytes, "memory")
 
 
 @dataclass(frozen=True)
@@ -140,20 +145,17 @@ class KeptCaches:
         with self._lock:
             self._reserved.pop(place, None)
 
-    def forget(self, wanted: Wanted) -> list[Kept]:
-        """Let go of these; returns them."""
+    def forget(self, wanted: Wanted) -> list[Stored]:
+        """Let go of these; returns what they were."""
         with self._lock:
             found = [each for each in self._held if wanted.has(each.key, each.number)]
             self._held = [each for each in self._held if each not in found]
-            return found
+        return [each.stored for each in found]
 
-    def stored(self, wanted: Wanted) -> Iterable[Stored]:
+    def stored(self, wanted: Wanted) -> list[Stored]:
         """What is to be told of these, the one used last first."""
         with self._lock:
-            found = [each for each in reversed(self._held) if wanted.has(each.key, each.number)]
-        return [
-            Stored(each.number, each.key.kind, each.key.name, len(each.tokens), each.bytes, "memory") for each in found
-        ]
+            return [each.stored for each in reversed(self._held) if wanted.has(each.key, each.number)]
 
     def _make_room(self, size: int) -> bool:
         """Let others leave until there is room for `size` bytes; none does where that would not be enough."""

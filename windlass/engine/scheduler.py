@@ -21,7 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import WindlassError
 from windlass.engine.admission import Admission, check_alone, check_kinds, check_request
-from windlass.engine.kept import KeptCaches
+from windlass.engine.kept import KeptCaches, Stored, Wanted
 from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, replace_batch
@@ -113,6 +113,12 @@ class Scheduler(Service):
 
     def status(self) -> EngineStatus:
         return self._status
+
+    def stored(self, wanted: Wanted) -> Sequence[Stored]:
+        return self._snapshots.stored(wanted)
+
+    def forget(self, wanted: Wanted) -> Sequence[Stored]:
+        return self._snapshots.forget(wanted)
 
     def stop(self, seconds: float = 0.0) -> None:
         with self._changed:

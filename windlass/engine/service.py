@@ -1,10 +1,11 @@
 """What a server asks of an engine that writes many texts at once."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from windlass.cache.options import CacheOptions
 from windlass.cache.state import CacheState
+from windlass.engine.kept import Stored, Wanted
 from windlass.engine.request import Request, Ticket
 from windlass.engine.status import EngineLimits, EngineStatus
 
@@ -42,6 +43,14 @@ class Service(ABC):
     @abstractmethod
     def status(self) -> EngineStatus:
         """What the engine is between two steps, as of the latest one."""
+
+    def stored(self, wanted: Wanted) -> Sequence[Stored]:
+        """What is kept of earlier requests, the latest used first; an engine that keeps nothing says so."""
+        return ()
+
+    def forget(self, wanted: Wanted) -> Sequence[Stored]:
+        """Let go of what is kept, and say what that was; requests under way have copies of their own."""
+        return ()
 
     @abstractmethod
     def stop(self, seconds: float = 0.0) -> None:

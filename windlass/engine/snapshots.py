@@ -11,7 +11,7 @@ import copy
 from collections.abc import Sequence
 from typing import final
 
-from windlass.engine.kept import Kept, KeptCaches, Key
+from windlass.engine.kept import Kept, KeptCaches, Key, Stored, Wanted
 from windlass.engine.request import Request
 from windlass.hf.kv_cache import KVCache
 
@@ -57,6 +57,14 @@ class Snapshots:
             self.kept.add(kept, place)
         finally:
             self.kept.release(place)
+
+    def stored(self, wanted: Wanted) -> list[Stored]:
+        """What is kept of these."""
+        return self.kept.stored(wanted)
+
+    def forget(self, wanted: Wanted) -> list[Stored]:
+        """Let go of what is kept of these; returns what that was."""
+        return self.kept.forget(wanted)
 
     def _of(self, request: Request) -> list[Kept]:
         return self.kept.of(_key(request))

@@ -22,17 +22,18 @@ LOG: Final = logging.getLogger("windlass.serve")
 class Watch:
     """Gives each request an id, counts its answer, and answers for what nobody else did.
 
-    The log has the id and where an error came from, never its message: that may quote a prompt.
+    `route_of` says which route a path is counted under. The log has the id and where an error came from, never its
+    message: that may quote a prompt.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Iterable[str]) -> None:
-        self._app, self._metrics, self._routes = app, metrics, frozenset(routes)
+    def __init__(self, app: ASGIApp, metrics: Metrics, route_of: Callable[[str], str]) -> None:
+        self._app, self._metrics, self._route_of = app, metrics, route_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        number, route = f"req_{secrets.token_hex(12)}", scope["path"] if scope["path"] in self._routes else "other"
+        number, route = f"req_{secrets.token_hex(12)}", self._route_of(scope["path"])
         has_begun = False
 
         async def watched(message: Message) -> None:

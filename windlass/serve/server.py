@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -10,11 +11,13 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from windlass.engine.request import Grammar
+from windlass.engine.kept import Wanted
+from windlass.engine.request import Grammar, owner_of
 from windlass.engine.service import Service
 from windlass.serve.answers import Answering, EventStream, unless_gone
 from windlass.serve.asked import LEGACY_MAX_TOKENS, Asked, asked_of
 from windlass.serve.errors import ApiError, BadField, stopping
+from windlass.serve.fields import name_of, short
 from windlass.serve.forms import ChatForm, CompletionForm, Form, Head, Written
 from windlass.serve.grammar import Grammars
 from windlass.serve.guard import TENANT
@@ -29,6 +32,7 @@ from windlass.serve.words import Prompt, Words
 
 Value = TypeVar("Value")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+MODELS, CACHE = "/v1/models/", "/v1/cache/"  # begin the paths of one model, and of one cache that is kept
 THREADS: Final = 4  # that tokenize and compile, at most
 JSON_TYPE: Final = "application/json"
 
@@ -73,8 +77,19 @@ class Server:
         return JsonAnswer({"prompt": await self._beside(partial(self.words.decoded, given["tokens"]))})
 
     async def models(self, http: HttpRequest) -> ASGIApp:
-        model = {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "windlass"}
-        return JsonAnswer({"object": "list", "data": [model]})
+        return JsonAnswer({"object": "list", "data": [self._model]})
+
+    async def model(self, http: HttpRequest) -> ASGIApp:
+        if http.scope["path"].removeprefix(MODELS) != self.settings.name:
+            raise self._other_model()
+        return JsonAnswer(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "windlass"}
+
+    def _other_model(self) -> ApiError:
+        return ApiError(404, f"this server has the model {self.settings.name} only", "model", "model_not_found")
 
     async def health(self, http: HttpRequest) -> ASGIApp:
         self._check_alive()
@@ -90,10 +105,35 @@ class Server:
         return Response(self.metrics.page(), media_type=self.metrics.content_type)
 
     async def cache(self, http: HttpRequest) -> ASGIApp:
-        status = self.service.status()
+        status, wanted = self.service.status(), self._wanted(http)
         told = {name: value for name, value in vars(status).items() if name != "rows"}
         rows = [vars(row) for row in status.rows]
-        return JsonAnswer({"options": self.service.options.labels(), "rows": rows, **told})
+        stored = [vars(each) for each in await self._beside(partial(self.service.stored, wanted))]
+        return JsonAnswer({"options": self.service.options.labels(), "rows": rows, **told, "stored": stored})
+
+    async def forget(self, http: HttpRequest) -> ASGIApp:
+        return await self._forgotten(self._wanted(http))
+
+    async def forget_one(self, http: HttpRequest) -> ASGIApp:
+        number = http.scope["path"].removeprefix(CACHE)
+        wanted = replace(self._wanted(http), id=number)
+        if not await self._beside(partial(self.service.stored, wanted)):
+            raise ApiError(404, "nothing that is kept for you has this id; GET /v1/cache lists all", None, "not_found")
+        return await self._forgotten(wanted)
+
+    async def _forgotten(self, wanted: Wanted) -> ASGIApp:
+        gone = await self._beside(partial(self.service.forget, wanted))
+        deleted, size = [each.id for each in gone], sum(each.bytes for each in gone)
+        return JsonAnswer({"object": "cache.deleted", "deleted": deleted, "bytes": size})
+
+    def _wanted(self, http: HttpRequest) -> Wanted:
+        """What is kept for whoever asks, or of it what has the name that is asked for."""
+        given = dict(http.query_params)
+        for field in given:
+            if field != "name":
+                raise BadField(short(field), "is not supported by this route; name is", "unsupported_parameter")
+        name = name_of(self.settings.cache.name)("name", given["name"]) if given else None
+        return Wanted(owner_of(http.scope[TENANT]), name)
 
     def _check_alive(self) -> None:
         if not self.service.status().is_alive:
@@ -115,7 +155,7 @@ class Server:
             raise ApiError(400, f"the body is no JSON: {error}", None, "invalid_json") from error
         given = await self._beside(partial(checked, self._tables[route], document, needed))
         if given.get("model", self.settings.name) != self.settings.name:
-            raise ApiError(404, f"this server has the model {self.settings.name} only", "model", "model_not_found")
+            raise self._other_model()
         return given
 
     def _asked_of_chat(self, given: dict[str, Any], tenant: str) -> Asked:
