@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import jaxtyping
@@ -10,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.helpers.serving import NAME
 from windlass.cache.options import CacheOptions
+from windlass.engine.disk import DiskTier, salt_of
 from windlass.engine.scheduler import Scheduler
 from windlass.engine.status import EngineLimits
 from windlass.serve.listen import HttpServer, bound
@@ -26,11 +28,14 @@ def engine_served(
     tokenizer: PreTrainedTokenizerBase,
     options: CacheOptions = OPTIONS,
     reuse_bytes: int = 0,
+    folder: Path | None = None,
     **settings: Any,
 ) -> Iterator[tuple[int, Scheduler]]:
-    """Two rows with these options; its port and its engine."""
+    """Two rows with these options, and a folder for what is kept; its port and its engine."""
     jaxtyping.config.update("jaxtyping_disable", True)  # of the engine's thread, which reads one setting for all
-    engine = Scheduler(model, tokenizer, [(2, options)], EngineLimits(max_tokens=4000), reuse_bytes)
+    limits, disk = EngineLimits(max_tokens=4000), None if folder is None else DiskTier(folder, 1 << 30, model)
+    settings |= {} if folder is None else {"salt": salt_of(folder)}
+    engine = Scheduler(model, tokenizer, [(2, options)], limits, reuse_bytes, disk=disk)
     engine.start()
     listener = bound("127.0.0.1", 0)
     http = HttpServer(Server(engine, Words(tokenizer, [1], 2048), ServerSettings(NAME, **settings)))

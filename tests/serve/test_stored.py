@@ -1,6 +1,7 @@
 """What is kept from one request to the next: who finds it, who sees that it is there, and who may delete it."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -129,6 +130,25 @@ def test_without_a_key_nothing_is_told_or_deleted(port: int) -> None:
     assert client.answer().status == 401
     client.close()
     assert len(stored(port)) == 1
+
+
+def test_what_is_on_disk_outlives_the_server(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+) -> None:
+    """For the key that it belongs to, which may delete it."""
+    given: dict[str, Any] = {"reuse_bytes": 4 << 20, "folder": tmp_path, "keys": KEYS}
+    with engine_served(model, tokenizer, **given) as (port, _):
+        assert cached(port) == 0
+    with engine_served(model, tokenizer, **given) as (port, _):
+        assert [each["place"] for each in stored(port)] == ["disk"]
+        assert stored(port, 1) == []
+        assert [cached(port, 1), cached(port, user="ben")] == [0, 0]
+        assert cached(port) > 0
+        assert stored(port)[0]["place"] == "memory"
+    with engine_served(model, tokenizer, **given) as (port, _):
+        assert len(delete(port, CACHE).document["deleted"]) == 2
+        assert [stored(port), len(stored(port, 1))] == [[], 1]
+        assert cached(port) == 0
 
 
 def test_one_model(port: int) -> None:

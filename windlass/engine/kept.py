@@ -87,8 +87,9 @@ class KeptCaches:
     not stay.
     """
 
-    def __init__(self, limit: int, may_leave: Callable[[Kept], bool] = lambda _: True) -> None:
-        self.limit, self._may_leave = limit, may_leave
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.may_leave: Callable[[Kept], bool] = lambda _: True
         self._held: list[Kept] = []  # the one used last at the end
         self._reserved: dict[int, int] = {}
         self._lock = Lock()
@@ -163,7 +164,7 @@ class KeptCaches:
         for each in self._held:
             if free >= size:
                 break
-            if self._may_leave(each):
+            if self.may_leave(each):
                 leaving.append(each)
                 free += each.bytes
         if free < size:

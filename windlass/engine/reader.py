@@ -71,6 +71,8 @@ class Reader(PromptReader):
         logits = feed(self._model, self.cache, [piece], [len(piece) - 1] if is_last else [], PROMPT)
         self.done += len(piece)
         forget(self.cache)
+        if self._snapshots.packs:
+            pack(self.cache)
         if is_last:
             self.logits = logits[0, 0]
         elif self.done in self._stops:
@@ -84,3 +86,11 @@ def forget(cache: KVCache) -> None:
     """Let nothing of the latest step be rolled back: a server never does, and it would take memory."""
     for layer in cache.layers:
         layer.forget_steps(0)
+
+
+def pack(cache: KVCache) -> None:
+    """Let tokens lie in the first slots, with none free behind them, as a file has them. Asks the device."""
+    for layer in cache.layers:
+        if not layer.is_empty:
+            layer.table.count()
+            layer.resize(max(layer.table.occupancy_bound, 1))

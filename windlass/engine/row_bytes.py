@@ -60,6 +60,10 @@ class RowBytes:
         """While its prompt is read."""
         return self._bytes(tokens, max(self.options.chunk, HEADROOM + self.options.rollback))
 
+    def prompt(self, tokens: int, has_parts: bool) -> int:
+        """While a prompt is read that may have parts, or has none."""
+        return max(self.reading(tokens), self.joining(tokens)) if has_parts else self.reading(tokens)
+
     def joining(self, tokens: int) -> int:
         """While a prompt with parts is read, the last of which ends within the budget."""
         budget, chunk = self.options.budget, self.options.chunk

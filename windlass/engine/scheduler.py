@@ -21,6 +21,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import WindlassError
 from windlass.engine.admission import Admission, check_alone, check_kinds, check_request
+from windlass.engine.disk import DiskTier
 from windlass.engine.kept import KeptCaches, Stored, Wanted
 from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Request, Ticket
@@ -40,10 +41,9 @@ ERRORS: Final = 3  # in a row, after which the engine is dead
 class Scheduler(Service):
     """Serves requests in `rows`: so many of each kind of options. The first kind is what most requests get.
 
-    `reuse_bytes` are for the beginnings of prompts, see `Snapshots`; `watcher` looks at rows. `start` lets the
-    thread begin.
+    `reuse_bytes` are for what is kept of prompts, which a `disk` has, too; `watcher` looks at rows. `start` begins.
 
-    Raises: UsageError for options that name no budget, and for two kinds that are alike.
+    Raises: UsageError for options without a budget, and for two kinds that are alike.
     """
 
     def __init__(
@@ -54,6 +54,7 @@ class Scheduler(Service):
         limits: EngineLimits | None = None,
         reuse_bytes: int = 0,
         watcher: Watcher | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         self.limits = EngineLimits() if limits is None else limits
         self._watcher = watcher
@@ -66,7 +67,7 @@ class Scheduler(Service):
         self._tasks: list[Task] = []
         self._reading = deque[Task]()
         self._waiting = Admission(self.limits)
-        self._snapshots, self._totals = Snapshots(KeptCaches(reuse_bytes)), Totals()
+        self._snapshots, self._totals = Snapshots(KeptCaches(reuse_bytes), disk), Totals()
         self._changed, self._cancelled = Condition(), set[int]()
         self._number, self._errors_in_a_row = 0, 0
         self._stops_at: float | None = None
@@ -85,8 +86,7 @@ class Scheduler(Service):
             lane.options.batch * each.writing(longest) for lane, each in zip(self._lanes, self.row_bytes, strict=True)
         )
         has_parts = self._snapshots.kept.limit > 0
-        largest = [max(each.reading(longest), has_parts * each.joining(longest)) for each in self.row_bytes]
-        reading = self.limits.reading * max(largest)
+        reading = self.limits.reading * max(each.prompt(longest, has_parts) for each in self.row_bytes)
         return rows + reading + self.limits.alone * self.limits.alone_bytes + self._snapshots.kept.limit
 
     def start(self) -> None:
@@ -127,6 +127,7 @@ class Scheduler(Service):
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+        self._snapshots.close()
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import final
 
+from windlass.engine.disk import DiskTier
 from windlass.engine.kept import Kept, KeptCaches, Key, Stored, Wanted
 from windlass.engine.request import Request
 from windlass.hf.kv_cache import KVCache
@@ -18,10 +20,17 @@ from windlass.hf.kv_cache import KVCache
 
 @final
 class Snapshots:
-    """Snapshots among what is `kept`."""
+    """Snapshots among what is `kept` in memory, and on `disk` too, if there is one."""
 
-    def __init__(self, kept: KeptCaches) -> None:
-        self.kept = kept
+    def __init__(self, kept: KeptCaches, disk: DiskTier | None = None) -> None:
+        self.kept, self._disk = kept, disk
+        if disk is not None:
+            kept.may_leave = lambda each: not disk.is_pending(each)
+
+    @property
+    def packs(self) -> bool:
+        """Whether caches are packed as they are read: as a file has them, so that a hit goes on in the same slots."""
+        return self._disk is not None
 
     def longest(self, request: Request) -> KVCache | None:
         """A copy of the longest cache that the request's prompt begins with, and goes beyond; None: there is none, or
@@ -31,6 +40,11 @@ class Snapshots:
         prompt = request.prompt
         fitting = [each for each in self._of(request) if len(each.tokens) < len(prompt) and _begins(prompt, each)]
         best = max(fitting, key=lambda each: len(each.tokens), default=None)
+        if self._disk is not None:
+            found = self._disk.longest(request, _key(request), 0 if best is None else len(best.tokens))
+            if found is not None:
+                self.kept.add(replace(found, cache=copy.deepcopy(found.cache)))
+                return found.cache
         if best is None:
             return None
         self.kept.use(best)
@@ -49,25 +63,43 @@ class Snapshots:
 
     def put(self, request: Request, tokens: int, cache: KVCache) -> None:
         """Keep a copy of `cache`, which has read `tokens` of the prompt, unless there is no room for it."""
+        key, read = _key(request), request.prompt[:tokens]
         place = self.kept.reserve(cache.bytes_held)
         if place is None:
             return
         try:
-            kept = Kept(_key(request), request.prompt[:tokens], copy.deepcopy(cache), cache.bytes_held)
-            self.kept.add(kept, place)
+            kept = Kept(key, read, copy.deepcopy(cache), cache.bytes_held)
+            if self._disk is not None:
+                kept = replace(kept, number=self._disk.id_of(key, read))
+            if self.kept.add(kept, place) and self._disk is not None:
+                self._disk.put(kept)
         finally:
             self.kept.release(place)
 
     def stored(self, wanted: Wanted) -> list[Stored]:
-        """What is kept of these."""
-        return self.kept.stored(wanted)
+        """What is kept of these: first that in memory."""
+        held = self.kept.stored(wanted)
+        return held + _others(held, [] if self._disk is None else self._disk.stored(wanted))
 
     def forget(self, wanted: Wanted) -> list[Stored]:
         """Let go of what is kept of these; returns what that was."""
-        return self.kept.forget(wanted)
+        gone = [] if self._disk is None else self._disk.forget(wanted)
+        held = self.kept.forget(wanted)
+        return held + _others(held, gone)
+
+    def close(self) -> None:
+        """Nothing more is kept; what is still to be written is. May be repeated."""
+        if self._disk is not None:
+            self._disk.close()
 
     def _of(self, request: Request) -> list[Kept]:
         return self.kept.of(_key(request))
+
+
+def _others(held: Sequence[Stored], files: Sequence[Stored]) -> list[Stored]:
+    """Those files whose caches are not in memory, too."""
+    numbers = {each.id for each in held}
+    return [each for each in files if each.id not in numbers]
 
 
 def _key(request: Request) -> Key:

@@ -62,9 +62,10 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
     }
     below: dict[str, dict[str, Answer]] = {MODELS: {"GET": server.model}, CACHE: {"DELETE": server.forget_one}}
     settings, routes = server.settings, Routes(at, below, page)
+    is_public = ViewApp.is_public if page is not None else _none
     limited = BodyLimit(routes, settings.request.body_bytes)
     return Watch(
-        Guard(limited, settings.keys, settings.hosts, ViewApp.is_public if page is not None else _none),
+        Guard(limited, settings.keys, settings.hosts, is_public, settings.salt),
         server.metrics,
         routes.name_of,
     )

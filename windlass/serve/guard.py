@@ -66,11 +66,16 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Iterable[str], hosts: Iterable[str] | None, is_public: Callable[[str], bool]
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        hosts: Iterable[str] | None,
+        is_public: Callable[[str], bool],
+        salt: bytes | None = None,
     ) -> None:
         self._is_public = is_public
         self._app, self._hosts = app, None if hosts is None else frozenset(hosts)
-        self._salt = secrets.token_bytes(16)  # what tenants are called tells nothing of keys
+        self._salt = salt or secrets.token_bytes(16)  # what tenants are called tells nothing of keys
         self._keys = [self._digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,10 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
+from windlass.core.errors import UsageError
+from windlass.core.files import check_folder
+from windlass.engine.disk import DiskTier, salt_of
 from windlass.engine.feed import end_of_text
 from windlass.engine.scheduler import Scheduler
 from windlass.engine.service import Service, Watcher
@@ -22,7 +26,8 @@ from windlass.view.watch import Watch
 @dataclass(frozen=True)
 class ServeOptions:
     """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once.
-    `reuse_bytes` are for the beginnings of prompts. `is_shown`: the page at `/` shows what all requests hold, to
+    `reuse_bytes` are for the beginnings of prompts, which go to files of `reuse_folder`, too, of `disk_bytes` in all,
+    if there is one. `is_shown`: the page at `/` shows what all requests hold, to
     whoever has a key."""
 
     name: str
@@ -35,16 +40,24 @@ class ServeOptions:
     stop_seconds: float = 10.0
     reuse_bytes: int = 0
     is_shown: bool = False
+    reuse_folder: Path | None = None
+    disk_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        """Raises: UsageError for an address that others can reach, and no key."""
+        """Raises: UsageError for an address that others can reach, and no key; a folder, and no memory for reuse."""
         check_address(self.host, self.keys)
+        if self.reuse_folder is not None:
+            check_folder(self.reuse_folder, "--reuse-folder")
+            if not self.reuse_bytes:
+                raise UsageError("--reuse-folder needs memory beside it; give --reuse 64MiB, or leave the folder out")
 
     @property
     def settings(self) -> ServerSettings:
         """What of it the routes go by."""
         hosts = hosts_of(self.host, self.keys)
-        return ServerSettings(self.name, self.keys, hosts, stop_seconds=self.stop_seconds)
+        # Files outlive the server, and are found by the names of their owners only.
+        salt = None if self.reuse_folder is None else salt_of(self.reuse_folder)
+        return ServerSettings(self.name, self.keys, hosts, stop_seconds=self.stop_seconds, salt=salt)
 
 
 Start = Callable[[PreTrainedModel, PreTrainedTokenizerBase, ServeOptions, Watcher], Service]
@@ -55,7 +68,8 @@ def started_service(
 ) -> Service:
     """The engine, which runs already."""
     rows = [(asked.rows, asked.options)]
-    scheduler = Scheduler(model, tokenizer, rows, asked.limits, asked.reuse_bytes, watcher)
+    disk = None if asked.reuse_folder is None else DiskTier(asked.reuse_folder, asked.disk_bytes, model)
+    scheduler = Scheduler(model, tokenizer, rows, asked.limits, asked.reuse_bytes, watcher, disk)
     scheduler.start()
     return scheduler
 

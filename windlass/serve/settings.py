@@ -61,3 +61,5 @@ class ServerSettings:
     cache: CacheChoices = CacheChoices()
     ping_seconds: float = 10.0
     stop_seconds: float = 10.0
+    salt: bytes | None = None
+    """Makes names of owners out of their keys; None: another one each time the server starts."""
