@@ -57,6 +57,7 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
         "/metrics": {"GET": server.show_metrics},
         "/v1/chat/completions": {"POST": server.chat},
         "/v1/completions": {"POST": server.complete},
+        "/v1/responses": {"POST": server.respond},
         "/tokenize": {"POST": server.tokenize},
         "/detokenize": {"POST": server.detokenize},
     }

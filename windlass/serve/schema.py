@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Final
 
 from windlass.core.check import shown
+from windlass.serve import response_input
 from windlass.serve.errors import ApiError, BadField
 from windlass.serve.fields import Check, flag, listed, mapping, name_of, one_of, real, record, short, text, whole
 from windlass.serve.messages import messages
@@ -16,7 +17,8 @@ OWN = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  #
 
 def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Check]]:
     """The checks of every field, by route and name."""
-    common = _common(limits) | _own(cache)
+    own = _own(cache)
+    common = _common(limits) | own
     strings = text(limits.characters)
     logprobs = whole(0, limits.top_logprobs)
     return {
@@ -41,6 +43,7 @@ def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Che
             ),
             "logprobs": logprobs,
         },
+        "/v1/responses": response_input.fields(limits, common, own),
         "/tokenize": {
             "model": text(256),
             "prompt": strings,

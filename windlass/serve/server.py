@@ -23,6 +23,8 @@ from windlass.serve.grammar import Grammars
 from windlass.serve.guard import TENANT
 from windlass.serve.messages import Chunk
 from windlass.serve.metrics import Metrics
+from windlass.serve.response_form import ResponseForm
+from windlass.serve.response_input import as_chat
 from windlass.serve.schema import checked, table
 from windlass.serve.settings import ServerSettings
 from windlass.serve.tickets import Gate, Tickets
@@ -32,6 +34,7 @@ from windlass.serve.words import Prompt, Words
 
 Value = TypeVar("Value")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES: Final = "/v1/responses"
 MODELS, CACHE = "/v1/models/", "/v1/cache/"  # begin the paths of one model, and of one cache that is kept
 THREADS: Final = 4  # that tokenize and compile, at most
 JSON_TYPE: Final = "application/json"
@@ -60,6 +63,11 @@ class Server:
         given = await self._given(http, COMPLETIONS, ["prompt"])
         asked = await self._beside(partial(self._asked_of_completion, given, http.scope[TENANT]))
         return await self._answer(http, asked, CompletionForm(self._head(asked)), [Written() for _ in asked.requests])
+
+    async def respond(self, http: HttpRequest) -> ASGIApp:
+        given = await self._given(http, RESPONSES, ["input"])
+        asked = await self._beside(partial(self._asked_of_chat, as_chat(given), http.scope[TENANT]))
+        return await self._answer(http, asked, ResponseForm(self._head(asked), given), [Written()])
 
     async def tokenize(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, "/tokenize", [])
