@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
 from tests.helpers.models import MODEL, Models, Text
-from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running
+from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running, wait_for
+from windlass.engine.kept import KeptCaches
 from windlass.engine.reader import Reader
 from windlass.engine.request import Finished, Piece, Ticket
 from windlass.engine.scheduler import Scheduler
@@ -45,11 +46,11 @@ def read(model: PreTrainedModel, prompt: list[int], snapshots: Snapshots, **give
 def test_a_hit_equals_a_miss_bit_by_bit(attached_model: Models, text: Text, policy: Policy) -> None:
     model, options = attached_model("llama"), options_of(policy=policy)
     ids, ends = rows_of(text, 70, 29)
-    snapshots = Snapshots(1 << 30)
+    snapshots = Snapshots(KeptCaches(1 << 30))
     read(model, ids[:60], snapshots, options=options)
     for prompt, cached in ((ids, 52), (ids[:53] + ends, 52), (ids[:52], 0)):
         hit = read(model, prompt, snapshots, options=options)
-        miss = read(model, prompt, Snapshots(0), options=options)
+        miss = read(model, prompt, Snapshots(KeptCaches(0)), options=options)
         assert hit.cached == cached
         assert hit.logits is not None
         assert miss.logits is not None
@@ -65,7 +66,7 @@ def test_a_hit_equals_a_miss_bit_by_bit(attached_model: Models, text: Text, poli
 def test_where_prompts_part_is_kept_when_it_is_seen_again(attached_model: Models, text: Text) -> None:
     model = attached_model("llama")
     shared, *ends = rows_of(text, 30, 31, 32, 33)
-    snapshots = Snapshots(1 << 30)
+    snapshots = Snapshots(KeptCaches(1 << 30))
     cached = [read(model, shared + end, snapshots).cached for end in ends]
     assert cached == [0, 0, 26]  # two chunks of 13
 
@@ -75,7 +76,7 @@ def test_where_prompts_part_is_kept_when_it_is_seen_again(attached_model: Models
 )
 def test_who_may_not_share_does_not(attached_model: Models, text: Text, other: dict[str, object]) -> None:
     model, (ids,) = attached_model("llama"), rows_of(text, 60)
-    snapshots = Snapshots(1 << 30)
+    snapshots = Snapshots(KeptCaches(1 << 30))
     read(model, ids, snapshots)
     assert read(model, ids, snapshots, **other).cached == 0
     assert read(model, ids, snapshots).cached == 52
@@ -84,7 +85,7 @@ def test_who_may_not_share_does_not(attached_model: Models, text: Text, other: d
 def test_a_copy_is_given_out(attached_model: Models, text: Text) -> None:
     """What one request makes of a snapshot, no other one sees."""
     model, (ids,) = attached_model("llama"), rows_of(text, 60)
-    snapshots = Snapshots(1 << 30)
+    snapshots = Snapshots(KeptCaches(1 << 30))
     read(model, ids, snapshots)
     one = read(model, ids, snapshots)
     for layer in one.cache.layers:
@@ -100,12 +101,12 @@ def test_a_copy_is_given_out(attached_model: Models, text: Text) -> None:
 )
 def test_the_limit_holds_after_every_call(lengths: list[int], limit: int, seed: int) -> None:
     model, draw = bound(), torch.Generator().manual_seed(seed)
-    snapshots = Snapshots(limit)
+    snapshots = Snapshots(KeptCaches(limit))
     for length in lengths:
         reader = Reader(model, request_of(torch.randint(0, 3, (length,), generator=draw).tolist()), snapshots)
         while not reader.is_done:
             reader.read()
-            assert snapshots.bytes <= limit
+            assert snapshots.kept.bytes <= limit
 
 
 def test_the_engine_tells_what_it_did_not_read_again(
@@ -117,7 +118,7 @@ def test_the_engine_tells_what_it_did_not_read_again(
         assert first[0] == again[0]
         assert (first[1].usage.cached, again[1].usage.cached) == (0, 52)
         assert again[1].usage.seen == first[1].usage.seen
-        assert engine.status().cached_tokens_total == 52
+        wait_for(lambda: engine.status().cached_tokens_total == 52)
 
 
 def _taken(engine: Scheduler, ids: list[int]) -> tuple[list[int], Finished]:

@@ -1,7 +1,7 @@
 """Two processes that hold tiny models together, started once for many cases, and the same cases in one process.
 
-`run` writes cases to a folder and starts `python -m tests.helpers.ranks` twice; each process writes what it found beside
-them. What a rank cannot do is what it raised.
+`run` writes cases to a folder and starts `python -m tests.helpers.ranks` twice; each process writes what it found
+beside them. What a rank cannot do is what it raised.
 """
 
 import json

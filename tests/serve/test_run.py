@@ -94,9 +94,21 @@ def test_what_is_typed_is_what_is_served() -> None:
     assert (made.options.budget, repr(made.options.policy), made.options.store.name) == (1024, "Recent()", "int8")
     assert made.reuse_bytes == 2048
     assert made.settings.hosts is None
+    assert (made.reuse_folder, made.disk_bytes, made.settings.salt) == (None, 1 << 30, None)
     assert options_of("me/model", CacheArguments(budget=64), ServeArguments()).name == "me/model"
     assert options_of(MODEL, CacheArguments(), ServeArguments(called="x")).name == "x"
     assert "127.0.0.1" in (options_of(MODEL, CacheArguments(), ServeArguments()).settings.hosts or ())
+
+
+def test_a_folder_for_what_is_kept(tmp_path: Path) -> None:
+    asked = ServeArguments(reuse="2KiB", reuse_folder=tmp_path, disk="3MiB")
+    made = options_of(MODEL, CacheArguments(), asked)
+    assert (made.reuse_folder, made.disk_bytes) == (tmp_path, 3 << 20)
+    assert made.settings.salt == made.settings.salt == (tmp_path / "windlass.salt").read_bytes()
+    with pytest.raises(UsageError, match="needs memory beside it; give --reuse"):
+        options_of(MODEL, CacheArguments(), ServeArguments(reuse_folder=tmp_path))
+    with pytest.raises(UsageError, match="is no folder; make it first"):
+        options_of(MODEL, CacheArguments(), ServeArguments(reuse="1KiB", reuse_folder=tmp_path / "none"))
 
 
 def test_an_open_address_is_refused_before_the_model_is_loaded(run: Callable[..., Ran]) -> None:

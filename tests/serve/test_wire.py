@@ -13,7 +13,9 @@ CHUNK = (
     r'data: \{"id":"chatcmpl-[0-9a-f]{24}","created":\d+,"model":"finder-3m","object":"chat.completion.chunk",'
     r'"choices":\[\{"index":0,"delta":%s,"logprobs":null,"finish_reason":%s\}\]%s\}\n\n'
 )
-WINDLASS = r',"windlass":\{"seen":17,"kept":7,"evicted":10,"recalled":2,"bytes":4096,"options":\{[^}]*\}\}'
+WINDLASS = (
+    r',"windlass":\{"seen":17,"kept":7,"evicted":10,"recalled":2,"recomputed":0,"bytes":4096,"options":\{[^}]*\}\}'
+)
 DELTA = r'\{"content":"[ab]+"\}'
 READ = r"(: read \d+ of 15\n\n)*"
 

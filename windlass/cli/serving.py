@@ -55,6 +55,11 @@ Reuse = Annotated[
     str | None,
     Option("--reuse", metavar="SIZE", help="Memory for the beginnings of prompts, as 64MiB: each is then read once."),
 ]
+ReuseFolder = Annotated[
+    Path | None,
+    Option("--reuse-folder", metavar="DIR", help="Keep them in files of this folder, too; the next server has them."),
+]
+Disk = Annotated[str, Option("--disk", metavar="SIZE", help="Most bytes of all files in --reuse-folder.")]
 IsShown = Annotated[
     bool, Option("--view", help="Show on the page at / what each text's cache holds, to all who may send requests.")
 ]
@@ -80,6 +85,8 @@ class ServeArguments:
     reuse: Reuse = None
     stop_seconds: StopSeconds = 10.0
     is_shown: IsShown = False
+    reuse_folder: ReuseFolder = None
+    disk: Disk = "1GiB"
 
 
 @expanded
@@ -140,16 +147,6 @@ def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "Se
     name = asked.called or (Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model)
     keys = tuple(asked.keys or ())
     reuse_bytes = 0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse)
-    return ServeOptions(
-        name,
-        asked.rows,
-        options,
-        engine,
-        asked.host,
-        asked.port,
-        keys,
-        asked.stop_seconds,
-        reuse_bytes,
-        asked.is_shown,
-        kinds,
-    )
+    files = asked.reuse_folder, parse_bytes("--disk", asked.disk)
+    listens = asked.host, asked.port, keys, asked.stop_seconds
+    return ServeOptions(name, asked.rows, options, engine, *listens, reuse_bytes, asked.is_shown, kinds, *files)

@@ -3,11 +3,16 @@
 from collections.abc import Sequence
 from typing import Final
 
+from transformers import PreTrainedModel
+
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.engine.lane import is_alike, shares_budget
+from windlass.engine.parts_check import check_parts
 from windlass.engine.request import Failed, Request, Ticket
+from windlass.engine.row_bytes import RowBytes
 from windlass.engine.status import EngineLimits, QueueFullError
+from windlass.hf.forward import vocabulary_of
 
 RETRY_SECONDS: Final = 1.0
 
@@ -53,9 +58,12 @@ class Admission:
         self.tickets.clear()
 
 
-def check_request(request: Request, limits: EngineLimits, vocabulary: int, kinds: Sequence[CacheOptions]) -> None:
-    """Raises: UsageError for what an engine with these limits, and rows of these `kinds`, does not take."""
-    prompt = request.prompt
+def check_request(
+    request: Request, limits: EngineLimits, model: PreTrainedModel, kinds: Sequence[CacheOptions], kept_bytes: int
+) -> None:
+    """Raises: UsageError for what an engine with these limits, and rows of these `kinds`, does not take; `kept_bytes`
+    are for what it keeps from one request to the next."""
+    prompt, vocabulary = request.prompt, vocabulary_of(model)
     if not prompt:
         raise UsageError("the prompt is empty; give at least one token")
     if len(prompt) > limits.prompt_tokens:
@@ -71,6 +79,19 @@ def check_request(request: Request, limits: EngineLimits, vocabulary: int, kinds
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
         told = "; ".join(str(kind.labels()) for kind in kinds)
         raise UsageError(f"no row has these options, {request.options.labels()}; take one of: {told}")
+    if request.parts is not None:
+        check_parts(request.parts, len(prompt), request.options, kept_bytes)
+
+
+def check_alone(model: PreTrainedModel, request: Request, limits: EngineLimits) -> None:
+    """Raises: UsageError for a request whose own options take more memory than is given to one."""
+    own, tokens = RowBytes.of(model, request.options), len(request.prompt) + request.max_tokens
+    needed = own.recalled(tokens) + (own.reading(tokens) if request.parts is None else own.joining(tokens))
+    if needed > limits.alone_bytes:
+        raise UsageError(
+            f"a row with these options takes {needed:,} bytes for {tokens} tokens, and this server gives "
+            f"{limits.alone_bytes:,} to one; ask for a smaller budget, or leave the options out"
+        )
 
 
 def check_kinds(kinds: Sequence[CacheOptions]) -> None:

@@ -5,24 +5,20 @@ a row of a cache: positions are integers, so no key is touched. A part has then 
 says which of its tokens are read again, where they stand.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import final
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
-from windlass.cache.divergence import Divergence, Reached
 from windlass.cache.options import CacheOptions
 from windlass.cache.parts import begin_after, held_positions
 from windlass.cache.recurrent_layer import refuse_edit
 from windlass.cache.rewritable import check_rewrite
 from windlass.core.check import check_kind, whole_number
 from windlass.core.errors import UsageError
-from windlass.core.rotary_index import EMPTY
-from windlass.core.step import PROMPT, Pass, Step
+from windlass.core.step import PROMPT
 from windlass.engine.arguments import check_reading, checked_prompts
 from windlass.engine.chunks_recompute import Divergent as Divergent
 from windlass.engine.chunks_recompute import Everything as Everything
@@ -31,11 +27,9 @@ from windlass.engine.chunks_recompute import Nothing as Nothing
 from windlass.engine.chunks_recompute import Recompute as Recompute
 from windlass.engine.chunks_recompute import Span, recompute_of
 from windlass.engine.generate import read_whole
+from windlass.engine.joining import begin_of_text, divergence, own_starts, passes, read_step
 from windlass.engine.passes import Progress
-from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
-
-LOOKED_AT = 1  # the attention layer in which `Divergent` compares values
 
 
 @final
@@ -132,8 +126,8 @@ def join(
     at = end if at is None else whole_number("at", at, 0, end)
     spans = _spans(cache, parts, row, at)
     added = sum(map(len, parts))
-    own_starts = _own_starts(model, parts, spans)
-    if parts and (own_starts or not isinstance(mode, Nothing)):
+    starts = own_starts(begin_of_text(model), [part.ids[0] for part in parts], spans)
+    if parts and (starts or not isinstance(mode, Nothing)):
         check_rewrite(cache, max(*cache.next_positions, end + added), parts[0].cache)
         cache.reserve(added + min(added, cache.chunk))  # what is read again is written beside what was held
     done = 0
@@ -147,8 +141,8 @@ def join(
             for place, token in enumerate(part.ids)
         }
         held = held_positions(cache, row)
-        chosen = mode.chosen(spans, held, lambda positions: _divergence(model, cache, positions, ids, row))
-        positions = sorted(chosen | (own_starts & held))
+        chosen = mode.chosen(spans, held, lambda positions: divergence(model, cache, positions, ids, row))
+        positions = sorted(chosen | (starts & held))
         _read_again(model, cache, positions, ids, row)
     except BaseException:
         if done:
@@ -204,67 +198,8 @@ def _spans(cache: KVCache, parts: Sequence[Part], row: int, at: int) -> list[Spa
     return spans
 
 
-def _own_starts(model: PreTrainedModel, parts: Sequence[Part], spans: Sequence[Span]) -> set[int]:
-    """The positions of tokens that begin a text, in parts that do not begin one here."""
-    begins = model.config.get_text_config().bos_token_id
-    pairs = zip(parts, spans, strict=True)
-    return {span.start for part, span in pairs if part.ids[0] == begins and span.start > 0 and not span.is_exact}
-
-
-def _passes(cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int) -> Iterator[Step]:
-    """Steps that read the tokens at these positions, which rise, where they stand: what each sees is there already."""
-    ends, prompt_ends = torch.tensor(cache.next_positions), torch.tensor(cache.rows.prompt_ends)
-    for start in range(0, len(positions), cache.chunk):
-        places = torch.tensor(positions[start : start + cache.chunk])
-        at = torch.full((cache.batch_size, len(places)), EMPTY)
-        at[row] = places
-        tokens = torch.zeros_like(at)
-        tokens[row] = torch.tensor([ids[place] for place in places.tolist()])
-        yield Step(
-            at.to(cache.device),
-            tuple(len(places) * (index == row) for index in range(cache.batch_size)),
-            ends.to(cache.device),
-            prompt_ends.to(cache.device),
-            max(cache.next_positions),
-            tokens.to(cache.device),
-            defer_eviction=True,
-            is_prompt=True,
-            is_rewrite=True,
-        )
-
-
 def _read_again(
     model: PreTrainedModel, cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int
 ) -> None:
-    for step in _passes(cache, positions, ids, row):
-        assert step.ids is not None, "a step of tokens without ids"
-        forward(model, step.ids, None, cache, [], Pass(step=step))
-
-
-def _divergence(
-    model: PreTrainedModel, cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int
-) -> Tensor:
-    """Of the tokens at these positions, how far their values in the second layer are from what they would be.
-
-    That layer has the new ones afterwards.
-    """
-    layers = cache.by_layer
-    if len(layers) <= LOOKED_AT:
-        raise UsageError("recompute=divergent compares values of the second attention layer, and this model has one")
-    layer = layers[LOOKED_AT].whole
-    if layer is None:
-        raise UsageError("recompute=divergent can't be combined with shares; use first(16), or leave shares out")
-    found = Divergence(LOOKED_AT, layer)
-    cache.divergence = found
-    try:
-        for step in _passes(cache, positions, ids, row):
-            assert step.ids is not None, "a step of tokens without ids"
-            with suppress(Reached):
-                forward(model, step.ids, None, cache, [], Pass(step=step))
-    finally:
-        cache.divergence = None
-    distances = found.of_row(row)
-    found.keep()
-    if cache.heads is not None and cache.heads.is_split:  # a distance is one over all heads
-        return cache.heads.ranks.sum(distances)
-    return distances
+    for step in passes(cache, positions, ids, row):
+        read_step(model, cache, step)

@@ -1,6 +1,8 @@
 """Reads the prompt of one request, a chunk at a time, into a cache of one row."""
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
+from typing import final
 
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -17,21 +19,17 @@ from windlass.policies.interfaces import OneShot
 from windlass.policies.wrapper import find
 
 
-class Reader:
-    """One prompt; `read` reads one more chunk of it. What `snapshots` have of it is not read again."""
+class PromptReader(ABC):
+    """One prompt that is read into `cache`; `read` reads one more chunk of it."""
 
-    def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
-        self._model, self.request, self._snapshots = model, request, snapshots
-        self.is_whole = find(request.options.policy, OneShot) is not None
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.cached = self.done = cache.tokens_seen[0]
+        """Tokens that were not read for this request; those that are done by now."""
+        self.recomputed = 0
+        """Tokens of parts that were read again in their place."""
+        self.is_whole = False
         """Whether the cache holds all that was read until the end, when it is cut."""
-        kept = None if self.is_whole else snapshots.longest(request)
-        self.cache = KVCache.from_options(model, request.options) if kept is None else kept
-        self.cached = self.done = self.seen
-        if request.options.budget is None:  # grows once, as its bytes were counted
-            self.cache.reserve(len(request.prompt) + request.max_tokens)
-        self._stops = frozenset[int]() if self.is_whole else snapshots.wanted(request)
-        how = replace(PROMPT, defer_eviction=request.options.budget is not None)
-        self._passes = whole_passes(model, self.cache, [request.prompt], how)
         self.logits: Tensor | None = None
         """(vocabulary,) of the last token, once all is read."""
 
@@ -45,11 +43,37 @@ class Reader:
         """Tokens that the cache has read; `done` is less where it reads them twice."""
         return self.cache.tokens_seen[0]
 
+    @abstractmethod
     def read(self) -> None:
-        """Read one more chunk: as many tokens as the cache's options say, or less at the end of the prompt.
+        """Read one more chunk: as many tokens as the cache's options say, or less.
 
         Of a prompt that is read twice, the second time, as many as its policy says.
+
+        Raises: UsageError for what cannot be read so.
         """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held for the rest of the prompt, which nobody reads any more. May be repeated."""
+
+
+@final
+class Reader(PromptReader):
+    """A prompt that is read from its beginning on. What `snapshots` have of it is not read again."""
+
+    def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
+        self._model, self.request, self._snapshots = model, request, snapshots
+        is_whole = find(request.options.policy, OneShot) is not None
+        kept = None if is_whole else snapshots.longest(request)
+        super().__init__(KVCache.from_options(model, request.options) if kept is None else kept)
+        self.is_whole = is_whole
+        if request.options.budget is None:  # grows once, as its bytes were counted
+            self.cache.reserve(len(request.prompt) + request.max_tokens)
+        self._stops = frozenset[int]() if is_whole else snapshots.wanted(request)
+        how = replace(PROMPT, defer_eviction=request.options.budget is not None)
+        self._passes = whole_passes(model, self.cache, [request.prompt], how)
+
+    def read(self) -> None:
         prompt, chunk = self.request.prompt, self.request.options.chunk
         if self.is_done:
             raise UsageError("the prompt is read; nothing is left")
@@ -61,6 +85,8 @@ class Reader:
         logits = feed(self._model, self.cache, [piece], [len(piece) - 1] if is_last else [], PROMPT)
         self.done += len(piece)
         forget(self.cache)
+        if self._snapshots.packs:
+            pack(self.cache)
         if is_last:
             self.logits = logits[0, 0]
         elif self.done in self._stops:
@@ -74,8 +100,19 @@ class Reader:
                 cut_to_budget(self.cache)
             self.logits = rest_of(self._passes)[0]
 
+    def close(self) -> None:
+        pass  # nothing is held
+
 
 def forget(cache: KVCache) -> None:
     """Let nothing of the latest step be rolled back: a server never does, and it would take memory."""
     for layer in cache.layers:
         layer.forget_steps(0)
+
+
+def pack(cache: KVCache) -> None:
+    """Let tokens lie in the first slots, with none free behind them, as a file has them. Asks the device."""
+    for layer in cache.layers:
+        if not layer.is_empty:
+            layer.table.count()
+            layer.resize(max(layer.table.occupancy_bound, 1))

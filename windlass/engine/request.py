@@ -10,6 +10,7 @@ from time import monotonic
 from torch import Tensor
 
 from windlass.cache.options import CacheOptions
+from windlass.engine.chunks_recompute import Recompute
 from windlass.engine.result import FinishReason
 from windlass.engine.sampling import Sampling
 from windlass.engine.stop import Stops
@@ -28,13 +29,33 @@ class Grammar(ABC):
 
 
 @dataclass(frozen=True)
+class Reuse:
+    """What a request does with caches that are kept from one request to the next: whether it looks one up, and stores
+    its own. Those of another `name` it neither finds nor is found by."""
+
+    lookup: bool = True
+    store: bool = True
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class PromptParts:
+    """Parts of a prompt that are read once each, wherever they stand: the [start, stop) `spans` of its tokens, in
+    order, the rest being read between and behind them. `recompute` says what of them is read again in its place."""
+
+    spans: tuple[tuple[int, int], ...]
+    recompute: Recompute
+
+
+@dataclass(frozen=True)
 class Request:
     """One text to be written after the token ids of `prompt`, in a row of a cache with these `options`.
 
     `presence_penalty` and `frequency_penalty` are taken from the logits of tokens that the text has written, once and
     as often as it has; `logit_bias` is added to those of a token id. Log probabilities, of the token and the
     `top_logprobs` likeliest, come with each token unless that is None; they are those of the logits after all this,
-    before the temperature. `tenant`: only requests of the same one share what the engine has read before.
+    before the temperature. `tenant`: only requests of the same one share what the engine has read before; up to its
+    first `/` it is whose they are. `parts`: those of the prompt that are joined, not read in their order; None: none.
     `seconds`: the request fails once it took longer, the time that it waited for a row included; None: when the engine
     says.
     """
@@ -51,13 +72,21 @@ class Request:
     grammar: Grammar | None = None
     tenant: str = ""
     seconds: float | None = None
+    reuse: Reuse = Reuse()
+    parts: PromptParts | None = None
+
+
+def owner_of(tenant: str) -> str:
+    """Whose requests those of a tenant are: an owner may have several."""
+    return tenant.partition("/")[0]
 
 
 @dataclass(frozen=True)
 class Usage:
     """What a request took. `seen`: tokens of prompt and text that the cache has read; `kept`, the most that a layer
     holds of them, `evicted`, the others, and `recalled`, those that each step may read of these. `cached`: tokens of
-    the prompt that were not read again. `bytes` are those of its row."""
+    the prompt that were not read for this request; `recomputed`: those of its parts that were read again in their
+    place. `bytes` are those of its row."""
 
     prompt: int
     written: int
@@ -67,6 +96,7 @@ class Usage:
     evicted: int
     recalled: int
     bytes: int
+    recomputed: int = 0
 
 
 @dataclass(frozen=True)

@@ -61,6 +61,19 @@ class RowBytes:
         is_whole = find(self.options.policy, OneShot) is not None
         return self._bytes(tokens, max(self.options.chunk, HEADROOM + self.options.rollback), is_whole)
 
+    def prompt(self, tokens: int, has_parts: bool) -> int:
+        """While a prompt is read that may have parts, or has none."""
+        return max(self.reading(tokens), self.joining(tokens)) if has_parts else self.reading(tokens)
+
+    def joining(self, tokens: int) -> int:
+        """While a prompt with parts is read, the last of which ends within the budget."""
+        budget, chunk = self.options.budget, self.options.chunk
+        if budget is None:
+            return self.reading(tokens + chunk)
+        # A splice makes room for its part beside the budget, and lets layers of a sliding window hold all of it.
+        slots = 2 * budget + max(chunk, HEADROOM + self.options.rollback) + GROWTH
+        return self.fixed + sum(each.of_slot * slots for each in self.layers)
+
     def recalled(self, tokens: int) -> int:
         """Beside these, of what such a text may recall: in memory, or in a file."""
         return int(sum(each.of_recalled for each in self.layers) * (1.5 * tokens + 2 * PIECE))

@@ -19,9 +19,11 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
-from windlass.core.errors import UsageError, WindlassError
-from windlass.engine.admission import Admission, check_kinds, check_request
+from windlass.core.errors import WindlassError
+from windlass.engine.admission import Admission, check_alone, check_kinds, check_request
+from windlass.engine.disk import DiskTier
 from windlass.engine.guard import Guard
+from windlass.engine.kept import KeptCaches, Stored, Wanted
 from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, replace_batch
@@ -31,7 +33,6 @@ from windlass.engine.snapshots import Snapshots
 from windlass.engine.status import EngineDeadError, EngineLimits, EngineStatus
 from windlass.engine.task import Task
 from windlass.engine.totals import Totals
-from windlass.hf.forward import vocabulary_of
 
 LOG: Final = logging.getLogger("windlass.engine")
 
@@ -40,10 +41,9 @@ LOG: Final = logging.getLogger("windlass.engine")
 class Scheduler(Service):
     """Serves requests in `rows`: so many of each kind of options. The first kind is what most requests get.
 
-    `reuse_bytes` are for the beginnings of prompts, see `Snapshots`; `watcher` looks at rows. `start` lets the
-    thread begin.
+    `reuse_bytes` are for what is kept of prompts, which a `disk` has, too; `watcher` looks at rows. `start` begins.
 
-    Raises: UsageError for options that name no budget, and for two kinds that are alike.
+    Raises: UsageError for options without a budget, and for two kinds that are alike.
     """
 
     def __init__(
@@ -54,10 +54,11 @@ class Scheduler(Service):
         limits: EngineLimits | None = None,
         reuse_bytes: int = 0,
         watcher: Watcher | None = None,
+        disk: DiskTier | None = None,
     ) -> None:
         self.limits = EngineLimits() if limits is None else limits
         self._watcher = watcher
-        self._model, self._tokenizer, self._vocabulary = model, tokenizer, vocabulary_of(model)
+        self._model, self._tokenizer = model, tokenizer
         kinds = [replace_batch(options, count) for count, options in rows]
         check_kinds(kinds)
         self.options = replace_batch(kinds[0])
@@ -66,7 +67,7 @@ class Scheduler(Service):
         self._tasks: list[Task] = []
         self._reading = deque[Task]()
         self._waiting = Admission(self.limits)
-        self._snapshots, self._totals = Snapshots(reuse_bytes), Totals()
+        self._snapshots, self._totals = Snapshots(KeptCaches(reuse_bytes), disk), Totals()
         self._changed, self._cancelled = Condition(), set[int]()
         self._guard, self._number = Guard(self._totals), 0
         self._stops_at: float | None = None
@@ -85,8 +86,10 @@ class Scheduler(Service):
             lane.options.batch * each.writing(longest) for lane, each in zip(self._lanes, self.row_bytes, strict=True)
         )
         count = sum(lane.options.batch for lane in self._lanes)
-        reading = min(self.limits.reading, count) * max(each.reading(longest) for each in self.row_bytes)
-        return rows + reading + self.limits.alone * self.limits.alone_bytes + self._snapshots.limit
+        has_parts = self._snapshots.kept.limit > 0
+        most = max(each.prompt(longest, has_parts) for each in self.row_bytes)
+        reading = min(self.limits.reading, count) * most
+        return rows + reading + self.limits.alone * self.limits.alone_bytes + self._snapshots.kept.limit
 
     @property
     def kinds(self) -> Sequence[CacheOptions]:
@@ -98,7 +101,8 @@ class Scheduler(Service):
         self._thread.start()
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
-        check_request(request, self.limits, self._vocabulary, [lane.options for lane in self._lanes])
+        kinds = [lane.options for lane in self._lanes]
+        check_request(request, self.limits, self._model, kinds, self._snapshots.kept.limit)
         with self._changed:
             if self._is_dead or self._stops_at is not None:
                 raise EngineDeadError("the engine has stopped; start the server again")
@@ -117,6 +121,12 @@ class Scheduler(Service):
     def status(self) -> EngineStatus:
         return self._status
 
+    def stored(self, wanted: Wanted) -> Sequence[Stored]:
+        return self._snapshots.stored(wanted)
+
+    def forget(self, wanted: Wanted) -> Sequence[Stored]:
+        return self._snapshots.forget(wanted)
+
     def stop(self, seconds: float = 0.0) -> None:
         with self._changed:
             if self._stops_at is None:
@@ -124,6 +134,7 @@ class Scheduler(Service):
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
+        self._snapshots.close()
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)
@@ -209,7 +220,7 @@ class Scheduler(Service):
                 self._waiting.remove(ticket)
             try:
                 if lane.is_alone:
-                    self._check_alone(ticket.request)
+                    check_alone(self._model, ticket.request, self.limits)
                 task = Task(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
             except Exception as error:
                 is_ours = not isinstance(error, WindlassError)
@@ -220,7 +231,6 @@ class Scheduler(Service):
                 ticket.put(Failed(told, is_ours))
                 lane.give_back(row)
                 continue
-            self._totals.cached += task.cached
             self._tasks.append(task)
             self._reading.append(task)
 
@@ -231,15 +241,6 @@ class Scheduler(Service):
                 return lane
         alone = sum(task.lane.is_alone for task in self._tasks)
         return Lane(self._model, replace_batch(options), is_alone=True) if alone < self.limits.alone else None
-
-    def _check_alone(self, request: Request) -> None:
-        own, tokens = RowBytes.of(self._model, request.options), len(request.prompt) + request.max_tokens
-        needed = own.reading(tokens) + own.recalled(tokens)
-        if needed > self.limits.alone_bytes:
-            raise UsageError(
-                f"a row with these options takes {needed:,} bytes for {tokens} tokens, and this server gives "
-                f"{self.limits.alone_bytes:,} to one; ask for a smaller budget, or leave the options out"
-            )
 
     def _drop_cancelled(self) -> None:
         """Forget those that nobody waits for any more, in whatever phase."""
@@ -265,6 +266,7 @@ class Scheduler(Service):
         """Free the rows of those that are over."""
         for task in [task for task in self._tasks if task.is_over]:
             self._totals.count(task)
+            task.close()
             self._tasks.remove(task)
             if task in self._reading:
                 self._reading.remove(task)
@@ -292,5 +294,5 @@ class Scheduler(Service):
         rows = sum(lane.options.batch for lane in self._lanes)
         told = tuple(task.status(of_cache[id(task.cache)]) for task in self._tasks)
         queue = len(self._waiting.tickets), self._waiting.tokens
-        held = sum(sizes) + self._snapshots.bytes
+        held = sum(sizes) + self._snapshots.kept.bytes
         return EngineStatus(not self._is_dead, told, free, rows, *queue, held, self._limit, *self._totals.all)

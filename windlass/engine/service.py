@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from windlass.cache.options import CacheOptions
 from windlass.cache.state import CacheState
+from windlass.engine.kept import Stored, Wanted
 from windlass.engine.request import Request, Ticket
 from windlass.engine.status import EngineLimits, EngineStatus
 
@@ -47,6 +48,14 @@ class Service(ABC):
     @abstractmethod
     def status(self) -> EngineStatus:
         """What the engine is between two steps, as of the latest one."""
+
+    def stored(self, wanted: Wanted) -> Sequence[Stored]:
+        """What is kept of earlier requests, the latest used first; an engine that keeps nothing says so."""
+        return ()
+
+    def forget(self, wanted: Wanted) -> Sequence[Stored]:
+        """Let go of what is kept, and say what that was; requests under way have copies of their own."""
+        return ()
 
     @abstractmethod
     def stop(self, seconds: float = 0.0) -> None:

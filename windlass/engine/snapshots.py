@@ -9,79 +9,106 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import final
 
+from windlass.engine.disk import DiskTier
+from windlass.engine.kept import Kept, KeptCaches, Key, Stored, Wanted
 from windlass.engine.request import Request
 from windlass.hf.kv_cache import KVCache
-
-Key = tuple[object, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class Snapshot:
-    """A cache of one row that has read `tokens`."""
-
-    key: Key
-    tokens: tuple[int, ...]
-    cache: KVCache
-    bytes: int
 
 
 @final
 class Snapshots:
-    """Snapshots of at most `limit` bytes in all; those that were used longest ago leave first."""
+    """Snapshots among what is `kept` in memory, and on `disk` too, if there is one."""
 
-    def __init__(self, limit: int) -> None:
-        self.limit = limit
-        self._held: list[Snapshot] = []  # the one used last at the end
+    def __init__(self, kept: KeptCaches, disk: DiskTier | None = None) -> None:
+        self.kept, self._disk = kept, disk
+        if disk is not None:
+            kept.may_leave = lambda each: not disk.is_pending(each)
 
     @property
-    def bytes(self) -> int:
-        """Bytes of all of them; never more than `limit`."""
-        return sum(each.bytes for each in self._held)
+    def packs(self) -> bool:
+        """Whether caches are packed as they are read: as a file has them, so that a hit goes on in the same slots."""
+        return self._disk is not None
 
     def longest(self, request: Request) -> KVCache | None:
-        """A copy of the longest cache that the request's prompt begins with, and goes beyond; None: there is none."""
-        key, prompt = _key(request), request.prompt
-        fitting = [
-            each
-            for each in self._held
-            if each.key == key and len(each.tokens) < len(prompt) and prompt[: len(each.tokens)] == each.tokens
-        ]
+        """A copy of the longest cache that the request's prompt begins with, and goes beyond; None: there is none, or
+        the request looks none up."""
+        if not request.reuse.lookup:
+            return None
+        prompt = request.prompt
+        fitting = [each for each in self._of(request) if len(each.tokens) < len(prompt) and _begins(prompt, each)]
         best = max(fitting, key=lambda each: len(each.tokens), default=None)
+        if self._disk is not None:
+            found = self._disk.longest(request, _key(request), 0 if best is None else len(best.tokens))
+            if found is not None:
+                self.kept.add(replace(found, cache=copy.deepcopy(found.cache)))
+                return found.cache
         if best is None:
             return None
-        self._held.remove(best)
-        self._held.append(best)
+        self.kept.use(best)
         return copy.deepcopy(best.cache)
 
     def wanted(self, request: Request) -> frozenset[int]:
         """After how many tokens of this prompt snapshots are to be taken: where its last chunk begins, and where it
         parts from a prompt of before."""
-        if self.limit == 0 or request.options.recall:
+        if self.kept.limit == 0 or request.options.recall or not request.reuse.store:
             return frozenset()
-        chunk, prompt, key = request.options.chunk, request.prompt, _key(request)
-        shared = [_shared(each.tokens, prompt) for each in self._held if each.key == key]
+        chunk, prompt, known = request.options.chunk, request.prompt, self._of(request)
+        shared = [_shared(each.tokens, prompt) for each in known]
         ends = {(len(prompt) - 1) // chunk * chunk, max(shared, default=0) // chunk * chunk}
-        held = {
-            len(each.tokens) for each in self._held if each.key == key and prompt[: len(each.tokens)] == each.tokens
-        }
+        held = {len(each.tokens) for each in known if _begins(prompt, each)}
         return frozenset(ends - held - {0})
 
     def put(self, request: Request, tokens: int, cache: KVCache) -> None:
-        """Keep a copy of `cache`, which has read `tokens` of the prompt, unless it is larger than the limit."""
-        size = cache.bytes_held
-        if size > self.limit:
+        """Keep a copy of `cache`, which has read `tokens` of the prompt, unless there is no room for it."""
+        key, read = _key(request), request.prompt[:tokens]
+        place = self.kept.reserve(cache.bytes_held)
+        if place is None:
             return
-        while self.bytes + size > self.limit:
-            self._held.pop(0)
-        self._held.append(Snapshot(_key(request), request.prompt[:tokens], copy.deepcopy(cache), size))
+        try:
+            kept = Kept(key, read, copy.deepcopy(cache), cache.bytes_held)
+            if self._disk is not None:
+                kept = replace(kept, number=self._disk.id_of(key, read))
+            if self.kept.add(kept, place) and self._disk is not None:
+                self._disk.put(kept)
+        finally:
+            self.kept.release(place)
+
+    def stored(self, wanted: Wanted) -> list[Stored]:
+        """What is kept of these: first that in memory."""
+        held = self.kept.stored(wanted)
+        return held + _others(held, [] if self._disk is None else self._disk.stored(wanted))
+
+    def forget(self, wanted: Wanted) -> list[Stored]:
+        """Let go of what is kept of these; returns what that was."""
+        gone = [] if self._disk is None else self._disk.forget(wanted)
+        held = self.kept.forget(wanted)
+        return held + _others(held, gone)
+
+    def close(self) -> None:
+        """Nothing more is kept; what is still to be written is. May be repeated."""
+        if self._disk is not None:
+            self._disk.close()
+
+    def _of(self, request: Request) -> list[Kept]:
+        return self.kept.of(_key(request))
+
+
+def _others(held: Sequence[Stored], files: Sequence[Stored]) -> list[Stored]:
+    """Those files whose caches are not in memory, too."""
+    numbers = {each.id for each in held}
+    return [each for each in files if each.id not in numbers]
 
 
 def _key(request: Request) -> Key:
-    """What two requests must have in common to share a cache."""
-    return request.tenant, *request.options.labels().values()
+    return Key.of("prefix", request, request.options)
+
+
+def _begins(prompt: tuple[int, ...], kept: Kept) -> bool:
+    """Whether a prompt begins with what a cache has read."""
+    return prompt[: len(kept.tokens)] == kept.tokens
 
 
 def _shared(one: Sequence[int], other: Sequence[int]) -> int:

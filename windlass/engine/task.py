@@ -5,9 +5,11 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from windlass.engine.chunks_recompute import Everything
 from windlass.engine.lane import Lane
-from windlass.engine.reader import Reader
-from windlass.engine.request import Failed, Finished, Progress, Ticket, Usage
+from windlass.engine.parts_reader import PartsReader
+from windlass.engine.reader import PromptReader, Reader
+from windlass.engine.request import Failed, Finished, Progress, Request, Ticket, Usage
 from windlass.engine.snapshots import Snapshots
 from windlass.engine.status import Phase, RowStatus
 from windlass.engine.writer import Writer
@@ -27,8 +29,8 @@ class Task:
         snapshots: Snapshots,
     ) -> None:
         self.ticket, self.lane, self.row = ticket, lane, row
-        self.reader: Reader | None = Reader(model, ticket.request, snapshots)
-        self.cached = self.reader.cached
+        self.reader: PromptReader | None = _reader_of(model, ticket.request, snapshots)
+        self.cached, self.recomputed = self.reader.cached, 0
         self.writer = Writer(ticket.request, tokenizer, lane.cache.device)
         self.is_over = False
         self.seen = self.cached
@@ -39,7 +41,7 @@ class Task:
         reader = self.reader
         assert reader is not None, "a prompt that was read before"
         reader.read()
-        self.seen = reader.seen
+        self.seen, self.cached, self.recomputed = reader.seen, reader.cached, reader.recomputed
         self.ticket.put(Progress(reader.done, len(self.ticket.request.prompt)))
         if reader.logits is not None:
             self.lane.put(self.row, reader.cache)
@@ -58,6 +60,11 @@ class Task:
         """End with an error."""
         self.is_over = True
         self.ticket.put(Failed(message, is_ours))
+
+    def close(self) -> None:
+        """Give back what is held for the rest of its prompt."""
+        if self.reader is not None:
+            self.reader.close()
 
     @property
     def cache(self) -> KVCache:
@@ -78,7 +85,8 @@ class Task:
         recalled = min(cache.options.recall, evicted)
         prompt = len(self.ticket.request.prompt)
         size = cache.bytes_held // cache.batch_size + cache.recall_bytes
-        return Usage(prompt, self.writer.written, self.cached, self.seen, kept, evicted, recalled, size)
+        own = self.seen, kept, evicted, recalled, size, self.recomputed
+        return Usage(prompt, self.writer.written, self.cached, *own)
 
     def status(self, size: int) -> RowStatus:
         """What a status says of a row of so many bytes, without asking the device."""
@@ -90,3 +98,13 @@ class Task:
         """The most that a layer holds of `seen`: what the budget allows."""
         budget, is_held_whole = self.lane.options.budget, self.reader is not None and self.reader.is_whole
         return self.seen if budget is None or is_held_whole else min(self.seen, budget)
+        budget = self.lane.options.budget
+        return self.seen if budget is None else min(self.seen, budget)
+
+
+def _reader_of(model: PreTrainedModel, request: Request, snapshots: Snapshots) -> PromptReader:
+    """What reads its prompt: parts of which every token is read again are text like any other."""
+    parts = request.parts
+    if parts is None or isinstance(parts.recompute, Everything):
+        return Reader(model, request, snapshots)
+    return PartsReader(model, request, parts, snapshots.kept)

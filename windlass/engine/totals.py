@@ -20,6 +20,7 @@ class Totals:
     def count(self, task: Task) -> None:
         """Add a request that is over."""
         self.prompt += min(task.seen, len(task.ticket.request.prompt))
+        self.cached += task.cached
         self.written += task.writer.written
         self.evicted += task.seen - task.kept
 

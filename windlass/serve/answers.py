@@ -12,7 +12,7 @@ from windlass.serve.errors import ApiError, of_failure
 from windlass.serve.forms import Form, Written
 from windlass.serve.metrics import Metrics
 from windlass.serve.tickets import Tickets
-from windlass.serve.wire import DONE, comment, event
+from windlass.serve.wire import comment
 
 Outcome = TypeVar("Outcome")
 CANCEL_SECONDS: Final = 0.05  # until a task that goes on is cancelled again
@@ -71,16 +71,15 @@ class Answering:
 
     async def chunks(self) -> AsyncIterator[bytes]:
         """The events of a stream; one that fails has an error for its last."""
-        openings = [self._form.opening(at) for at in range(len(self._texts))]
-        yield b"".join(event(each) for each in openings if each is not None)
+        openings = [each for at in range(len(self._texts)) for each in self._form.opening(at)]
+        yield b"".join(map(self._form.wire, openings))
         try:
             async for found in self._events():
                 yield self._part(found) or comment("waiting")
         except ApiError as error:
-            yield event(error.document())
+            yield self._form.failure(error)
             return
-        usage = event(self._form.usage(self._texts)) if self._form.head.has_usage else b""
-        yield usage + DONE
+        yield self._form.ending(self._texts)
 
     def _part(self, found: list[tuple[int, Event]]) -> bytes:
         lines = [comment(f"read {each.done} of {each.total}") for _, each in found if isinstance(each, Progress)]
@@ -90,9 +89,9 @@ class Answering:
             if last is not None:
                 text += written.end(last)
             if text or (pieces and self._form.head.top_logprobs is not None):
-                lines.append(event(self._form.delta(at, text, pieces, offset)))
+                lines.append(self._form.wire(self._form.delta(at, text, pieces, offset)))
             if last is not None:
-                lines += map(event, self._form.closing(at, written))
+                lines += map(self._form.wire, self._form.closing(at, written))
         return b"".join(lines)
 
     async def _events(self) -> AsyncIterator[list[tuple[int, Event]]]:

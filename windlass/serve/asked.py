@@ -8,13 +8,15 @@ from typing import Any, Final
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.spec import AUTO
-from windlass.engine.request import Grammar, Request
+from windlass.engine.chunks_recompute import recompute_of
+from windlass.engine.request import Grammar, PromptParts, Request, Reuse
 from windlass.engine.sampling import Sampling
 from windlass.engine.service import Service
 from windlass.serve.errors import ApiError, BadField, of_usage
 from windlass.serve.schema import OWN
-from windlass.serve.words import Words
+from windlass.serve.words import Prompt, Words
 
+RECOMPUTE: Final = "first(16)"  # where a request has chunks, and does not say what of them is read again
 SEEDS: Final = 2**62
 LEGACY_MAX_TOKENS: Final = 16  # what OpenAI writes after a prompt where nothing else is said
 Given = Mapping[str, Any]
@@ -97,9 +99,25 @@ def sampling_of(given: Given, at: int) -> Sampling:
     )
 
 
+def parts_of(given: Given, prompt: Prompt) -> PromptParts | None:
+    """What is asked of the chunks of a prompt; None where it has none.
+
+    Raises: BadField for a mode that there is not, or one that nothing asks for.
+    """
+    asked = given.get("chunks")
+    if not prompt.spans:
+        if asked is not None:
+            raise BadField("chunks", "needs parts of type chunk in messages")
+        return None
+    try:
+        return PromptParts(prompt.spans, recompute_of((asked or {}).get("recompute", RECOMPUTE)))
+    except UsageError as error:
+        raise BadField("chunks.recompute", f"cannot be honoured: {error}") from error
+
+
 def asked_of(
     given: Given,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Prompt],
     grammars: Sequence[Grammar],
     service: Service,
     words: Words,
@@ -118,8 +136,8 @@ def asked_of(
         raise BadField("stream_options", "is for streams; set stream, or leave it out")
     words.check("logit_bias", list(given.get("logit_bias", {})))
     for prompt in prompts:
-        words.check("prompt", prompt)
-        if not prompt:
+        words.check("prompt", prompt.ids)
+        if not prompt.ids:
             raise ApiError(400, "the prompt is empty; give at least one token", "prompt", "invalid_value")
     try:
         stops = words.stops(given.get("stop", []))
@@ -128,9 +146,10 @@ def asked_of(
     top = _top_logprobs(given)
     options = options_of(given, service.options, service.kinds)
     most = max_tokens_of(given, service.limits.max_tokens, default_tokens)
+    reuse = Reuse(**given.get("cache", {}))
     requests = tuple(
         Request(
-            prompt=prompt,
+            prompt=prompt.ids,
             options=options,
             max_tokens=most,
             stops=stops,
@@ -143,6 +162,8 @@ def asked_of(
             # Texts of one key share what was read before; those of its `user`s do not.
             tenant=f"{tenant}/{given.get('user', '')}",
             seconds=max_seconds_of(given, service.limits.seconds),
+            reuse=reuse,
+            parts=parts_of(given, prompt),
         )
         for at, prompt in enumerate(prompt for prompt in prompts for _ in range(choices))
     )

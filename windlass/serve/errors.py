@@ -9,6 +9,7 @@ from windlass.engine.request import Failed
 from windlass.engine.status import EngineDeadError, QueueFullError
 from windlass.serve.wire import JsonAnswer
 
+CHUNKS: Final = "chunks"  # begins what the engine says of a prompt with parts
 INVALID: Final = "invalid_request_error"
 KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
@@ -53,7 +54,7 @@ class BadField(ApiError):
 
 def of_usage(error: UsageError, param: str | None = None) -> ApiError:
     """What the library refused."""
-    return ApiError(400, str(error), param, "invalid_value")
+    return ApiError(400, str(error), param or _param_of(str(error)), "invalid_value")
 
 
 def of_queue(error: QueueFullError) -> ApiError:
@@ -70,7 +71,12 @@ def of_failure(failed: Failed) -> ApiError:
     """A text that will not go on."""
     if failed.is_ours:
         return ApiError(500, failed.message, None, "engine_error")
-    return ApiError(400, failed.message, None, "request_failed")
+    return ApiError(400, failed.message, _param_of(failed.message), "request_failed")
+
+
+def _param_of(message: str) -> str | None:
+    """The field that the engine's message blames."""
+    return CHUNKS if message.startswith(f"{CHUNKS}:") else None
 
 
 def stopping() -> ApiError:

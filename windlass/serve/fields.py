@@ -57,6 +57,18 @@ def text(most: int, least: int = 0) -> Check:
     return check
 
 
+def name_of(most: int) -> Check:
+    """A word that somebody made up, of so many characters."""
+
+    def check(name: str, value: Any) -> str:
+        given = str(text(most, least=1)(name, value))
+        if not all(sign.isascii() and (sign.isalnum() or sign in "_-.") for sign in given):
+            raise BadField(name, f"may have letters, digits, _, - and . only, got {shown(given)}")
+        return given
+
+    return check
+
+
 def one_of(names: Collection[str]) -> Check:
     """One of some words."""
 

@@ -9,8 +9,10 @@ from typing import Any
 
 from windlass.engine.request import Finished, Piece, Usage
 from windlass.serve import logprobs
+from windlass.serve.errors import ApiError
 from windlass.serve.tools import Call, CallReader
 from windlass.serve.usage import Options, usage_of, windlass_of
+from windlass.serve.wire import DONE, event
 from windlass.serve.words import Words
 
 
@@ -72,8 +74,8 @@ class Form(ABC):
     head: Head
 
     @abstractmethod
-    def opening(self, at: int) -> dict[str, Any] | None:
-        """The first chunk of text `at`, if there is one before its text."""
+    def opening(self, at: int) -> list[dict[str, Any]]:
+        """The first chunks of text `at`, which come before its text."""
 
     @abstractmethod
     def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
@@ -84,12 +86,20 @@ class Form(ABC):
         """The last chunks of text `at`."""
 
     @abstractmethod
-    def usage(self, texts: Sequence[Written]) -> dict[str, Any]:
-        """The chunk of what all texts took."""
+    def ending(self, texts: Sequence[Written]) -> bytes:
+        """The last bytes of a stream, once all texts have ended."""
 
     @abstractmethod
     def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
         """The whole answer at once."""
+
+    def wire(self, document: dict[str, Any]) -> bytes:
+        """A chunk as it is sent."""
+        return event(document)
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last bytes of a stream that fails."""
+        return event(error.document())
 
 
 class _Documents:
@@ -107,6 +117,10 @@ class _Documents:
         usage = usage_of([each.usage for each in texts], self.head.choices, self.head.options)
         return {**self._common, "object": kind, "choices": choices, "usage": usage}
 
+    def ending(self, kind: str, texts: Sequence[Written]) -> bytes:
+        """What all texts took, if it was asked for, and the end."""
+        return (event(self.whole(kind, [], texts)) if self.head.has_usage else b"") + DONE
+
     def closed(self, chunk: dict[str, Any], written: Written) -> dict[str, Any]:
         """With what the cache holds, which a client is told with or without usage."""
         return {**chunk, "windlass": windlass_of([written.usage], self.head.options)}
@@ -118,8 +132,8 @@ class ChatForm(Form):
     def __init__(self, head: Head) -> None:
         self.head, self._documents = head, _Documents(head, "chatcmpl-", "chat.completion")
 
-    def opening(self, at: int) -> dict[str, Any] | None:
-        return self._chunk(at, {"role": "assistant", "content": "", "refusal": None})
+    def opening(self, at: int) -> list[dict[str, Any]]:
+        return [self._chunk(at, {"role": "assistant", "content": "", "refusal": None})]
 
     def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
         return self._chunk(at, {"content": text}, self._logprobs(pieces))
@@ -129,8 +143,8 @@ class ChatForm(Form):
         before = [self._chunk(at, {"tool_calls": calls})] if calls else []
         return [*before, self._documents.closed(self._chunk(at, {}, None, written.reason), written)]
 
-    def usage(self, texts: Sequence[Written]) -> dict[str, Any]:
-        return self._documents.whole("chat.completion.chunk", [], texts)
+    def ending(self, texts: Sequence[Written]) -> bytes:
+        return self._documents.ending("chat.completion.chunk", texts)
 
     def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
         choices = [
@@ -161,8 +175,8 @@ class CompletionForm(Form):
     def __init__(self, head: Head) -> None:
         self.head, self._documents = head, _Documents(head, "cmpl-", "text_completion")
 
-    def opening(self, at: int) -> dict[str, Any] | None:
-        return None
+    def opening(self, at: int) -> list[dict[str, Any]]:
+        return []
 
     def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
         return self._chunk(at, text, pieces, offset)
@@ -171,8 +185,8 @@ class CompletionForm(Form):
         choice = {"index": at, "text": "", "logprobs": None, "finish_reason": written.reason}
         return [self._documents.closed(self._documents.chunk("text_completion", choice), written)]
 
-    def usage(self, texts: Sequence[Written]) -> dict[str, Any]:
-        return self._documents.whole("text_completion", [], texts)
+    def ending(self, texts: Sequence[Written]) -> bytes:
+        return self._documents.ending("text_completion", texts)
 
     def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
         choices = [

@@ -22,17 +22,18 @@ LOG: Final = logging.getLogger("windlass.serve")
 class Watch:
     """Gives each request an id, counts its answer, and answers for what nobody else did.
 
-    The log has the id and where an error came from, never its message: that may quote a prompt.
+    `route_of` says which route a path is counted under. The log has the id and where an error came from, never its
+    message: that may quote a prompt.
     """
 
-    def __init__(self, app: ASGIApp, metrics: Metrics, routes: Iterable[str]) -> None:
-        self._app, self._metrics, self._routes = app, metrics, frozenset(routes)
+    def __init__(self, app: ASGIApp, metrics: Metrics, route_of: Callable[[str], str]) -> None:
+        self._app, self._metrics, self._route_of = app, metrics, route_of
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        number, route = f"req_{secrets.token_hex(12)}", scope["path"] if scope["path"] in self._routes else "other"
+        number, route = f"req_{secrets.token_hex(12)}", self._route_of(scope["path"])
         has_begun = False
 
         async def watched(message: Message) -> None:
@@ -65,11 +66,16 @@ class Guard:
     """
 
     def __init__(
-        self, app: ASGIApp, keys: Iterable[str], hosts: Iterable[str] | None, is_public: Callable[[str], bool]
+        self,
+        app: ASGIApp,
+        keys: Iterable[str],
+        hosts: Iterable[str] | None,
+        is_public: Callable[[str], bool],
+        salt: bytes | None = None,
     ) -> None:
         self._is_public = is_public
         self._app, self._hosts = app, None if hosts is None else frozenset(hosts)
-        self._salt = secrets.token_bytes(16)  # what tenants are called tells nothing of keys
+        self._salt = salt or secrets.token_bytes(16)  # what tenants are called tells nothing of keys
         self._keys = [self._digest(key.encode()) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

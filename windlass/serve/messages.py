@@ -1,6 +1,8 @@
 """The messages of a chat, from what a client sends to what a template takes."""
 
 import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from windlass.core.check import shown
@@ -8,11 +10,37 @@ from windlass.serve.errors import BadField
 from windlass.serve.fields import Check, listed, mapping, one_of, record, text
 from windlass.serve.settings import RequestLimits
 
+CHUNK: Final = "chunk"
+TEXTS: Final = ("text", CHUNK)  # types of a part of a message
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 
 
+Messages = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a message that is read once, wherever it stands."""
+
+    text: str
+
+
+def written(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str, Any]]:
+    """The messages as templates take them, with all text in strings: that of a chunk is what `chunk` says."""
+
+    def joined(content: tuple[str | Chunk, ...]) -> str:
+        return "".join(chunk(each) if isinstance(each, Chunk) else each for each in content)
+
+    return [{**each, "content": joined(each["content"])} for each in messages]
+
+
+def chunks_of(messages: Messages) -> list[Chunk]:
+    """All chunks, in the order of the text."""
+    return [part for each in messages for part in each["content"] if isinstance(part, Chunk)]
+
+
 def messages(limits: RequestLimits) -> Check:
-    """A check for a list of messages; it gives those that templates take, with all text in strings."""
+    """A check for a list of messages. The content of each becomes a tuple of texts and chunks; see `written`."""
     string = text(limits.characters)
     function = record({"name": text(64), "arguments": string}, needed=("name", "arguments"))
     call = record({"id": text(256), "type": one_of(("function",)), "function": function}, needed=("function",))
@@ -36,31 +64,36 @@ def messages(limits: RequestLimits) -> Check:
             raise BadField(f"{name}.content", "is missing", "missing_required_parameter")
         for at, each in enumerate(given.get("tool_calls", [])):
             each["function"]["arguments"] = _arguments(f"{name}.tool_calls.{at}.function.arguments", each)
-        return {"content": "", **given}
+        return {"content": (), **given}
 
     def check_all(name: str, value: Any) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = listed(check, limits.messages, least=1)(name, value)
-        written = sum(len(each["content"]) for each in found)
-        if written > limits.characters:
-            raise BadField(name, f"must have at most {limits.characters} characters in all, got {written}")
+        size = sum(len(each["content"]) for each in written(found, lambda chunk: chunk.text))
+        if size > limits.characters:
+            raise BadField(name, f"must have at most {limits.characters} characters in all, got {size}")
+        if len(chunks_of(found)) > limits.chunks:
+            raise BadField(name, f"must have at most {limits.chunks} parts of type chunk in all")
         return found
 
     return check_all
 
 
-def _content(name: str, value: Any, string: Check) -> str:
-    """The text of a message, out of one string or parts."""
+def _content(name: str, value: Any, string: Check) -> tuple[str | Chunk, ...]:
+    """What a message has, out of one string or parts."""
     if isinstance(value, str):
-        return str(string(name, value))
+        return (str(string(name, value)),)
     if not isinstance(value, list):
         raise BadField(name, f"must be a string or a list of parts, got {shown(value)}")
-    texts = []
+    found: list[str | Chunk] = []
     for at, part in enumerate(value):
         kind = mapping(f"{name}.{at}", part).get("type")
-        if kind != "text":
-            raise BadField(f"{name}.{at}.type", f"must be text, got {shown(kind)}", "unsupported_parameter")
-        texts.append(record({"type": text(16), "text": string}, needed=("text",))(f"{name}.{at}", part)["text"])
-    return "".join(texts)
+        if kind not in TEXTS:
+            raise BadField(f"{name}.{at}.type", f"must be text or chunk, got {shown(kind)}", "unsupported_parameter")
+        given = str(record({"type": text(16), "text": string}, needed=("text",))(f"{name}.{at}", part)["text"])
+        if kind == CHUNK and not given:
+            raise BadField(f"{name}.{at}.text", "of a chunk must have some text")
+        found.append(Chunk(given) if kind == CHUNK else given)
+    return tuple(found)
 
 
 def _arguments(name: str, call: dict[str, Any]) -> Any:

@@ -2,11 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
+from windlass.core.errors import UsageError
+from windlass.core.files import check_folder
 from windlass.engine.admission import check_kinds
+from windlass.engine.disk import DiskTier, salt_of
 from windlass.engine.feed import end_of_text
 from windlass.engine.row_bytes import replace_batch
 from windlass.engine.scheduler import Scheduler
@@ -24,8 +28,9 @@ from windlass.view.watch import Watch
 @dataclass(frozen=True)
 class ServeOptions:
     """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once; `kinds` are
-    further rows, of other options. `reuse_bytes` are for the beginnings of prompts. `is_shown`: the page at `/` shows
-    what all requests hold, to whoever has a key."""
+    further rows, of other options. `reuse_bytes` are for the beginnings of prompts, which go to files of
+    `reuse_folder`, too, of `disk_bytes` in all, if there is one. `is_shown`: the page at `/` shows what all requests
+    hold, to whoever has a key."""
 
     name: str
     rows: int
@@ -38,11 +43,18 @@ class ServeOptions:
     reuse_bytes: int = 0
     is_shown: bool = False
     kinds: tuple[tuple[int, CacheOptions], ...] = ()
+    reuse_folder: Path | None = None
+    disk_bytes: int = 1 << 30
 
     def __post_init__(self) -> None:
-        """Raises: UsageError for an address that others can reach, and no key; and for rows that cannot be."""
+        """Raises: UsageError for an address that others can reach, and no key; for rows that cannot be; for a folder,
+        and no memory for reuse."""
         check_address(self.host, self.keys)
         check_kinds([replace_batch(options, rows) for rows, options in self.all_rows])
+        if self.reuse_folder is not None:
+            check_folder(self.reuse_folder, "--reuse-folder")
+            if not self.reuse_bytes:
+                raise UsageError("--reuse-folder needs memory beside it; give --reuse 64MiB, or leave the folder out")
 
     @property
     def all_rows(self) -> list[tuple[int, CacheOptions]]:
@@ -53,7 +65,9 @@ class ServeOptions:
     def settings(self) -> ServerSettings:
         """What of it the routes go by."""
         hosts = hosts_of(self.host, self.keys)
-        return ServerSettings(self.name, self.keys, hosts, stop_seconds=self.stop_seconds)
+        # Files outlive the server, and are found by the names of their owners only.
+        salt = None if self.reuse_folder is None else salt_of(self.reuse_folder)
+        return ServerSettings(self.name, self.keys, hosts, stop_seconds=self.stop_seconds, salt=salt)
 
 
 Start = Callable[[PreTrainedModel, PreTrainedTokenizerBase, ServeOptions, Watcher], Service]
@@ -63,7 +77,8 @@ def started_service(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher
 ) -> Service:
     """The engine, which runs already."""
-    scheduler = Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher)
+    disk = None if asked.reuse_folder is None else DiskTier(asked.reuse_folder, asked.disk_bytes, model)
+    scheduler = Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher, disk)
     scheduler.start()
     return scheduler
 

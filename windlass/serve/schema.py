@@ -5,26 +5,28 @@ from functools import partial
 from typing import Any, Final
 
 from windlass.core.check import shown
+from windlass.serve import response_input
 from windlass.serve.errors import ApiError, BadField
-from windlass.serve.fields import Check, flag, listed, mapping, one_of, real, record, short, text, whole
+from windlass.serve.fields import Check, flag, listed, mapping, name_of, one_of, real, record, short, text, whole
 from windlass.serve.messages import messages
 from windlass.serve.settings import CacheChoices, RequestLimits
 
 MOST_TOKEN_ID: Final = 2**31 - 1
 OWN = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  # of the cache; see `CacheOptions`
 MOST_SECONDS: Final = 1e6
-RESERVED: Final = ("cache", "chunks")
 
 
 def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Check]]:
     """The checks of every field, by route and name."""
-    common = _common(limits) | _own(cache)
+    own = _own(cache)
+    common = _common(limits) | own
     strings = text(limits.characters)
     logprobs = whole(0, limits.top_logprobs)
     return {
         "/v1/chat/completions": {
             **common,
             "messages": messages(limits),
+            "chunks": record({"recompute": text(64)}),
             "max_completion_tokens": whole(1, 2**30),
             "logprobs": flag,
             "top_logprobs": logprobs,
@@ -33,7 +35,16 @@ def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Che
             "tool_choice": _tool_choice,
             "parallel_tool_calls": flag,
         },
-        "/v1/completions": {**common, "prompt": partial(_prompt, limits), "logprobs": logprobs},
+        "/v1/completions": {
+            **common,
+            "prompt": partial(_prompt, limits),
+            "chunks": record(
+                {"texts": listed(text(limits.characters, least=1), limits.chunks, least=1), "recompute": text(64)},
+                needed=("texts",),
+            ),
+            "logprobs": logprobs,
+        },
+        "/v1/responses": response_input.fields(limits, common, own),
         "/tokenize": {
             "model": text(256),
             "prompt": strings,
@@ -62,8 +73,6 @@ def checked(fields: Mapping[str, Check], body: Any, needed: Collection[str]) -> 
 
 
 def _refused(name: str) -> BadField:
-    if name in RESERVED:
-        return BadField(name, "is reserved for later; leave it out", "unsupported_parameter")
     return BadField(short(name), "is not supported by this server; leave it out", "unsupported_parameter")
 
 
@@ -99,6 +108,7 @@ def _own(cache: CacheChoices) -> dict[str, Check]:
         "policy": one_of(cache.policy),
         "positions": partial(_positions, cache.positions),
         "store": partial(_store, cache.store),
+        "cache": record({"lookup": flag, "store": flag, "name": name_of(cache.name)}),
     }
 
 
@@ -156,22 +166,15 @@ def _response_format(name: str, value: Any) -> dict[str, Any]:
 
 def _tool(name: str, value: Any) -> dict[str, Any]:
     function = record(
-        {"name": _function_name, "description": text(65_536), "parameters": mapping, "strict": flag}, needed=("name",)
+        {"name": name_of(64), "description": text(65_536), "parameters": mapping, "strict": flag}, needed=("name",)
     )
     return record({"type": one_of(("function",)), "function": function}, needed=("type", "function"))(name, value)  # type: ignore[no-any-return]
-
-
-def _function_name(name: str, value: Any) -> str:
-    given: str = text(64, least=1)(name, value)
-    if not all(sign.isascii() and (sign.isalnum() or sign in "_-.") for sign in given):
-        raise BadField(name, f"may have letters, digits, _, - and . only, got {shown(given)}")
-    return given
 
 
 def _tool_choice(name: str, value: Any) -> str:
     """`none`, `auto`, `required`, or `=` and the name of a function."""
     if isinstance(value, str):
         return one_of(("none", "auto", "required"))(name, value)  # type: ignore[no-any-return]
-    function = record({"name": _function_name}, needed=("name",))
+    function = record({"name": name_of(64)}, needed=("name",))
     given = record({"type": one_of(("function",)), "function": function}, needed=("type", "function"))(name, value)
     return "=" + str(given["function"]["name"])

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
@@ -10,24 +11,31 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from windlass.engine.request import Grammar
+from windlass.engine.kept import Wanted
+from windlass.engine.request import Grammar, owner_of
 from windlass.engine.service import Service
 from windlass.serve.answers import Answering, EventStream, unless_gone
 from windlass.serve.asked import LEGACY_MAX_TOKENS, Asked, asked_of
 from windlass.serve.errors import ApiError, BadField, stopping
+from windlass.serve.fields import name_of, short
 from windlass.serve.forms import ChatForm, CompletionForm, Form, Head, Written
 from windlass.serve.grammar import Grammars
 from windlass.serve.guard import TENANT
+from windlass.serve.messages import Chunk
 from windlass.serve.metrics import Metrics
+from windlass.serve.response_form import ResponseForm
+from windlass.serve.response_input import as_chat
 from windlass.serve.schema import checked, table
 from windlass.serve.settings import ServerSettings
 from windlass.serve.tickets import Gate, Tickets
 from windlass.serve.tools import CallReader, schema_of
 from windlass.serve.wire import JsonAnswer, from_json
-from windlass.serve.words import Words
+from windlass.serve.words import Prompt, Words
 
 Value = TypeVar("Value")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RESPONSES: Final = "/v1/responses"
+MODELS, CACHE = "/v1/models/", "/v1/cache/"  # begin the paths of one model, and of one cache that is kept
 THREADS: Final = 4  # that tokenize and compile, at most
 JSON_TYPE: Final = "application/json"
 
@@ -56,15 +64,20 @@ class Server:
         asked = await self._beside(partial(self._asked_of_completion, given, http.scope[TENANT]))
         return await self._answer(http, asked, CompletionForm(self._head(asked)), [Written() for _ in asked.requests])
 
+    async def respond(self, http: HttpRequest) -> ASGIApp:
+        given = await self._given(http, RESPONSES, ["input"])
+        asked = await self._beside(partial(self._asked_of_chat, as_chat(given), http.scope[TENANT]))
+        return await self._answer(http, asked, ResponseForm(self._head(asked), given), [Written()])
+
     async def tokenize(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, "/tokenize", [])
         if ("prompt" in given) == ("messages" in given):
             raise BadField("prompt", "or messages: give one of them", "missing_required_parameter")
         if "messages" in given:
-            work = partial(self.words.chat, given["messages"], [])
+            tokens = (await self._beside(partial(self.words.chat, given["messages"], []))).ids
         else:
-            work = partial(self.words.encoded, given["prompt"], given.get("add_special_tokens", True))
-        tokens = await self._beside(work)
+            has_special = given.get("add_special_tokens", True)
+            tokens = await self._beside(partial(self.words.encoded, given["prompt"], has_special))
         return JsonAnswer({"tokens": list(tokens), "count": len(tokens)})
 
     async def detokenize(self, http: HttpRequest) -> ASGIApp:
@@ -72,8 +85,19 @@ class Server:
         return JsonAnswer({"prompt": await self._beside(partial(self.words.decoded, given["tokens"]))})
 
     async def models(self, http: HttpRequest) -> ASGIApp:
-        model = {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "windlass"}
-        return JsonAnswer({"object": "list", "data": [model]})
+        return JsonAnswer({"object": "list", "data": [self._model]})
+
+    async def model(self, http: HttpRequest) -> ASGIApp:
+        if http.scope["path"].removeprefix(MODELS) != self.settings.name:
+            raise self._other_model()
+        return JsonAnswer(self._model)
+
+    @property
+    def _model(self) -> dict[str, Any]:
+        return {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "windlass"}
+
+    def _other_model(self) -> ApiError:
+        return ApiError(404, f"this server has the model {self.settings.name} only", "model", "model_not_found")
 
     async def health(self, http: HttpRequest) -> ASGIApp:
         self._check_alive()
@@ -89,10 +113,35 @@ class Server:
         return Response(self.metrics.page(), media_type=self.metrics.content_type)
 
     async def cache(self, http: HttpRequest) -> ASGIApp:
-        status = self.service.status()
+        status, wanted = self.service.status(), self._wanted(http)
         told = {name: value for name, value in vars(status).items() if name != "rows"}
         rows = [vars(row) for row in status.rows]
-        return JsonAnswer({"options": self.service.options.labels(), "rows": rows, **told})
+        stored = [vars(each) for each in await self._beside(partial(self.service.stored, wanted))]
+        return JsonAnswer({"options": self.service.options.labels(), "rows": rows, **told, "stored": stored})
+
+    async def forget(self, http: HttpRequest) -> ASGIApp:
+        return await self._forgotten(self._wanted(http))
+
+    async def forget_one(self, http: HttpRequest) -> ASGIApp:
+        number = http.scope["path"].removeprefix(CACHE)
+        wanted = replace(self._wanted(http), id=number)
+        if not await self._beside(partial(self.service.stored, wanted)):
+            raise ApiError(404, "nothing that is kept for you has this id; GET /v1/cache lists all", None, "not_found")
+        return await self._forgotten(wanted)
+
+    async def _forgotten(self, wanted: Wanted) -> ASGIApp:
+        gone = await self._beside(partial(self.service.forget, wanted))
+        deleted, size = [each.id for each in gone], sum(each.bytes for each in gone)
+        return JsonAnswer({"object": "cache.deleted", "deleted": deleted, "bytes": size})
+
+    def _wanted(self, http: HttpRequest) -> Wanted:
+        """What is kept for whoever asks, or of it what has the name that is asked for."""
+        given = dict(http.query_params)
+        for field in given:
+            if field != "name":
+                raise BadField(short(field), "is not supported by this route; name is", "unsupported_parameter")
+        name = name_of(self.settings.cache.name)("name", given["name"]) if given else None
+        return Wanted(owner_of(http.scope[TENANT]), name)
 
     def _check_alive(self) -> None:
         if not self.service.status().is_alive:
@@ -114,14 +163,14 @@ class Server:
             raise ApiError(400, f"the body is no JSON: {error}", None, "invalid_json") from error
         given = await self._beside(partial(checked, self._tables[route], document, needed))
         if given.get("model", self.settings.name) != self.settings.name:
-            raise ApiError(404, f"this server has the model {self.settings.name} only", "model", "model_not_found")
+            raise self._other_model()
         return given
 
     def _asked_of_chat(self, given: dict[str, Any], tenant: str) -> Asked:
         tools, choice = given.get("tools", []), given.get("tool_choice", "auto" if "tools" in given else "none")
         if choice not in ("none", "auto") and not tools:
             raise BadField("tool_choice", "needs tools")
-        ids = self.words.chat(given["messages"], [] if choice == "none" else tools)
+        prompt = self.words.chat(given["messages"], [] if choice == "none" else tools)
         form = given.get("response_format", {"type": "text"})
         grammars: Sequence[Grammar] = ()
         if choice not in ("none", "auto"):
@@ -133,20 +182,25 @@ class Server:
             grammars = self._grammars.of(name, form["json_schema"]["schema"], given.get("n", 1))
         elif form["type"] == "json_object":
             grammars = self._grammars.of("response_format", {"type": "object"}, given.get("n", 1))
-        return self._asked(given, [ids], grammars, self.service.limits.max_tokens, tenant)
+        return self._asked(given, [prompt], grammars, self.service.limits.max_tokens, tenant)
 
     def _asked_of_completion(self, given: dict[str, Any], tenant: str) -> Asked:
-        written = sum(len(each) for each in given["prompt"])
+        chunks = [Chunk(each) for each in given.get("chunks", {}).get("texts", ())]
+        written = sum(len(each) for each in given["prompt"]) + sum(len(chunk.text) for chunk in chunks)
         if written > self.settings.request.characters:
             most = self.settings.request.characters
             raise BadField("prompt", f"must have at most {most} characters in all, got {written}")
-        prompts = [self.words.encoded(each) if isinstance(each, str) else tuple(each) for each in given["prompt"]]
+        prompts = [
+            Prompt(self.words.encoded(each) if isinstance(each, str) else tuple(each)) for each in given["prompt"]
+        ]
+        if chunks:
+            prompts = [self.words.behind(chunks, each) for each in prompts]
         return self._asked(given, prompts, (), LEGACY_MAX_TOKENS, tenant)
 
     def _asked(
         self,
         given: dict[str, Any],
-        prompts: Sequence[tuple[int, ...]],
+        prompts: Sequence[Prompt],
         grammars: Sequence[Grammar],
         default_tokens: int,
         tenant: str,

@@ -20,6 +20,7 @@ class RequestLimits:
     body_seconds: float = 60.0
     characters: int = 4_000_000
     messages: int = 4096
+    chunks: int = 256
     prompts: int = 16
     choices: int = 8
     texts: int = 16
@@ -34,13 +35,14 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class CacheChoices:
-    """What a request may choose of its cache: numbers up to these, and these names. Arguments of a policy, and files,
-    are for whoever starts the server."""
+    """What a request may choose of its cache: numbers up to these, and these names; `name`: signs of one that it makes
+    up. Arguments of a policy, and files, are for whoever starts the server."""
 
     budget: int = 1 << 20
     sinks: int = 4096
     window: int = 1 << 16
     recall: int = 1 << 16
+    name: int = 64
     policy: tuple[str, ...] = (AUTO, *sorted(NAMES))
     positions: tuple[str, ...] = tuple(MODES)
     store: tuple[str, ...] = tuple(STORES)
@@ -59,3 +61,5 @@ class ServerSettings:
     cache: CacheChoices = CacheChoices()
     ping_seconds: float = 10.0
     stop_seconds: float = 10.0
+    salt: bytes | None = None
+    """Makes names of owners out of their keys; None: another one each time the server starts."""

@@ -10,7 +10,7 @@ Options = Mapping[str, int | str | None]
 
 def windlass_of(usages: Sequence[Usage], options: Options) -> dict[str, Any]:
     """What the cache read, keeps and has evicted, summed over texts, and the options that it had."""
-    names = ("seen", "kept", "evicted", "recalled", "bytes")
+    names = ("seen", "kept", "evicted", "recalled", "recomputed", "bytes")
     return {name: sum(getattr(each, name) for each in usages) for name in names} | {"options": dict(options)}
 
 

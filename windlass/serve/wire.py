@@ -56,6 +56,11 @@ def event(document: Any) -> bytes:
     return b"data: " + to_json(document) + b"\n\n"
 
 
+def named_event(name: str, document: Any) -> bytes:
+    """One event of a stream whose events have names."""
+    return b"event: " + name.encode() + b"\n" + event(document)
+
+
 def comment(text: str) -> bytes:
     """A line that readers of a stream leave out; it shows that the connection lives."""
     return b": " + text.encode() + b"\n\n"

@@ -1,15 +1,36 @@
 """Between text and tokens, for threads beside the event loop: a long text takes seconds."""
 
+import secrets
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from threading import Lock
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from windlass.core.check import shown
 from windlass.engine.stop import Stops, stops_of
 from windlass.engine.templates import has_template, without_start
 from windlass.engine.text import INCOMPLETE, encode
 from windlass.serve.errors import ApiError, BadField
+from windlass.serve.messages import Chunk, Messages, chunks_of, written
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and which of them are chunks: `spans` [start, stop)."""
+
+    ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[int, ...]], chunks: Sequence[tuple[int, ...]]) -> "Prompt":
+        """Texts with a chunk between each two."""
+        ids, spans = list(texts[0]), list[tuple[int, int]]()
+        for chunk, text in zip(chunks, texts[1:], strict=True):
+            spans.append((len(ids), len(ids) + len(chunk)))
+            ids += [*chunk, *text]
+        return cls(tuple(ids), tuple(spans))
 
 
 class Words:
@@ -39,8 +60,8 @@ class Words:
         if wrong is not None:
             raise BadField(name, f"has the token id {wrong}, but ids are from 0 to {self.vocabulary - 1}")
 
-    def chat(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
-        """The token ids of a conversation, up to the start of the reply.
+    def chat(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Prompt:
+        """The token ids of a conversation, up to the start of the reply, and which of them are chunks.
 
         Raises: ApiError for a model without a chat template, or messages that it refuses.
         """
@@ -48,20 +69,60 @@ class Words:
             raise ApiError(
                 400, "this model has no chat template; send a prompt to /v1/completions", "messages", "no_chat_template"
             )
+        # A mark stands for each chunk, so that the template cannot join its tokens with those around it.
+        mark, chunks = secrets.token_hex(16), chunks_of(messages)
+        numbers = iter(range(len(chunks)))
+        given = written(messages, lambda _: f"<{mark}-{next(numbers)}>")
         with self._lock:
-            try:
-                text = self.tokenizer.apply_chat_template(
-                    [dict(each) for each in messages],
+            text = without_start(self.tokenizer, self._rendered(given, tools))
+            texts = []
+            for number in range(len(chunks)):
+                before, *behind = text.split(f"<{mark}-{number}>")
+                if len(behind) != 1 or mark in before:
+                    raise ApiError(
+                        400,
+                        "this model's chat template does not show each chunk once, in its order; send them as text",
+                        "messages",
+                        "chat_template_failed",
+                    )
+                texts.append(before)
+                text = behind[0]
+            return Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
+
+    def behind(self, chunks: Sequence[Chunk], prompt: Prompt) -> Prompt:
+        """A prompt that chunks stand before: behind the tokens that a text begins with, where it has them."""
+        with self._lock:
+            bare, start = encode(self.tokenizer, "a", False), encode(self.tokenizer, "a", True)
+            lead = tuple(start[: len(start) - len(bare)] if start[-len(bare) :] == bare else ())
+            has_lead = bool(lead) and prompt.ids[: len(lead)] == lead
+            texts: list[tuple[int, ...]] = [lead if has_lead else (), *((),) * (len(chunks) - 1)]
+            rest = prompt.ids[len(lead) * has_lead :]
+            return Prompt.of([*texts, rest], [self._chunk(each) for each in chunks])
+
+    def _pieces(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        return [tuple(encode(self.tokenizer, text, is_start=not at)) for at, text in enumerate(texts)]
+
+    def _chunk(self, chunk: Chunk) -> tuple[int, ...]:
+        ids = tuple(encode(self.tokenizer, chunk.text, False))
+        if not ids:
+            raise BadField("chunks", f"must have tokens, and {shown(chunk.text)} has none")
+        return ids
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    messages,
                     tools=[dict(each) for each in tools] or None,
                     tokenize=False,
                     add_generation_prompt=True,
                 )
-            except Exception as error:  # a template is a program of the model's authors, and raises what it likes
-                gist = " ".join(str(error).split())[:200] or type(error).__name__
-                raise ApiError(
-                    400, f"this model's chat template fails: {gist}", "messages", "chat_template_failed"
-                ) from error
-            return tuple(encode(self.tokenizer, without_start(self.tokenizer, str(text)), True))
+            )
+        except Exception as error:  # a template is a program of the model's authors, and raises what it likes
+            gist = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ApiError(
+                400, f"this model's chat template fails: {gist}", "messages", "chat_template_failed"
+            ) from error
 
     def stops(self, strings: Sequence[str]) -> Stops:
         """What ends a text: the model's own tokens, and these strings."""
