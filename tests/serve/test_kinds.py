@@ -54,7 +54,12 @@ def test_what_cannot_be_typed(typed: str, said: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"), [("rows=2", "two kinds of rows are alike"), ("rows=2,policy=composite(h2o)", "give it one row")]
+    ("kind", "said"),
+    [
+        ("rows=2", "two kinds of rows are alike"),
+        ("rows=2,policy=composite(h2o)", "give it one row"),
+        ("rows=2,recall=8", "recall=8 for the rows"),
+    ],
 )
 def test_rows_that_cannot_be_are_refused_before_the_model_is_loaded(
     run: Callable[..., Ran], kind: str, said: str

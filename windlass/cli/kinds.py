@@ -1,16 +1,16 @@
 """Further kinds of rows of a server, as they are typed: `rows=2,budget=4096,policy=snapkv`."""
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final
+from typing import Any, Final, get_type_hints
 
 from windlass.cache.options import CacheOptions
+from windlass.cli.cache_options import CacheArguments
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.spec import int_parser, parse_list
 
-KIND, MOST_ROWS = "--kind", 1024
-NUMBERS: Final = ("budget", "sinks", "window", "chunk")
-NAMES: Final = ("policy", "positions", "store", "merge", "shares")
+KIND: Final = "--kind"
+MOST_ROWS: Final = 1024
 
 
 def kinds_of(typed: Sequence[str], first: Mapping[str, Any]) -> tuple[tuple[int, CacheOptions], ...]:
@@ -42,5 +42,8 @@ def _kind(typed: str, first: Mapping[str, Any]) -> tuple[int, CacheOptions]:
 
 
 def _parsers() -> dict[str, Callable[[str], Any]]:
-    numbers = {name: int_parser(f"{KIND} {name}", 0, MAX_NUMBER) for name in NUMBERS}
-    return {"rows": int_parser(f"{KIND} rows", 1, MOST_ROWS), **numbers, **dict.fromkeys(NAMES, str)}
+    """How each value is read: the number of rows, and all that the command line asks of a cache."""
+    found: dict[str, Callable[[str], Any]] = {"rows": int_parser(f"{KIND} rows", 1, MOST_ROWS)}
+    for name, kind in get_type_hints(CacheArguments).items():
+        found[name] = int_parser(f"{KIND} {name}", 0, MAX_NUMBER) if kind == int | None else str
+    return found
