@@ -241,7 +241,7 @@ def test_a_folder_has_one_server(model: PreTrainedModel, ids: list[int], tmp_pat
         "letters.txt",
         *(each.name for each in files(tmp_path)),
     }
-    assert (tmp_path / SALT).stat().st_mode & 0o777 == 0o600
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / SALT, *files(tmp_path))} == {0o600}
     with pytest.raises(UsageError, match="is no folder"):
         DiskTier(tmp_path / "none", PLENTY, model)
     salt = salt_of(tmp_path)

@@ -207,6 +207,7 @@ class DiskTier:
             self._make_room(file.bytes)
         path = self._folder / file.name
         prompt_cache.save(kept.cache, path, self._model)
+        path.chmod(0o600)  # it holds the ids of a prompt
         file.bytes = path.stat().st_size
         with self._changed:
             self._files[file.id], self._names[file.id] = file, kept.key.name
