@@ -3,10 +3,13 @@
 from collections.abc import Sequence
 from typing import Final
 
+from transformers import PreTrainedModel
+
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.engine.lane import is_alike
 from windlass.engine.request import Request, Ticket
+from windlass.engine.row_bytes import RowBytes
 from windlass.engine.status import EngineLimits, QueueFullError
 
 RETRY_SECONDS: Final = 1.0
@@ -61,6 +64,17 @@ def check_request(request: Request, limits: EngineLimits, vocabulary: int, kinds
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
         told = "; ".join(str(kind.labels()) for kind in kinds)
         raise UsageError(f"no row has these options, {request.options.labels()}; take one of: {told}")
+
+
+def check_alone(model: PreTrainedModel, request: Request, limits: EngineLimits) -> None:
+    """Raises: UsageError for a request whose own options take more memory than is given to one."""
+    own, tokens = RowBytes.of(model, request.options), len(request.prompt) + request.max_tokens
+    needed = own.reading(tokens) + own.recalled(tokens)
+    if needed > limits.alone_bytes:
+        raise UsageError(
+            f"a row with these options takes {needed:,} bytes for {tokens} tokens, and this server gives "
+            f"{limits.alone_bytes:,} to one; ask for a smaller budget, or leave the options out"
+        )
 
 
 def check_kinds(kinds: Sequence[CacheOptions]) -> None:

@@ -31,7 +31,8 @@ class Task:
         self.ticket, self.lane, self.row, self.started = ticket, lane, row, monotonic()
         self.reader: Reader | None = Reader(model, ticket.request, snapshots)
         self.cached = self.reader.cached
-        self.writer = Writer(ticket.request, tokenizer, lane.cache.device)
+        heads = lane.cache.heads
+        self.writer = Writer(ticket.request, tokenizer, lane.cache.device, None if heads is None else heads.ranks)
         self.is_over = False
         self.seen = self.cached
         """Tokens that were read and written so far."""

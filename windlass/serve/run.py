@@ -54,10 +54,17 @@ def started_service(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher
 ) -> Service:
     """The engine, which runs already."""
-    rows = [(asked.rows, asked.options)]
-    scheduler = Scheduler(model, tokenizer, rows, asked.limits, asked.reuse_bytes, watcher)
+    scheduler = scheduler_of(model, tokenizer, asked, watcher)
     scheduler.start()
     return scheduler
+
+
+def scheduler_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher | None
+) -> Scheduler:
+    """The engine, which is still to be started."""
+    rows = [(asked.rows, asked.options)]
+    return Scheduler(model, tokenizer, rows, asked.limits, asked.reuse_bytes, watcher)
 
 
 def serve(
