@@ -25,7 +25,7 @@ PER_HEAD = (
     *("tri_attention", "kvzip", "in_groups(h2o)", "linear_scorer(FILES/scorer)"),
 )
 # One ranking for all heads, or all layers: by what all ranks know, or with one all-reduce.
-SHARED = ("recent", "tova", "pyramid(tova)", "composite(h2o)")
+SHARED = ("recent", "tova", "pyramid(tova)")
 OTHERS = {
     "compact": Case("llama", {"policy": "h2o", "positions": "compact"}),
     "batch": Case("llama", {"policy": "snapkv", "batch": 2}),
@@ -34,6 +34,7 @@ OTHERS = {
     "dmc": Case("llama", {"policy": "dmc", "merge": "weighted"}),
     "recall": Case("llama", {"policy": "key_diff", "recall": 8}),
     "rollback": Case("llama", {"policy": "tova"}, then="rollback"),
+    "composite": Case("smollm3", {"policy": "composite(snapkv)"}),
     "compress": Case("llama", {"policy": "snapkv"}, then="compress"),
     "fit": Case("llama", {"policy": "recent", "budget": None}, then="fit"),
     "divergent": Case("llama", {"policy": "recent", "budget": None}, then="divergent"),
@@ -121,6 +122,8 @@ def same_positions(ranks_found: list[Found], one: Found, is_split: bool = True) 
     layers = zip(*(each.positions for each in ranks_found), one.positions, strict=True)
     same = []
     for first, second, whole in layers:
+        if first.shape != second.shape:
+            return False
         own = torch.cat((first, second), 1) if is_split and whole.shape[1] == first.shape[1] * 2 else first
         same.append(torch.equal(own, whole) and (is_split or torch.equal(first, second)))
     return all(same)
