@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass.cache.state import CacheState
-from windlass.engine import task
+from windlass.engine import task, turns
 from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Piece
 from windlass.engine.scheduler import Scheduler
@@ -122,7 +122,7 @@ def test_an_engine_that_ends_by_an_error_of_its_own_tells_all(
 ) -> None:
     model, prompts = attached_model("llama"), rows_of(text, 19, 30)
     with running(model, tokenizer, rows=1) as engine:
-        monkeypatch.setattr(engine, "_check_time", lambda _: 1 / 0)
+        monkeypatch.setattr(turns, "_late", lambda *_: 1 / 0)
         for ticket in [engine.submit(request_of(ids, 50)) for ids in prompts]:
             assert isinstance(events_of(ticket)[-1], Failed)
         wait_for(lambda: not engine.status().is_alive)

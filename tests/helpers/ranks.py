@@ -1,7 +1,7 @@
 """Two processes that hold tiny models together, started once for many cases, and the same cases in one process.
 
-`run` writes cases to a folder and starts `python -m tests.helpers.ranks` twice; each process writes what it found
-beside them. What a rank cannot do is what it raised.
+`run` writes cases to a folder and starts `python -m tests.helpers.ranks` twice; each process writes what it found next
+to them. What a rank cannot do is what it raised.
 """
 
 import json
@@ -20,12 +20,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import windlass
+from tests.helpers.served_ranks import lost, served
 from windlass import KVCache, Sampling
 from windlass.core.errors import WindlassError
 from windlass.engine.decode import Decoder
 from windlass.engine.sampler import Sampler
 from windlass.hf.fingerprint import fingerprint
-from windlass.parallel.ranks import is_lost
 from windlass.testing import tiny_model
 from windlass.testing.hybrids import HYBRIDS, tiny_hybrid
 
@@ -78,8 +78,8 @@ def folder_of(models: Path, name: str) -> Path:
         sizes = {}
     elif getattr(config, "q_lora_rank", None):  # latent attention, with as many kv heads as heads
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 4}
-    if hasattr(config, "moe_intermediate_size"):  # experts of odd sizes cannot be halved
-        sizes |= {"moe_intermediate_size": 32}
+    # Half an expert must have rows of 16 bytes.
+    sizes |= {name: 64 for name in ("moe_intermediate_size", "intermediate_size") if hasattr(config, name)}
     given = {**config.to_dict(), **sizes}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -98,17 +98,17 @@ def found(case: Case, model: PreTrainedModel, files: Path, seed: int = 0) -> Fou
         return _found(case, model, files, seed)
     except WindlassError as error:
         return Found(error=f"{type(error).__name__}: {error}")
-    except RuntimeError as error:
-        if not is_lost(error):
-            raise
-        return Found(error=f"lost: {error}")
 
 
 def _found(case: Case, model: PreTrainedModel, files: Path, seed: int) -> Found:
     windlass.attach(model)
+    if case.then == "serve":
+        return Found(served(model, PROMPT))
+    if case.then == "die":
+        return Found(error=f"lost: {lost(model, PROMPT)}")
     if case.load:
         cache = windlass.prompt_cache.load(files / case.load, model)
-        logits = windlass.prefill(model, cache, [PROMPT[:5]] * cache.batch_size)
+        logits = windlass.prefill(model, cache, [PROMPT[:1]] * cache.batch_size)
     else:
         cache = KVCache(model, **(LIMITS | _made(case.options, files)))
         logits = windlass.prefill(model, cache, [PROMPT] * cache.batch_size)
@@ -139,8 +139,6 @@ def _bytes(cache: KVCache) -> int:
 
 
 def _between(then: str, model: PreTrainedModel, cache: KVCache) -> None:
-    if then == "die" and cache.heads is not None and not cache.heads.ranks.is_first:
-        os.kill(os.getpid(), signal.SIGKILL)
     if then == "compress":
         cache.compress(9)
     elif then == "fit":

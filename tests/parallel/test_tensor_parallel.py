@@ -25,15 +25,16 @@ PER_HEAD = (
     *("tri_attention", "kvzip", "in_groups(h2o)", "linear_scorer(FILES/scorer)"),
 )
 # One ranking for all heads, or all layers: by what all ranks know, or with one all-reduce.
-SHARED = ("recent", "tova", "pyramid(tova)", "composite(h2o)")
+SHARED = ("recent", "tova", "pyramid(tova)")
 OTHERS = {
     "compact": Case("llama", {"policy": "h2o", "positions": "compact"}),
     "batch": Case("llama", {"policy": "snapkv", "batch": 2}),
     "int4": Case("llama", {"policy": "key_diff", "store": "int4(sinks=1, newest=2)"}),
     "merge": Case("llama", {"policy": "h2o", "merge": "mean_count"}),
     "dmc": Case("llama", {"policy": "dmc", "merge": "weighted"}),
-    "recall": Case("llama", {"policy": "h2o", "recall": 8}),
+    "recall": Case("llama", {"policy": "key_diff", "recall": 8}),
     "rollback": Case("llama", {"policy": "tova"}, then="rollback"),
+    "composite": Case("smollm3", {"policy": "composite(snapkv)"}),
     "compress": Case("llama", {"policy": "snapkv"}, then="compress"),
     "fit": Case("llama", {"policy": "recent", "budget": None}, then="fit"),
     "divergent": Case("llama", {"policy": "recent", "budget": None}, then="divergent"),
@@ -64,7 +65,8 @@ CASES = (
     | {f"{name} to two": Case("llama", options, load=f"{name}.one") for name, options in FILES.items()}
     | {f"{name} to one": Case("llama", options, save=f"{name}.two") for name, options in FILES.items()}
     | {name: case for name, (case, _) in REFUSED.items()}
-    | {"a rank dies": Case("qwen3", {"policy": "h2o"}, then="die")}  # the last one, for there is no other after it
+    | {"served": Case("llama", then="serve")}
+    | {"a rank dies": Case("qwen3", then="die")}  # the last one, for there is no other after it
 )
 
 Load = Callable[[str], PreTrainedModel]
@@ -120,6 +122,8 @@ def same_positions(ranks_found: list[Found], one: Found, is_split: bool = True) 
     layers = zip(*(each.positions for each in ranks_found), one.positions, strict=True)
     same = []
     for first, second, whole in layers:
+        if first.shape != second.shape:
+            return False
         own = torch.cat((first, second), 1) if is_split and whole.shape[1] == first.shape[1] * 2 else first
         same.append(torch.equal(own, whole) and (is_split or torch.equal(first, second)))
     return all(same)
@@ -190,10 +194,22 @@ def test_what_ranks_cannot_agree_on_is_refused_by_name(name: str, of_ranks: dict
         assert of_ranks[name][0].error.endswith("start one of: 1, 3")
 
 
-def test_a_rank_that_dies_is_an_error_on_the_other(of_ranks: dict[str, list[Found]]) -> None:
+def test_an_engine_on_two_ranks_answers_as_in_one_process(
+    of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
+) -> None:
+    """A request that rank 0 refuses in the middle ends on both; the ranks end together."""
+    one = ranks.found(CASES["served"], model_of("llama"), folder)
+    led, follows = of_ranks["served"]
+    assert led.error == one.error == ""
+    assert led.tokens == one.tokens
+    assert [led.tokens.count(end) for end in (-1, -2)] == [5, 1]
+    assert follows.tokens == [-3]
+
+
+def test_a_rank_that_dies_ends_the_engine_of_the_other(of_ranks: dict[str, list[Found]]) -> None:
     """No time is told: a rank that went on waiting would have been ended with the test."""
     survivor, dead = of_ranks["a rank dies"]
-    assert survivor.error.startswith("lost: ")
+    assert survivor.error == "lost: the engine has stopped; start the server again"
     assert dead == Found()
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 from typer import Option
 
 from windlass.cli import options as take
+from windlass.cli import parallel
 from windlass.cli import text_options as text
 from windlass.cli.cache_options import CacheArguments
 from windlass.cli.expand import Unset, expanded
@@ -98,6 +99,7 @@ def serve(
     asked: ServeArguments,
     load: take.LoadOptions,
     is_quiet: text.IsQuiet = False,
+    is_parallel: take.TensorParallel = False,
 ) -> int:
     """Answer many clients at once, over HTTP as OpenAI's API has it, in memory that is known beforehand.
 
@@ -106,23 +108,27 @@ def serve(
     """
     model = the_model(named.name, named.model, "model" in unset)
     check_extra()
+    launch = parallel.launch_of(is_parallel, prompt="")
+    is_quiet = parallel.is_quiet(launch, is_quiet)
     from windlass.cli import checks, terminal
 
     checks.check_session(model, load, limits)
     with loading(is_quiet):
         from windlass.hf.load import load as load_model
-        from windlass.serve import run
+        from windlass.serve import run, together
 
     options = options_of(model, limits, asked)
     with loading(is_quiet):
-        loaded = load_model(model, load.dtype, load.device, load.weights)
+        loaded = load_model(model, load.dtype, load.device, load.weights, is_parallel)
     if load.threads is not None:
         import torch
 
         torch.set_num_threads(load.threads)
     say: Callable[[str], None] = terminal.note
-    with terminal.quiet(is_quiet):
-        return run.serve(*loaded, options, say=say)
+    with terminal.quiet(is_quiet), parallel.first_speaks(launch):
+        if launch is None:
+            return run.serve(*loaded, options, say=say)
+        return parallel.parted(launch, together.serve_together(*loaded, options, say))
 
 
 def check_extra() -> None:

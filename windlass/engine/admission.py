@@ -9,7 +9,7 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.engine.lane import is_alike, shares_budget
 from windlass.engine.parts_check import check_parts
-from windlass.engine.request import Failed, Request, Ticket
+from windlass.engine.request import Request, Ticket
 from windlass.engine.row_bytes import RowBytes
 from windlass.engine.status import EngineLimits, QueueFullError
 from windlass.hf.forward import vocabulary_of
@@ -44,14 +44,6 @@ class Admission:
     def remove(self, ticket: Ticket) -> None:
         """It has a row, or nobody waits for it."""
         self.tickets.remove(ticket)
-
-    def late(self) -> list[tuple[Ticket, Failed]]:
-        """Take out those that have waited too long; with how each ends."""
-        found = [(ticket, ticket.late(self._limits.seconds)) for ticket in self.tickets]
-        late = [(ticket, failed) for ticket, failed in found if failed is not None]
-        for ticket, _ in late:
-            self.tickets.remove(ticket)
-        return late
 
     def clear(self) -> None:
         """Nobody waits any more."""

@@ -18,10 +18,11 @@ ALONE: Final = "alone"  # lanes of one request, all together
 
 class Guard:
     """Does work, and counts errors in a row: of all work, and of the steps of each lane. So prompts that are read well
-    do not hide a lane whose steps fail."""
+    do not hide a lane whose steps fail. `is_fatal`: the first error of ours is raised, for other ranks may stand
+    elsewhere then."""
 
-    def __init__(self, totals: Totals) -> None:
-        self._totals = totals
+    def __init__(self, totals: Totals, is_fatal: bool) -> None:
+        self._totals, self._is_fatal = totals, is_fatal
         self._in_a_row = Counter[str | int]()
 
     @property
@@ -45,6 +46,8 @@ class Guard:
             for task in tasks:
                 task.fail(str(error), is_ours=False)
         except Exception as error:
+            if self._is_fatal:
+                raise
             LOG.exception("a step failed")
             self._totals.errors += 1
             self._in_a_row.update(counts)

@@ -18,6 +18,7 @@ from typing import Final, final
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from windlass.cache.across_ranks import check_across_ranks
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import WindlassError
 from windlass.engine.admission import Admission, check_alone, check_kinds, check_request
@@ -33,6 +34,7 @@ from windlass.engine.snapshots import Snapshots
 from windlass.engine.status import EngineDeadError, EngineLimits, EngineStatus
 from windlass.engine.task import Task
 from windlass.engine.totals import Totals
+from windlass.engine.turns import BEAT, Lockstep, Turn
 
 LOG: Final = logging.getLogger("windlass.engine")
 
@@ -64,23 +66,25 @@ class Scheduler(Service):
         self.options = replace_batch(kinds[0])
         self.row_bytes = tuple(RowBytes.of(model, kind) for kind in kinds)
         self._lanes = [Lane(model, kind) for kind in kinds]
+        self._lockstep = Lockstep.of(self._lanes[0].cache)
         self._tasks: list[Task] = []
         self._reading = deque[Task]()
         self._waiting = Admission(self.limits)
         self._snapshots, self._totals = Snapshots(KeptCaches(reuse_bytes), disk), Totals()
         self._changed, self._cancelled = Condition(), set[int]()
-        self._guard, self._number = Guard(self._totals), 0
+        self._guard, self._number = Guard(self._totals, self._lockstep is not None), 0
         self._stops_at: float | None = None
         self._is_dead = False
         self._sizes, self._limit = Sizes(), self.bytes_limit
         self._status = self._told()
         self._threads = torch.get_num_threads()  # each thread has a number of its own
-        self._thread = Thread(target=self._run, name="windlass-engine", daemon=True)
+        self._thread = Thread(target=self.run, name="windlass-engine", daemon=True)
+        self.has_failed = False
+        """Whether it ended by an error."""
 
     @property
     def bytes_limit(self) -> int:
-        """The most that `EngineStatus.bytes_held` can be: rows and prompts that are read, at their largest, and what is
-        kept for reuse."""
+        """The most that `EngineStatus.bytes_held` can be: rows, prompts that are read, and what is kept for reuse."""
         longest = self.limits.prompt_tokens + self.limits.max_tokens
         rows = sum(
             lane.options.batch * each.writing(longest) for lane, each in zip(self._lanes, self.row_bytes, strict=True)
@@ -100,9 +104,14 @@ class Scheduler(Service):
         """Let the engine's thread run."""
         self._thread.start()
 
+    def wait(self) -> None:
+        """Return once the engine's thread has ended."""
+        self._thread.join()
+
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
         kinds = [lane.options for lane in self._lanes]
         check_request(request, self.limits, self._model, kinds, self._snapshots.kept.limit)
+        check_across_ranks(request.options, self._lanes[0].cache.heads)
         with self._changed:
             if self._is_dead or self._stops_at is not None:
                 raise EngineDeadError("the engine has stopped; start the server again")
@@ -136,37 +145,54 @@ class Scheduler(Service):
             self._thread.join()
         self._snapshots.close()
 
-    def _run(self) -> None:
+    def run(self) -> None:
+        """What the thread does; a rank that follows rank 0 calls it in place of `start`, and returns when that ends."""
         torch.set_num_threads(self._threads)
         try:
             self._end(self._served())
         except BaseException:  # whatever it is, nobody is to wait for an engine that has ended
             LOG.exception("the engine ended")
             self._totals.errors += 1
+            self.has_failed = True
             self._end("the engine has failed; see its log")
 
     def _served(self) -> str:
         """Take turns until the end; returns why that is."""
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._has_work or self._stops_at is not None)
-                is_over = self._stops_at is not None and (monotonic() >= self._stops_at or not self._has_work)
-                if not is_over:
-                    self._drop_cancelled()
-            if is_over:
+            turn = self._next_turn()
+            if turn.is_over:
                 return "the engine was stopped"
-            self._turn()
+            with self._changed:
+                self._totals.cancelled += turn.drop(self._tasks, self._waiting)
+            self._retire()
+            self._turn(turn)
             if self._guard.is_over:
+                self.has_failed = True
                 return "the engine has failed; see its log"
             self._status = self._told()
+
+    def _next_turn(self) -> Turn:
+        """Wait until there is something to do, here or on rank 0, which then says what."""
+        lockstep = self._lockstep
+        if lockstep is not None and not lockstep.leads:
+            return lockstep.take(self._waiting.tickets)
+        with self._changed:
+            beat = None if lockstep is None else BEAT
+            self._changed.wait_for(lambda: self._has_work or self._stops_at is not None, beat)
+            is_over = self._stops_at is not None and (monotonic() >= self._stops_at or not self._has_work)
+            turn = Turn.of(is_over, self._waiting.tickets, self._cancelled, self._tasks, self.limits)
+            self._cancelled.clear()
+        if lockstep is not None:
+            lockstep.tell(turn)
+        return turn
 
     @property
     def _has_work(self) -> bool:
         return bool(self._tasks or self._waiting.tickets or self._cancelled)
 
     @torch.no_grad()
-    def _turn(self) -> None:
-        self._admit()
+    def _turn(self, turn: Turn) -> None:
+        self._admit(turn)
         for lane in {id(task.lane): task.lane for task in self._tasks}.values():
             writing = [task for task in self._tasks if task.lane is lane and task.reader is None]
             if writing:
@@ -177,12 +203,6 @@ class Scheduler(Service):
             self._show(task)
             if task.reader is not None:
                 self._reading.append(task)
-        for task in self._tasks:
-            self._check_time(task)
-        with self._changed:
-            late = self._waiting.late()
-        for ticket, failed in late:
-            ticket.put(failed)
         self._retire()
 
     def _write(self, lane: Lane, writing: Sequence[Task]) -> None:
@@ -207,9 +227,9 @@ class Scheduler(Service):
                 LOG.exception("nothing is shown any more")
                 self._watcher = None
 
-    def _admit(self) -> None:
+    def _admit(self, turn: Turn) -> None:
         """Give rows to those that wait, the first first; who waits for one kind holds nobody back of another."""
-        for ticket in list(self._waiting.tickets):
+        for ticket in turn.wanted:
             if len(self._reading) >= self.limits.reading:
                 return
             lane = self._lane_for(ticket.request.options)
@@ -224,6 +244,8 @@ class Scheduler(Service):
                 task = Task(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
             except Exception as error:
                 is_ours = not isinstance(error, WindlassError)
+                if is_ours and self._lockstep is not None:
+                    raise
                 if is_ours:
                     LOG.exception("a request could not begin")
                     self._totals.errors += 1
@@ -241,26 +263,6 @@ class Scheduler(Service):
                 return lane
         alone = sum(task.lane.is_alone for task in self._tasks)
         return Lane(self._model, replace_batch(options), is_alone=True) if alone < self.limits.alone else None
-
-    def _drop_cancelled(self) -> None:
-        """Forget those that nobody waits for any more, in whatever phase."""
-        for task in self._tasks:
-            if task.ticket.number in self._cancelled:
-                task.is_over = True
-                self._totals.cancelled += 1
-        for ticket in list(self._waiting.tickets):
-            if ticket.number in self._cancelled:
-                self._waiting.remove(ticket)
-                self._totals.cancelled += 1
-        self._cancelled.clear()
-        self._retire()
-
-    def _check_time(self, task: Task) -> None:
-        failed, (count, seconds) = task.ticket.late(self.limits.seconds), task.ticket.waiting
-        if failed is not None:
-            task.fail(failed.message, is_ours=False)
-        elif count > self.limits.unread_events and seconds > self.limits.unread_seconds:
-            task.fail("its events were not taken", is_ours=False)
 
     def _retire(self) -> None:
         """Free the rows of those that are over."""

@@ -31,7 +31,8 @@ class Task:
         self.ticket, self.lane, self.row = ticket, lane, row
         self.reader: PromptReader | None = _reader_of(model, ticket.request, snapshots)
         self.cached, self.recomputed = self.reader.cached, 0
-        self.writer = Writer(ticket.request, tokenizer, lane.cache.device)
+        heads = lane.cache.heads
+        self.writer = Writer(ticket.request, tokenizer, lane.cache.device, None if heads is None else heads.ranks)
         self.is_over = False
         self.seen = self.cached
         """Tokens that were read and written so far."""

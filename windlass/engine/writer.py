@@ -7,18 +7,29 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError
+from windlass.engine.agreed import agreed_token
 from windlass.engine.request import Logprob, Piece, Request
 from windlass.engine.result import FinishReason
 from windlass.engine.row import WrittenRow
 from windlass.engine.sampler import Sampler
 from windlass.engine.text import TextStream
+from windlass.parallel.ranks import Ranks
 
 
 class Writer:
-    """Chooses the tokens of one request, by a generator of its own: they are the same in any batch."""
+    """Chooses the tokens of one request, by a generator of its own: they are the same in any batch.
 
-    def __init__(self, request: Request, tokenizer: PreTrainedTokenizerBase, device: torch.device) -> None:
-        self.request = request
+    Of a model on several `ranks`, rank 0 chooses for all of them.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.request, self._ranks = request, ranks
         self._sampler = Sampler(request.sampling, [request.prompt], device)
         self._row = WrittenRow(TextStream.after(tokenizer, request.prompt, request.stops), request.max_tokens)
         self._counts = Counter[int]()
@@ -43,14 +54,21 @@ class Writer:
 
         Raises: UsageError where the grammar allows no token.
         """
-        scores = self._adjusted(logits.float())
-        self._sampler.prepare()
-        token = int(self._sampler.choose(scores[None]))
-        if self.request.grammar is not None:
-            self.request.grammar.accept(token)
+        logprobs: tuple[Logprob, ...] = ()
+
+        def chosen() -> int:
+            nonlocal logprobs
+            scores = self._adjusted(logits.float())
+            self._sampler.prepare()
+            token = int(self._sampler.choose(scores[None]))
+            if self.request.grammar is not None:
+                self.request.grammar.accept(token)
+            logprobs = self._logprobs(scores, token)
+            return token
+
+        token = agreed_token(self._ranks, chosen)
         self._counts[token] += 1
-        text = self._row.taken(self._row.step(token))
-        return Piece(token, text, self._logprobs(scores, token))
+        return Piece(token, self._row.taken(self._row.step(token)), logprobs)
 
     def _adjusted(self, scores: Tensor) -> Tensor:
         """Penalties as OpenAI defines them: of what the text has written, not of its prompt."""

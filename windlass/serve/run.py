@@ -77,10 +77,17 @@ def started_service(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher
 ) -> Service:
     """The engine, which runs already."""
-    disk = None if asked.reuse_folder is None else DiskTier(asked.reuse_folder, asked.disk_bytes, model)
-    scheduler = Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher, disk)
+    scheduler = scheduler_of(model, tokenizer, asked, watcher)
     scheduler.start()
     return scheduler
+
+
+def scheduler_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, watcher: Watcher | None
+) -> Scheduler:
+    """The engine, which is still to be started."""
+    disk = None if asked.reuse_folder is None else DiskTier(asked.reuse_folder, asked.disk_bytes, model)
+    return Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher, disk)
 
 
 def serve(
