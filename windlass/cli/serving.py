@@ -14,6 +14,7 @@ from windlass.cli.cache_options import CacheArguments
 from windlass.cli.expand import Unset, expanded
 from windlass.cli.given import the_model
 from windlass.cli.loading import loading
+from windlass.cli.ray_options import LOCAL, RayAddress, RayArguments, check_ray
 from windlass.core.errors import UsageError
 from windlass.core.spec import parse_bytes
 
@@ -46,6 +47,15 @@ Reuse = Annotated[
 IsShown = Annotated[
     bool, Option("--view", help="Show on the page at / what each text's cache holds, to all who may send requests.")
 ]
+Replicas = Annotated[
+    int | None,
+    Option(
+        "--replicas",
+        min=1,
+        max=4096,
+        help="As many processes, each with a model of its own, behind one address; through Ray, see --ray.",
+    ),
+]
 StopSeconds = Annotated[
     float, Option("--stop-seconds", min=0, max=3600, help="Time for requests under way, once the server is to end.")
 ]
@@ -66,6 +76,8 @@ class ServeArguments:
     reuse: Reuse = None
     stop_seconds: StopSeconds = 10.0
     is_shown: IsShown = False
+    replicas: Replicas = None
+    ray: RayAddress = None
 
 
 @expanded
@@ -85,6 +97,7 @@ def serve(
     """
     model = the_model(named.name, named.model, "model" in unset)
     check_extra()
+    check_replicas(asked)
     from windlass.cli import checks, terminal
 
     checks.check_session(model, load, limits)
@@ -93,6 +106,11 @@ def serve(
         from windlass.serve import run
 
     options = options_of(model, limits, asked)
+    if asked.replicas is not None:
+        from windlass.cli.replicas import serve_replicas
+
+        with terminal.quiet(is_quiet):
+            return serve_replicas(model, load, options, asked.replicas, asked.ray or LOCAL)
     with loading(is_quiet):
         loaded = load_model(model, load.dtype, load.device, load.weights)
     if load.threads is not None:
@@ -109,6 +127,17 @@ def check_extra() -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"`windlass serve` needs {', '.join(missing)}; pip install 'windlass[serve]'")
+
+
+def check_replicas(asked: ServeArguments) -> None:
+    """Raises: UsageError for options of replicas that do not go together."""
+    if asked.replicas is None:
+        if asked.ray is not None:
+            raise UsageError("--ray goes with --replicas; say how many")
+        return
+    check_ray(RayArguments(asked.ray or LOCAL))
+    if asked.is_shown:
+        raise UsageError("--view shows one server, and --replicas makes several; leave one of them out")
 
 
 def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "ServeOptions":
