@@ -17,6 +17,7 @@ from windlass.core.errors import UsageError
 LOCAL: Final = "local"
 # Ray's ports are open to all networks, whatever the address of its node, so our own asks for a token.
 MODE, TOKEN, ASKS = "RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "token"
+NICENESS: Final = "RAY_worker_niceness"  # 15 unless said: beside other programs such workers hardly run
 STORE_BYTES: Final = 128 << 20  # what goes between processes are lines of results, and settings
 
 
@@ -32,6 +33,7 @@ def connected(address: str, cpus: int | None = None) -> Iterator[None]:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     if address == LOCAL:
+        os.environ.setdefault(NICENESS, "0")
         if "ray" in sys.modules and os.environ.get(MODE) != ASKS:
             raise UsageError(
                 f"Ray was imported before a token was set, and would be open to the network; set {MODE}={ASKS} and "
