@@ -12,6 +12,7 @@ PACKAGE = Path(windlass.__file__).parent
 # floor do not know each other.
 FLOORS = (
     ("cli",),
+    ("ray",),
     ("serve", "evals"),
     ("view",),
     ("testing",),
@@ -115,6 +116,15 @@ def test_no_circle_inside_a_room() -> None:
 def test_transformers_stays_above_the_cache() -> None:
     outside = {name for name in imports_of(PACKAGE)[1] if name.split(".")[0] not in KNOWS_TRANSFORMERS}
     assert outside == set()
+
+
+def test_ray_stays_in_its_room_and_is_imported_when_it_is_asked_for() -> None:
+    for path in PACKAGE.rglob("*.py"):
+        if path.parent != PACKAGE / "ray":
+            tree = ast.parse(path.read_text())
+            at_top = ast.Module([each for each in tree.body if isinstance(each, ast.Import | ast.ImportFrom)], [])
+            assert not [each for each in _imported(tree) if each.split(".")[0] == "ray"], path
+            assert not [each for each in _imported(at_top) if each.startswith("windlass.ray")], path
 
 
 def test_files_are_few_at_the_top_and_short() -> None:

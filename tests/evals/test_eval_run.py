@@ -19,12 +19,14 @@ from tests.helpers.cli import Ran, assert_refused
 from tests.helpers.models import MODEL
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
-from windlass.evals import Sample, Turn, sweep
+from windlass.evals import Sample, Turn
 from windlass.evals.case import Case
 from windlass.evals.filler import NOVEL
 from windlass.evals.fit import Fitted, SampleSpec, fit
 from windlass.evals.grid import Lists, grid_of
 from windlass.evals.measure import STRIDE, answered, cache_of, predicted
+from windlass.evals.planned import PlannedCase
+from windlass.evals.runner import Runner
 from windlass.evals.tasks import NAMES
 from windlass.evals.tasks.multiturn import Multiturn
 from windlass.evals.tasks.niah import ABOVE, Needles
@@ -85,12 +87,12 @@ def test_a_stopped_run_goes_on(run: Callable[..., Ran], output: Path, monkeypatc
     assert run(*both).code == 0
     whole = output.read_bytes()
     assert len(lines(output)) == 1 + 5
-    ask = sweep.Runner.measured
+    ask = Runner.measured
     # Nothing is run again.
-    monkeypatch.setattr(sweep.Runner, "measured", Mock(side_effect=AssertionError))
+    monkeypatch.setattr(Runner, "measured", Mock(side_effect=AssertionError))
     assert run(*both).code == 0
     assert output.read_bytes() == whole
-    monkeypatch.setattr(sweep.Runner, "measured", ask)
+    monkeypatch.setattr(Runner, "measured", ask)
     # Killed in the middle of the third question on one text.
     rows = whole.split(b"\n")
     place = next(place for place, row in enumerate(rows) if b'"turn": 2' in row)
@@ -149,15 +151,15 @@ def test_what_layers_share_is_not_shared_by_texts(run: Callable[..., Ran], outpu
 
 def test_a_batch_is_gone_on_with(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
     given = ("eval", MODEL, *QUICK, "--budgets", "24", "--policies", "recent", "--samples", "5", "-o", str(output))
-    ask, batches = sweep.Runner.measured, []
+    ask, batches = Runner.measured, []
 
-    def interrupted(runner: sweep.Runner, batch: list[sweep.PlannedCase]) -> list[Case]:
+    def interrupted(runner: Runner, batch: list[PlannedCase]) -> list[Case]:
         batches.append([case.spec.number for case in batch])
         if len(batches) == 2:
             raise KeyboardInterrupt
         return ask(runner, batch)
 
-    monkeypatch.setattr(sweep.Runner, "measured", interrupted)
+    monkeypatch.setattr(Runner, "measured", interrupted)
     ran = run(*given, "--batch", "2")
     assert ran.err == "interrupted; 2 of 5 cases are done; the same command goes on from here\n"
     assert run(*given, "--batch", "4").code == 0
@@ -166,15 +168,15 @@ def test_a_batch_is_gone_on_with(run: Callable[..., Ran], output: Path, monkeypa
 
 
 def test_an_interrupt_leaves_whole_lines(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
-    ask, count = sweep.Runner.measured, []
+    ask, count = Runner.measured, []
 
-    def interrupted(runner: sweep.Runner, batch: list[sweep.PlannedCase]) -> list[Case]:
+    def interrupted(runner: Runner, batch: list[PlannedCase]) -> list[Case]:
         count.append(1)
         if len(count) == 3:
             raise KeyboardInterrupt
         return ask(runner, batch)
 
-    monkeypatch.setattr(sweep.Runner, "measured", interrupted)
+    monkeypatch.setattr(Runner, "measured", interrupted)
     given = ("eval", MODEL, *QUICK, "--budgets", "24", "--samples", "2", "-o", str(output))
     ran = run(*given)
     assert ran.code == 130

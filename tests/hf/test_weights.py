@@ -15,8 +15,8 @@ from tests.helpers.models import read
 from windlass import KVCache, UsageError, prompt_cache
 from windlass.cli.app import main
 from windlass.core.errors import PromptCacheError, WindlassWarning
+from windlass.evals.runner import header_of
 from windlass.evals.speed.timer import weight_bytes
-from windlass.evals.sweep import header_of
 from windlass.hf import names
 from windlass.hf.fingerprint import fingerprint
 from windlass.hf.weights import labelled, name_of, parameter_count, quantize, stored_bytes

@@ -14,16 +14,14 @@ import typer
 from typer import Option
 
 from windlass.cli import calibration_options as calibration
-from windlass.cli import eval_options as evals
+from windlass.cli import measuring, serving, text_commands, view_command
 from windlass.cli import options as take
-from windlass.cli import serving, text_commands, view_command
 from windlass.cli import text_options as text
 from windlass.cli.cache_options import Chunk
-from windlass.cli.expand import Unset, expanded
-from windlass.cli.given import the_model
+from windlass.cli.expand import expanded
 from windlass.cli.group import Commands
 from windlass.cli.loading import INTERRUPTED, INTERRUPTED_LINE, loading
-from windlass.cli.tune_options import TuneArguments, TuneSize, TuneText
+from windlass.cli.ray_options import WithRay
 from windlass.core.errors import UsageError, WindlassError
 
 app = typer.Typer(
@@ -124,7 +122,7 @@ def demo(
 for each in (text_commands.generate, text_commands.chat, view_command.view):
     app.command()(each)
 app.command("cache")(text_commands.cache)
-app.command()(serving.serve)
+app.command(cls=WithRay)(serving.serve)
 
 
 @app.command()
@@ -176,84 +174,9 @@ def bench(
         return show.bench(request, output, form)
 
 
-@app.command("eval")
-@expanded
-def evaluate(
-    unset: Unset,
-    named: text.ModelArguments,
-    output: evals.ResultsOut,
-    lists: evals.EvalLists,
-    *,
-    samples: take.Samples = 20,
-    is_aware: evals.IsAware = False,
-    batch: evals.EvalBatch = 1,
-    seed: take.Seed = 0,
-    load: take.LoadOptions,
-    is_quiet: text.IsQuiet = False,
-) -> int:
-    """Measure what a model still finds in texts that its cache has compressed; lists (a,b) make every combination.
-
-    A run that was stopped goes on where it was when the command is given again.
-    """
-    model = the_model(named.name, named.model, "model" in unset)
-    from windlass.cli import checks, terminal
-
-    checks.check_eval(lists, output)
-    checks.check_model(model, load)
-    with loading():
-        from windlass.cli import evaluation
-        from windlass.evals.grid import Lists
-        from windlass.evals.sweep import EvalOptions
-
-    typed = Lists(lists.tasks, lists.lengths, lists.of_cache, lists.depth)
-    with terminal.quiet(is_quiet):
-        loaded = load.dtype, load.threads, load.device, batch, load.weights
-        return evaluation.evaluate(EvalOptions(model, typed, samples, seed, is_aware, output, *loaded))
-
-
-@app.command()
-@expanded
-def tune(
-    unset: Unset,
-    named: text.ModelArguments,
-    tuned_text: TuneText,
-    size: TuneSize,
-    asked: TuneArguments,
-    load: take.LoadOptions,
-) -> int:
-    """Find the policy, store and positions that serve a model and your texts best in so many bytes.
-
-    A run that was stopped goes on where it was when the command is given again.
-    """
-    model = the_model(named.name, named.model, "model" in unset)
-    from windlass.cli import checks
-    from windlass.core.spec import parse_bytes
-
-    parse_bytes("--bytes", size)
-    checks.check_text(tuned_text, f"text {tuned_text}")
-    checks.check_model(model, load)
-    with loading():
-        from windlass.cli import tune as run
-
-    return run.tune(run.options_of(model, tuned_text, size, asked, load))
-
-
-@app.command()
-def report(results: take.Results, output: take.Page = Path("report.html")) -> int:
-    """Make one HTML page, and figures as PNG, of results that `windlass eval` wrote."""
-    from windlass.cli import terminal
-
-    with loading():
-        from windlass.evals.report.make import write_report
-
-    written = write_report(results, output)
-    for line in written.notes:
-        terminal.note(f"windlass: note: {line}")
-    counted = f"{written.cases:,} case{'' if written.cases == 1 else 's'}"
-    if written.figures:
-        counted += f", {written.figures} figure{'' if written.figures == 1 else 's'}, also in {written.folder}"
-    terminal.say(f"{written.page}: {counted}\n")
-    return 0
+app.command("eval", cls=WithRay)(measuring.evaluate)
+app.command("tune", cls=WithRay)(measuring.tune)
+app.command()(measuring.report)
 
 
 @app.command()

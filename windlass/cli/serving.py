@@ -15,6 +15,7 @@ from windlass.cli.cache_options import CacheArguments
 from windlass.cli.expand import Unset, expanded
 from windlass.cli.given import the_model
 from windlass.cli.loading import loading
+from windlass.cli.ray_options import LOCAL, RayAddress, RayArguments, check_ray
 from windlass.core.errors import UsageError
 from windlass.core.spec import parse_bytes
 
@@ -64,6 +65,15 @@ Disk = Annotated[str, Option("--disk", metavar="SIZE", help="Most bytes of all f
 IsShown = Annotated[
     bool, Option("--view", help="Show on the page at / what each text's cache holds, to all who may send requests.")
 ]
+Replicas = Annotated[
+    int | None,
+    Option(
+        "--replicas",
+        min=1,
+        max=4096,
+        help="As many processes, each with a model of its own, behind one address; through Ray, see --ray.",
+    ),
+]
 StopSeconds = Annotated[
     float, Option("--stop-seconds", min=0, max=3600, help="Time for requests under way, once the server is to end.")
 ]
@@ -88,6 +98,8 @@ class ServeArguments:
     is_shown: IsShown = False
     reuse_folder: ReuseFolder = None
     disk: Disk = "1GiB"
+    replicas: Replicas = None
+    ray: RayAddress = None
 
 
 @expanded
@@ -110,6 +122,7 @@ def serve(
     check_extra()
     launch = parallel.launch_of(is_parallel, prompt="")
     is_quiet = parallel.is_quiet(launch, is_quiet)
+    check_replicas(asked, is_parallel)
     from windlass.cli import checks, terminal
 
     checks.check_session(model, load, limits)
@@ -118,6 +131,11 @@ def serve(
         from windlass.serve import run, together
 
     options = options_of(model, limits, asked)
+    if asked.replicas is not None:
+        from windlass.cli.replicas import serve_replicas
+
+        with terminal.quiet(is_quiet):
+            return serve_replicas(model, load, options, asked.replicas, asked.ray or LOCAL)
     with loading(is_quiet):
         loaded = load_model(model, load.dtype, load.device, load.weights, is_parallel)
     if load.threads is not None:
@@ -136,6 +154,21 @@ def check_extra() -> None:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise UsageError(f"`windlass serve` needs {', '.join(missing)}; pip install 'windlass[serve]'")
+
+
+def check_replicas(asked: ServeArguments, is_parallel: bool) -> None:
+    """Raises: UsageError for options of replicas that do not go together."""
+    if asked.replicas is None:
+        if asked.ray is not None:
+            raise UsageError("--ray goes with --replicas; say how many")
+        return
+    check_ray(RayArguments(asked.ray or LOCAL))
+    if asked.is_shown:
+        raise UsageError("--view shows one server, and --replicas makes several; leave one of them out")
+    if asked.reuse_folder is not None:
+        raise UsageError("--reuse-folder is of one server, and --replicas makes several; leave one of them out")
+    if is_parallel:
+        raise UsageError("--tensor-parallel and --replicas can't be combined; leave one of them out")
 
 
 def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "ServeOptions":

@@ -1,5 +1,6 @@
 """`windlass tune`: what it shows while it measures, and the verdict at its end."""
 
+from contextlib import ExitStack
 from pathlib import Path
 
 from rich.box import SIMPLE
@@ -7,8 +8,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from windlass.cli.loading import INTERRUPTED
+from windlass.cli.loading import INTERRUPTED, loading
 from windlass.cli.options import LoadOptions
+from windlass.cli.ray_options import RayArguments
+from windlass.cli.spread import executor_of
 from windlass.cli.terminal import note, progress, say
 from windlass.cli.tune_options import TuneArguments
 from windlass.core.spec import parse_bytes
@@ -40,14 +43,28 @@ def options_of(model: str, text: Path, size: str, asked: TuneArguments, load: Lo
     )
 
 
-def tune(options: TuneOptions) -> int:
+def tune(options: TuneOptions, spread: RayArguments) -> int:
     """Measure the candidates, and show who did best and the line to paste; returns the exit code.
 
     Ctrl-C leaves whole lines, and the same command goes on from there.
 
     Raises: WindlassError for what cannot be honoured, before anything is run.
     """
-    tuning = Tuning(options, note)
+    is_complete, notes = True, list[str]()
+    with ExitStack() as stack:
+        with loading():
+            tuning = Tuning(options, notes.append, stack.enter_context(executor_of(options, spread, note)))
+        for line in notes:
+            note(line)
+        if not tuning.is_whole:
+            note(
+                f"{len(tuning.settings)} candidates on texts of {tuning.length:,} tokens; results go to {tuning.output}"
+            )
+            with progress("cases", speed_s=SPEED_S) as bars:
+                bar = bars.add_task("", total=None)
+                is_complete = tuning.run(
+                    lambda done, total, what: bars.update(bar, completed=done, total=total, description=what)
+                )
     if tuning.is_whole:
         whole = min(tuning.settings, key=lambda each: each.options.store.name != "plain")
         say(
@@ -56,12 +73,6 @@ def tune(options: TuneOptions) -> int:
             f"one, and --length.\n\n    {_command(options, Ranked(whole, {}, {}, None, 0))}\n"
         )
         return 0
-    note(f"{len(tuning.settings)} candidates on texts of {tuning.length:,} tokens; results go to {tuning.output}")
-    with progress("cases", speed_s=SPEED_S) as bars:
-        bar = bars.add_task("", total=None)
-        is_complete = tuning.run(
-            lambda done, total, what: bars.update(bar, completed=done, total=total, description=what)
-        )
     ranking, full = tuning.ranking, tuning.full
     if ranking:
         # A pipe gets whole lines, whatever the width of a terminal.

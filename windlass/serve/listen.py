@@ -8,6 +8,7 @@ from types import FrameType
 from typing import Final
 
 import uvicorn
+from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from windlass.core.errors import UsageError
@@ -66,28 +67,36 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
+def address_of(host: str, listener: socket.socket) -> str:
+    """What clients call it: `"http://127.0.0.1:8000"`."""
+    return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
+
+
+def config_of(app: ASGIApp) -> uvicorn.Config:
+    """How `app` is listened for."""
+    return uvicorn.Config(
+        app,
+        http=PromptProtocol,
+        ws="none",
+        loop="asyncio",
+        lifespan="off",
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        proxy_headers=False,
+        server_header=False,
+        limit_concurrency=CONNECTIONS,
+        timeout_keep_alive=30,
+        timeout_graceful_shutdown=CUT_SECONDS,
+        h11_max_incomplete_event_size=HEAD_BYTES,
+    )
+
+
 class HttpServer(uvicorn.Server):
     """Runs until a signal comes: then no request is admitted, and those under way are finished or cut."""
 
     def __init__(self, server: Server, page: ViewApp | None = None) -> None:
-        super().__init__(
-            uvicorn.Config(
-                make_app(server, page),
-                http=PromptProtocol,
-                ws="none",
-                loop="asyncio",
-                lifespan="off",
-                log_config=None,
-                log_level="critical",
-                access_log=False,
-                proxy_headers=False,
-                server_header=False,
-                limit_concurrency=CONNECTIONS,
-                timeout_keep_alive=30,
-                timeout_graceful_shutdown=CUT_SECONDS,
-                h11_max_incomplete_event_size=HEAD_BYTES,
-            )
-        )
+        super().__init__(config_of(make_app(server, page)))
         self._server, self._is_ending = server, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:

@@ -17,7 +17,7 @@ from windlass.engine.scheduler import Scheduler
 from windlass.engine.service import Service, Watcher
 from windlass.engine.status import EngineLimits
 from windlass.hf.forward import vocabulary_of
-from windlass.serve.listen import HttpServer, bound, check_address, hosts_of
+from windlass.serve.listen import HttpServer, address_of, bound, check_address, hosts_of
 from windlass.serve.server import Server
 from windlass.serve.settings import ServerSettings
 from windlass.serve.words import Words
@@ -90,6 +90,14 @@ def scheduler_of(
     return Scheduler(model, tokenizer, asked.all_rows, asked.limits, asked.reuse_bytes, watcher, disk)
 
 
+def server_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, service: Service, watch: Watch
+) -> HttpServer:
+    """The server of an engine that runs, not yet on a socket."""
+    words = Words(tokenizer, end_of_text(model), vocabulary_of(model))
+    return HttpServer(Server(service, words, asked.settings), ViewApp(watch, tokenizer, service.status, asked.is_shown))
+
+
 def serve(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
@@ -106,13 +114,10 @@ def serve(
         watch = Watch()
         service = started(model, tokenizer, asked, watch)
         try:
-            words = Words(tokenizer, end_of_text(model), vocabulary_of(model))
-            page = ViewApp(watch, tokenizer, service.status, asked.is_shown)
-            http = HttpServer(Server(service, words, asked.settings), page)
+            http = server_of(model, tokenizer, asked, service, watch)
             limit, rows = service.status().bytes_limit, service.status().total_rows
-            shown = f"[{asked.host}]" if ":" in asked.host else asked.host
             listener.listen()  # from here on clients can connect; they are answered in a moment
-            say(f"http://{shown}:{listener.getsockname()[1]}/v1 ({asked.name}, {rows} rows, {limit:,} bytes)")
+            say(f"{address_of(asked.host, listener)}/v1 ({asked.name}, {rows} rows, {limit:,} bytes)")
             http.run(sockets=[listener])
         finally:
             service.stop()
