@@ -8,8 +8,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
+from windlass import UsageError
 from windlass.cache.state import CacheState
-from windlass.engine import task, turns
+from windlass.engine import scheduler, task, turns
 from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Piece
 from windlass.engine.scheduler import Scheduler
@@ -115,6 +116,28 @@ def test_a_request_that_cannot_begin_is_told_and_no_other(
         assert last.is_ours
         assert tokens_of(engine.submit(request_of(other, 7))) == alone(model, other, options_of(), 7)
         wait_for(lambda: engine.status().free_rows == 2)
+
+
+@pytest.mark.parametrize("error", [UsageError("never"), RuntimeError("never")])
+def test_a_request_for_which_no_row_can_be_made_is_told_and_no_other(
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    attached_model: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Text,
+) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise error
+
+    model, (ids, other) = attached_model("llama"), rows_of(text, 19, 30)
+    with running(model, tokenizer, rows=2) as engine:
+        monkeypatch.setattr(scheduler, "Lane", broken)
+        last = events_of(engine.submit(request_of(ids, options=options_of(budget=23))))[-1]
+        assert isinstance(last, Failed)
+        assert last.is_ours == isinstance(error, RuntimeError)
+        assert tokens_of(engine.submit(request_of(other, 7))) == alone(model, other, options_of(), 7)
+        wait_for(lambda: engine.status().free_rows == 2)
+        assert engine.status().queued == 0
 
 
 def test_an_engine_that_ends_by_an_error_of_its_own_tells_all(

@@ -232,16 +232,15 @@ class Scheduler(Service):
         for ticket in turn.wanted:
             if len(self._reading) >= self.limits.reading:
                 return
-            lane = self._lane_for(ticket.request.options)
-            row = None if lane is None else lane.take()
-            if lane is None or row is None:
-                continue
-            with self._changed:
-                self._waiting.remove(ticket)
+            lane = row = None
             try:
-                if lane.is_alone:
-                    check_alone(self._model, ticket.request, self.limits)
+                lane = self._lane_for(ticket.request)
+                row = None if lane is None else lane.take()
+                if lane is None or row is None:
+                    continue
                 task = Task(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
+                self._tasks.append(task)
+                self._reading.append(task)
             except Exception as error:
                 is_ours = not isinstance(error, WindlassError)
                 if is_ours and self._lockstep is not None:
@@ -249,20 +248,21 @@ class Scheduler(Service):
                 if is_ours:
                     LOG.exception("a request could not begin")
                     self._totals.errors += 1
-                told = f"the engine failed: {type(error).__name__}" if is_ours else str(error)
-                ticket.put(Failed(told, is_ours))
-                lane.give_back(row)
-                continue
-            self._tasks.append(task)
-            self._reading.append(task)
+                ticket.put(Failed(f"the engine failed: {type(error).__name__}" if is_ours else str(error), is_ours))
+                if lane is not None and row is not None:
+                    lane.give_back(row)
+            with self._changed:
+                self._waiting.remove(ticket)
 
-    def _lane_for(self, options: CacheOptions) -> Lane | None:
-        """The lane that serves these options, or one of its own; None while no more of these may be."""
+    def _lane_for(self, request: Request) -> Lane | None:
+        """The lane of such requests, or one for this one; None while no more of these may be. Raises: WindlassError."""
         for lane in self._lanes:
-            if lane.serves(options):
+            if lane.serves(request.options):
                 return lane
-        alone = sum(task.lane.is_alone for task in self._tasks)
-        return Lane(self._model, replace_batch(options), is_alone=True) if alone < self.limits.alone else None
+        if sum(task.lane.is_alone for task in self._tasks) >= self.limits.alone:
+            return None
+        check_alone(self._model, request, self.limits)
+        return Lane(self._model, replace_batch(request.options), is_alone=True)
 
     def _retire(self) -> None:
         """Free the rows of those that are over."""
