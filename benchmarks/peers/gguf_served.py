@@ -9,9 +9,8 @@ import argparse
 import json
 from pathlib import Path
 
-import numpy as np
-from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, TokenType
-from peers.gguf_weights import gguf_name, paired, tensors_in
+from gguf import GGUFWriter, LlamaFileType, TokenType
+from peers.gguf_weights import write_tensors
 
 
 def write_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
@@ -48,18 +47,7 @@ def write_model(folder: Path, file: Path) -> None:
     writer.add_vocab_size(config["vocab_size"])
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     write_tokenizer(writer, folder, config["vocab_size"])
-    for name, bits in tensors_in(folder / "model.safetensors"):
-        if bits.ndim == 1:
-            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
-            continue
-        if "q_proj" in name or "k_proj" in name:
-            bits = paired(bits, heads if "q_proj" in name else kv_heads)
-        octets = np.ascontiguousarray(bits).view(np.uint8)
-        writer.add_tensor(gguf_name(name), octets, raw_dtype=GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, folder / "model.safetensors", heads, kv_heads)
 
 
 if __name__ == "__main__":

@@ -60,6 +60,22 @@ def paired(rows: np.ndarray, heads: int) -> np.ndarray:
     return halves.swapaxes(1, 2).reshape(rows.shape)
 
 
+def write_tensors(writer: GGUFWriter, path: Path, heads: int, kv_heads: int) -> None:
+    """Write what the writer was told, and the tensors of a safetensors file; then close it."""
+    for name, bits in tensors_in(path):
+        if bits.ndim == 1:
+            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
+            continue
+        if "q_proj" in name or "k_proj" in name:
+            bits = paired(bits, heads if "q_proj" in name else kv_heads)
+        octets = np.ascontiguousarray(bits).view(np.uint8)
+        writer.add_tensor(gguf_name(name), octets, raw_dtype=GGMLQuantizationType.BF16)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
 def write_gguf(shape: Shape) -> None:
     """Write `model.gguf` into the folder of the shape, unless it is there."""
     path = shape.folder / "model.gguf"
@@ -82,18 +98,7 @@ def write_gguf(shape: Shape) -> None:
     writer.add_vocab_size(shape.vocabulary)
     writer.add_file_type(LlamaFileType.MOSTLY_BF16)
     writer.add_tokenizer_model("no_vocab")
-    for name, bits in tensors_in(shape.folder / "model.safetensors"):
-        if bits.ndim == 1:
-            writer.add_tensor(gguf_name(name), (bits.astype(np.uint32) << 16).view(np.float32))
-            continue
-        if "q_proj" in name or "k_proj" in name:
-            bits = paired(bits, shape.heads if "q_proj" in name else shape.kv_heads)
-        octets = np.ascontiguousarray(bits).view(np.uint8)
-        writer.add_tensor(gguf_name(name), octets, raw_dtype=GGMLQuantizationType.BF16)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    write_tensors(writer, shape.folder / "model.safetensors", shape.heads, shape.kv_heads)
     unfinished.rename(path)
 
 

@@ -113,6 +113,8 @@ def test_a_key_is_the_session_or_the_user_or_how_a_prompt_begins() -> None:
     assert key({"prompt": "x", "user": "ann"}, x_session_id="7") == "session 7"
     assert key({"prompt": "a" * 1024 + "b"}) == key({"prompt": "a" * 1024 + "c"}) != key({"prompt": "a" * 1023 + "b"})
     assert key({"prompt": [[5, 6]]}) == "prompt [[5, 6]]"
+    assert key({"input": [system, first, *more]}) == turns[0]
+    assert key({"input": "x"}) == key({"prompt": "x"})
     for broken in (
         "",
         "{",
@@ -159,6 +161,7 @@ def test_a_session_stays_and_answers_come_through_as_they_are() -> None:
             ("/replicas/x/", 404),
             ("/metrics", 404),
             ("/v1/cache", 404),
+            ("/v1/cache/0123", 404),
         ):
             assert ask(front.port, path).status == status
         assert ask(front.port, "/health").document == {"status": "ok", "replicas": {"0": "ok", "1": "ok", "2": "ok"}}

@@ -31,8 +31,8 @@ def key_of(headers: Mapping[str, str], body: bytes) -> str:
         return ""
     if isinstance(given.get("user"), str) and given["user"]:
         return f"user {given['user']}"
-    said = next((given[name] for name in ("messages", "input", "prompt") if name in given), "")
-    begun = _opening(said) if isinstance(said, list) and "prompt" not in given else said
+    turns = next((given[name] for name in ("messages", "input") if isinstance(given.get(name), list)), None)
+    begun = given.get("prompt", given.get("input", "")) if turns is None else _opening(turns)
     return "prompt " + (begun if isinstance(begun, str) else json.dumps(begun))[:PREFIX]
 
 
