@@ -10,6 +10,7 @@ import typer
 
 from tests.helpers.bad_files import FILES
 from windlass.cli.app import app
+from windlass.cli.ray_options import RAY
 
 # What a command needs beside the option that is tried.
 WORKING = {
@@ -220,7 +221,8 @@ def _of_every_option() -> Iterator[tuple[str, str]]:
             flag = max((each for each in option.opts if each.startswith("-")), key=len, default="")
             if not flag or option.is_flag:
                 continue
-            yield f"{start} {flag}", f"{flag}' requires an argument"
+            if flag != RAY:  # it may stand alone
+                yield f"{start} {flag}", f"{flag}' requires an argument"
             kind = option.type_descriptor.annotation
             if kind in (int, float):
                 wrong = NO_NUMBERS + (NO_WHOLE_NUMBERS if kind is int else ())

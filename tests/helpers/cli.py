@@ -45,8 +45,10 @@ def run(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @cache
-def _loaded(name: str, dtype: str, device: str, weights: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    return load(name, dtype, device, weights)
+def _loaded(
+    name: str, dtype: str, device: str, weights: str, is_parallel: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    return load(name, dtype, device, weights, is_parallel)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,8 @@ TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
 
 def recalling(model: PreTrainedModel, **options: Any) -> KVCache:
     """A cache of 11 slots that recalls up to 96 tokens."""
-    usual: dict[str, Any] = {"budget": 11, "sinks": 2, "window": 3, "chunk": 13, "recall": 96, "recall_store": "plain"}
+    usual: dict[str, Any] = {"budget": 11, "sinks": 2, "window": 3, "chunk": 13, "recall": 96}
+    usual |= {"recall_store": "plain"} if options.get("recall", 96) else {}
     return KVCache(model, **usual | options)
 
 

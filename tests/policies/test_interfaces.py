@@ -163,7 +163,7 @@ def test_every_policy_file_is_named_and_public() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and "score" in {getattr(each, "name", "") for each in node.body}:
                 found[path.stem] = node.name
-    del found["base"]
+    del found["base"], found["across_ranks"]  # made by nobody: what a policy is, and what sums one over processes
     assert {name: kind.__name__ for name, kind in (NAMES | WRAPPERS | FROM_FILES).items()} == found
     for name in found.values():
         assert getattr(windlass.policies, name).__name__ == name

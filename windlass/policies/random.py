@@ -26,8 +26,9 @@ class Random(Policy):
 
     def score(self, slots: Slots) -> Scores:
         positions = slots.positions.long()
-        numbers = range(positions.shape[1]) if slots.heads is None else slots.heads
-        heads = torch.tensor(list(numbers), device=positions.device)[None, :, None]
+        numbers = [torch.arange(head, head + 1, device=positions.device) for head in slots.heads or ()]
+        heads = torch.cat(numbers) if numbers else torch.arange(positions.shape[1], device=positions.device)
+        heads = heads[None, :, None]
         draw = _hash(positions + _hash(slots.next_positions.long()[:, None, None] + _hash(heads + self.seed)))
         score = draw.float() / 2**32
         if self.keep_prompt:
