@@ -17,14 +17,12 @@ SETTING = ("length", "policy", "asked_budget", "shares", "merge", "positions")
 NONE = {"shares": "none", "merge": "none", "positions": "original"}
 
 
-def settings_of(files: list[Path]) -> dict[tuple[object, ...], dict[int, list[float]]]:
+def settings_of(file: Path) -> dict[tuple[object, ...], dict[int, list[float]]]:
     """The scores of each text, by task and setting."""
     found: dict[tuple[object, ...], dict[int, list[float]]] = {}
-    for file in files:
-        for text in file.read_text().splitlines():
-            line = json.loads(text)
-            if line["kind"] != "case":
-                continue
+    for text in file.read_text().splitlines():
+        line = json.loads(text)
+        if line["kind"] == "case":
             task = re.sub(r"\(.*\)|^.*:", "", line["task"])
             key = (task, *(line.get(name, NONE.get(name)) for name in SETTING))
             found.setdefault(key, {}).setdefault(line["sample"], []).append(line["score"])
@@ -34,9 +32,10 @@ def settings_of(files: list[Path]) -> dict[tuple[object, ...], dict[int, list[fl
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", nargs="+", type=Path)
-    for key, texts in settings_of(parser.parse_args().files).items():
+    cells = [(file.stem, *cell) for file in parser.parse_args().files for cell in settings_of(file).items()]
+    for run, key, texts in cells:
         score = fmean(fmean(scores) for scores in texts.values())
-        line = {"model": "finder-3m", **dict(zip(("task", *SETTING), key, strict=True))}
+        line = {"model": "finder-3m", "run": run, **dict(zip(("task", *SETTING), key, strict=True))}
         line["budget"] = line.pop("asked_budget")
         line |= {"samples": len(texts), "score": round(score, 4), "interval": wilson(score, len(texts))}
         print(json.dumps(line))

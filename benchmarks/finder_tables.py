@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable
 
-from samples import chosen, lines_of, scored, shown
+from samples import chosen, scored, shown
 
 from windlass.evals.report.markdown import table
 
@@ -24,7 +24,7 @@ def finder(budget: str) -> Callable[[], str]:
     """What finder-3m finds at a budget on every task, by policy, and the share of what its full cache finds."""
 
     def make() -> str:
-        lines = chosen("finder", merge="none", positions="original", length=1000)
+        lines = chosen("finder", run="policies")
         full = {line["task"]: line for line in lines if line["budget"] == "all"}
         cells: dict[str, dict[str, str]] = {"full cache": {task: scored(line) for task, line in full.items()}}
         for line in lines:
@@ -41,14 +41,10 @@ def finder(budget: str) -> Callable[[], str]:
 
 def finder_merging() -> str:
     """What finder-3m finds where evicted tokens are merged into the most similar key, or into the next."""
-    lines = [line for line in lines_of("finder") if line["budget"] in ("4x", "8x")]
-    merged = [line for line in lines if line["merge"] != "none"]
-    tasks = list(dict.fromkeys(line["task"] for line in merged))
-    kept = {(line["policy"], line["budget"]) for line in merged}
-    plain = [line for line in lines if line["shares"] == "none" and line["merge"] == "none"]
-    plain = [line for line in plain if (line["policy"], line["budget"]) in kept and line["length"] == 1000]
+    lines = chosen("finder", run="merging")
+    tasks = list(dict.fromkeys(line["task"] for line in lines))
     cells: dict[tuple[str, ...], dict[str, str]] = {}
-    for line in sorted(plain + merged, key=lambda line: (line["policy"], line["budget"])):
+    for line in sorted(lines, key=lambda line: (line["policy"], line["budget"])):
         row = named(line["policy"]), line["budget"], "dropped" if line["merge"] == "none" else line["merge"]
         cells.setdefault(row, {})[line["task"]] = f"{scored(line)} ({line['samples']})"
     rows = [[*row, *(found.get(task, "") for task in tasks)] for row, found in cells.items()]
@@ -57,7 +53,7 @@ def finder_merging() -> str:
 
 def finder_positions() -> str:
     """What finder-3m finds in texts longer than it was trained on, by the way in which positions are read."""
-    lines = [line for line in lines_of("finder") if line["length"] != 1000]
+    lines = chosen("finder", run="positions")
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in lines:
         cache = "full cache" if line["budget"] == "all" else f"{shown(line['policy'])}, {line['budget']} slots"

@@ -219,7 +219,7 @@ def merging_time() -> str:
 
 
 TABLES: dict[str, Callable[[], str]] = {
-    **{f"finder_{budget}": finder(budget) for budget in ("2x", "4x", "8x", "16x")},
+    **{f"finder_{budget}": finder(budget) for budget in ("4x", "16x")},
     "finder_merging": finder_merging,
     "finder_positions": finder_positions,
     "shares": shares,
