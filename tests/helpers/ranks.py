@@ -79,7 +79,7 @@ def folder_of(models: Path, name: str) -> Path:
     elif getattr(config, "q_lora_rank", None):  # latent attention, with as many kv heads as heads
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 4}
     # Half an expert must have rows of 16 bytes.
-    sizes |= {name: 64 for name in ("moe_intermediate_size", "intermediate_size") if hasattr(config, name)}
+    sizes |= {name: 64 for name in ("moe_intermediate_size", "intermediate_size") if name in config.to_dict()}
     given = {**config.to_dict(), **sizes}
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(

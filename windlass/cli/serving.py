@@ -61,7 +61,9 @@ ReuseFolder = Annotated[
     Path | None,
     Option("--reuse-folder", metavar="DIR", help="Keep them in files of this folder, too; the next server has them."),
 ]
-Disk = Annotated[str, Option("--disk", metavar="SIZE", help="Most bytes of all files in --reuse-folder.")]
+Disk = Annotated[
+    str | None, Option("--disk", metavar="SIZE", help="Most bytes of all files in --reuse-folder; by default 1GiB.")
+]
 IsShown = Annotated[
     bool, Option("--view", help="Show on the page at / what each text's cache holds, to all who may send requests.")
 ]
@@ -97,7 +99,7 @@ class ServeArguments:
     stop_seconds: StopSeconds = 10.0
     is_shown: IsShown = False
     reuse_folder: ReuseFolder = None
-    disk: Disk = "1GiB"
+    disk: Disk = None
     replicas: Replicas = None
     ray: RayAddress = None
 
@@ -186,6 +188,8 @@ def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "Se
     name = asked.called or (Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model)
     keys = tuple(asked.keys or ())
     reuse_bytes = 0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse)
-    files = asked.reuse_folder, parse_bytes("--disk", asked.disk)
+    if asked.disk is not None and asked.reuse_folder is None:
+        raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder; name a folder, or leave it out")
+    files = asked.reuse_folder, parse_bytes("--disk", asked.disk or "1GiB")
     listens = asked.host, asked.port, keys, asked.stop_seconds
     return ServeOptions(name, asked.rows, options, engine, *listens, reuse_bytes, asked.is_shown, kinds, *files)
