@@ -13,7 +13,7 @@ from tests.helpers.hybrids import KINDS, bound
 from tests.helpers.models import Models, Text, read
 from tests.helpers.shares import APART
 from windlass import KVCache, Shares, UsageError
-from windlass.cache.exchange import clear_row, put_row
+from windlass.cache.exchange import arrange_rows, clear_row, put_row
 from windlass.policies import NAMES, Policy
 from windlass.policies.interfaces import Trained
 
@@ -109,6 +109,23 @@ def test_recurrent_layers(text: Text, family: str) -> None:
 )
 def test_options(attached_model: Models, text: Text, options: dict[str, Any]) -> None:
     check(attached_model("llama"), text(70, 3), **options)
+
+
+@pytest.mark.parametrize("rows", [[None], [None] * 3])
+def test_a_cache_that_never_wrote_has_as_many_rows_as_it_is_arranged_for(
+    attached_model: Models, text: Text, rows: list[None]
+) -> None:
+    """Also of what is recalled, past the first segment of the store."""
+    model, ids = attached_model("llama"), text(1100, 1)
+    options: dict[str, Any] = {"recall": 16, "recall_store": "plain", "chunk": 600}
+    alone, lane = cache_of(model, **options), cache_of(model, batch=2, **options)
+    read(model, alone, ids[:, :1020], 510)
+    arrange_rows(lane, rows)
+    lane.put_row(0, alone)
+    for token in ids[0, 1020:1030]:
+        wanted = read(model, alone, token[None, None], 1)
+        found = beside(model, lane, token[None], [0])
+        torch.testing.assert_close(found[0], wanted[0, -1], **TOLERANCE)
 
 
 @pytest.mark.parametrize("store", ["plain", "int8", "int4(newest=6)"])

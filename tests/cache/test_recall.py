@@ -90,6 +90,19 @@ def test_edits(attached_model: Models, text: Text, edit: str) -> None:
     assert caches[0].next_positions == caches[1].next_positions
 
 
+def test_a_store_grows_when_the_batch_has_other_rows(attached_model: Models, text: Text) -> None:
+    """Past its first segment, with more rows and with fewer than it was made for."""
+    model, ids, more = attached_model("llama"), text(40, 2), text(1020, 3, seed=1)
+    for rows in ([1, 0, 1], [1]):
+        changed = recalling(model, batch=2, chunk=600, recall=16)
+        read(model, changed, ids, 13)
+        changed.select_rows(torch.tensor(rows))
+        fresh = recalling(model, batch=len(rows), chunk=600, recall=16)
+        read(model, fresh, ids[rows], 13)
+        found, wanted = (read(model, cache, more[: len(rows)], 510) for cache in (changed, fresh))
+        torch.testing.assert_close(found, wanted, **TOLERANCE)
+
+
 def test_rollback_of_a_prompt_and_of_evictions(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(60)
     caches = both(model)
@@ -217,13 +230,13 @@ def test_describe_tells_both_sizes(attached_model: Models, text: Text) -> None:
     recall = [layer.table.recall for layer in cache.layers]
     assert cache.recall_bytes == sum(each.nbytes for each in recall if each is not None)
     layers, heads, width = 2, 3, 8
-    digests = layers * 128 * heads * width * 4
-    assert cache.recall_bytes == layers * 1024 * (heads * 2 * width * 4 + 4) + digests
-    assert "recall   96 tokens a layer and step, of 50, which take 416.00 KiB in memory (plain)" in cache.describe()
+    digests, newest = layers * 128 * heads * width * 4, layers * heads * 96 * 4
+    assert cache.recall_bytes == layers * 1024 * (heads * 2 * width * 4 + 4) + digests + newest
+    assert "recall   96 tokens a layer and step, of 50, which take 418.25 KiB in memory (plain)" in cache.describe()
     before = bytes_of_slots(cache)
     read(model, cache, text(1100)[:, 50:], 13)
     assert bytes_of_slots(cache) == before
-    assert cache.recall_bytes == layers * 2048 * (heads * 2 * width * 4 + 4) + 2 * digests
+    assert cache.recall_bytes == layers * 2048 * (heads * 2 * width * 4 + 4) + 2 * digests + newest
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from windlass.core.attention import Visibility
 from windlass.core.decode import DecodeInput, DecodeSlots, Ranking, Retention
+from windlass.core.limits import PAGE
 from windlass.core.packed import Format, PackedStates
 from windlass.core.recall import TILE, RecallPiece, RecallSlots, TiledKeys, words_of
 from windlass.core.rotary_index import EMPTY
@@ -55,8 +56,12 @@ class Draw:
             0.3,
             Visibility(),
             retention=Retention(Ranking("sum", "state"), HELD, 1, 2) if score_heads > 1 else None,
-            recall=RecallSlots(pieces, remembered, PAGES, turn, 1, digests, candidates or 0),
+            recall=RecallSlots(pieces, remembered, self.none_recalled(), PAGES, turn, 1, digests, candidates or 0),
         )
+
+    def none_recalled(self) -> Tensor:
+        """As it is before the first step: numbers that no position is."""
+        return torch.full((BATCH, KV_HEADS, PAGES * PAGE), -77, dtype=torch.int32)
 
     def normal(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.draw)
@@ -125,6 +130,12 @@ def test_a_step_equals_the_reference(
     assert wanted.mass is not None
     torch.testing.assert_close(done.mass.rows, wanted.mass.rows, atol=1e-2 * TOLERANCE[dtype] ** 0.5, rtol=1e-2)
     assert done.state[1].equal(wanted.state[1])
+    assert ours.fixed.recall is not None
+    assert truth.fixed.recall is not None
+    recalled = ours.fixed.recall.last_recalled
+    assert recalled.equal(truth.fixed.recall.last_recalled)
+    assert is_recalling == bool((recalled >= 0).any())
+    assert is_recalling or bool((recalled == -77).all()), "left as it was"
     kept = float(done.mass.rows[0].sum()) / (KV_HEADS * GROUP)  # the rest went to what is recalled
     assert kept < 0.9 if is_recalling else kept > 0.99
 
@@ -141,6 +152,8 @@ def test_what_is_recalled_is_read() -> None:
     fixed = DecodeSlots(**{**vars(case.fixed), "tables": None})
     new = case.new(is_recalling=True)
     new.queries.fill_(1.0)
-    still = RecallSlots(case.fixed.recall.pieces, case.fixed.recall.positions, PAGES, None, 1)
+    recall = case.fixed.recall
+    still = RecallSlots(recall.pieces, recall.positions, recall.last_recalled, PAGES, None, 1)
     done = Decode(DecodeSlots(**{**vars(fixed), "recall": still}), new.queries)(new)
     torch.testing.assert_close(done.out[0], values.expand_as(done.out[0]))
+    assert bool((recall.last_recalled[0] == 104).any(-1).all()), "every head says so"

@@ -66,7 +66,7 @@ class TextCache(CacheState):
             return None
         codec = options.recall_store.fresh(key_means)
         codec.latent = self.latent_of(layer)
-        return RecallStore(options.recall, codec, RecallMemory(options.recall_folder), options.batch)
+        return RecallStore(options.recall, codec, RecallMemory(options.recall_folder))
 
     def latent_of(self, layer: int) -> int:
         """How many of a layer's last key channels are its values (MLA), 0 for none; here none, as below."""

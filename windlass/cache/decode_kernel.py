@@ -277,7 +277,8 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor) -> RecallSlot
             return None
         cos, sin = rotary.tables(DISTANCE + 1, keys.device)
         turn = cos[DISTANCE].clone(), sin[DISTANCE].clone()
-    return RecallSlots(pieces, recall.positions, recall.page_count, turn, names.index(TOKEN_INDEX), recall.digested())
+    text = recall.positions, recall.last_recalled
+    return RecallSlots(pieces, *text, recall.page_count, turn, names.index(TOKEN_INDEX), recall.digested())
 
 
 def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | None:

@@ -46,12 +46,14 @@ class RecallStore:
     `tokens` are recalled in a step at most. `codec` says how they are held, in memory or in a file of `folder`.
     """
 
-    def __init__(self, tokens: int, codec: Store, memory: RecallMemory, batch: int) -> None:
-        self.tokens, self.codec, self.memory, self.batch = tokens, codec, memory, batch
+    def __init__(self, tokens: int, codec: Store, memory: RecallMemory) -> None:
+        self.tokens, self.codec, self.memory = tokens, codec, memory
         self.lengths: tuple[int, ...] = ()
         """Tokens of each row; what lies behind them is not looked at."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
         """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
+        self.last_recalled = torch.empty(1, 0, 0, dtype=torch.int32)
+        """(batch, kv_heads, recalled): the positions that the newest step read beside the slots, EMPTY for none."""
         self.digests = RecallMemory(memory.folder, memory.piece // PAGE)  # of the pages: the mean of their tokens' keys
         self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
         self._digested: tuple[tuple[Segment, ...], tuple[TiledKeys, ...]] = (), ()
@@ -109,7 +111,8 @@ class RecallStore:
         best = kernels.best_pages(asked)
         index = tokens_of(best.pages)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
-        return Recalled(self.memory.read(index), positions.where(best.is_read, EMPTY))
+        positions = self.last_recalled.copy_(positions.where(best.is_read, EMPTY))
+        return Recalled(self.memory.read(index), positions.clone())
 
     @property
     def page_count(self) -> int:
@@ -141,6 +144,7 @@ class RecallStore:
     def cut_to(self, lengths: Sequence[int]) -> None:
         """Forget what each row holds beyond so many tokens."""
         self.lengths = tuple(lengths)
+        self.last_recalled.fill_(EMPTY)
         for row, length in enumerate(lengths):
             self.positions[row, length:] = EMPTY
 
@@ -149,9 +153,12 @@ class RecallStore:
         if not self.is_empty:
             now = self.positions[rows, None]
             self.positions[rows] = change(now).to(torch.int32).where(now >= 0, EMPTY)[:, 0]
+            self.last_recalled[rows] = EMPTY
 
-    def join(self, other: RecallStore, source: int, row: int, at: int) -> int:
-        """Append row `source` of another store, as text that goes on at position `at`; returns the index it begins at.
+    def join(self, other: RecallStore, source: int, row: int, at: int, batch: int) -> int:
+        """Append row `source` of another store to one of `batch` rows, as text that goes on at position `at`.
+
+        Returns the index it begins at.
 
         Keys and values are converted once, where the other store holds them in another way.
         """
@@ -160,11 +167,11 @@ class RecallStore:
         theirs = other.codec.over(parts)
         if self.is_empty:
             self.codec.allocate(theirs.keys()[:, :, :1], theirs.values()[:, :, :1], 1)
-            self.lengths = (0,) * self.batch
+            self.lengths = (0,) * batch
         if not self.codec.is_compatible(other.codec):
             parts = self.codec.parts_of(theirs.keys(), theirs.values())
         start = self.lengths[row]
-        self._grow(start + length, {name: part.expand(self.batch, -1, -1, -1) for name, part in parts.items()})
+        self._grow(start + length, {name: part.expand(batch, -1, -1, -1) for name, part in parts.items()})
         positions = other.positions[source : source + 1, :length]
         self._put(slice(row, row + 1), start, parts, (positions + at).where(positions >= 0, EMPTY))
         self.lengths = tuple(each + length * (index == row) for index, each in enumerate(self.lengths))
@@ -176,6 +183,7 @@ class RecallStore:
         self.memory.select_rows(rows)
         self.digests.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
+        self.last_recalled = self.last_recalled.index_select(0, rows)
         self.lengths = tuple(self.lengths[row] for row in rows.tolist())
 
     def copy_row(self, source: int, target: int) -> None:
@@ -183,12 +191,14 @@ class RecallStore:
         self.memory.copy_row(source, target)
         self.digests.copy_row(source, target)
         self.positions[target] = self.positions[source]
+        self.last_recalled[target] = self.last_recalled[source]
         self.lengths = tuple(self.lengths[source if row == target else row] for row in range(len(self.lengths)))
 
     def clear_row(self, row: int) -> None:
         """Forget the tokens of row `row`."""
         if not self.is_empty:
             self.positions[row] = EMPTY
+            self.last_recalled[row] = EMPTY
             self.lengths = tuple(0 if index == row else length for index, length in enumerate(self.lengths))
 
     def tensors(self) -> dict[str, Tensor]:
@@ -217,7 +227,7 @@ class RecallStore:
         """Bytes of all that is allocated."""
         segments = *self.memory.segments, *self.digests.segments
         parts = [part for segment in segments for part in segment.parts.values()]
-        return self.positions.nbytes + sum(part.nbytes for part in parts)
+        return self.positions.nbytes + self.last_recalled.nbytes + sum(part.nbytes for part in parts)
 
     def pieces(self) -> tuple[RecallPiece, ...]:
         """Keys and values of all segments, the same ones as long as the memory is."""
@@ -249,7 +259,9 @@ class RecallStore:
             self.digests.grow(pages, self.codec.parts_of(keys, keys[..., :0]))
         more = self.memory.capacity - self.positions.shape[1]
         if more > 0:
-            self.positions = pad(self.positions.expand(self.batch, -1), (0, more), value=EMPTY)
+            batch, kv_heads = next(iter(sample.values())).shape[:2]
+            self.positions = pad(self.positions.expand(batch, -1), (0, more), value=EMPTY)
+            self.last_recalled = torch.full((batch, kv_heads, self.page_count * PAGE), EMPTY, dtype=torch.int32)
 
     def _put(self, rows: slice, start: int, parts: Parts, positions: QueryPositions) -> None:
         self.memory.put(rows, start, parts)

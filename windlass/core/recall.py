@@ -104,7 +104,8 @@ class RecallPiece:
 class RecallSlots:
     """A recall store that decode steps write to and read: what stays the same from one step to the next.
 
-    `positions` are negative where a token is no part of the text. `count` pages are read at most. `turn` (cos, sin) is
+    `positions` are negative where a token is no part of the text. `count` pages are read at most. Each step that reads
+    any writes their tokens' positions to `last_recalled`, EMPTY for those it left out. `turn` (cos, sin) is
     what queries are rotated by before they are multiplied with keys; None: not at all. `state`: which of the slots'
     tensors has the number of each slot's token. Of a page that gets a new token the digest is written anew, as the mean
     of its keys; pages are chosen by digests where `candidates` is not 0.
@@ -112,6 +113,7 @@ class RecallSlots:
 
     pieces: tuple[RecallPiece, ...]
     positions: Remembered
+    last_recalled: Int32[Tensor, "batch kv_heads recalled"]
     count: int
     turn: tuple[Float32[Tensor, " pairs"], Float32[Tensor, " pairs"]] | None
     state: int

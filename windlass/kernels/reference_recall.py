@@ -102,8 +102,9 @@ def _digest(store: RecallSlots, row: int, newest: int, dtype: torch.dtype) -> No
 
 
 def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Scores) -> tuple[Tensor, Tensor]:
-    """Put the tokens of the best pages into free slots; `kept` are the numbers of the tokens in all slots.
+    """Put the tokens of the best pages into free slots, and note which.
 
+    `kept` are the numbers of the tokens in all slots.
     Returns the positions (batch, kv_heads, slots) that are then read, and the slots (batch, kv_heads, count * 8) that
     were free.
     """
@@ -126,6 +127,7 @@ def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Sc
         at = free[..., None].expand_as(own)
         target.scatter_(2, at, own.where(best.is_read[..., None], target.gather(2, at)))
     positions = store.positions[:, None].expand(-1, kv_heads, -1).gather(-1, index).where(best.is_read, EMPTY)
+    store.last_recalled.copy_(positions)
     return places.expand(-1, kv_heads, -1).scatter(-1, free, positions), free
 
 

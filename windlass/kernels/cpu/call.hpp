@@ -171,6 +171,7 @@ struct Recall {
     int candidates;
     const std::int32_t *positions;  // (batch, tokens), negative where a token is no part of the text
     std::int64_t tokens;
+    std::int32_t *last_recalled;  // (batch, kv_heads, count * 8): positions of what a step reads, -1 for what it leaves out
     const float *cos, *sin;  // (pairs): of the distance at which queries look for tokens
     int pairs, count, state;  // `count` pages are read at most; tensor number `state` has the numbers of tokens in slots
 };

@@ -45,7 +45,7 @@ class Decode:
             (batch, kv_heads, 1, held),
         )
         recall = slots.recall  # of which the compiled module has addresses
-        self._kept = None if recall is None else (recall.turn, recall.pieces[0].keys.states.means)
+        self._kept = None if recall is None else (recall.turn, recall.pieces[0].keys.states.means, recall.last_recalled)
         self.native = _native.Decode(
             (batch, heads, kv_heads, slots.score_heads, 1, held),
             FLOATS[slots.keys.dtype],
@@ -137,7 +137,7 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
     if store.turn is not None:
         cos, sin = store.turn
         turn = cos.data_ptr(), sin.data_ptr(), cos.shape[0]
-    positions = store.positions.data_ptr(), store.positions.shape[1]
+    positions = store.positions.data_ptr(), store.positions.shape[1], store.last_recalled.data_ptr()
     return (
         (*sizes, format_of(keys.states)),
         address(keys.states.means),

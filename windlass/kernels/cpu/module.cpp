@@ -198,7 +198,7 @@ Retain retain_call(const Attend &call, RetainArguments from) {
 
 using RecallArguments =
     std::tuple<std::tuple<int, int, int, int, int>, Address, std::vector<std::tuple<Address, Address, Address, Address, int>>,
-               std::pair<std::vector<std::tuple<Address, Address, int>>, int>, std::pair<Address, std::int64_t>,
+               std::pair<std::vector<std::tuple<Address, Address, int>>, int>, std::tuple<Address, std::int64_t, Address>,
                std::tuple<Address, Address, int>, std::pair<int, int>>;
 
 Recall recall_store(const RecallArguments &from) {
@@ -213,7 +213,8 @@ Recall recall_store(const RecallArguments &from) {
     for (const auto &[keys, scales, tiles] : digests.first)
         store.digests.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
     store.candidates = digests.second;
-    store.positions = at<const std::int32_t>(positions.first), store.tokens = positions.second;
+    store.positions = at<const std::int32_t>(std::get<0>(positions)), store.tokens = std::get<1>(positions);
+    store.last_recalled = at<std::int32_t>(std::get<2>(positions));
     store.cos = at<const float>(std::get<0>(turn)), store.sin = at<const float>(std::get<1>(turn));
     store.pairs = std::get<2>(turn);
     std::tie(store.count, store.state) = chosen;

@@ -138,10 +138,12 @@ class Step {
         std::copy_n(call.slot_positions + own * call.slots, call.slots, positions);
         const float *means = store.means ? store.means + head * store.channels : nullptr;
         alignas(64) std::uint8_t bytes[4 * MAX_CHANNELS + 64];
+        std::int32_t *recalled = store.last_recalled + std::int64_t(row) * count;
         for (int i = 0; i < count; ++i) {
+            recalled[i] = -1;
             if (!is_read[i]) continue;
             std::int64_t index = pages[i / PAGE] * PAGE + i % PAGE;
-            positions[free[i]] = store.positions[text * store.tokens + index];
+            positions[free[i]] = recalled[i] = store.positions[text * store.tokens + index];
             const Recall::Piece &piece = piece_of(store, index);
             const std::int64_t place = place_of(piece, row, index), slot = std::int64_t(row) * call.slots + free[i];
             const std::uint32_t *words = words_at(store, piece, row, index);
