@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from windlass.view.frames import Encoder
 from windlass.view.local_server import RecordingServer
-from windlass.view.snapshot import NOTHING, Plane, Snapshot
+from windlass.view.snapshot import NOTHING, Plane, RecalledPlane, Snapshot
 from windlass.view.wire import HEADER, MAGIC, VERSION, end_record, json_record
 
 HEADER_OF: dict[str, Any] = {
@@ -43,9 +43,14 @@ def tokenizer_of(words: Sequence[str]) -> PreTrainedTokenizerBase:
 
 
 def moment(
-    seen: int, planes: Sequence[Plane], held: Sequence[Sequence[int]], words: int = 1, told: int = 0
+    seen: int,
+    planes: Sequence[Plane],
+    held: Sequence[Sequence[int]],
+    words: int = 1,
+    told: int = 0,
+    recalled: Sequence[tuple[RecalledPlane, Sequence[int]]] = (),
 ) -> Snapshot:
-    """A row that has seen so many tokens, of so many words in turn, whose planes hold these positions."""
+    """A row that has seen so many tokens, of so many words in turn, whose planes hold, and read, these positions."""
     rows = [NOTHING]
     rows += [np.array([*own, *[-1] * (plane.slots - len(own))]) for plane, own in zip(planes, held, strict=True)]
     return Snapshot(
@@ -63,6 +68,8 @@ def moment(
         rows=1,
         formula=("made up", 1000),
         seconds=seen / 10,
+        recalled_planes=tuple(plane for plane, _ in recalled),
+        recalled=np.array([position for _, own in recalled for position in own], np.int32),
     )
 
 

@@ -1,5 +1,8 @@
 """Frames against what the cache's layers hold."""
 
+from itertools import pairwise, product
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -102,6 +105,35 @@ def test_mass_and_merged_counts_are_those_of_the_slots(attached_model: Models, t
         own = frame.numbers[name].reshape(2, 3, slots)[1]
         assert np.array_equal(own, state[name][0].numpy())
     assert frame.numbers["merged"].max() > 0
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("policy", [KeyDiff(), Recent()], ids=repr)
+@pytest.mark.parametrize("store", ["plain", "int8"])
+def test_what_a_step_recalls_is_told(attached_model: Models, text: Text, policy: Policy, store: str) -> None:
+    """Where all that was evicted is recalled: in chunks and in single tokens, compiled or not."""
+    model = attached_model("llama")
+    options: dict[str, Any] = {"budget": 13, "sinks": 2, "window": 4, "chunk": 17, "batch": 2, "policy": policy}
+    cache = KVCache(model, **options, recall=96, recall_store="plain", store=store)
+    look, ids = Look(cache), text(60, rows=2)
+    for piece in (*ids[:, :51].split(17, 1), *ids[:, 51:].split(1, 1)):
+        model(piece, past_key_values=cache)
+        look.frame()
+    cache.rollback(1)
+    look.frame()
+    frames = look.frames()
+    for before, frame in pairwise(frames[:-1]):
+        newest = set(range(before.seen, frame.seen))
+        for layer, head in product(range(2), range(3)):
+            read_again = set(frame.recalled_by(layer, head).tolist())
+            if len(newest) == 1:  # at a chunk's end others were evicted than had been when it was read
+                stayed = set(before.of_head(layer, head).tolist())
+                assert read_again == set(range(frame.seen)) - stayed - newest
+            else:
+                assert read_again == set(range(before.seen)) - set(before.of_head(layer, head).tolist())
+    assert len(frames[0].recalled_by(1, 2)) == 0
+    assert len(frames[-2].recalled_by(1, 2)) > 40
+    assert len(frames[-1].recalled_by(1, 2)) == 0, "the step that recalled is no longer there"
 
 
 @torch.no_grad()

@@ -9,7 +9,7 @@ from tests.helpers import chromium
 from tests.helpers.chromium import Browser
 from tests.helpers.pages import SHOWN, kinds, seek
 from tests.helpers.recordings import moment, serving, write
-from windlass.view.snapshot import Plane
+from windlass.view.snapshot import Plane, RecalledPlane
 
 browser = chromium.browser  # fixture
 SENTENCES = "The river was quiet, and the boat lay by the bank. Harris said that he was hungry.\n\n"
@@ -45,6 +45,32 @@ def test_tokens_that_come_back_are_lit(browser: Browser, tmp_path: Path) -> None
         assert kinds(browser)[15][0] == "s5", "two of four heads"
         assert kinds(browser)[10][0] == "s5"
         assert kinds(browser)[2][0] == "s8"
+
+
+def test_recalled_tokens_are_lit(browser: Browser, tmp_path: Path) -> None:
+    """Those that any head read in the newest step, or, where a head is chosen, those that it read."""
+    planes = [Plane(0, (0, 1), 6), Plane(1, (0,), 6), Plane(1, (1,), 6)]
+    held = [range(14, 20)] * 3
+    recalled = [(RecalledPlane(0, (0, 1), 2), [3, 4, 4, -1]), (RecalledPlane(1, (1,), 1), [9])]
+    moments = [moment(20, planes, held, words=30, recalled=recalled), moment(20, planes, held, words=30, told=20)]
+    path = tmp_path / "a.view"
+    write(path, moments, [f"w{number} " for number in range(30)], recall=8)
+    lit = "[...document.querySelectorAll('#text .recalled')].map((each) => Number(each.dataset.token))"
+    with serving(path) as server:
+        browser.open(server.address)
+        browser.until(SHOWN)
+        assert browser.run(lit) == [3, 4, 9]
+        assert "recalled by the newest step" in browser.run("document.getElementById('legend').textContent")
+        browser.click("#token-4", 5, 5)
+        assert "recalled by2 of 4 kv heads" in browser.run("document.getElementById('detail').textContent")
+        browser.run("document.getElementById('grid').focus()")
+        for wanted in ([3, 4], [4], [], [9]):
+            browser.press("ArrowDown", 40)
+            browser.until(f"JSON.stringify({lit}) === '{wanted}'.replaceAll(' ', '')")
+        browser.press("Escape", 27)
+        seek(browser, 1)
+        assert browser.run(lit) == []
+    assert browser.said == []
 
 
 def test_a_long_text_has_few_elements(browser: Browser, tmp_path: Path) -> None:

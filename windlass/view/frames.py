@@ -3,10 +3,12 @@
 payload  uint32 n, then n bytes of JSON, padded by spaces so that n is a multiple of 4; then arrays
 JSON     of both: seen, next, mode, edited, bytes, rows, seconds, text (the place in the text from which `ids` and
          `strings` are new), ids, strings, numbers (names); of FULL: planes ([layer, heads, slots, sliding window]
-         each), formula ([text, bytes]); of DELTA: changes (how many slots)
+         each), formula ([text, bytes]); of DELTA: changes (how many slots); where tokens are recalled: recalled
+         ([layer, heads, tokens of a head] each)
 arrays   of FULL: int32 position of each slot, plane after plane, -1 in a free one
          of DELTA: uint32 slot, numbered through all planes, and int32 new position, for each change
-         of both: float32 of each slot for each name in `numbers`; NaN where a plane keeps no such number
+         of both: float32 of each slot for each name in `numbers`; NaN where a plane keeps no such number; then int32
+         positions that the newest step recalled, head after head of `recalled`, -1 for none
 """
 
 import json
@@ -19,7 +21,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import RecordingError
-from windlass.view.snapshot import NOTHING, Numbers, Plane, Positions, Snapshot
+from windlass.view.snapshot import NOTHING, Numbers, Plane, Positions, RecalledPlane, Snapshot
 from windlass.view.token_texts import TokenTexts
 from windlass.view.wire import DELTA, FULL, Record, parsed, record
 
@@ -76,6 +78,9 @@ class Encoder:
             changes["slot"], changes["position"] = slots, now.positions[slots]
             changed = changes.tobytes()
         numbers = [now.numbers[name].astype("<f4").tobytes() for name in told["numbers"]]
+        if now.recalled_planes:
+            told["recalled"] = now.recalled_planes
+        numbers.append(now.recalled.astype("<i4").tobytes())
         self._planes, self._positions = now.planes, now.positions
         self._since_full = 0 if is_full else self._since_full + len(changed)
         text = json.dumps(told, ensure_ascii=False).encode()
@@ -98,6 +103,8 @@ class Frame:
     planes: tuple[Plane, ...]
     positions: Positions
     numbers: dict[str, Numbers] = field(default_factory=dict)
+    recalled_planes: tuple[RecalledPlane, ...] = ()
+    recalled: Positions = field(default_factory=NOTHING.copy)
     ids: tuple[int, ...] = ()
     strings: tuple[str, ...] = ()
 
@@ -106,6 +113,17 @@ class Frame:
         for plane, own in zip(self.planes, self.by_plane(), strict=True):
             if plane.layer == layer and head in plane.heads:
                 return np.sort(own[own >= 0])
+        return NOTHING
+
+    def recalled_by(self, layer: int, head: int) -> Positions:
+        """The positions that the newest step read beside the slots of a kv head, in the order of the text."""
+        at = 0
+        for plane in self.recalled_planes:
+            if plane.layer == layer and head in plane.heads:
+                start = at + plane.heads.index(head) * plane.tokens
+                own = self.recalled[start : start + plane.tokens]
+                return np.sort(own[own >= 0])
+            at += len(plane.heads) * plane.tokens
         return NOTHING
 
     def by_plane(self) -> list[Positions]:
@@ -159,7 +177,10 @@ def _after(before: Frame | None, kind: int, payload: bytes) -> Frame:
     _check(type(count) is int and 0 <= count <= total, "changes")
     size = count * (4 if kind == FULL else CHANGE.itemsize)
     names = [str(name) for name in told["numbers"]]
-    _check(len(arrays) == size + 4 * total * len(names), "length of its arrays")
+    recalled_planes = tuple(_recalled_plane(each) for each in told.get("recalled", ()))
+    of_recalled = sum(len(plane.heads) * plane.tokens for plane in recalled_planes)
+    at_recalled = size + 4 * total * len(names)
+    _check(len(arrays) == at_recalled + 4 * of_recalled, "length of its arrays")
     if kind == FULL:
         positions: Positions = np.frombuffer(arrays, "<i4", count).astype(np.int32)
     else:
@@ -168,7 +189,9 @@ def _after(before: Frame | None, kind: int, payload: bytes) -> Frame:
         _check(bool((changes["slot"] < total).all()), "slot")
         positions = before.positions.copy()
         positions[changes["slot"]] = changes["position"]
-    _check(bool(((positions >= -1) & (positions < max(told["next"], 0))).all()), "positions")
+    recalled: Positions = np.frombuffer(arrays, "<i4", of_recalled, at_recalled).astype(np.int32)
+    for each in (positions, recalled):
+        _check(bool(((each >= -1) & (each < max(told["next"], 0))).all()), "positions")
     split = [np.frombuffer(arrays, "<f4", total, size + 4 * total * at) for at in range(len(names))]
     numbers = {} if before is None or kind == FULL else before.numbers
     ids, strings = (before.ids, before.strings) if before is not None else ((), ())
@@ -181,9 +204,17 @@ def _after(before: Frame | None, kind: int, payload: bytes) -> Frame:
         planes=planes,
         positions=positions,
         numbers=dict(zip(names, split, strict=True)) or numbers,
+        recalled_planes=recalled_planes,
+        recalled=recalled,
         ids=(*ids[:start], *more),
         strings=(*strings[:start], *texts),
     )
+
+
+def _recalled_plane(told: Any) -> RecalledPlane:
+    layer, heads, tokens = told
+    _check(all(type(each) is int and 0 <= each < 2**31 for each in (layer, tokens, *heads)), "recalled")
+    return RecalledPlane(layer, tuple(heads), tokens)
 
 
 def _plane(told: Any) -> Plane:

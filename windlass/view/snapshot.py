@@ -1,9 +1,9 @@
 """What one row of a cache holds at a moment, copied out of it between two steps."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from time import monotonic
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypedDict
 
 import numpy as np
 import torch
@@ -38,13 +38,23 @@ class Plane(NamedTuple):
     sliding_window: int = 0
 
 
+class RecalledPlane(NamedTuple):
+    """How many tokens the newest step may have read again in each of some kv `heads` of a layer."""
+
+    layer: int
+    heads: tuple[int, ...]
+    tokens: int
+
+
 @dataclass(frozen=True, eq=False)
 class Snapshot:
     """One row of a cache between two steps.
 
     `positions` are those of all planes' slots one after another, EMPTY in a free slot; `numbers` what a policy or a
-    merge keeps of the same slots, NaN where a layer keeps none. `tokens` are the ids of the text from `text_from` on.
-    `is_edited`: positions are no longer the places of `tokens`. `bytes_held` is of all `rows` of the cache.
+    merge keeps of the same slots, NaN where a layer keeps none. `recalled` are the positions that the newest step read
+    beside its slots, head after head of `recalled_planes`, EMPTY for none. `tokens` are the ids of the text from
+    `text_from` on. `is_edited`: positions are no longer the places of `tokens`. `bytes_held` is of all `rows` of the
+    cache.
     """
 
     number: int
@@ -61,6 +71,8 @@ class Snapshot:
     rows: int
     formula: tuple[str, int]
     seconds: float
+    recalled_planes: tuple[RecalledPlane, ...] = ()
+    recalled: Positions = field(default_factory=NOTHING.copy)
 
 
 class Camera:
@@ -79,8 +91,7 @@ class Camera:
     def snapshot(self, text_from: int = 0) -> Snapshot:
         """A copy of what the row holds, to be taken between two passes.
 
-        The ids of its text are told from shortly before `text_from` on. What each step recalls is not told: the
-        compiled step does not say which tokens that were.
+        The ids of its text are told from shortly before `text_from` on.
         """
         cache, now = self._cache, monotonic()
         layers = [layer for layer in cache.layers if not layer.is_empty]
@@ -108,7 +119,17 @@ class Camera:
             rows=cache.batch_size,
             formula=self._formula,
             seconds=now,
+            **self._recalled(layers),
         )
+
+    def _recalled(self, layers: Sequence[SlotLayer]) -> "_Recalled":
+        planes, found = [], []
+        for layer in layers:
+            if layer.table.recall is not None:
+                own = layer.table.recall.last_recalled[self._row]
+                planes.append(RecalledPlane(layer.index, heads_of(layer), own.shape[1]))
+                found.append(own)
+        return {"recalled_planes": tuple(planes), "recalled": _joined(found, torch.int32)}
 
     def _numbers(self, layers: Sequence[SlotLayer]) -> dict[str, Numbers]:
         names = dict.fromkeys(name for layer in layers for name in layer.table.state if name not in HIDDEN)
@@ -126,9 +147,19 @@ class Camera:
 
 def planes_of(layer: SlotLayer) -> list[Plane]:
     """The planes of a layer that has been written, in the order of its positions."""
-    heads = layer.heads or tuple(range(layer.store.layout[0]))
+    heads = heads_of(layer)
     groups = [heads] if layer.table.score_heads == 1 else [(head,) for head in heads]
     return [Plane(layer.index, own, layer.table.slots, layer.sliding_window or 0) for own in groups]
+
+
+def heads_of(layer: SlotLayer) -> tuple[int, ...]:
+    """The kv heads of a layer that has been written."""
+    return layer.heads or tuple(range(layer.store.layout[0]))
+
+
+class _Recalled(TypedDict):
+    recalled_planes: tuple[RecalledPlane, ...]
+    recalled: Positions
 
 
 def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Any:

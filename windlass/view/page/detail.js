@@ -45,7 +45,11 @@ export function drawDetail(box, state, header, token) {
       const known = places.map(({ slot }) => values[slot]).filter((value) => !Number.isNaN(value));
       if (known.length) row(list, name === "merged" ? "merged into it" : name, span(known));
     }
-  } else if (!isNew && header.recall) row(list, "recall", `a step may read it again, of ${header.recall} a head`);
+  }
+  if (!isNew && header.recall) {
+    const readers = state.recalled.get(token) ?? [];
+    row(list, "recalled by", `${readers.length} of ${state.heads} kv heads in the newest step`);
+  }
   if (heads) box.append(matrix(state, places));
 }
 

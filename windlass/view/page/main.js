@@ -85,7 +85,7 @@ function draw() {
       return fail(`This frame cannot be shown: ${error.message}`);
     }
     const mask = grid.mask(state);
-    text.show(state, timeline.header, mask);
+    text.show(state, timeline.header, mask, mask && grid.chosen);
     drawOverview(at("overview"), state, mask, text.visible);
     colours(state);
     grid.draw(state);
@@ -142,6 +142,7 @@ function legend() {
   const held = chosen ? part("s8", `held by layer ${chosen.layer}, kv head ${chosen.head}`) : scale;
   const parts = [held, part("s0", chosen ? "not held" : "evicted")];
   if (timeline.header.budget !== null) parts.push(part("sink", "sinks"), part("window", "window"));
+  if (timeline.header.recall) parts.push(part("recalled", "recalled by the newest step"));
   box.replaceChildren(...parts, part("back", "came back"));
 }
 

@@ -16,6 +16,7 @@ export class State {
     this.strings = [];
     this.told = null;
     this.back = new Set(); // positions that this frame brought back
+    this.recalled = new Map(); // position: the kv heads, {layer, head}, that the newest step read it again for
   }
 
   get tokens() {
@@ -64,11 +65,33 @@ export class State {
       for (let slot = 0; slot < values.length; slot++, at += 4) values[slot] = arrays.getFloat32(at, true);
       this.numbers[name] = values;
     }
+    this.recall(arrays, at);
     if (old) {
       for (let position = 0; position < old.length; position++) {
         if (!old[position] && this.held[position]) this.back.add(position);
       }
     }
+  }
+
+  recall(arrays, at) {
+    this.recalled = new Map();
+    for (const [layer, heads, tokens] of this.told.recalled ?? []) {
+      for (const head of heads) {
+        for (let token = 0; token < tokens; token++, at += 4) {
+          const position = arrays.getInt32(at, true);
+          if (position === EMPTY) continue;
+          if (!this.recalled.has(position)) this.recalled.set(position, []);
+          this.recalled.get(position).push({ layer, head });
+        }
+      }
+    }
+  }
+
+  // Whether a kv head, {layer, head}, or with null any, read a position again.
+  isRecalled(position, own) {
+    const readers = this.recalled.get(position);
+    if (!readers || own === null) return readers !== undefined;
+    return readers.some(({ layer, head }) => layer === own.layer && head === own.head);
   }
 
   lay(planes) {

@@ -37,9 +37,9 @@ export class TextView {
     this.state = null;
   }
 
-  // Show `state`; `mask` has 1 for each position that a chosen head holds, null where none is chosen.
-  show(state, header, mask) {
-    Object.assign(this, { state, header, mask });
+  // Show `state`; `mask` has 1 for each position that the `chosen` head holds; both are null where none is chosen.
+  show(state, header, mask, chosen) {
+    Object.assign(this, { state, header, mask, chosen });
     const isAtEnd = this.element.scrollTop + this.element.clientHeight >= this.element.scrollHeight - 60;
     const had = this.stop;
     this.divide(state.tokens);
@@ -153,6 +153,7 @@ export class TextView {
       if (token < header.sinks) kind += " sink";
       else if (token >= state.told.next - header.window) kind += " window";
     }
+    if (state.isRecalled(token, this.chosen)) kind += " recalled";
     if (state.back.has(token)) kind += " back";
     if (token === this.cursor) kind += " cursor";
     return kind;
