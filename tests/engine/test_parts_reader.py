@@ -281,7 +281,7 @@ def _taken(engine: Scheduler, request: Request) -> tuple[list[int], Finished]:
     ("options", "said"),
     [
         ({"budget": 60}, "up to the end of the last part there are 70 tokens, and a row keeps 60"),
-        ({"budget": 90, "policy": "kvzip"}, "reads a prompt in one piece"),
+        ({"budget": 90, "policy": "kvzip"}, "ranks a prompt when all of it is held"),
         ({"budget": 90, "recall": 8}, "recall=8"),
         ({"budget": 90, "merge": "mean_count"}, "merge=mean_count"),
     ],

@@ -30,7 +30,7 @@ def check_parts(parts: PromptParts, tokens: int, options: CacheOptions, kept_byt
         raise UsageError(f"chunks: this server keeps no parts; start it with memory for them (--reuse), {way_out}")
     if find(options.policy, OneShot) is not None:
         raise UsageError(
-            f"chunks: policy {options.policy!r} reads a prompt in one piece; choose another policy, {way_out}"
+            f"chunks: policy {options.policy!r} ranks a prompt when all of it is held; choose another policy, {way_out}"
         )
     if options.recall:
         raise UsageError(
