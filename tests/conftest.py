@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 torch.use_deterministic_algorithms(True)
 
 
-CHECKED_CASES = 4  # one in this many
+CHECKED_CASES = 12  # one in this many
 IS_CHECKED = pytest.StashKey[bool]()
 
 

@@ -1,10 +1,12 @@
 """What checks annotations while tests run: beartype, in the first calls of each function in a test."""
 
 import functools
+import inspect
+import re
 import sys
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Mapping
+from typing import Any, Final, get_args
 
 import jaxtyping
 from beartype import beartype
@@ -40,6 +42,34 @@ class Checks:
 
 
 CHECKS: Final = Checks()
+_jaxtyped = jaxtyping.jaxtyped
+
+
+def of_shapes(*given: Any, **named: Any) -> Any:
+    """`jaxtyping.jaxtyped`, but that a function whose annotations name no shape is left as it is.
+
+    Even a check that is turned off takes longer than most of these do, and mypy has checked them.
+    """
+    if not given:
+        return functools.partial(of_shapes, **named)
+    (found,) = given
+    return _jaxtyped(found, **named) if inspect.isclass(found) or _has_shapes(found) else found
+
+
+def _has_shapes(found: object) -> bool:
+    inner = found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    names = getattr(inner, "__globals__", {})
+    return any(_is_shape(each, names) for each in getattr(inner, "__annotations__", {}).values())
+
+
+def _is_shape(annotation: object, names: Mapping[str, object]) -> bool:
+    if isinstance(annotation, str):
+        return any(_is_shape(names.get(word), {}) for word in re.findall(r"\w+", annotation))
+    is_array = isinstance(annotation, type) and issubclass(annotation, jaxtyping.AbstractArray)
+    return is_array or any(_is_shape(each, names) for each in get_args(annotation))
+
+
+jaxtyping.jaxtyped = of_shapes
 
 
 def checked(function: Callable[..., Any]) -> Callable[..., Any]:
