@@ -5,6 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -16,6 +17,8 @@ from tests.helpers.models import MODEL
 from windlass.cli import demo, demo_facts
 from windlass.cli.app import main
 from windlass.evals import texts
+from windlass.evals.tasks import NAMES
+from windlass.evals.tasks.multiturn import Multiturn
 from windlass.hf.load import load
 from windlass.policies import KeyDiff
 
@@ -34,6 +37,14 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("demo") / "short.txt"
     file.write_text(texts.novel()[:12_500])
     return file
+
+
+@pytest.fixture
+def _few_facts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight of them: the table, the evaluation and what is remembered are those of forty."""
+    facts = NAMES["facts"]
+    assert isinstance(facts, Multiturn)
+    monkeypatch.setitem(NAMES, "facts", replace(facts, needles=replace(facts.needles, keys=8)))
 
 
 @pytest.fixture
@@ -90,9 +101,13 @@ def test_the_beginning_fills_its_tokens(opened: tuple[PreTrainedModel, PreTraine
 
 
 def test_rows_tell_what_the_library_does(
-    run: Callable[..., tuple[int, str, str]], opened: tuple[PreTrainedModel, PreTrainedTokenizerBase], short: Path
+    run: Callable[..., tuple[int, str, str]],
+    opened: tuple[PreTrainedModel, PreTrainedTokenizerBase],
+    short: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ):
     model, tokenizer = opened
+    monkeypatch.setattr(demo, "read_and_ask_all", Mock(return_value=FACTS_ROW))
     code, out, err = run("--text", str(short), "--seed", "3", "--depth", "0.25", "--json")
     assert (code, err) == (0, "")
     found = json.loads(out)
@@ -126,18 +141,19 @@ def test_rows_tell_what_the_library_does(
     assert [row["is_found"] for row in found["rows"]] == [True, False, False, True]
 
 
+@pytest.mark.usefixtures("_few_facts")
 def test_rows_of_facts_tell_what_the_evaluation_does(
     opened: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path
 ):
     """The texts and scores of `windlass eval --tasks facts`, and the memory of the cache itself."""
     model, tokenizer = opened
     facts = demo_facts.facts_in(tokenizer, texts.novel(), None, 3_000, 2)
-    rows = [demo_facts.read_and_ask_all(model, tokenizer, each, facts) for each in demo_facts.memories(KeyDiff(), 250)]
+    rows = [demo_facts.read_and_ask_all(model, tokenizer, each, facts) for each in demo_facts.memories(KeyDiff(), 100)]
     assert [(row.label, row.slots, row.recall) for row in rows] == [
-        ("KeyDiff", 250, 0),
-        ("KeyDiff, recall", 130, 120),
+        ("KeyDiff", 100, 0),
+        ("KeyDiff, recall", 52, 48),
     ]
-    for row, (budget, recall) in zip(rows, ((250, "0"), (130, "120")), strict=True):
+    for row, (budget, recall) in zip(rows, ((100, "0"), (52, "48")), strict=True):
         results = tmp_path / f"{recall}.jsonl"
         asked = ("--tasks", "facts", "--lengths", "3000", "--samples", "1", "--seed", "2", "--policies", "key_diff")
         memory = ("--budgets", str(budget), "--positions", "compact", "--recall", recall)
@@ -149,7 +165,8 @@ def test_rows_of_facts_tell_what_the_evaluation_does(
         assert min(row.reading_s, row.asking_s, row.bytes_held) > 0
     assert rows[0].recall_bytes == 0 < rows[1].recall_bytes
     # What the table is there to show.
-    assert rows[1].found > 30 > 10 > rows[0].found
+    assert [row.asked for row in rows] == [8, 8]
+    assert rows[1].found > 6 > 2 > rows[0].found
 
 
 def test_a_short_text_has_all_facts_too(opened: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path):
@@ -162,11 +179,12 @@ def test_a_short_text_has_all_facts_too(opened: tuple[PreTrainedModel, PreTraine
     assert all(turn.expected[0] in facts.sample.context for turn in facts.sample.turns)
 
 
+@pytest.mark.usefixtures("_few_facts")
 def test_the_table_is_plain_in_a_pipe(run: Callable[..., tuple[int, str, str]], short: Path):
     code, out, err = run("--text", str(short), "--depth", "0.5", "--budget", "128", "--policy", "SnapKV(pool=3)")
     assert code == 0
     said = err.splitlines()
-    assert said[0] == f"40 numbers with names are hidden in {short} and asked for one by one, once it is read."
+    assert said[0] == f"8 numbers with names are hidden in {short} and asked for one by one, once it is read."
     key = rf"The pass key \d{{5}} is hidden at 50% of {re.escape(str(short))}; the model was trained on texts of 1,024"
     assert re.match(key, said[1])
     assert "\x1b" not in out + err
@@ -175,7 +193,7 @@ def test_the_table_is_plain_in_a_pipe(run: Callable[..., tuple[int, str, str]], 
     rows = [line for line in out.splitlines() if re.search(r"\b(yes|no)\b", line)]
     assert len(rows) == 4
     assert [" 128 " in row for row in rows] == [True, True, False, False]
-    facts = [line.split() for line in out.splitlines() if " of 40" in line]
+    facts = [line.split() for line in out.splitlines() if " of 8" in line]
     assert [[number for number in line if number in ("64", "128")] for line in facts] == [["128"], ["64", "64"]]
 
 

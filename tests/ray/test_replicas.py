@@ -19,6 +19,7 @@ from windlass.engine.status import EngineLimits
 from windlass.serve.listen import bound
 from windlass.serve.run import ServeOptions
 
+RETRY_S = 1.0
 SERVE = ServeOptions("finder-3m", 4, CacheOptions(budget=64, policy="recent"), EngineLimits(queue=8))
 
 
@@ -78,6 +79,8 @@ class Asker(threading.Thread):
     def run(self) -> None:
         while not self.is_over.is_set():
             self.ends.append(self._asked())
+            if self.ends[-1][1] == "replica_died":
+                self.is_over.wait(RETRY_S)  # as the answer asks for
 
     def _asked(self) -> tuple[str, str]:
         """The replica that answered, and how it ended."""
