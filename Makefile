@@ -1,4 +1,4 @@
-.PHONY: demo serve-demo test coverage check docs install bench-peers bench-clients compare-kvpress clean
+.PHONY: demo serve-demo test test-all coverage check docs install bench-peers bench-clients compare-kvpress clean
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -15,6 +15,10 @@ serve-demo: install
 	$(BIN)/python examples/serving/four_clients.py
 
 test: install
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
+
+# With long texts and all combinations of arguments, which takes about twice as long.
+test-all: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 # The same tests with branch coverage and its floor, which takes two to three times as long.

@@ -2,7 +2,7 @@
 
     python benchmarks/flat.py tests/models/stories260K --tokens 20000 --budget 256
 
-Prints one JSON line per block of 2,000 tokens, then one with the model's own negative
+Prints one JSON line per block of tokens, then one with the model's own negative
 log-likelihood of the end of the text, read afresh inside its trained window.
 """
 
@@ -18,8 +18,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import windlass
 
-BLOCK = 2_000
-
 
 def main(
     model_name: Annotated[str, typer.Argument(metavar="MODEL")],
@@ -28,6 +26,7 @@ def main(
     policy: str = "recent",
     positions: str = "compact",
     threads: int = 1,
+    block: int = 2_000,
 ) -> None:
     """Generate a text and watch what it takes."""
     torch.set_num_threads(threads)
@@ -43,7 +42,7 @@ def main(
         times.append(now - last)
         text.append(piece)
         last = now
-        if len(times) == BLOCK:
+        if len(times) == block:
             row = {
                 "tokens_seen": cache.tokens_seen[0],
                 "bytes_held": cache.bytes_held,

@@ -2,6 +2,7 @@
 
 import os
 from collections import Counter
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -34,19 +35,42 @@ torch.use_deterministic_algorithms(True)
 
 
 CHECKED_CASES = 12  # one in this many
+COMBINED_CASES = 6  # one in this many is not slow, beside those that have a value which no earlier one has
+KERNELS = Path(__file__).parent / "kernels"  # whose cases are quick, and whose faults are in combinations
 IS_CHECKED = pytest.StashKey[bool]()
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Annotations of shapes are checked in every test, but not in all of its cases: it takes two thirds of the time.
+    """Mark as slow most combinations of arguments; choose the cases in which shapes are checked.
+
+    Of a test with several arguments, `make test` runs each value of each of them, and `make test-all` all combinations.
+
+    Annotations of shapes are checked in every test, but not in all of its cases: it takes two thirds of the time.
 
     Long texts say nothing of shapes that short ones do not; `tests/helpers/checked.py` ends those of a long test.
     """
+    _mark_combinations(items)
     cases: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
         item.stash[IS_CHECKED] = cases[name] % CHECKED_CASES == 0 and item.get_closest_marker("slow") is None
         cases[name] += 1
+
+
+def _mark_combinations(items: list[pytest.Item]) -> None:
+    cases: Counter[str] = Counter()
+    known: set[tuple[str, str, str]] = set()
+    for item in items:
+        spec = getattr(item, "callspec", None)
+        if spec is None or len(spec.params) < 2 or KERNELS in item.path.parents:
+            continue
+        test = item.nodeid.partition("[")[0]
+        values = {(test, name, repr(value)) for name, value in spec.params.items()}
+        if cases[test] % COMBINED_CASES and values <= known:
+            item.add_marker("slow")
+        known |= values
+        cases[test] += 1
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -50,7 +50,6 @@ def nats_inside(model: PreTrainedModel, ids: list[int], start: int, end: int, tr
     return torch.cat(windows)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("name", "trained"), [("stories260K", 512), ("babyllama-361", 256)])
 def test_past_ten_times_the_trained_length_text_stays_text(name: str, trained: int) -> None:
     """Half a trained window of slots, read under `compact`: as good as a fresh window, token by token."""
@@ -69,7 +68,6 @@ def test_past_ten_times_the_trained_length_text_stays_text(name: str, trained: i
     assert far["original"] > 1.15 * inside, "the control: positions that the model never saw"
 
 
-@pytest.mark.slow
 def test_babyllama_at_four_times_its_window() -> None:
     """Past the window, `original` collapses; `self_extend` and `compact` stay at what a fresh window gives."""
     model, ids = load("babyllama-361")
@@ -84,15 +82,15 @@ def test_babyllama_at_four_times_its_window() -> None:
 
 
 @pytest.mark.slow
-def test_four_thousand_tokens_at_budget_256_take_flat_memory() -> None:
+def test_two_thousand_tokens_at_budget_256_take_flat_memory() -> None:
     """In a process of its own, where no annotation is checked."""
     script = [sys.executable, str(ROOT / "benchmarks" / "flat.py"), str(MODELS / "stories260K")]
-    run = subprocess.run([*script, "--tokens", "4100"], capture_output=True, text=True, check=True)
+    run = subprocess.run([*script, "--tokens", "2100", "--block", "1000"], capture_output=True, text=True, check=True)
     *blocks, end = [json.loads(line) for line in run.stdout.splitlines()]
-    assert [block["tokens_seen"] // 1_000 for block in blocks] == [2, 4]
+    assert [block["tokens_seen"] // 1_000 for block in blocks] == [1, 2]
     assert {block["held"] for block in blocks} == {256}
     assert len({block["bytes_held"] for block in blocks}) == 1
-    # Still English after 8 trained windows: the model itself, inside its window, finds it likely.
+    # Still English after 4 trained windows: the model itself, inside its window, finds it likely.
     assert end["nats_per_token_of_the_end"] < 1.6
 
 
@@ -111,7 +109,6 @@ class Work(TorchDispatchMode):
         return out
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("policy", [windlass.Recent(), windlass.KeyDiff(), windlass.H2O()], ids=repr)
 def test_a_token_late_in_the_text_is_the_same_work_as_one_early(policy: windlass.Policy) -> None:
     """Time per token is flat because every step does the same operations on the same shapes."""
@@ -119,7 +116,7 @@ def test_a_token_late_in_the_text_is_the_same_work_as_one_early(policy: windlass
     cache = KVCache(model, budget=64, policy=policy, positions="compact", window=8)
     work = []
     with torch.no_grad():
-        for start, end in ((0, 120), (120, 800)):
+        for start, end in ((0, 120), (120, 400)):
             for token in ids[start:end]:
                 model(torch.tensor([[token]]), past_key_values=cache)
             with Work() as counted:

@@ -62,7 +62,7 @@ def steps(model: PreTrainedModel, cache: KVCache, ids: Tensor, chunk: int) -> Te
         ("eager", as_a_whole, True, KeyDiff(), 40),
         ("eager", in_place, False, SnapKV(observed_queries=4), 40),
         # Each length of a pass is compiled of its own: one length.
-        pytest.param("inductor", its_forward, False, KeyDiff(), 1, marks=NEEDS_COMPILER),
+        pytest.param("inductor", its_forward, False, KeyDiff(), 1, marks=[NEEDS_COMPILER, pytest.mark.slow]),
     ],
     ids=["eager-whole-key_diff", "eager-in_place-snapkv", "inductor-forward-key_diff"],
 )

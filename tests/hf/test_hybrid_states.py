@@ -38,7 +38,7 @@ def test_an_interrupt_leaves_the_cache_as_it_was(family: str, tokens: int, text:
     while interrupted_at(line, lambda: work(cache)):
         assert not cache.is_in_step
         assert_same(held(cache), before, line)
-        line += 1 if (family, tokens) == ("lfm2", 1) else 61
+        line += 5 if (family, tokens) == ("lfm2", 1) else 61
     assert line > 200
     for name, each in held(cache).items():
         torch.testing.assert_close(each, held(twin)[name], atol=1e-5, rtol=1e-5)

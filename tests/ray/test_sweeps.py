@@ -16,6 +16,7 @@ import pytest
 from tests.helpers import cli, deadly
 from tests.helpers.cli import Ran, assert_refused
 from tests.helpers.models import MODEL
+from tests.helpers.processes import descendants, is_alive
 from tests.helpers.serving import soon
 from windlass.cli import ray_options
 from windlass.core.errors import UsageError
@@ -155,27 +156,6 @@ def test_the_driver_dies_and_the_run_is_gone_on_with(tmp_path: Path) -> None:
     assert len(lines(asked[1].output)) == 2
     (tmp_path / "held").write_text("")
     assert alone(asked[1]) == wanted
-
-
-def descendants(parent: int) -> list[int]:
-    """The processes that one has started, and those that they have."""
-    found = []
-    for each in (int(name.name) for name in Path("/proc").iterdir() if name.name.isdigit()):
-        try:
-            fields = Path(f"/proc/{each}/stat").read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == parent:
-            found += [each, *descendants(each)]
-    return found
-
-
-def is_alive(process: int) -> bool:
-    """Whether it runs; one that has ended and waits to be asked for does not."""
-    try:
-        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_what_fails_in_a_worker_is_told_as_here(tmp_path: Path) -> None:
