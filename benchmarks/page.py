@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import page_questions
+import page_servers
 from gpu import tables as gpu_tables
 from peers.tables import tables as peer_tables
 from section import Line, section
@@ -175,6 +176,7 @@ SECTIONS: dict[str, Callable[[Sequence[Line]], str]] = {
     "prefill": prefill,
     "verification": verification,
     "peers": peers,
+    "serving": page_servers.serving,
 }
 
 if __name__ == "__main__":

@@ -13,18 +13,29 @@ from gguf import GGUFWriter, LlamaFileType, TokenType
 from peers.gguf_weights import write_tensors
 
 
+def is_ascii(token: str) -> bool:
+    """Whether a token's bytes are, which it has as the letters of byte-level BPE."""
+    return all(0x20 < ord(letter) < 0x7F or 0x100 <= ord(letter) <= 0x121 for letter in token)
+
+
 def write_tokenizer(writer: GGUFWriter, folder: Path, vocabulary: int) -> None:
-    """The byte-level BPE of `tokenizer.json`."""
+    """The byte-level BPE of `tokenizer.json`, for prompts in ASCII.
+
+    Other tokens have names, because random weights put their bytes together in ways that are no text, and
+    llama-server ends an answer that is none.
+    """
     whole = json.loads((folder / "tokenizer.json").read_text())
     tokens = {number: text for text, number in whole["model"]["vocab"].items()}
     special = {each["id"]: each["content"] for each in whole["added_tokens"]}
     numbers = range(vocabulary)
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre("default")
-    writer.add_token_list([special.get(number) or tokens.get(number) or f"[unused {number}]" for number in numbers])
+    known = {number: token for number, token in tokens.items() if is_ascii(token)}
+    writer.add_token_list([special.get(number) or known.get(number) or f"[unused {number}]" for number in numbers])
     writer.add_token_types([TokenType.CONTROL if number in special else TokenType.NORMAL for number in numbers])
     merges = whole["model"]["merges"]
-    writer.add_token_merges([each if isinstance(each, str) else " ".join(each) for each in merges])
+    pairs = [each.split(" ") if isinstance(each, str) else each for each in merges]
+    writer.add_token_merges([" ".join(pair) for pair in pairs if is_ascii("".join(pair))])
 
 
 def write_model(folder: Path, file: Path) -> None:
