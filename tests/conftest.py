@@ -36,7 +36,9 @@ torch.use_deterministic_algorithms(True)
 
 CHECKED_CASES = 12  # one in this many
 COMBINED_CASES = 6  # one in this many is not slow, beside those that have a value which no earlier one has
-KERNELS = Path(__file__).parent / "kernels"  # whose cases are quick, and whose faults are in combinations
+KERNELS = (
+    Path(__file__).parent / "kernels"
+)  # whose faults are in combinations, and whose cases are quick, but in Triton
 IS_CHECKED = pytest.StashKey[bool]()
 
 
@@ -63,7 +65,8 @@ def _mark_combinations(items: list[pytest.Item]) -> None:
     known: set[tuple[str, str, str]] = set()
     for item in items:
         spec = getattr(item, "callspec", None)
-        if spec is None or len(spec.params) < 2 or KERNELS in item.path.parents:
+        is_quick = KERNELS in item.path.parents and "triton" not in item.path.name
+        if spec is None or len(spec.params) < 2 or is_quick:
             continue
         test = item.nodeid.partition("[")[0]
         values = {(test, name, repr(value)) for name, value in spec.params.items()}

@@ -45,15 +45,15 @@ CHECKS: Final = Checks()
 _jaxtyped = jaxtyping.jaxtyped
 
 
-def of_shapes(*given: Any, **named: Any) -> Any:
+def of_shapes(found: Any = None, /, *, typechecker: Any) -> Any:
     """`jaxtyping.jaxtyped`, but that a function whose annotations name no shape is left as it is.
 
     Even a check that is turned off takes longer than most of these do, and mypy has checked them.
     """
-    if not given:
-        return functools.partial(of_shapes, **named)
-    (found,) = given
-    return _jaxtyped(found, **named) if inspect.isclass(found) or _has_shapes(found) else found
+    if found is None:
+        return functools.partial(of_shapes, typechecker=typechecker)
+    is_checked = inspect.isclass(found) or _has_shapes(found)
+    return _jaxtyped(found, typechecker=typechecker) if is_checked else found
 
 
 def _has_shapes(found: object) -> bool:
