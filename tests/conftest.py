@@ -36,9 +36,8 @@ torch.use_deterministic_algorithms(True)
 
 CHECKED_CASES = 12  # one in this many
 COMBINED_CASES = 6  # one in this many is not slow, beside those that have a value which no earlier one has
-KERNELS = (
-    Path(__file__).parent / "kernels"
-)  # whose faults are in combinations, and whose cases are quick, but in Triton
+# Their faults are in combinations, and their cases are quick, but for those in Triton's interpreter.
+KERNELS = Path(__file__).parent / "kernels"
 IS_CHECKED = pytest.StashKey[bool]()
 
 
@@ -48,7 +47,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     Of a test with several arguments, `make test` runs each value of each of them, and `make test-all` all combinations.
 
-    Annotations of shapes are checked in every test, but not in all of its cases: it takes two thirds of the time.
+    Annotations of shapes are checked in every test, but not in all of its cases: a check takes longer than most
+    functions do.
 
     Long texts say nothing of shapes that short ones do not; `tests/helpers/checked.py` ends those of a long test.
     """

@@ -64,7 +64,7 @@ def test_two_ranks_write_the_text_of_one_process() -> None:
     assert ran.stdout == wanted.stdout, "said once, by rank 0"
 
 
-def test_a_server_on_two_ranks_ends_with_either(tmp_path: Path) -> None:
+def test_a_server_on_two_ranks_ends_when_one_dies(tmp_path: Path) -> None:
     command = torchrun("serve", MODEL, *CACHE, "--rows", "2", "--port", "0", "--tensor-parallel")
     with serving(command, tmp_path) as (server, port):
         answer = ask(port, "/v1/completions", complete(prompt=PROMPT, max_tokens=8))
