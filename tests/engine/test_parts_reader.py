@@ -17,7 +17,6 @@ from tests.helpers.schedulers import events_of, options_of, request_of, running,
 from windlass import KVCache, UsageError, chunks
 from windlass.engine.chunks_recompute import recompute_of
 from windlass.engine.kept import Kept, KeptCaches, Key, Wanted
-from windlass.engine.parts_check import check_parts
 from windlass.engine.parts_reader import PartsReader, part_options
 from windlass.engine.reader import PromptReader
 from windlass.engine.request import Failed, Finished, Piece, PromptParts, Request, Reuse
@@ -275,31 +274,6 @@ def _taken(engine: Scheduler, request: Request) -> tuple[list[int], Finished]:
     events = events_of(engine.submit(request))
     assert isinstance(events[-1], Finished)
     return [event.token for event in events if isinstance(event, Piece)], events[-1]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"budget": 60}, "up to the end of the last part there are 70 tokens, and a row keeps 60"),
-        ({"budget": 90, "policy": "kvzip"}, "ranks a prompt when all of it is held"),
-        ({"budget": 90, "recall": 8}, "recall=8"),
-        ({"budget": 90, "merge": "mean_count"}, "merge=mean_count"),
-    ],
-)
-def test_rows_that_take_no_parts(options: dict[str, Any], said: str) -> None:
-    request = usual(options=options_of(**options))
-    assert request.parts is not None
-    with pytest.raises(UsageError, match=f"^chunks: .*{said}"):
-        check_parts(request.parts, len(request.prompt), request.options, 1)
-    check_parts(PromptParts(request.parts.spans, recompute_of("all")), len(request.prompt), request.options, 0)
-
-
-@pytest.mark.parametrize("spans", [(), ((0, 0),), ((5, 9), (8, 12)), ((3, 75),), ((9, 12), (2, 4))])
-def test_parts_that_are_none(spans: tuple[tuple[int, int], ...]) -> None:
-    with pytest.raises(UsageError, match=r"^chunks: "):
-        check_parts(PromptParts(spans, recompute_of("all")), 75, options_of(budget=90), 1)
-    with pytest.raises(UsageError, match="keeps no parts"):
-        check_parts(PromptParts(((0, 9),), recompute_of("none")), 75, options_of(budget=90), 0)
 
 
 @pytest.mark.parametrize(
