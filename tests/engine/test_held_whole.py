@@ -100,7 +100,8 @@ def test_a_cancel_waits_for_one_piece(
         gate.wait()
         engine.cancel(ticket)
         gate.open()
-        wait_for(lambda: engine.status().free_rows == 1)
+        wait_for(lambda: engine.status().cancelled_total == 1)
+        assert engine.status().free_rows == 1
         assert gate.passes == passes
         assert engine.status().bytes_held == 0  # nothing came to the row
         found = tokens_of(engine.submit(request_of(again, 7, options=options)))

@@ -266,7 +266,7 @@ def test_a_request_that_ends_early_gives_its_room_back(
         tokens_of(engine.submit(small))
         ticket = engine.submit(small)
         engine.cancel(ticket)
-        wait_for(lambda: engine.status().free_rows == 2)
+        wait_for(lambda: engine.status().cancelled_total == 1 and engine.status().free_rows == 2)
         assert not engine._snapshots.kept._reserved
 
 

@@ -40,8 +40,10 @@ def test_cancel_frees_the_row_and_leaves_nothing(
             seen += ticket.take(10.0)
         engine.cancel(ticket)
         engine.cancel(ticket)
-        wait_for(lambda: ticket.number not in [row.number for row in engine.status().rows])
-        assert engine.status().queued == 0
+        wait_for(lambda: engine.status().cancelled_total == 1)  # told at the end of the turn that dropped it
+        told = engine.status()
+        assert ticket.number not in [row.number for row in told.rows]
+        assert told.queued == 0
         ticket.take()
         time.sleep(0.05)
         assert ticket.take() == []

@@ -31,7 +31,7 @@ def test_an_error_fails_its_own_requests_and_the_engine_goes_on(
     one, other, third = rows_of(text, 20, 31, 25)
     with running(model, tokenizer) as engine:
         ticket = engine.submit(request_of(one, 300))
-        ticket.take(10.0)
+        wait_for(lambda: [row.phase for row in engine.status().rows] == ["writing"])
         if where == "step":
             fails = iter([True])
             real = task.Task.take
