@@ -17,7 +17,7 @@ serve-demo: install
 test: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m "not slow"
 
-# With long texts and all combinations of arguments, which takes half as long again.
+# With long texts, kills of processes and all cases of a test, which takes about twice as long.
 test-all: install
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 

@@ -1,9 +1,10 @@
 """Sizes, seeds and models that the tests share. No test needs the network or files from outside."""
 
 import os
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+from zlib import crc32
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it no product on a GPU is deterministic
@@ -36,6 +37,9 @@ torch.use_deterministic_algorithms(True)
 
 CHECKED_CASES = 12  # one in this many
 COMBINED_CASES = 6  # one in this many is not slow, beside those that have a value which no earlier one has
+MODEL_CASES = 3  # one in this many is not slow, of a test that has more and in each reads a model, or is interpreted
+MODELS = {"attached_model", "plain_model", "one_layer"}
+FAMILIES = Path(__file__).parent / "hf"
 # Their faults are in combinations, and their cases are quick, but for those in Triton's interpreter.
 KERNELS = Path(__file__).parent / "kernels"
 IS_CHECKED = pytest.StashKey[bool]()
@@ -43,9 +47,11 @@ IS_CHECKED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow most combinations of arguments; choose the cases in which shapes are checked.
+    """Mark as slow most cases that differ little; choose the cases in which shapes are checked.
 
-    Of a test with several arguments, `make test` runs each value of each of them, and `make test-all` all combinations.
+    `make test-all` runs all cases of a test. `make test` runs, of a test with several arguments, each value of each of
+    them; and of those that are left, one in three where each case reads a model or runs in Triton's interpreter. Which
+    of the three it is differs from test to test: all families are read by some of them.
 
     Annotations of shapes are checked in every test, but not in all of its cases: a check takes longer than most
     functions do.
@@ -53,6 +59,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     Long texts say nothing of shapes that short ones do not; `tests/helpers/checked.py` ends those of a long test.
     """
     _mark_combinations(items)
+    _mark_models(items)
     cases: Counter[str] = Counter()
     for item in items:
         name = item.nodeid.partition("[")[0]
@@ -74,6 +81,20 @@ def _mark_combinations(items: list[pytest.Item]) -> None:
             item.add_marker("slow")
         known |= values
         cases[test] += 1
+
+
+def _mark_models(items: list[pytest.Item]) -> None:
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        has_model = MODELS & {*getattr(item, "fixturenames", ())} or FAMILIES in item.path.parents
+        if item.get_closest_marker("slow") is None and (has_model or "triton" in item.path.name):
+            cases[item.nodeid.partition("[")[0]].append(item)
+    for test, its_cases in cases.items():
+        if len(its_cases) > MODEL_CASES:
+            kept = crc32(test.encode()) % MODEL_CASES
+            for number, item in enumerate(its_cases):
+                if number % MODEL_CASES != kept:
+                    item.add_marker("slow")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

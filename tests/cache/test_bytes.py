@@ -137,6 +137,7 @@ for name, size in sizes.items():
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_grows_by_as_many_bytes() -> None:
     """Within 5 %: pages are whole, and an allocator keeps some of what was freed."""

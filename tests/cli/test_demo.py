@@ -100,6 +100,7 @@ def test_the_beginning_fills_its_tokens(opened: tuple[PreTrainedModel, PreTraine
     assert demo.beginning(tokenizer, TEXT) == TEXT
 
 
+@pytest.mark.slow
 def test_rows_tell_what_the_library_does(
     run: Callable[..., tuple[int, str, str]],
     opened: tuple[PreTrainedModel, PreTrainedTokenizerBase],
@@ -141,6 +142,7 @@ def test_rows_tell_what_the_library_does(
     assert [row["is_found"] for row in found["rows"]] == [True, False, False, True]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_few_facts")
 def test_rows_of_facts_tell_what_the_evaluation_does(
     opened: tuple[PreTrainedModel, PreTrainedTokenizerBase], tmp_path: Path

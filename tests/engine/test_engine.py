@@ -250,6 +250,7 @@ print(result.tokens)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_with_one_seed_write_the_same_text() -> None:
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     runs = [

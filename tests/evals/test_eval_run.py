@@ -106,7 +106,7 @@ def test_a_stopped_run_goes_on(run: Callable[..., Ran], output: Path, monkeypatc
     assert timeless[0] == timeless[1]
 
 
-@pytest.mark.parametrize("mode", ["--blind", "--aware"])
+@pytest.mark.parametrize("mode", ["--blind", pytest.param("--aware", marks=pytest.mark.slow)])
 def test_texts_side_by_side_are_answered_as_alone(
     run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ):

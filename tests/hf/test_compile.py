@@ -60,7 +60,7 @@ def steps(model: PreTrainedModel, cache: KVCache, ids: Tensor, chunk: int) -> Te
     ("backend", "compiled", "is_attached_first", "policy", "chunk"),
     [
         ("eager", as_a_whole, True, KeyDiff(), 40),
-        ("eager", in_place, False, SnapKV(observed_queries=4), 40),
+        pytest.param("eager", in_place, False, SnapKV(observed_queries=4), 40, marks=pytest.mark.slow),
         # Each length of a pass is compiled of its own: one length.
         pytest.param("inductor", its_forward, False, KeyDiff(), 1, marks=[NEEDS_COMPILER, pytest.mark.slow]),
     ],

@@ -82,6 +82,7 @@ def test_another_model_is_refused(saved: Path) -> None:
         assert_clear(caught.value, saved)
 
 
+@pytest.mark.slow
 def test_the_fingerprint_survives_what_changes_no_key(tmp_path: Path) -> None:
     model = tiny_model("gemma2")
     mark = fingerprint(model)

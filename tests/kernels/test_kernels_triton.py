@@ -256,8 +256,10 @@ def test_on_a_gpu_triton_serves_what_it_knows(dtype: torch.dtype, monkeypatch: p
 
 WHOLE = [
     {"policy": NAMES["h2o"](), "store": "int8(sinks=2, newest=4)", "positions": "compact"},
-    {"policy": NAMES["snapkv"](), "store": "int4", "positions": "self_extend(4, 8)"},
-    {"positions": "clamp(10)", "merge": "mean_count(nearest)"},
+    pytest.param(
+        {"policy": NAMES["snapkv"](), "store": "int4", "positions": "self_extend(4, 8)"}, marks=pytest.mark.slow
+    ),
+    pytest.param({"positions": "clamp(10)", "merge": "mean_count(nearest)"}, marks=pytest.mark.slow),
 ]
 
 

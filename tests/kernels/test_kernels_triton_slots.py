@@ -61,6 +61,7 @@ TIES = (
 FALLING = -torch.arange(33.0).expand(BATCH, 1, 33), torch.arange(33).int().expand(BATCH, 1, 33), torch.tensor([33, 33])
 
 
+@pytest.mark.slow
 @given(scored_slots(), LIMITS, st.integers(0, 10**6))
 @example(TIES, (2, 3, None, None), 8)
 @example(TIES, (2, 3, None, 6), 19)
@@ -116,6 +117,7 @@ def test_argsort_positions_equals_the_reference(on: torch.device, step: Step) ->
     assert slots.argsort_positions(where).equal(reference.argsort_positions(where))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", [1, 70, 229])
 def test_many_slots_span_many_blocks(on: torch.device, count: int) -> None:
     where = torch.stack([torch.randperm(230) for _ in range(BATCH)]).view(BATCH, 1, -1).int().to(on)

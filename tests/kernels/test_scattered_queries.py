@@ -41,7 +41,7 @@ def test_compiled_attention(
         compare(kernel(call)[0], exactly(call)[0], TOLERANCE[torch.float32])
 
 
-@pytest.mark.parametrize("tokens", [1, 21])
+@pytest.mark.parametrize("tokens", [1, pytest.param(21, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("visibility", SEEN[:2], ids=str)
 def test_triton(visibility: Visibility, tokens: int) -> None:
     if importlib.util.find_spec("triton") is None or torch.cuda.is_available():

@@ -218,6 +218,7 @@ def test_a_client_that_goes_is_gone_for_the_replica(is_streamed: bool, is_reset:
         assert soon(lambda: not front.places.places[0].under_way)
 
 
+@pytest.mark.slow
 def test_a_client_that_takes_nothing_is_given_up_by_the_replica() -> None:
     """What comes is not piled up in between: the replica cannot send more than the sockets hold."""
     pieces = (Piece(5, "a" * 16_384) for _ in range(4_000))

@@ -105,6 +105,7 @@ def _code(rest: bytes) -> str:
     return rest.partition(b'"code":"')[2].partition(b'"')[0].decode()
 
 
+@pytest.mark.slow
 def test_a_replica_is_killed_under_load(running: Running) -> None:
     from windlass.ray.route import ranked
 
@@ -155,6 +156,7 @@ def test_each_replica_tells_of_itself(running: Running) -> None:
     assert ask(running.port, "/ready").document == {"status": "ready", "replicas": {"0": "ok", "1": "ok"}}
 
 
+@pytest.mark.slow
 def test_a_replica_that_cannot_be_started_says_why(running: Running) -> None:
     from windlass.core.errors import UsageError
     from windlass.ray.replicas import Replicas

@@ -92,6 +92,7 @@ def test_two_workers_write_the_lines_of_one_process_though_some_die(tmp_path: Pa
     assert len(identities[1]) == 2 + 3 * 5 + 3
 
 
+@pytest.mark.slow
 def test_an_interrupted_tuning_keeps_what_is_finished(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("".join(f"The boat passed lock number {n}, and then a bridge. " for n in range(150)))
@@ -127,6 +128,7 @@ def test_an_interrupted_tuning_keeps_what_is_finished(tmp_path: Path) -> None:
     assert [each.name for each in again.ranking] == [each.name for each in wanted.ranking]
 
 
+@pytest.mark.slow
 def test_the_driver_dies_and_the_run_is_gone_on_with(tmp_path: Path) -> None:
     file = deadly.written_to(tmp_path)
     asked = [options(tmp_path / name, f"{file}:Waits", 3) for name in "ab"]
@@ -158,6 +160,7 @@ def test_the_driver_dies_and_the_run_is_gone_on_with(tmp_path: Path) -> None:
     assert alone(asked[1]) == wanted
 
 
+@pytest.mark.slow
 def test_what_fails_in_a_worker_is_told_as_here(tmp_path: Path) -> None:
     asked = options(tmp_path / "a", "cwe", 1)
     with pytest.raises(UsageError, match="length 260 is too short for task cwe, which takes"):
