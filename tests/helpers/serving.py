@@ -150,10 +150,10 @@ class Served:
 
 
 @contextmanager
-def serving(service: ScriptedService, **settings: Any) -> Iterator[Served]:
-    """A server on a free port of loopback, until the end of the block."""
+def serving(service: ScriptedService, known: Words | None = None, **settings: Any) -> Iterator[Served]:
+    """A server on a free port of loopback, until the end of the block; with other words if they are given."""
     listener = bound("127.0.0.1", 0)
-    server = Server(service, words(), ServerSettings(NAME, **settings))
+    server = Server(service, known or words(), ServerSettings(NAME, **settings))
     http = HttpServer(server)
     thread = threading.Thread(target=http.run, args=([listener],), daemon=True)
     thread.start()

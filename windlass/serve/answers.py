@@ -11,6 +11,7 @@ from windlass.engine.request import Event, Failed, Finished, Piece, Progress
 from windlass.serve.errors import ApiError, of_failure
 from windlass.serve.forms import Form, Written
 from windlass.serve.metrics import Metrics
+from windlass.serve.thoughts import Said
 from windlass.serve.tickets import Tickets
 from windlass.serve.wire import comment
 
@@ -85,11 +86,12 @@ class Answering:
         lines = [comment(f"read {each.done} of {each.total}") for _, each in found if isinstance(each, Progress)]
         for at, pieces, last in _by_text(found):
             written = self._texts[at]
-            offset, text = len(written.text), written.add(pieces)
+            offset, said = len(written.text), written.add(pieces)
             if last is not None:
-                text += written.end(last)
-            if text or (pieces and self._form.head.top_logprobs is not None):
-                lines.append(self._form.wire(self._form.delta(at, text, pieces, offset)))
+                rest = written.end(last)
+                said = Said(said.text + rest.text, said.thought + rest.thought)
+            if any(said) or (pieces and self._form.head.top_logprobs is not None):
+                lines.append(self._form.wire(self._form.delta(at, said, pieces, offset)))
             if last is not None:
                 lines += map(self._form.wire, self._form.closing(at, written))
         return b"".join(lines)

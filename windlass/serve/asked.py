@@ -31,6 +31,8 @@ class Asked:
     is_streamed: bool
     has_usage: bool
     top_logprobs: int | None
+    has_begun_thought: bool | None = None
+    """See `Prompt`; None, too, where a grammar leaves no room for a thought."""
 
     @property
     def options(self) -> CacheOptions:
@@ -173,6 +175,7 @@ def asked_of(
         given.get("stream", False),
         given.get("stream_options", {}).get("include_usage", False),
         top,
+        None if grammars else prompts[0].has_begun_thought,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from windlass.engine.request import Finished, Piece, Usage
 from windlass.serve import logprobs
 from windlass.serve.errors import ApiError
+from windlass.serve.thoughts import Said, ThoughtReader
 from windlass.serve.tools import Call, CallReader
 from windlass.serve.usage import Options, usage_of, windlass_of
 from windlass.serve.wire import DONE, event
@@ -18,29 +19,40 @@ from windlass.serve.words import Words
 
 @dataclass
 class Written:
-    """One text so far. `calls` reads calls of functions out of it, where tools were given."""
+    """One text so far.
+
+    `thoughts` parts it from what the model thinks before it, and `calls` reads calls of functions out of the rest.
+    """
 
     calls: CallReader | None = None
+    thoughts: ThoughtReader | None = None
     text: str = ""
+    thought: str = ""
     pieces: list[Piece] = field(default_factory=list)
     called: list[Call] = field(default_factory=list)
     finished: Finished | None = None
 
-    def add(self, pieces: Sequence[Piece]) -> str:
-        """Note new pieces; the text that they give out."""
+    def add(self, pieces: Sequence[Piece]) -> Said:
+        """Note new pieces; what they give out."""
         given = "".join(piece.text for piece in pieces)
-        given = given if self.calls is None else self.calls.feed(given)
         self.pieces += pieces
-        self.text += given
-        return given
+        return self._note(Said(given) if self.thoughts is None else self.thoughts.feed(given))
 
-    def end(self, finished: Finished) -> str:
-        """Note the end; the text that was held back for it."""
-        self.finished, rest = finished, ""
+    def end(self, finished: Finished) -> Said:
+        """Note the end; what was held back for it."""
+        self.finished = finished
+        text, thought = self._note(Said() if self.thoughts is None else self.thoughts.end())
         if self.calls is not None:
             rest, self.called = self.calls.end()
-        self.text += rest
-        return rest
+            self.text += rest
+            text += rest
+        return Said(text, thought)
+
+    def _note(self, said: Said) -> Said:
+        said = said if self.calls is None else Said(self.calls.feed(said.text), said.thought)
+        self.text += said.text
+        self.thought += said.thought
+        return said
 
     @property
     def reason(self) -> str:
@@ -78,7 +90,7 @@ class Form(ABC):
         """The first chunks of text `at`, which come before its text."""
 
     @abstractmethod
-    def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+    def delta(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
         """A chunk with a part of text `at`, which begins at `offset`."""
 
     @abstractmethod
@@ -135,8 +147,10 @@ class ChatForm(Form):
     def opening(self, at: int) -> list[dict[str, Any]]:
         return [self._chunk(at, {"role": "assistant", "content": "", "refusal": None})]
 
-    def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
-        return self._chunk(at, {"content": text}, self._logprobs(pieces))
+    def delta(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        thought = {"reasoning_content": said.thought} if said.thought else {}
+        text = {"content": said.text} if said.text or not thought else {}
+        return self._chunk(at, thought | text, self._logprobs(pieces))
 
     def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
         calls = [{"index": number, **_call(each)} for number, each in enumerate(written.called)]
@@ -178,8 +192,8 @@ class CompletionForm(Form):
     def opening(self, at: int) -> list[dict[str, Any]]:
         return []
 
-    def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
-        return self._chunk(at, text, pieces, offset)
+    def delta(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        return self._chunk(at, said.text, pieces, offset)
 
     def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
         choice = {"index": at, "text": "", "logprobs": None, "finish_reason": written.reason}
@@ -211,6 +225,8 @@ def _call(call: Call) -> dict[str, Any]:
 
 def _message(written: Written) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
+    if written.thought:
+        message["reasoning_content"] = written.thought
     if written.called:
         message |= {"content": written.text or None, "tool_calls": [_call(each) for each in written.called]}
     return message

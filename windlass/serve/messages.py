@@ -50,6 +50,7 @@ def messages(limits: RequestLimits) -> Check:
         "name": text(256),
         "tool_calls": listed(call, limits.tools),
         "tool_call_id": text(256),
+        "reasoning_content": string,
     }
     one = record(checks, needed=("role",))
 
@@ -60,6 +61,8 @@ def messages(limits: RequestLimits) -> Check:
             raise BadField(f"{name}.tool_calls", f"is for messages of the assistant, not of role {role}")
         if "tool_call_id" in given and role != "tool":
             raise BadField(f"{name}.tool_call_id", f"is for messages of role tool, not {role}")
+        if "reasoning_content" in given and role != "assistant":
+            raise BadField(f"{name}.reasoning_content", f"is for messages of the assistant, not of role {role}")
         if "content" not in given and "tool_calls" not in given:
             raise BadField(f"{name}.content", "is missing", "missing_required_parameter")
         for at, each in enumerate(given.get("tool_calls", [])):
@@ -68,7 +71,8 @@ def messages(limits: RequestLimits) -> Check:
 
     def check_all(name: str, value: Any) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = listed(check, limits.messages, least=1)(name, value)
-        size = sum(len(each["content"]) for each in written(found, lambda chunk: chunk.text))
+        texts = written(found, lambda chunk: chunk.text)
+        size = sum(len(each["content"]) + len(each.get("reasoning_content", "")) for each in texts)
         if size > limits.characters:
             raise BadField(name, f"must have at most {limits.characters} characters in all, got {size}")
         if len(chunks_of(found)) > limits.chunks:

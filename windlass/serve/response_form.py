@@ -6,6 +6,7 @@ from typing import Any, Final, final
 from windlass.engine.request import Piece
 from windlass.serve.errors import ApiError
 from windlass.serve.forms import Form, Head, Written
+from windlass.serve.thoughts import Said
 from windlass.serve.usage import usage_of
 from windlass.serve.wire import named_event
 
@@ -33,8 +34,8 @@ class ResponseForm(Form):
             {"type": "response.content_part.added", **part},
         ]
 
-    def delta(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
-        return {"type": "response.output_text.delta", **self._part(at), "delta": text, "logprobs": []}
+    def delta(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+        return {"type": "response.output_text.delta", **self._part(at), "delta": said.text, "logprobs": []}
 
     def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
         item = {"output_index": at, "item": self._item(_status(written), [_text(written.text)])}

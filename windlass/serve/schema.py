@@ -14,6 +14,7 @@ from windlass.serve.settings import CacheChoices, RequestLimits
 MOST_TOKEN_ID: Final = 2**31 - 1
 OWN = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  # of the cache; see `CacheOptions`
 MOST_SECONDS: Final = 1e6
+MOST_VARIABLES: Final = 16
 
 
 def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Check]]:
@@ -26,6 +27,7 @@ def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Che
         "/v1/chat/completions": {
             **common,
             "messages": messages(limits),
+            "chat_template_kwargs": _variables,
             "chunks": record({"recompute": text(64)}),
             "max_completion_tokens": whole(1, 2**30),
             "logprobs": flag,
@@ -49,6 +51,7 @@ def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Che
             "model": text(256),
             "prompt": strings,
             "messages": messages(limits),
+            "chat_template_kwargs": _variables,
             "add_special_tokens": flag,
         },
         "/detokenize": {"model": text(256), "tokens": listed(whole(0, MOST_TOKEN_ID), limits.characters)},
@@ -74,6 +77,19 @@ def checked(fields: Mapping[str, Check], body: Any, needed: Collection[str]) -> 
 
 def _refused(name: str) -> BadField:
     return BadField(short(name), "is not supported by this server; leave it out", "unsupported_parameter")
+
+
+def _variables(name: str, value: Any) -> dict[str, bool | int | float | str]:
+    """Simple values of a template's variables, by name."""
+    given = {field: one for field, one in mapping(name, value).items() if one is not None}
+    if len(given) > MOST_VARIABLES:
+        raise BadField(name, f"must have at most {MOST_VARIABLES} entries, got {len(given)}")
+    for field, one in given.items():
+        if not field.isidentifier() or len(field) > 64:
+            raise BadField(name, f"must have names of variables, got {short(field)}")
+        if not isinstance(one, bool | int | float) and not (isinstance(one, str) and len(one) <= 256):
+            raise BadField(f"{name}.{field}", f"must be a number, a short string, true or false; got {shown(one)}")
+    return given
 
 
 def _common(limits: RequestLimits) -> dict[str, Check]:

@@ -27,6 +27,7 @@ from windlass.serve.response_form import ResponseForm
 from windlass.serve.response_input import as_chat
 from windlass.serve.schema import checked, table
 from windlass.serve.settings import ServerSettings
+from windlass.serve.thoughts import ThoughtReader
 from windlass.serve.tickets import Gate, Tickets
 from windlass.serve.tools import CallReader, schema_of
 from windlass.serve.wire import JsonAnswer, from_json
@@ -56,7 +57,14 @@ class Server:
         names = [tool["function"]["name"] for tool in given.get("tools", [])]
         choice = given.get("tool_choice", "auto")
         has_calls = bool(names) and choice != "none"
-        texts = [Written(CallReader(names, choice != "auto") if has_calls else None) for _ in asked.requests]
+        begun = asked.has_begun_thought
+        texts = [
+            Written(
+                CallReader(names, choice != "auto") if has_calls else None,
+                None if begun is None else ThoughtReader(begun),
+            )
+            for _ in asked.requests
+        ]
         return await self._answer(http, asked, ChatForm(self._head(asked)), texts)
 
     async def complete(self, http: HttpRequest) -> ASGIApp:
@@ -73,8 +81,10 @@ class Server:
         given = await self._given(http, "/tokenize", [])
         if ("prompt" in given) == ("messages" in given):
             raise BadField("prompt", "or messages: give one of them", "missing_required_parameter")
+        if "chat_template_kwargs" in given and "messages" not in given:
+            raise BadField("chat_template_kwargs", "needs messages")
         if "messages" in given:
-            tokens = (await self._beside(partial(self.words.chat, given["messages"], []))).ids
+            tokens = (await self._beside(partial(self._chat, given))).ids
         else:
             has_special = given.get("add_special_tokens", True)
             tokens = await self._beside(partial(self.words.encoded, given["prompt"], has_special))
@@ -170,7 +180,7 @@ class Server:
         tools, choice = given.get("tools", []), given.get("tool_choice", "auto" if "tools" in given else "none")
         if choice not in ("none", "auto") and not tools:
             raise BadField("tool_choice", "needs tools")
-        prompt = self.words.chat(given["messages"], [] if choice == "none" else tools)
+        prompt = self._chat(given, [] if choice == "none" else tools)
         form = given.get("response_format", {"type": "text"})
         grammars: Sequence[Grammar] = ()
         if choice not in ("none", "auto"):
@@ -183,6 +193,9 @@ class Server:
         elif form["type"] == "json_object":
             grammars = self._grammars.of("response_format", {"type": "object"}, given.get("n", 1))
         return self._asked(given, [prompt], grammars, self.service.limits.max_tokens, tenant)
+
+    def _chat(self, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
+        return self.words.chat(given["messages"], tools, given.get("chat_template_kwargs", {}))
 
     def _asked_of_completion(self, given: dict[str, Any], tenant: str) -> Asked:
         chunks = [Chunk(each) for each in given.get("chunks", {}).get("texts", ())]

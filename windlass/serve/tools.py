@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from windlass.core.check import shown
 from windlass.serve.errors import BadField
+from windlass.serve.pieces import begun
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALL: Final = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|$)", re.DOTALL)
@@ -66,7 +67,7 @@ class CallReader:
             return ""
         start = self._held.find(OPEN)
         if start < 0:
-            start = len(self._held) - _begun(self._held)
+            start = len(self._held) - begun(self._held, OPEN)
         if not self._is_text and self._held[:start].lstrip()[:1] in ("", "{"):
             return ""  # perhaps one call, and nothing else
         given, self._held = self._held[:start], self._held[start:]
@@ -92,8 +93,3 @@ class CallReader:
             return None
         arguments: Any = next((found[name] for name in ARGUMENTS if name in found), {})
         return Call(found["name"], json.dumps(arguments)) if isinstance(arguments, dict) else None
-
-
-def _begun(text: str) -> int:
-    """How many signs at the end of `text` may become `<tool_call>`."""
-    return next((n for n in range(min(len(text), len(OPEN) - 1), 0, -1) if OPEN.startswith(text[-n:])), 0)

@@ -1,9 +1,12 @@
 """Between text and tokens, for threads beside the event loop: a long text takes seconds."""
 
+import re
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from inspect import signature
 from threading import Lock
+from types import MappingProxyType
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -14,14 +17,19 @@ from windlass.engine.templates import has_template, without_start
 from windlass.engine.text import INCOMPLETE, encode
 from windlass.serve.errors import ApiError, BadField
 from windlass.serve.messages import Chunk, Messages, chunks_of, written
+from windlass.serve.thoughts import CLOSE, OPEN
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """Token ids, and which of them are chunks: `spans` [start, stop)."""
+    """Token ids, and which of them are chunks: `spans` [start, stop).
+
+    `has_begun_thought`: whether what follows continues a thought; None where the model is not known to think.
+    """
 
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...] = ()
+    has_begun_thought: bool | None = None
 
     @classmethod
     def of(cls, texts: Sequence[tuple[int, ...]], chunks: Sequence[tuple[int, ...]]) -> "Prompt":
@@ -60,10 +68,17 @@ class Words:
         if wrong is not None:
             raise BadField(name, f"has the token id {wrong}, but ids are from 0 to {self.vocabulary - 1}")
 
-    def chat(self, messages: Messages, tools: Sequence[Mapping[str, Any]]) -> Prompt:
+    def chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Prompt:
         """The token ids of a conversation, up to the start of the reply, and which of them are chunks.
 
-        Raises: ApiError for a model without a chat template, or messages that it refuses.
+        `variables` are of the template, beside messages and tools.
+
+        Raises: ApiError for a model without a chat template, messages that it refuses, or variables that it has not.
         """
         if not has_template(self.tokenizer):
             raise ApiError(
@@ -74,7 +89,9 @@ class Words:
         numbers = iter(range(len(chunks)))
         given = written(messages, lambda _: f"<{mark}-{next(numbers)}>")
         with self._lock:
-            text = without_start(self.tokenizer, self._rendered(given, tools))
+            source, text = self._rendered(given, tools, variables)
+            has_begun_thought = text.rstrip().endswith(OPEN) if CLOSE in source else None
+            text = without_start(self.tokenizer, text)
             texts = []
             for number in range(len(chunks)):
                 before, *behind = text.split(f"<{mark}-{number}>")
@@ -87,7 +104,8 @@ class Words:
                     )
                 texts.append(before)
                 text = behind[0]
-            return Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
+            prompt = Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
+            return replace(prompt, has_begun_thought=has_begun_thought)
 
     def behind(self, chunks: Sequence[Chunk], prompt: Prompt) -> Prompt:
         """A prompt that chunks stand before: behind the tokens that a text begins with, where it has them."""
@@ -108,16 +126,20 @@ class Words:
             raise BadField("chunks", f"must have tokens, and {shown(chunk.text)} has none")
         return ids
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]]) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[str, str]:
+        """The template, and what it makes of a conversation."""
+        given: Any = [dict(each) for each in tools] or None
         try:
-            return str(
-                self.tokenizer.apply_chat_template(
-                    messages,
-                    tools=[dict(each) for each in tools] or None,
-                    tokenize=False,
-                    add_generation_prompt=True,
-                )
+            source = self.tokenizer.get_chat_template(tools=given)
+            _check_variables(variables, source)
+            text = self.tokenizer.apply_chat_template(
+                messages, tools=given, tokenize=False, add_generation_prompt=True, **variables
             )
+            return source, str(text)
+        except BadField:
+            raise
         except Exception as error:  # a template is a program of the model's authors, and raises what it likes
             gist = " ".join(str(error).split())[:200] or type(error).__name__
             raise ApiError(
@@ -132,3 +154,11 @@ class Words:
         """A token's text and its bytes; no bytes where it is part of a character. Never waits for a text of others."""
         text = str(self.tokenizer.decode([token]))
         return text, None if INCOMPLETE in text else list(text.encode())
+
+
+def _check_variables(variables: Mapping[str, Any], template: str) -> None:
+    """Raises: BadField for a name that the template does not read, or that is the tokenizer's own."""
+    own = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+    for name in variables:
+        if name in own or re.search(rf"\b{re.escape(name)}\b", template) is None:
+            raise BadField(f"chat_template_kwargs.{name}", "is nothing that this model's chat template reads")
