@@ -37,7 +37,7 @@ torch.use_deterministic_algorithms(True)
 
 CHECKED_CASES = 12  # one in this many
 COMBINED_CASES = 6  # one in this many is not slow, beside those that have a value which no earlier one has
-MODEL_CASES = 3  # one in this many is not slow, of a test that has more and in each reads a model, or is interpreted
+MODEL_CASES = 3  # one in this many is not slow, of a test that in each reads a model, or is interpreted
 MODELS = {"attached_model", "plain_model", "one_layer"}
 FAMILIES = Path(__file__).parent / "hf"
 # Their faults are in combinations, and their cases are quick, but for those in Triton's interpreter.
@@ -90,11 +90,10 @@ def _mark_models(items: list[pytest.Item]) -> None:
         if item.get_closest_marker("slow") is None and (has_model or "triton" in item.path.name):
             cases[item.nodeid.partition("[")[0]].append(item)
     for test, its_cases in cases.items():
-        if len(its_cases) > MODEL_CASES:
-            kept = crc32(test.encode()) % MODEL_CASES
-            for number, item in enumerate(its_cases):
-                if number % MODEL_CASES != kept:
-                    item.add_marker("slow")
+        kept = crc32(test.encode()) % MODEL_CASES % len(its_cases)
+        for number, item in enumerate(its_cases):
+            if number % MODEL_CASES != kept:
+                item.add_marker("slow")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

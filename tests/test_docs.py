@@ -62,7 +62,9 @@ def test_the_policy_of_the_readme_is_a_whole_file(capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.slow] * name.startswith("4")) for name in EXAMPLES]
+)  # the fourth reads three long texts
 def test_an_example_runs(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(ROOT / "examples" / f"{name}.py"), run_name="__main__")
     said = capsys.readouterr().out

@@ -109,7 +109,11 @@ class Work(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("policy", [windlass.Recent(), windlass.KeyDiff(), windlass.H2O()], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(each, marks=pytest.mark.slow) for each in (windlass.Recent(), windlass.KeyDiff())] + [windlass.H2O()],
+    ids=repr,
+)
 def test_a_token_late_in_the_text_is_the_same_work_as_one_early(policy: windlass.Policy) -> None:
     """Time per token is flat because every step does the same operations on the same shapes."""
     model, ids = load("stories260K")

@@ -181,6 +181,7 @@ def test_a_short_text_has_all_facts_too(opened: tuple[PreTrainedModel, PreTraine
     assert all(turn.expected[0] in facts.sample.context for turn in facts.sample.turns)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_few_facts")
 def test_the_table_is_plain_in_a_pipe(run: Callable[..., tuple[int, str, str]], short: Path):
     code, out, err = run("--text", str(short), "--depth", "0.5", "--budget", "128", "--policy", "SnapKV(pool=3)")

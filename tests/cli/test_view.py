@@ -44,7 +44,7 @@ def test_what_cannot_be_recorded_or_shown_is_one_line(run: Callable[..., Ran], t
     assert_refused(run("view", str(tmp_path / "a.view"), "--port", "70000"), "--port")
 
 
-@pytest.mark.parametrize("name", ["a.view", "a novel & <more>.view"])
+@pytest.mark.parametrize("name", [pytest.param("a.view", marks=pytest.mark.slow), "a novel & <more>.view"])
 def test_a_recording_is_served_until_ctrl_c(run: Callable[..., Ran], tmp_path: Path, name: str) -> None:
     path = tmp_path / name
     assert run("generate", MODEL, PROMPT, *OPTIONS, "-q", "--record", str(path)).code == 0
