@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.models import MODEL
-from tests.helpers.processes import descendants
+from tests.helpers.processes import descendants, is_alive
 from tests.helpers.serving import ask, complete, soon
 
 pytestmark = pytest.mark.slow
@@ -73,6 +73,18 @@ def test_a_server_on_two_ranks_ends_when_one_dies(tmp_path: Path) -> None:
         os.kill(_rank(server.pid, 1), signal.SIGKILL)
         assert soon(lambda: server.poll() is not None, 60), "rank 0 and torchrun go on"
         assert server.returncode == 1
+
+
+def test_ranks_end_when_torchrun_is_killed(tmp_path: Path) -> None:
+    command = torchrun("serve", MODEL, *CACHE, "--rows", "2", "--port", "0", "--tensor-parallel")
+    with serving(command, tmp_path) as (server, _):
+        ranks = [_rank(server.pid, rank) for rank in (0, 1)]
+        server.kill()
+        try:
+            assert soon(lambda: not any(map(is_alive, ranks)), 25), (tmp_path / "said").read_text()
+        finally:
+            for each in filter(is_alive, ranks):
+                os.kill(each, signal.SIGKILL)
 
 
 def _rank(launcher: int, rank: int) -> int:

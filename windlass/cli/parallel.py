@@ -9,6 +9,7 @@ import typer
 
 from windlass.core.errors import UsageError, WindlassError
 from windlass.parallel.launch import Launch
+from windlass.parallel.starter import end_with_starter
 
 
 def launch_of(
@@ -32,11 +33,12 @@ def launch_of(
 def first_speaks(launch: Launch | None) -> Iterator[None]:
     """Let what other processes than the first print to stdout vanish, and what they find wrong with an option.
 
-    The first one finds the same, and says so.
+    The first one finds the same, and says so. All of them end when `torchrun` has ended.
     """
     if launch is None:
         yield
         return
+    end_with_starter(os.environ)
     with ExitStack() as stack:
         if not launch.is_first:
             stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
