@@ -1,7 +1,7 @@
-"""Two processes that hold tiny models together, started once for many cases, and the same cases in one process.
+"""Processes that hold tiny models together, started once for many cases, and the same cases in one process.
 
-`run` writes cases to a folder and starts `python -m tests.helpers.ranks` twice; each process writes what it found next
-to them. What a rank cannot do is what it raised.
+`run` writes cases to a folder and starts `python -m tests.helpers.ranks` for each rank; each process writes what it
+found next to them. What a rank cannot do is what it raised.
 """
 
 import json
@@ -30,7 +30,6 @@ from windlass.testing import tiny_model
 from windlass.testing.hybrids import HYBRIDS, tiny_hybrid
 
 KV_HEADS: Final = 4
-RANKS: Final = 2
 SECONDS: Final = 240  # after which processes that wait for one another are ended
 PROMPT: Final = [(7 * at * at + 3 * at) % 97 for at in range(24)]
 LIMITS: Final[dict[str, Any]] = {"budget": 12, "sinks": 2, "window": 3, "chunk": 7}
@@ -74,8 +73,8 @@ def folder_of(models: Path, name: str) -> Path:
     config = tiny_hybrid(family).config if family in HYBRIDS else tiny_model(family).config
     count = int(heads or KV_HEADS)
     sizes = {"num_attention_heads": 5 * count, "num_key_value_heads": count, "hidden_size": 40 * count}
-    if family in HYBRIDS:  # whose own heads two processes can share
-        sizes = {}
+    if family in HYBRIDS:
+        sizes = {"num_attention_heads": 3 * count, "num_key_value_heads": count}
     elif getattr(config, "q_lora_rank", None):  # latent attention, with as many kv heads as heads
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 4}
     # Half an expert must have rows of 16 bytes.
@@ -155,7 +154,7 @@ def _between(then: str, model: PreTrainedModel, cache: KVCache) -> None:
 
 
 @contextmanager
-def started(folder: Path, cases: dict[str, Case], models: Path) -> Iterator[list[subprocess.Popen[str]]]:
+def started(folder: Path, cases: dict[str, Case], models: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
     """The ranks, running; they are ended with the block."""
     (folder / "cases.json").write_text(json.dumps({name: asdict(case) for name, case in cases.items()}))
     with socket.socket() as free:
@@ -165,13 +164,13 @@ def started(folder: Path, cases: dict[str, Case], models: Path) -> Iterator[list
         **os.environ,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
-        "WORLD_SIZE": str(RANKS),
+        "WORLD_SIZE": str(size),
         "OMP_NUM_THREADS": "1",
     }
     command = [sys.executable, "-W", "ignore", "-m", "tests.helpers.ranks", str(folder), str(models)]
     with ExitStack() as stack:
         running = []
-        for rank in range(RANKS):
+        for rank in range(size):
             errors = stack.enter_context((folder / f"errors{rank}").open("w"))
             own = shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             running.append(subprocess.Popen(command, env=own, stderr=errors, text=True, cwd=Path(__file__).parents[2]))
@@ -180,14 +179,14 @@ def started(folder: Path, cases: dict[str, Case], models: Path) -> Iterator[list
         yield running
 
 
-def run(folder: Path, cases: dict[str, Case], models: Path, seconds: float = SECONDS) -> dict[str, list[Found]]:
-    """What each rank found in each case."""
-    with started(folder, cases, models) as running:
-        codes = [each.wait(seconds) for each in running]
+def run(folder: Path, cases: dict[str, Case], models: Path, size: int) -> dict[str, list[Found]]:
+    """What each of `size` ranks found in each case."""
+    with started(folder, cases, models, size) as running:
+        codes = [each.wait(SECONDS) for each in running]
     is_deadly = any(case.then == "die" for case in cases.values())
-    expected = [0, *[-signal.SIGKILL if is_deadly else 0] * (RANKS - 1)]
-    assert codes == expected, [(folder / f"errors{rank}").read_text()[-2000:] for rank in range(RANKS)]
-    of_ranks = [torch.load(folder / f"found{rank}") for rank in range(RANKS)]
+    expected = [0, *[-signal.SIGKILL if is_deadly else 0] * (size - 1)]
+    assert codes == expected, [(folder / f"errors{rank}").read_text()[-2000:] for rank in range(size)]
+    of_ranks = [torch.load(folder / f"found{rank}") for rank in range(size)]
     return {name: [Found(**found.get(name, {})) for found in of_ranks] for name in cases}
 
 

@@ -1,6 +1,6 @@
-"""Two processes that share a model's heads, against one that has all of them: the same text, the same tokens kept.
+"""Processes that share a model's heads, against one that has all of them: the same text, the same tokens kept.
 
-The oracle is the same case in a single process. Both processes are started once, for all cases of this file.
+The oracle is the same case in a single process. The processes, two or four, are started once for all cases.
 """
 
 from collections.abc import Callable
@@ -51,10 +51,10 @@ FILES: dict[str, dict[str, Any]] = {
 REFUSED = {
     "value norms": (
         Case("llama", {"policy": "by_value_norm(tova)"}),
-        "PolicyError: ByValueNorm(policy=TOVA()) ranks all heads of a layer alike, and each of 2 ranks has only some",
+        "PolicyError: ByValueNorm(policy=TOVA()) ranks all heads of a layer alike, and each of {} ranks has only some",
     ),
     "merge of all": (Case("llama", {"policy": "tova", "merge": "mean_count"}), "merge mean_count looks for one slot"),
-    "heads": (Case("llama@3"), "has num_attention_heads=15, num_key_value_heads=3, which 2 processes cannot share; "),
+    "heads": (Case("llama@3"), "has num_attention_heads=15, num_key_value_heads=3, which {} processes cannot share; "),
     "queries of latents": (Case("minicpm3", {"policy": "h2o"}), "PolicyError: H2O() ranks by queries, and here each"),
     "recall of latents": (Case("minicpm3", {"recall": 8}), "recall=8 picks tokens by queries"),
 }
@@ -62,8 +62,8 @@ CASES = (
     {f"{family} h2o": Case(family, {"policy": "h2o"}) for family in (*SPLIT, *WHOLE)}
     | {f"llama {policy}": Case("llama", {"policy": policy}) for policy in (*PER_HEAD, *SHARED)}
     | OTHERS
-    | {f"{name} to two": Case("llama", options, load=f"{name}.one") for name, options in FILES.items()}
-    | {f"{name} to one": Case("llama", options, save=f"{name}.two") for name, options in FILES.items()}
+    | {f"{name} to several": Case("llama", options, load=f"{name}.one") for name, options in FILES.items()}
+    | {f"{name} to one": Case("llama", options, save=f"{name}.several") for name, options in FILES.items()}
     | {name: case for name, (case, _) in REFUSED.items()}
     | {"served": Case("llama", then="serve")}
     | {"a rank dies": Case("qwen3", then="die")}  # the last one, for there is no other after it
@@ -72,9 +72,16 @@ CASES = (
 Load = Callable[[str], PreTrainedModel]
 
 
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def size(request: pytest.FixtureRequest) -> int:
+    """How many processes share a model."""
+    count: int = request.param
+    return count
+
+
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("ranks")
+def folder(size: int, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp(f"ranks{size}")
 
 
 @pytest.fixture(scope="module")
@@ -92,15 +99,15 @@ def model_of(folder: Path) -> Load:
 
 
 @pytest.fixture(scope="module")
-def of_ranks(folder: Path, model_of: Load) -> dict[str, list[Found]]:
-    """What each of the two processes found in each case."""
+def of_ranks(size: int, folder: Path, model_of: Load) -> dict[str, list[Found]]:
+    """What each of the processes found in each case."""
     for case in CASES.values():
         ranks.folder_of(folder / "models", case.model)
     scorer_of(folder / "scorer", model_of("llama"), heads=4)
     for name, options in FILES.items():
         ranks.found(Case("llama", options, save=f"{name}.one"), model_of("llama"), folder)
     ordered = dict(sorted(CASES.items(), key=lambda named: (named[1].then == "die", named[1].model)))
-    return ranks.run(folder, ordered, folder / "models")
+    return ranks.run(folder, ordered, folder / "models", size)
 
 
 @pytest.fixture
@@ -113,7 +120,7 @@ def both(
 
 
 def same_text(ranks_found: list[Found], one: Found) -> bool:
-    assert [each.error for each in (*ranks_found, one)] == [""] * 3
+    assert [each.error for each in (*ranks_found, one)] == [""] * (len(ranks_found) + 1)
     return all(each.tokens == one.tokens for each in ranks_found)
 
 
@@ -121,44 +128,45 @@ def same_positions(ranks_found: list[Found], one: Found, is_split: bool = True) 
     """Whether each layer keeps the same tokens: each rank those of its heads, or all of them the same."""
     layers = zip(*(each.positions for each in ranks_found), one.positions, strict=True)
     same = []
-    for first, second, whole in layers:
-        if first.shape != second.shape:
+    for *own, whole in layers:
+        if len({each.shape for each in own}) > 1:
             return False
-        own = torch.cat((first, second), 1) if is_split and whole.shape[1] == first.shape[1] * 2 else first
-        same.append(torch.equal(own, whole) and (is_split or torch.equal(first, second)))
+        has_parts = is_split and whole.shape[1] == own[0].shape[1] * len(own)
+        kept = torch.cat(own, 1) if has_parts else own[0]
+        same.append(torch.equal(kept, whole) and (is_split or all(torch.equal(own[0], each) for each in own)))
     return all(same)
 
 
 @pytest.mark.parametrize("both", [f"{family} h2o" for family in SPLIT], indirect=True)
-def test_ranks_of_a_family_share_its_heads(both: tuple[list[Found], Found]) -> None:
-    of_both, one = both
-    assert same_text(of_both, one)
-    assert same_positions(of_both, one)
-    assert [each.nbytes * 2 for each in of_both] == [one.nbytes] * 2
-    assert "rank 1 of 2, with 2 of 4 kv heads" in of_both[1].described
+def test_ranks_of_a_family_share_its_heads(size: int, both: tuple[list[Found], Found]) -> None:
+    of_all, one = both
+    assert same_text(of_all, one)
+    assert same_positions(of_all, one)
+    assert [each.nbytes * size for each in of_all] == [one.nbytes] * size
+    assert f"rank 1 of {size}, with {4 // size} of 4 kv heads" in of_all[1].described
 
 
 @pytest.mark.parametrize("both", [f"{family} h2o" for family in WHOLE], indirect=True)
-def test_a_plan_that_gathers_keys_gives_each_rank_all_heads(both: tuple[list[Found], Found]) -> None:
-    of_both, one = both
-    assert same_text(of_both, one)
-    assert same_positions(of_both, one, is_split=False)
-    assert [each.nbytes for each in of_both] == [one.nbytes] * 2
-    assert "rank 0 of 2, with all kv heads: this model's plan gives each rank" in of_both[0].described
+def test_a_plan_that_gathers_keys_gives_each_rank_all_heads(size: int, both: tuple[list[Found], Found]) -> None:
+    of_all, one = both
+    assert same_text(of_all, one)
+    assert same_positions(of_all, one, is_split=False)
+    assert [each.nbytes for each in of_all] == [one.nbytes] * size
+    assert f"rank 0 of {size}, with all kv heads: this model's plan gives each rank" in of_all[0].described
 
 
 @pytest.mark.parametrize("both", [f"llama {policy}" for policy in (*PER_HEAD, *SHARED)], indirect=True)
 def test_a_policy_keeps_what_it_keeps_in_one_process(both: tuple[list[Found], Found]) -> None:
-    of_both, one = both
-    assert same_text(of_both, one)
-    assert same_positions(of_both, one)
+    of_all, one = both
+    assert same_text(of_all, one)
+    assert same_positions(of_all, one)
 
 
 @pytest.mark.parametrize("both", OTHERS, indirect=True)
 def test_options_and_edits_give_what_they_give_in_one_process(both: tuple[list[Found], Found]) -> None:
-    of_both, one = both
-    assert same_text(of_both, one)
-    assert same_positions(of_both, one)
+    of_all, one = both
+    assert same_text(of_all, one)
+    assert same_positions(of_all, one)
 
 
 def test_a_model_has_the_fingerprint_that_it_has_in_one_process(
@@ -168,49 +176,49 @@ def test_a_model_has_the_fingerprint_that_it_has_in_one_process(
     assert {each.fingerprint for each in of_ranks["phi3 h2o"]} == {own.fingerprint}
 
 
-@pytest.mark.parametrize("both", [f"{name} to two" for name in FILES], indirect=True)
-def test_a_file_of_one_process_goes_on_in_two(both: tuple[list[Found], Found]) -> None:
-    of_both, one = both
-    assert same_text(of_both, one)
-    assert same_positions(of_both, one)
+@pytest.mark.parametrize("both", [f"{name} to several" for name in FILES], indirect=True)
+def test_a_file_of_one_process_goes_on_in_several(both: tuple[list[Found], Found]) -> None:
+    of_all, one = both
+    assert same_text(of_all, one)
+    assert same_positions(of_all, one)
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_of_two_processes_is_that_of_one(
-    name: str, of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
+def test_a_file_of_several_processes_is_that_of_one(
+    size: int, name: str, of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
 ) -> None:
-    assert [each.error for each in of_ranks[f"{name} to one"]] == [""] * 2
-    texts = [ranks.found(Case("llama", load=f"{name}.{by}"), model_of("llama"), folder) for by in ("one", "two")]
+    assert [each.error for each in of_ranks[f"{name} to one"]] == [""] * size
+    texts = [ranks.found(Case("llama", load=f"{name}.{by}"), model_of("llama"), folder) for by in ("one", "several")]
     assert texts[1].error == ""
     assert texts[0].tokens == texts[1].tokens
     assert same_positions([texts[1], texts[1]], texts[0])
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_ranks_cannot_agree_on_is_refused_by_name(name: str, of_ranks: dict[str, list[Found]]) -> None:
+def test_what_ranks_cannot_agree_on_is_refused_by_name(size: int, name: str, of_ranks: dict[str, list[Found]]) -> None:
     for each in of_ranks[name]:
-        assert REFUSED[name][1] in each.error
+        assert REFUSED[name][1].format(size) in each.error
     if name == "heads":
         assert of_ranks[name][0].error.endswith("start one of: 1, 3")
 
 
-def test_an_engine_on_two_ranks_answers_as_in_one_process(
+def test_an_engine_on_several_ranks_answers_as_in_one_process(
     of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
 ) -> None:
-    """A request that rank 0 refuses in the middle ends on both; the ranks end together."""
+    """A request that rank 0 refuses in the middle ends on all; the ranks end together."""
     one = ranks.found(CASES["served"], model_of("llama"), folder)
-    led, follows = of_ranks["served"]
+    led, *others = of_ranks["served"]
     assert led.error == one.error == ""
     assert led.tokens == one.tokens
     assert [led.tokens.count(end) for end in (-1, -2)] == [5, 1]
-    assert follows.tokens == [-3]
+    assert [each.tokens for each in others] == [[-3]] * len(others)
 
 
 def test_a_rank_that_dies_ends_the_engine_of_the_other(of_ranks: dict[str, list[Found]]) -> None:
     """No time is told: a rank that went on waiting would have been ended with the test."""
-    survivor, dead = of_ranks["a rank dies"]
+    survivor, *dead = of_ranks["a rank dies"]
     assert survivor.error == "lost: the engine has stopped; start the server again"
-    assert dead == Found()
+    assert dead == [Found()] * len(dead)
 
 
 def test_a_process_alone_is_told_how_to_start_others() -> None:
