@@ -1,5 +1,6 @@
 """The scan of what was evicted: every instruction set and format against products of whole keys."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -128,6 +129,31 @@ def test_the_reference_by_hand() -> None:
     assert best.pages.tolist() == [[[0, 3, 1]]]
     is_read = [[True] * 5 + [False] + [True] * 2, [True] * 7 + [False], [True] * 8]
     assert best.is_read.view(3, PAGE).tolist() == is_read
+
+
+@pytest.mark.parametrize("best_pages", [recall.best_pages, reference_recall.best_pages])
+def test_pages_that_are_all_but_certain_are_told_apart(best_pages: Callable[[PageInput], BestPages]) -> None:
+    """Each is the only one that matters to a query: its share is 1 in float32, and the surest comes first."""
+    keys, sure = torch.zeros(1, 1, 32, 4), torch.tensor([19.0, 25.0, 17.0, 23.0])
+    for page in range(4):
+        keys[0, 0, page * PAGE + page, page] = 1.0
+    queries = (torch.eye(4) * sure[:, None])[None, None]
+    assert queries[0, 0].log_softmax(-1).diagonal().unique().numel() < 4
+    text = torch.arange(32, dtype=torch.int32)[None], torch.full((1, 1, 1), -1.0)
+    pieces, is_query = (TiledKeys(tiles_of(keys), PackedStates(keys[:, :, :0])),), torch.ones(1, 4, dtype=torch.bool)
+    assert best_pages(PageInput(queries, is_query, pieces, *text, 4)).pages.tolist() == [
+        [sure.argsort(descending=True).tolist()]
+    ]
+
+
+@pytest.mark.parametrize("best_pages", [recall.best_pages, reference_recall.best_pages])
+def test_one_page_alone_may_be_recalled(best_pages: Callable[[PageInput], BestPages]) -> None:
+    call = call_of("float32", 64, 2)
+    positions = torch.full_like(call.positions, -1)
+    positions[:, 803] = 5
+    found = best_pages(replace(call, positions=positions, kept_index=torch.full_like(call.kept_index, -1)))
+    assert found.pages[..., 0].unique().tolist() == [803 // PAGE]
+    assert found.is_read.sum(-1).unique().tolist() == [1]
 
 
 @pytest.mark.parametrize("format", FORMATS)

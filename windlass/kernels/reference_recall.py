@@ -1,5 +1,7 @@
 """What is read of the evicted tokens, in plain PyTorch: what every other backend must match."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -18,10 +20,11 @@ def best_pages(call: PageInput) -> BestPages:
     """The pages that matter most to the queries of each kv head, and what may be read of them.
 
     A page counts to a query by its largest product with a token that may be recalled; its worth is its share in the
-    softmax over these, and to a kv head the largest that it has for one of its queries. Of equal ones the earlier is
-    the better. Where there are digests, pages are ranked by these in the same way first, each as if it were one token,
-    and all but the first `candidates` count for nothing. Where keys are codes, queries are rounded to multiples of
-    1 / 127 of their largest number, which changes products less than codes do.
+    softmax over these, and to a kv head the largest that it has for one of its queries. Shares above a half are told
+    apart by their odds: in float32 many of them are all but 1, and which of these is largest would be rounding. Of
+    equal ones the earlier is the better. Where there are digests, pages are ranked by these in the same way first, each
+    as if it were one token, and all but the first `candidates` count for nothing. Where keys are codes, queries are
+    rounded to multiples of 1 / 127 of their largest number, which changes products less than codes do.
     """
     keys = torch.cat([piece.packed().floats().float() for piece in call.pieces], 2)
     kv_heads, remembered = keys.shape[1:3]
@@ -47,6 +50,9 @@ def best_pages(call: PageInput) -> BestPages:
 def _best(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
     """The `count` pages that are worth most, of whose (batch, kv_heads, members, tokens, pages) peaks."""
     shares = peaks.log_softmax(-1).nan_to_num(nan=-torch.inf)
+    top, page = peaks.max(-1, keepdim=True)
+    odds = top - peaks.scatter(-1, page, -torch.inf).logsumexp(-1, keepdim=True)
+    shares = shares.scatter(-1, page, torch.where(odds > 0, odds - math.log(2), shares.gather(-1, page)))
     worth = shares.masked_fill(~is_query[:, None, None, :, None], -torch.inf).flatten(2, 3).amax(2)
     return worth.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 

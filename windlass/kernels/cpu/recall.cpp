@@ -198,8 +198,9 @@ class CodeSums {
 // Keys count without their mean: it adds the same to all products of a query, and only differences of these matter.
 //
 // A page's worth to a query is the logarithm of the largest share that one of its tokens has in the softmax over pages,
-// each of which counts by its largest product; to a kv head it is the most that it is worth to one of its queries. Where
-// there are digests, pages are first ranked by these, and only the best of them looked at.
+// each of which counts by its largest product; above a half it is the logarithm of half its odds, which float32 tells apart
+// where shares are all but 1. To a kv head it is the most that a page is worth to one of its queries. Where there are
+// digests, pages are first ranked by these, and only the best of them looked at.
 template <class S>
 class Best {
   public:
@@ -417,11 +418,19 @@ class Best {
             const float *own = of_all + (std::int64_t(row) * call.queries_per_head + q) * count;
             const float top = largest(own, count);
             if (top == NOTHING) continue;
-            const float unit = sums[row].unit(q), lse = top * unit + std::log(sum_of_exponentials(own, count, top, unit));
+            const std::int64_t first = std::find(own, own + count, top) - own, others = count - first - 1;
+            const float *behind = own + first + 1, unit = sums[row].unit(q);
+            const float second = std::max(largest(own, first), largest(behind, others));
+            float odds = std::numeric_limits<float>::infinity();
+            if (second > NOTHING)
+                odds = (top - second) * unit - std::log(sum_of_exponentials(own, first, second, unit) +
+                                                        sum_of_exponentials(behind, others, second, unit));
+            const float lse = top * unit + std::log1p(std::exp(-odds));
             for (std::int64_t p = 0; p < count; ++p) {
                 const float share = own[p] * unit - lse;
                 found[p] = share > found[p] ? share : found[p];
             }
+            if (odds > 0) found[first] = std::max(found[first], odds - std::log(2.0f));
         }
         return found;
     }
@@ -445,13 +454,13 @@ class Best {
         return order;
     }
 
-    // The indices of the `count` largest numbers, none of which is positive, in their own order; of equal ones the
+    // The indices of the `count` largest numbers, most of which are not positive, in their own order; of equal ones the
     // earlier. Numbers are counted by intervals, and only those of the last interval that has any of them are sorted.
     static std::vector<std::int64_t> first_of(const std::vector<float> &numbers, std::int64_t count) {
-        constexpr int INTERVALS = 4096, WIDEST = 64;  // of equal width from 0 to -WIDEST; the last has all below
+        constexpr int INTERVALS = 4096, WIDEST = 64;  // of equal width from 0, with all above, to -WIDEST, with all below
         std::vector<std::uint16_t> intervals(numbers.size());
         for (std::size_t i = 0; i < numbers.size(); ++i)
-            intervals[i] = std::uint16_t(std::min(numbers[i] * (-float(INTERVALS) / WIDEST), float(INTERVALS - 1)));
+            intervals[i] = std::uint16_t(std::clamp(numbers[i] * (-float(INTERVALS) / WIDEST), 0.0f, float(INTERVALS - 1)));
         std::int64_t counts[INTERVALS] = {};
         for (const std::uint16_t interval : intervals) ++counts[interval];
         int last = 0;
