@@ -11,6 +11,7 @@ from tests.helpers.serving import NAME, ScriptedService, Served, ask, events, sa
 from windlass.engine.request import Failed, Piece
 
 TEXT = "It is late."
+CLOCK: Any = {"type": "function", "name": "clock", "description": "The time.", "parameters": {"type": "object"}}
 PATH = "/v1/responses"
 
 
@@ -125,7 +126,11 @@ def test_own_fields_and_schemas(served: Served, client: openai.OpenAI) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
-        ({"tools": []}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools.0.name"),
+        ({"tools": [{"type": "function", "function": {"name": "clock"}}]}, "tools.0.name"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": [CLOCK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
+        ({"chat_template_kwargs": {"loud": True}}, "chat_template_kwargs.loud"),
         ({"background": True}, "background"),
         ({"conversation": "x"}, "conversation"),
         ({"reasoning": {}}, "reasoning"),
@@ -138,7 +143,11 @@ def test_own_fields_and_schemas(served: Served, client: openai.OpenAI) -> None:
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [5]}, "input.0"),
-        ({"input": [{"type": "function_call_output", "call_id": "x", "output": "y"}]}, "input.0.type"),
+        ({"input": [{"type": "computer_call"}]}, "input.0.type"),
+        ({"input": [{"type": "function_call_output", "output": "y"}]}, "input.0.call_id"),
+        ({"input": ["x", {"type": "function_call", "name": "y", "arguments": "{}"}]}, "input.0"),
+        ({"input": [{"type": "function_call", "call_id": "x", "name": "y", "arguments": 5}]}, "input.0.arguments"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "text", "text": "x"}]}]}, "input.0.content.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
         ({"input": [{"role": "user", "content": [5]}]}, "input.0.content.0"),
     ],

@@ -11,7 +11,6 @@ from windlass.engine.request import Event, Failed, Finished, Piece, Progress
 from windlass.serve.errors import ApiError, of_failure
 from windlass.serve.forms import Form, Written
 from windlass.serve.metrics import Metrics
-from windlass.serve.thoughts import Said
 from windlass.serve.tickets import Tickets
 from windlass.serve.wire import comment
 
@@ -88,10 +87,9 @@ class Answering:
             written = self._texts[at]
             offset, said = len(written.text), written.add(pieces)
             if last is not None:
-                rest = written.end(last)
-                said = Said(said.text + rest.text, said.thought + rest.thought)
+                said = said.then(written.end(last))
             if any(said) or (pieces and self._form.head.top_logprobs is not None):
-                lines.append(self._form.wire(self._form.delta(at, said, pieces, offset)))
+                lines += map(self._form.wire, self._form.deltas(at, said, pieces, offset))
             if last is not None:
                 lines += map(self._form.wire, self._form.closing(at, written))
         return b"".join(lines)

@@ -28,15 +28,23 @@ class Written:
     thoughts: ThoughtReader | None = None
     text: str = ""
     thought: str = ""
+    thought_tokens: int = 0
+    """Up to the end of the thought, its marks among them; 0 where there is none."""
     pieces: list[Piece] = field(default_factory=list)
     called: list[Call] = field(default_factory=list)
     finished: Finished | None = None
 
     def add(self, pieces: Sequence[Piece]) -> Said:
         """Note new pieces; what they give out."""
-        given = "".join(piece.text for piece in pieces)
         self.pieces += pieces
-        return self._note(Said(given) if self.thoughts is None else self.thoughts.feed(given))
+        if self.thoughts is None:
+            return self._note(Said("".join(piece.text for piece in pieces)))
+        said, tokens = Said(), 0
+        for piece in pieces:
+            tokens += not self.thoughts.is_over
+            said = said.then(self.thoughts.feed(piece.text))
+        self.thought_tokens += tokens
+        return self._note(said)
 
     def end(self, finished: Finished) -> Said:
         """Note the end; what was held back for it."""
@@ -46,6 +54,7 @@ class Written:
             rest, self.called = self.calls.end()
             self.text += rest
             text += rest
+        self.thought_tokens *= bool(self.thought)
         return Said(text, thought)
 
     def _note(self, said: Said) -> Said:
@@ -90,8 +99,8 @@ class Form(ABC):
         """The first chunks of text `at`, which come before its text."""
 
     @abstractmethod
-    def delta(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
-        """A chunk with a part of text `at`, which begins at `offset`."""
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> list[dict[str, Any]]:
+        """Chunks with a part of text `at`, which begins at `offset`."""
 
     @abstractmethod
     def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
@@ -127,6 +136,8 @@ class _Documents:
 
     def whole(self, kind: str, choices: list[dict[str, Any]], texts: Sequence[Written]) -> dict[str, Any]:
         usage = usage_of([each.usage for each in texts], self.head.choices, self.head.options)
+        if any(each.thoughts is not None for each in texts):
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(each.thought_tokens for each in texts)}
         return {**self._common, "object": kind, "choices": choices, "usage": usage}
 
     def ending(self, kind: str, texts: Sequence[Written]) -> bytes:
@@ -147,10 +158,10 @@ class ChatForm(Form):
     def opening(self, at: int) -> list[dict[str, Any]]:
         return [self._chunk(at, {"role": "assistant", "content": "", "refusal": None})]
 
-    def delta(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> list[dict[str, Any]]:
         thought = {"reasoning_content": said.thought} if said.thought else {}
         text = {"content": said.text} if said.text or not thought else {}
-        return self._chunk(at, thought | text, self._logprobs(pieces))
+        return [self._chunk(at, thought | text, self._logprobs(pieces))]
 
     def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
         calls = [{"index": number, **_call(each)} for number, each in enumerate(written.called)]
@@ -192,8 +203,8 @@ class CompletionForm(Form):
     def opening(self, at: int) -> list[dict[str, Any]]:
         return []
 
-    def delta(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
-        return self._chunk(at, said.text, pieces, offset)
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> list[dict[str, Any]]:
+        return [self._chunk(at, said.text, pieces, offset)]
 
     def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
         choice = {"index": at, "text": "", "logprobs": None, "finish_reason": written.reason}
@@ -220,7 +231,7 @@ class CompletionForm(Form):
 
 def _call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
-    return {"id": f"call_{secrets.token_hex(12)}", "type": "function", "function": function}
+    return {"id": call.id, "type": "function", "function": function}
 
 
 def _message(written: Written) -> dict[str, Any]:

@@ -7,43 +7,68 @@ from windlass.engine.request import Piece
 from windlass.serve.errors import ApiError
 from windlass.serve.forms import Form, Head, Written
 from windlass.serve.thoughts import Said
+from windlass.serve.tools import Call
 from windlass.serve.usage import usage_of
 from windlass.serve.wire import named_event
 
 ECHOED: Final = {"instructions": None, "temperature": 1.0, "top_p": 1.0, "max_output_tokens": None, "user": None}
+FAILURE: Final = ("code", "message", "param")
+THOUGHT: Final = "reasoning"
+MESSAGE: Final = "message"
+EVENTS: Final = {THOUGHT: "reasoning_text", MESSAGE: "output_text"}  # begin the names of events about a text
+MORE: Final[dict[str, dict[str, Any]]] = {  # what an event, and a part, says of a text beside the text
+    THOUGHT: {},
+    MESSAGE: {"logprobs": []},
+}
 
 
 @final
 class ResponseForm(Form):
-    """`response`, and its events, which are numbered. Nothing of it is kept: `store` is false."""
+    """`response`, and its events, which are numbered. Nothing of it is kept: `store` is false.
+
+    An answer has a thought, a message and calls of functions, each as an item, and of these what there is.
+    """
 
     def __init__(self, head: Head, given: Mapping[str, Any]) -> None:
         self.head, self._events = head, 0
-        self._item_id = f"msg_{head.number}"
+        self._begun: list[str] = []  # kinds of items that a stream has begun, of which the last is not over
+        self._thought = ""
         self._echoed = {name: given.get(name, default) for name, default in ECHOED.items()}
+        self._echoed |= _tools_of(given)
         self._format = given.get("text", {}).get("format", {"type": "text"})
 
     def opening(self, at: int) -> list[dict[str, Any]]:
         begun = self._response("in_progress", [])
-        item = {"output_index": at, "item": self._item("in_progress", [])}
-        part = self._part(at) | {"part": _text("")}
         return [
             {"type": "response.created", "response": begun},
             {"type": "response.in_progress", "response": begun},
-            {"type": "response.output_item.added", **item},
-            {"type": "response.content_part.added", **part},
         ]
 
-    def delta(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
-        return {"type": "response.output_text.delta", **self._part(at), "delta": said.text, "logprobs": []}
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        self._thought += said.thought
+        for kind, text in ((THOUGHT, said.thought), (MESSAGE, said.text)):
+            if text:
+                found += self._begin(kind)
+                found.append(self._event(kind, "delta", {"delta": text}))
+        return found
 
     def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
-        item = {"output_index": at, "item": self._item(_status(written), [_text(written.text)])}
-        return [
-            {"type": "response.output_text.done", **self._part(at), "text": written.text, "logprobs": []},
-            {"type": "response.content_part.done", **self._part(at), "part": _text(written.text)},
-            {"type": "response.output_item.done", **item},
-        ]
+        items = self._items(written)
+        found = self._begin(MESSAGE) if not self._begun and items[0]["type"] == MESSAGE else []
+        if self._begun:
+            found += self._done(items[len(self._begun) - 1])
+        for index, item in enumerate(items[len(self._begun) :], len(self._begun)):
+            place = {"item_id": item["id"], "output_index": index}
+            begun = {**item, "status": "in_progress", "arguments": ""}
+            name = "response.function_call_arguments"
+            found += [
+                {"type": "response.output_item.added", "output_index": index, "item": begun},
+                {"type": f"{name}.delta", **place, "delta": item["arguments"]},
+                {"type": f"{name}.done", **place, "name": item["name"], "arguments": item["arguments"]},
+                {"type": "response.output_item.done", "output_index": index, "item": item},
+            ]
+        return found
 
     def ending(self, texts: Sequence[Written]) -> bytes:
         done = self.answer(texts)
@@ -65,13 +90,12 @@ class ResponseForm(Form):
             "input_tokens": taken["prompt_tokens"],
             "input_tokens_details": taken["prompt_tokens_details"],
             "output_tokens": taken["completion_tokens"],
-            "output_tokens_details": {"reasoning_tokens": 0},
+            "output_tokens_details": {"reasoning_tokens": written.thought_tokens},
             "total_tokens": taken["total_tokens"],
             "windlass": taken["windlass"],
         }
-        output = [self._item(status, [_text(written.text)])]
         why = {"reason": "max_output_tokens"} if status == "incomplete" else None
-        return self._response(status, output) | {"usage": usage, "incomplete_details": why}
+        return self._response(status, self._items(written)) | {"usage": usage, "incomplete_details": why}
 
     def _response(self, status: str, output: list[dict[str, Any]]) -> dict[str, Any]:
         return {
@@ -83,31 +107,82 @@ class ResponseForm(Form):
             "error": None,
             "incomplete_details": None,
             "output": output,
-            "parallel_tool_calls": False,
             "previous_response_id": None,
             "store": False,
             "text": {"format": self._format},
-            "tool_choice": "none",
-            "tools": [],
             "truncation": "disabled",
             "metadata": {},
             "usage": None,
             **self._echoed,
         }
 
-    def _item(self, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        return {"id": self._item_id, "type": "message", "role": "assistant", "status": status, "content": content}
+    def _items(self, written: Written) -> list[dict[str, Any]]:
+        """All that was written; the last item is cut where the text is."""
+        texts = [(THOUGHT, written.thought)] if written.thought else []
+        if written.text or not (written.thought or written.called):
+            texts.append((MESSAGE, written.text))
+        items = [self._item(kind, "completed", [_part(kind, text)]) for kind, text in texts]
+        items += [self._call(number, call) for number, call in enumerate(written.called)]
+        items[-1]["status"] = _status(written)
+        return items
 
-    def _part(self, at: int) -> dict[str, Any]:
-        return {"item_id": self._item_id, "output_index": at, "content_index": 0}
+    def _item(self, kind: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
+        prefix = "rs" if kind == THOUGHT else "msg"
+        own: dict[str, Any] = {"summary": []} if kind == THOUGHT else {"role": "assistant"}
+        return {"id": f"{prefix}_{self.head.number}", "type": kind, **own, "status": status, "content": content}
+
+    def _call(self, number: int, call: Call) -> dict[str, Any]:
+        item = {"id": f"fc_{self.head.number}_{number}", "type": "function_call", "status": "completed"}
+        return {**item, "call_id": call.id, "name": call.name, "arguments": call.arguments}
+
+    def _begin(self, kind: str) -> list[dict[str, Any]]:
+        """An item of this kind, unless it has begun; the one before it is over then."""
+        if kind in self._begun:
+            return []
+        found = self._done(self._item(THOUGHT, "completed", [_part(THOUGHT, self._thought)])) if self._begun else []
+        self._begun.append(kind)
+        item = {"output_index": len(self._begun) - 1, "item": self._item(kind, "in_progress", [])}
+        return [
+            *found,
+            {"type": "response.output_item.added", **item},
+            {"type": "response.content_part.added", **self._place(kind), "part": _part(kind, "")},
+        ]
+
+    def _done(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """The last item that has begun is over."""
+        kind, [part] = item["type"], item["content"]
+        return [
+            self._event(kind, "done", {"text": part["text"]}),
+            {"type": "response.content_part.done", **self._place(kind), "part": part},
+            {"type": "response.output_item.done", "output_index": len(self._begun) - 1, "item": item},
+        ]
+
+    def _event(self, kind: str, what: str, text: Mapping[str, str]) -> dict[str, Any]:
+        return {"type": f"response.{EVENTS[kind]}.{what}", **self._place(kind), **text, **MORE[kind]}
+
+    def _place(self, kind: str) -> dict[str, Any]:
+        item = self._item(kind, "", [])["id"]
+        return {"item_id": item, "output_index": self._begun.index(kind), "content_index": 0}
 
 
-FAILURE: Final = ("code", "message", "param")
-
-
-def _text(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+def _part(kind: str, text: str) -> dict[str, Any]:
+    more: dict[str, Any] = {} if kind == THOUGHT else {"annotations": []}
+    return {"type": EVENTS[kind], "text": text, **more, **MORE[kind]}
 
 
 def _status(written: Written) -> str:
     return "incomplete" if written.reason == "length" else "completed"
+
+
+def _tools_of(given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was said of functions, as it came."""
+    tools = [{"type": "function", **tool["function"]} for tool in given.get("tools", [])]
+    choice: Any = given.get("tool_choice", "auto")
+    if choice.startswith("="):
+        choice = {"type": "function", "name": choice[1:]}
+    defaults = {"description": None, "parameters": None, "strict": None}
+    return {
+        "tools": [{**defaults, **tool} for tool in tools],
+        "tool_choice": choice,
+        "parallel_tool_calls": given.get("parallel_tool_calls", True),
+    }

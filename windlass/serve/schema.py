@@ -46,7 +46,7 @@ def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Che
             ),
             "logprobs": logprobs,
         },
-        "/v1/responses": response_input.fields(limits, common, own),
+        "/v1/responses": response_input.fields(limits, common, own | {"chat_template_kwargs": _variables}),
         "/tokenize": {
             "model": text(256),
             "prompt": strings,

@@ -54,17 +54,7 @@ class Server:
     async def chat(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, CHAT, ["messages"])
         asked = await self._beside(partial(self._asked_of_chat, given, http.scope[TENANT]))
-        names = [tool["function"]["name"] for tool in given.get("tools", [])]
-        choice = given.get("tool_choice", "auto")
-        has_calls = bool(names) and choice != "none"
-        begun = asked.has_begun_thought
-        texts = [
-            Written(
-                CallReader(names, choice != "auto") if has_calls else None,
-                None if begun is None else ThoughtReader(begun),
-            )
-            for _ in asked.requests
-        ]
+        texts = [self._written(given, asked) for _ in asked.requests]
         return await self._answer(http, asked, ChatForm(self._head(asked)), texts)
 
     async def complete(self, http: HttpRequest) -> ASGIApp:
@@ -74,8 +64,9 @@ class Server:
 
     async def respond(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, RESPONSES, ["input"])
-        asked = await self._beside(partial(self._asked_of_chat, as_chat(given), http.scope[TENANT]))
-        return await self._answer(http, asked, ResponseForm(self._head(asked), given), [Written()])
+        chat = as_chat(given)
+        asked = await self._beside(partial(self._asked_of_chat, chat, http.scope[TENANT]))
+        return await self._answer(http, asked, ResponseForm(self._head(asked), given), [self._written(chat, asked)])
 
     async def tokenize(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, "/tokenize", [])
@@ -193,6 +184,13 @@ class Server:
         elif form["type"] == "json_object":
             grammars = self._grammars.of("response_format", {"type": "object"}, given.get("n", 1))
         return self._asked(given, [prompt], grammars, self.service.limits.max_tokens, tenant)
+
+    def _written(self, chat: dict[str, Any], asked: Asked) -> Written:
+        """What reads a text of a chat: its thought, if its model thinks, and calls of the tools that it was given."""
+        names, choice = [tool["function"]["name"] for tool in chat.get("tools", [])], chat.get("tool_choice", "auto")
+        calls = CallReader(names, choice != "auto") if names and choice != "none" else None
+        begun = asked.has_begun_thought
+        return Written(calls, None if begun is None else ThoughtReader(begun))
 
     def _chat(self, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
         return self.words.chat(given["messages"], tools, given.get("chat_template_kwargs", {}))

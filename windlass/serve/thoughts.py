@@ -15,6 +15,10 @@ class Said(NamedTuple):
     text: str = ""
     thought: str = ""
 
+    def then(self, after: "Said") -> "Said":
+        """This part and the one that follows it."""
+        return Said(self.text + after.text, self.thought + after.thought)
+
 
 class _At(Enum):
     START = auto()
@@ -33,6 +37,11 @@ class ThoughtReader:
     def __init__(self, is_open: bool) -> None:
         self._is_open, self._at = is_open, _At.START
         self._held, self._has_thought = "", False
+
+    @property
+    def is_over(self) -> bool:
+        """Whether what comes now is the answer, or the white space before it."""
+        return self._at in (_At.GAP, _At.ANSWER)
 
     def feed(self, piece: str) -> Said:
         """What is certain now that `piece` came; what may belong to a mark is held back."""

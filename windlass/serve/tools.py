@@ -6,8 +6,9 @@ A call is written as `{"name": ..., "arguments": {...}}`. A text that is not bou
 
 import json
 import re
+import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 from windlass.core.check import shown
@@ -23,10 +24,11 @@ Tools = Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True)
 class Call:
-    """A function's name, and its arguments as JSON."""
+    """A function's name, and its arguments as JSON; `id` is made up, for the client to name it by."""
 
     name: str
     arguments: str
+    id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}", compare=False)
 
 
 def schema_of(tools: Tools, choice: str) -> dict[str, Any]:
