@@ -46,7 +46,8 @@ def finder_merging() -> str:
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in sorted(lines, key=lambda line: (line["policy"], line["budget"])):
         row = named(line["policy"]), line["budget"], "dropped" if line["merge"] == "none" else line["merge"]
-        cells.setdefault(row, {})[line["task"]] = f"{scored(line)} ({line['samples']})"
+        said = "" if line["samples"] == 200 else f" ({line['samples']})"
+        cells.setdefault(row, {})[line["task"]] = scored(line) + said
     rows = [[*row, *(found.get(task, "") for task in tasks)] for row, found in cells.items()]
     return table(["policy", "budget", "evicted", *tasks], rows, 3)
 
