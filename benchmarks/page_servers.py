@@ -30,13 +30,13 @@ def serving(lines: Sequence[Line]) -> str:
     heads += [f"first token s, {count}" for count in COUNTS]
     heads += ["p95 gap beside a long prompt, s", "its first token s", "hit / miss", "RSS GB"]
     text = (
-        "4 layers of the shape `1b`, random weights, bfloat16, 1, 4 and 16 clients at once, each with a prompt of some "
-        "180 tokens and 48 or 64 to write; first token as p50, p95. A long prompt is one of 9,000 tokens, which comes "
-        "while three other clients write. Hit: the time to a first token when that prompt comes again, over the first "
-        "time. Windlass has 16 rows of 1,024 slots, of the long prompt, too; the others keep all of it, unless they say so. `windlass` "
-        "computed all 16 rows in each step, `windlass, rows that write` does not. OpenVINO GenAI has no server: "
-        "`benchmarks/peers/openvino_server.py` puts HTTP before its pipeline; its weights are float16, and computed with "
-        "in bfloat16. `1,024 kept` is with its cache eviction, which excludes its prefix cache. One run each, those of "
-        "one date and CPU one after the other."
+        "4 layers of the shape `1b`, random weights, bfloat16, 1, 4 and 16 clients at once, each with a prompt of "
+        "some 180 tokens and 48 or 64 to write; first token as p50, p95. A long prompt is one of 9,000 tokens, "
+        "which comes while three other clients write. Hit: the time to a first token when that prompt comes again, "
+        "over the first time. Windlass has 16 rows of 1,024 slots, of the long prompt, too; the others keep all of "
+        "it, unless they say so. `windlass` computed all 16 rows in each step, `windlass, rows that write` does "
+        "not. OpenVINO GenAI has no server: `benchmarks/peers/openvino_server.py` puts HTTP before its pipeline; "
+        "its weights are float16, and computed with in bfloat16. `1,024 kept` is with its cache eviction, which "
+        "excludes its prefix cache. One run each, those of one date and CPU one after the other."
     )
     return section("Servers", "benchmarks/serving.py", text, heads, rows, lines[-1])
