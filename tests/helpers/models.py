@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import windlass
 from windlass import KVCache
+from windlass.hf.cache_argument import NAMES
 from windlass.testing import VOCABULARY
 
 Models = Callable[[str], PreTrainedModel]
@@ -49,6 +50,11 @@ def read(model: PreTrainedModel, cache: KVCache, ids: Tensor, chunk: int) -> Ten
     """Logits of every token, read `chunk` at a time."""
     with torch.no_grad():
         return torch.cat([model(piece, past_key_values=cache).logits for piece in ids.split(chunk, 1)], 1)
+
+
+def given_cache(options: dict[str, Any]) -> Any:
+    """Take the cache, by whatever name this release of transformers gives it, out of what a layer was called with."""
+    return next((cache for name in NAMES if (cache := options.pop(name, None)) is not None), None)
 
 
 def masked(model: PreTrainedModel, ids: Tensor, seen: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -15,9 +16,10 @@ from transformers import (
 )
 
 import windlass
-from tests.helpers.models import Models, Text, greedy, read
+from tests.helpers.models import Models, Text, given_cache, greedy, read
 from windlass import H2O, KeyDiff, KVCache, Policy, Recent, UnsupportedModel, prompt_cache
 from windlass.hf.attach import attached
+from windlass.hf.cache_argument import cache_name
 from windlass.hf.mask import Mask
 from windlass.hf.query_scale import QueryScale
 from windlass.positions.tables import cos_sin, unturned
@@ -166,11 +168,12 @@ class OtherScale(nn.Module):
         super().__init__()
         self.attention, self.layer_idx, self._what = attention, attention.layer_idx, what
 
-    def forward(self, hidden_states: Tensor, past_key_values: Any = None, **kwargs: object) -> Any:
-        seen = 0 if past_key_values is None else past_key_values.get_seq_length(self.layer_idx)
+    def forward(self, hidden_states: Tensor, **options: Any) -> Any:
+        cache = given_cache(options)
+        seen = 0 if cache is None else cache.get_seq_length(self.layer_idx)
         projection = getattr(self.attention, f"{self._what}_proj")
         hook = projection.register_forward_hook(lambda _module, _args, output: output * (1 + seen))
-        out = self.attention(hidden_states, past_key_values=past_key_values, **kwargs)
+        out = self.attention(hidden_states, **options, **{cache_name(self.attention.forward): cache})
         hook.remove()
         return out
 
@@ -183,6 +186,7 @@ def test_more_that_depends_on_columns_is_refused(what: str) -> None:
         windlass.attach(model)
 
 
+@pytest.mark.skipif(transformers.__version__ == "5.24.0", reason="there the model itself raises AttributeError")
 def test_the_text_part_of_the_model_with_pictures(text: Text) -> None:
     small = {"hidden_size": 20, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 80}
     vision = {**small, "image_size": 28, "patch_size": 14, "vision_output_dim": 20, "projector_input_dim": 20}

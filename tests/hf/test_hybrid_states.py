@@ -22,7 +22,7 @@ from tests.helpers.hybrid_caches import (
 )
 from tests.helpers.hybrids import KINDS, bound, plain
 from tests.helpers.interrupts import interrupted_at
-from tests.helpers.models import Text, read
+from tests.helpers.models import Text, given_cache, read
 from windlass import KVCache, UnsupportedModel, UsageError
 from windlass.cache.describe import bytes_by_part
 from windlass.engine.generate import prefill
@@ -233,7 +233,8 @@ def test_a_layer_that_forgets_its_state_is_refused_at_attach() -> None:
     model = tiny_hybrid("lfm2")
     own = type(model.model.layers[0].conv).forward
 
-    def forgetful(conv: Any, hidden_states: Tensor, past_key_values: Any = None, **options: Any) -> Tensor:  # noqa: ARG001
+    def forgetful(conv: Any, hidden_states: Tensor, **options: Any) -> Tensor:
+        given_cache(options)
         return own(conv, hidden_states, None, **options)
 
     model.model.layers[0].conv.forward = forgetful.__get__(model.model.layers[0].conv)

@@ -10,7 +10,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, eager_attention_forward
 
 import windlass
-from tests.helpers.models import TEXT_CONFIG, Text, read
+from tests.helpers.models import TEXT_CONFIG, Text, given_cache, read
 from windlass import KVCache, UnsupportedModel, UsageError
 from windlass.hf.token_ids import ordinary_ids
 from windlass.testing import VOCABULARY, tiny_model
@@ -30,14 +30,14 @@ class FaultyAttention(LlamaAttention):
 
     fault = ""
 
-    def forward(  # type: ignore[override]  # what Llama's layers pass, and no more
+    def forward(
         self,
         hidden_states: Tensor,
         position_embeddings: tuple[Tensor, Tensor],
         attention_mask: Any = None,
-        past_key_values: Any = None,
         **options: Any,
     ) -> tuple[Tensor, Any]:
+        cache = given_cache(options)
         fault, layer = self.fault, self.layer_idx
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         read = hidden_states
@@ -47,12 +47,12 @@ class FaultyAttention(LlamaAttention):
             linear(read).view(shape).transpose(1, 2) for linear in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
+        if cache is not None:
             if fault == "no write":
                 return self.o_proj(query.transpose(1, 2).flatten(2)), None
-            key, value = past_key_values.update(key, value, layer + 2 if fault == "other number" else layer)
+            key, value = cache.update(key, value, layer + 2 if fault == "other number" else layer)
             if fault == "two writes":
-                past_key_values.update(key, value, layer)
+                cache.update(key, value, layer)
         if fault == "changes keys":
             key = 2 * key
         elif fault == "changes values":

@@ -16,6 +16,7 @@ from windlass.core.errors import UnsupportedModel, UsageError
 from windlass.core.step import READ, AttentionCall
 from windlass.hf.arguments import POSITIONS, at_positions
 from windlass.hf.axes import Axes, RopeDeltas, Turn, turn_of, turned_by_differences
+from windlass.hf.cache_argument import cache_name, with_cache_as
 from windlass.hf.columns import Columns, columns_of
 from windlass.hf.decoder import Decoder
 from windlass.hf.decoder_layers import few_rows_of
@@ -51,7 +52,7 @@ class AttachedModel(Attachment):
         rotary_modules, outer = decoder.rotary_modules, decoder.outer
         self._configs, self.kinds = OwnConfigs(decoder.modules), layer_kinds(model)
         self.decoder = decoder
-        self._signature = inspect.signature(outer.forward)
+        self._signature, self._cache_name = inspect.signature(outer.forward), cache_name(outer.forward)
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
         ]
@@ -104,10 +105,10 @@ class AttachedModel(Attachment):
         Not hooks of the module: those are not called when a pass is interrupted. The arguments are those
         of the model at hand, passed on as they come.
         """
+        kwargs = with_cache_as(self._cache_name, kwargs)
         bound = self._signature.bind_partial(*args, **kwargs).arguments
         bound = {**bound.pop("kwargs", {}), **bound}
-        cache = bound.get("past_key_values")
-        if isinstance(cache, TextCache):
+        if isinstance(cache := bound.get(self._cache_name), TextCache):
             return self._step(cache, bound, args, kwargs)
         if self._running:
             raise UsageError(BUSY)

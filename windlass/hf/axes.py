@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
 from windlass.hf.arguments import POSITIONS
+from windlass.hf.cache_argument import our_cache
 from windlass.hf.guards import fed, real_columns
 from windlass.positions.rotary import Rotary
 
@@ -107,8 +108,9 @@ class RopeDeltas:
 
     def _before(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         """Raises: UsageError for a mask that no pass can take."""
-        if self._goes_on(kwargs):
-            args, kwargs = _of_new_columns(module, args, kwargs)
+        cache = our_cache(kwargs)
+        if cache is not None and cache.columns_seen and kwargs.get("position_ids") is None:
+            args, kwargs = _of_new_columns(module, cache, args, kwargs)
             self.is_relative = True
             self._kept[module], vars(module)[DELTAS] = vars(module)[DELTAS], None
         return args, kwargs
@@ -118,13 +120,10 @@ class RopeDeltas:
             vars(module)[DELTAS] = self._kept.pop(module)
             self.is_relative = bool(self._kept)
 
-    @staticmethod
-    def _goes_on(kwargs: dict[str, Any]) -> bool:
-        cache = kwargs.get("past_key_values")
-        return isinstance(cache, TextCache) and cache.columns_seen > 0 and kwargs.get("position_ids") is None
 
-
-def _of_new_columns(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def _of_new_columns(
+    module: nn.Module, cache: TextCache, args: Any, kwargs: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     """Arguments of a pass whose text goes on, with the mask of its new columns alone.
 
     Raises: UsageError for a mask of another shape, or one that contradicts what earlier columns were fed as.
@@ -134,7 +133,7 @@ def _of_new_columns(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tup
     if mask is None:
         return args, kwargs
     tokens = fed(bound.arguments)[0].shape[1]
-    real_columns(mask, kwargs["past_key_values"], tokens)
+    real_columns(mask, cache, tokens)
     bound.arguments["attention_mask"] = mask[:, -tokens:]
     return bound.args, bound.kwargs
 

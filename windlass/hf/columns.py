@@ -7,11 +7,12 @@ from typing import Any, Final, final
 import torch
 from torch import Tensor, nn
 
+from windlass.hf.cache_argument import NAMES
 from windlass.hf.replaced import Replaced
 
 STATES: Final = "hidden_states"
 MASK: Final = "attention_mask"
-CACHES: Final = frozenset({"cache_params", "past_key_values"})  # what models call the cache that they hand to a layer
+CACHES: Final = frozenset({*NAMES, "cache_params"})  # what models call the cache that they hand to a layer
 
 
 @final

@@ -14,10 +14,10 @@ from transformers import PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from windlass import kernels
-from windlass.cache.cache import TextCache
 from windlass.core.decoder_layer import DecoderLayer, Norm
 from windlass.core.linear import LinearLayer
 from windlass.hf.axes import Turn, turn_of
+from windlass.hf.cache_argument import NAMES, our_cache
 from windlass.hf.known_code import (
     ATTENTION,
     LAYER,
@@ -35,7 +35,7 @@ from windlass.hf.probe import eval_mode
 from windlass.hf.replaced import Replaced
 from windlass.hf.token_ids import ordinary_ids
 from windlass.hf.whole_decoder import Attachment, KnownLayer, WholeDecoder
-from windlass.hf.whole_pass import CACHE, WholePass
+from windlass.hf.whole_pass import WholePass
 from windlass.kernels.cpu import MAX_ROWS
 
 if TYPE_CHECKING:
@@ -160,12 +160,14 @@ class FewTokensLayer(KnownLayer):
             return out
         if not self._is_proved:
             return self.replaced.original(*args, **kwargs)
-        if (out := self._all.whole.result(self, hidden, kwargs[CACHE], kwargs.get(MASK))) is not None:
+        cache = our_cache(kwargs)
+        assert cache is not None, "a kernel without a cache"
+        if (out := self._all.whole.result(self, hidden, cache, kwargs.get(MASK))) is not None:
             return out
         attend = ALL_ATTENTION_FUNCTIONS[self._name]
-        others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, CACHE)}
+        others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, *NAMES)}
         queries, keys, values = kernel.before_attention(hidden)
-        if turn_of(kwargs[CACHE]) is not Turn.NONE:
+        if turn_of(cache) is not Turn.NONE:
             queries, keys = self._rotate(queries, keys, *kwargs[TABLES])
         attended, _ = attend(
             self._attention, queries, keys, values, kwargs.get(MASK), scaling=self._attention.scaling, **others
@@ -176,12 +178,12 @@ class FewTokensLayer(KnownLayer):
         """The kernel of a pass with these arguments; None where it is none that it serves."""
         if not self._whole.is_served or len(args) != 1 or type(args[0]) is not Tensor:
             return None
-        hidden, cache = args[0], kwargs.get(CACHE)
+        hidden, cache = args[0], our_cache(kwargs)
         if hidden.ndim != 3 or not 0 < hidden.shape[0] * hidden.shape[1] <= MAX_ROWS or not hidden.is_contiguous():
             return None
         if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
             return None
-        if not isinstance(cache, TextCache) or cache.text.pending is None or cache.text.pending.is_captured:
+        if cache is None or cache.text.pending is None or cache.text.pending.is_captured:
             return None
         if self._attention.config._attn_implementation != self._name:
             return None

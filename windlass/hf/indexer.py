@@ -19,6 +19,7 @@ from windlass.core.errors import UsageError
 from windlass.core.picks import Picker, Turn
 from windlass.core.rotate import rotate
 from windlass.core.shapes import IndexKeys, PickedSlots
+from windlass.hf.cache_argument import cache_name
 from windlass.hf.replaced import Replaced
 from windlass.hf.running_pass import not_compiled
 
@@ -31,9 +32,8 @@ SCORE_BYTES: Final = 64 * 2**20  # most bytes of an indexer's scores alive at on
 HIDDEN: Final = "hidden_states"
 ANGLES: Final = "position_embeddings"
 MASK: Final = "attention_mask"
-CACHE: Final = "past_key_values"
 BY_COLUMN: Final = {HIDDEN: 1, "q_resid": 1, "position_ids": -1}  # and the axis of its columns
-NEEDED: Final = {HIDDEN, ANGLES, MASK, CACHE}
+NEEDED: Final = {HIDDEN, ANGLES, MASK}  # and the cache, by its name
 
 
 @final
@@ -47,7 +47,7 @@ class Indexer:
         self, module: nn.Module, is_served: Callable[[], bool], note: Callable[["Indexer", "IndexerCall"], None]
     ) -> None:
         self._module, self._is_served, self._note = module, is_served, note
-        self._signature = inspect.signature(module.forward)
+        self._signature, self.cache_name = inspect.signature(module.forward), cache_name(module.forward)
         self.limit: int = getattr(module, LIMIT)
         self.heads: int = getattr(module, HEADS, 1)
         self.turned: slice | None = None
@@ -77,7 +77,8 @@ class Indexer:
     def is_known(self) -> bool:
         """Whether it takes the arguments that are known here, so that it can be asked again."""
         names = self._signature.parameters.keys()
-        return NEEDED <= names <= NEEDED | BY_COLUMN.keys()
+        needed = NEEDED | {self.cache_name}
+        return needed <= names <= needed | BY_COLUMN.keys()
 
 
 class _Keys:
@@ -111,7 +112,7 @@ class IndexerCall:
 
     def ask(self, angles: Turn, seen: Tensor, cache: _Keys) -> Tensor:
         """(batch, tokens, picked): what the model's own indexer picks, by number."""
-        named = {ANGLES: angles, MASK: seen, CACHE: cache}
+        named = {ANGLES: angles, MASK: seen, self.indexer.cache_name: cache}
         picked: Tensor = self.indexer.replaced.original(**{**self.arguments, **named})
         return picked
 

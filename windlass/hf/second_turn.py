@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
 from windlass.hf.axes import tell_deltas
+from windlass.hf.cache_argument import GENERATE, with_cache_as
 
 WAY_OUT: Final = "pass the whole conversation, as it was read, and what is new, or call cache.reset() first"
 UNKNOWN: Final = -1  # in place of the id of padding, or of a token that came without one
@@ -39,7 +40,8 @@ class CheckedGenerate:
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """As the model's own, whose arguments these are. Raises: UsageError for a text that does not go on."""
-        cache, mask, embeds = (kwargs.get(name) for name in ("past_key_values", "attention_mask", "inputs_embeds"))
+        kwargs = with_cache_as(GENERATE, kwargs)
+        cache, mask, embeds = (kwargs.get(name) for name in (GENERATE, "attention_mask", "inputs_embeds"))
         ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
         columns: Any = ids if embeds is None else embeds
         # A mask of more columns than there are ids tells that only what is new was passed.

@@ -2,16 +2,15 @@
 
 import inspect
 from threading import get_ident
-from typing import Any, Final, final
+from typing import Any, final
 
 from torch import nn
 
 from windlass.cache.cache import TextCache
+from windlass.hf.cache_argument import cache_name, with_cache_as
 from windlass.hf.guards import note_drafts
 from windlass.hf.replaced import Replaced
 from windlass.hf.running_pass import RunningPass, not_compiled
-
-CACHE: Final = "past_key_values"
 
 
 @final
@@ -24,18 +23,21 @@ class WholePass:
     def __init__(self, model: nn.Module) -> None:
         self._passes: dict[int, list[RunningPass]] = {}  # per thread in which one runs, those of the decoder in it
         self.__signature__ = inspect.signature(model.forward)  # which transformers' `generate` looks at
+        self._cache_name = cache_name(model.forward)
         self.replaced = Replaced(model, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; the arguments are its own."""
-        if not isinstance(kwargs.get(CACHE), TextCache):
+        kwargs = with_cache_as(self._cache_name, kwargs)
+        cache = kwargs.get(self._cache_name)
+        if not isinstance(cache, TextCache):
             return self.replaced.original(*args, **kwargs)
-        return self._with_cache(args, kwargs)
+        return self._with_cache(cache, args, kwargs)
 
-    def _with_cache(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _with_cache(self, cache: TextCache, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         complete: list[RunningPass] = []
         try:
-            note_drafts(kwargs[CACHE], kwargs.get("logits_to_keep"))
+            note_drafts(cache, kwargs.get("logits_to_keep"))
             self._enter(complete)
             output = self.replaced.original(*args, **kwargs)
             self.leave()
