@@ -11,6 +11,8 @@ from functools import cache
 from time import monotonic, sleep
 from typing import Any
 
+import openai
+
 from tests.helpers.chats import TEMPLATE, with_template
 from windlass.cache.options import CacheOptions
 from windlass.engine.request import Event, Failed, Finished, Piece, Progress, Request, Ticket, Usage
@@ -147,6 +149,10 @@ class Served:
     @property
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
+
+    def openai_client(self) -> openai.OpenAI:
+        """OpenAI's own, which asks once."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="any", max_retries=0)
 
 
 @contextmanager

@@ -25,7 +25,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture
 def client(served: Served) -> Iterator[openai.OpenAI]:
     served.service.script = says(TEXT)
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as made:
+    with served.openai_client() as made:
         yield made
 
 

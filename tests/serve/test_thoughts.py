@@ -79,7 +79,7 @@ def served() -> Iterator[Served]:
 @pytest.fixture
 def client(served: Served) -> Iterator[openai.OpenAI]:
     served.service.script = says(WROTE)
-    with openai.OpenAI(base_url=f"{served.url}/v1", api_key="any", max_retries=0) as made:
+    with served.openai_client() as made:
         yield made
 
 
@@ -164,7 +164,7 @@ def test_what_cannot_be_honoured_is_refused(client: openai.OpenAI, field: str, v
 def test_a_model_that_does_not_think_has_its_text_as_it_is() -> None:
     with (
         serving(ScriptedService(says("<think>a</think>b"))) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0) as client,
+        server.openai_client() as client,
     ):
         message = client.chat.completions.create(model=NAME, messages=ASKED).choices[0].message
     assert (message.content, message.model_extra) == ("<think>a</think>b", {})

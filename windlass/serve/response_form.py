@@ -127,9 +127,11 @@ class ResponseForm(Form):
         return items
 
     def _item(self, kind: str, status: str, content: list[dict[str, Any]]) -> dict[str, Any]:
-        prefix = "rs" if kind == THOUGHT else "msg"
         own: dict[str, Any] = {"summary": []} if kind == THOUGHT else {"role": "assistant"}
-        return {"id": f"{prefix}_{self.head.number}", "type": kind, **own, "status": status, "content": content}
+        return {"id": self._id(kind), "type": kind, **own, "status": status, "content": content}
+
+    def _id(self, kind: str) -> str:
+        return f"{'rs' if kind == THOUGHT else 'msg'}_{self.head.number}"
 
     def _call(self, number: int, call: Call) -> dict[str, Any]:
         item = {"id": f"fc_{self.head.number}_{number}", "type": "function_call", "status": "completed"}
@@ -161,8 +163,7 @@ class ResponseForm(Form):
         return {"type": f"response.{EVENTS[kind]}.{what}", **self._place(kind), **text, **MORE[kind]}
 
     def _place(self, kind: str) -> dict[str, Any]:
-        item = self._item(kind, "", [])["id"]
-        return {"item_id": item, "output_index": self._begun.index(kind), "content_index": 0}
+        return {"item_id": self._id(kind), "output_index": self._begun.index(kind), "content_index": 0}
 
 
 def _part(kind: str, text: str) -> dict[str, Any]:
