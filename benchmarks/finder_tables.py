@@ -3,9 +3,10 @@
 import re
 from collections.abc import Callable
 
-from samples import chosen, scored, shown
+from samples import Line, chosen, lines_of, scored, shown
 
 from windlass.evals.report.markdown import table
+from windlass.evals.report.summaries import wilson
 
 SHARES = {
     "none": "",
@@ -63,3 +64,22 @@ def finder_positions() -> str:
     modes = list(dict.fromkeys(line["positions"] for line in lines))
     rows = [[*row, *(found.get(mode, "") for mode in modes)] for row, found in cells.items()]
     return table(["task", "tokens", "cache", *modes], rows, 3)
+
+
+def pass_keys() -> str:
+    """Keys found in novels with all their own numbers."""
+    cells: dict[str, dict[str, list[Line]]] = {}
+    for line in lines_of("pass_keys"):
+        label = named(line["policy"]) + ("" if line["shares"] is None else ", shares")
+        cells.setdefault(label, {}).setdefault(line["text"], []).append(line)
+    texts = list(dict.fromkeys(line["text"] for line in lines_of("pass_keys")))
+    rows = []
+    for label, found in cells.items():
+        every = [line for lines in found.values() for line in lines]
+        counts = [
+            [sum(line[name] for line in lines) for name in ("found", "keys")] for lines in (*found.values(), every)
+        ]
+        low, high = wilson(counts[-1][0] / counts[-1][1], counts[-1][1])
+        each = [f"{hits} of {keys}" for hits, keys in counts]
+        rows.append([label, *each[:-1], f"{each[-1]} [{100 * low:.0f}, {100 * high:.0f}]"])
+    return table(["policy", *(text.replace("_", " ") for text in texts), "all"], rows, 1)

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from finder_tables import finder, finder_merging, finder_positions
+from finder_tables import finder, finder_merging, finder_positions, pass_keys
 from samples import Line, chosen, counted, lines_of, of_full, pivot, scored, scores, shown
 
 from windlass.evals.report.markdown import table
@@ -269,6 +269,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "extended_groups": counted(policy=["Recent()", *GROUPS], positions="self_extend(4, 64)"),
     "extended": extended,
     "long_text": long_text,
+    "pass_keys": pass_keys,
     "stream": stream,
     "heads": heads,
     "time": merging_time,

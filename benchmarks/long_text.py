@@ -1,9 +1,11 @@
-"""Pass keys in one text of 100,000 tokens, read through a cache of 256 slots: ten depths, ten keys at each.
+"""Pass keys in one text, read through a cache of 256 slots: ten depths, ten keys at each.
 
     python benchmarks/long_text.py >> benchmarks/results/long_text.jsonl
+    python benchmarks/long_text.py --text NOVEL --as-it-is --tokens 25076 --keys 3 >> benchmarks/results/pass_keys.jsonl
 
-The shipped novel with its numerals in words, the shipped model, `compact` positions. The text before a depth is read
-once; what follows is read in ten rows, each after another key. Prints one JSON line per policy and depth.
+The shipped novel, or another text, with its numerals in words or as it is; the shipped model, `compact` positions. The
+text before a depth is read once; what follows is read in ten rows, each after another key. Prints one JSON line per
+policy and depth. `--fitted` reads with the scorer and the shares that come with the model, too.
 """
 
 import argparse
@@ -13,12 +15,14 @@ import os
 import random
 import time
 from importlib import resources
+from pathlib import Path
 
 import torch
 from machine import machine
 
 from windlass import KVCache
-from windlass.cli.demo import ANSWER_TOKENS, MODEL
+from windlass.cache.options import CacheOptions
+from windlass.cli.demo import ANSWER_TOKENS, MODEL, fitted
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
 from windlass.evals.texts import ASKED, BEFORE, HIDDEN, in_words, novel
@@ -33,17 +37,27 @@ def main() -> None:
     parser.add_argument("--depths", type=int, default=10)
     parser.add_argument("--keys", type=int, default=10)
     parser.add_argument("--policies", nargs="+", default=["key_diff", "recent"])
+    parser.add_argument("--fitted", action="store_true")
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--as-it-is", action="store_true")
     parser.add_argument("--chunk", type=int, default=128)
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", torch.get_num_threads())))
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = load(str(folder), "float32")
-    ids = encode(tokenizer, f"{BEFORE} {in_words(novel())}", is_start=True)[: options.tokens]
+        scorer, shares = fitted(folder)
+    text = novel() if options.text is None else options.text.read_text()
+    body = text if options.as_it_is else in_words(text)
+    ids = encode(tokenizer, f"{BEFORE} {body}", is_start=True)[: options.tokens]
     ends = [at + 1 for at, token in enumerate(ids) if str(tokenizer.decode([token])).endswith(".")]
-    for policy in options.policies:
+    usual = {"budget": options.budget, "chunk": options.chunk, "positions": "compact", "rollback": 0}
+    memories = [CacheOptions(**usual, policy=policy) for policy in options.policies]
+    if options.fitted:
+        memories.append(CacheOptions(**usual, policy=scorer, shares=shares))
+    for memory in memories:
         draw = random.Random(0)
-        cache = KVCache(model, options.budget, policy, chunk=options.chunk, positions="compact", rollback=0)
+        cache = KVCache.from_options(model, memory)
         read = 0
         for number in range(options.depths):
             start = time.perf_counter()
@@ -63,6 +77,8 @@ def main() -> None:
                 for key, answer in zip(keys, answers, strict=True)
             ]
             line = {"kind": "long_text", "policy": repr(cache.policy), "budget": options.budget, "tokens": len(ids)}
+            line |= {"text": "shipped" if options.text is None else options.text.stem, "as_it_is": options.as_it_is}
+            line |= {"shares": None if memory.shares is None else str(memory.shares)}
             line |= {"positions": str(cache.positions), "chunk": options.chunk, "depth": depth}
             line |= {"keys": len(keys), "found": sum(hits), "seconds": time.perf_counter() - start}
             print(json.dumps({**line, **machine(options.threads)}), flush=True)

@@ -10,13 +10,14 @@ import platform
 import random
 import statistics
 import sys
+from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cli.demo import MODEL, Row, Setup, read_and_ask
+from windlass.cli.demo import MODEL, Row, Setup, fitted, read_and_ask
 from windlass.cli.demo_facts import FactsRow, facts_in, memories, read_and_ask_all
 from windlass.core.units import in_units
 from windlass.evals.report.markdown import table
@@ -28,14 +29,6 @@ from windlass.policies import H2O, KeyDiff, Recent, SnapKV
 README = Path(__file__).parents[1] / "README.md"
 BUDGET = 256
 MEMORIES = memories(KeyDiff(), BUDGET)
-SETUPS = (
-    (KeyDiff(), BUDGET, "compact"),
-    (SnapKV(), BUDGET, "compact"),
-    (H2O(), BUDGET, "compact"),
-    (Recent(), BUDGET, "compact"),
-    (Recent(), None, "original"),
-    (Recent(), None, "self_extend(8, 64)"),
-)
 
 
 def main() -> None:
@@ -52,13 +45,14 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = load(str(folder), "float32")
+        setups = setups_of(folder)
     machine = f"on {options.threads} threads of {cpu()}, torch {torch.__version__}"
     trained = f"`{MODEL}`, 3.5M parameters, trained on {model.config.max_position_embeddings:,} tokens, float32"
     facts = facts_of(model, tokenizer, options)
-    keys = keys_of(model, tokenizer, options)
+    keys = keys_of(model, tokenizer, setups, options)
     shown = {
         "table": f"{facts_measured(facts)}\n\n{facts_conditions(facts, trained, machine)}",
-        "keys": f"{keys_measured(keys)}\n\n{keys_conditions(keys, trained, machine)}",
+        "keys": f"{keys_measured(keys, setups)}\n\n{keys_conditions(keys, trained, machine)}",
     }
     print("\n\n".join(shown.values()))
     if options.write:
@@ -112,14 +106,24 @@ def facts_conditions(rows: list[list[FactsRow]], trained: str, machine: str) -> 
     )
 
 
-def keys_of(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, options: argparse.Namespace) -> list[list[Row]]:
+def setups_of(folder: Path) -> list[Setup]:
+    """The caches that read a text with a pass key, which is still to come."""
+    kept = [Setup("", each, BUDGET, "compact") for each in (KeyDiff(), SnapKV(), H2O(), Recent())]
+    scorer, shares = fitted(folder)
+    whole = [Setup("", Recent(), None, positions) for positions in ("original", "self_extend(8, 64)")]
+    return [Setup("", scorer, BUDGET, "compact", shares), *kept, *whole]
+
+
+def keys_of(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setups: list[Setup], options: argparse.Namespace
+) -> list[list[Row]]:
     """What each cache answered to each text."""
-    rows: list[list[Row]] = [[] for _ in SETUPS]
+    rows: list[list[Row]] = [[] for _ in setups]
     draw = random.Random(options.seed)
     for index in range(options.texts):
         key, text = task(tokenizer, draw, options.tokens)
-        for done, (policy, budget, positions) in zip(rows, SETUPS, strict=True):
-            done.append(read_and_ask(model, tokenizer, Setup(text, policy, budget, positions), key))
+        for done, setup in zip(rows, setups, strict=True):
+            done.append(read_and_ask(model, tokenizer, replace(setup, text=text), key))
         print(f"text {index + 1} of {options.texts}: found {[each[-1].is_found for each in rows]}", file=sys.stderr)
     return rows
 
@@ -135,15 +139,15 @@ def task(tokenizer: PreTrainedTokenizerBase, draw: random.Random, tokens: int) -
     return key, hide_pass_key(piece[: offsets[tokens][0]], key, draw.random())
 
 
-def keys_measured(rows: list[list[Row]]) -> str:
+def keys_measured(rows: list[list[Row]], setups: list[Setup]) -> str:
     """The table in Markdown, one line per cache."""
     shown = []
-    for done, (policy, budget, positions) in zip(rows, SETUPS, strict=True):
-        name = "full cache" if budget is None else type(policy).__name__
+    for done, setup in zip(rows, setups, strict=True):
+        name = setup.label.removesuffix(f", {setup.positions}")
         found = f"{sum(row.is_found for row in done)} of {len(done)}"
         speed = statistics.median(row.tokens_per_s for row in done)
         slots, held = max(row.slots for row in done), in_units(max(row.bytes_held for row in done))
-        shown.append([name, positions, found, f"{slots:,}", held, f"{speed:,.0f}"])
+        shown.append([name, setup.positions, found, f"{slots:,}", held, f"{speed:,.0f}"])
     return table(["cache", "positions", "pass key found", "tokens held", "bytes", "tokens/s"], shown, 2)
 
 

@@ -43,7 +43,7 @@ def sentences(text: str, start: int, tokens: int, tokenizer: PreTrainedTokenizer
 
 def cache_of(model: PreTrainedModel, store: str, options: argparse.Namespace) -> KVCache:
     """With a recall store of that kind, or with more slots."""
-    budget, usual = options.budget, {"policy": "keydiff", "chunk": options.chunk}
+    budget, usual = options.budget, {"policy": options.policy, "chunk": options.chunk, "shares": options.shares}
     if store == NONE:
         return KVCache(model, budget=budget + options.recall, **usual)
     return KVCache(
@@ -113,6 +113,8 @@ def main() -> None:
     parser.add_argument("--stores", nargs="+", default=["int4", "int8", NONE])
     parser.add_argument("--budget", type=int, default=128)
     parser.add_argument("--recall", type=int, default=128)
+    parser.add_argument("--policy", default="keydiff")
+    parser.add_argument("--shares", help="a file of windlass calibrate --shares")
     parser.add_argument("--chunk", type=int, default=512)
     parser.add_argument("--folder")
     parser.add_argument("--seed", type=int, default=1)
@@ -124,6 +126,7 @@ def main() -> None:
         name = "+".join(path.stem for path in options.texts) if options.joined else options.texts[number].stem
         line = {"kind": "recall_facts", **machine(options.threads), "model": Path(options.model).name, "text": name}
         line |= {"budget": options.budget, "recall": options.recall, "folder": options.folder is not None}
+        line |= {"policy": options.policy, "shares": options.shares}
         for found in lines(text, options.seed + number, options):
             print(json.dumps(line | found), flush=True)
 

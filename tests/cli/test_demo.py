@@ -20,7 +20,7 @@ from windlass.evals import texts
 from windlass.evals.tasks import NAMES
 from windlass.evals.tasks.multiturn import Multiturn
 from windlass.hf.load import load
-from windlass.policies import KeyDiff
+from windlass.policies import KeyDiff, LinearScorer
 
 NEEDLE = " The pass key is 48213. Remember it. 48213 is the pass key."
 TEXT = 'One came. "Two came!" Three?\nFour came to 3 p.m.-ish tea'
@@ -120,8 +120,10 @@ def test_rows_tell_what_the_library_does(
     text = short.read_text()
     whole = texts.hide_pass_key(text, key, 0.25)
     part = texts.hide_pass_key(demo.beginning(tokenizer, text), key, 0.25)
+    scorer = LinearScorer(f"{MODEL}/scorer.safetensors")
     caches = [
         (whole, windlass.KVCache(model, 256, windlass.KeyDiff(), chunk=128, positions="compact")),
+        (whole, windlass.KVCache(model, 256, scorer, chunk=128, positions="compact", shares=f"{MODEL}/shares.json")),
         (whole, windlass.KVCache(model, 256, windlass.Recent(), chunk=128, positions="compact")),
         (part, windlass.KVCache(model, policy=windlass.Recent(), chunk=128, positions="original")),
         (part, windlass.KVCache(model, policy=windlass.Recent(), chunk=128, positions="self_extend(8, 64)")),
@@ -139,7 +141,7 @@ def test_rows_tell_what_the_library_does(
         assert row["slots"] == min(cache.tokens_seen[0], cache.budget or cache.tokens_seen[0])
         assert row["tokens_per_s"] > 0
     # What the demo is there to show.
-    assert [row["is_found"] for row in found["rows"]] == [True, False, False, True]
+    assert [row["is_found"] for row in found["rows"]] == [True, True, False, False, True]
 
 
 @pytest.mark.slow
@@ -194,8 +196,8 @@ def test_the_table_is_plain_in_a_pipe(run: Callable[..., tuple[int, str, str]], 
     for word in ("tokens", "slots", "bytes", "tokens/s", "answer", "found", "SnapKV(", "compact", "original", "recall"):
         assert word in out
     rows = [line for line in out.splitlines() if re.search(r"\b(yes|no)\b", line)]
-    assert len(rows) == 4
-    assert [" 128 " in row for row in rows] == [True, True, False, False]
+    assert len(rows) == 5
+    assert [" 128 " in row for row in rows] == [True, True, True, False, False]
     facts = [line.split() for line in out.splitlines() if " of 8" in line]
     assert [[number for number in line if number in ("64", "128")] for line in facts] == [["128"], ["64", "64"]]
 

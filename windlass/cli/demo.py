@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from importlib import resources
 from pathlib import Path
+from statistics import fmean
 from typing import TypeVar
 
 import torch
@@ -21,6 +22,8 @@ from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.policy_spec import policy_of
+from windlass.cache.shares import Shares
+from windlass.cache.shares_file import shares_of
 from windlass.cli.demo_facts import CHUNK, FactsRow, facts_in, facts_table, memories, read_and_ask_all
 from windlass.cli.loading import INTERRUPTED, loading
 from windlass.cli.terminal import Bar, note, say
@@ -31,7 +34,7 @@ from windlass.engine.text import encode
 from windlass.evals.texts import ASKED, hide_pass_key, novel
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
-from windlass.policies import Policy, Recent
+from windlass.policies import LinearScorer, Policy, Recent
 
 MODEL = "finder-3m"  # knows the sentences around a pass key from its training
 SHORT = (
@@ -65,17 +68,23 @@ class Setup:
     policy: Policy
     budget: int | None
     positions: str
+    shares: Shares | None = None
 
     @property
     def label(self) -> str:
         """As in the first column."""
-        memory = "full cache" if self.budget is None else repr(self.policy).removesuffix("()")
-        return f"{memory}, {self.positions}"
+        chosen = (
+            repr(self.policy).removesuffix("()") if self.shares is None else f"{type(self.policy).__name__}, shares"
+        )
+        return f"{'full cache' if self.budget is None else chosen}, {self.positions}"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of the table. `slots` counts those in use per layer, `bytes_held` all that the cache keeps alive."""
+    """One row of the table.
+
+    `slots` counts those in use by a kv head, the mean of all of them; `bytes_held` all that the cache keeps alive.
+    """
 
     label: str
     tokens_read: int
@@ -98,13 +107,19 @@ def demo(options: Options, is_json: bool) -> int:
     text = novel() if options.text is None else read_text(options.text, f"text file {options.text}")
     with loading(), resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = load(str(folder), "float32")
+        scorer, shares = fitted(folder)
     facts = facts_in(tokenizer, text, options.text, options.length, options.seed)
     draw = random.Random(options.seed)
     key = "".join(draw.choice("0123456789") for _ in range(5))
     depth = draw.random() if options.depth is None else options.depth
-    setups = _setups(
-        options, policy, hide_pass_key(text, key, depth), hide_pass_key(beginning(tokenizer, text), key, depth)
-    )
+    whole, short = (hide_pass_key(each, key, depth) for each in (text, beginning(tokenizer, text)))
+    setups = [
+        Setup(whole, policy, options.budget, "compact"),
+        Setup(whole, scorer, options.budget, "compact", shares),
+        Setup(whole, Recent(), options.budget, "compact"),
+        Setup(short, Recent(), None, "original"),
+        Setup(short, Recent(), None, "self_extend(8, 64)"),
+    ]
     # Wrong options must show before a minute of reading.
     for memory in caches:
         memory.cache(model)
@@ -134,6 +149,11 @@ def demo(options: Options, is_json: bool) -> int:
     return 0 if is_whole else INTERRUPTED
 
 
+def fitted(folder: Path) -> tuple[LinearScorer, Shares | None]:
+    """The scorer and the shares that were fitted to the model in this folder."""
+    return LinearScorer(str(folder / "scorer.safetensors")), shares_of(folder / "shares.json")
+
+
 def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int = SHORT) -> str:
     """As much of `text` as makes `tokens` tokens with all that is put around it."""
     around = len(encode(tokenizer, hide_pass_key("", "00000", 0.0), is_start=True))
@@ -153,7 +173,7 @@ def read_and_ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, set
     return Row(
         label=setup.label,
         tokens_read=len(ids),
-        slots=max(layer.table.occupancy_bound for layer in cache.layers),
+        slots=round(fmean(fmean((layer.positions[0] >= 0).sum(-1).tolist()) for layer in cache.layers)),
         bytes_held=stream.result.bytes_held,
         tokens_per_s=bar.tokens_per_s,
         answer=answer,
@@ -193,14 +213,7 @@ def _run(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
     return True
 
 
-def _setups(options: Options, policy: Policy, whole: str, short: str) -> list[Setup]:
-    return [
-        Setup(whole, policy, options.budget, "compact"),
-        Setup(whole, Recent(), options.budget, "compact"),
-        Setup(short, Recent(), None, "original"),
-        Setup(short, Recent(), None, "self_extend(8, 64)"),
-    ]
-
-
 def _cache(model: PreTrainedModel, setup: Setup) -> KVCache:
-    return KVCache(model, budget=setup.budget, policy=setup.policy, positions=setup.positions, chunk=CHUNK)
+    """Raises: UsageError for a budget or a policy that cannot be had."""
+    memory, positions = (setup.budget, setup.policy), setup.positions
+    return KVCache(model, *memory, positions=positions, chunk=CHUNK, shares=setup.shares)
