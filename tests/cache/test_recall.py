@@ -230,9 +230,9 @@ def test_describe_tells_both_sizes(attached_model: Models, text: Text) -> None:
     recall = [layer.table.recall for layer in cache.layers]
     assert cache.recall_bytes == sum(each.nbytes for each in recall if each is not None)
     layers, heads, width = 2, 3, 8
-    digests, newest = layers * 128 * heads * width * 4, layers * heads * 96 * 4
+    digests, newest = layers * 2 * 128 * heads * width * 4, layers * heads * 96 * 4
     assert cache.recall_bytes == layers * 1024 * (heads * 2 * width * 4 + 4) + digests + newest
-    assert "recall   96 tokens a layer and step, of 50, which take 418.25 KiB in memory (plain)" in cache.describe()
+    assert "recall   96 tokens a layer and step, of 50, which take 442.25 KiB in memory (plain)" in cache.describe()
     before = bytes_of_slots(cache)
     read(model, cache, text(1100)[:, 50:], 13)
     assert bytes_of_slots(cache) == before

@@ -10,7 +10,7 @@ from torch import Tensor
 from windlass import kernels
 from windlass.core.limits import PAGE
 from windlass.core.packed import Format, PackedStates
-from windlass.core.recall import TILE, BestPages, PageInput, ReadInput, TiledKeys, words_of
+from windlass.core.recall import TILE, BestPages, Digests, PageInput, ReadInput, TiledKeys, words_of
 from windlass.kernels import cpu, reference, reference_recall
 from windlass.kernels.cpu import recall
 
@@ -49,7 +49,10 @@ def call_of(
     is_query = torch.ones(2, queries, dtype=torch.bool)
     is_query[1, 1:2] = False
     asked = torch.randn(2, 15, queries, channels, generator=generator)
-    digests = tuple(piece(size, format, channels, size, means) for size in DIGESTS) if candidates else ()
+    digests = tuple(
+        Digests(piece(size, format, channels, size, means), piece(size, format, channels, size + 1, means))
+        for size in (DIGESTS if candidates else [])
+    )
     text = positions, kept.view(2, score_heads, 31), count
     return PageInput(asked, is_query, pieces, *text, digests, candidates)
 
@@ -77,7 +80,7 @@ def test_kernels_match_the_reference(
 ) -> None:
     monkeypatch.setattr(recall, "instruction_set", lambda: instructions)
     call = call_of(format, channels, queries, score_heads, candidates=candidates)
-    assert recall.can_scan((*call.pieces, *call.digests))
+    assert recall.can_scan((*call.pieces, *recall.keys_of(call.digests)))
     ours, truth = recall.best_pages(call), reference_recall.best_pages(call)
     # Some are worth the same but for rounding, so their order may differ.
     assert ours.pages.sort().values.equal(truth.pages.sort().values)
@@ -85,11 +88,32 @@ def test_kernels_match_the_reference(
     assert 0.2 < float(ours.is_read.float().mean()) < 0.9
 
 
-def test_the_mean_of_a_page_is_its_digest() -> None:
+def test_a_digest_has_the_largest_and_the_least_of_a_page() -> None:
     keys = torch.randn(2, 3, 29, 6, generator=torch.Generator().manual_seed(7))
-    pages = [keys[:, :, start : start + PAGE].double().mean(2) for start in range(0, 29, PAGE)]
-    torch.testing.assert_close(reference_recall.digest_of(keys), torch.stack(pages, 2).float())
-    assert reference_recall.digest_of(keys[:, :, :5]).shape == (2, 3, 1, 6)
+    largest, least = reference_recall.digest_of(keys)
+    for page, start in enumerate(range(0, 29, PAGE)):
+        assert largest[:, :, page].equal(keys[:, :, start : start + PAGE].max(2).values)
+        assert least[:, :, page].equal(keys[:, :, start : start + PAGE].min(2).values)
+    assert [each.shape for each in reference_recall.digest_of(keys[:, :, :5])] == [(2, 3, 1, 6)] * 2
+
+
+@pytest.mark.parametrize("best_pages", [recall.best_pages, reference_recall.best_pages])
+def test_no_page_has_more_than_its_digest_allows(best_pages: Callable[[PageInput], BestPages]) -> None:
+    """So the page of the largest product is the best one, as soon as few others are allowed more."""
+    keys = torch.randn(1, 1, 1024, 12, generator=torch.Generator().manual_seed(9))
+    largest, least = (torch.nn.functional.pad(each, (0, 0, 0, 64)) for each in reference_recall.digest_of(keys))
+    queries = torch.randn(1, 5, 1, 12, generator=torch.Generator().manual_seed(10))
+    held = [TiledKeys(tiles_of(each), PackedStates(each[:, :, :0])) for each in (keys, largest, least)]
+    text = torch.arange(1024, dtype=torch.int32)[None], torch.full((1, 1, 1), -1.0), 1
+    for query in range(5):
+        asked, is_query = queries[:, query : query + 1], torch.ones(1, 1, dtype=torch.bool)
+        products = (keys[0, 0] @ asked[0, 0, 0]).unflatten(0, (-1, PAGE)).amax(1)
+        allowed = torch.maximum(asked[0, 0] * largest[0, 0, :128], asked[0, 0] * least[0, 0, :128]).sum(1)
+        assert (allowed >= products).all()
+        needed = int((allowed >= products.max()).sum())
+        assert 1 <= needed < 128
+        call = PageInput(asked, is_query, (held[0],), *text, (Digests(held[1], held[2]),), needed)
+        assert best_pages(call).pages.tolist() == [[[int(products.argmax())]]]
 
 
 @pytest.mark.parametrize("format", FORMATS)

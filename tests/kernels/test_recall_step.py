@@ -11,9 +11,10 @@ from windlass.core.attention import Visibility
 from windlass.core.decode import DecodeInput, DecodeSlots, Ranking, Retention
 from windlass.core.limits import PAGE
 from windlass.core.packed import Format, PackedStates
-from windlass.core.recall import TILE, RecallPiece, RecallSlots, TiledKeys, words_of
+from windlass.core.recall import TILE, Digests, RecallPiece, RecallSlots, TiledKeys, words_of
 from windlass.core.rotary_index import EMPTY
 from windlass.kernels import cpu, reference, reference_decode
+from windlass.kernels.cpu import recall
 from windlass.kernels.cpu.decode import Decode
 
 BATCH, KV_HEADS, GROUP, SLOTS, HELD, HEAD_DIM, VALUE_DIM, PAIRS = 2, 3, 5, 71, 19, 36, 20, 7
@@ -34,7 +35,10 @@ class Draw:
         self.dtype, self.store = dtype, store
         means = self.normal(KV_HEADS, HEAD_DIM) if has_means else None
         pieces = tuple(self.piece(size, means) for size in PIECES)
-        digests = tuple(self.piece(size, means).keys for size in DIGESTS) if candidates is not None else ()
+        digests = tuple(
+            Digests(self.piece(size, means).keys, self.piece(size, means).keys)
+            for size in (DIGESTS if candidates is not None else ())
+        )
         remembered = torch.arange(sum(PIECES), dtype=torch.int32).expand(BATCH, -1).clone()
         for row, length in enumerate(LENGTHS):
             remembered[row, length:] = EMPTY
@@ -93,7 +97,7 @@ class Draw:
         assert self.fixed.recall is not None
         held = [(piece.keys.tiles, piece.keys.states.scales) for piece in self.fixed.recall.pieces]
         held += [(piece.values.data, piece.values.scales) for piece in self.fixed.recall.pieces]
-        held += [(each.tiles, each.states.scales) for each in self.fixed.recall.digests]
+        held += [(each.tiles, each.states.scales) for each in recall.keys_of(self.fixed.recall.digests)]
         return [tensor for pair in held for tensor in pair if tensor is not None]
 
 
@@ -152,8 +156,8 @@ def test_what_is_recalled_is_read() -> None:
     fixed = DecodeSlots(**{**vars(case.fixed), "tables": None})
     new = case.new(is_recalling=True)
     new.queries.fill_(1.0)
-    recall = case.fixed.recall
-    still = RecallSlots(recall.pieces, recall.positions, recall.last_recalled, PAGES, None, 1)
+    held = case.fixed.recall
+    still = RecallSlots(held.pieces, held.positions, held.last_recalled, PAGES, None, 1)
     done = Decode(DecodeSlots(**{**vars(fixed), "recall": still}), new.queries)(new)
     torch.testing.assert_close(done.out[0], values.expand_as(done.out[0]))
-    assert bool((recall.last_recalled[0] == 104).any(-1).all()), "every head says so"
+    assert bool((held.last_recalled[0] == 104).any(-1).all()), "every head says so"

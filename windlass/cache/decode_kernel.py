@@ -278,7 +278,8 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor) -> RecallSlot
         cos, sin = rotary.tables(DISTANCE + 1, keys.device)
         turn = cos[DISTANCE].clone(), sin[DISTANCE].clone()
     text = recall.positions, recall.last_recalled
-    return RecallSlots(pieces, *text, recall.page_count, turn, names.index(TOKEN_INDEX), recall.digested())
+    chosen = recall.page_count, turn, names.index(TOKEN_INDEX)
+    return RecallSlots(pieces, *text, *chosen, recall.digested(), recall.candidates)
 
 
 def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | None:

@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 from windlass import kernels
 from windlass.cache.recall_memory import RecallMemory, Segment
 from windlass.core.limits import PAGE
-from windlass.core.recall import PageInput, RecallPiece, TiledKeys, tokens_of
+from windlass.core.recall import Digests, PageInput, RecallPiece, TiledKeys, tokens_of
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Scores
 from windlass.kernels.reference_recall import digest_of
@@ -27,7 +27,7 @@ from windlass.stores.base import Parts, Store
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
 RECALL: Final = "recall."  # begins the names of its tensors, among all of a layer's
 POSITIONS: Final = "positions"
-CANDIDATES: Final = 256  # pages of the best digests, which are looked at token by token
+CANDIDATES: Final = 256  # pages of the best digests, which are looked at token by token; more where more are recalled
 DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
 DECIDING: Final = 16  # the newest queries of a step, which decide what all of its queries recall
 
@@ -54,9 +54,11 @@ class RecallStore:
         """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
         self.last_recalled = torch.empty(1, 0, 0, dtype=torch.int32)
         """(batch, kv_heads, recalled): the positions that the newest step read beside the slots, EMPTY for none."""
-        self.digests = RecallMemory(memory.folder, memory.piece // PAGE)  # of the pages: the mean of their tokens' keys
+        piece = memory.piece // PAGE
+        self.digests = RecallMemory(memory.folder, piece), RecallMemory(memory.folder, piece)
+        """Of the pages: the largest number of each channel among their tokens' keys, and the least."""
         self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
-        self._digested: tuple[tuple[Segment, ...], tuple[TiledKeys, ...]] = (), ()
+        self._digested: tuple[tuple[Segment, ...], tuple[Digests, ...]] = (), ()
 
     @property
     def is_empty(self) -> bool:
@@ -104,10 +106,8 @@ class RecallStore:
         (batch, score_heads, slots) are the indices of the tokens in slots, negative in the others.
         """
         keys = tuple(piece.keys for piece in self.pieces())
-        # A digest hides the one token of its page that a single query may seek; see the log.
-        is_few = queries.shape[2] == 1 or self.memory.capacity // PAGE <= CANDIDATES
-        digests = ((), 0) if is_few else (self.digested(), CANDIDATES)
-        asked = PageInput(queries, is_query, keys, self.positions, kept, self.page_count, *digests)
+        text = self.positions, kept, self.page_count
+        asked = PageInput(queries, is_query, keys, *text, self.digested() if self.candidates else (), self.candidates)
         best = kernels.best_pages(asked)
         index = tokens_of(best.pages)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
@@ -118,6 +118,12 @@ class RecallStore:
     def page_count(self) -> int:
         """Pages that a step reads at most."""
         return min(self.tokens, self.memory.capacity) // PAGE
+
+    @property
+    def candidates(self) -> int:
+        """Pages that a step looks at token by token, chosen by their digests; 0: all, for they are no more."""
+        most = max(CANDIDATES, 2 * self.page_count)
+        return most if self.memory.capacity // PAGE > most else 0
 
     def make_room(self) -> None:
         """Have memory for one token more of each row.
@@ -181,7 +187,8 @@ class RecallStore:
         """Keep the batch rows at `rows`, which may repeat."""
         rows = rows.to("cpu")
         self.memory.select_rows(rows)
-        self.digests.select_rows(rows)
+        for each in self.digests:
+            each.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
         self.last_recalled = self.last_recalled.index_select(0, rows)
         self.lengths = tuple(self.lengths[row] for row in rows.tolist())
@@ -189,7 +196,8 @@ class RecallStore:
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
         self.memory.copy_row(source, target)
-        self.digests.copy_row(source, target)
+        for each in self.digests:
+            each.copy_row(source, target)
         self.positions[target] = self.positions[source]
         self.last_recalled[target] = self.last_recalled[source]
         self.lengths = tuple(self.lengths[source if row == target else row] for row in range(len(self.lengths)))
@@ -225,8 +233,8 @@ class RecallStore:
     @property
     def nbytes(self) -> int:
         """Bytes of all that is allocated."""
-        segments = *self.memory.segments, *self.digests.segments
-        parts = [part for segment in segments for part in segment.parts.values()]
+        memories = self.memory, *self.digests
+        parts = [part for each in memories for segment in each.segments for part in segment.parts.values()]
         return self.positions.nbytes + self.last_recalled.nbytes + sum(part.nbytes for part in parts)
 
     def pieces(self) -> tuple[RecallPiece, ...]:
@@ -240,23 +248,29 @@ class RecallStore:
             self._scanned = segments, tuple(found)
         return self._scanned[1]
 
-    def digested(self) -> tuple[TiledKeys, ...]:
+    def digested(self) -> tuple[Digests, ...]:
         """The digests of all pages, the same ones as long as their memory is."""
-        segments, no_keys = self.digests.segments, self.digests.no_keys
-        if self._digested[0] is not segments:
-            (keys,), found = no_keys, []
-            for segment in segments:
-                held = self.codec.over(segment.parts | no_keys)
-                found.append(TiledKeys(segment.parts[keys], held.packed_keys()))
-            self._digested = segments, tuple(found)
+        largest, least = self.digests
+        if self._digested[0] is not largest.segments:
+            found = map(Digests, self._tiled(largest), self._tiled(least))
+            self._digested = largest.segments, tuple(found)
         return self._digested[1]
+
+    def _tiled(self, memory: RecallMemory) -> list[TiledKeys]:
+        """The keys of all segments of a memory that has nothing else."""
+        (keys,), found = memory.no_keys, []
+        for segment in memory.segments:
+            held = self.codec.over(segment.parts | memory.no_keys)
+            found.append(TiledKeys(segment.parts[keys], held.packed_keys()))
+        return found
 
     def _grow(self, tokens: int, sample: Parts) -> None:
         self.memory.grow(tokens, sample)
         pages = self.memory.capacity // PAGE
-        if pages > self.digests.capacity:
+        if pages > self.digests[0].capacity:
             keys = self.codec.decode_keys(sample)[:, :, :1]
-            self.digests.grow(pages, self.codec.parts_of(keys, keys[..., :0]))
+            for each in self.digests:
+                each.grow(pages, self.codec.parts_of(keys, keys[..., :0]))
         more = self.memory.capacity - self.positions.shape[1]
         if more > 0:
             batch, kv_heads = next(iter(sample.values())).shape[:2]
@@ -267,7 +281,7 @@ class RecallStore:
         self.memory.put(rows, start, parts)
         if positions.shape[1]:
             page = start // PAGE
-            held = self.memory.between(rows, page * PAGE, start + positions.shape[1], self.digests.names)
-            means = digest_of(self.codec.decode_keys(held))
-            self.digests.put(rows, page, self.codec.parts_of(means, means[..., :0]))
+            held = self.memory.between(rows, page * PAGE, start + positions.shape[1], self.digests[0].names)
+            for each, keys in zip(self.digests, digest_of(self.codec.decode_keys(held)), strict=True):
+                each.put(rows, page, self.codec.parts_of(keys, keys[..., :0]))
         self.positions[rows, start : start + positions.shape[1]] = positions.to(torch.int32)

@@ -51,14 +51,28 @@ class TiledKeys:
 
 
 @dataclass(frozen=True)
+class Digests:
+    """The largest and the least number of each channel among the keys of each page, both as keys are held.
+
+    No token of a page has a larger product with a query than its positive numbers have with the largest and its
+    negative ones with the least, but for what rounding of codes adds.
+
+    Source: Quest, Tang et al. 2024 (arXiv:2406.10774), section 3.3. Differs: keys are held before RoPE.
+    """
+
+    largest: TiledKeys
+    least: TiledKeys
+
+
+@dataclass(frozen=True)
 class PageInput:
     """One call of `best_pages`: queries, the keys of a recall store, piece by piece, and what is left out of them.
 
     `is_query` tells which of the queries count. `positions` are negative where a token is no part of the text.
     `kept_index` are the tokens in slots, by their number among all pieces' tokens, negative in the slots of none.
 
-    `digests` have a key for each page, and more behind the last one; only the `candidates` pages whose digests promise
-    most are looked at then. Without digests all are.
+    `digests` are those of each page, with room for more behind the last one; only the `candidates` pages whose digests
+    promise most are looked at then, which are at least `count`. Without digests all are.
     """
 
     queries: Queries
@@ -67,7 +81,7 @@ class PageInput:
     positions: Remembered
     kept_index: Scores
     count: int
-    digests: tuple[TiledKeys, ...] = ()
+    digests: tuple[Digests, ...] = ()
     candidates: int = 0
 
 
@@ -107,8 +121,8 @@ class RecallSlots:
     `positions` are negative where a token is no part of the text. `count` pages are read at most. Each step that reads
     any writes their tokens' positions to `last_recalled`, EMPTY for those it left out. `turn` (cos, sin) is
     what queries are rotated by before they are multiplied with keys; None: not at all. `state`: which of the slots'
-    tensors has the number of each slot's token. Of a page that gets a new token the digest is written anew, as the mean
-    of its keys; pages are chosen by digests where `candidates` is not 0.
+    tensors has the number of each slot's token. Of a page that gets a new token the digest is written anew; pages are
+    chosen by digests where `candidates` is not 0.
     """
 
     pieces: tuple[RecallPiece, ...]
@@ -117,5 +131,5 @@ class RecallSlots:
     count: int
     turn: tuple[Float32[Tensor, " pairs"], Float32[Tensor, " pairs"]] | None
     state: int
-    digests: tuple[TiledKeys, ...] = ()
+    digests: tuple[Digests, ...] = ()
     candidates: int = 0

@@ -57,7 +57,7 @@ def best_pages(call: PageInput) -> BestPages:
     if _is_compiled(call.queries.device.type):
         from windlass.kernels.cpu import recall  # late: it needs the compiled module
 
-        if recall.can_scan((*call.pieces, *call.digests)):
+        if recall.can_scan((*call.pieces, *recall.keys_of(call.digests))):
             return recall.best_pages(call)
     return reference_recall.best_pages(call)
 

@@ -9,7 +9,7 @@ from torch.nn.functional import pad
 from windlass.core.decode import DecodeInput, DecodeSlots
 from windlass.core.limits import PAGE
 from windlass.core.packed import Format, PackedStates
-from windlass.core.recall import TILE, BestPages, PageInput, ReadInput, RecallPiece, RecallSlots, tokens_of, words_of
+from windlass.core.recall import TILE, BestPages, PageInput, ReadInput, RecallPiece, RecallSlots, TiledKeys, tokens_of, words_of
 from windlass.core.rotary_index import EMPTY
 from windlass.core.rotate import rotate
 from windlass.core.shapes import Scores, SlotPositions
@@ -22,8 +22,8 @@ def best_pages(call: PageInput) -> BestPages:
     A page counts to a query by its largest product with a token that may be recalled; its worth is its share in the
     softmax over these, and to a kv head the largest that it has for one of its queries. Shares above a half are told
     apart by their odds: in float32 many of them are all but 1, and which of these is largest would be rounding. Of
-    equal ones the earlier is the better. Where there are digests, pages are ranked by these in the same way first, each
-    as if it were one token, and all but the first `candidates` count for nothing. Where keys are codes, queries are
+    equal ones the earlier is the better. Where there are digests, pages are ranked in the same way first, each by the most
+    that its digest allows, and all but the first `candidates` count for nothing. Where keys are codes, queries are
     rounded to multiples of 1 / 127 of their largest number, which changes products less than codes do.
     """
     keys = torch.cat([piece.packed().floats().float() for piece in call.pieces], 2)
@@ -37,10 +37,13 @@ def best_pages(call: PageInput) -> BestPages:
     products = (grouped @ keys[:, :, None].transpose(-1, -2)).masked_fill(~is_recallable[:, :, None, None], -torch.inf)
     peaks: Tensor = products.unflatten(-1, (remembered // PAGE, PAGE)).amax(-1)
     if call.digests:
-        keys = torch.cat([piece.packed().floats().float() for piece in call.digests], 2)[:, :, : remembered // PAGE]
         is_page = is_recallable.unflatten(-1, (-1, PAGE)).any(-1)
-        rough = (grouped @ keys[:, :, None].transpose(-1, -2)).masked_fill(~is_page[:, :, None, None], -torch.inf)
-        candidates = _best(rough, call.is_query, call.candidates)
+        most = torch.zeros_like(peaks)
+        largest, least = [each.largest for each in call.digests], [each.least for each in call.digests]
+        for part, pieces in ((grouped.clamp(min=0), largest), (grouped.clamp(max=0), least)):
+            keys = torch.cat([piece.packed().floats().float() for piece in pieces], 2)[:, :, : remembered // PAGE]
+            most = most + part @ keys[:, :, None].transpose(-1, -2)
+        candidates = _best(most.masked_fill(~is_page[:, :, None, None], -torch.inf), call.is_query, call.candidates)
         is_candidate = torch.zeros_like(is_page).scatter(-1, candidates, True)
         peaks = peaks.masked_fill(~is_candidate[:, :, None, None], -torch.inf)
     pages = _best(peaks, call.is_query, call.count)
@@ -57,16 +60,17 @@ def _best(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
     return worth.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def digest_of(keys: Tensor) -> Tensor:
-    """The mean (batch, kv_heads, pages, channels) of the keys of each page; the last page may have fewer tokens."""
-    whole, pages = keys.shape[2] // PAGE * PAGE, []
+def digest_of(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the least number (batch, kv_heads, pages, channels) of each channel among the keys of each page.
+
+    The last page may have fewer tokens.
+    """
+    whole, largest, least = keys.shape[2] // PAGE * PAGE, [], []
     for part in (keys[:, :, :whole].unflatten(2, (-1, PAGE)), keys[:, :, None, whole:]):
         if part.shape[2] and part.shape[3]:
-            total = part[:, :, :, 0].float()
-            for token in range(1, part.shape[3]):  # in the order of the text, so that every backend rounds alike
-                total = total + part[:, :, :, token].float()
-            pages.append(total / part.shape[3])
-    return torch.cat(pages, 2).to(keys.dtype)
+            largest.append(part.amax(3))
+            least.append(part.amin(3))
+    return torch.cat(largest, 2), torch.cat(least, 2)
 
 
 def read_tokens(call: ReadInput) -> Tensor:
@@ -82,13 +86,11 @@ def remember(store: RecallSlots, new: DecodeInput) -> None:
         if int(new.positions[row]) < 0:
             continue
         piece, at = _place(store, index)
-        keys, values = piece.keys, piece.values
-        codes, scales = _encoded(keys.states, new.keys[row : row + 1])
-        keys.tiles[row, :, at // TILE, :, at % TILE] = words_of(codes)[0, :, 0]
-        value_codes, value_scales = _encoded(values, new.values[row : row + 1])
-        values.data[row, :, at] = value_codes[0, :, 0]
-        if keys.states.scales is not None and values.scales is not None:
-            keys.states.scales[row, :, at], values.scales[row, :, at] = scales[0, :, 0], value_scales[0, :, 0]
+        _put(piece.keys, row, at, new.keys[row : row + 1])
+        codes, scales = _encoded(piece.values, new.values[row : row + 1])
+        piece.values.data[row, :, at] = codes[0, :, 0]
+        if piece.values.scales is not None:
+            piece.values.scales[row, :, at] = scales[0, :, 0]
         if store.digests:
             _digest(store, row, index, new.keys.dtype)
 
@@ -96,15 +98,22 @@ def remember(store: RecallSlots, new: DecodeInput) -> None:
 def _digest(store: RecallSlots, row: int, newest: int, dtype: torch.dtype) -> None:
     """Write the digest of the page with the `newest` token of a row."""
     held = torch.cat([piece.keys.packed().floats() for piece in store.pieces], 2)[row : row + 1]
-    at, states = newest // PAGE, store.digests[0].states
-    codes, scales = _encoded(states, digest_of(held[:, :, at * PAGE : newest + 1].to(dtype)))
+    at = newest // PAGE
+    largest, least = digest_of(held[:, :, at * PAGE : newest + 1].to(dtype))
     for piece in store.digests:
-        if at < piece.tokens:
-            piece.tiles[row, :, at // TILE, :, at % TILE] = words_of(codes)[0, :, 0]
-            if piece.states.scales is not None:
-                piece.states.scales[row, :, at] = scales[0, :, 0]
+        if at < piece.largest.tokens:
+            _put(piece.largest, row, at, largest)
+            _put(piece.least, row, at, least)
             return
-        at -= piece.tokens
+        at -= piece.largest.tokens
+
+
+def _put(held: TiledKeys, row: int, at: int, key: Tensor) -> None:
+    """Write a key (1, kv_heads, 1, channels) of a row."""
+    codes, scales = _encoded(held.states, key)
+    held.tiles[row, :, at // TILE, :, at % TILE] = words_of(codes)[0, :, 0]
+    if held.states.scales is not None:
+        held.states.scales[row, :, at] = scales[0, :, 0]
 
 
 def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Scores) -> tuple[Tensor, Tensor]:

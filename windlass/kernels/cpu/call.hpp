@@ -99,19 +99,24 @@ struct QueryMass {
 };
 
 // The `count` pages of 8 tokens that matter most to the queries of each kv head, the best first. Where there are digests,
-// a key for each page, only the `candidates` whose digests promise most are looked at.
+// the largest and the least number of each channel of each page, only the `candidates` whose digests promise most are
+// looked at.
 struct BestPages {
     struct Piece {
         const std::uint32_t *keys;    // (batch, kv_heads, tiles, words, 16)
         const std::uint16_t *scales;  // (batch, kv_heads, tiles * 16), float16; null unless low-bit
         int tiles;
     };
+    struct Digests {
+        Piece largest, least;
+    };
     int batch, kv_heads, score_heads, queries_per_head, tokens, channels, words, kept, count;
     Format format;
     const float *queries;           // (batch, kv_heads, queries_per_head, channels): of each member all tokens
     const bool *is_query;           // (batch, tokens)
-    std::vector<Piece> pieces, digests;  // one after the other
-    int candidates;
+    std::vector<Piece> pieces;     // one after the other
+    std::vector<Digests> digests;  // as well
+    int candidates;                // at least `count`
     const std::int32_t *positions;  // (batch, slots), negative where a token is no part of the text
     const float *kept_index;        // (batch, score_heads, kept): tokens that are no part of any page; -1 for none
     std::int64_t *best;             // (batch, kv_heads, count)
@@ -167,8 +172,8 @@ struct Recall {
     Format format;       // of keys and values; the slots' own unless low-bit
     const float *means;  // (kv_heads, channels), of keys; may be null
     std::vector<Piece> pieces;
-    std::vector<BestPages::Piece> digests;  // of pages: the mean of their tokens' keys; none where all pages are looked at
-    int candidates;
+    std::vector<BestPages::Digests> digests;  // of pages
+    int candidates;                           // pages that are looked at; 0: all
     const std::int32_t *positions;  // (batch, tokens), negative where a token is no part of the text
     std::int64_t tokens;
     std::int32_t *last_recalled;  // (batch, kv_heads, count * 8): positions of what a step reads, -1 for what it leaves out

@@ -13,7 +13,7 @@ from windlass.core.recall import RecallSlots
 from windlass.core.shapes import Queries
 from windlass.kernels import cpu
 from windlass.kernels.cpu.arguments import FLOATS, address, format_of, state_arguments, visibility_arguments
-from windlass.kernels.cpu.recall import tile_arguments
+from windlass.kernels.cpu.recall import digest_arguments
 from windlass.kernels.cpu.steady import steady_arguments
 
 OBSERVED: Final = {"nothing": 0, "sum": 1, "last": 2, "fade": 3}
@@ -122,7 +122,7 @@ def _recall(store: RecallSlots) -> "_native.RecallArguments":
     """`RecallArguments` of `_native.pyi`."""
     keys, values = store.pieces[0].keys, store.pieces[0].values
     sizes = keys.tiles.shape[3], keys.states.channels, values.data.shape[3] * values.data.itemsize, values.channels
-    digests = list(map(tile_arguments, store.digests)), store.candidates
+    digests = list(map(digest_arguments, store.digests)), store.candidates
     pieces = [
         (
             piece.keys.tiles.data_ptr(),

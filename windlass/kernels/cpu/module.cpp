@@ -100,11 +100,18 @@ void mean_key_cosine(std::tuple<int, int, int, int> sizes, int format, PackedArg
     kernels_of(instruction_set).mean_key_cosine(call, scratch, threads);
 }
 
+using DigestArguments = std::tuple<Address, Address, Address, Address, int>;
+
+BestPages::Digests digests_of(const DigestArguments &from) {
+    const auto &[largest, largest_scales, least, least_scales, tiles] = from;
+    return {{at<const std::uint32_t>(largest), at<const std::uint16_t>(largest_scales), tiles},
+            {at<const std::uint32_t>(least), at<const std::uint16_t>(least_scales), tiles}};
+}
+
 void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, int format,
                 std::pair<Address, Address> queries,
                 const std::vector<std::tuple<Address, Address, int>> &pieces,
-                const std::vector<std::tuple<Address, Address, int>> &digests, int candidates,
-                std::pair<Address, Address> kept, std::pair<Address, Address> best,
+                const std::vector<DigestArguments> &digests, int candidates, std::pair<Address, Address> kept, std::pair<Address, Address> best,
                 const std::string &instruction_set, int threads) {
     BestPages call{};
     std::tie(call.batch, call.kv_heads, call.score_heads, call.queries_per_head, call.tokens, call.channels, call.words,
@@ -113,8 +120,7 @@ void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, i
     call.queries = at<const float>(queries.first), call.is_query = at<const bool>(queries.second);
     for (const auto &[keys, scales, tiles] : pieces)
         call.pieces.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
-    for (const auto &[keys, scales, tiles] : digests)
-        call.digests.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
+    for (const DigestArguments &each : digests) call.digests.push_back(digests_of(each));
     call.candidates = candidates;
     call.positions = at<const std::int32_t>(kept.first), call.kept_index = at<const float>(kept.second);
     call.best = at<std::int64_t>(best.first), call.is_read = at<std::uint8_t>(best.second);
@@ -198,7 +204,7 @@ Retain retain_call(const Attend &call, RetainArguments from) {
 
 using RecallArguments =
     std::tuple<std::tuple<int, int, int, int, int>, Address, std::vector<std::tuple<Address, Address, Address, Address, int>>,
-               std::pair<std::vector<std::tuple<Address, Address, int>>, int>, std::tuple<Address, std::int64_t, Address>,
+               std::pair<std::vector<DigestArguments>, int>, std::tuple<Address, std::int64_t, Address>,
                std::tuple<Address, Address, int>, std::pair<int, int>>;
 
 Recall recall_store(const RecallArguments &from) {
@@ -210,8 +216,7 @@ Recall recall_store(const RecallArguments &from) {
     for (const auto &[keys, key_scales, values, value_scales, tiles] : pieces)
         store.pieces.push_back({at<std::uint32_t>(keys), at<std::uint16_t>(key_scales), at<std::uint8_t>(values),
                                 at<std::uint16_t>(value_scales), tiles});
-    for (const auto &[keys, scales, tiles] : digests.first)
-        store.digests.push_back({at<const std::uint32_t>(keys), at<const std::uint16_t>(scales), tiles});
+    for (const DigestArguments &each : digests.first) store.digests.push_back(digests_of(each));
     store.candidates = digests.second;
     store.positions = at<const std::int32_t>(std::get<0>(positions)), store.tokens = std::get<1>(positions);
     store.last_recalled = at<std::int32_t>(std::get<2>(positions));

@@ -91,27 +91,36 @@ inline float step_of(const float *query, int channels) {
 }
 inline int whole(float number, float step) { return int(std::lrint(number / step)); }
 
+// Queries (count, channels) of a kv head: rounded where keys are codes, and then in multiples of `units`.
+struct QueryRows {
+    const float *numbers;
+    int count, channels, words;
+    std::vector<float> units;
+};
+template <Format F>
+QueryRows query_rows(const float *numbers, int count, int channels, int words) {
+    QueryRows rows{numbers, count, channels, words, std::vector<float>(count, 1.0f)};
+    if (F == Format::int8 || F == Format::int4)
+        for (int q = 0; q < count; ++q) rows.units[q] = step_of(numbers + q * channels, channels);
+    return rows;
+}
+
 // The queries of one kv head, and the sums of their products with the codes of some tiles.
 template <Format F>
 class Sums {
     typedef Word<F> W;
 
   public:
-    Sums(const float *queries, int count, int channels, int words)
-        : words(words), numbers(count * words * W::COUNT), units(count, 1.0f) {
+    static constexpr Format FORMAT = F;
+    explicit Sums(const QueryRows &rows) : words(rows.words), numbers(rows.count * words * W::COUNT) {
         const bool is_code = F == Format::int8 || F == Format::int4;
-        for (int q = 0; q < count; ++q) {
-            const float *query = queries + q * channels;
-            if (is_code) units[q] = step_of(query, channels);
+        for (int q = 0; q < rows.count; ++q)
             for (int w = 0; w < words; ++w)
                 for (int i = 0; i < W::COUNT; ++i) {
-                    const float number = of_word<F>(query, w, i, channels);
-                    numbers[(q * words + w) * W::COUNT + i] = is_code ? whole(number, units[q]) : number;
+                    const float number = of_word<F>(rows.numbers + q * rows.channels, w, i, rows.channels);
+                    numbers[(q * words + w) * W::COUNT + i] = is_code ? whole(number, rows.units[q]) : number;
                 }
-        }
     }
-    // What the sums of a query are to be multiplied by.
-    float unit(int query) const { return units[query]; }
     void of(const Keys &tiles, const Keys &, int first, Products &sums) const {
         const float *query = numbers.data() + std::size_t(first) * words * W::COUNT;
         for (int t = 0; t < TILES; ++t) {
@@ -130,7 +139,7 @@ class Sums {
 
   private:
     int words;
-    std::vector<float> numbers, units;
+    std::vector<float> numbers;
 };
 
 #if defined(__AVX512VNNI__)
@@ -141,21 +150,20 @@ class CodeSums {
     static constexpr int HALVES = IS_INT4 ? 2 : 1;
 
   public:
-    CodeSums(const float *queries, int count, int channels, int words)
-        : words(words), numbers(std::size_t(count) * words * HALVES), units(count), offsets(count) {
-        for (int q = 0; q < count; ++q) {
-            const float *query = queries + q * channels;
-            units[q] = step_of(query, channels);
+    static constexpr Format FORMAT = F;
+    explicit CodeSums(const QueryRows &rows)
+        : words(rows.words), numbers(std::size_t(rows.count) * words * HALVES), offsets(rows.count) {
+        for (int q = 0; q < rows.count; ++q) {
+            const float *query = rows.numbers + q * rows.channels;
             for (int w = 0; w < words; ++w)
                 for (int h = 0; h < HALVES; ++h)
                     for (int i = 0; i < 4; ++i) {
-                        const int number = whole(of_word<F>(query, w, IS_INT4 ? 2 * i + h : i, channels), units[q]);
+                        const int number = whole(of_word<F>(query, w, IS_INT4 ? 2 * i + h : i, rows.channels), rows.units[q]);
                         ((std::int8_t *)(numbers.data() + (q * words + w) * HALVES + h))[i] = std::int8_t(number);
                         offsets[q] += number * (IS_INT4 ? 8 : 128);  // which codes are too large by, to have no sign
                     }
         }
     }
-    float unit(int query) const { return units[query]; }
     void of(const Keys &tiles, const Keys &next, int first, Products &sums) const {
         const int stride = words * HALVES;
         const std::int32_t *query = numbers.data() + std::size_t(first) * stride;
@@ -190,7 +198,6 @@ class CodeSums {
   private:
     int words;
     std::vector<std::int32_t> numbers;  // (queries, words, halves), four to each
-    std::vector<float> units;
     std::vector<std::int32_t> offsets;
 };
 #endif
@@ -213,7 +220,7 @@ class Best {
 
     void run(int threads) {
         prepare();
-        const std::vector<Block> blocks = blocks_of(call.has_digests() ? call.digests : call.pieces);
+        const std::vector<Block> blocks = blocks_of();
         const int items = rows * int(blocks.size());
 #pragma omp parallel num_threads(threads)
         {
@@ -233,8 +240,8 @@ class Best {
 
   private:
     struct Block {
-        const BestPages::Piece *piece;
-        int from, to;        // tiles of the piece
+        const BestPages::Piece *piece, *least;  // of tokens, or the largest and the least of digests
+        int from, to;                           // tiles of the piece
         std::int64_t start;  // of the piece, in tokens, or in pages
     };
     struct Tile {
@@ -249,26 +256,38 @@ class Best {
     float *const few;    // (rows, queries_per_head, candidate pages)
     std::uint8_t *const allowed;        // (batch, score_heads, slots)
     std::uint8_t *const allowed_pages;  // (batch, score_heads, pages)
-    std::vector<S> sums;
+    std::vector<S> sums, above, below;  // of each row: of its queries, and of their positive and negative numbers alone
+    std::vector<std::vector<float>> units;  // what the sums of a row's queries are to be multiplied by
 
-    static std::vector<Block> blocks_of(const std::vector<BestPages::Piece> &pieces) {
+    std::vector<Block> blocks_of() const {
         std::vector<Block> blocks;
         std::int64_t start = 0;
-        for (const auto &piece : pieces) {
+        const auto cut = [&](const BestPages::Piece &piece, const BestPages::Piece *least) {
             for (int tile = 0; tile < piece.tiles; tile += BLOCK_TILES)
-                blocks.push_back({&piece, tile, std::min(tile + BLOCK_TILES, piece.tiles), start});
+                blocks.push_back({&piece, least, tile, std::min(tile + BLOCK_TILES, piece.tiles), start});
             start += std::int64_t(piece.tiles) * TILE;
-        }
+        };
+        if (call.has_digests())
+            for (const auto &each : call.digests) cut(each.largest, &each.least);
+        else
+            for (const auto &piece : call.pieces) cut(piece, nullptr);
         return blocks;
     }
 
     void prepare() {
-        std::vector<float> queries(std::size_t(padded) * call.channels);
-        sums.reserve(rows);
+        std::vector<float> queries(std::size_t(padded) * call.channels), part(queries.size());
+        for (auto *each : {&sums, &above, &below}) each->reserve(rows);
         for (int row = 0; row < rows; ++row) {
             const std::size_t count = std::size_t(call.queries_per_head) * call.channels;
             std::copy_n(call.queries + row * count, count, queries.begin());
-            sums.emplace_back(queries.data(), padded, call.channels, call.words);
+            QueryRows own = query_rows<S::FORMAT>(queries.data(), padded, call.channels, call.words);
+            sums.emplace_back(own), units.push_back(own.units);
+            if (!call.has_digests()) continue;
+            own.numbers = part.data();
+            std::transform(queries.begin(), queries.end(), part.begin(), [](float x) { return std::max(x, 0.0f); });
+            above.emplace_back(own);
+            std::transform(queries.begin(), queries.end(), part.begin(), [](float x) { return std::min(x, 0.0f); });
+            below.emplace_back(own);
         }
     }
 
@@ -301,10 +320,10 @@ class Best {
     }
 
     // The products of some queries with tiles, without those that may not be read; `next` will be.
-    void multiply(int row, const Tile (&tiles)[TILES], const Keys &next, int first, Products &products) const {
+    static void multiply(const S &queries, const Tile (&tiles)[TILES], const Keys &next, int first, Products &products) {
         Keys keys;
         for (int t = 0; t < TILES; ++t) keys[t] = tiles[t].keys;
-        sums[row].of(keys, next, first, products);
+        queries.of(keys, next, first, products);
         for (int t = 0; t < TILES; ++t)
             for (int p = 0; p < PARTS; ++p) {
                 const Ints is_allowed = wide_bytes(tiles[t].allowed + p * LANES) != Ints{};
@@ -322,16 +341,21 @@ class Best {
         const std::int64_t count = std::min<std::int64_t>(TILES * TILE, pages - page);
         std::uint8_t own[TILES * TILE] = {};
         std::copy_n(allowed_pages + held_of(row) * pages + page, count, own);
-        Tile tiles[TILES];
-        for (int t = 0; t < TILES; ++t) tiles[t] = tile_of(*block.piece, at + t, call.words, own + t * TILE);
-        Keys next;
-        follow(tiles, next);
+        Tile largest[TILES], least[TILES];
+        for (int t = 0; t < TILES; ++t) {
+            largest[t] = tile_of(*block.piece, at + t, call.words, own + t * TILE);
+            least[t] = tile_of(*block.least, at + t, call.words, own + t * TILE);
+        }
+        Keys next, next_least;
+        follow(largest, next), follow(least, next_least);
         for (int first = 0; first < call.queries_per_head; first += QUERIES) {
-            Products products;
-            multiply(row, tiles, next, first, products);
+            Products products, more;
+            multiply(above[row], largest, next, first, products);
+            multiply(below[row], least, next_least, first, more);
             for (int q = 0; q < std::min(QUERIES, call.queries_per_head - first); ++q) {
                 float found[TILES * TILE];
-                for (int i = 0; i < TILES * PARTS; ++i) store(found + i * LANES, products[i / PARTS][q][i % PARTS]);
+                for (int i = 0; i < TILES * PARTS; ++i)
+                    store(found + i * LANES, products[i / PARTS][q][i % PARTS] + more[i / PARTS][q][i % PARTS]);
                 std::copy_n(found, count, peaks + (std::int64_t(row) * call.queries_per_head + first + q) * pages + page);
             }
         }
@@ -358,7 +382,7 @@ class Best {
             const int count = std::min(QUERIES, call.queries_per_head - first);
             if (is_any) {
                 Products products;
-                multiply(row, tiles, next, first, products);
+                multiply(sums[row], tiles, next, first, products);
                 put_largest(products, count, out + first * stride, stride);
             } else
                 for (int q = 0; q < count; ++q) std::fill_n(out + (first + q) * stride, TILES * TILE / PAGE, NOTHING);
@@ -419,7 +443,7 @@ class Best {
             const float top = largest(own, count);
             if (top == NOTHING) continue;
             const std::int64_t first = std::find(own, own + count, top) - own, others = count - first - 1;
-            const float *behind = own + first + 1, unit = sums[row].unit(q);
+            const float *behind = own + first + 1, unit = units[row][q];
             const float second = std::max(largest(own, first), largest(behind, others));
             float odds = std::numeric_limits<float>::infinity();
             if (second > NOTHING)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.limits import PAGE
-from windlass.core.recall import TILE, WORD, BestPages, PageInput, ReadInput, RecallSlots, TiledKeys
+from windlass.core.recall import TILE, WORD, BestPages, Digests, PageInput, ReadInput, RecallSlots, TiledKeys
 from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, knows, native
 from windlass.kernels.cpu.arguments import address, format_of
 
@@ -23,12 +23,22 @@ def can_scan(pieces: Sequence[TiledKeys]) -> bool:
 def can_recall(store: RecallSlots) -> bool:
     """Whether a decode step knows this recall store."""
     is_known = [knows(piece.values) and piece.values.full_precision is None for piece in store.pieces]
-    return can_scan([*(piece.keys for piece in store.pieces), *store.digests]) and all(is_known)
+    return can_scan([*(piece.keys for piece in store.pieces), *keys_of(store.digests)]) and all(is_known)
+
+
+def keys_of(digests: Sequence[Digests]) -> list[TiledKeys]:
+    """What digests hold as keys."""
+    return [keys for each in digests for keys in (each.largest, each.least)]
 
 
 def tile_arguments(keys: TiledKeys) -> tuple[int, int, int]:
     """Addresses of tiles and scales, and how many tiles there are."""
     return keys.tiles.data_ptr(), address(keys.states.scales), keys.tiles.shape[2]
+
+
+def digest_arguments(digests: Digests) -> tuple[int, int, int, int, int]:
+    """The same of both, which have as many tiles."""
+    return *tile_arguments(digests.largest)[:2], *tile_arguments(digests.least)
 
 
 def best_pages(call: PageInput) -> BestPages:
@@ -48,7 +58,7 @@ def best_pages(call: PageInput) -> BestPages:
         format_of(states),
         (queries.data_ptr(), is_query.data_ptr()),
         list(map(tile_arguments, call.pieces)),
-        list(map(tile_arguments, call.digests)),
+        list(map(digest_arguments, call.digests)),
         call.candidates,
         (positions.data_ptr(), kept.data_ptr()),
         (pages.data_ptr(), is_read.data_ptr()),

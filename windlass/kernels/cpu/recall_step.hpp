@@ -89,14 +89,15 @@ class Step {
     const RecallStep &call;
     const Recall &store;
 
-    // Writes the mean of the keys of a page, of those up to the newest token, as the model's own numbers.
+    // Writes the digest of a page, of its tokens up to the newest.
     void digest(int row, std::int64_t newest) const {
         if (store.digests.empty()) return;
         const int head = row % call.kv_heads, channels = store.channels;
         const float *means = store.means ? store.means + head * channels : nullptr;
         alignas(64) std::uint8_t bytes[4 * MAX_CHANNELS + 64];
         std::uint8_t key[4 * MAX_CHANNELS];
-        float sums[MAX_CHANNELS] = {}, numbers[MAX_CHANNELS];
+        float numbers[MAX_CHANNELS], largest[MAX_CHANNELS], least[MAX_CHANNELS];
+        std::fill_n(largest, channels, NOTHING), std::fill_n(least, channels, -NOTHING);
         for (std::int64_t token = newest / PAGE * PAGE; token <= newest; ++token) {
             std::int64_t index = token;
             const Recall::Piece &piece = piece_of(store, index);
@@ -104,18 +105,27 @@ class Step {
             for (int w = 0; w < store.words; ++w) __builtin_memcpy(bytes + 4 * w, words + w * TILE, 4);
             decoded(store.format, call.float_format, bytes, channels, piece.key_scales ? piece.key_scales[place_of(piece, row, index)] : 0, means, key);
             read_row(call.float_format, key, channels, numbers);
-            for (int i = 0; i < channels; ++i) sums[i] += numbers[i];
+            for (int i = 0; i < channels; ++i) {
+                largest[i] = std::max(largest[i], numbers[i]);
+                least[i] = std::min(least[i], numbers[i]);
+            }
         }
-        for (int i = 0; i < channels; ++i) sums[i] /= float(newest % PAGE + 1);
-        put_row(call.float_format, key, sums, channels);
-        std::fill_n(bytes + 4 * (store.words - 1), 4, 0);
-        const std::uint16_t scale = encoded(store.format, call.float_format, key, channels, means, bytes);
         std::int64_t page = newest / PAGE;
-        const BestPages::Piece *piece = store.digests.data();
-        for (; page >= std::int64_t(piece->tiles) * TILE; ++piece) page -= std::int64_t(piece->tiles) * TILE;
-        auto *words = const_cast<std::uint32_t *>(piece->keys) + (std::int64_t(row) * piece->tiles + page / TILE) * store.words * TILE + page % TILE;
+        const BestPages::Digests *held = store.digests.data();
+        for (; page >= std::int64_t(held->largest.tiles) * TILE; ++held) page -= std::int64_t(held->largest.tiles) * TILE;
+        put_key(held->largest, row, page, largest, means);
+        put_key(held->least, row, page, least, means);
+    }
+
+    void put_key(const BestPages::Piece &piece, int row, std::int64_t index, const float *numbers, const float *means) const {
+        alignas(64) std::uint8_t bytes[4 * MAX_CHANNELS + 64];
+        std::uint8_t key[4 * MAX_CHANNELS];
+        put_row(call.float_format, key, numbers, store.channels);
+        std::fill_n(bytes + 4 * (store.words - 1), 4, 0);
+        const std::uint16_t scale = encoded(store.format, call.float_format, key, store.channels, means, bytes);
+        auto *words = const_cast<std::uint32_t *>(piece.keys) + (std::int64_t(row) * piece.tiles + index / TILE) * store.words * TILE + index % TILE;
         for (int w = 0; w < store.words; ++w) __builtin_memcpy(words + w * TILE, bytes + 4 * w, 4);
-        if (piece->scales) const_cast<std::uint16_t *>(piece->scales)[std::int64_t(row) * piece->tiles * TILE + page] = scale;
+        if (piece.scales) const_cast<std::uint16_t *>(piece.scales)[std::int64_t(row) * piece.tiles * TILE + index] = scale;
     }
 
     // A query as attention turns it at the distance at which it looks for tokens.
