@@ -130,10 +130,11 @@ struct BestPages {
     bool has_digests() const { return !digests.empty(); }
     // The most pages that the tiles of all candidates have, read two tiles at a time.
     std::int64_t candidate_pages() const { return has_digests() ? (std::int64_t(candidates) + 1) / 2 * 4 : 0; }
-    // Floats of scratch: each query's product with each page, again with the candidates, and a byte for each token and page.
+    // Floats of scratch: each query's product with each page, again with the candidates, and a byte for each token and page
+    // of a head, and of a row.
     std::size_t scratch() const {
-        const std::size_t products = slots() / 8 + candidate_pages(), bytes = slots() + slots() / 8;
-        return std::size_t(batch) * (std::size_t(kv_heads) * queries_per_head * products + score_heads * (bytes / 4 + 1));
+        const std::size_t products = slots() / 8 + candidate_pages(), bytes = (score_heads + 1) * (slots() + slots() / 8);
+        return std::size_t(batch) * (std::size_t(kv_heads) * queries_per_head * products + bytes / 4 + 1);
     }
 };
 

@@ -142,7 +142,8 @@ class Sums {
     std::vector<float> numbers;
 };
 
-#if defined(__AVX512VNNI__)
+#if defined(__AVX512VNNI__) || (defined(__AVX2__) && !defined(__AVX512F__))
+#define WINDLASS_CODE_SUMS
 // Codes times whole numbers.
 template <Format F>
 class CodeSums {
@@ -160,10 +161,11 @@ class CodeSums {
                     for (int i = 0; i < 4; ++i) {
                         const int number = whole(of_word<F>(query, w, IS_INT4 ? 2 * i + h : i, rows.channels), rows.units[q]);
                         ((std::int8_t *)(numbers.data() + (q * words + w) * HALVES + h))[i] = std::int8_t(number);
-                        offsets[q] += number * (IS_INT4 ? 8 : 128);  // which codes are too large by, to have no sign
+                        offsets[q] += number * OFFSET;
                     }
         }
     }
+#if defined(__AVX512VNNI__)
     void of(const Keys &tiles, const Keys &next, int first, Products &sums) const {
         const int stride = words * HALVES;
         const std::int32_t *query = numbers.data() + std::size_t(first) * stride;
@@ -194,8 +196,53 @@ class CodeSums {
                 sums[t][q][0] = (Floats)_mm512_cvtepi32_ps(total);
             }
     }
+#else
+    void of(const Keys &tiles, const Keys &next, int first, Products &sums) const {
+        const int stride = words * HALVES;
+        const std::int32_t *query = numbers.data() + std::size_t(first) * stride;
+        for (int t = 0; t < TILES; ++t)
+            for (int p = 0; p < PARTS; ++p) {
+                const std::uint32_t *tile = tiles[t] + p * LANES;
+                __m256i totals[QUERIES];
+                for (__m256i &total : totals) total = _mm256_setzero_si256();
+                for (int w = 0; w < words; w += FOLD) {
+                    __m256i pairs[QUERIES];  // sums of 16 bits
+                    for (__m256i &pair : pairs) pair = _mm256_setzero_si256();
+                    for (int v = w; v < std::min(w + FOLD, words); ++v) {
+                        const __m256i word = _mm256_loadu_si256((const __m256i *)(tile + v * TILE));
+                        if (p == 0) __builtin_prefetch(next[t] + v * TILE);
+                        for (int h = 0; h < HALVES; ++h) {
+                            const __m256i shifted = h == 0 ? word : _mm256_srli_epi32(word, 4);
+                            const __m256i codes = IS_INT4 ? _mm256_and_si256(shifted, _mm256_set1_epi8(15)) : word;
+                            for (int q = 0; q < QUERIES; ++q)
+                                pairs[q] = _mm256_add_epi16(
+                                    pairs[q], product(codes, _mm256_set1_epi32(query[q * stride + v * HALVES + h])));
+                        }
+                    }
+                    for (int q = 0; q < QUERIES; ++q)
+                        totals[q] = _mm256_add_epi32(totals[q], _mm256_madd_epi16(pairs[q], _mm256_set1_epi16(1)));
+                }
+                for (int q = 0; q < QUERIES; ++q)
+                    sums[t][q][p] =
+                        (Floats)_mm256_cvtepi32_ps(_mm256_sub_epi32(totals[q], _mm256_set1_epi32(offsets[first + q])));
+            }
+    }
+#endif
 
   private:
+#if defined(__AVX512VNNI__)
+    static constexpr int OFFSET = IS_INT4 ? 8 : 128;  // which codes are too large by, to have no sign
+#else
+    static constexpr int OFFSET = IS_INT4 ? 8 : 0;
+    // Words whose products 16 bits hold: a pair of int4 is 2 * 15 * 127 at most, a pair of int8 2 * 128 * 127.
+    static constexpr int FOLD = IS_INT4 ? 4 : 1;
+
+    // Sums of two neighbours each. One factor has no sign: int4 codes have none, int8 codes give theirs to the other.
+    static __m256i product(__m256i codes, __m256i number) {
+        if (IS_INT4) return _mm256_maddubs_epi16(codes, number);
+        return _mm256_maddubs_epi16(_mm256_abs_epi8(codes), _mm256_sign_epi8(number, codes));
+    }
+#endif
     int words;
     std::vector<std::int32_t> numbers;  // (queries, words, halves), four to each
     std::vector<std::int32_t> offsets;
@@ -216,7 +263,9 @@ class Best {
           slots(call.slots()), pages(slots / PAGE), peaks(scratch),
           few(scratch + std::size_t(rows) * call.queries_per_head * pages),
           allowed((std::uint8_t *)(few + std::size_t(rows) * call.queries_per_head * call.candidate_pages())),
-          allowed_pages(allowed + std::size_t(call.batch) * call.score_heads * slots) {}
+          allowed_of_pages(allowed + std::size_t(call.batch) * call.score_heads * slots),
+          is_text(allowed_of_pages + std::size_t(call.batch) * call.score_heads * pages),
+          text_of_pages(is_text + std::size_t(call.batch) * slots) {}
 
     void run(int threads) {
         prepare();
@@ -224,6 +273,8 @@ class Best {
         const int items = rows * int(blocks.size());
 #pragma omp parallel num_threads(threads)
         {
+#pragma omp for schedule(static)
+            for (std::int64_t part = 0; part < call.batch * parts(); ++part) find_text(int(part / parts()), part % parts());
 #pragma omp for schedule(static)
             for (std::int64_t part = 0; part < call.batch * call.score_heads * parts(); ++part) allow(int(part / parts()), part % parts());
 #pragma omp for schedule(dynamic, 4)
@@ -254,8 +305,10 @@ class Best {
     const std::int64_t slots, pages;
     float *const peaks;  // (rows, queries_per_head, pages), each query's in its own unit; of digests where there are any
     float *const few;    // (rows, queries_per_head, candidate pages)
-    std::uint8_t *const allowed;        // (batch, score_heads, slots)
-    std::uint8_t *const allowed_pages;  // (batch, score_heads, pages)
+    std::uint8_t *const allowed;           // (batch, score_heads, slots): whether a token may be read
+    std::uint8_t *const allowed_of_pages;  // (batch, score_heads, pages): how many of a page
+    std::uint8_t *const is_text;           // (batch, slots): whether a token is part of the text
+    std::uint8_t *const text_of_pages;     // (batch, pages): how many of a page
     std::vector<S> sums, above, below;  // of each row: of its queries, and of their positive and negative numbers alone
     std::vector<std::vector<float>> units;  // what the sums of a row's queries are to be multiplied by
 
@@ -293,21 +346,30 @@ class Best {
 
     std::int64_t held_of(int row) const { return call.score_heads == 1 ? row / call.kv_heads : row; }
 
-    static constexpr std::int64_t PART = 8192;  // tokens whose permission is looked up at once
+    static constexpr std::int64_t PART = 32768;  // tokens whose permission is looked up at once
     std::int64_t parts() const { return (slots + PART - 1) / PART; }
 
-    void allow(int held, std::int64_t part) {
-        const std::int32_t *positions = call.positions + held / call.score_heads * slots;
-        std::uint8_t *own = allowed + held * slots;
+    void find_text(int text, std::int64_t part) {
+        const std::int32_t *positions = call.positions + text * slots;
+        std::uint8_t *own = is_text + text * slots, *counts = text_of_pages + text * pages;
         const std::int64_t first = part * PART, last = std::min(slots, first + PART);
         for (std::int64_t slot = first; slot < last; ++slot) own[slot] = positions[slot] >= 0;
+        for (std::int64_t page = first / PAGE; page < last / PAGE; ++page)
+            counts[page] = std::uint8_t(load<std::uint64_t>(own + page * PAGE) * 0x0101010101010101u >> 56);
+    }
+
+    void allow(int held, std::int64_t part) {
+        const int text = held / call.score_heads;
+        std::uint8_t *own = allowed + held * slots, *counts = allowed_of_pages + held * pages;
+        const std::int64_t first = part * PART, last = std::min(slots, first + PART);
+        std::copy(is_text + text * slots + first, is_text + text * slots + last, own + first);
+        std::copy(text_of_pages + text * pages + first / PAGE, text_of_pages + text * pages + last / PAGE, counts + first / PAGE);
         for (int i = 0; i < call.kept; ++i) {
             const float index = call.kept_index[std::int64_t(held) * call.kept + i];
-            if (index >= float(first) && index < float(last)) own[std::int64_t(index)] = 0;
+            if (!(index >= float(first) && index < float(last))) continue;
+            counts[std::int64_t(index) / PAGE] -= own[std::int64_t(index)];
+            own[std::int64_t(index)] = 0;
         }
-        if (!call.has_digests()) return;
-        for (std::int64_t page = first / PAGE; page < last / PAGE; ++page)
-            allowed_pages[held * pages + page] = load<std::uint64_t>(own + page * PAGE) != 0;
     }
 
     static Tile tile_of(const BestPages::Piece &piece, std::int64_t at, int words, const std::uint8_t *allowed) {
@@ -340,7 +402,7 @@ class Best {
         if (page >= pages) return;
         const std::int64_t count = std::min<std::int64_t>(TILES * TILE, pages - page);
         std::uint8_t own[TILES * TILE] = {};
-        std::copy_n(allowed_pages + held_of(row) * pages + page, count, own);
+        std::copy_n(allowed_of_pages + held_of(row) * pages + page, count, own);
         Tile largest[TILES], least[TILES];
         for (int t = 0; t < TILES; ++t) {
             largest[t] = tile_of(*block.piece, at + t, call.words, own + t * TILE);
@@ -353,10 +415,11 @@ class Best {
             multiply(above[row], largest, next, first, products);
             multiply(below[row], least, next_least, first, more);
             for (int q = 0; q < std::min(QUERIES, call.queries_per_head - first); ++q) {
-                float found[TILES * TILE];
+                float *to = peaks + (std::int64_t(row) * call.queries_per_head + first + q) * pages + page;
+                float found[TILES * TILE], *out = count == TILES * TILE ? to : found;
                 for (int i = 0; i < TILES * PARTS; ++i)
-                    store(found + i * LANES, products[i / PARTS][q][i % PARTS] + more[i / PARTS][q][i % PARTS]);
-                std::copy_n(found, count, peaks + (std::int64_t(row) * call.queries_per_head + first + q) * pages + page);
+                    store(out + i * LANES, products[i / PARTS][q][i % PARTS] + more[i / PARTS][q][i % PARTS]);
+                if (out == found) std::copy_n(found, count, to);
             }
         }
     }
@@ -570,7 +633,7 @@ class Best {
 
 template <Format F>
 void best_of(const BestPages &call, float *scratch, int threads) {
-#if defined(__AVX512VNNI__)
+#ifdef WINDLASS_CODE_SUMS
     if constexpr (F == Format::int8 || F == Format::int4) return Best<CodeSums<F>>(call, scratch).run(threads);
 #endif
     Best<Sums<F>>(call, scratch).run(threads);
