@@ -7,10 +7,12 @@ import pytest
 import torch
 
 from tests.helpers.models import Models, Text, read
-from tests.helpers.recalls import both, read_both, recalling
-from windlass import KVCache, prompt_cache
+from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
+from windlass import KVCache, kernels, prompt_cache
 from windlass.cache import recall
 from windlass.core.limits import PAGE
+from windlass.core.recall import BestPages, PageInput
+from windlass.kernels import reference_recall
 from windlass.kernels.reference_recall import digest_of
 
 
@@ -18,16 +20,45 @@ from windlass.kernels.reference_recall import digest_of
 def test_pages_with_the_best_digests_are_enough(
     monkeypatch: pytest.MonkeyPatch, attached_model: Models, text: Text, family: str
 ) -> None:
-    monkeypatch.setattr(
-        recall, "CANDIDATES", 12
-    )  # as many pages as are recalled: those of the text, of 128 that have room
+    monkeypatch.setattr(recall, "CANDIDATES", 3)  # fewer than the 12 pages that are recalled; 128 have room
     model, ids = attached_model(family), text(67, 2)
     caches = both(model, batch=2, policy="keydiff", positions="original")
     read_both(model, caches, ids[:, :50], 13)
     read_both(model, caches, ids[:, 50:], 1)
     store = caches[0].layers[0].table.recall
     assert store is not None
-    assert store.memory.capacity // PAGE > recall.CANDIDATES
+    assert store.candidates == 24
+
+
+def test_single_tokens_choose_by_digests_in_one_call_and_step_by_step(
+    monkeypatch: pytest.MonkeyPatch, attached_model: Models, text: Text
+) -> None:
+    monkeypatch.setattr(recall, "CANDIDATES", 5)
+    model, ids = attached_model("llama"), text(400, 2)
+    caches = [recalling(model, batch=2, recall=16, positions="original") for _ in range(2)]
+    for cache in caches:
+        read(model, cache, ids[:, :380], 97)
+    asked = list[PageInput]()
+
+    def best_pages(call: PageInput) -> BestPages:
+        asked.append(call)
+        return reference_recall.best_pages(call)
+
+    for at in range(380, 400):
+        outputs = [read(model, caches[0], ids[:, at : at + 1], 1)]
+        with monkeypatch.context() as plain:
+            plain.setattr(kernels, "decode_of", lambda *_: None)
+            plain.setattr(kernels, "best_pages", best_pages)
+            outputs.append(read(model, caches[1], ids[:, at : at + 1], 1))
+        torch.testing.assert_close(*outputs, **TOLERANCE)
+        for layers in zip(*(cache.layers for cache in caches), strict=True):
+            ours, plainly = (layer.table.recall for layer in layers)
+            assert ours is not None
+            assert plainly is not None
+            assert ours.last_recalled.equal(plainly.last_recalled)
+            assert (ours.last_recalled >= 0).any()
+    assert {call.candidates for call in asked} == {5}
+    assert all(call.digests for call in asked)
 
 
 @pytest.mark.parametrize("store", ["plain", "int8", "int4"])

@@ -277,9 +277,8 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor) -> RecallSlot
             return None
         cos, sin = rotary.tables(DISTANCE + 1, keys.device)
         turn = cos[DISTANCE].clone(), sin[DISTANCE].clone()
-    text = recall.positions, recall.last_recalled
-    chosen = recall.page_count, turn, names.index(TOKEN_INDEX)
-    return RecallSlots(pieces, *text, *chosen, recall.digested(), recall.candidates)
+    text, digests = (recall.positions, recall.last_recalled), (recall.digested(), recall.candidates)
+    return RecallSlots(pieces, *text, recall.page_count, turn, names.index(TOKEN_INDEX), *digests)
 
 
 def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | None:

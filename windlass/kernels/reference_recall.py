@@ -9,7 +9,17 @@ from torch.nn.functional import pad
 from windlass.core.decode import DecodeInput, DecodeSlots
 from windlass.core.limits import PAGE
 from windlass.core.packed import Format, PackedStates
-from windlass.core.recall import TILE, BestPages, PageInput, ReadInput, RecallPiece, RecallSlots, TiledKeys, tokens_of, words_of
+from windlass.core.recall import (
+    TILE,
+    BestPages,
+    PageInput,
+    ReadInput,
+    RecallPiece,
+    RecallSlots,
+    TiledKeys,
+    tokens_of,
+    words_of,
+)
 from windlass.core.rotary_index import EMPTY
 from windlass.core.rotate import rotate
 from windlass.core.shapes import Scores, SlotPositions
@@ -22,8 +32,8 @@ def best_pages(call: PageInput) -> BestPages:
     A page counts to a query by its largest product with a token that may be recalled; its worth is its share in the
     softmax over these, and to a kv head the largest that it has for one of its queries. Shares above a half are told
     apart by their odds: in float32 many of them are all but 1, and which of these is largest would be rounding. Of
-    equal ones the earlier is the better. Where there are digests, pages are ranked in the same way first, each by the most
-    that its digest allows, and all but the first `candidates` count for nothing. Where keys are codes, queries are
+    equal ones the earlier is the better. Where there are digests, pages are ranked in the same way first, each by the
+    most that its digest allows, and all but the first `candidates` count for nothing. Where keys are codes, queries are
     rounded to multiples of 1 / 127 of their largest number, which changes products less than codes do.
     """
     keys = torch.cat([piece.packed().floats().float() for piece in call.pieces], 2)

@@ -36,9 +36,9 @@ NewStates = tuple[int, int, int]
 RetainArguments = tuple[int, int, float, int, bool, int, int, int]
 
 # words and channels of keys, bytes and channels of values, their format; the address of key means; of each piece keys,
-# key scales, values, value scales, and tiles; of each piece of digests the largest, their scales, the least, their scales,
-# and tiles; how many candidates; positions and how many of a row, and
-# of what was recalled; cos, sin, pairs; pages, and which state
+# key scales, values, value scales, and tiles; of each piece of digests the largest, their scales, the least, their
+# scales, and tiles; how many candidates; positions and how many of a row, and of what was recalled; cos, sin, pairs;
+# pages, and which state
 RecallArguments = tuple[
     tuple[int, int, int, int, int],
     int,
