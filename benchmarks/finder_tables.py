@@ -66,6 +66,18 @@ def finder_positions() -> str:
     return table(["task", "tokens", "cache", *modes], rows, 3)
 
 
+def merged_digits() -> str:
+    """The share of heads that hold each digit of a hidden number at its place, first digit first."""
+    lines = lines_of("merged_digits")
+    most = max(len(line["held"]) for line in lines)
+    rows = []
+    for line in lines:
+        evicted = "dropped" if line["merge"] == "none" else line["merge"]
+        held = [f"{100 * share:.0f}" for share in line["held"]]
+        rows.append([line["model"], line["task"].partition("(")[0], evicted, *held, *[""] * (most - len(held))])
+    return table(["model", "task", "evicted", *(f"digit {number}" for number in range(1, most + 1))], rows, 3)
+
+
 def pass_keys() -> str:
     """Keys found in novels with all their own numbers."""
     cells: dict[str, dict[str, list[Line]]] = {}

@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from finder_tables import finder, finder_merging, finder_positions, pass_keys
+from finder_tables import finder, finder_merging, finder_positions, merged_digits, pass_keys
 from samples import Line, chosen, counted, lines_of, of_full, pivot, scored, scores, shown
 
 from windlass.evals.report.markdown import table
@@ -221,6 +221,7 @@ def merging_time() -> str:
 TABLES: dict[str, Callable[[], str]] = {
     **{f"finder_{budget}": finder(budget) for budget in ("4x", "16x")},
     "finder_merging": finder_merging,
+    "merged_digits": merged_digits,
     "finder_positions": finder_positions,
     "shares": shares,
     "scorer": scorer,

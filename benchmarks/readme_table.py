@@ -46,7 +46,8 @@ def main() -> None:
     with resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:
         model, tokenizer = load(str(folder), "float32")
         setups = setups_of(folder)
-    machine = f"on {options.threads} threads of {cpu()}, torch {torch.__version__}"
+    threads = "one thread" if options.threads == 1 else f"{options.threads} threads"
+    machine = f"on {threads} of {cpu()}, torch {torch.__version__}"
     trained = f"`{MODEL}`, 3.5M parameters, trained on {model.config.max_position_embeddings:,} tokens, float32"
     facts = facts_of(model, tokenizer, options)
     keys = keys_of(model, tokenizer, setups, options)
@@ -143,7 +144,8 @@ def keys_measured(rows: list[list[Row]], setups: list[Setup]) -> str:
     """The table in Markdown, one line per cache."""
     shown = []
     for done, setup in zip(rows, setups, strict=True):
-        name = setup.label.removesuffix(f", {setup.positions}")
+        name = "full cache" if setup.budget is None else type(setup.policy).__name__  # all with their default numbers
+        name += "" if setup.shares is None else ", shares"
         found = f"{sum(row.is_found for row in done)} of {len(done)}"
         speed = statistics.median(row.tokens_per_s for row in done)
         slots, held = max(row.slots for row in done), in_units(max(row.bytes_held for row in done))
