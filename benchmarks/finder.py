@@ -13,8 +13,8 @@ from statistics import fmean
 
 from windlass.evals.report.summaries import wilson
 
-SETTING = ("length", "policy", "asked_budget", "shares", "merge", "positions")
-NONE = {"shares": "none", "merge": "none", "positions": "original"}
+SETTING = ("length", "policy", "asked_budget", "shares", "recalled", "merge", "positions")
+NONE = {"shares": "none", "recalled": "none", "merge": "none", "positions": "original"}
 
 
 def settings_of(file: Path) -> dict[tuple[object, ...], dict[int, list[float]]]:

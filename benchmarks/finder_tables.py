@@ -58,9 +58,12 @@ def finder_positions() -> str:
     lines = chosen("finder", run="positions")
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in lines:
-        cache = "full cache" if line["budget"] == "all" else f"{shown(line['policy'])}, {line['budget']} slots"
+        cache = "full cache" if line["budget"] == "all" else f"{named(line['policy'])}, {line['budget']} slots"
+        cache += "" if line["shares"] == "none" else ", shares"
+        cache += "" if line.get("recalled", "none") == "none" else f", {line['recalled'].partition(' ')[0]} recalled"
         row = line["task"], f"{line['length']:,}", cache
-        cells.setdefault(row, {})[line["positions"]] = f"{scored(line)} ({line['samples']})"
+        said = "" if line["samples"] == 200 else f" ({line['samples']})"
+        cells.setdefault(row, {})[line["positions"]] = scored(line) + said
     modes = list(dict.fromkeys(line["positions"] for line in lines))
     rows = [[*row, *(found.get(mode, "") for mode in modes)] for row, found in cells.items()]
     return table(["task", "tokens", "cache", *modes], rows, 3)

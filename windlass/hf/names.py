@@ -14,7 +14,7 @@ AUTO_WEIGHTS: Final = "auto"
 WEIGHTS: Final = (AUTO_WEIGHTS, "int8", "int4")
 DEVICE: Final = re.compile(r"auto|cpu|mps|cuda(?::(\d{1,3}))?")
 HUB_NAME: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
-SAFETENSORS: Final = "*.safetensors"
+SAFETENSORS: Final = "model*.safetensors"  # others may be adapters, or a scorer of ours
 PICKLES: Final = "pytorch_model*.bin"
 # A tokenizer has a file of one of these names, whatever its kind.
 TOKENIZERS: Final = ("tokenizer*", "tokenization_*.py", "vocab*", "*.model", "*.tiktoken", "tekken.json")
@@ -84,8 +84,10 @@ def check_folder(folder: Path) -> None:
         raise UsageError(f"model {folder} is a file; give the folder that holds config.json and the weights")
     if not (folder / "config.json").is_file():
         raise UsageError(f"model folder {folder} has no config.json")
-    check_config(f"model {folder}: config.json", _json(folder / "config.json"))
-    if not any(any(folder.glob(pattern)) for pattern in (SAFETENSORS, PICKLES)):
+    config = _json(folder / "config.json")
+    check_config(f"model {folder}: config.json", config)
+    files = SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLES, str(config.get("transformers_weights") or SAFETENSORS)
+    if not any(any(folder.glob(pattern)) for pattern in files):
         raise UsageError(f"model folder {folder} has no weights; expected {SAFETENSORS} or {PICKLES}")
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise UsageError(
