@@ -57,7 +57,7 @@ class Digests:
     No token of a page has a larger product with a query than its positive numbers have with the largest and its
     negative ones with the least, but for what rounding of codes adds.
 
-    Source: Quest, Tang et al. 2024 (arXiv:2406.10774), section 3.3. Differs: keys are held before RoPE.
+    Source: Quest, Tang et al. 2024 (arXiv:2406.10774). Differs: keys are held before RoPE.
     """
 
     largest: TiledKeys
