@@ -76,7 +76,8 @@ def main() -> None:
                 answer.startswith(key) and not answer[len(key) :][:1].isdigit()
                 for key, answer in zip(keys, answers, strict=True)
             ]
-            line = {"kind": "long_text", "policy": repr(cache.policy), "budget": options.budget, "tokens": len(ids)}
+            policy = repr(cache.policy).replace(f"{folder}/", "")  # a scorer tells where its file is
+            line = {"kind": "long_text", "policy": policy, "budget": options.budget, "tokens": len(ids)}
             line |= {"text": "shipped" if options.text is None else options.text.stem, "as_it_is": options.as_it_is}
             line |= {"shares": None if memory.shares is None else str(memory.shares)}
             line |= {"positions": str(cache.positions), "chunk": options.chunk, "depth": depth}

@@ -86,8 +86,9 @@ def check_folder(folder: Path) -> None:
         raise UsageError(f"model folder {folder} has no config.json")
     config = _json(folder / "config.json")
     check_config(f"model {folder}: config.json", config)
-    files = SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLES, str(config.get("transformers_weights") or SAFETENSORS)
-    if not any(any(folder.glob(pattern)) for pattern in files):
+    named, files = config.get("transformers_weights"), (SAFETENSORS, f"{SAFETENSORS}.index.json", PICKLES)
+    is_named = isinstance(named, str) and _exists(folder / named)
+    if not is_named and not any(any(folder.glob(pattern)) for pattern in files):
         raise UsageError(f"model folder {folder} has no weights; expected {SAFETENSORS} or {PICKLES}")
     if not any(any(folder.glob(pattern)) for pattern in TOKENIZERS):
         raise UsageError(

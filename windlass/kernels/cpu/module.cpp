@@ -111,7 +111,8 @@ BestPages::Digests digests_of(const DigestArguments &from) {
 void best_pages(std::tuple<int, int, int, int, int, int, int, int, int> sizes, int format,
                 std::pair<Address, Address> queries,
                 const std::vector<std::tuple<Address, Address, int>> &pieces,
-                const std::vector<DigestArguments> &digests, int candidates, std::pair<Address, Address> kept, std::pair<Address, Address> best,
+                const std::vector<DigestArguments> &digests, int candidates,
+                std::pair<Address, Address> kept, std::pair<Address, Address> best,
                 const std::string &instruction_set, int threads) {
     BestPages call{};
     std::tie(call.batch, call.kv_heads, call.score_heads, call.queries_per_head, call.tokens, call.channels, call.words,
