@@ -37,6 +37,7 @@ SAMPLING = (
     "start",
     "config",
     "tokenizer",
+    "precision",
 )  # what a run cannot change
 
 
@@ -68,7 +69,8 @@ def train(options: Options) -> None:
     model, tokenizer = _started(options, books, max(contexts))
     rows = [Rows(tokenizer, taught, mix, options.seed) for mix in mixes]
     schedule = Schedule(contexts, mixes, options.warm_up, options.decay)
-    learner = Learner(model, schedule, options.muon_rate, options.adam_rate)
+    precision: torch.dtype = getattr(torch, options.precision)
+    learner = Learner(model, schedule, options.muon_rate, options.adam_rate, precision)
     made_with = {name: str(value) for name, value in asdict(options).items() if name in SAMPLING}
     made_with["books of characters"] = str(len(books.text))
     checkpoint = options.folder / "checkpoint.pt"
@@ -93,7 +95,7 @@ def train(options: Options) -> None:
             where = f"step {learner.done}/{len(contexts)} context {context}"
             print(f"{where} loss {mean:.3f} tokens/s {seen / (now - started):.0f}", flush=True)
         if learner.done % options.check_steps == 0:
-            shares = check(model, rows[learner.done - 1], context)
+            shares = check(model, rows[learner.done - 1], context, precision)
             print("right: " + ", ".join(f"{name} {share:.0%}" for name, share in shares.items()), flush=True)
         is_over = now - started > 60 * options.minutes
         if is_over or now - saved > 60 * options.save_minutes or learner.done == len(contexts):

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from training.muon import Muon
 from training.rows import Rows
 from windlass.core.errors import UsageError
 
@@ -41,25 +42,28 @@ class Schedule:
 class Learner:
     """Changes the weights of `model`, step by step.
 
-    Source: Muon, Jordan 2024 (kellerjordan.github.io/posts/muon), as torch has it, for the matrices; AdamW,
+    Source: Muon, Jordan 2024 (kellerjordan.github.io/posts/muon), as torch has it, or in float32, for the matrices; AdamW,
     Loshchilov and Hutter 2017 (arXiv:1711.05101), for embeddings and norms.
     """
 
-    def __init__(self, model: PreTrainedModel, schedule: Schedule, muon_rate: float, adam_rate: float) -> None:
-        self.model, self.schedule, self.done = model, schedule, 0
+    def __init__(
+        self, model: PreTrainedModel, schedule: Schedule, muon_rate: float, adam_rate: float, precision: torch.dtype
+    ) -> None:
+        self.model, self.schedule, self.precision, self.done = model, schedule, precision, 0
         embeddings = {id(part.weight) for part in model.modules() if isinstance(part, nn.Embedding)}
         embeddings.add(id(model.get_output_embeddings().weight))
         matrices = [each for each in model.parameters() if each.ndim == 2 and id(each) not in embeddings]
         others = [each for each in model.parameters() if each.ndim != 2 or id(each) in embeddings]
+        muon = Muon if precision is torch.float32 else torch.optim.Muon
         self._optimizers = (
-            (torch.optim.Muon(matrices, lr=muon_rate, momentum=MOMENTUM, weight_decay=DECAY), muon_rate),
+            (muon(matrices, lr=muon_rate, momentum=MOMENTUM, weight_decay=DECAY), muon_rate),
             (torch.optim.AdamW(others, lr=adam_rate, betas=BETAS, weight_decay=0.0), adam_rate),
         )
 
     def step(self, tokens: Tensor, weights: Tensor) -> float:
         """Learn from one batch; returns its loss before that."""
         scale = self.schedule.rate(self.done)
-        loss = loss_of(self.model, tokens, weights)
+        loss = loss_of(self.model, tokens, weights, self.precision)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
         for optimizer, peak in self._optimizers:
@@ -109,11 +113,16 @@ class Learner:
         self.done = len(schedule)
 
 
-def loss_of(model: PreTrainedModel, tokens: Tensor, weights: Tensor) -> Tensor:
+def _computing(tokens: Tensor, precision: torch.dtype) -> torch.autocast:
+    """Products in this precision; in float32, as the weights are."""
+    return torch.autocast(tokens.device.type, torch.bfloat16, enabled=precision is torch.bfloat16)
+
+
+def loss_of(model: PreTrainedModel, tokens: Tensor, weights: Tensor, precision: torch.dtype) -> Tensor:
     """The mean cross-entropy of the tokens but the first, by weight; those without any are not predicted."""
     targets, weights = tokens[:, 1:], weights[:, 1:]
     is_learnt = weights > 0
-    with torch.autocast(tokens.device.type, torch.bfloat16):
+    with _computing(tokens, precision):
         hidden = model.get_decoder()(tokens[:, :-1], use_cache=False).last_hidden_state
         logits = model.get_output_embeddings()(hidden[is_learnt])
     losses = functional.cross_entropy(logits.float(), targets[is_learnt], reduction="none")
@@ -121,7 +130,7 @@ def loss_of(model: PreTrainedModel, tokens: Tensor, weights: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def check(model: PreTrainedModel, rows: Rows, context: int) -> dict[str, float]:
+def check(model: PreTrainedModel, rows: Rows, context: int, precision: torch.dtype) -> dict[str, float]:
     """By lesson of the mix: the share of answers that are right in every token, given the tokens before.
 
     The texts are the same at every check, and none that is learnt from.
@@ -130,7 +139,7 @@ def check(model: PreTrainedModel, rows: Rows, context: int) -> dict[str, float]:
     for name in rows.mix:
         made = [rows.row(f"check {number}", context + 1, name) for number in range(CHECKED)]
         tokens = torch.tensor([row.tokens for row in made], device=model.device)
-        with torch.autocast(tokens.device.type, torch.bfloat16):
+        with _computing(tokens, precision):
             said = model(tokens[:, :-1], use_cache=False).logits.argmax(-1)
         is_right = (said == tokens[:, 1:]).tolist()
         answers = [

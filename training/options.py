@@ -11,6 +11,8 @@ MIX = (
     "passkey_noise=2,magic_noise=3,several=2,novel=5,uuids=2,fwe=2,cwe=1"
 )
 
+PRECISIONS = ("bfloat16", "float32")
+
 LEAST = {
     "positions": 1,
     "batch_tokens": 1,
@@ -49,6 +51,7 @@ class Options:
     check_steps: int
     device: str
     attention: str
+    precision: str
     workers: int
 
 
@@ -82,6 +85,12 @@ def options_of(arguments: list[str] | None, description: str) -> Options:
     parser.add_argument("--check-steps", type=int, default=250, help="between checks of every lesson")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
     parser.add_argument("--attention", default="sdpa", help="of transformers; eager is the fastest on some CPUs")
+    parser.add_argument(
+        "--precision",
+        choices=PRECISIONS,
+        default="bfloat16",
+        help="of products; float32 is the faster one on CPUs without instructions for bfloat16",
+    )
     parser.add_argument("--workers", type=int, default=0, help="processes that make texts")
     typed = vars(parser.parse_args(arguments))
     for name, least in LEAST.items():

@@ -7,13 +7,12 @@ import pytest
 import torch
 
 from tests.helpers.models import Models, Text, read
-from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
+from tests.helpers.recalls import TOLERANCE, both, digests_of, read_both, recalling
 from windlass import KVCache, kernels, prompt_cache
 from windlass.cache import recall
 from windlass.core.limits import PAGE
 from windlass.core.recall import BestPages, PageInput
 from windlass.kernels import reference_recall
-from windlass.kernels.reference_recall import digest_of
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -93,8 +92,8 @@ def assert_digested(cache: KVCache) -> None:
         held = layer.table.recall
         assert held is not None
         keys = held.codec.decode_keys(held.memory.filled(max(held.lengths)))
-        digests = [each.filled(-(-max(held.lengths) // PAGE)) for each in held.digests]
+        digests = [each.filled(-(-max(held.lengths) // PAGE)) for each in held.digests.both]
         for row, length in enumerate(held.lengths):
-            for digest, wanted in zip(digests, digest_of(keys[row : row + 1, :, :length]), strict=True):
+            for digest, wanted in zip(digests, digests_of(keys[row : row + 1, :, :length]), strict=True):
                 for name, part in held.codec.parts_of(wanted, wanted[..., :0]).items():
                     assert digest[name][row : row + 1, :, : wanted.shape[2]].equal(part)

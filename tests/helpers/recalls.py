@@ -8,6 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import read
 from windlass import KVCache
+from windlass.core.limits import PAGE
 
 TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
 
@@ -28,3 +29,9 @@ def both(model: PreTrainedModel, **options: Any) -> tuple[KVCache, KVCache]:
 def read_both(model: PreTrainedModel, caches: tuple[KVCache, KVCache], ids: Tensor, chunk: int) -> None:
     """Read into both, and compare what they say."""
     torch.testing.assert_close(*(read(model, cache, ids, chunk) for cache in caches), **TOLERANCE)
+
+
+def digests_of(keys: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the least number of each channel in each page of keys (batch, kv_heads, tokens, channels)."""
+    pages = keys.split(PAGE, 2)
+    return torch.stack([each.amax(2) for each in pages], 2), torch.stack([each.amin(2) for each in pages], 2)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.helpers.recalls import digests_of
 from windlass import kernels
 from windlass.core.limits import PAGE
 from windlass.core.packed import Format, PackedStates
@@ -88,20 +89,22 @@ def test_kernels_match_the_reference(
     assert 0.2 < float(ours.is_read.float().mean()) < 0.9
 
 
-def test_a_digest_has_the_largest_and_the_least_of_a_page() -> None:
-    keys = torch.randn(2, 3, 29, 6, generator=torch.Generator().manual_seed(7))
-    largest, least = reference_recall.digest_of(keys)
-    for page, start in enumerate(range(0, 29, PAGE)):
-        assert largest[:, :, page].equal(keys[:, :, start : start + PAGE].max(2).values)
-        assert least[:, :, page].equal(keys[:, :, start : start + PAGE].min(2).values)
-    assert [each.shape for each in reference_recall.digest_of(keys[:, :, :5])] == [(2, 3, 1, 6)] * 2
+def test_a_digest_has_the_largest_and_the_least_of_the_tokens_of_a_page() -> None:
+    keys = torch.randn(2, 3, 4, PAGE, 6, generator=torch.Generator().manual_seed(7))
+    is_token = torch.ones(2, 3, 4, PAGE, dtype=torch.bool)
+    is_token[1, :, 2, 3:] = False
+    is_token[0, :, 1, 1:] = False
+    largest, least = reference_recall.digest_of(keys, is_token)
+    for row, page, tokens in ((0, 0, 8), (0, 1, 1), (0, 2, 8), (1, 1, 8), (1, 2, 3), (1, 3, 8)):
+        assert largest[row, :, page].equal(keys[row, :, page, :tokens].max(1).values)
+        assert least[row, :, page].equal(keys[row, :, page, :tokens].min(1).values)
 
 
 @pytest.mark.parametrize("best_pages", [recall.best_pages, reference_recall.best_pages])
 def test_no_page_has_more_than_its_digest_allows(best_pages: Callable[[PageInput], BestPages]) -> None:
     """So the page of the largest product is the best one, as soon as few others are allowed more."""
     keys = torch.randn(1, 1, 1024, 12, generator=torch.Generator().manual_seed(9))
-    largest, least = (torch.nn.functional.pad(each, (0, 0, 0, 64)) for each in reference_recall.digest_of(keys))
+    largest, least = (torch.nn.functional.pad(each, (0, 0, 0, 64)) for each in digests_of(keys))
     queries = torch.randn(1, 5, 1, 12, generator=torch.Generator().manual_seed(10))
     held = [TiledKeys(tiles_of(each), PackedStates(each[:, :, :0])) for each in (keys, largest, least)]
     text = torch.arange(1024, dtype=torch.int32)[None], torch.full((1, 1, 1), -1.0), 1

@@ -277,7 +277,7 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor) -> RecallSlot
             return None
         cos, sin = rotary.tables(DISTANCE + 1, keys.device)
         turn = cos[DISTANCE].clone(), sin[DISTANCE].clone()
-    text, digests = (recall.positions, recall.last_recalled), (recall.digested(), recall.candidates)
+    text, digests = (recall.positions, recall.last_recalled), (recall.digests.tiled(), recall.candidates)
     return RecallSlots(pieces, *text, recall.page_count, turn, names.index(TOKEN_INDEX), *digests)
 
 

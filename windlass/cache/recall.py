@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass import kernels
+from windlass.cache.recall_digests import NOWHERE, PageDigests
 from windlass.cache.recall_memory import RecallMemory, Segment
 from windlass.core.limits import PAGE
-from windlass.core.recall import Digests, PageInput, RecallPiece, TiledKeys, tokens_of
+from windlass.core.recall import PageInput, RecallPiece, TiledKeys, tokens_of
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Scores
-from windlass.kernels.reference_recall import digest_of
 from windlass.stores.base import Parts, Store
 
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
@@ -50,15 +50,16 @@ class RecallStore:
         self.tokens, self.codec, self.memory = tokens, codec, memory
         self.lengths: tuple[int, ...] = ()
         """Tokens of each row; what lies behind them is not looked at."""
+        self.device = torch.device("cpu")
+        """Where tokens are ranked: the model's device, or the host, which then is sent queries and kept tokens."""
         self.positions = torch.empty(1, 0, dtype=torch.int32)
         """(batch, capacity): where each token stands in its text, EMPTY where it was dropped, or never written."""
         self.last_recalled = torch.empty(1, 0, 0, dtype=torch.int32)
         """(batch, kv_heads, recalled): the positions that the newest step read beside the slots, EMPTY for none."""
-        piece = memory.piece // PAGE
-        self.digests = RecallMemory(memory.folder, piece), RecallMemory(memory.folder, piece)
-        """Of the pages: the largest number of each channel among their tokens' keys, and the least."""
+        self.digests = PageDigests(codec, memory)
+        self._ends = torch.empty(0, dtype=torch.int64)
+        self._ended: tuple[int, ...] | None = None  # what `_ends` has on the device
         self._scanned: tuple[tuple[Segment, ...], tuple[RecallPiece, ...]] = (), ()
-        self._digested: tuple[tuple[Segment, ...], tuple[Digests, ...]] = (), ()
 
     @property
     def is_empty(self) -> bool:
@@ -74,30 +75,36 @@ class RecallStore:
 
         Returns (batch, 1, tokens) the index of each in its row, which its slot is to keep.
         """
-        keys, values, positions = (each.detach().to("cpu") for each in (keys, values, positions))
+        if self.is_empty:
+            self._settle(keys.device)
+        keys, values, positions = (each.detach().to(self.device) for each in (keys, values, positions))
         if self.is_empty:
             self.codec.allocate(keys[:, :, :1], values[:, :, :1], 1)
             self.lengths = (0,) * keys.shape[0]
-        tokens, starts = positions.shape[1], self.lengths
-        ends = tuple(length + count for length, count in zip(starts, counts, strict=True))
+        ends = tuple(map(operator.add, self.lengths, counts))
         parts = self.codec.parts_of(keys, values)
         self._grow(max(ends), parts)
-        if min(counts) == tokens:
-            if len(set(starts)) == 1:
-                self._put(slice(None), starts[0], parts, positions)
-            else:
-                for row, start in enumerate(starts):
-                    own = {name: part[row : row + 1] for name, part in parts.items()}
-                    self._put(slice(row, row + 1), start, own, positions[row : row + 1])
-            index = torch.tensor(starts)[:, None] + torch.arange(tokens)
-        else:
-            is_token = positions >= 0
-            for row, start in enumerate(starts):
-                own = {name: part[row : row + 1, :, is_token[row]] for name, part in parts.items()}
-                self._put(slice(row, row + 1), start, own, positions[row : row + 1, is_token[row]])
-            index = torch.tensor(starts)[:, None] + is_token.cumsum(1) - 1
-        self.lengths = ends
+        is_token = positions >= 0
+        index = (self.ends[:, None] + is_token.cumsum(1) - 1).where(is_token, NOWHERE)
+        self._put(index, parts, positions)
+        self.lengths = self._ended = ends
         return index[:, None].float()
+
+    @property
+    def ends(self) -> Tensor:
+        """(batch,) int64 `lengths` on the device: another tensor whenever the host has changed them by itself."""
+        if self._ended != self.lengths:
+            self._ends, self._ended = torch.tensor(self.lengths, device=self.device), self.lengths
+        return self._ends
+
+    @property
+    def step_tensors(self) -> list[Tensor]:
+        """What a recorded step finds here: other tensors once it would not."""
+        return [] if self.is_empty else [self.positions, self.ends]
+
+    def count_recorded(self, lengths: Sequence[int]) -> None:
+        """Have these lengths, which the device knows: a recorded step has changed them, or has not yet."""
+        self.lengths = self._ended = tuple(lengths)
 
     def choose(self, queries: Queries, is_query: Tensor, kept: Scores) -> Recalled:
         """The evicted tokens of the pages that matter most to the queries.
@@ -107,12 +114,14 @@ class RecallStore:
         """
         keys = tuple(piece.keys for piece in self.pieces())
         text = self.positions, kept, self.page_count
-        asked = PageInput(queries, is_query, keys, *text, self.digested() if self.candidates else (), self.candidates)
+        asked = PageInput(
+            queries, is_query, keys, *text, self.digests.tiled() if self.candidates else (), self.candidates
+        )
         best = kernels.best_pages(asked)
         index = tokens_of(best.pages)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
         positions = self.last_recalled.copy_(positions.where(best.is_read, EMPTY))
-        return Recalled(self.memory.read(index), positions.clone())
+        return Recalled(self.memory.read(index, self.memory.names), positions.clone())
 
     @property
     def page_count(self) -> int:
@@ -172,22 +181,24 @@ class RecallStore:
         parts = {name: part[source : source + 1] for name, part in parts.items()}
         theirs = other.codec.over(parts)
         if self.is_empty:
+            self._settle(other.device)
             self.codec.allocate(theirs.keys()[:, :, :1], theirs.values()[:, :, :1], 1)
             self.lengths = (0,) * batch
         if not self.codec.is_compatible(other.codec):
             parts = self.codec.parts_of(theirs.keys(), theirs.values())
         start = self.lengths[row]
-        self._grow(start + length, {name: part.expand(batch, -1, -1, -1) for name, part in parts.items()})
-        positions = other.positions[source : source + 1, :length]
-        self._put(slice(row, row + 1), start, parts, (positions + at).where(positions >= 0, EMPTY))
+        parts = {name: part.to(self.device).expand(batch, -1, -1, -1) for name, part in parts.items()}
+        self._grow(start + length, parts)
+        positions = other.positions[source : source + 1, :length].to(self.device)
+        self._put_row(row, start, parts, (positions + at).where(positions >= 0, EMPTY))
         self.lengths = tuple(each + length * (index == row) for index, each in enumerate(self.lengths))
         return start
 
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
-        rows = rows.to("cpu")
+        rows = rows.to(self.device)
         self.memory.select_rows(rows)
-        for each in self.digests:
+        for each in self.digests.both:
             each.select_rows(rows)
         self.positions = self.positions.index_select(0, rows)
         self.last_recalled = self.last_recalled.index_select(0, rows)
@@ -196,7 +207,7 @@ class RecallStore:
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
         self.memory.copy_row(source, target)
-        for each in self.digests:
+        for each in self.digests.both:
             each.copy_row(source, target)
         self.positions[target] = self.positions[source]
         self.last_recalled[target] = self.last_recalled[source]
@@ -220,20 +231,23 @@ class RecallStore:
 
     def load(self, tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> None:
         """Hold what `tensors` gave, of rows of these lengths; other names are ignored. Nothing was written before."""
-        own = {name.removeprefix(RECALL): each.cpu() for name, each in tensors.items() if name.startswith(RECALL)}
+        own = {name.removeprefix(RECALL): each for name, each in tensors.items() if name.startswith(RECALL)}
+        self._settle(own[POSITIONS].device)
+        own = {name: each.to(self.device) for name, each in own.items()}
         positions = own.pop(POSITIONS)
         self.codec.restore(own)
         parts = {name: each for name, each in own.items() if name not in self.codec.constant_names}
         self._grow(max(lengths), parts)
+        self.lengths = (0,) * len(lengths)
         for row, length in enumerate(lengths):
-            held = {name: part[row : row + 1, :, :length] for name, part in parts.items()}
-            self._put(slice(row, row + 1), 0, held, positions[row : row + 1, :length])
+            held = {name: part[:, :, :length] for name, part in parts.items()}
+            self._put_row(row, 0, held, positions[row : row + 1, :length])
         self.lengths = tuple(lengths)
 
     @property
     def nbytes(self) -> int:
         """Bytes of all that is allocated."""
-        memories = self.memory, *self.digests
+        memories = self.memory, *self.digests.both
         parts = [part for each in memories for segment in each.segments for part in segment.parts.values()]
         return self.positions.nbytes + self.last_recalled.nbytes + sum(part.nbytes for part in parts)
 
@@ -248,40 +262,35 @@ class RecallStore:
             self._scanned = segments, tuple(found)
         return self._scanned[1]
 
-    def digested(self) -> tuple[Digests, ...]:
-        """The digests of all pages, the same ones as long as their memory is."""
-        largest, least = self.digests
-        if self._digested[0] is not largest.segments:
-            found = map(Digests, self._tiled(largest), self._tiled(least))
-            self._digested = largest.segments, tuple(found)
-        return self._digested[1]
-
-    def _tiled(self, memory: RecallMemory) -> list[TiledKeys]:
-        """The keys of all segments of a memory that has nothing else."""
-        (keys,), found = memory.no_keys, []
-        for segment in memory.segments:
-            held = self.codec.over(segment.parts | memory.no_keys)
-            found.append(TiledKeys(segment.parts[keys], held.packed_keys()))
-        return found
-
     def _grow(self, tokens: int, sample: Parts) -> None:
         self.memory.grow(tokens, sample)
-        pages = self.memory.capacity // PAGE
-        if pages > self.digests[0].capacity:
-            keys = self.codec.decode_keys(sample)[:, :, :1]
-            for each in self.digests:
-                each.grow(pages, self.codec.parts_of(keys, keys[..., :0]))
+        self.digests.grow(sample)
         more = self.memory.capacity - self.positions.shape[1]
         if more > 0:
             batch, kv_heads = next(iter(sample.values())).shape[:2]
-            self.positions = pad(self.positions.expand(batch, -1), (0, more), value=EMPTY)
-            self.last_recalled = torch.full((batch, kv_heads, self.page_count * PAGE), EMPTY, dtype=torch.int32)
+            held = self.positions.to(self.device).expand(batch, -1)
+            self.positions, recalled = pad(held, (0, more), value=EMPTY), self.page_count * PAGE
+            self.last_recalled = held.new_full((batch, kv_heads, recalled), EMPTY)
 
-    def _put(self, rows: slice, start: int, parts: Parts, positions: QueryPositions) -> None:
-        self.memory.put(rows, start, parts)
-        if positions.shape[1]:
-            page = start // PAGE
-            held = self.memory.between(rows, page * PAGE, start + positions.shape[1], self.digests[0].names)
-            for each, keys in zip(self.digests, digest_of(self.codec.decode_keys(held)), strict=True):
-                each.put(rows, page, self.codec.parts_of(keys, keys[..., :0]))
-        self.positions[rows, start : start + positions.shape[1]] = positions.to(torch.int32)
+    def _settle(self, device: torch.device) -> None:
+        """Decide where tokens are ranked, for a model on this device. A file is read by the host alone."""
+        if self.memory.folder is None:
+            self.device = kernels.recall_device(device)
+        for each in (self.memory, *self.digests.both):
+            each.reader = self.device
+
+    def _put_row(self, row: int, start: int, parts: Parts, positions: QueryPositions) -> None:
+        """Write tokens of one row, at `start` and after it; `parts` have all rows."""
+        index = torch.full((len(self.lengths), positions.shape[1]), NOWHERE, device=self.device)
+        index[row] = torch.arange(start, start + positions.shape[1], device=self.device)
+        self._put(index, parts, positions.expand(len(index), -1))
+
+    def _put(self, index: Tensor, parts: Parts, positions: QueryPositions) -> None:
+        """Write tokens at (batch, tokens) `index`, which follow those of their row; asks nothing of the device."""
+        self.memory.put(index, parts)
+        is_token, before = index >= 0, self.ends.clone()
+        written = positions.to(torch.int32).where(is_token, EMPTY)
+        self.positions.scatter_reduce_(1, index.clamp(min=0), written, "amax")  # EMPTY is below all positions
+        self._ended = None  # until the host knows, too
+        self._ends.add_(is_token.sum(1))
+        self.digests.write(before, self._ends, index.shape[1], next(iter(parts.values())).shape[1])

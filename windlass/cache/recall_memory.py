@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.core.errors import UsageError
-from windlass.core.recall import TILE, ReadInput, rows_of, words_of
+from windlass.core.recall import TILE, ReadInput, WriteInput, rows_of, words_of
 from windlass.core.shapes import SlotIndex
 from windlass.stores.base import Parts
 
@@ -35,18 +35,23 @@ class Segment(NamedTuple):
 class RecallMemory:
     """Parts of tokens by their index in a row, in memory or, where `folder` is given, in unnamed files there.
 
+    The memory is the host's, which a GPU reads in place, or, where it `is_near`, that of the device that reads it.
+
     A segment is half as large as all before it, in multiples of `piece`: few segments, and little that is not in use.
     Files without a name take no space any more when the process ends, whatever ends it.
     """
 
-    def __init__(self, folder: Path | None, piece: int = PIECE) -> None:
-        self.folder, self.piece = folder, piece
+    def __init__(self, folder: Path | None, piece: int = PIECE, is_near: bool = False) -> None:
+        self.folder, self.piece, self.is_near = folder, piece, is_near
+        self.reader = torch.device("cpu")
+        """The device whose kernels read and write it; set before any token is held."""
         self.segments: tuple[Segment, ...] = ()
         self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, and what its rows are like
 
     def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
         """The same in memory, or a file, of its own."""
-        twin = RecallMemory(self.folder, self.piece)
+        twin = RecallMemory(self.folder, self.piece, self.is_near)
+        twin.reader = self.reader
         twin._keys, twin._width, twin._dtype = self._keys, self._width, self._dtype
         twin.segments = tuple(segment._replace(parts=self._copies(segment.parts)) for segment in self.segments)
         return twin
@@ -92,52 +97,24 @@ class RecallMemory:
         self._keys, self._width, self._dtype = keys, first.shape[3], first.dtype
         self.segments = (*self.segments, Segment(start, start + size, parts))
 
-    def put(self, rows: slice, start: int, parts: Parts) -> None:
-        """Write tokens of these rows from index `start` on."""
-        parts = parts | {self._keys: words_of(parts[self._keys])}
-        count = parts[self._keys].shape[2]
-        for segment in self.segments:
-            first, last = max(start, segment.start), min(start + count, segment.stop)
-            if first >= last:
-                continue
-            for name, part in parts.items():
-                own, new = segment.parts[name][rows], part[:, :, first - start : last - start]
-                if name == self._keys and count == 1:
-                    at = first - segment.start
-                    own[:, :, at // TILE, :, at % TILE] = new[:, :, 0]
-                elif name == self._keys:
-                    index = torch.arange(first - segment.start, last - segment.start)
-                    own.permute(2, 4, 0, 1, 3)[index // TILE, index % TILE] = new.permute(2, 0, 1, 3)
-                else:
-                    own[:, :, first - segment.start : last - segment.start] = new
+    def put(self, index: Tensor, parts: Parts) -> None:
+        """Write tokens at (batch, tokens) `index`, in all heads; nowhere where it is negative."""
+        for name, part in parts.items():
+            is_keys, held = name == self._keys, tuple(segment.parts[name] for segment in self.segments)
+            kernels.write_tokens(WriteInput(held, index, words_of(part) if is_keys else part, is_keys))
 
-    def read(self, index: SlotIndex) -> Parts:
-        """A copy of the parts at `index` (batch, kv_heads, tokens)."""
+    def read(self, index: SlotIndex, names: Sequence[str]) -> Parts:
+        """A copy of the parts with these names at `index` (batch, kv_heads, tokens), where the index is."""
         found: Parts = {}
-        for name in self.segments[0].parts:
+        for name in names:
             is_tiled, pieces = name == self._keys, tuple(segment.parts[name] for segment in self.segments)
             rows = kernels.read_tokens(ReadInput(pieces, index, is_tiled))
             found[name] = rows_of(rows, self._width, self._dtype) if is_tiled else rows
         return found
 
-    def between(self, rows: slice, start: int, stop: int, names: Sequence[str]) -> Parts:
-        """The parts with these names of tokens `start` to `stop` of some rows."""
-        found: dict[str, list[Tensor]] = {name: [] for name in names}
-        for segment in self.segments:
-            first, last = max(start, segment.start) - segment.start, min(stop, segment.stop) - segment.start
-            for name in names if first < last else ():
-                part = segment.parts[name][rows]
-                if name == self._keys:
-                    tiles = part[:, :, first // TILE : -(-last // TILE)].transpose(3, 4).flatten(2, 3)
-                    skipped = first // TILE * TILE
-                    part = rows_of(tiles, self._width, self._dtype)[:, :, first - skipped : last - skipped]
-                else:
-                    part = part[:, :, first:last]
-                found[name].append(part)
-        return {name: torch.cat(each, 2) for name, each in found.items()}
-
     def filled(self, tokens: int) -> Parts:
         """The parts of the first `tokens` of each row, in one piece."""
+        self._wait()
         keys = [each.parts[self._keys].transpose(3, 4).flatten(2, 3) for each in self.segments]
         pieces = {name: [each.parts[name] for each in self.segments] for name in self.segments[0].parts}
         pieces[self._keys] = [rows_of(each, self._width, self._dtype) for each in keys]
@@ -146,22 +123,32 @@ class RecallMemory:
     def select_rows(self, rows: Tensor) -> None:
         """Keep the batch rows at `rows`, which may repeat."""
         self.segments = tuple(
-            each._replace(parts=self._copies({name: part[rows] for name, part in each.parts.items()}))
+            each._replace(parts=self._copies({name: part[rows.to(part.device)] for name, part in each.parts.items()}))
             for each in self.segments
         )
 
     def copy_row(self, source: int, target: int) -> None:
         """Overwrite row `target` with row `source`."""
+        self._wait()
         for segment in self.segments:
             for part in segment.parts.values():
                 part[target] = part[source]
 
     def _copies(self, parts: Mapping[str, Tensor]) -> Parts:
+        self._wait()
         return {name: self._new(part, tuple(part.shape)).copy_(part) for name, part in parts.items()}
 
+    def _wait(self) -> None:
+        """Until a GPU has done what it was given: it writes to the host's memory while the host goes on."""
+        if self.reader.type == "cuda":
+            torch.cuda.synchronize(self.reader)
+
     def _new(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-        if self.folder is None:
+        if self.is_near:
             return like.new_zeros(shape)
+        if self.folder is None:
+            self._wait()  # what was freed may still be written to
+            return torch.zeros(shape, dtype=like.dtype, pin_memory=self.reader.type == "cuda")
         numbers = torch.Size(shape).numel()
         size = numbers * like.itemsize
         try:

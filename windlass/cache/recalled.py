@@ -26,7 +26,8 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     Raises: UsageError in a text with pictures, and under a sparse attention that picks slots.
     """
     table, recall = asked.table, asked.table.recall
-    if recall is None or not recall.is_needed(table.occupancy_bound):
+    # A graph serves steps before and after the first eviction: until then all that it finds is in slots.
+    if recall is None or not (asked.step.is_captured or recall.is_needed(table.occupancy_bound)):
         return view
     if view.places is not None or asked.call.picker is not None:
         what = "a text with pictures" if view.places is not None else "sparse attention that picks tokens"
@@ -35,7 +36,8 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     columns = asked.step.first_columns if is_token else newest_columns(asked.step)[:, :DECIDING]
     kv_heads, is_query = view.keys.data.shape[1], columns >= 0
     held = table.state[TOKEN_INDEX].where(table.positions >= 0, -1.0)
-    chosen = recall.choose(_turned(queries_at(queries, columns), asked).cpu(), is_query.cpu(), held.cpu())
+    wanted = _turned(queries_at(queries, columns), asked), is_query, held
+    chosen = recall.choose(*(each.to(recall.device) for each in wanted))
     parts, positions = chosen.parts, chosen.positions.to(view.positions.device)
     if not table.store.is_alike(recall.codec):
         found = recall.codec.over(parts)

@@ -107,6 +107,19 @@ class ReadInput:
 
 
 @dataclass(frozen=True)
+class WriteInput:
+    """One call of `write_tokens`: pieces as `ReadInput` has them, and the rows that tokens get there.
+
+    Each token is written at its `index` in all heads of its batch row; nowhere where that is negative.
+    """
+
+    pieces: tuple[Tensor, ...]
+    index: Int64[Tensor, "batch tokens"]
+    rows: Tensor
+    is_tiled: bool
+
+
+@dataclass(frozen=True)
 class RecallPiece:
     """Keys and values of some tokens of a recall store."""
 

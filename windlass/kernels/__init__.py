@@ -22,7 +22,7 @@ from windlass.core.decoder_layer import DecoderLayer
 from windlass.core.errors import WindlassWarning
 from windlass.core.linear import LinearInput
 from windlass.core.packed import PackedStates
-from windlass.core.recall import BestPages, PageInput, ReadInput
+from windlass.core.recall import BestPages, PageInput, ReadInput, WriteInput
 from windlass.core.shapes import Attended, Hidden, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
 from windlass.kernels import cpu, reference, reference_recall, sdpa
 from windlass.kernels.cpu import codes as cpu_codes
@@ -59,7 +59,8 @@ def best_pages(call: PageInput) -> BestPages:
 
         if recall.can_scan((*call.pieces, *recall.keys_of(call.digests))):
             return recall.best_pages(call)
-    return reference_recall.best_pages(call)
+    found: BestPages = _recall_of(call.queries).best_pages(call)
+    return found
 
 
 def read_tokens(call: ReadInput) -> Tensor:
@@ -68,7 +69,23 @@ def read_tokens(call: ReadInput) -> Tensor:
         from windlass.kernels.cpu import recall  # late, as above
 
         return recall.read_tokens(call)
-    return reference_recall.read_tokens(call)
+    rows: Tensor = _recall_of(call.index).read_tokens(call)
+    return rows
+
+
+def write_tokens(call: WriteInput) -> None:
+    """See `reference_recall.write_tokens`."""
+    if _is_compiled(call.index.device.type):
+        from windlass.kernels.cpu import recall  # late, as above
+
+        recall.write_tokens(call)
+    else:
+        _recall_of(call.index).write_tokens(call)
+
+
+def recall_device(device: torch.device) -> torch.device:
+    """Where what a model on `device` evicts is ranked: there, if a kernel of it reads the host's memory."""
+    return device if _has_triton(device.type) else torch.device("cpu")
 
 
 def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":
@@ -224,6 +241,11 @@ def _slots_of(tensor: Tensor) -> ModuleType:
     if _has_triton(device):
         return import_module("windlass.kernels.triton.slots")
     return cpu_slots if _is_compiled(device) else reference
+
+
+def _recall_of(tensor: Tensor) -> ModuleType:
+    """The backend of recall for this tensor's device, where the compiled kernels do not serve it."""
+    return import_module("windlass.kernels.triton.recall") if _has_triton(tensor.device.type) else reference_recall
 
 
 @cache

@@ -17,6 +17,7 @@ from windlass.core.recall import (
     RecallPiece,
     RecallSlots,
     TiledKeys,
+    WriteInput,
     tokens_of,
     words_of,
 )
@@ -37,13 +38,8 @@ def best_pages(call: PageInput) -> BestPages:
     rounded to multiples of 1 / 127 of their largest number, which changes products less than codes do.
     """
     keys = torch.cat([piece.packed().floats().float() for piece in call.pieces], 2)
-    kv_heads, remembered = keys.shape[1:3]
-    is_recallable = _is_recallable(call, kv_heads)
-    queries = call.queries.float()
-    if call.pieces[0].states.format is not Format.FLOAT:
-        steps = (queries.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        queries = (queries / steps).round() * steps
-    grouped = queries.unflatten(1, (kv_heads, -1))
+    remembered = keys.shape[2]
+    is_recallable, grouped = recallable(call), grouped_queries(call)
     products = (grouped @ keys[:, :, None].transpose(-1, -2)).masked_fill(~is_recallable[:, :, None, None], -torch.inf)
     peaks: Tensor = products.unflatten(-1, (remembered // PAGE, PAGE)).amax(-1)
     if call.digests:
@@ -53,14 +49,32 @@ def best_pages(call: PageInput) -> BestPages:
         for part, pieces in ((grouped.clamp(min=0), largest), (grouped.clamp(max=0), least)):
             keys = torch.cat([piece.packed().floats().float() for piece in pieces], 2)[:, :, : remembered // PAGE]
             most = most + part @ keys[:, :, None].transpose(-1, -2)
-        candidates = _best(most.masked_fill(~is_page[:, :, None, None], -torch.inf), call.is_query, call.candidates)
+        candidates = best_of(most.masked_fill(~is_page[:, :, None, None], -torch.inf), call.is_query, call.candidates)
         is_candidate = torch.zeros_like(is_page).scatter(-1, candidates, True)
         peaks = peaks.masked_fill(~is_candidate[:, :, None, None], -torch.inf)
-    pages = _best(peaks, call.is_query, call.count)
+    pages = best_of(peaks, call.is_query, call.count)
     return BestPages(pages, is_recallable.gather(-1, tokens_of(pages)))
 
 
-def _best(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
+def recallable(call: PageInput) -> Tensor:
+    """(batch, kv_heads, remembered): whether a token is part of the text, and in no slot of its head."""
+    kv_heads, remembered = call.pieces[0].tiles.shape[1], call.positions.shape[1]
+    kept = call.kept_index.long().expand(-1, kv_heads, -1)
+    is_text = pad(call.positions >= 0, (0, TILE))[:, None].expand(-1, kv_heads, -1)  # a place for what is in no slot
+    return is_text.scatter(-1, kept.where(kept >= 0, remembered), False)[..., :remembered]
+
+
+def grouped_queries(call: PageInput) -> Tensor:
+    """(batch, kv_heads, members, tokens, channels): the queries as they are multiplied, each beside its kv head."""
+    queries = call.queries.float()
+    if call.pieces[0].states.format is not Format.FLOAT:
+        steps = (queries.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        queries = (queries / steps).round() * steps
+    grouped: Tensor = queries.unflatten(1, (call.pieces[0].tiles.shape[1], -1))
+    return grouped
+
+
+def best_of(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
     """The `count` pages that are worth most, of whose (batch, kv_heads, members, tokens, pages) peaks."""
     shares = peaks.log_softmax(-1).nan_to_num(nan=-torch.inf)
     top, page = peaks.max(-1, keepdim=True)
@@ -70,23 +84,32 @@ def _best(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
     return worth.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 
-def digest_of(keys: Tensor) -> tuple[Tensor, Tensor]:
-    """The largest and the least number (batch, kv_heads, pages, channels) of each channel among the keys of each page.
+def digest_of(keys: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the least number of each channel among the keys (batch, kv_heads, pages, 8, channels) of pages.
 
-    The last page may have fewer tokens.
+    Tokens that are none are left out; the first of a page is always one.
     """
-    whole, largest, least = keys.shape[2] // PAGE * PAGE, [], []
-    for part in (keys[:, :, :whole].unflatten(2, (-1, PAGE)), keys[:, :, None, whole:]):
-        if part.shape[2] and part.shape[3]:
-            largest.append(part.amax(3))
-            least.append(part.amin(3))
-    return torch.cat(largest, 2), torch.cat(least, 2)
+    keys = keys.where(is_token[..., None], keys[:, :, :, :1])
+    return keys.amax(3), keys.amin(3)
 
 
 def read_tokens(call: ReadInput) -> Tensor:
     """(batch, kv_heads, tokens, width): a copy of the rows at `index`."""
     rows = torch.cat([each.transpose(3, 4).flatten(2, 3) if call.is_tiled else each for each in call.pieces], 2)
     return rows.gather(2, call.index[..., None].expand(-1, -1, -1, rows.shape[3]))
+
+
+def write_tokens(call: WriteInput) -> None:
+    """Overwrite the rows at `index`; asks nothing of the device."""
+    _, kv_heads, _, width = call.rows.shape
+    start = 0
+    for piece in call.pieces:
+        held = piece.transpose(3, 4).flatten(2, 3) if call.is_tiled else piece
+        size, at = held.shape[2], call.index - start
+        at = at.where((at >= 0) & (at < size), size)[:, None, :, None].expand(-1, kv_heads, -1, width)
+        written = pad(held, (0, 0, 0, 1)).scatter(2, at, call.rows)[:, :, :size]  # with a place for all others
+        piece.copy_(written.unflatten(2, (-1, TILE)).transpose(3, 4) if call.is_tiled else written)
+        start += size
 
 
 def remember(store: RecallSlots, new: DecodeInput) -> None:
@@ -109,7 +132,8 @@ def _digest(store: RecallSlots, row: int, newest: int, dtype: torch.dtype) -> No
     """Write the digest of the page with the `newest` token of a row."""
     held = torch.cat([piece.keys.packed().floats() for piece in store.pieces], 2)[row : row + 1]
     at = newest // PAGE
-    largest, least = digest_of(held[:, :, at * PAGE : newest + 1].to(dtype))
+    page = held[:, :, at * PAGE : newest + 1].to(dtype)
+    largest, least = page.amax(2, keepdim=True), page.amin(2, keepdim=True)
     for piece in store.digests:
         if at < piece.largest.tokens:
             _put(piece.largest, row, at, largest)
@@ -170,11 +194,3 @@ def _place(store: RecallSlots, index: int) -> tuple[RecallPiece, int]:
             return piece, index
         index -= piece.keys.tokens
     raise AssertionError("a token behind the last piece")
-
-
-def _is_recallable(call: PageInput, kv_heads: int) -> Tensor:
-    """(batch, kv_heads, remembered): whether a token is part of the text, and in no slot of its head."""
-    kept = call.kept_index.long().expand(-1, kv_heads, -1)
-    remembered = call.positions.shape[1]
-    is_text = pad(call.positions >= 0, (0, TILE))[:, None].expand(-1, kv_heads, -1)  # a place for what is in no slot
-    return is_text.scatter(-1, kept.where(kept >= 0, remembered), False)[..., :remembered]

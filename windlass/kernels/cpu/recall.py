@@ -6,7 +6,17 @@ import torch
 from torch import Tensor
 
 from windlass.core.limits import PAGE
-from windlass.core.recall import TILE, WORD, BestPages, Digests, PageInput, ReadInput, RecallSlots, TiledKeys
+from windlass.core.recall import (
+    TILE,
+    WORD,
+    BestPages,
+    Digests,
+    PageInput,
+    ReadInput,
+    RecallSlots,
+    TiledKeys,
+    WriteInput,
+)
 from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, knows, native
 from windlass.kernels.cpu.arguments import address, format_of
 
@@ -88,3 +98,21 @@ def read_tokens(call: ReadInput) -> Tensor:
         torch.get_num_threads(),
     )
     return out
+
+
+def write_tokens(call: WriteInput) -> None:
+    """See `reference_recall.write_tokens`."""
+    start = 0
+    for piece in call.pieces:
+        size = piece.shape[2] * (TILE if call.is_tiled else 1)
+        for row, index in enumerate(call.index):
+            is_here = (index >= start) & (index < start + size)
+            at, rows = index, call.rows[row]
+            if not is_here.all():
+                at, rows = index[is_here], rows[:, is_here]
+            at = at - start
+            if call.is_tiled:
+                piece[row].permute(1, 3, 0, 2)[at // TILE, at % TILE] = rows.transpose(0, 1)
+            else:
+                piece[row][:, at] = rows
+        start += size
