@@ -102,6 +102,11 @@ class RecallStore:
         """What a recorded step finds here: other tensors once it would not."""
         return [] if self.is_empty else [self.positions, self.ends]
 
+    @property
+    def has_room(self) -> bool:
+        """Whether there is memory for one token more of each row."""
+        return self.is_empty or max(self.lengths) < self.memory.capacity
+
     def count_recorded(self, lengths: Sequence[int]) -> None:
         """Have these lengths, which the device knows: a recorded step has changed them, or has not yet."""
         self.lengths = self._ended = tuple(lengths)

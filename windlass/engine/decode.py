@@ -15,7 +15,16 @@ from windlass.core.record import StepRecord
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import RotaryTable
 from windlass.core.step import Pass, Step, no_inference_mode
-from windlass.engine.graph import Graph, freeing_reserved, in_place, restoring
+from windlass.engine.graph import (
+    Graph,
+    count_recorded,
+    freeing_reserved,
+    grows_next,
+    in_place,
+    is_ranked_by_host,
+    restoring,
+    tensors_of,
+)
 from windlass.engine.sampler import Sampler
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache
@@ -39,7 +48,8 @@ class GraphKey:
         """That of the next step."""
         layers = cache.layers
         is_evicting = [layer.budget is not None and layer.table.occupancy_bound >= layer.budget for layer in layers]
-        return cls([tensor for layer in layers for tensor in layer.tensors().values()], is_evicting, cache.positions)
+        tensors = [tensor for layer in layers for tensor in tensors_of(layer)]
+        return cls(tensors, is_evicting, cache.positions)
 
     def is_like(self, other: "GraphKey | None") -> bool:
         """Whether the same graph serves both."""
@@ -66,8 +76,9 @@ class Decoder:
         self, model: PreTrainedModel, cache: KVCache, sampler: Sampler, logits: Tensor, graph: Graph | None
     ) -> None:
         # A replayed step would change the state of a recurrent layer without a copy of what it was. Where tokens of a
-        # text with pictures are read, the host tells each step.
-        self._graph = None if cache.recurrent or cache.rows.has_pictures or cache.options.recall else graph
+        # text with pictures are read, the host tells each step, and it ranks what lies in a file.
+        is_told = cache.rows.has_pictures or any(map(is_ranked_by_host, cache.layers))
+        self._graph = None if cache.recurrent or is_told else graph
         self._model, self._cache, self._sampler = model, cache, sampler
         self._is_recordable = self._graph is not None
         self._active = self._fed = [True] * cache.batch_size
@@ -172,7 +183,7 @@ class Decoder:
             self._fall_back("its rotary tables change with the length of the text")
             return False
         key = GraphKey.of(cache)
-        grows = any(layer.budget is None and layer.table.occupancy_bound >= layer.table.slots for layer in cache.layers)
+        grows = any(map(grows_next, cache.layers))
         if grows or not key.is_like(self._captured_key):
             if grows or not key.is_like(self._warm_key):
                 self._step(lengths, None, is_last=False)
@@ -216,6 +227,7 @@ class Decoder:
             latest = History(has_evicted=layer.history.has_evicted)
             layer.history = latest.with_record(replace(record, step=step, occupancy_bound=held))
             layer.table.occupancy_bound = held if is_evicting else held + 1
+            count_recorded(layer, lengths)
         self._cache.rows = self._cache.rows.fed(lengths, 1, (0,) * len(lengths))
 
     def _fall_back(self, reason: str) -> None:

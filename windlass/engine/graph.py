@@ -6,8 +6,9 @@ the next lets the device be given all of them at once.
 
 from __future__ import annotations
 
+import operator
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import final
 
@@ -80,6 +81,32 @@ def wait_for(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def tensors_of(layer: SlotLayer) -> list[Tensor]:
+    """What a recorded step finds in a layer: other tensors once it would not."""
+    recall = layer.table.recall
+    return [*layer.tensors().values(), *([] if recall is None else recall.step_tensors)]
+
+
+def grows_next(layer: SlotLayer) -> bool:
+    """Whether a step of one token needs more memory than the layer has."""
+    table = layer.table
+    is_full = layer.budget is None and table.occupancy_bound >= table.slots
+    return is_full or (table.recall is not None and not table.recall.has_room)
+
+
+def is_ranked_by_host(layer: SlotLayer) -> bool:
+    """Whether the host ranks what the layer recalls, for slots in a device's memory."""
+    recall = layer.table.recall
+    return recall is not None and recall.device != layer.positions.device
+
+
+def count_recorded(layer: SlotLayer, counts: Sequence[int]) -> None:
+    """Let the layer's recall store know that a recorded step has written `counts` tokens of each row."""
+    recall = layer.table.recall
+    if recall is not None:
+        recall.count_recorded(list(map(operator.add, recall.lengths, counts)))
+
+
 @contextmanager
 def freeing_reserved(layers: list[SlotLayer]) -> Iterator[None]:
     """Let the step inside keep what it reserves, and free what steps before it reserved, in a way that can be captured.
@@ -128,9 +155,12 @@ def restoring(layers: list[SlotLayer]) -> Iterator[None]:
         (each, each.table.statistics, each.store.full_precision.tensors, each.table.occupancy_bound, each.history)
         for each in layers
     ]
+    recalls = [(each.table.recall, each.table.recall.lengths) for each in layers if each.table.recall is not None]
     try:
         yield
     finally:
         for layer, statistics, ring, held, history in before:
             layer.table.statistics, layer.store.full_precision.tensors = statistics, dict(ring)
             layer.table.occupancy_bound, layer.history = held, history
+        for recall, lengths in recalls:
+            recall.count_recorded(lengths)
