@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
 from windlass.core.attention import AttentionInput, EvictionInput, Visibility
+from windlass.core.limits import PAGE
 from windlass.core.packed import Format, PackedStates
+from windlass.core.recall import TILE, Digests, PageInput, ReadInput, TiledKeys, WriteInput, words_of
 from windlass.positions.modes import position_mode
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -37,6 +40,7 @@ KERNELS = {
     "mean_key_cosine": ("sums_kernel", "cosines_kernel"),
     "slots": ("_first_free", "_argsort_positions", "_evict", "_write"),
     "codes": ("_encode",),
+    "recall": ("_read", "_write", "_allow"),
 }
 MODULES = {name: importlib.import_module(f"windlass.kernels.triton.{name}") for name in KERNELS}
 
@@ -74,7 +78,7 @@ def main() -> None:
     for module, name in ((MODULES[home], name) for home, names in KERNELS.items() for name in names):
         kernels.append(Compiled(getattr(module, name)))
         setattr(module, name, kernels[-1])
-    for name, call in itertools.chain(attended(), of_slots()):
+    for name, call in itertools.chain(attended(), of_slots(), recalled()):
         if sys.argv[1:] and name not in sys.argv[1:]:
             continue
         for each in kernels:
@@ -131,6 +135,34 @@ def of_slots() -> Iterator[tuple[str, Callable[[], object]]]:
     for name, window in (("evict", None), ("evict sliding", 1024)):
         eviction = EvictionInput(positions().float(), positions(), ends, 4, 64, window, 32)
         yield name, partial(slots.evict, eviction)
+
+
+def recalled() -> Iterator[tuple[str, Callable[[], object]]]:
+    """Calls of what ranks, reads and writes evicted tokens, each with its name."""
+    recall, segments = MODULES["recall"], (2048, 1024, 1536)
+    total = sum(segments)
+    for head_dim, (store, bits), queries in itertools.product((64, 128), STORES.items(), (1, 16)):
+        means = torch.zeros(KV_HEADS, head_dim) if bits < 16 else None
+        pieces = tuple(tiled(head_dim, bits, means, size) for size in segments)
+        digests = tuple(Digests(*(tiled(head_dim, bits, means, size // PAGE) for _ in range(2))) for size in segments)
+        asked = torch.zeros(1, KV_HEADS * GROUP, queries, head_dim)
+        text = torch.zeros(1, total, dtype=torch.int32), torch.zeros(1, KV_HEADS, SLOTS), 16
+        call = PageInput(asked, torch.ones(1, queries, dtype=torch.bool), pieces, *text, digests, 256)
+        yield f"best_pages {head_dim} {store} {queries}", partial(recall.best_pages, call)
+        if queries == 1:
+            tiles, index = tuple(piece.tiles for piece in pieces), torch.zeros(1, KV_HEADS, 128, dtype=torch.int64)
+            yield f"read {head_dim} {store}", partial(recall.read_tokens, ReadInput(tiles, index, is_tiled=True))
+            rows = torch.zeros(1, KV_HEADS, 1, tiles[0].shape[3], dtype=torch.int32)
+            new = WriteInput(tiles, index[:, 0, :1], rows, is_tiled=True)
+            yield f"remember {head_dim} {store}", partial(recall.write_tokens, new)
+
+
+def tiled(width: int, bits: int, means: Tensor | None, tokens: int) -> TiledKeys:
+    states = held(width, bits, means)
+    words = words_of(states.data[:, :, :1]).shape[3]
+    scales = None if states.scales is None else states.scales[:, :, :tokens].contiguous()
+    tiles = torch.zeros(1, KV_HEADS, tokens // TILE, words, TILE, dtype=torch.int32)
+    return TiledKeys(tiles, replace(states, data=states.data[:, :, :0], scales=scales))
 
 
 def positions() -> Tensor:

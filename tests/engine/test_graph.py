@@ -110,11 +110,11 @@ def test_keys_that_the_model_rotates_itself_do(attached_model: Models, text: Tex
 
 
 RECALLING: list[dict[str, Any]] = [
-    {"policy": H2O(), "recall_store": "plain"},
-    {"policy": KeyDiff(), "recall_store": "int4", "positions": "compact"},
-    {"policy": SnapKV(), "recall_store": "int8", "store": "int8", "merge": "mean_count"},
-    {"policy": TOVA(), "batch": 3},
-    {"policy": KeyDiff(), "budget": 24},  # what is recorded first has evicted nothing yet
+    {"policy": H2O(), "recall": 8, "recall_store": "plain"},
+    {"policy": KeyDiff(), "recall": 8, "recall_store": "int4", "positions": "compact"},
+    {"policy": SnapKV(), "recall": 8, "recall_store": "int8", "store": "int8", "merge": "mean_count"},
+    {"policy": TOVA(), "recall": 8, "batch": 3},
+    {"policy": KeyDiff(), "recall": 8, "budget": 24},  # what is recorded first has evicted nothing yet
 ]
 
 
@@ -127,7 +127,7 @@ def test_recall_does(
     sampling, caches = Sampling() if options.get("batch") else SAMPLED, []
     tape, written = Tape(), []
     for graph in (tape, None):
-        cache, logits = begun(attached_model("llama"), text, {"recall": 8, **options})
+        cache, logits = begun(attached_model("llama"), text, options)
         written.append(write(attached_model("llama"), cache, logits, graph, sampling, steps=40))
         caches.append(cache)
     assert written[0] == written[1]
@@ -305,6 +305,7 @@ def test_the_engine_writes_from_a_graph_where_there_is_one(monkeypatch: pytest.M
         *({"policy": H2O(), "positions": mode} for mode in ("compact", "self_extend(4, 9)", "clamp(11)")),
         *({"policy": SnapKV(), "merge": merge} for merge in ("mean_count", "pick")),
         {"policy": TOVA(), "batch": 3},
+        *RECALLING,
     ],
     ids=str,
 )

@@ -23,10 +23,9 @@ from windlass.policies import NAMES
 if importlib.util.find_spec("triton") is None:
     pytest.skip("there is no Triton for this system", allow_module_level=True)
 
-from triton.runtime import interpreter
-
 from tests.helpers import models
 from tests.helpers.attention_cases import BATCH, TOLERANCE, Case, cast, compare, exactly, noise, step, table
+from tests.helpers.interpreted import interpret_quickly
 from tests.helpers.models import Models, Text
 from windlass.kernels import triton
 from windlass.kernels.triton import plan
@@ -40,19 +39,7 @@ one_layer = models.one_layer  # fixture
 
 @pytest.fixture
 def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what takes the interpreter three quarters of its time."""
-    patched: set[str] = set()
-
-    def call(function: interpreter.InterpretedFunction, *args: object, **options: object) -> object:
-        if function.fn.__module__ not in patched:  # once, and not at every call
-            patched.add(function.fn.__module__)
-            interpreter._patch_lang(function.fn)
-        return function.rewrite()(*args, **options)
-
-    builder = interpreter.interpreter_builder
-    options = dataclasses.replace(builder.options, sanitize_overflow=False)
-    monkeypatch.setattr(interpreter.InterpretedFunction, "__call__", call)
-    monkeypatch.setattr(builder, "options", options)
+    interpret_quickly(monkeypatch)
 
 
 def plans(monkeypatch: pytest.MonkeyPatch, rows: int, block: int, multiprocessors: int) -> None:

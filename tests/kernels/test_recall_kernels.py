@@ -5,63 +5,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import Tensor
 
+from tests.helpers.recall_calls import FORMATS, call_of, piece, read_of, tiles_of
 from tests.helpers.recalls import digests_of
 from windlass import kernels
 from windlass.core.limits import PAGE
-from windlass.core.packed import Format, PackedStates
-from windlass.core.recall import TILE, BestPages, Digests, PageInput, ReadInput, TiledKeys, words_of
-from windlass.kernels import cpu, reference, reference_recall
+from windlass.core.packed import PackedStates
+from windlass.core.recall import BestPages, Digests, PageInput, ReadInput, TiledKeys
+from windlass.kernels import cpu, reference_recall
 from windlass.kernels.cpu import recall
-
-FORMATS = ["float32", "bfloat16", "float16", "int8", "int4"]
-SIZES = [1056, 64]  # tokens of the pieces
-DIGESTS = [96, 64]  # and pages of the digests, 20 more than the tokens have
-
-
-def tiles_of(rows: Tensor) -> Tensor:
-    return words_of(rows).unflatten(2, (-1, TILE)).transpose(3, 4).contiguous()
-
-
-def piece(tokens: int, format: str, channels: int, seed: int, means: Tensor | None) -> TiledKeys:
-    """Random keys of 2 rows and 3 heads."""
-    generator = torch.Generator().manual_seed(seed)
-    keys = torch.randn(2, 3, tokens, channels, generator=generator) * torch.rand(2, 3, tokens, 1, generator=generator)
-    if format.startswith("int"):
-        codes, scales = reference.encode(keys, means, int(format[3:]))
-        states = PackedStates(codes[:, :, :0], Format(format), scales, means)
-    else:
-        codes = keys.to(getattr(torch, format))
-        states = PackedStates(codes[:, :, :0])
-    return TiledKeys(tiles_of(codes), states)
-
-
-def call_of(
-    format: str, channels: int, queries: int, score_heads: int = 3, count: int = 20, candidates: int = 0
-) -> PageInput:
-    generator = torch.Generator().manual_seed(3)
-    means = torch.randn(3, channels, generator=generator) if channels != 64 else None
-    pieces = tuple(piece(size, format, channels, size, means) for size in SIZES)
-    positions = torch.arange(1120, dtype=torch.int32).where(torch.rand(2, 1120, generator=generator) < 0.6, -1)
-    positions[0, 100:300] = -1
-    kept = torch.stack([torch.randperm(1120, generator=generator)[:31] for _ in range(2 * score_heads)]).float()
-    kept[:, ::7] = -1
-    is_query = torch.ones(2, queries, dtype=torch.bool)
-    is_query[1, 1:2] = False
-    asked = torch.randn(2, 15, queries, channels, generator=generator)
-    digests = tuple(
-        Digests(piece(size, format, channels, size, means), piece(size, format, channels, size + 1, means))
-        for size in (DIGESTS if candidates else [])
-    )
-    text = positions, kept.view(2, score_heads, 31), count
-    return PageInput(asked, is_query, pieces, *text, digests, candidates)
-
-
-def read_of(best: BestPages) -> Tensor:
-    """What is read of the pages, in the order of the text."""
-    order = best.pages.argsort()[..., None].expand(-1, -1, -1, PAGE)
-    return best.is_read.unflatten(-1, (-1, PAGE)).gather(2, order)
 
 
 @pytest.mark.parametrize("instructions", cpu.instruction_sets())
