@@ -74,6 +74,15 @@ def test_best_pages_are_those_of_the_reference(
     assert read_of(ours).equal(read_of(truth))
 
 
+def test_of_equal_pages_the_earlier_are_the_better(on: str) -> None:
+    call = call_of("float32", 10, 1, candidates=21)
+    pieces = tuple(replace(each, tiles=torch.ones_like(each.tiles)) for each in call.pieces)
+    call = replace(call, pieces=pieces, count=4)
+    pages = recall.best_pages(moved(call, on)).pages.cpu()
+    assert pages.equal(reference_recall.best_pages(call).pages)
+    assert pages.diff(dim=-1).gt(0).all()
+
+
 def test_what_digests_allow_is_that_of_the_reference(on: str) -> None:
     for format in FORMATS:
         call = call_of(format, 10, 3, candidates=21)

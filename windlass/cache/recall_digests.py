@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import final
+from typing import Final, final
 
 import torch
 from torch import Tensor
@@ -13,7 +13,7 @@ from windlass.core.recall import Digests, TiledKeys, tokens_of
 from windlass.kernels.reference_recall import digest_of
 from windlass.stores.base import Parts, Store
 
-NOWHERE = -1  # the index of what is not written
+NOWHERE: Final = -1  # the index of what is not written
 
 
 @final
@@ -42,17 +42,15 @@ class PageDigests:
     def write(self, before: Tensor, after: Tensor, most: int, kv_heads: int) -> None:
         """Digest the pages of the tokens from `before` to `after` (batch,), of no row more than `most`.
 
-        Asks nothing of the device.
+        Rows without any keep their digests; that of a page without tokens is not looked at. Asks nothing of the device.
         """
-        before, after = before[:, None], after[:, None]
-        pages = before // PAGE + torch.arange((most + PAGE - 2) // PAGE + 1, device=before.device)
-        is_written = (pages * PAGE < after) & (before < after)
+        pages = before[:, None] // PAGE + torch.arange((most + PAGE - 2) // PAGE + 1, device=before.device)
         known = pages.clamp(max=self.memory.capacity // PAGE - 1)[:, None]
         tokens = tokens_of(known.expand(-1, kv_heads, -1))
         keys = self.codec.decode_keys(self.memory.read(tokens, self.largest.names)).unflatten(2, (-1, PAGE))
-        bounds = digest_of(keys, (tokens < after[:, None]).unflatten(2, (-1, PAGE)))
+        bounds = digest_of(keys, (tokens < after[:, None, None]).unflatten(2, (-1, PAGE)))
         for each, numbers in zip(self.both, bounds, strict=True):
-            each.put(pages.where(is_written, NOWHERE), self.codec.parts_of(numbers, numbers[..., :0]))
+            each.put(pages.where((before < after)[:, None], NOWHERE), self.codec.parts_of(numbers, numbers[..., :0]))
 
     def tiled(self) -> tuple[Digests, ...]:
         """As kernels read them: the same ones as long as the memory is."""

@@ -87,7 +87,7 @@ def best_of(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
 def digest_of(keys: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor]:
     """The largest and the least number of each channel among the keys (batch, kv_heads, pages, 8, channels) of pages.
 
-    Tokens that are none are left out; the first of a page is always one.
+    Tokens that are none are left out, but for the first of a page, which is one wherever the digest is looked at.
     """
     keys = keys.where(is_token[..., None], keys[:, :, :, :1])
     return keys.amax(3), keys.amin(3)
