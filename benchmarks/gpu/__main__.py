@@ -26,6 +26,7 @@ from gpu import checks as gpu_machine
 from gpu import decode as gpu_decode
 from gpu import memory as gpu_memory
 from gpu import peers as gpu_peers
+from gpu import recall as gpu_recall
 from gpu.part import TINY, Part, Sizes, append
 from windlass.core.errors import UsageError
 from windlass.hf.load import device_of
@@ -54,6 +55,7 @@ def shares(sizes: Sizes) -> dict[str, Share]:
     for shape in reversed(sizes.shapes):
         parts[f"peers-{shape}"] = Share(functools.partial(gpu_peers.measure, shape=shape), 105)
     smallest = sizes.shapes[0]
+    parts[f"recall-{smallest}"] = Share(functools.partial(gpu_recall.measure, shape=smallest), 60)
     parts[f"compiled-{smallest}"] = Share(functools.partial(gpu_decode.compiled, shape=smallest), 35)
     return parts | {"memory": Share(gpu_memory.measure, 25)}
 

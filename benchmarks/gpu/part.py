@@ -30,6 +30,7 @@ class Sizes:
     depths: tuple[int, ...] = (0, 4096, 16384, 65536)
     policy_depth: int = 16384
     peer_depths: tuple[int, ...] = (4096, 65536)
+    recall_depth: int = 100_000
     budget: int = 4096
     chunk: int = 512
     tokens: int = 16  # written in a row, before the cache goes back
@@ -38,7 +39,7 @@ class Sizes:
     layer_bytes: int = 2**29  # that several layers together hold at least, so that none stays in the GPU's own cache
 
 
-TINY = Sizes(("tiny",), (1, 3), (64, 200), (0, 48, 200), 200, (48, 200), 40, 16, 3, 90, 2**22, 2**17)
+TINY = Sizes(("tiny",), (1, 3), (64, 200), (0, 48, 200), 200, (48, 200), 2500, 40, 16, 3, 90, 2**22, 2**17)
 
 
 class Timed(Protocol):

@@ -35,7 +35,8 @@ def section(lines: Sequence[Line]) -> str:
     bars = table(["bar", "asked", "worst, and where", "places", "met"], [bar.cells(run) for bar in BARS])
     if not run:
         return f"## On a GPU\n\n{MISSING}\n\n{table(['bar', 'asked'], [bar.cells([])[:2] for bar in BARS])}\n"
-    parts = [_about(run), bars, _attention(run), _decode(run), _settings(run), _peers(run), _memory(run), _lacking(run)]
+    parts = [_about(run), bars, _attention(run), _decode(run), _settings(run), _peers(run), _recall(run)]
+    parts += [_memory(run), _lacking(run)]
     return "## On a GPU\n\n" + "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -127,6 +128,21 @@ def _peers(lines: Sequence[Line]) -> str:
         '`torch.compile(mode="reduce-overhead")`; `dynamic`: a `DynamicCache` as it is.'
     )
     return _titled("Against transformers", text, heads, rows)
+
+
+def _recall(lines: Sequence[Line]) -> str:
+    found = of_kind(lines, "recall")
+    base = {(line["shape"], line["graph"]): line["median_s"] for line in found if line["what"] == "no recall"}
+    rows = [
+        [line["shape"], line["graph"], line["what"], f"{1e3 * line['median_s']:.2f}",
+         f"{line['median_s'] / base[line['shape'], line['graph']]:.2f}", _mib(line["bytes_held"]),
+         _mib(line["recall_bytes"])]
+        for line in found
+    ]  # fmt: skip
+    told = {f"{line['depth']:,} tokens, budget {line['budget']:,}, recall {line['recall']}" for line in found}
+    text = f"One token behind a text of {', '.join(sorted(told))}; `recall`: all tokens that can be recalled."
+    heads = ["shape", "graph", "recall store", "ms", "over no recall", "slots MiB", "recall MiB"]
+    return _titled("Recall", text, heads, rows)
 
 
 def _memory(lines: Sequence[Line]) -> str:

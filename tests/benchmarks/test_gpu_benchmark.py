@@ -21,6 +21,7 @@ from gpu import checks as gpu_machine
 from gpu import decode as gpu_decode
 from gpu import memory as gpu_memory
 from gpu import peers as gpu_peers
+from gpu import recall as gpu_recall
 from gpu import tables as gpu_tables
 from gpu.part import TINY, OutOfTime, Part, Sizes, summary
 
@@ -194,8 +195,11 @@ def test_parts_run_on_the_cpu(part: Part, tmp_path: Path, monkeypatch: pytest.Mo
         gpu_attention.measure(part)
         gpu_memory.measure(part)
         gpu_decode.measure(part, "tiny")
+        gpu_recall.measure(part, "tiny")
     lines = lines_of(tmp_path)
-    assert [line["kind"] for line in lines] == ["machine"] + ["attention"] * 6 + ["memory"] * 3 + ["decode"] * 10
+    assert [line["kind"] for line in lines] == ["machine"] + ["attention"] * 6 + ["memory"] * 3 + ["decode"] * 10 + [
+        "recall"
+    ] * 5
     plain, codes = (next(line for line in lines if line.get("what") == what) for what in ("unrotated", "int8"))
     assert plain["bytes"] == 3 * plain["layers"] * 2 * 3 * 64 * 8 * 2
     assert codes["bytes"] == 3 * codes["layers"] * 2 * 3 * 64 * (8 + 2)
@@ -203,6 +207,11 @@ def test_parts_run_on_the_cpu(part: Part, tmp_path: Path, monkeypatch: pytest.Mo
     assert [line["storage"] for line in lines if line.get("group") == "storage"] == ["rotated", "unrotated"]
     assert [line["store"] for line in lines if line.get("group") == "stores"] == ["plain", "int8", "int4"]
     assert {line["batch"] for line in lines if line["kind"] == "decode"} == {3}
+    recalls = {line["what"]: line for line in lines if line["kind"] == "recall"}
+    assert [*recalls] == ["no recall", "full cache", "plain", "int8", "int4"]
+    sizes = [recalls[name]["recall_bytes"] for name in ("no recall", "full cache", "int4", "int8", "plain")]
+    assert sizes[:2] == [0, 0]
+    assert 0 < sizes[2] < sizes[3] < sizes[4]
     assert "Not measured" not in gpu_tables.section([{**RUN, "is_tiny": True}, *lines, {"kind": "end", "part": "part"}])
 
 

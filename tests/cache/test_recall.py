@@ -228,7 +228,7 @@ def test_describe_tells_both_sizes(attached_model: Models, text: Text) -> None:
     cache = recalling(model)
     read(model, cache, text(50), 13)
     recall = [layer.table.recall for layer in cache.layers]
-    assert cache.recall_bytes == sum(each.nbytes for each in recall if each is not None)
+    assert cache.recall_bytes == sum(part.nbytes for each in recall if each is not None for part in each.allocated())
     layers, heads, width = 2, 3, 8
     digests, newest = layers * 2 * 128 * heads * width * 4, layers * heads * 96 * 4
     assert cache.recall_bytes == layers * 1024 * (heads * 2 * width * 4 + 4) + digests + newest

@@ -1,7 +1,6 @@
 """Steps that are recorded once and replayed, against steps that run as they come."""
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,8 @@ from tests.helpers.policies import made_by_default
 from tests.helpers.recorded import BUDGET, ENDS, PROMPT, begun, same, write
 from tests.helpers.tape import Tape
 from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Recent, Sampling, SnapKV, UsageError, kernels
-from windlass.cache import cache as memory_of_cache
-from windlass.cache import recall
-from windlass.cache.recall_memory import RecallMemory
-from windlass.core.limits import PAGE
 from windlass.engine import generate as engine
-from windlass.engine.decode import Decoder
 from windlass.engine.graph import CudaGraph, Graph
-from windlass.engine.sampler import Sampler
 from windlass.evals.speed.rotated import RotatedStorage
 from windlass.hf.decoder_layers import FewTokensLayer
 from windlass.testing import tiny_model
@@ -107,91 +100,6 @@ def test_families_with_windows_and_other_rotations_do(family: str, attached_mode
 
 def test_keys_that_the_model_rotates_itself_do(attached_model: Models, text: Text) -> None:
     check(attached_model("llama"), text, 2, policy=H2O(), kind=RotatedStorage)
-
-
-RECALLING: list[dict[str, Any]] = [
-    {"policy": H2O(), "recall": 8, "recall_store": "plain"},
-    {"policy": KeyDiff(), "recall": 8, "recall_store": "int4", "positions": "compact"},
-    {"policy": SnapKV(), "recall": 8, "recall_store": "int8", "store": "int8", "merge": "mean_count"},
-    {"policy": TOVA(), "recall": 8, "batch": 3},
-    {"policy": KeyDiff(), "recall": 8, "budget": 24},  # what is recorded first has evicted nothing yet
-]
-
-
-@pytest.mark.parametrize("options", RECALLING, ids=str)
-@pytest.mark.parametrize("candidates", [256, 1])
-def test_recall_does(
-    options: dict[str, Any], candidates: int, attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recall, "CANDIDATES", candidates)
-    sampling, caches = Sampling() if options.get("batch") else SAMPLED, []
-    tape, written = Tape(), []
-    for graph in (tape, None):
-        cache, logits = begun(attached_model("llama"), text, options)
-        written.append(write(attached_model("llama"), cache, logits, graph, sampling, steps=40))
-        caches.append(cache)
-    assert written[0] == written[1]
-    assert tape.replayed > 20
-    same(*caches)
-    same_recalled(caches, 2 if candidates == 1 else 0)
-
-
-def test_a_recall_store_grows_between_two_recordings(
-    attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recall, "CANDIDATES", 1)
-    monkeypatch.setattr(memory_of_cache, "RecallMemory", partial(RecallMemory, piece=128))
-    model, tape, caches, written = attached_model("llama"), Tape(), [], []
-    for graph in (tape, None):
-        cache, logits = begun(model, text, {"recall": 8, "policy": KeyDiff(), "budget": 14})
-        written.append(write(model, cache, logits, graph, steps=150))
-        cache.rollback(1)
-        cache.drop(20, 31)
-        logits = engine.prefill(model, cache, [[3, 5, 6]])
-        written.append(write(model, cache, logits, graph, steps=120))
-        caches.append(cache)
-    assert written[:2] == written[2:]
-    assert tape.captured >= 4
-    same(*caches)
-    same_recalled(caches, 2)
-    assert {len(layer.table.recall.memory.segments) for layer in caches[0].layers if layer.table.recall} == {3}
-
-
-def test_what_is_recorded_before_anything_can_be_recalled_recalls_later(attached_model: Models, text: Text) -> None:
-    """The longest row has ended, so nothing was evicted yet when the step is recorded that is replayed from then on."""
-    model, tape, caches, written = attached_model("llama"), Tape(), [], []
-    prompts = [text(24)[0].tolist(), text(23, seed=4)[0].tolist()]
-    for graph in (tape, None):
-        cache = KVCache(model, budget=24, batch=2, recall=8, recall_store="plain", policy=KeyDiff(), rollback=0)
-        logits = engine.prefill(model, cache, prompts)
-        decoder = Decoder(model, cache, Sampler(Sampling(), [[1], [1]], cache.device), logits, graph)
-        for step in range(16):
-            written.append(decoder.next_tokens()[1])
-            decoder.advance([False, step < 15], step == 15)
-        caches.append(cache)
-    assert written[:16] == written[16:]
-    assert tape.captured == 1
-    for layer, other in zip(*(cache.layers for cache in caches), strict=True):
-        assert layer.positions.equal(other.positions)
-        is_held = (layer.positions >= 0)[..., None]
-        assert (layer.store.keys() * is_held).equal(other.store.keys() * is_held)
-    same_recalled(caches, 0)
-
-
-def same_recalled(caches: list[KVCache], candidates: int) -> None:
-    for layer, other in zip(*(cache.layers for cache in caches), strict=True):
-        mine, its = layer.table.recall, other.table.recall
-        assert mine is not None
-        assert its is not None
-        assert mine.candidates == candidates
-        assert (mine.last_recalled >= 0).any()
-        assert mine.last_recalled.equal(its.last_recalled)
-        for name, tensor in mine.tensors().items():
-            assert tensor.equal(its.tensors()[name]), name
-        for digests, others in zip(mine.digests.both, its.digests.both, strict=True):
-            pages = max(mine.lengths) // PAGE
-            for name, tensor in digests.filled(pages).items():
-                assert tensor.equal(others.filled(pages)[name]), name
 
 
 def test_a_step_of_a_graph_that_evicted_nothing_can_be_taken_back(attached_model: Models, text: Text) -> None:
@@ -305,7 +213,6 @@ def test_the_engine_writes_from_a_graph_where_there_is_one(monkeypatch: pytest.M
         *({"policy": H2O(), "positions": mode} for mode in ("compact", "self_extend(4, 9)", "clamp(11)")),
         *({"policy": SnapKV(), "merge": merge} for merge in ("mean_count", "pick")),
         {"policy": TOVA(), "batch": 3},
-        *RECALLING,
     ],
     ids=str,
 )

@@ -11,7 +11,7 @@ from tests.helpers.recalls import digests_of
 from windlass import kernels
 from windlass.core.limits import PAGE
 from windlass.core.packed import PackedStates
-from windlass.core.recall import BestPages, Digests, PageInput, ReadInput, TiledKeys
+from windlass.core.recall import BestPages, Digests, PageInput, ReadInput, TiledKeys, WriteInput
 from windlass.kernels import cpu, reference_recall
 from windlass.kernels.cpu import recall
 
@@ -142,3 +142,21 @@ def test_the_fast_kernels_are_those_that_are_called(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(reference_recall, "read_tokens", None)
     assert kernels.best_pages(call).pages.shape == (2, 3, 20)
     assert kernels.read_tokens(ReadInput((call.pieces[0].tiles,), torch.zeros(2, 3, 4, dtype=torch.long), True)).any()
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("is_tiled", [True, False])
+def test_rows_are_written_into_tiles_and_pieces(format: str, is_tiled: bool) -> None:
+    """Runs within a piece and over its end, with gaps, single tokens, none, and other ones in each row."""
+    pieces = call_of(format, 10, 1).pieces
+    states = tuple(each.tiles if is_tiled else each.packed().data.contiguous() for each in pieces)
+    runs = [*range(1050, 1061), -1, -1, 7, 9, *range(15, 19)]
+    for other in (runs, [-1] * 19, [-1, *range(1100, 1118)], [*range(19)], [0, 1, 2, -1, *range(4, 19)]):
+        index = torch.tensor([runs, other])
+        source = torch.randint(1120, (2, 3, 19), generator=torch.Generator().manual_seed(5))
+        rows = reference_recall.read_tokens(ReadInput(states, source, is_tiled))
+        ours, truth = (tuple(piece.clone() for piece in states) for _ in range(2))
+        kernels.write_tokens(WriteInput(ours, index, rows, is_tiled))
+        reference_recall.write_tokens(WriteInput(truth, index, rows, is_tiled))
+        for mine, true in zip(ours, truth, strict=True):
+            assert mine.equal(true)

@@ -51,8 +51,16 @@ def _tensors_in(record: object) -> Iterator[Tensor]:
 
 
 def recall_bytes(cache: CacheState) -> int:
-    """Bytes of what was evicted and can be recalled: in the host's memory or a file, beside `bytes_by_part`."""
-    return sum(layer.table.recall.nbytes for layer in cache.layers if layer.table.recall is not None)
+    """Bytes of what was evicted and can be recalled, beside `bytes_by_part`.
+
+    They are in the host's memory or a file, but for digests and positions, which lie where tokens are ranked.
+    """
+    return sum(tensor.nbytes for tensor in _recalled(cache))
+
+
+def _recalled(cache: CacheState) -> list[Tensor]:
+    stores = [layer.table.recall for layer in cache.layers if layer.table.recall is not None]
+    return [tensor for store in stores for tensor in store.allocated()]
 
 
 def recall_note(cache: CacheState) -> str:
@@ -61,9 +69,10 @@ def recall_note(cache: CacheState) -> str:
     place = "in memory" if options.recall_folder is None else f"in a file of {options.recall_folder}"
     held = ", ".join(map(str, cache.rows.tokens_seen))
     size = in_units(recall_bytes(cache))
-    return (
-        f"{options.recall} tokens a layer and step, of {held}, which take {size} {place} ({options.recall_store.name})"
-    )
+    near = [tensor for tensor in _recalled(cache) if tensor.device.type != "cpu"]
+    beside = f", {in_units(sum(each.nbytes for each in near))} of it on {near[0].device}" if near else ""
+    told = f"{size} {place}{beside} ({options.recall_store.name})"
+    return f"{options.recall} tokens a layer and step, of {held}, which take {told}"
 
 
 def reading_now(cache: CacheState) -> str:

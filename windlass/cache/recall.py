@@ -249,12 +249,11 @@ class RecallStore:
             self._put_row(row, 0, held, positions[row : row + 1, :length])
         self.lengths = tuple(lengths)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all that is allocated."""
+    def allocated(self) -> list[Tensor]:
+        """All that takes memory: the host's, a file's, or the device's."""
         memories = self.memory, *self.digests.both
         parts = [part for each in memories for segment in each.segments for part in segment.parts.values()]
-        return self.positions.nbytes + self.last_recalled.nbytes + sum(part.nbytes for part in parts)
+        return [self.positions, self.last_recalled, *parts]
 
     def pieces(self) -> tuple[RecallPiece, ...]:
         """Keys and values of all segments, the same ones as long as the memory is."""

@@ -103,5 +103,9 @@ def _measured(layer: SlotLayer) -> LayerBytes:
         if name not in beside and tensor.ndim > 2 and tensor.shape[2] == table.slots
     ]
     recall = table.recall
-    of_recalled = 0.0 if recall is None or recall.is_empty else recall.nbytes / recall.memory.capacity
+    of_recalled = (
+        0.0
+        if recall is None or recall.is_empty
+        else sum(each.nbytes for each in recall.allocated()) / recall.memory.capacity
+    )
     return LayerBytes(layer.rules, sum(tensor.nbytes for tensor in of_slots) // table.slots, of_recalled)

@@ -56,7 +56,7 @@ def _fill_layer(layer: SlotLayer, shape: LayerShape, depth: int, cache: KVCache)
             sinks = 0 if layer.rules.is_whole_window else sinks
             positions = torch.cat((positions[:sinks], positions[depth - layer.budget + sinks :]))
             layer.history = History(has_evicted=True)
-            _remember(layer, shape, torch.arange(sinks, int(positions[sinks])), cache.batch_size)
+            _remember(layer, shape, torch.arange(sinks, int(positions[sinks]), device=device), cache.batch_size)
         size = cache.chunk  # as a prompt comes, so that the slots are as many as after one
     draw = torch.Generator().manual_seed(layer.index)
     widest = max(shape.head_dim, shape.value_dim)
@@ -76,7 +76,9 @@ def _remember(layer: SlotLayer, shape: LayerShape, positions: Tensor, batch: int
     draw = torch.Generator().manual_seed(layer.index)
     for here in positions.split(BLOCK):
         keys, values = (
-            torch.randn(1, shape.kv_heads, len(here), width, generator=draw).to(shape.dtype).expand(batch, -1, -1, -1)
+            torch.randn(1, shape.kv_heads, len(here), width, generator=draw)
+            .to(positions.device, shape.dtype)
+            .expand(batch, -1, -1, -1)
             for width in (shape.head_dim, shape.value_dim)
         )
         layer.table.remember(keys, values, here.expand(batch, -1), (len(here),) * batch)

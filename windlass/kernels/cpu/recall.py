@@ -1,6 +1,6 @@
 """The scan of what was evicted, in C++; `kernels.reference_recall` says what each function means."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -102,17 +102,40 @@ def read_tokens(call: ReadInput) -> Tensor:
 
 def write_tokens(call: WriteInput) -> None:
     """See `reference_recall.write_tokens`."""
-    start = 0
+    told = call.index.tolist()
+    is_alike = all(each == told[0] for each in told)
+    groups = [(slice(None), told[0])] if is_alike else [(slice(row, row + 1), each) for row, each in enumerate(told)]
+    for rows, index in groups:
+        for first, last in _runs(index):
+            _write_run(call, rows, call.rows[rows, :, first:last], index[first])
+
+
+def _runs(index: list[int]) -> Iterator[tuple[int, int]]:
+    """From where to where each number is the one before it and one more; negative ones are left out."""
+    if index[0] >= 0 and index == list(range(index[0], index[0] + len(index))):
+        yield 0, len(index)
+        return
+    first = 0
+    for at in range(1, len(index) + 1):
+        if at == len(index) or index[at] != index[at - 1] + 1 or index[at - 1] < 0:
+            if index[first] >= 0:
+                yield first, at
+            first = at
+
+
+def _write_run(call: WriteInput, rows: slice, new: Tensor, index: int) -> None:
+    """Write tokens of some rows that stand side by side, from `index` on."""
+    count, start = new.shape[2], 0
     for piece in call.pieces:
         size = piece.shape[2] * (TILE if call.is_tiled else 1)
-        for row, index in enumerate(call.index):
-            is_here = (index >= start) & (index < start + size)
-            at, rows = index, call.rows[row]
-            if not is_here.all():
-                at, rows = index[is_here], rows[:, is_here]
-            at = at - start
-            if call.is_tiled:
-                piece[row].permute(1, 3, 0, 2)[at // TILE, at % TILE] = rows.transpose(0, 1)
+        first, last = max(index, start), min(index + count, start + size)
+        if first < last:
+            own, part = piece[rows], new[:, :, first - index : last - index]
+            if not call.is_tiled:
+                own[:, :, first - start : last - start] = part
+            elif last - first == 1:
+                own[:, :, (first - start) // TILE, :, (first - start) % TILE] = part[:, :, 0]
             else:
-                piece[row][:, at] = rows
+                at = torch.arange(first - start, last - start)
+                own.permute(2, 4, 0, 1, 3)[at // TILE, at % TILE] = part.permute(2, 0, 1, 3)
         start += size
