@@ -76,7 +76,7 @@ class RecallStore:
         Returns (batch, 1, tokens) the index of each in its row, which its slot is to keep.
         """
         if self.is_empty:
-            self._settle(keys.device)
+            self._settle(keys.device, keys.dtype)
         keys, values, positions = (each.detach().to(self.device) for each in (keys, values, positions))
         if self.is_empty:
             self.codec.allocate(keys[:, :, :1], values[:, :, :1], 1)
@@ -178,15 +178,13 @@ class RecallStore:
     def join(self, other: RecallStore, source: int, row: int, at: int, batch: int) -> int:
         """Append row `source` of another store to one of `batch` rows, as text that goes on at position `at`.
 
-        Returns the index it begins at.
-
-        Keys and values are converted once, where the other store holds them in another way.
+        Returns the index it begins at. What the other store holds in another way is converted once.
         """
         length, parts = other.lengths[source], other.memory.filled(other.lengths[source])
-        parts = {name: part[source : source + 1] for name, part in parts.items()}
+        parts = {name: part[source : source + 1].to(other.device) for name, part in parts.items()}
         theirs = other.codec.over(parts)
         if self.is_empty:
-            self._settle(other.device)
+            self._settle(other.device, other.codec.layout[2])
             self.codec.allocate(theirs.keys()[:, :, :1], theirs.values()[:, :, :1], 1)
             self.lengths = (0,) * batch
         if not self.codec.is_compatible(other.codec):
@@ -237,9 +235,10 @@ class RecallStore:
     def load(self, tensors: Mapping[str, Tensor], lengths: Sequence[int]) -> None:
         """Hold what `tensors` gave, of rows of these lengths; other names are ignored. Nothing was written before."""
         own = {name.removeprefix(RECALL): each for name, each in tensors.items() if name.startswith(RECALL)}
-        self._settle(own[POSITIONS].device)
-        own = {name: each.to(self.device) for name, each in own.items()}
         positions = own.pop(POSITIONS)
+        self.codec.restore(own)
+        self._settle(positions.device, self.codec.layout[2])
+        positions, own = positions.to(self.device), {name: each.to(self.device) for name, each in own.items()}
         self.codec.restore(own)
         parts = {name: each for name, each in own.items() if name not in self.codec.constant_names}
         self._grow(max(lengths), parts)
@@ -276,10 +275,10 @@ class RecallStore:
             self.positions, recalled = pad(held, (0, more), value=EMPTY), self.page_count * PAGE
             self.last_recalled = held.new_full((batch, kv_heads, recalled), EMPTY)
 
-    def _settle(self, device: torch.device) -> None:
+    def _settle(self, device: torch.device, dtype: torch.dtype) -> None:
         """Decide where tokens are ranked, for a model on this device. A file is read by the host alone."""
         if self.memory.folder is None:
-            self.device = kernels.recall_device(device)
+            self.device = kernels.recall_device(device, dtype)
         for each in (self.memory, *self.digests.both):
             each.reader = self.device
 

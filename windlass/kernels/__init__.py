@@ -83,9 +83,10 @@ def write_tokens(call: WriteInput) -> None:
         _recall_of(call.index).write_tokens(call)
 
 
-def recall_device(device: torch.device) -> torch.device:
-    """Where what a model on `device` evicts is ranked: there, if a kernel of it reads the host's memory."""
-    return device if _has_triton(device.type) else torch.device("cpu")
+def recall_device(device: torch.device, dtype: torch.dtype) -> torch.device:
+    """Where keys that a model on `device` evicts are ranked: there, if its kernels know them in the host's memory."""
+    is_known = _has_triton(device.type) and dtype in (torch.float32, torch.bfloat16, torch.float16)
+    return device if is_known else torch.device("cpu")
 
 
 def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":
