@@ -61,8 +61,8 @@ def test_tokens_are_written_and_chosen_without_a_question(name: str, moves: Move
     store = RecallStore(16, store_of(name).fresh(means), RecallMemory(None))
     positions = torch.arange(40, device="meta").expand(2, -1)
     for _ in range(80):
-        states = (torch.empty(2, 3, 40, width, device="meta", dtype=torch.bfloat16) for width in (8, 10))
-        index = store.append(*states, positions, (40, 37))
+        keys, values = (torch.empty(2, 3, 40, width, device="meta", dtype=torch.bfloat16) for width in (8, 10))
+        index = store.append(keys, values, positions, (40, 37))
         assert (index.device.type, index.shape) == ("meta", (2, 1, 40))
     assert store.lengths == (3200, 2960)
     found = store.choose(
