@@ -61,9 +61,16 @@ def moved(value: Any, on: str, is_hosted: bool = False) -> Any:
 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(
-    ("channels", "queries", "score_heads"), [(64, 1, 3), (10, 3, 1), (128, 2, 3), (288, 1, 1), (6, 7, 3)]
+    ("channels", "queries", "score_heads", "candidates"),
+    [
+        (64, 1, 3, 21),
+        (6, 7, 3, 33),
+        (10, 3, 1, 0),
+        pytest.param(10, 3, 1, 33, marks=pytest.mark.slow),
+        pytest.param(128, 2, 3, 21, marks=pytest.mark.slow),
+        pytest.param(288, 1, 1, 33, marks=pytest.mark.slow),
+    ],
 )
-@pytest.mark.parametrize("candidates", [0, 21, 33])
 def test_best_pages_are_those_of_the_reference(
     on: str, format: str, channels: int, queries: int, score_heads: int, candidates: int
 ) -> None:
