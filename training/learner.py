@@ -42,8 +42,8 @@ class Schedule:
 class Learner:
     """Changes the weights of `model`, step by step.
 
-    Source: Muon, Jordan 2024 (kellerjordan.github.io/posts/muon), as torch has it, or in float32, for the matrices; AdamW,
-    Loshchilov and Hutter 2017 (arXiv:1711.05101), for embeddings and norms.
+    Source: Muon, Jordan 2024 (kellerjordan.github.io/posts/muon), torch's or, in float32, ours, for the matrices;
+    AdamW, Loshchilov and Hutter 2017 (arXiv:1711.05101), for embeddings and norms.
     """
 
     def __init__(

@@ -85,21 +85,17 @@ class Pairing(Lesson):
     """Names and numbers, then the same pairs in another order: a number is to be found by its name alone.
 
     From a name and a digit to the sentences of the needles; in these alone, a small model goes on copying
-    any of the numbers for long. The other orders come `times` one after the other; `is_first`: a noun and a digit
-    alone.
+    any of the numbers for long.
     """
 
-    times: int = 1
-    is_first: bool = False
-
     def pieces(self, draw: random.Random, length: int, units: int) -> list[Piece]:
-        words = PAIRED[0] if self.is_first else draw.choice(PAIRED)
-        digits = 1 if self.is_first else draw.choice((1, 1, 2, 3, 7))
-        make = _noun if self.is_first or draw.random() >= 0.5 else keys.pair
+        words = draw.choice(PAIRED)
+        digits = draw.choice((1, 1, 2, 3, 7))
+        make = keys.pair if draw.random() < 0.5 else _noun
         names = keys.distinct(draw, make, min(2 + units, MOST_PAIRS))
         pairs = [(words.format(key=name), f" {keys.number(draw)[-digits:]}.") for name in names]
         made = [Piece("".join(key + number for key, number in pairs), GUESS)]
-        for key, number in (pair for _ in range(self.times) for pair in draw.sample(pairs, len(pairs))):
+        for key, number in draw.sample(pairs, len(pairs)):
             made += [Piece(key, GUESS), Piece(number, ANSWER, True)]
         return made
 
@@ -211,8 +207,6 @@ def lessons(books: Books) -> dict[str, Lesson]:
         "word_values": Exam(Hidden([None, books], ABOVE, value_kind="words")),
         "again": Exam(again),
         "pairs": Pairing(),
-        "first_pairs": Pairing(times=3, is_first=True),
-        "pairs_again": Pairing(times=3),
         "uuids": Exam(Hidden([None, books], RULER, "uuids", "uuids")),
         "several": Exam(several, HAYSTACK),
         "vt": Exam(lambda draw, _: vt.Variables(hops=draw.randint(1, 4)), answer=in_a_row, start=vt.BEFORE),

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <memory>
 #include <random>
 #include <string>
 #include <vector>
@@ -250,7 +251,7 @@ void try_decode(const std::string &set, std::mt19937 &g, const Case &c) {
     given.slot_positions[last] = -1;
     Attend call = given.call;
     call.near = {}, call.observed = nullptr, call.mass_rows = nullptr;
-    Decode decode(call, {}, false, kernels_of(set));
+    Decode decode(call, {}, false, Recall{}, kernels_of(set));
     std::int64_t written = -1;
     const std::int64_t position = last, next = last + 1;
     const std::vector<std::int32_t> before(given.slot_positions.begin(), given.slot_positions.end());
@@ -272,6 +273,94 @@ void try_decode(const std::string &set, std::mt19937 &g, const Case &c) {
     decode.step(step, scratch.data(), 2);
     expect(set + " decode's slot", double(written != last), 0);
     given.check(set, "decode");
+}
+
+// Words of keys in tiles of 16 tokens, and what the keys mean. Codes of int4: the channels of the first half are low.
+struct TiledKeys {
+    std::vector<std::uint32_t> words;
+    std::vector<std::uint16_t> scales;
+    std::vector<double> meant;  // (heads, tokens, channels)
+
+    TiledKeys(std::mt19937 &g, Format format, int heads, int tokens, int channels) : meant(std::size_t(heads) * tokens * channels) {
+        const int bytes = format == Format::float32 ? 4 * channels : format <= Format::float16 ? 2 * channels
+                          : format == Format::int8  ? channels
+                                                    : channels / 2;
+        words.resize(std::size_t(heads) * tokens * bytes / 4);
+        const Numbers floats = Numbers::random(g, format <= Format::float16 ? format : Format::float32, meant.size());
+        for (std::size_t at = 0; at < std::size_t(heads) * tokens; ++at) {
+            std::vector<std::uint8_t> row(bytes);
+            double *own = meant.data() + at * channels;
+            if (format <= Format::float16) {
+                std::copy_n(floats.bytes.begin() + at * bytes, bytes, row.begin());
+                std::copy_n(floats.meant.begin() + at * channels, channels, own);
+            } else {
+                scales.push_back(nearest_half(0.01 + 0.001 * (g() % 100)));
+                for (std::uint8_t &byte : row) byte = std::uint8_t(g());
+                for (int c = 0; c < channels; ++c) {
+                    const int code = format == Format::int8 ? std::int8_t(row[c])
+                                                            : (row[c % bytes] >> (c < bytes ? 0 : 4) & 15) - 8;
+                    own[c] = code * half(scales.back());
+                }
+            }
+            const std::size_t head = at / tokens, token = at % tokens, count = bytes / 4;
+            for (std::size_t w = 0; w < count; ++w)
+                std::memcpy(&words[((head * tokens / 16 + token / 16) * count + w) * 16 + token % 16], row.data() + 4 * w, 4);
+        }
+    }
+    BestPages::Piece piece(int tokens) const { return {words.data(), scales.empty() ? nullptr : scales.data(), tokens / 16}; }
+};
+
+// One query of each head: pages in the order of their largest products, with digests that promise most to every second.
+void try_recall(const std::string &set, std::mt19937 &g, Format format, int channels, bool has_digests) {
+    const int heads = 3, tokens = 992, pages = tokens / 8, room = 160, count = 20, bits = format == Format::int8 ? 8 : 4;
+    const int bytes = format == Format::float32 ? 4 * channels : format <= Format::float16 ? 2 * channels : channels * bits / 8;
+    const TiledKeys keys(g, format, heads, tokens, channels), largest(g, format, heads, room, channels), least(g, format, heads, room, channels);
+    const Numbers queries = Numbers::random(g, Format::float32, std::size_t(heads) * channels);
+    std::vector<float> asked(queries.meant.begin(), queries.meant.end()), kept(heads, -1.0f);
+    std::vector<std::int32_t> positions(tokens);
+    for (int i = 0; i < tokens; ++i) positions[i] = i % 7 ? i : -1;
+    const auto is_query = std::make_unique<bool[]>(1);
+    is_query[0] = true;
+    std::vector<std::int64_t> best(std::size_t(heads) * count);
+    std::vector<std::uint8_t> is_read(best.size() * 8);
+    BestPages call{};
+    call.batch = 1, call.kv_heads = call.score_heads = heads, call.queries_per_head = call.tokens = call.kept = 1;
+    call.channels = channels, call.words = bytes / 4, call.count = count, call.format = format;
+    call.queries = asked.data(), call.is_query = is_query.get(), call.pieces = {keys.piece(tokens)};
+    call.positions = positions.data(), call.kept_index = kept.data(), call.best = best.data(), call.is_read = is_read.data();
+    if (has_digests) call.digests = {{largest.piece(room), least.piece(room)}}, call.candidates = 64;
+    std::vector<float> scratch(call.scratch());
+    kernels_of(set).best_pages(call, scratch.data(), 2);
+    double off = 0, size = 0;
+    for (int head = 0; head < heads; ++head) {
+        std::vector<double> peaks(pages, -INFINITY), promised(pages);
+        std::vector<double> query(queries.meant.begin() + head * channels, queries.meant.begin() + (head + 1) * channels);
+        double step = 0;
+        for (double number : query) step = std::max(step, std::abs(number) / 127);
+        if (format > Format::float16)
+            for (double &number : query) number = std::nearbyint(number / step) * step;
+        for (int token = 0; token < tokens; ++token) {
+            double sum = 0;
+            for (int c = 0; c < channels; ++c) sum += query[c] * keys.meant[(std::size_t(head) * tokens + token) * channels + c];
+            if (positions[token] >= 0) peaks[token / 8] = std::max(peaks[token / 8], sum);
+        }
+        for (int page = 0; page < pages; ++page)
+            for (int c = 0; c < channels; ++c)
+                promised[page] += query[c] * (query[c] > 0 ? largest : least).meant[(std::size_t(head) * room + page) * channels + c];
+        std::vector<double> order(promised);
+        std::sort(order.rbegin(), order.rend());
+        std::vector<double> looked;
+        for (int page = 0; page < pages; ++page)
+            if (!has_digests || promised[page] >= order[63]) looked.push_back(peaks[page]);
+        std::sort(looked.rbegin(), looked.rend());
+        // Of a page that is chosen in another's place, how much less its product is.
+        for (int i = 0; i < count; ++i) {
+            off = std::max(off, std::abs(looked[i] - peaks[best[std::size_t(head) * count + i]]));
+            size = std::max(size, std::abs(looked[i]));
+        }
+    }
+    const std::string name = set + " best pages of format " + std::to_string(int(format)) + ", " + std::to_string(channels) + " channels";
+    expect(name + (has_digests ? ", by digests" : ""), off / size, 1e-5);
 }
 
 void try_linear(const std::string &set, std::mt19937 &g, Format format, Format float_format, int tokens, int in, int out) {
@@ -320,6 +409,8 @@ int main() {
                     ++checks;
                 }
                 if (format == float_format) try_decode(set, g, {format, float_format, 2, 3, 64, 32, 140, 1, INT32_MAX, true});
+                if (format == float_format || format > Format::float16)
+                    for (const int channels : {64, 40}) try_recall(set, g, format, channels, false), try_recall(set, g, format, channels, true);
                 for (int tokens : {1, 3, 16})
                     if (format != Format::int4) try_linear(set, g, format, float_format, tokens, 192, 77);
             }

@@ -14,6 +14,7 @@ from tests.helpers.novel import novel
 from training.__main__ import main
 from training.course import contexts_of
 from training.learner import Schedule, loss_of
+from training.muon import Muon, orthogonal
 from windlass.hf.load import load
 from windlass.testing import VOCABULARY
 
@@ -113,11 +114,14 @@ def test_a_run_may_get_longer_before_its_rate_falls(books: Path, started: Path, 
     assert steps == [(context, {"vt": 1.0, "novel": 1.0}, 1.0) for context in (96, 96, 48)]
 
 
-def test_the_loss_is_the_weighted_mean_over_the_tokens_that_are_predicted(plain_model: Models, text: Text):
+@pytest.mark.parametrize(("precision", "tolerance"), [(torch.bfloat16, 2e-3), (torch.float32, 1e-6)], ids=str)
+def test_the_loss_is_the_weighted_mean_over_the_tokens_that_are_predicted(
+    precision: torch.dtype, tolerance: float, plain_model: Models, text: Text
+):
     model = plain_model("llama")
     tokens = text(7, rows=2)
     parts = torch.tensor([[9.0, 0.0, 4.0, 0.3, 0.0, 1.0, 4.0], [9.0, 1.5, 0.0, 0.0, 0.3, 0.3, 1.0]])
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision is torch.bfloat16):
         logits = model(tokens[:, :-1]).logits.detach().double()
     total = weight = 0.0
     for row in range(2):
@@ -126,7 +130,41 @@ def test_the_loss_is_the_weighted_mean_over_the_tokens_that_are_predicted(plain_
             share = scores[tokens[row, place + 1]] / sum(scores)
             total -= float(parts[row, place + 1]) * math.log(share)
             weight += float(parts[row, place + 1])
-    assert loss_of(model, tokens, parts).item() == pytest.approx(total / weight, rel=2e-3)
+    assert loss_of(model, tokens, parts, precision).item() == pytest.approx(total / weight, rel=tolerance)
+
+
+@pytest.mark.parametrize("shape", [(12, 20), (20, 12), (7, 7)], ids=str)
+def test_muon_in_float32_steps_as_torchs_own_does_in_bfloat16(shape: tuple[int, int]):
+    draw = torch.Generator().manual_seed(3)
+    ours, theirs = (torch.nn.Parameter(torch.ones(shape)) for _ in range(2))
+    kinds = ((ours, Muon), (theirs, torch.optim.Muon))
+    pairs = [(matrix, kind([matrix], lr=0.1, momentum=0.9, weight_decay=0.3)) for matrix, kind in kinds]
+    for _ in range(4):
+        gradient = torch.randn(shape, generator=draw)
+        for matrix, optimizer in pairs:
+            matrix.grad = gradient.clone()
+            optimizer.step()
+    assert ours.dtype == torch.float32
+    assert (ours - theirs).norm() < 0.03 * (theirs - 1).norm()
+    assert not ours.equal(theirs)
+
+
+def test_what_muon_adds_is_nearly_orthogonal():
+    values = torch.linalg.svdvals(orthogonal(torch.randn(9, 30, generator=torch.Generator().manual_seed(4))))
+    assert values.min() > 0.6
+    assert values.max() < 1.3
+
+
+def test_a_run_in_float32_repeats_and_cannot_go_on_in_bfloat16(
+    books: Path, started: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    common = "--from", started, "--contexts", "48:2", "--batch-tokens", "96"
+    for folder in ("a", "b"):
+        assert run(books, tmp_path / folder, *common, "--precision", "float32") == 0
+    ours, again = weights(tmp_path / "a"), weights(tmp_path / "b")
+    assert all(tensor.equal(again[name]) for name, tensor in ours.items())
+    assert run(books, tmp_path / "a", *common) == 2
+    assert "was made with precision float32, not bfloat16" in capsys.readouterr().err
 
 
 def test_the_rate_rises_stays_and_falls():

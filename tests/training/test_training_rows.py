@@ -232,7 +232,7 @@ def test_books_get_plain_quotes(tmp_path: Path):
 def test_a_check_counts_the_answers_that_are_right_in_every_token(rows: Rows):
     model, _ = load(MODEL, "float32")
     known = replace(rows, mix=dict.fromkeys(("novel", "passkey_noise", "uuids"), 1.0))
-    shares = check(model, known, 200)
+    shares = check(model, known, 200, torch.bfloat16)
     assert shares.keys() == {"passkey_noise"}  # no questions, or no room for them
     assert shares["passkey_noise"] > 0.6  # false numbers mislead a model that knows none
 
