@@ -14,6 +14,8 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
 from tests.helpers.shares import APART
 from windlass import KVCache, Shares, UsageError, prompt_cache
+from windlass.cache import recall as recall_of_cache
+from windlass.core.limits import PAGE
 from windlass.policies import NAMES, Policy
 from windlass.policies.interfaces import Trained
 
@@ -265,3 +267,56 @@ def test_a_splice_that_would_lose_tokens_is_refused(attached_model: Models, text
     for mine, other in (caches, caches[::-1]):
         with pytest.raises(UsageError, match="make both with recall, or both without"):
             mine.splice(other)
+
+
+@pytest.mark.parametrize("store", ["plain", "int8"])
+def test_a_row_without_tokens_is_saved_spliced_and_joined(
+    attached_model: Models, text: Text, tmp_path: Path, store: str
+) -> None:
+    model = attached_model("llama")
+    ours, one = recalling(model, batch=2, recall_store=store), recalling(model, recall_store=store)
+    read(model, one, text(40), 13)
+    ours.put_row(0, one)
+    prompt_cache.save(ours, tmp_path / "text.cache", model)
+    loaded = prompt_cache.load(tmp_path / "text.cache", model)
+    assert [layer.table.recall.lengths for layer in loaded.layers if layer.table.recall] == [(40, 0)] * 2
+    joined = recalling(model, batch=2, recall_store=store)
+    joined.splice(ours, source=1, row=0)
+    joined.splice(ours, source=0, row=1)
+    assert [layer.table.recall.lengths for layer in joined.layers if layer.table.recall] == [(0, 40)] * 2
+    for cache in (loaded, joined.select_rows(torch.tensor([1, 0])) or joined):
+        for layer, other in zip(cache.layers, one.layers, strict=True):
+            mine, its = layer.table.recall, other.table.recall
+            assert mine is not None
+            assert its is not None
+            for name, part in mine.memory.filled(40).items():
+                assert part[:1].equal(its.memory.filled(40)[name])
+
+
+def test_many_tokens_are_taken_over_bit_by_bit(
+    attached_model: Models, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recall_of_cache, "MOVED", 37)
+    model = attached_model("llama")
+    cache, other = (recalling(model, batch=2, recall_store="int8") for _ in range(2))
+    mask = torch.ones(2, 120, dtype=torch.bool)
+    mask[1, :50] = False
+    with torch.no_grad():
+        model(text(120, 2), attention_mask=mask, past_key_values=cache)
+    prompt_cache.save(cache, tmp_path / "text.cache", model)
+    loaded = prompt_cache.load(tmp_path / "text.cache", model)
+    other.splice(cache, source=1, row=0)
+    other.splice(cache, source=0, row=1)
+    other.select_rows(torch.tensor([1, 0]))
+    for layers in zip(cache.layers, loaded.layers, other.layers, strict=True):
+        stores = [layer.table.recall for layer in layers]
+        truth, *rest = [each for each in stores if each is not None]
+        for mine in rest:
+            assert mine.lengths == truth.lengths == (120, 70)
+            for row, length in enumerate(truth.lengths):
+                memories = (mine.memory, truth.memory), *zip(mine.digests.both, truth.digests.both, strict=True)
+                for (ours, its), count in zip(memories, (length, length // PAGE, length // PAGE), strict=True):
+                    for name, part in its.filled(count).items():
+                        assert ours.filled(count)[name][row].equal(part[row]), name
+                assert mine.positions[row, :length].equal(truth.positions[row, :length])
+        assert rest[0].codec.slots == 1  # and not the whole text once more

@@ -100,7 +100,7 @@ def _put_slots(mine: SlotLayer, row: int, theirs: SlotLayer, source: int, batch:
     mine.history = mine.history._replace(has_evicted=mine.history.has_evicted or theirs.history.has_evicted)
     if mine.table.recall is not None and theirs.table.recall is not None:
         mine.table.recall.clear_row(row)
-        mine.table.recall.join(theirs.table.recall, source, row, 0, batch)
+        mine.table.recall.join(theirs.table.recall, source, row, 0, batch, theirs.table.positions.device)
     mine.table.count()
 
 

@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from windlass import kernels
 from windlass.cache.recall_digests import NOWHERE, PageDigests
-from windlass.cache.recall_memory import RecallMemory, Segment
+from windlass.cache.recall_memory import POSITIONS, RECALL, RecallMemory, Segment
 from windlass.core.limits import PAGE
 from windlass.core.recall import PageInput, RecallPiece, TiledKeys, tokens_of
 from windlass.core.rotary_index import EMPTY
@@ -25,10 +25,9 @@ from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Sc
 from windlass.stores.base import Parts, Store
 
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
-RECALL: Final = "recall."  # begins the names of its tensors, among all of a layer's
-POSITIONS: Final = "positions"
 CANDIDATES: Final = 256  # pages of the best digests, which are looked at token by token; more where more are recalled
 DISTANCE: Final = 128  # at which queries look for tokens, whatever their own distance
+MOVED: Final = 4096  # tokens that are taken over at once
 DECIDING: Final = 16  # the newest queries of a step, which decide what all of its queries recall
 
 
@@ -43,7 +42,7 @@ class Recalled(NamedTuple):
 class RecallStore:
     """All tokens of a layer's rows, by the number of tokens that were written to the row before each.
 
-    `tokens` are recalled in a step at most. `codec` says how they are held, in memory or in a file of `folder`.
+    `tokens` are recalled in a step at most. `codec` says how they are held in `memory`.
     """
 
     def __init__(self, tokens: int, codec: Store, memory: RecallMemory) -> None:
@@ -102,10 +101,9 @@ class RecallStore:
         """What a recorded step finds here: other tensors once it would not."""
         return [] if self.is_empty else [self.positions, self.ends]
 
-    @property
-    def has_room(self) -> bool:
-        """Whether there is memory for one token more of each row."""
-        return self.is_empty or max(self.lengths) < self.memory.capacity
+    def has_room(self, counts: Sequence[int]) -> bool:
+        """Whether there is memory for so many tokens more of each row."""
+        return self.is_empty or max(map(operator.add, self.lengths, counts)) <= self.memory.capacity
 
     def count_recorded(self, lengths: Sequence[int]) -> None:
         """Have these lengths, which the device knows: a recorded step has changed them, or has not yet."""
@@ -175,26 +173,27 @@ class RecallStore:
             self.positions[rows] = change(now).to(torch.int32).where(now >= 0, EMPTY)[:, 0]
             self.last_recalled[rows] = EMPTY
 
-    def join(self, other: RecallStore, source: int, row: int, at: int, batch: int) -> int:
+    def join(self, other: RecallStore, source: int, row: int, at: int, batch: int, device: torch.device) -> int:
         """Append row `source` of another store to one of `batch` rows, as text that goes on at position `at`.
 
-        Returns the index it begins at. What the other store holds in another way is converted once.
+        Returns the index it begins at. `device` is the model's. What is held in another way there is converted once.
         """
-        length, parts = other.lengths[source], other.memory.filled(other.lengths[source])
-        parts = {name: part[source : source + 1].to(other.device) for name, part in parts.items()}
-        theirs = other.codec.over(parts)
-        if self.is_empty:
-            self._settle(other.device, other.codec.layout[2])
-            self.codec.allocate(theirs.keys()[:, :, :1], theirs.values()[:, :, :1], 1)
-            self.lengths = (0,) * batch
-        if not self.codec.is_compatible(other.codec):
-            parts = self.codec.parts_of(theirs.keys(), theirs.values())
-        start = self.lengths[row]
-        parts = {name: part.to(self.device).expand(batch, -1, -1, -1) for name, part in parts.items()}
-        self._grow(start + length, parts)
-        positions = other.positions[source : source + 1, :length].to(self.device)
-        self._put_row(row, start, parts, (positions + at).where(positions >= 0, EMPTY))
-        self.lengths = tuple(each + length * (index == row) for index, each in enumerate(self.lengths))
+        length, start = other.lengths[source] if other.lengths else 0, 0 if self.is_empty else self.lengths[row]
+        parts = other.memory.filled(length) if length else {}
+        for first in range(0, length, MOVED):
+            here = slice(first, min(first + MOVED, length))
+            held = {name: part[source : source + 1, :, here].to(other.device) for name, part in parts.items()}
+            theirs = other.codec.over(held)
+            if self.is_empty:
+                self._settle(device, other.codec.layout[2])
+                keys, values = (each[:, :, :1].to(self.device) for each in (theirs.keys(), theirs.values()))
+                self.codec.allocate(keys, values, 1)
+                self.lengths = (0,) * batch
+            if not self.codec.is_compatible(other.codec):
+                held = self.codec.parts_of(theirs.keys().to(self.device), theirs.values().to(self.device))
+            positions, ends = other.positions[source : source + 1, here], [*self.lengths]
+            ends[row] += here.stop - first
+            self._put_rows(held, (positions + at).where(positions >= 0, EMPTY), ends)
         return start
 
     def select_rows(self, rows: Tensor) -> None:
@@ -236,23 +235,21 @@ class RecallStore:
         """Hold what `tensors` gave, of rows of these lengths; other names are ignored. Nothing was written before."""
         own = {name.removeprefix(RECALL): each for name, each in tensors.items() if name.startswith(RECALL)}
         positions = own.pop(POSITIONS)
-        self.codec.restore(own)
-        self._settle(positions.device, self.codec.layout[2])
-        positions, own = positions.to(self.device), {name: each.to(self.device) for name, each in own.items()}
-        self.codec.restore(own)
         parts = {name: each for name, each in own.items() if name not in self.codec.constant_names}
-        self._grow(max(lengths), parts)
+        own |= {name: part[:, :, :1].clone() for name, part in parts.items()}  # as much as `append` allocates
+        self.codec.restore({name: each.to(positions.device) for name, each in own.items()})
+        self._settle(positions.device, self.codec.layout[2])
+        self.codec.restore({name: each.to(self.device) for name, each in own.items()})
         self.lengths = (0,) * len(lengths)
-        for row, length in enumerate(lengths):
-            held = {name: part[:, :, :length] for name, part in parts.items()}
-            self._put_row(row, 0, held, positions[row : row + 1, :length])
-        self.lengths = tuple(lengths)
+        for first in range(0, max(lengths), MOVED):
+            here = slice(first, min(first + MOVED, max(lengths)))
+            ends = [min(length, here.stop) for length in lengths]
+            self._put_rows({name: part[:, :, here] for name, part in parts.items()}, positions[:, here], ends)
 
     def allocated(self) -> list[Tensor]:
         """All that takes memory: the host's, a file's, or the device's."""
-        memories = self.memory, *self.digests.both
-        parts = [part for each in memories for segment in each.segments for part in segment.parts.values()]
-        return [self.positions, self.last_recalled, *parts]
+        segments = (segment for each in (self.memory, *self.digests.both) for segment in each.segments)
+        return [self.positions, self.last_recalled, *(part for each in segments for part in each.parts.values())]
 
     def pieces(self) -> tuple[RecallPiece, ...]:
         """Keys and values of all segments, the same ones as long as the memory is."""
@@ -282,11 +279,15 @@ class RecallStore:
         for each in (self.memory, *self.digests.both):
             each.reader = self.device
 
-    def _put_row(self, row: int, start: int, parts: Parts, positions: QueryPositions) -> None:
-        """Write tokens of one row, at `start` and after it; `parts` have all rows."""
-        index = torch.full((len(self.lengths), positions.shape[1]), NOWHERE, device=self.device)
-        index[row] = torch.arange(start, start + positions.shape[1], device=self.device)
-        self._put(index, parts, positions.expand(len(index), -1))
+    def _put_rows(self, parts: Parts, positions: QueryPositions, ends: Sequence[int]) -> None:
+        """Write the first of some tokens behind those of each row, up to `ends`; one row of them stands for all."""
+        batch, count = len(ends), positions.shape[1]
+        held = {name: part.to(self.device).expand(batch, -1, -1, -1) for name, part in parts.items()}
+        self._grow(max(ends), held)
+        starts, stops = (torch.tensor(each, device=self.device)[:, None] for each in (self.lengths, list(ends)))
+        index = starts + torch.arange(count, device=self.device)
+        self._put(index.where(index < stops, NOWHERE), held, positions.to(self.device).expand(batch, -1))
+        self.lengths = self._ended = tuple(ends)
 
     def _put(self, index: Tensor, parts: Parts, positions: QueryPositions) -> None:
         """Write tokens at (batch, tokens) `index`, which follow those of their row; asks nothing of the device."""

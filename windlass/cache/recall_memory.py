@@ -20,6 +20,15 @@ from windlass.stores.base import Parts
 PIECE: Final = 1024  # tokens of the first segment
 
 
+RECALL: Final = "recall."  # begins the names of a recall store's tensors, among all of a layer's
+POSITIONS: Final = "positions"
+
+
+def is_moved_later(name: str) -> bool:
+    """Whether `RecallStore.load` takes a tensor of this name wherever it lies, as it may be larger than a device is."""
+    return name.startswith(RECALL) and name != RECALL + POSITIONS
+
+
 class Segment(NamedTuple):
     """The tokens from `start` up to `stop` of each row, as parts (batch, kv_heads, stop - start, width).
 

@@ -26,8 +26,10 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     Raises: UsageError in a text with pictures, and under a sparse attention that picks slots.
     """
     table, recall = asked.table, asked.table.recall
-    # A graph serves steps before and after the first eviction: until then all that it finds is in slots.
-    if recall is None or not (asked.step.is_captured or recall.is_needed(table.occupancy_bound)):
+    # A graph serves steps before and after the first eviction: until then all that it finds is in slots. The step that
+    # comes before a graph is recorded recalls as well, so that all kernels are there.
+    is_recorded = asked.step.is_captured or asked.step.graph_headroom > 0
+    if recall is None or not (is_recorded or recall.is_needed(table.occupancy_bound)):
         return view
     if view.places is not None or asked.call.picker is not None:
         what = "a text with pictures" if view.places is not None else "sparse attention that picks tokens"
@@ -41,7 +43,7 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     parts, positions = chosen.parts, chosen.positions.to(view.positions.device)
     if not table.store.is_alike(recall.codec):
         found = recall.codec.over(parts)
-        parts = table.store.parts_of(found.keys(), found.values())
+        parts = table.store.parts_of(*(each.to(positions.device) for each in (found.keys(), found.values())))
     count = positions.shape[-1]
     index = kernels.first_free(table.positions, count)
     table.store.put(index, {name: part.to(positions.device) for name, part in parts.items()})

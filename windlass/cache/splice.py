@@ -96,7 +96,9 @@ def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at:
     keys, values = (states.expand(batch, -1, -1, -1) for states in theirs.store.read(source, order))
     begins: Parts = {}
     if mine.table.recall is not None and theirs.table.recall is not None:
-        index = state[TOKEN_INDEX] + mine.table.recall.join(theirs.table.recall, source, row, at, batch)
+        index = state[TOKEN_INDEX] + mine.table.recall.join(
+            theirs.table.recall, source, row, at, batch, theirs.table.positions.device
+        )
         begins[TOKEN_INDEX] = index.expand(batch, -1, -1)
     slots = append(mine, keys, values, positions.where(is_row, EMPTY), begins)
     is_alike = mine.store.is_compatible(theirs.store)  # else keys and values were converted, once

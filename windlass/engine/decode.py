@@ -183,7 +183,7 @@ class Decoder:
             self._fall_back("its rotary tables change with the length of the text")
             return False
         key = GraphKey.of(cache)
-        grows = any(map(grows_next, cache.layers))
+        grows = any(grows_next(layer, lengths) for layer in cache.layers)
         if grows or not key.is_like(self._captured_key):
             if grows or not key.is_like(self._warm_key):
                 self._step(lengths, None, is_last=False)

@@ -87,11 +87,11 @@ def tensors_of(layer: SlotLayer) -> list[Tensor]:
     return [*layer.tensors().values(), *([] if recall is None else recall.step_tensors)]
 
 
-def grows_next(layer: SlotLayer) -> bool:
-    """Whether a step of one token needs more memory than the layer has."""
+def grows_next(layer: SlotLayer, counts: Sequence[int]) -> bool:
+    """Whether a step of so many tokens of each row, one at most, needs more memory than the layer has."""
     table = layer.table
     is_full = layer.budget is None and table.occupancy_bound >= table.slots
-    return is_full or (table.recall is not None and not table.recall.has_room)
+    return is_full or (table.recall is not None and not table.recall.has_room(counts))
 
 
 def is_ranked_by_host(layer: SlotLayer) -> bool:

@@ -21,6 +21,7 @@ from windlass.cache.compress import budgets_apart
 from windlass.cache.options import CacheOptions
 from windlass.cache.picture_edits import has_places
 from windlass.cache.policy_spec import policy_of
+from windlass.cache.recall_memory import is_moved_later
 from windlass.cache.recall_options import recall_folder_of
 from windlass.cache.rows import RowTable
 from windlass.core.check import check_kind
@@ -128,7 +129,8 @@ def load(
     tensors = cut(heads, tensors)
     cache = _empty_cache(model, options, tensors)
     for plan in plans:
-        held = {name: tensors[plan.prefix + name].to(cache.device) for name in plan.layouts}
+        held = {name: tensors[plan.prefix + name] for name in plan.layouts}
+        held = {name: part if is_moved_later(name) else part.to(cache.device) for name, part in held.items()}
         rules = replace(plan.rules, policy=across_ranks(plan.rules.policy, heads))
         cache.layers[plan.index].load(held, rules, plan.note.has_evicted, contents.standing["tokens_seen"])
     if contents.has_states:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from windlass.cache.options import CacheOptions
-from windlass.cache.recall import RECALL
 from windlass.cache.recall import TOKEN_INDEX as TOKEN_INDEX_STATE
+from windlass.cache.recall_memory import RECALL
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.places import PLACES

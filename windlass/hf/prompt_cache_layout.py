@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from windlass.cache.leaves import leaves_of
 from windlass.cache.options import CacheOptions
-from windlass.cache.recall import RECALL
+from windlass.cache.recall_memory import RECALL
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.errors import UsageError

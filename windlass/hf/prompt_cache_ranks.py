@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass.cache.cache import TextCache
-from windlass.cache.recall import RECALL
+from windlass.cache.recall_memory import RECALL
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.errors import PromptCacheError, UsageError
 from windlass.core.rotary_index import EMPTY

@@ -101,14 +101,20 @@ def read_tokens(call: ReadInput) -> Tensor:
 
 def write_tokens(call: WriteInput) -> None:
     """Overwrite the rows at `index`; asks nothing of the device."""
-    _, kv_heads, _, width = call.rows.shape
-    start = 0
+    if not call.index.shape[1]:
+        return
+    rows, start = call.rows.transpose(1, 2), 0  # (batch, tokens, kv_heads, width)
+    batch = torch.arange(len(rows), device=rows.device)[:, None]
     for piece in call.pieces:
-        held = piece.transpose(3, 4).flatten(2, 3) if call.is_tiled else piece
-        size, at = held.shape[2], call.index - start
-        at = at.where((at >= 0) & (at < size), size)[:, None, :, None].expand(-1, kv_heads, -1, width)
-        written = pad(held, (0, 0, 0, 1)).scatter(2, at, call.rows)[:, :, :size]  # with a place for all others
-        piece.copy_(written.unflatten(2, (-1, TILE)).transpose(3, 4) if call.is_tiled else written)
+        held = piece.permute(0, 2, 4, 1, 3) if call.is_tiled else piece.transpose(1, 2)
+        size, at = held.shape[1] * (TILE if call.is_tiled else 1), call.index - start
+        # In the place of what is elsewhere a token of this piece is written again; where there is none, what is there.
+        is_here = (at >= 0) & (at < size)
+        is_any, one = is_here.any(1, keepdim=True), is_here.int().argmax(1, keepdim=True)
+        at = at.where(is_here, at.gather(1, one)).where(is_any, 0)
+        place = (batch, at // TILE, at % TILE) if call.is_tiled else (batch, at)
+        new = rows.where(is_here[..., None, None], rows.take_along_dim(one[..., None, None], 1))
+        held[place] = new.where(is_any[..., None, None], held[place])
         start += size
 
 

@@ -123,7 +123,8 @@ class Store(ABC):
         Both stores must be allocated. Compares constants, so it waits for the device.
         """
         return type(other) is type(self) and all(
-            self._constants[name].equal(other._constants[name]) for name in self.constant_names
+            self._constants[name].equal(other._constants[name].to(self._constants[name].device))
+            for name in self.constant_names
         )
 
     def is_alike(self, other: "Store") -> bool:

@@ -112,7 +112,7 @@ def write_tokens(call: WriteInput) -> None:
 
 def _runs(index: list[int]) -> Iterator[tuple[int, int]]:
     """From where to where each number is the one before it and one more; negative ones are left out."""
-    if index[0] >= 0 and index == list(range(index[0], index[0] + len(index))):
+    if index and index[0] >= 0 and index == list(range(index[0], index[0] + len(index))):
         yield 0, len(index)
         return
     first = 0
