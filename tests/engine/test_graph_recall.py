@@ -13,6 +13,7 @@ from tests.helpers.tape import Tape
 from windlass import H2O, TOVA, KeyDiff, KVCache, Sampling, SnapKV, kernels
 from windlass.cache import cache as memory_of_cache
 from windlass.cache import recall
+from windlass.cache.recall import Recalled, RecallStore
 from windlass.cache.recall_memory import RecallMemory
 from windlass.core.limits import PAGE
 from windlass.engine import generate as engine
@@ -20,6 +21,7 @@ from windlass.engine.decode import Decoder
 from windlass.engine.graph import CudaGraph
 from windlass.engine.sampler import Sampler
 from windlass.hf.decoder_layers import FewTokensLayer
+from windlass.stores.spec import store_of
 from windlass.testing import tiny_model
 
 SAMPLED = Sampling(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.3, seed=5)
@@ -80,9 +82,18 @@ def test_a_recall_store_grows_between_two_recordings(
     assert {len(layer.table.recall.memory.segments) for layer in caches[0].layers if layer.table.recall} == {2}
 
 
-def test_what_is_recorded_before_anything_can_be_recalled_recalls_later(attached_model: Models, text: Text) -> None:
+def test_what_is_recorded_before_anything_can_be_recalled_recalls_later(
+    attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The longest row has ended, so nothing was evicted yet when the step is recorded that is replayed from then on."""
     model, tape, caches, written = attached_model("llama"), Tape(), [], []
+    choose, recordings = RecallStore.choose, list[int]()
+
+    def counted(store: RecallStore, *asked: torch.Tensor) -> Recalled:
+        recordings.append(tape.captured)
+        return choose(store, *asked)
+
+    monkeypatch.setattr(RecallStore, "choose", counted)
     prompts = [text(24)[0].tolist(), text(23, seed=4)[0].tolist()]
     for graph in (tape, None):
         cache = KVCache(model, budget=24, batch=2, recall=8, recall_store="plain", policy=KeyDiff(), rollback=0)
@@ -92,6 +103,8 @@ def test_what_is_recorded_before_anything_can_be_recalled_recalls_later(attached
             written.append(decoder.next_tokens()[1])
             decoder.advance([False, step < 15], step == 15)
         caches.append(cache)
+        # In the step before the recording, too, so that a device has all kernels by then.
+        assert graph is None or recordings == [0] * (2 * len(cache.layers))
     assert written[:16] == written[16:]
     assert tape.captured == 1
     for layer, other in zip(*(cache.layers for cache in caches), strict=True):
@@ -99,6 +112,15 @@ def test_what_is_recorded_before_anything_can_be_recalled_recalls_later(attached
         is_held = (layer.positions >= 0)[..., None]
         assert (layer.store.keys() * is_held).equal(other.store.keys() * is_held)
     same_recalled(caches, 0)
+
+
+def test_there_is_room_for_the_rows_that_write() -> None:
+    store = RecallStore(8, store_of("plain").fresh(None), RecallMemory(None))
+    keys, positions = torch.zeros(2, 3, 1024, 4), torch.arange(1024).expand(2, -1).clone()
+    positions[1, 9:] = -1
+    store.append(keys, keys, positions, (1024, 9))
+    assert store.has_room((0, 1))
+    assert not store.has_room((1, 1))
 
 
 def same_recalled(caches: list[KVCache], candidates: int) -> None:
