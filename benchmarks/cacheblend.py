@@ -86,6 +86,7 @@ def _masked(layers: Sequence[nn.Module], masks: Sequence[Tensor]) -> Iterator[No
     """While it lasts, the first layer is given the first mask, and the others the second."""
 
     def given(mask: Tensor) -> Any:
+        # A pre-hook is given the arguments of its module, whatever they are.
         return lambda _, args, kwargs: (args, {**kwargs, "attention_mask": mask})
 
     handles = [

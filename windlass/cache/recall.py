@@ -116,11 +116,8 @@ class RecallStore:
         (batch, score_heads, slots) are the indices of the tokens in slots, negative in the others.
         """
         keys = tuple(piece.keys for piece in self.pieces())
-        text = self.positions, kept, self.page_count
-        asked = PageInput(
-            queries, is_query, keys, *text, self.digests.tiled() if self.candidates else (), self.candidates
-        )
-        best = kernels.best_pages(asked)
+        text, digests = (self.positions, kept, self.page_count), self.digests.tiled() if self.candidates else ()
+        best = kernels.best_pages(PageInput(queries, is_query, keys, *text, digests, self.candidates))
         index = tokens_of(best.pages)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
         positions = self.last_recalled.copy_(positions.where(best.is_read, EMPTY))
@@ -193,7 +190,7 @@ class RecallStore:
                 held = self.codec.parts_of(theirs.keys().to(self.device), theirs.values().to(self.device))
             positions, ends = other.positions[source : source + 1, here], [*self.lengths]
             ends[row] += here.stop - first
-            self._put_rows(held, (positions + at).where(positions >= 0, EMPTY), ends)
+            self._put_rows(held, (positions + at).where(positions >= 0, EMPTY), ends, start + length)
         return start
 
     def select_rows(self, rows: Tensor) -> None:
@@ -244,7 +241,8 @@ class RecallStore:
         for first in range(0, max(lengths), MOVED):
             here = slice(first, min(first + MOVED, max(lengths)))
             ends = [min(length, here.stop) for length in lengths]
-            self._put_rows({name: part[:, :, here] for name, part in parts.items()}, positions[:, here], ends)
+            held = {name: part[:, :, here] for name, part in parts.items()}
+            self._put_rows(held, positions[:, here], ends, max(lengths))
 
     def allocated(self) -> list[Tensor]:
         """All that takes memory: the host's, a file's, or the device's."""
@@ -279,11 +277,11 @@ class RecallStore:
         for each in (self.memory, *self.digests.both):
             each.reader = self.device
 
-    def _put_rows(self, parts: Parts, positions: QueryPositions, ends: Sequence[int]) -> None:
-        """Write the first of some tokens behind those of each row, up to `ends`; one row of them stands for all."""
+    def _put_rows(self, parts: Parts, positions: QueryPositions, ends: Sequence[int], room: int) -> None:
+        """Write tokens behind those of each row, up to its end; one row stands for all. `room`: tokens to come in all."""
         batch, count = len(ends), positions.shape[1]
         held = {name: part.to(self.device).expand(batch, -1, -1, -1) for name, part in parts.items()}
-        self._grow(max(ends), held)
+        self._grow(room, held)
         starts, stops = (torch.tensor(each, device=self.device)[:, None] for each in (self.lengths, list(ends)))
         index = starts + torch.arange(count, device=self.device)
         self._put(index.where(index < stops, NOWHERE), held, positions.to(self.device).expand(batch, -1))
