@@ -278,7 +278,7 @@ class RecallStore:
             each.reader = self.device
 
     def _put_rows(self, parts: Parts, positions: QueryPositions, ends: Sequence[int], room: int) -> None:
-        """Write tokens behind those of each row, up to its end; one row stands for all. `room`: tokens to come in all."""
+        """Write tokens behind those of each row, up to its end; one row stands for all. `room`: of all tokens."""
         batch, count = len(ends), positions.shape[1]
         held = {name: part.to(self.device).expand(batch, -1, -1, -1) for name, part in parts.items()}
         self._grow(room, held)
