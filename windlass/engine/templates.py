@@ -15,6 +15,7 @@ from typing import Literal
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError
+from windlass.engine.template_forms import rendered
 
 Message = dict[str, str]  # of `role` (system, user or assistant) and `content`
 Standing = Literal["bare", "user", "reply"]
@@ -101,7 +102,7 @@ def _rendered(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -
     if not has_template(tokenizer):
         raise UsageError("this model has no chat template; leave --system out, or choose a model made for chat")
     try:
-        return str(tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True))
+        return rendered(tokenizer, [dict(each) for each in messages])[0]
     except Exception as error:  # a template is a program of the model's authors, and raises what it likes
         gist = " ".join(str(error).split()) or type(error).__name__
         raise UsageError(

@@ -6,13 +6,23 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from windlass.core.check import shown
+from windlass.serve.assistant import assistant_message
 from windlass.serve.errors import BadField
 from windlass.serve.fields import Check, listed, mapping, one_of, record, text
 from windlass.serve.settings import RequestLimits
 
 CHUNK: Final = "chunk"
 TEXTS: Final = ("text", CHUNK)  # types of a part of a message
-ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+ROLES: Final = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+INERT: Final = ("annotations", "cache_control", "id", "index", "logprobs")  # of a message and a part, dropped
+OF_RESULTS: Final = ("name", "tool_call_id")  # of a message of a tool; all others are dropped
 
 
 Messages = Iterable[Mapping[str, Any]]
@@ -40,34 +50,34 @@ def chunks_of(messages: Messages) -> list[Chunk]:
 
 
 def messages(limits: RequestLimits) -> Check:
-    """A check for a list of messages. The content of each becomes a tuple of texts and chunks; see `written`."""
+    """A check for a list of messages. The content of each becomes a tuple of texts and chunks; see `written`.
+
+    A message of the system or the user has the fields that are known, or is refused. One of the assistant or a tool
+    has been sent back, and what is not known of it is dropped.
+    """
     string = text(limits.characters)
-    function = record({"name": text(64), "arguments": string}, needed=("name", "arguments"))
-    call = record({"id": text(256), "type": one_of(("function",)), "function": function}, needed=("function",))
-    checks: dict[str, Check] = {
-        "role": one_of(tuple(ROLES)),
-        "content": lambda name, value: _content(name, value, string),
-        "name": text(256),
-        "tool_calls": listed(call, limits.tools),
-        "tool_call_id": text(256),
-        "reasoning_content": string,
-    }
-    one = record(checks, needed=("role",))
+    asked = record({"content": lambda name, value: _content(name, value, string), "name": text(256)}, ("content",))
 
     def check(name: str, value: Any) -> dict[str, Any]:
-        given: dict[str, Any] = one(name, value)
-        role = given["role"] = ROLES[given["role"]]
-        if "tool_calls" in given and role != "assistant":
-            raise BadField(f"{name}.tool_calls", f"is for messages of the assistant, not of role {role}")
-        if "tool_call_id" in given and role != "tool":
+        given = mapping(name, value)
+        if given.get("role") is None:
+            raise BadField(f"{name}.role", "is missing", "missing_required_parameter")
+        role = ROLES[one_of(tuple(ROLES))(f"{name}.role", given["role"])]
+        if role == "assistant":
+            found = assistant_message(name, given)
+            listed(mapping, limits.tools)(f"{name}.tool_calls", found.get("tool_calls", []))
+            return {**found, "content": _content(f"{name}.content", found["content"], string)}
+        if role == "tool":
+            result = _result(f"{name}.content", given.get("content"), string)
+            named = {field: given[field] for field in OF_RESULTS if isinstance(given.get(field), str)}
+            return {"role": role, **named, "content": result}
+        for field in ("tool_calls", "reasoning_content"):
+            if given.get(field) is not None:
+                raise BadField(f"{name}.{field}", f"is for messages of the assistant, not of role {role}")
+        if given.get("tool_call_id") is not None:
             raise BadField(f"{name}.tool_call_id", f"is for messages of role tool, not {role}")
-        if "reasoning_content" in given and role != "assistant":
-            raise BadField(f"{name}.reasoning_content", f"is for messages of the assistant, not of role {role}")
-        if "content" not in given and "tool_calls" not in given:
-            raise BadField(f"{name}.content", "is missing", "missing_required_parameter")
-        for at, each in enumerate(given.get("tool_calls", [])):
-            each["function"]["arguments"] = _arguments(f"{name}.tool_calls.{at}.function.arguments", each)
-        return {"content": (), **given}
+        known = {field: one for field, one in given.items() if field not in ("role", *INERT)}
+        return {"role": role, **asked(name, known)}
 
     def check_all(name: str, value: Any) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = listed(check, limits.messages, least=1)(name, value)
@@ -83,26 +93,29 @@ def messages(limits: RequestLimits) -> Check:
 
 
 def _content(name: str, value: Any, string: Check) -> tuple[str | Chunk, ...]:
-    """What a message has, out of one string or parts."""
+    """The texts and chunks of a message, out of one string or parts."""
     if isinstance(value, str):
         return (str(string(name, value)),)
     if not isinstance(value, list):
         raise BadField(name, f"must be a string or a list of parts, got {shown(value)}")
     found: list[str | Chunk] = []
     for at, part in enumerate(value):
+        if isinstance(part, str):
+            found.append(str(string(f"{name}.{at}", part)))
+            continue
         kind = mapping(f"{name}.{at}", part).get("type")
         if kind not in TEXTS:
             raise BadField(f"{name}.{at}.type", f"must be text or chunk, got {shown(kind)}", "unsupported_parameter")
-        given = str(record({"type": text(16), "text": string}, needed=("text",))(f"{name}.{at}", part)["text"])
+        known = {field: one for field, one in part.items() if field not in INERT}
+        given = str(record({"type": text(16), "text": string}, needed=("text",))(f"{name}.{at}", known)["text"])
         if kind == CHUNK and not given:
             raise BadField(f"{name}.{at}.text", "of a chunk must have some text")
         found.append(Chunk(given) if kind == CHUNK else given)
     return tuple(found)
 
 
-def _arguments(name: str, call: dict[str, Any]) -> Any:
-    """A call's arguments as an object, which templates write as they like to have them."""
-    try:
-        return mapping(name, json.loads(call["function"]["arguments"] or "{}"))
-    except (ValueError, RecursionError):
-        raise BadField(name, "must be an object of JSON, written as a string") from None
+def _result(name: str, value: Any, string: Check) -> tuple[str | Chunk, ...]:
+    """The content of a tool's message: nothing for null, and JSON for what is neither a string nor parts."""
+    if value is None:
+        return ()
+    return _content(name, value if isinstance(value, str | list) else json.dumps(value, ensure_ascii=False), string)

@@ -1,5 +1,6 @@
 """Between text and tokens, for threads beside the event loop: a long text takes seconds."""
 
+import logging
 import re
 import secrets
 from collections.abc import Mapping, Sequence
@@ -7,17 +8,20 @@ from dataclasses import dataclass, replace
 from inspect import signature
 from threading import Lock
 from types import MappingProxyType
-from typing import Any
+from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.check import shown
 from windlass.engine.stop import Stops, stops_of
+from windlass.engine.template_forms import rendered
 from windlass.engine.templates import has_template, without_start
 from windlass.engine.text import INCOMPLETE, encode
 from windlass.serve.errors import ApiError, BadField
 from windlass.serve.messages import Chunk, Messages, chunks_of, written
 from windlass.serve.thoughts import CLOSE, OPEN
+
+LOG: Final = logging.getLogger("windlass.serve")
 
 
 @dataclass(frozen=True)
@@ -48,7 +52,7 @@ class Words:
         own = tokenizer.eos_token_id
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self.ends = tuple(ends) or (() if own is None else (int(own),))
-        self._lock = Lock()
+        self._lock, self._told = Lock(), set[str]()
         # The first call may change settings of the tokenizer; while others decode with it, it could not.
         encode(tokenizer, "a", True)
 
@@ -134,10 +138,7 @@ class Words:
         try:
             source = self.tokenizer.get_chat_template(tools=given)
             _check_variables(variables, source)
-            text = self.tokenizer.apply_chat_template(
-                messages, tools=given, tokenize=False, add_generation_prompt=True, **variables
-            )
-            return source, str(text)
+            text, form = rendered(self.tokenizer, messages, tools, variables)
         except BadField:
             raise
         except Exception as error:  # a template is a program of the model's authors, and raises what it likes
@@ -145,6 +146,11 @@ class Words:
             raise ApiError(
                 400, f"this model's chat template fails: {gist}", "messages", "chat_template_failed"
             ) from error
+        for line in form.told():
+            if line not in self._told:
+                self._told.add(line)
+                LOG.warning("this model's chat template %s", line)
+        return source, text
 
     def stops(self, strings: Sequence[str]) -> Stops:
         """What ends a text: the model's own tokens, and these strings."""
