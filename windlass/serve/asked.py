@@ -18,6 +18,7 @@ from windlass.serve.words import Prompt, Words
 
 RECOMPUTE: Final = "first(16)"  # where a request has chunks, and does not say what of them is read again
 SEEDS: Final = 2**62
+RANDOM: Final = -1  # a seed that stands for none
 LEGACY_MAX_TOKENS: Final = 16  # what OpenAI writes after a prompt where nothing else is said
 Given = Mapping[str, Any]
 
@@ -90,12 +91,14 @@ def max_seconds_of(given: Given, most: float | None) -> float | None:
 
 
 def sampling_of(given: Given, at: int) -> Sampling:
-    """How text number `at` of a prompt is drawn; without a seed by one that nobody knows."""
-    seed = given.get("seed", secrets.randbelow(SEEDS))
+    """How text number `at` of a prompt is drawn; without a seed, or with -1, by one that nobody knows."""
+    seed, top_p = given.get("seed", RANDOM), given.get("top_p", 1.0)
+    if seed == RANDOM:
+        seed = secrets.randbelow(SEEDS)
     return Sampling(
-        temperature=given.get("temperature", 1.0),
-        top_k=given.get("top_k", 0),
-        top_p=given.get("top_p", 1.0),
+        temperature=given.get("temperature", 1.0) if top_p else 0.0,  # none but the likeliest token is in top_p=0
+        top_k=max(0, given.get("top_k", 0)),
+        top_p=top_p or 1.0,
         min_p=given.get("min_p", 0.0),
         seed=(seed + at) % SEEDS,
     )
@@ -183,7 +186,7 @@ def _top_logprobs(given: Given) -> int | None:
     """How many are asked for beside a token's own: a number for completions, true and another field for chats."""
     asked = given.get("logprobs")
     if asked is None or asked is False:
-        if "top_logprobs" in given:
+        if given.get("top_logprobs"):
             raise BadField("top_logprobs", "needs logprobs to be true")
         return None
     return int(given.get("top_logprobs", 0)) if asked is True else int(asked)

@@ -85,6 +85,7 @@ class Head:
     choices: int
     top_logprobs: int | None
     has_usage: bool
+    left_out: tuple[str, ...] = ()
     number: str = field(default_factory=lambda: secrets.token_hex(12))
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -135,7 +136,8 @@ class _Documents:
         return {**self._common, "object": kind, "choices": [choice], **usage}
 
     def whole(self, kind: str, choices: list[dict[str, Any]], texts: Sequence[Written]) -> dict[str, Any]:
-        usage = usage_of([each.usage for each in texts], self.head.choices, self.head.options)
+        head = self.head
+        usage = usage_of([each.usage for each in texts], head.choices, head.options, head.left_out)
         if any(each.thoughts is not None for each in texts):
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(each.thought_tokens for each in texts)}
         return {**self._common, "object": kind, "choices": choices, "usage": usage}
@@ -146,7 +148,7 @@ class _Documents:
 
     def closed(self, chunk: dict[str, Any], written: Written) -> dict[str, Any]:
         """With what the cache holds, which a client is told with or without usage."""
-        return {**chunk, "windlass": windlass_of([written.usage], self.head.options)}
+        return {**chunk, "windlass": windlass_of([written.usage], self.head.options, self.head.left_out)}
 
 
 class ChatForm(Form):

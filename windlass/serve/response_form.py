@@ -11,7 +11,15 @@ from windlass.serve.tools import Call
 from windlass.serve.usage import usage_of
 from windlass.serve.wire import named_event
 
-ECHOED: Final = {"instructions": None, "temperature": 1.0, "top_p": 1.0, "max_output_tokens": None, "user": None}
+ECHOED: Final[dict[str, Any]] = {
+    "instructions": None,
+    "temperature": 1.0,
+    "top_p": 1.0,
+    "max_output_tokens": None,
+    "user": None,
+    "truncation": "disabled",
+    "metadata": {},
+}
 FAILURE: Final = ("code", "message", "param")
 THOUGHT: Final = "reasoning"
 MESSAGE: Final = "message"
@@ -75,7 +83,10 @@ class ResponseForm(Form):
         return self.wire({"type": f"response.{done['status']}", "response": done})
 
     def failure(self, error: ApiError) -> bytes:
-        return self.wire({"type": "error", **{name: error.document()["error"][name] for name in FAILURE}})
+        """A response that failed, which agents read, and the error, which other clients do."""
+        told = {name: error.document()["error"][name] for name in FAILURE}
+        failed = self._response("failed", []) | {"error": {"code": told["code"], "message": told["message"]}}
+        return self.wire({"type": "response.failed", "response": failed}) + self.wire({"type": "error", **told})
 
     def wire(self, document: dict[str, Any]) -> bytes:
         numbered = {**document, "sequence_number": self._events}
@@ -85,7 +96,7 @@ class ResponseForm(Form):
     def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
         [written] = texts
         status = _status(written)
-        taken = usage_of([written.usage], 1, self.head.options)
+        taken = usage_of([written.usage], 1, self.head.options, self.head.left_out)
         usage = {
             "input_tokens": taken["prompt_tokens"],
             "input_tokens_details": taken["prompt_tokens_details"],
@@ -110,8 +121,6 @@ class ResponseForm(Form):
             "previous_response_id": None,
             "store": False,
             "text": {"format": self._format},
-            "truncation": "disabled",
-            "metadata": {},
             "usage": None,
             **self._echoed,
         }

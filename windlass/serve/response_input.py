@@ -1,19 +1,24 @@
 """What a client sends to `/v1/responses`, as the fields of a chat."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 from windlass.serve.errors import BadField
 from windlass.serve.fields import Check, flag, listed, mapping, name_of, one_of, record, text
 from windlass.serve.messages import messages
+from windlass.serve.neutral import NEUTRAL, UNREAD, VERBOSITY
 from windlass.serve.settings import RequestLimits
+from windlass.serve.tools import functions
 
 TEXTS: Final = ("input_text", "output_text")  # what chats call text
-DROPPED: Final = ("type", "id", "status")  # of items that come back
-OF_PARTS: Final = ("annotations", "logprobs")  # which are dropped
+DROPPED: Final = ("type", "id", "status", "phase", "end_turn")  # of items that come back
+THOUGHTS: Final = ("reasoning_text", "text")  # types of a part of a thought
+MOST_THOUGHTS: Final = 4096  # parts of one
+SHELL: Final = "local_shell"  # the function that stands for a call of OpenAI's own shell
+NO_TEXT: Final = {"role": "assistant", "content": "", "reasoning_content": ""}  # an item that says nothing to the model
 SHARED: Final = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "stream", "user"),
+    *("logit_bias", "stream", "stream_options", "user"),
 )  # fields that are those of a chat
 OTHER: Final = {"input", "instructions", "max_output_tokens", "text", "truncation"}  # and those that are not
 
@@ -26,16 +31,17 @@ def fields(limits: RequestLimits, common: Mapping[str, Check], own: Mapping[str,
         needed=("type",),
     )
     return {
+        **NEUTRAL,
         **{name: common[name] for name in SHARED},
         **own,
         "input": _input(limits),
         "instructions": text(limits.characters),
         "max_output_tokens": common["max_tokens"],
-        "text": record({"format": form}),
-        "tools": listed(_tool, limits.tools),
+        "text": record({"format": form, "verbosity": VERBOSITY}),
+        "reasoning": record(dict.fromkeys(("effort", "summary", "generate_summary", "context"), text(64))),
+        "tools": functions(_tool, limits.tools),
         "tool_choice": _tool_choice,
-        "parallel_tool_calls": flag,
-        "truncation": one_of(("disabled",)),
+        "truncation": one_of(("auto", "disabled")),
         "store": _store(own["store"]),
         "previous_response_id": _no_answer,
         "chunks": record({"recompute": text(64)}),
@@ -67,7 +73,12 @@ def _input(limits: RequestLimits) -> Check:
             return check(name, [{"role": "user", "content": value}])
         if not isinstance(value, list):
             raise BadField(name, "must be a string or a list of items")
-        return _together(check(name, [_message(f"{name}.{at}", each) for at, each in enumerate(value)]))
+        given = [_message(f"{name}.{at}", each) for at, each in enumerate(value)]
+        pairs = zip(given, check(name, given), strict=True)
+        found = _together([message for item, message in pairs if item != NO_TEXT])
+        if not found:
+            raise BadField(name, "must have a message")
+        return found
 
     return checked
 
@@ -75,38 +86,96 @@ def _input(limits: RequestLimits) -> Check:
 def _message(name: str, value: Any) -> dict[str, Any]:
     """An item as a message of a chat, from which `_together` makes one with those beside it."""
     given = mapping(name, value)
-    kind = one_of(tuple(ITEMS))(f"{name}.type", given.get("type", "message"))
+    kind = one_of(tuple(ITEMS))(f"{name}.type", given.get("type") or "message")
     return ITEMS[kind](name, {field: each for field, each in given.items() if field not in DROPPED})
 
 
-def _plain(name: str, given: dict[str, Any]) -> dict[str, Any]:
+def _plain(_name: str, given: dict[str, Any]) -> dict[str, Any]:
     if isinstance(given.get("content"), list):
-        given["content"] = [_part(f"{name}.content.{at}", each) for at, each in enumerate(given["content"])]
+        given["content"] = [*map(_part, given["content"])]
     return given
 
 
 def _call(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    record(dict.fromkeys(("call_id", "name", "arguments"), text(2**30)), needed=("call_id", "name", "arguments"))(
-        name, given
-    )
-    function = {"name": given["name"], "arguments": given["arguments"]}
-    return {"role": "assistant", "tool_calls": [{"id": given["call_id"], "type": "function", "function": function}]}
+    """Its arguments are a string, or an object as some clients parse them."""
+    known = _known(name, given, ("call_id", "name", "arguments"))
+    arguments = known["arguments"]
+    function = {
+        "name": _string(f"{name}.name", known["name"]),
+        "arguments": arguments if isinstance(arguments, dict) else _string(f"{name}.arguments", arguments),
+    }
+    return _called(_string(f"{name}.call_id", known["call_id"]), function)
+
+
+def _custom_call(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    known = _known(name, given, ("call_id", "name", "input"))
+    number, function, text_of = (_string(f"{name}.{field}", one) for field, one in known.items())
+    return _called(number, {"name": function, "arguments": {"input": text_of}})
+
+
+def _shell_call(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    action = mapping(f"{name}.action", _known(name, given, ("action",))["action"])
+    arguments = {field: one for field, one in action.items() if field != "type" and one is not None}
+    return _called(given.get("call_id"), {"name": SHELL, "arguments": arguments})
+
+
+def _called(number: Any, function: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "assistant", "tool_calls": [{"id": number, "type": "function", "function": function}]}
 
 
 def _output(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    found = record({"call_id": text(256), "output": _any}, needed=("call_id", "output"))(name, given)
-    return _plain(name, {"role": "tool", "tool_call_id": found["call_id"], "content": found["output"]})
+    known = _known(name, given, ("call_id", "output"))
+    number = _string(f"{name}.call_id", known["call_id"])
+    return _plain(name, {"role": "tool", "tool_call_id": number, "content": known["output"]})
+
+
+def _shell_output(name: str, given: dict[str, Any]) -> dict[str, Any]:
+    """The output of a shell, which has the id of its call where others have `call_id`."""
+    return {"role": "tool", "content": _known(name, given, ("output",))["output"]}
 
 
 def _thought(name: str, given: dict[str, Any]) -> dict[str, Any]:
-    """What `content` has of it; a summary is none of what the model wrote."""
-    part = record({"type": one_of(("reasoning_text",)), "text": text(2**30)}, needed=("type", "text"))
-    checks = {"content": listed(part, 64), "summary": _any}
-    parts = record(checks)(name, given).get("content", [])
-    return {"role": "assistant", "content": "", "reasoning_content": "".join(each["text"] for each in parts)}
+    """The text in `content`. A summary is no text of the model, and only its maker can read `encrypted_content`."""
+    content = given.get("content")
+    parts = listed(mapping, MOST_THOUGHTS)(f"{name}.content", [] if content is None else content)
+    texts = [
+        _string(f"{name}.content.{at}.text", part.get("text"))
+        for at, part in enumerate(parts)
+        if one_of(THOUGHTS)(f"{name}.content.{at}.type", part.get("type"))
+    ]
+    return {"role": "assistant", "content": "", "reasoning_content": "".join(texts)}
 
 
-ITEMS: Final = {"message": _plain, "function_call": _call, "function_call_output": _output, "reasoning": _thought}
+def _unread(_name: str, _given: dict[str, Any]) -> dict[str, Any]:
+    return NO_TEXT
+
+
+ITEMS: Final = {
+    "message": _plain,
+    "function_call": _call,
+    "function_call_output": _output,
+    "custom_tool_call": _custom_call,
+    "custom_tool_call_output": _output,
+    "local_shell_call": _shell_call,
+    "local_shell_call_output": _shell_output,
+    "reasoning": _thought,
+    **dict.fromkeys(UNREAD, _unread),
+}
+
+
+def _known(name: str, given: Mapping[str, Any], fields: Sequence[str]) -> dict[str, Any]:
+    """These fields of an item that comes back; all others are dropped.
+
+    Raises: BadField where one of them is missing.
+    """
+    for field in fields:
+        if given.get(field) is None:
+            raise BadField(f"{name}.{field}", "is missing", "missing_required_parameter")
+    return {field: given[field] for field in fields}
+
+
+def _string(name: str, value: Any) -> str:
+    return str(text(2**30)(name, value))
 
 
 def _together(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -125,9 +194,9 @@ def _together(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-def _part(name: str, value: Any) -> dict[str, Any]:
-    given = {field: each for field, each in mapping(name, value).items() if field not in OF_PARTS}
-    return {**given, "type": "text"} if given.get("type") in TEXTS else given
+def _part(value: Any) -> Any:
+    is_text = isinstance(value, dict) and value.get("type") in TEXTS
+    return {**value, "type": "text"} if is_text else value
 
 
 def _store(own: Check) -> Check:
@@ -149,15 +218,10 @@ def _no_answer(name: str, _: Any) -> Any:
     )
 
 
-def _any(_: str, value: Any) -> Any:
-    return value
-
-
 def _tool(name: str, value: Any) -> dict[str, Any]:
     """A function, which chats have one level deeper."""
     function = record(
-        {"type": one_of(("function",)), "name": name_of(64), "description": text(65_536), "parameters": mapping}
-        | {"strict": flag},
+        {"type": text(64), "name": name_of(64), "description": text(65_536), "parameters": mapping} | {"strict": flag},
         needed=("type", "name"),
     )(name, value)
     return {"type": function.pop("type"), "function": function}

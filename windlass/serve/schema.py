@@ -9,7 +9,9 @@ from windlass.serve import response_input
 from windlass.serve.errors import ApiError, BadField
 from windlass.serve.fields import Check, flag, listed, mapping, name_of, one_of, real, record, short, text, whole
 from windlass.serve.messages import messages
+from windlass.serve.neutral import NEUTRAL
 from windlass.serve.settings import CacheChoices, RequestLimits
+from windlass.serve.tools import functions, without_inert
 
 MOST_TOKEN_ID: Final = 2**31 - 1
 OWN = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  # of the cache; see `CacheOptions`
@@ -20,7 +22,7 @@ MOST_VARIABLES: Final = 16
 def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Check]]:
     """The checks of every field, by route and name."""
     own = _own(cache)
-    common = _common(limits) | own
+    common = NEUTRAL | _common(limits) | own
     strings = text(limits.characters)
     logprobs = whole(0, limits.top_logprobs)
     return {
@@ -33,7 +35,7 @@ def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Che
             "logprobs": flag,
             "top_logprobs": logprobs,
             "response_format": _response_format,
-            "tools": listed(_tool, limits.tools),
+            "tools": functions(_tool, limits.tools),
             "tool_choice": _tool_choice,
             "parallel_tool_calls": flag,
         },
@@ -98,17 +100,17 @@ def _common(limits: RequestLimits) -> dict[str, Check]:
         "max_tokens": whole(1, 2**30),
         "max_seconds": real(0.0, MOST_SECONDS, is_open=True),
         "temperature": real(0.0, 2.0),
-        "top_p": real(0.0, 1.0, is_open=True),
-        "top_k": whole(0, 2**20),
+        "top_p": real(0.0, 1.0),
+        "top_k": whole(-1, 2**20),
         "min_p": real(0.0, 1.0),
-        "seed": whole(0, 2**62 - 1),
+        "seed": whole(-(2**63), 2**64 - 1),
         "stop": partial(_stop, limits),
         "presence_penalty": real(-2.0, 2.0),
         "frequency_penalty": real(-2.0, 2.0),
         "logit_bias": partial(_biases, limits),
         "n": whole(1, limits.choices),
         "stream": flag,
-        "stream_options": record({"include_usage": flag}),
+        "stream_options": record({"include_usage": flag, "include_obfuscation": flag}),
         "user": text(256),
     }
 
@@ -181,10 +183,14 @@ def _response_format(name: str, value: Any) -> dict[str, Any]:
 
 
 def _tool(name: str, value: Any) -> dict[str, Any]:
-    function = record(
+    own = record(
         {"name": name_of(64), "description": text(65_536), "parameters": mapping, "strict": flag}, needed=("name",)
     )
-    return record({"type": one_of(("function",)), "function": function}, needed=("type", "function"))(name, value)  # type: ignore[no-any-return]
+
+    def function(name: str, value: Any) -> Any:
+        return own(name, without_inert(mapping(name, value)))
+
+    return record({"type": text(64), "function": function}, needed=("function",))(name, value)  # type: ignore[no-any-return]
 
 
 def _tool_choice(name: str, value: Any) -> str:

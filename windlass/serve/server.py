@@ -23,6 +23,7 @@ from windlass.serve.grammar import Grammars
 from windlass.serve.guard import TENANT
 from windlass.serve.messages import Chunk
 from windlass.serve.metrics import Metrics
+from windlass.serve.neutral import left_out
 from windlass.serve.response_form import ResponseForm
 from windlass.serve.response_input import as_chat
 from windlass.serve.schema import checked, table
@@ -37,6 +38,7 @@ Value = TypeVar("Value")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES: Final = "/v1/responses"
 MODELS, CACHE = "/v1/models/", "/v1/cache/"  # begin the paths of one model, and of one cache that is kept
+LEFT_OUT: Final = "left out"  # beside the fields of a request: see `left_out`
 THREADS: Final = 4  # that tokenize and compile, at most
 JSON_TYPE: Final = "application/json"
 
@@ -55,18 +57,22 @@ class Server:
         given = await self._given(http, CHAT, ["messages"])
         asked = await self._beside(partial(self._asked_of_chat, given, http.scope[TENANT]))
         texts = [self._written(given, asked) for _ in asked.requests]
-        return await self._answer(http, asked, ChatForm(self._head(asked)), texts)
+        return await self._answer(http, asked, ChatForm(self._head(asked, given)), texts)
 
     async def complete(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, COMPLETIONS, ["prompt"])
         asked = await self._beside(partial(self._asked_of_completion, given, http.scope[TENANT]))
-        return await self._answer(http, asked, CompletionForm(self._head(asked)), [Written() for _ in asked.requests])
+        return await self._answer(
+            http, asked, CompletionForm(self._head(asked, given)), [Written() for _ in asked.requests]
+        )
 
     async def respond(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, RESPONSES, ["input"])
         chat = as_chat(given)
         asked = await self._beside(partial(self._asked_of_chat, chat, http.scope[TENANT]))
-        return await self._answer(http, asked, ResponseForm(self._head(asked), given), [self._written(chat, asked)])
+        return await self._answer(
+            http, asked, ResponseForm(self._head(asked, given), given), [self._written(chat, asked)]
+        )
 
     async def tokenize(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, "/tokenize", [])
@@ -163,6 +169,7 @@ class Server:
         except ValueError as error:
             raise ApiError(400, f"the body is no JSON: {error}", None, "invalid_json") from error
         given = await self._beside(partial(checked, self._tables[route], document, needed))
+        given[LEFT_OUT] = left_out(document)
         if given.get("model", self.settings.name) != self.settings.name:
             raise self._other_model()
         return given
@@ -219,9 +226,9 @@ class Server:
         most = self.settings.request.texts
         return asked_of(given, prompts, grammars, self.service, self.words, default_tokens, tenant, most)
 
-    def _head(self, asked: Asked) -> Head:
-        name, labels = self.settings.name, asked.options.labels()
-        return Head(self.words, name, labels, asked.choices, asked.top_logprobs, asked.has_usage)
+    def _head(self, asked: Asked, given: dict[str, Any]) -> Head:
+        name, labels, notes = self.settings.name, asked.options.labels(), given[LEFT_OUT]
+        return Head(self.words, name, labels, asked.choices, asked.top_logprobs, asked.has_usage, notes)
 
     async def _answer(self, http: HttpRequest, asked: Asked, form: Form, texts: list[Written]) -> ASGIApp:
         """Hand the texts to the engine, and answer. Once nobody waits for them, the engine is told to leave them."""

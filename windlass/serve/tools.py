@@ -1,4 +1,4 @@
-"""Calls of functions: the schema that makes a model write one, and where a free text has some.
+"""Tools of a request, the schema that makes a model call one, and where a free text has calls.
 
 A call is written as `{"name": ..., "arguments": {...}}`. A text that is not bound to be one has it between
 `<tool_call>` and `</tool_call>`, or is nothing else, as the templates of most families teach it.
@@ -13,12 +13,15 @@ from typing import Any, Final
 
 from windlass.core.check import shown
 from windlass.serve.errors import BadField
+from windlass.serve.fields import Check, listed, mapping, text
 from windlass.serve.pieces import begun
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 CALL: Final = re.compile(rf"{OPEN}(.*?)(?:{CLOSE}|$)", re.DOTALL)
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 ARGUMENTS: Final = ("arguments", "parameters")
+FUNCTION: Final = "function"
+INERT: Final = ("cache_control", "defer_loading", "output_schema")  # of a tool and a function, dropped
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -29,6 +32,28 @@ class Call:
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}", compare=False)
+
+
+def functions(function: Check, most: int) -> Check:
+    """A check for a list of tools. It gives the functions; tools of another type are left out, as `usage` notes."""
+
+    def one(name: str, value: Any) -> Any:
+        given = mapping(name, value)
+        if given.get("type") is None:
+            raise BadField(f"{name}.type", "is missing", "missing_required_parameter")
+        if text(64)(f"{name}.type", given["type"]) != FUNCTION:
+            return None
+        return function(name, without_inert(given))
+
+    def check(name: str, value: Any) -> list[Any]:
+        return [each for each in listed(one, most)(name, value) if each is not None]
+
+    return check
+
+
+def without_inert(given: Mapping[str, Any]) -> dict[str, Any]:
+    """A tool, or its function, without the fields that are for other servers."""
+    return {name: value for name, value in given.items() if name not in INERT}
 
 
 def schema_of(tools: Tools, choice: str) -> dict[str, Any]:

@@ -8,13 +8,17 @@ from windlass.engine.request import Usage
 Options = Mapping[str, int | str | None]
 
 
-def windlass_of(usages: Sequence[Usage], options: Options) -> dict[str, Any]:
-    """What the cache read, keeps and has evicted, summed over texts, and the options that it had."""
+def windlass_of(usages: Sequence[Usage], options: Options, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """The tokens that the cache read, keeps and has evicted, summed over texts, and its options.
+
+    `left_out` has a note for each part of the request that the answer is without.
+    """
     names = ("seen", "kept", "evicted", "recalled", "recomputed", "bytes")
-    return {name: sum(getattr(each, name) for each in usages) for name in names} | {"options": dict(options)}
+    notes = {"left_out": [*left_out]} if left_out else {}
+    return {name: sum(getattr(each, name) for each in usages) for name in names} | {"options": dict(options)} | notes
 
 
-def usage_of(usages: Sequence[Usage], choices: int, options: Options) -> dict[str, Any]:
+def usage_of(usages: Sequence[Usage], choices: int, options: Options, left_out: Sequence[str] = ()) -> dict[str, Any]:
     """OpenAI's usage of an answer; `choices` texts share a prompt, which counts once."""
     firsts = usages[::choices]
     prompt, written = sum(each.prompt for each in firsts), sum(each.written for each in usages)
@@ -23,5 +27,5 @@ def usage_of(usages: Sequence[Usage], choices: int, options: Options) -> dict[st
         "completion_tokens": written,
         "total_tokens": prompt + written,
         "prompt_tokens_details": {"cached_tokens": sum(each.cached for each in firsts)},
-        "windlass": windlass_of(usages, options),
+        "windlass": windlass_of(usages, options, left_out),
     }
