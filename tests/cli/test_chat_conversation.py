@@ -74,7 +74,7 @@ def test_a_template_that_fails_later_changes_nothing(template: str, says: str):
 
 def test_a_system_text_without_a_place_is_refused():
     with pytest.raises(windlass.UsageError, match="leaves the system text out"):
-        Conversation(with_template("{{ messages[-1].content }}"), system="Be brief.")
+        Conversation(with_template("[{{ messages[-1].role }}]"), system="Be brief.")
     with pytest.raises(windlass.UsageError, match="no chat template"):
         Conversation(with_template(None), system="Be brief.")
     with pytest.raises(windlass.UsageError, match="goes on from a prompt cache"):

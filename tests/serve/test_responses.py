@@ -126,20 +126,25 @@ def test_own_fields_and_schemas(served: Served, client: openai.OpenAI) -> None:
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"store": True}, "store"),
-        ({"tools": [{"type": "web_search"}]}, "tools.0.name"),
         ({"tools": [{"type": "function", "function": {"name": "clock"}}]}, "tools.0.name"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [CLOCK], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"chat_template_kwargs": {"loud": True}}, "chat_template_kwargs.loud"),
         ({"background": True}, "background"),
         ({"conversation": "x"}, "conversation"),
-        ({"reasoning": {}}, "reasoning"),
+        ({"reasoning": {"depth": "x"}}, "reasoning.depth"),
+        ({"include": ["message.output_text.logprobs"]}, "include.0"),
+        ({"tool_choice": {"type": "web_search"}}, "tool_choice.name"),
+        ({"tools": [{"type": "web_search"}], "tool_choice": "required"}, "tool_choice"),
+        ({"prompt": {"id": "x"}}, "prompt"),
         ({"max_tokens": 5}, "max_tokens"),
         ({"n": 2}, "n"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"truncation": "auto"}, "truncation"),
+        ({"truncation": "always"}, "truncation"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
-        ({"text": {"verbosity": "low"}}, "text.verbosity"),
+        ({"text": {"verbosity": "none"}}, "text.verbosity"),
+        ({"input": [{"type": "web_search_call"}]}, "input"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0.type"),
         ({"input": []}, "input"),
         ({"input": 5}, "input"),
         ({"input": [5]}, "input.0"),
@@ -147,7 +152,7 @@ def test_own_fields_and_schemas(served: Served, client: openai.OpenAI) -> None:
         ({"input": [{"type": "function_call_output", "output": "y"}]}, "input.0.call_id"),
         ({"input": ["x", {"type": "function_call", "name": "y", "arguments": "{}"}]}, "input.0"),
         ({"input": [{"type": "function_call", "call_id": "x", "name": "y", "arguments": 5}]}, "input.0.arguments"),
-        ({"input": [{"type": "reasoning", "content": [{"type": "text", "text": "x"}]}]}, "input.0.content.0.type"),
+        ({"input": [{"type": "reasoning", "content": [{"type": "image"}]}]}, "input.0.content.0.type"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "input.0.content.0.type"),
         ({"input": [{"role": "user", "content": [5]}]}, "input.0.content.0"),
     ],
@@ -163,7 +168,10 @@ def test_what_null_stands_for(served: Served) -> None:
 
 def test_a_stream_that_fails(served: Served) -> None:
     served.service.script = events(Piece(5, "a"), Failed("it took too long", is_ours=False))
-    *_, last = ask(served.port, PATH, {"input": "x", "stream": True}).body.strip().split(b"\n\n")
+    *_, failed, last = ask(served.port, PATH, {"input": "x", "stream": True}).body.strip().split(b"\n\n")
+    response = json.loads(failed.partition(b"\ndata: ")[2])["response"]
+    assert failed.startswith(b"event: response.failed\n")
+    assert (response["status"], response["error"]["message"]) == ("failed", "it took too long")
     name, _, data = last.partition(b"\ndata: ")
     told = json.loads(data)
     assert (name, told["type"], told["message"]) == (b"event: error", "error", "it took too long")

@@ -15,7 +15,8 @@ DROPPED: Final = ("type", "id", "status", "phase", "end_turn")  # of items that 
 THOUGHTS: Final = ("reasoning_text", "text")  # types of a part of a thought
 MOST_THOUGHTS: Final = 4096  # parts of one
 SHELL: Final = "local_shell"  # the function that stands for a call of OpenAI's own shell
-NO_TEXT: Final = {"role": "assistant", "content": "", "reasoning_content": ""}  # an item that says nothing to the model
+NO_THOUGHT: Final = {"reasoning_content": ""}
+NO_TEXT: Final = {"role": "assistant", "content": "", **NO_THOUGHT}  # an item that says nothing to the model
 SHARED: Final = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
     *("logit_bias", "stream", "stream_options", "user"),
@@ -75,7 +76,9 @@ def _input(limits: RequestLimits) -> Check:
             raise BadField(name, "must be a string or a list of items")
         given = [_message(f"{name}.{at}", each) for at, each in enumerate(value)]
         pairs = zip(given, check(name, given), strict=True)
-        found = _together([message for item, message in pairs if item != NO_TEXT])
+        # An item without a text begins a turn, as any thought does, and is none by itself.
+        turns = _together([message | (NO_THOUGHT if item == NO_TEXT else {}) for item, message in pairs])
+        found = [each for each in turns if any(each["content"]) or {**each, "content": ""} != NO_TEXT]
         if not found:
             raise BadField(name, "must have a message")
         return found
