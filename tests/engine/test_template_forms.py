@@ -9,7 +9,7 @@ from jinja2.exceptions import TemplateError
 from tests.helpers.chats import with_template
 from windlass.engine.template_forms import rendered
 
-TOOLS = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
+TOOLS: Any = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
 LOOP = "{% for m in messages %}"
 LINE = "[{{ m.role }}]{{ m.content }}\n"
 END = "{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"

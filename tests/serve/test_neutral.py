@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.serving import NAME, ScriptedService, Served, ask, says, serving
+from tests.helpers.chats import TEMPLATE, with_template
+from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, ask, says, serving
+from windlass.serve.words import Words
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Time?"}]},
@@ -94,6 +96,19 @@ def test_the_meaning_of_numbers(served: Served, route: str) -> None:
     assert sampling(seed=2**62 - 1).seed == 2**62 - 1
     assert sampling(seed=2**64 - 5).seed == sampling(seed=2**64 - 5).seed != sampling(seed=2**64 - 6).seed
     assert sampling(seed=-7).seed == sampling(seed=-7).seed
+
+
+@pytest.mark.parametrize("effort", [{"reasoning_effort": "none"}, {"reasoning": {"effort": "none"}}])
+def test_no_effort_switches_a_thought_off(effort: dict[str, Any]) -> None:
+    """Where the template has the variable; a value that the client gives itself comes first."""
+    template = "{% if enable_thinking is false %}[quick]{% endif %}" + TEMPLATE
+    route = "/v1/responses" if "reasoning" in effort else "/v1/chat/completions"
+    with serving(ScriptedService(says("Late.")), Words(with_template(template), [1], VOCABULARY)) as server:
+        prompts = []
+        for given in (effort, {}, effort | {"chat_template_kwargs": {"enable_thinking": True}}):
+            assert ask(server.port, route, {"model": NAME, **ROUTES[route], **given}).status == 200
+            prompts.append(server.server.words.decoded(server.service.requests[-1].prompt))
+    assert ["[quick]" in prompt for prompt in prompts] == [True, False, False]
 
 
 def test_obfuscation_of_a_stream(served: Served) -> None:

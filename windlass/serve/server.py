@@ -38,6 +38,7 @@ Value = TypeVar("Value")
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RESPONSES: Final = "/v1/responses"
 MODELS, CACHE = "/v1/models/", "/v1/cache/"  # begin the paths of one model, and of one cache that is kept
+THINKING: Final = "enable_thinking"  # the variable of templates whose models may think
 LEFT_OUT: Final = "left out"  # beside the fields of a request: see `left_out`
 THREADS: Final = 4  # that tokenize and compile, at most
 JSON_TYPE: Final = "application/json"
@@ -200,7 +201,10 @@ class Server:
         return Written(calls, None if begun is None else ThoughtReader(begun))
 
     def _chat(self, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
-        return self.words.chat(given["messages"], tools, given.get("chat_template_kwargs", {}))
+        variables, effort = given.get("chat_template_kwargs", {}), given.get("reasoning", {}).get("effort")
+        if given.get("reasoning_effort", effort) == "none" and self.words.reads(THINKING):
+            variables = {THINKING: False, **variables}
+        return self.words.chat(given["messages"], tools, variables)
 
     def _asked_of_completion(self, given: dict[str, Any], tenant: str) -> Asked:
         chunks = [Chunk(each) for each in given.get("chunks", {}).get("texts", ())]

@@ -111,6 +111,10 @@ class Words:
             prompt = Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
             return replace(prompt, has_begun_thought=has_begun_thought)
 
+    def reads(self, name: str) -> bool:
+        """Whether the chat template reads a variable of this name."""
+        return re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)) is not None
+
     def behind(self, chunks: Sequence[Chunk], prompt: Prompt) -> Prompt:
         """A prompt that chunks stand before: behind the tokens that a text begins with, where it has them."""
         with self._lock:
