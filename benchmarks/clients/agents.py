@@ -27,6 +27,7 @@ from pydantic import BaseModel
 
 TURNS: Final = 10
 STARTUP_S: Final = 120.0
+LAST_TOKENS: Final = 200  # of the last turn: OpenAI's helpers raise where a text is cut
 PLACES: Final = ("Oslo", "Lima", "Quito", "Cairo", "Hanoi", "Paris", "Accra", "Delhi", "Perth", "Sofia")
 SYSTEM: Final = "You are a weather assistant. Use the tools to look up temperatures."
 PARAMETERS: Final = {
@@ -80,7 +81,13 @@ def _by_stream(client: Any, model: str) -> Loop:
         messages.append(message)
         messages += [_result(call.id, call.function.arguments) for call in message.tool_calls]
     with client.chat.completions.stream(
-        model=model, messages=messages, tools=[TOOL], tool_choice="none", temperature=0.0, max_tokens=30
+        model=model,
+        messages=messages,
+        tools=[TOOL],
+        tool_choice="none",
+        temperature=0.0,
+        max_tokens=LAST_TOKENS,
+        stream_options={"include_usage": True},
     ) as stream:
         done = stream.get_final_completion()
     return Loop(TURNS, done.choices[0].message.content or "", _cached(done.usage))
@@ -110,7 +117,11 @@ def _by_parse(client: Any, model: str) -> Loop:
 def _by_langchain(client: Any, model: str) -> Loop:
     said, chat_models = import_module("langchain_core.messages"), import_module("langchain_openai")
     chat = chat_models.ChatOpenAI(
-        model=model, base_url=str(client.base_url), api_key=client.api_key, temperature=0.0, max_completion_tokens=60
+        model=model,
+        base_url=str(client.base_url),
+        api_key=client.api_key,
+        temperature=0.0,
+        max_completion_tokens=LAST_TOKENS,
     )
     with_tools = chat.bind_tools([TOOL], tool_choice="required")
     messages: list[Any] = [said.SystemMessage(SYSTEM)]
@@ -147,7 +158,7 @@ def _by_llm(client: Any, model: str) -> Loop:
             for call in answer.tool_calls()
         ]
     choice = "none"
-    last = conversation.prompt("Summarise.", tool_results=results, temperature=0.0, max_tokens=30)
+    last = conversation.prompt("Summarise.", tool_results=results, temperature=0.0, max_tokens=LAST_TOKENS)
     return Loop(TURNS, last.text())
 
 
@@ -185,7 +196,7 @@ def _responded(client: Any, model: str, items: list[Any], choice: Any) -> Any:
         text={"verbosity": "medium"},
         truncation="auto",
         temperature=0.0,
-        max_output_tokens=60 if choice != "none" else 30,
+        max_output_tokens=60 if choice != "none" else LAST_TOKENS,
         extra_headers={"originator": "codex_cli_rs"},
     )
     done = [event for event in stream if event.type in ("response.completed", "response.incomplete")]
