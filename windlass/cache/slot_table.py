@@ -287,7 +287,8 @@ class SlotTable:
         table = SlotTable(self.store.copied())
         table.store.rearrange(order, slots)
         table.positions = self.positions.gather(-1, order).clamp(min=EMPTY)
-        table.state = {name: tensor.gather(-1, order) for name, tensor in self.state.items()}
+        is_packed = table.positions >= 0  # a free slot's state is that of padding, or of a token that is gone
+        table.state = {name: tensor.gather(-1, order).where(is_packed, 0.0) for name, tensor in self.state.items()}
         table.statistics = dict(self.statistics)
         return table
 

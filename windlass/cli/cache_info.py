@@ -13,7 +13,8 @@ from windlass.core.units import in_units
 from windlass.hf import prompt_cache_file
 from windlass.hf.load import load_tokenizer
 from windlass.hf.policy_note import AGAIN
-from windlass.hf.prompt_cache_document import Contents, InconsistentFile, parsed, shown
+from windlass.hf.prompt_cache_document import Contents, parsed
+from windlass.hf.prompt_cache_fields import InconsistentFile, shown
 from windlass.hf.prompt_cache_layout import POSITIONS, Layout
 
 IDS = "tokens.0"

@@ -161,7 +161,7 @@ class Dialogue:
             chat_file.read(path)  # another kind of file is not replaced
         self.catch_up()
         if self.conversation.ids:
-            prompt_cache.save(self.cache, beside, self.session.model)
+            prompt_cache.save(self.cache, beside, self.session.model, self.session.tokenizer)
         try:
             with replacing(path) as temporary:
                 lines = "".join(chat_file.lines_of(self.journal.origin, self.conversation))
@@ -181,7 +181,7 @@ class Dialogue:
         beside, cache = cache_beside(path), None
         if beside.exists():
             try:
-                cache = prompt_cache.load(beside, self.session.model)
+                cache = prompt_cache.load(beside, self.session.model, tokenizer=self.session.tokenizer)
             except WindlassError as error:
                 note(f"windlass: note: {error}")
         return self.take(chat, cache)

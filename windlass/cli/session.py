@@ -94,7 +94,8 @@ def open_session(
         note(f"windlass: note: {said}")
     if path is None:
         return Session(model, tokenizer, KVCache.from_options(model, asked), frozenset(given), load_s)
-    cache = prompt_cache.load(path, model, asked.policy if "policy" in given else None, asked.recall_folder)
+    policy = asked.policy if "policy" in given else None
+    cache = prompt_cache.load(path, model, policy, asked.recall_folder, tokenizer)
     wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
     _check_same(path, wanted, cache.options.labels())
     if "shares" in given and asked.shares != cache.options.shares:
@@ -214,7 +215,7 @@ def save_cache(session: Session, prompt: str, asked: Asked, path: Path, is_json:
             note(f"interrupted; prefill {bar.done:,} of {len(ids):,} tokens; {path} {left}")
             return INTERRUPTED
     Choices(session.cache, session.given).tell()
-    prompt_cache.save(session.cache, path, session.model)
+    prompt_cache.save(session.cache, path, session.model, session.tokenizer)
     size = path.stat().st_size
     if is_json:
         numbers = {"path": str(path), "prompt_tokens": len(ids), "prefill_tokens_per_s": bar.tokens_per_s}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError
 from windlass.hf.weights import parts_of
@@ -56,6 +56,11 @@ def fingerprint(model: PreTrainedModel) -> str:
             digest.update(f"{name}{part} {tuple(held.shape)} {held.dtype}".encode())
             digest.update(raw_bytes(sample))
     return digest.hexdigest()
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the tokenizer's chat template, also where it has none."""
+    return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -8,16 +8,19 @@ layer has evicted.
 
 import json
 import os
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.across_ranks import check_across_ranks
 from windlass.cache.compress import budgets_apart
+from windlass.cache.leaves import Leaf, leaves_of
 from windlass.cache.options import CacheOptions
 from windlass.cache.picture_edits import has_places
 from windlass.cache.policy_spec import policy_of
@@ -25,11 +28,11 @@ from windlass.cache.recall_memory import is_moved_later
 from windlass.cache.recall_options import recall_folder_of
 from windlass.cache.rows import RowTable
 from windlass.core.check import check_kind
-from windlass.core.errors import PromptCacheError, UsageError, WindlassError
+from windlass.core.errors import PromptCacheError, UsageError, WindlassError, WindlassWarning
 from windlass.core.step import no_inference_mode
 from windlass.hf import prompt_cache_file
 from windlass.hf.attach import attached
-from windlass.hf.fingerprint import fingerprint
+from windlass.hf.fingerprint import fingerprint, template_hash
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.guards import check_model
 from windlass.hf.kv_cache import KVCache
@@ -37,7 +40,8 @@ from windlass.hf.layer_shapes import layer_shapes
 from windlass.hf.linear_layer import state_name
 from windlass.hf.policy_note import AGAIN, note_of, noted_policy
 from windlass.hf.prompt_cache_check import check_layer, check_rows, check_states
-from windlass.hf.prompt_cache_document import Contents, InconsistentFile, LayerNote, parsed, to_document
+from windlass.hf.prompt_cache_document import Contents, LayerNote, parsed, to_document
+from windlass.hf.prompt_cache_fields import InconsistentFile
 from windlass.hf.prompt_cache_layout import COLUMNS, LayerPlan, Layout, layer_plans
 from windlass.hf.prompt_cache_memory import check_memory
 from windlass.hf.prompt_cache_ranks import any_evicted, check_statistics, cut, gathered, in_all, written_by_first
@@ -49,11 +53,14 @@ from windlass.stores.plain import Plain
 from windlass.stores.spec import STORES
 
 
-def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
+def save(
+    cache: KVCache, path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
     """Write `cache` to `path`; an older file there is replaced once the new one is whole, or not at all.
 
     The ids of the tokens are written where those of all rows are known. Of a model on several ranks all of them call
-    this, and rank 0 writes one file with the heads of all of them.
+    this, and rank 0 writes one file with the heads of all of them. With a `tokenizer`
+    the file notes the hash of its chat template.
 
     Raises: PromptCacheError when the file cannot be written; UsageError when `cache` belongs to
     another model, or reads at positions that have no name.
@@ -82,7 +89,7 @@ def save(cache: KVCache, path: str | Path, model: PreTrainedModel) -> None:
     if len(set(columns)) > 1:
         tensors[COLUMNS] = torch.tensor(columns)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    document, version = to_document(_contents(cache, model))
+    document, version = to_document(_contents(cache, model, tokenizer))
     written_by_first(cache.heads, lambda: prompt_cache_file.write(Path(path), tensors, json.dumps(document), version))
 
 
@@ -92,13 +99,15 @@ def load(
     model: PreTrainedModel,
     policy: str | Policy | None = None,
     recall_folder: str | Path | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> KVCache:
     """The cache that `save` wrote: going on with it is as if the text had never been interrupted.
 
     `policy`, as a policy or its name, is needed only where the file's is not one of windlass' own. A file need not
     come from a friend: all of it is checked before anything of it is used, and it changes nothing but the cache that
     is returned. `recall_folder` is that of `KVCache`: what the file has of evicted tokens goes there. The model runs
-    for one token, so that shapes are compared with its own.
+    for one token, so that shapes are compared with its own. With a `tokenizer`, a warning tells where the file was made
+    with another chat template: the text in the cache stays as it was written.
 
     Raises: PromptCacheError, naming the file, when it is missing, damaged, of a newer format, made by
     another model, or made with another policy; UsageError when the model is not attached.
@@ -141,6 +150,9 @@ def load(
     tokens = [tensors[f"tokens.{row}"].tolist() for row in range(cache.batch_size)] if contents.has_tokens else None
     columns = tensors[COLUMNS].tolist() if COLUMNS in tensors else None
     cache.rows = RowTable.from_json(contents.standing, tokens, columns)
+    if tokenizer is not None and contents.chat_template not in (None, template_hash(tokenizer)):
+        said = "was written with another chat template than the tokenizer has now; its text stays as it is"
+        warnings.warn(f"{path} {said}", WindlassWarning, stacklevel=3)
     return cache
 
 
@@ -159,8 +171,8 @@ def _options(path: Path, contents: Contents, policy: Policy | None) -> CacheOpti
 
 def _empty_cache(model: PreTrainedModel, options: CacheOptions, tensors: Mapping[str, Tensor]) -> KVCache:
     """With the file's own mean keys, of which the model learns nothing; without any they are measured."""
-    means = [tensors.get(f"layers.{layer}.{KEY_MEANS}") for layer in range(len(attached(model).rotaries))]
-    if all(mean is None for mean in means):
+    means = _key_means(leaves_of(options, len(attached(model).rotaries)), tensors)
+    if not means:
         return KVCache.from_options(model, options)
     cache = KVCache.from_options(model, replace(options, store=Plain()))
     cache.options, cache.key_means = options, means
@@ -168,7 +180,24 @@ def _empty_cache(model: PreTrainedModel, options: CacheOptions, tensors: Mapping
     return cache
 
 
-def _contents(cache: KVCache, model: PreTrainedModel) -> Contents:
+def _key_means(leaves: Sequence[Leaf], tensors: Mapping[str, Tensor]) -> list[Tensor | None]:
+    """The mean keys of each layer of the model, whose heads may lie in several of the cache's layers."""
+    found: list[Tensor | None] = []
+    for _, its in groupby(enumerate(leaves), lambda pair: pair[1].layer):
+        held = [
+            (leaf.heads, mean)
+            for index, leaf in its
+            if (mean := tensors.get(f"layers.{index}.{KEY_MEANS}")) is not None
+        ]
+        if not held:
+            return []
+        heads = [head for own, _ in held for head in own or ()]
+        joined = torch.cat([mean for _, mean in held])
+        found.append(joined[torch.tensor(heads).argsort()] if heads else joined)
+    return found
+
+
+def _contents(cache: KVCache, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None) -> Contents:
     if type(cache.positions) not in MODES.values():
         raise UsageError(f"positions {cache.positions!r} cannot be saved; set cache.positions to one of {list(MODES)}")
     if type(cache.store) not in STORES.values():
@@ -187,6 +216,7 @@ def _contents(cache: KVCache, model: PreTrainedModel) -> Contents:
         options=cache.options.document(),
         has_states=any(not state.is_empty for state in cache.recurrent),
         has_places=has_places(cache),
+        chat_template=None if tokenizer is None else template_hash(tokenizer),
     )
 
 

@@ -17,9 +17,11 @@ from windlass.core.limits import MAX_NUMBER
 from windlass.core.places import PLACES
 from windlass.core.rotary_index import EMPTY
 from windlass.hf.linear_layer import STATES
-from windlass.hf.prompt_cache_document import Contents, InconsistentFile, next_places
+from windlass.hf.prompt_cache_document import Contents, next_places
+from windlass.hf.prompt_cache_fields import InconsistentFile
 from windlass.hf.prompt_cache_layout import COLUMNS, POSITIONS, LayerPlan
 from windlass.merge.state import MERGED
+from windlass.policies import NAMES
 from windlass.policies.query_means import COUNT
 from windlass.stores.full_precision import SLOTS, TOKEN_INDEX, WRITTEN
 
@@ -52,13 +54,19 @@ def check_states(tensors: Mapping[str, Tensor]) -> None:
 def check_layer(plan: LayerPlan, contents: Contents, options: CacheOptions, tensors: Mapping[str, Tensor]) -> None:
     """Check that the numbers of a layer are finite, and that each row holds tokens that its text can have."""
     own = {name: tensors[plan.prefix + name] for name in plan.layouts}
-    is_ours = contents.policy.name is not None
+    is_ours, has_known_numbers = contents.policy.name is not None, contents.policy.name in NAMES
+    kept = {STATE + name for name in options.policy.needs.state}
     for name, tensor in own.items():
-        # Only a policy from elsewhere knows which numbers it keeps.
-        is_checked = is_ours or name == STATE + MERGED or not name.startswith((STATE, STATISTICS))
-        if is_checked and tensor.is_floating_point() and tensor.numel() and not _is_finite(tensor):
+        # Only a policy from elsewhere, and one that notes scores of another, know which numbers they keep.
+        is_free = name in kept or (name.startswith(STATISTICS) and not is_ours)
+        if (
+            (has_known_numbers or not is_free)
+            and tensor.is_floating_point()
+            and tensor.numel()
+            and not _is_finite(tensor)
+        ):
             raise InconsistentFile(f"tensor {plan.prefix + name} has numbers that are not finite")
-        if is_ours and name.startswith(STATE) and bool((tensor < 0).any()):
+        if (has_known_numbers or name not in kept) and name.startswith(STATE) and bool((tensor < 0).any()):
             raise InconsistentFile(f"tensor {plan.prefix + name} has numbers below 0")
     rows = contents.standing
     counts = own.get(STATISTICS + COUNT) if is_ours else None

@@ -2,24 +2,19 @@
 
 import json
 from dataclasses import asdict, dataclass
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from windlass.cache.recall_options import DEFAULT_RECALL_STORE
-from windlass.core.limits import MAX_NUMBER
 from windlass.core.places import MAX_PLACE
 from windlass.core.spec import AUTO
-from windlass.hf.policy_note import PolicyNote
+from windlass.hf.policy_note import MAX_WRAPPED, PolicyNote
+from windlass.hf.prompt_cache_fields import Fields, InconsistentFile, constant, is_whole, object_of, shown
 
 # What an older windlass could not read raises the number; the first one reads files of plain stores.
 PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, AUTO_VERSION = 1, 2, 3, 4, 5
 STATES_VERSION, PLACES_VERSION, RECALL_VERSION = 6, 7, 8  # the last has shares, too
-VERSION: Final = RECALL_VERSION
-MAX_TEXT: Final = 4096  # characters of a name, a label or an option; labels hold names of files
-MAX_POLICY_NUMBER: Final = 2**62
-
-
-class InconsistentFile(Exception):
-    """Something in a file that `save` would not have written; the message says what, in one short line."""
+WRAPPER_VERSION: Final = 9  # it has the hash of the chat template, too
+VERSION: Final = WRAPPER_VERSION
 
 
 @dataclass(frozen=True)
@@ -36,7 +31,7 @@ class Contents:
     """The document, with the options beside the other fields. A layer without tokens has no note.
 
     `has_states`: whether there are states of recurrent layers. `has_places`: whether the text has pictures, so that it
-    is kept where tokens are read.
+    is kept where tokens are read. `chat_template` is the hash of the tokenizer's; None where nobody gave it.
     """
 
     model: str
@@ -49,6 +44,7 @@ class Contents:
     options: dict[str, Any]  # see `CacheOptions.document`
     has_states: bool = False
     has_places: bool = False
+    chat_template: str | None = None
 
 
 def next_places(contents: Contents) -> list[int]:
@@ -61,6 +57,9 @@ def to_document(contents: Contents) -> tuple[dict[str, Any], int]:
     """What goes into the file, and the oldest format version that can say it."""
     document = asdict(contents)
     document |= document.pop("options")
+    if contents.chat_template is not None or contents.policy.wrapped:
+        return document, WRAPPER_VERSION
+    del document["chat_template"]
     if document["recall"] or document["shares"] is not None:
         return document, RECALL_VERSION
     del document["recall"], document["recall_store"], document["shares"]
@@ -92,13 +91,11 @@ def parsed(text: str, version: int) -> Contents:
     Raises: InconsistentFile.
     """
     try:
-        data = json.loads(text, object_pairs_hook=_object, parse_constant=_constant)
+        data = json.loads(text, object_pairs_hook=object_of, parse_constant=constant)
     except (ValueError, RecursionError) as error:
         raise InconsistentFile(f"its header is no JSON that can be read ({shown(str(error))})") from None
     given = Fields(data, "its header")
-    note = given.inner("policy")
-    policy = PolicyNote(note.text_or_none("name"), note.inner("fields").numbers(), note.text("label"))
-    note.end()
+    policy = _policy(given.inner("policy"), MAX_WRAPPED if version >= WRAPPER_VERSION else 1)
     limits = given.inner("limits")
     batch = given.whole("batch", 1)
     options = {
@@ -129,11 +126,24 @@ def parsed(text: str, version: int) -> Contents:
         options=options,
         has_states=version >= STATES_VERSION and given.flag("has_states"),
         has_places=version >= PLACES_VERSION and given.flag("has_places"),
+        chat_template=given.text_or_none("chat_template") if version >= WRAPPER_VERSION else None,
     )
     given.end()
     if version < AUTO_VERSION and options["positions"] == AUTO:
         raise InconsistentFile(f"positions in its header is {AUTO!r}, which version {version} does not know")
     return contents
+
+
+def _policy(given: Fields, depth: int) -> PolicyNote:
+    """A policy with at most `depth` policies inside one another, itself among them."""
+    name, inner = given.text_or_none("name"), given.inner("fields")
+    fields: dict[str, float | int | bool | PolicyNote | None] = {
+        key: _policy(inner.inner(key), depth - 1) for key in inner.objects() if depth > 1
+    }
+    fields.update(inner.numbers())
+    note = PolicyNote(name, fields, given.text("label"))
+    given.end()
+    return note
 
 
 def _layer(data: object, index: int, version: int) -> LayerNote | None:
@@ -146,7 +156,7 @@ def _layer(data: object, index: int, version: int) -> LayerNote | None:
     return note
 
 
-def _rows(given: "Fields", batch: int, version: int) -> dict[str, Any]:
+def _rows(given: Fields, batch: int, version: int) -> dict[str, Any]:
     """The standing of `batch` rows, each of which is as `Row` says that it may be."""
     rows: dict[str, Any] = {
         "tokens_seen": given.wholes("tokens_seen", batch),
@@ -184,115 +194,6 @@ def _check_pictures(pictures: list[Any], row: int, end: int) -> None:
 
 
 def _span(pair: object, row: int) -> list[int]:
-    if isinstance(pair, list) and len(pair) == 2 and all(_is_whole(each) for each in pair):
+    if isinstance(pair, list) and len(pair) == 2 and all(is_whole(each) for each in pair):
         return pair
     raise InconsistentFile(f"a prompt of row {row} is {shown(pair)}, not [start, end]")
-
-
-class Fields:
-    """The fields of a JSON object, each checked when it is taken. Errors name the field and the object, `where`."""
-
-    def __init__(self, data: object, where: str) -> None:
-        if not isinstance(data, dict):
-            raise InconsistentFile(f"{where} is {shown(data)}, not an object")
-        self._left, self._where = dict(data), where
-
-    def end(self) -> None:
-        """To be called when all fields are taken. Raises: InconsistentFile for one that is left."""
-        for name in self._left:
-            raise InconsistentFile(f"{self._where} has an unknown field {shown(name)}")
-
-    def text(self, name: str) -> str:
-        value = self._take(name)
-        # What is shown in an error must neither break its line nor steer a terminal.
-        if isinstance(value, str) and len(value) <= MAX_TEXT and value.isprintable():
-            return value
-        return self._refuse(name, value, f"a text of one line and at most {MAX_TEXT} characters")
-
-    def text_or_none(self, name: str) -> str | None:
-        return self._take(name) if self._is_none(name) else self.text(name)
-
-    def whole(self, name: str, least: int = 0) -> int:
-        value = self._take(name)
-        if _is_whole(value, least):
-            return int(value)
-        return self._refuse(name, value, f"a whole number from {least} to {MAX_NUMBER}")
-
-    def whole_or_none(self, name: str, least: int = 0) -> int | None:
-        return self._take(name) if self._is_none(name) else self.whole(name, least)
-
-    def wholes(self, name: str, count: int) -> list[int]:
-        values = self.items(name)
-        if len(values) == count and all(map(_is_whole, values)):
-            return values
-        return self._refuse(name, values, f"{count} whole numbers from 0 to {MAX_NUMBER}, one per row")
-
-    def lists(self, name: str, count: int) -> list[list[Any]]:
-        values = self.items(name)
-        if len(values) == count and all(isinstance(each, list) for each in values):
-            return values
-        return self._refuse(name, values, f"{count} lists, one per row")
-
-    def numbers(self) -> dict[str, float | int | bool | None]:
-        """All fields: finite numbers, true, false or null."""
-        numbers, self._left = self._left, {}
-        for name, value in numbers.items():
-            is_number = type(value) in (bool, int, float) and abs(value) <= MAX_POLICY_NUMBER
-            if value is not None and not is_number:
-                self._refuse(name, value, "a number")
-        return numbers
-
-    def flag(self, name: str) -> bool:
-        value = self._take(name)
-        return value if isinstance(value, bool) else self._refuse(name, value, "true or false")
-
-    def items(self, name: str) -> list[Any]:
-        value = self._take(name)
-        return value if isinstance(value, list) else self._refuse(name, value, "a list")
-
-    def inner(self, name: str) -> "Fields":
-        return Fields(self._take(name), f"{name} in {self._where}")
-
-    def any(self, name: str) -> object:
-        return self._take(name)
-
-    def null(self, name: str) -> object:
-        value = self._take(name)
-        return value if value is None else self._refuse(name, value, "null")
-
-    def _is_none(self, name: str) -> bool:
-        return name in self._left and self._left[name] is None
-
-    def _take(self, name: str) -> Any:
-        if name not in self._left:
-            raise InconsistentFile(f"{self._where} has no field {name!r}")
-        return self._left.pop(name)
-
-    def _refuse(self, name: str, value: object, wanted: str) -> NoReturn:
-        raise InconsistentFile(f"{name} in {self._where} is {shown(value)}, not {wanted}")
-
-
-def _is_whole(value: object, least: int = 0) -> bool:
-    return type(value) is int and least <= value <= MAX_NUMBER
-
-
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Without it, of two fields of one name the first would be lost silently."""
-    data = dict(pairs)
-    if len(data) < len(pairs):
-        raise ValueError("a field is there twice")
-    return data
-
-
-def _constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no number")
-
-
-def shown(value: object) -> str:
-    """A short form of what a file holds, on one line and without signs that steer a terminal."""
-    if isinstance(value, list | dict):
-        return f"a list of {len(value)}" if isinstance(value, list) else "an object"
-    if isinstance(value, int | float) and not abs(value) <= MAX_POLICY_NUMBER:
-        return "a huge number"
-    text = ascii(value)
-    return text if len(text) <= 60 else text[:57] + "..."

@@ -16,7 +16,8 @@ from windlass.core.errors import PromptCacheError
 from windlass.core.files import replacing
 from windlass.hf.fingerprint import raw_bytes
 from windlass.hf.policy_note import AGAIN
-from windlass.hf.prompt_cache_document import VERSION, InconsistentFile, shown
+from windlass.hf.prompt_cache_document import VERSION
+from windlass.hf.prompt_cache_fields import InconsistentFile, shown
 from windlass.hf.prompt_cache_layout import Layout
 
 KIND: Final = "windlass prompt cache"

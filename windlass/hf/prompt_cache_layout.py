@@ -19,7 +19,8 @@ from windlass.core.step import HEADROOM, AttentionCall
 from windlass.hf.attach import attached
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.layer_shapes import LayerShape
-from windlass.hf.prompt_cache_document import Contents, InconsistentFile, LayerNote, shown
+from windlass.hf.prompt_cache_document import Contents, LayerNote
+from windlass.hf.prompt_cache_fields import InconsistentFile, shown
 from windlass.merge import checked_merge
 from windlass.stores.base import INDEX_KEYS
 from windlass.stores.full_precision import FullPrecisionRing

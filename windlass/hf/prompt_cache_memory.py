@@ -10,7 +10,8 @@ from windlass.cache.options import CacheOptions
 from windlass.core.step import HEADROOM
 from windlass.hf.attach import attached
 from windlass.hf.layer_shapes import LayerShape
-from windlass.hf.prompt_cache_document import Contents, InconsistentFile, next_places
+from windlass.hf.prompt_cache_document import Contents, next_places
+from windlass.hf.prompt_cache_fields import InconsistentFile
 
 
 def check_memory(
