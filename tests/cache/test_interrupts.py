@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -80,6 +81,37 @@ def test_first_passes_growth_and_other_stores(
     cache = KVCache(model, budget=budget, store=store, policy=Recent())
     for piece in (ids[:, :60], ids[:, 60:80], ids[:, 80:81], ids[:, 81:]):  # fills, grows, packs
         check_every_line(model, cache, step(model, piece), 397)
+
+
+@pytest.mark.parametrize("is_in_file", [False, True])
+@pytest.mark.parametrize("recall_store", ["plain", "int4"])
+def test_first_and_later_passes_of_a_cache_with_recall(
+    attached_model: Models, text: Text, recall_store: str, is_in_file: bool, tmp_path: Path
+) -> None:
+    """One that was interrupted in its first pass is as new; memory that grew in an interrupted pass is as before."""
+    model, ids = attached_model("llama"), text(1100)
+    folder = tmp_path if is_in_file else None
+    options = {**LIMITS, "recall": 8, "recall_store": recall_store, "recall_folder": folder}
+    cache, twin = KVCache(model, **options), KVCache(model, **options)
+    for piece, stride in ((ids[:, :5], 41), (ids[:, 5:25], 211), (ids[:, 25:26], 97)):
+        assert check_every_line(model, cache, step(model, piece), stride) > 100
+        step(model, piece)(twin)
+    for each in (cache, twin):
+        step(model, ids[:, 26:1020])(each)
+    assert check_every_line(model, cache, step(model, ids[:, 1020:1030]), 301) > 100  # the memory grows
+    step(model, ids[:, 1020:1030])(twin)
+    with torch.no_grad():
+        for token in ids[:, 1030:1040].split(1, 1):
+            ours, truth = (model(token, past_key_values=each).logits for each in (cache, twin))
+            torch.testing.assert_close(ours, truth, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("line", range(1, 400, 57))
+def test_an_interrupted_first_pass_allocates_nothing_to_recall(attached_model: Models, text: Text, line: int) -> None:
+    model = attached_model("llama")
+    cache = KVCache(model, recall=8, **LIMITS)
+    assert interrupted_at(line, lambda: step(model, text(20))(cache))
+    assert cache.recall_bytes == KVCache(model, recall=8, **LIMITS).recall_bytes
 
 
 def test_a_second_pass_leaves_the_cache_as_it_was(attached_model: Models, text: Text) -> None:

@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.interrupts import interrupted_at
 from windlass import KVCache, kernels
+from windlass.cache.recall import RecallStore
 from windlass.core.rotary_index import RESERVED
 
 
@@ -18,6 +19,7 @@ def content(cache: KVCache) -> dict[str, Any]:
     found: dict[str, Any] = {"rows": cache.rows, "is in a pass": cache.is_in_step}
     for layer in cache.layers:
         table = layer.table
+        found |= _recallable(layer.index, table.recall)
         if table.is_empty or not bool((table.positions >= 0).any()):
             continue
         order = kernels.argsort_positions(table.positions)[..., : int((table.positions >= 0).sum(-1).max())]
@@ -31,6 +33,19 @@ def content(cache: KVCache) -> dict[str, Any]:
         found |= {f"{name} of layer {layer.index}": part.clone() for name, part in held.items()}
         found[f"count of layer {layer.index}"] = table.occupancy_bound
     return found
+
+
+def _recallable(layer: int, recall: RecallStore | None) -> dict[str, Any]:
+    """What a layer may recall, of each row; whether there is memory for it, where nothing was written."""
+    if recall is None or recall.is_empty:
+        return {}
+    parts = recall.memory.filled(max(recall.lengths))
+    return {
+        f"{name} to recall of row {row} in layer {layer}": part[row, ..., :length, :].clone()
+        for row, length in enumerate(recall.lengths)
+        if length
+        for name, part in (parts | {"positions": recall.positions[..., None]}).items()
+    }
 
 
 def is_same(ours: dict[str, Any], truth: dict[str, Any]) -> bool:

@@ -267,8 +267,8 @@ class RecallStore:
         if more > 0:
             batch, kv_heads = next(iter(sample.values())).shape[:2]
             held = self.positions.to(self.device).expand(batch, -1)
-            self.positions, recalled = pad(held, (0, more), value=EMPTY), self.page_count * PAGE
-            self.last_recalled = held.new_full((batch, kv_heads, recalled), EMPTY)
+            recalled = held.new_full((batch, kv_heads, self.page_count * PAGE), EMPTY)
+            self.positions, self.last_recalled = pad(held, (0, more), value=EMPTY), recalled  # or neither
 
     def _settle(self, device: torch.device, dtype: torch.dtype) -> None:
         """Decide where tokens are ranked, for a model on this device. A file is read by the host alone."""

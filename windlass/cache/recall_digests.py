@@ -34,9 +34,9 @@ class PageDigests:
     def grow(self, sample: Parts) -> None:
         """Make room for the digest of each page, where tokens are like those of `sample`."""
         pages = self.memory.capacity // PAGE
-        if pages > self.largest.capacity:
-            keys = self.codec.decode_keys(sample)[:, :, :1]
-            for each in self.both:
+        for each in self.both:
+            if pages > each.capacity:
+                keys = self.codec.decode_keys(sample)[:, :, :1]
                 each.grow(pages, self.codec.parts_of(keys, keys[..., :0]))
 
     def write(self, before: Tensor, after: Tensor, most: int, kv_heads: int) -> None:

@@ -11,6 +11,7 @@ from torch.nn.functional import pad
 
 from windlass import kernels
 from windlass.cache.recall import TOKEN_INDEX, RecallStore
+from windlass.cache.recall_snapshot import RecallSnapshot
 from windlass.core.places import PLACES, SlotPlaces
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import NewKeys, NewValues, QueryPositions, SlotIndex
@@ -30,7 +31,7 @@ class TableSnapshot(NamedTuple):
     state: dict[str, Tensor]
     statistics: dict[str, Tensor]
     occupancy_bound: int
-    recall_lengths: tuple[int, ...]
+    recall: RecallSnapshot | None
     copies: list[tuple[Tensor, Tensor]]  # a tensor, and what it held; grows before anything is written
 
 
@@ -192,7 +193,7 @@ class SlotTable:
             self.state,
             dict(self.statistics),
             self.occupancy_bound,
-            () if self.recall is None else self.recall.lengths,
+            None if self.recall is None else RecallSnapshot.of(self.recall),
             [],
         )
 
@@ -214,8 +215,8 @@ class SlotTable:
         for tensor, content in snapshot.copies:
             tensor.copy_(content)
         self.statistics, self.occupancy_bound = dict(snapshot.statistics), snapshot.occupancy_bound
-        if self.recall is not None:
-            self.recall.cut_to(snapshot.recall_lengths)
+        if self.recall is not None and snapshot.recall is not None:
+            snapshot.recall.restore(self.recall)
 
     def roll_back_recall(self, counts: Sequence[int]) -> None:
         """Forget that the newest `counts` tokens of each row were written, where all tokens are to be recalled."""

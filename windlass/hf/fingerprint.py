@@ -9,6 +9,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError
+from windlass.hf.adapters import computing
 from windlass.hf.weights import parts_of
 from windlass.parallel.spread import whole_of
 
@@ -38,24 +39,30 @@ def fingerprint(model: PreTrainedModel) -> str:
     Equal for the same weights in the same dtype, wherever they lie and whatever loaded them. It costs about
     `SAMPLES` values of each parameter, however large that is: time grows with the number of parameters, not with
     their size. Of a model that is spread over processes it is the same, and a collective call that gathers each
-    parameter in turn.
+    parameter in turn. Of adapters (PEFT) it has those that are active, with their scales: one that is idle or switched
+    off changes nothing, and merged weights, which round otherwise, are those of another model.
 
     Raises: UsageError for weights that accelerate keeps elsewhere.
     """
     config = model.config.get_text_config().to_diff_dict()
     digest = hashlib.sha256(json.dumps(_without_volatile(config), sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        if tensor.is_meta:
-            raise UsageError(
-                f"{name} of this {type(model).__name__} is offloaded; the fingerprint needs all weights here"
-            )
-        for part, held in parts_of(whole_of(tensor)).items():
-            values = held.detach().flatten()
-            # An odd stride: an even one could meet the same column of every row, and no other.
-            sample = values[:: max(1, len(values) // SAMPLES) | 1].cpu().contiguous()
-            digest.update(f"{name}{part} {tuple(held.shape)} {held.dtype}".encode())
-            digest.update(raw_bytes(sample))
+    parts = [(name, _sampled(name, tensor, model)) for name, tensor in computing(model)]
+    for _, part in sorted(parts):  # those of several active adapters have one name
+        digest.update(part)
     return digest.hexdigest()
+
+
+def _sampled(name: str, tensor: Tensor, model: PreTrainedModel) -> bytes:
+    """The name of a tensor, and the layout and a sample of each of its parts."""
+    if tensor.is_meta:
+        raise UsageError(f"{name} of this {type(model).__name__} is offloaded; the fingerprint needs all weights here")
+    found = b""
+    for part, held in parts_of(whole_of(tensor)).items():
+        values = held.detach().flatten()
+        # An odd stride: an even one could meet the same column of every row, and no other.
+        sample = values[:: max(1, len(values) // SAMPLES) | 1].cpu().contiguous()
+        found += f"{name}{part} {tuple(held.shape)} {held.dtype}".encode() + bytes(raw_bytes(sample))
+    return found
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:

@@ -31,6 +31,7 @@ from windlass.core.check import check_kind
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError, WindlassWarning
 from windlass.core.step import no_inference_mode
 from windlass.hf import prompt_cache_file
+from windlass.hf.adapters import inner_model
 from windlass.hf.attach import attached
 from windlass.hf.fingerprint import fingerprint, template_hash
 from windlass.hf.forward import vocabulary_of
@@ -203,7 +204,7 @@ def _contents(cache: KVCache, model: PreTrainedModel, tokenizer: PreTrainedToken
     if type(cache.store) not in STORES.values():
         raise UsageError(f"store {cache.store!r} cannot be saved; use a KVCache with one of: {', '.join(STORES)}")
     return Contents(
-        model=type(model).__name__,
+        model=type(inner_model(model)).__name__,
         dtype=_dtype(model),
         fingerprint=fingerprint(model),
         policy=note_of(cache.policy),
@@ -222,7 +223,7 @@ def _contents(cache: KVCache, model: PreTrainedModel, tokenizer: PreTrainedToken
 
 def _check_model(path: Path, contents: Contents, model: PreTrainedModel, layers: int) -> None:
     hint = "load it with that model, or make it again with this one"
-    ours = type(model).__name__
+    ours = type(inner_model(model)).__name__
     if contents.model != ours:
         raise PromptCacheError(f"{path} was made by a {contents.model}, this model is a {ours}; {hint}")
     has_shares = contents.options["shares"] is not None  # then there are notes on groups of heads

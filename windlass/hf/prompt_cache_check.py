@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall import TOKEN_INDEX as TOKEN_INDEX_STATE
@@ -141,7 +142,7 @@ def _check_positions(plan: LayerPlan, text: _Text, positions: Tensor) -> None:
 
 def _check_recalled(plan: LayerPlan, text: _Text, positions: Tensor, index: Tensor, places: Tensor) -> None:
     """Each slot's token is the one that its `index` in the row names; `places` are the positions of all of these."""
-    where = f"layer {plan.index}, row {text.row}"
+    where, places = f"layer {plan.index}, row {text.row}", pad(places, (0, 1), value=EMPTY)
     if int(places.min()) < EMPTY or int(places.max()) >= text.end or bool((places[text.seen :] != EMPTY).any()):
         raise InconsistentFile(f"{where} recalls positions outside of its text, which goes on at {text.end}")
     named = index.where(positions >= 0, 0.0)

@@ -1,0 +1,122 @@
+"""PEFT's adapters: a prompt-cache file belongs to the weights that compute, and `attach` to the model that runs."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import IA3Config, LoraConfig, get_peft_model
+from transformers import PreTrainedModel
+
+import windlass
+from tests.helpers.models import Text
+from windlass import KVCache, PromptCacheError, prompt_cache
+from windlass.hf.fingerprint import fingerprint
+from windlass.testing import tiny_model
+
+TARGETS = ["q_proj", "v_proj", "down_proj"]
+
+
+def lora(rank: int = 4, **options: Any) -> LoraConfig:
+    return LoraConfig(r=rank, lora_alpha=8, target_modules=TARGETS, init_lora_weights=False, **options)
+
+
+def tuned(seed: int = 0) -> Any:
+    """A model with the adapters a, which is active, and b."""
+    torch.manual_seed(seed)
+    model: Any = get_peft_model(copy.deepcopy(tiny_model("llama")), lora(), "a")
+    model.add_adapter("b", lora(2))
+    return model.eval()
+
+
+@torch.no_grad()
+def logits(model: Any, text: Text) -> torch.Tensor:
+    found: torch.Tensor = model(text(12)).logits
+    return found
+
+
+def test_equal_fingerprints_are_equal_logits(text: Text) -> None:
+    model, found = tuned(), {}
+
+    def note(name: str) -> None:
+        found[name] = fingerprint(model), logits(model, text)
+
+    found["plain"] = fingerprint(tiny_model("llama")), logits(tiny_model("llama"), text)
+    note("a")
+    with model.disable_adapter():
+        note("off")
+    model.set_adapter("b")
+    note("b")
+    model.base_model.set_adapter(["a", "b"])
+    note("a and b")
+    model.base_model.set_adapter(["b", "a"])
+    note("b and a")
+    model.set_adapter("a")
+    scales = [layer for layer in model.modules() if isinstance(layer, peft.tuners.lora.Linear)]
+    for layer in scales:
+        layer.scaling["a"] *= 2
+    note("a doubled")
+    for layer in scales:
+        layer.scaling["a"] /= 2
+    model.delete_adapter("b")
+    note("a without b")
+    model.merge_adapter()
+    note("a merged")
+    model = model.merge_and_unload()
+    note("a unloaded")
+    same = [{"plain", "off"}, {"a", "a without b"}, {"a and b", "b and a"}, {"a merged", "a unloaded"}]
+    for one, (mark, ours) in found.items():
+        for other, (mark_of_other, theirs) in found.items():
+            assert (mark == mark_of_other) == (one == other or {one, other} in same), (one, other)
+            if mark == mark_of_other:
+                torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        lora(use_dora=True),
+        lora(modules_to_save=["lm_head"]),
+        IA3Config(target_modules=TARGETS, feedforward_modules=["down_proj"], init_ia3_weights=False),
+    ],
+    ids=["dora", "modules_to_save", "ia3"],
+)
+def test_an_idle_adapter_of_any_kind_does_not_count(config: Any) -> None:
+    torch.manual_seed(0)
+    model: Any = get_peft_model(copy.deepcopy(tiny_model("llama")), config, "a")
+    active = fingerprint(model)
+    assert active != fingerprint(tiny_model("llama"))
+    model.add_adapter("b", config)
+    assert fingerprint(model) == active
+    model.set_adapter("b")
+    with torch.no_grad():
+        for name, weights in model.named_parameters():
+            if ".b." in name or name.endswith(".b"):
+                weights.mul_(1.5)
+    assert fingerprint(model) != active
+    with model.disable_adapter():
+        assert fingerprint(model) == fingerprint(tiny_model("llama"))
+
+
+def test_a_file_is_of_the_adapter_that_was_active(text: Text, tmp_path: Path) -> None:
+    model, path = windlass.attach(tuned()), tmp_path / "cache"
+    cache = KVCache(model, 16)
+    with torch.no_grad():
+        model(text(30), past_key_values=cache)
+    prompt_cache.save(cache, path, model)
+    prompt_cache.load(path, model)
+    model.add_adapter("idle", lora())
+    prompt_cache.load(path, model)
+    model.set_adapter("b")
+    with pytest.raises(PromptCacheError, match="config or weights differ"):
+        prompt_cache.load(path, model)
+    model.set_adapter("a")
+    with model.disable_adapter(), pytest.raises(PromptCacheError, match="config or weights differ"):
+        prompt_cache.load(path, model)
+    prompt_cache.load(path, model)
+
+
+def attached(model: PreTrainedModel) -> PreTrainedModel:
+    return windlass.attach(model)
