@@ -15,6 +15,7 @@ from windlass.hf.attached_model import NAME, AttachedModel
 from windlass.hf.decoder import decoder_of
 from windlass.hf.guards import check_model, inference_only
 from windlass.hf.mask import Mask, mask
+from windlass.hf.module_state import ModuleState
 from windlass.hf.refusal import check_kind_of_model, refusal
 from windlass.hf.running_pass import BUSY, not_compiled
 from windlass.hf.tensor_parallel import heads_of, ranks_of
@@ -41,13 +42,19 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
     model of transformers, and for a model that is attached with another `own_linear`.
     """
     check_model(model)
-    before = getattr(model, NAME, None)
-    if isinstance(before, AttachedModel):
+    before = _found(model)
+    if before is not None and before.model is not model:
+        raise UsageError(
+            f"this {type(model).__name__} shares its layers with a {type(before.model).__name__} that is attached; use "
+            "that one, or call windlass.detach with either of them first"
+        )
+    if before is not None:
         if before.own_linear != own_linear:
             raise UsageError(
                 f"own_linear={own_linear}, but the model is attached with {before.own_linear}; detach it first"
             )
         return model
+    state = ModuleState(model)
     try:
         # Where the model was compiled before, none of these few passes is worth compiling.
         with torch.compiler.set_stance("force_eager"):
@@ -60,18 +67,23 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
             attachment.find_rotaries(model)
             if ranks is not None:
                 attachment.heads = heads_of(ranks, attachment.probed(model, False), attachment.kinds)
-    except Exception as error:
-        if isinstance(getattr(model, NAME, None), AttachedModel):
-            detach(model)
+    except BaseException as error:
+        state.put_back()
+        if not isinstance(error, Exception):
+            raise
         raise refusal(model, error) from (None if isinstance(error, WindlassError) else error)
     return model
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `attach`; returns the same model. Its caches can no longer be used with it."""
-    attached(model).remove()
-    for module in model.modules():
-        if isinstance(getattr(module, NAME, None), AttachedModel):
+    """Undo `attach`; returns the same model. Its caches can no longer be used with it.
+
+    `model` may also be what PEFT had wrapped, or what it left of the attached model.
+    """
+    attachment = _found(model) or attached(model)
+    attachment.remove()
+    for module in (*attachment.model.modules(), *attachment.decoder.attention_modules):
+        if isinstance(vars(module).get(NAME), AttachedModel):
             delattr(module, NAME)
     return model
 
@@ -83,6 +95,12 @@ def attached(model: PreTrainedModel) -> AttachedModel:
         check_model(model)
         raise UsageError(f"{type(model).__name__} is not attached to windlass; call windlass.attach(model) first")
     return attachment
+
+
+def _found(model: nn.Module) -> AttachedModel | None:
+    """The attachment of a model, or of one around it."""
+    found = (vars(module).get(NAME) for module in model.modules())
+    return next((each for each in found if isinstance(each, AttachedModel)), None)
 
 
 @not_compiled

@@ -51,7 +51,7 @@ class AttachedModel(Attachment):
     def __init__(self, model: PreTrainedModel, decoder: Decoder, own_linear: bool) -> None:
         rotary_modules, outer = decoder.rotary_modules, decoder.outer
         self._configs, self.kinds = OwnConfigs(decoder.modules), layer_kinds(model)
-        self.decoder = decoder
+        self.model, self.decoder = model, decoder
         self._signature, self._cache_name = inspect.signature(outer.forward), cache_name(outer.forward)
         self._handles: list[RemovableHandle] = [
             module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules

@@ -24,10 +24,12 @@ from windlass.hf.known_code import (
     MLP,
     NORMED_ATTENTION,
     activation_of,
+    epsilon_of,
     global_of,
     has_code_of,
     rounding_of,
 )
+from windlass.hf.layer_part import ROTATION, LayerPart, code_of
 from windlass.hf.layer_proof import Proof
 from windlass.hf.linears import FewRows, linears_of
 from windlass.hf.model_cache import ModelCache
@@ -42,44 +44,25 @@ if TYPE_CHECKING:
     from windlass.kernels.cpu.decoder_layer import FewTokens
 
 MASK, TABLES = "attention_mask", "position_embeddings"
-ROTATION = "apply_rotary_pos_emb"  # of the module that defines a layer, by which its code rotates
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 GATED = ("gate_proj", "up_proj", "down_proj")
 HEAD_NORMS = ("q_norm", "k_norm")
 
 
 @dataclass(frozen=True, eq=False)
-class _Part:
-    """A module inside of a layer, where it was found, and what stood in for its `forward` then."""
-
-    parent: nn.Module
-    name: str
-    module: nn.Module
-    forward: object
-
-    @classmethod
-    def of(cls, parent: nn.Module, name: str) -> "_Part":
-        module = parent.get_submodule(name)
-        return cls(parent, name, module, vars(module).get("forward"))
-
-    @property
-    def is_as_found(self) -> bool:
-        """Whether it is still there, and nothing else is called in its place, or beside it."""
-        module = self.module
-        is_same = self.parent._modules.get(self.name) is module and vars(module).get("forward") is self.forward
-        return is_same and not module._forward_hooks and not module._forward_pre_hooks
-
-
-@dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A kernel, and the addresses and number type of the weights that it was prepared for."""
+    """A kernel, and what it was prepared for: the addresses and number type of weights, and numbers of the modules."""
 
     kernel: "FewTokens | None"
-    addresses: list[int]
+    made_of: list[object]
     dtype: torch.dtype
 
     def __deepcopy__(self, memo: dict[int, object]) -> None:
         """Nothing is prepared for a copied layer, whose weights are elsewhere."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Nothing is prepared for a layer out of a file."""
+        return type(None), ()
 
 
 @final
@@ -94,7 +77,15 @@ class KnownLayers:
         self.layers: list[FewTokensLayer] = []
         self.whole = WholeDecoder(decoder, self.layers)
         self._step: object = None  # of the pass for which they were prepared
+        self._classes: list[type[nn.Module]] = []  # of all that they compute
+        self._code: list[object] = []
         self.is_proving = False
+
+    def note_code(self) -> None:
+        """Note the code whose place kernels take: what others put in its place later is called instead."""
+        modules = [self.whole.decoder, *(module for layer in self.layers for module in layer.modules)]
+        self._classes = list(dict.fromkeys(map(type, modules)))
+        self._code = code_of(self._classes)
 
     def prove(self, model: PreTrainedModel, cache: ModelCache) -> None:
         """Read a token with an empty cache, in which each layer compares its kernel with its own code.
@@ -116,6 +107,7 @@ class KnownLayers:
         if self._step is step:
             return
         has_hooks = bool(torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks)
+        has_hooks = has_hooks or code_of(self._classes) != self._code
         for layer in self.layers:
             layer.prepare(hidden, has_hooks)
         self._step = step
@@ -133,16 +125,17 @@ class FewTokensLayer(KnownLayer):
         mlp = module.get_submodule("mlp")
         self._attention: Any = module.get_submodule("self_attn")
         names = "input_layernorm", "post_attention_layernorm", "self_attn", "mlp"
-        norms = [_Part.of(self._attention, name) for name in HEAD_NORMS if name in self._attention._modules]
+        norms = [LayerPart.of(self._attention, name) for name in HEAD_NORMS if name in self._attention._modules]
         self._own, self._linears = (
-            [*(_Part.of(module, name) for name in names), _Part.of(mlp, "act_fn"), *norms],
+            [*(LayerPart.of(module, name) for name in names), LayerPart.of(mlp, "act_fn"), *norms],
             [
-                *(_Part.of(self._attention, name) for name in PROJECTIONS),
-                *(_Part.of(mlp, name) for name in GATED),
+                *(LayerPart.of(self._attention, name) for name in PROJECTIONS),
+                *(LayerPart.of(mlp, name) for name in GATED),
             ],
         )
         self._norms = [*(part.module for part in self._own[:2]), *(part.module for part in norms)]
         self._rotate = global_of(self._attention, ROTATION)
+        self._numbers = [(norm, epsilon_of(norm)) for norm in self._norms]
         self._prepared: _Prepared | None = None
         self._is_proved = False  # whether the kernel was seen to give what the layer's own code gives
         self.replaced = Replaced(module, "forward", self.forward)
@@ -210,6 +203,11 @@ class FewTokensLayer(KnownLayer):
         return found
 
     @property
+    def modules(self) -> list[nn.Module]:
+        """The layer, and all modules in it that a kernel computes."""
+        return [self.module, *(part.module for part in (*self._own, *self._linears))]
+
+    @property
     def scale(self) -> float:
         """Of its attention."""
         return float(self._attention.scaling)
@@ -217,19 +215,21 @@ class FewTokensLayer(KnownLayer):
     def prepare(self, hidden: Tensor, has_hooks: bool) -> None:
         """Look up the weights, and prepare a kernel where they are elsewhere than before.
 
-        `has_hooks`: all modules have, so that each of them is to be called.
+        `has_hooks`: all modules have, or classes have other code, so that each of them is to be called.
         """
         if has_hooks or not all(part.is_as_found for part in (*self._own, *self._linears)):
             self._prepared = None
             return
         layers = [layer_of(part) for part in self._linears]
-        addresses = [address for layer in layers if layer is not None for address in layer.addresses]
-        addresses += [norm.get_parameter("weight").data_ptr() for norm in self._norms]
+        made_of: list[object] = [address for layer in layers if layer is not None for address in layer.addresses]
+        made_of += [norm.get_parameter("weight").data_ptr() for norm in self._norms]
+        made_of += [getattr(norm, name) for norm, name in self._numbers]
+        made_of.append(getattr(self._own[4].module, "approximate", None))
         prepared = self._prepared
-        if prepared is None or prepared.addresses != addresses or prepared.dtype is not hidden.dtype:
+        if prepared is None or prepared.made_of != made_of or prepared.dtype is not hidden.dtype:
             layer = self._layer([layer for layer in layers if layer is not None])
             kernel = None if layer is None else kernels.decoder_layer_of(layer, hidden)
-            self._prepared = _Prepared(kernel, addresses, hidden.dtype)
+            self._prepared = _Prepared(kernel, made_of, hidden.dtype)
 
     def _layer(self, linears: list[LinearLayer]) -> DecoderLayer | None:
         """The layer as a kernel takes it; None where a part is not known any more."""
@@ -245,7 +245,7 @@ class FewTokensLayer(KnownLayer):
         return DecoderLayer(*before, output, second, gate, up, down, activation, self._attention.head_dim)
 
 
-def layer_of(part: _Part) -> LinearLayer | None:
+def layer_of(part: LayerPart) -> LinearLayer | None:
     """The weights of a linear layer as our kernel takes them; None where they are not of a kind that it knows."""
     own = getattr(part.forward, "__self__", None)
     return own.layer() if isinstance(own, FewRows) else None
@@ -287,4 +287,5 @@ def few_rows_of(
     known = [each for each in model.modules() if linears and "forward" not in vars(each) and _is_known(each)]
     layers = KnownLayers(decoder)
     layers.layers += [FewTokensLayer(each, whole, attention_name, layers) for each in known]
+    layers.note_code()
     return layers, [*(each.replaced for each in layers.layers), *linears]

@@ -45,6 +45,11 @@ def rounding_of(module: nn.Module) -> tuple[Rounding, float] | None:
     return None
 
 
+def epsilon_of(module: nn.Module) -> str:
+    """The name that a known norm gives to its epsilon."""
+    return next(epsilon for methods, _, epsilon in NORMS if has_code_of(module, *methods))
+
+
 def activation_of(module: nn.Module) -> Activation | None:
     """The activation that a module is; None for others."""
     kind = type(module)

@@ -65,6 +65,7 @@ class FewRows:
     def __init__(self, module: nn.Linear, whole: WholePass) -> None:
         self._module, self._whole = module, whole
         self._codes: Codes | None = None
+        self._code = type(module).forward  # whose place the kernel takes
         self.replaced = Replaced(module, "forward", self.forward)
 
     def forward(self, inputs: LinearInputs) -> LinearOutputs:
@@ -91,6 +92,8 @@ class FewRows:
 
     def _call(self, inputs: Tensor) -> LinearInput | None:
         """What our kernel is asked for; None where it is not."""
+        if type(self._module).forward is not self._code:
+            return None
         if not self._whole.is_served or type(inputs) is not Tensor or torch.is_autocast_enabled("cpu"):
             return None
         width = inputs.shape[-1]

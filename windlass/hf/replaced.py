@@ -8,15 +8,25 @@ from torch import nn
 
 @final
 class Replaced:
-    """`module.name` is `replacement` from now on; `original` is what it was."""
+    """`module.name` is `replacement` from now on."""
 
     def __init__(self, module: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
         self._module, self._name, self._own = module, name, vars(module).get(name)
-        self.original: Callable[..., Any] = getattr(module, name)
+        self._replacement = replacement
         setattr(module, name, replacement)
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The method that the module had; where that is its class's, the one that the class has now."""
+        if self._own is not None:
+            return self._own
+        method: Callable[..., Any] = getattr(type(self._module), self._name).__get__(self._module)
+        return method
+
     def put_back(self) -> None:
-        """Leave the module as it was found."""
+        """Leave the module as it was found, but for what others have put there since."""
+        if vars(self._module).get(self._name) is not self._replacement:
+            return
         delattr(self._module, self._name)
         if self._own is not None:
             setattr(self._module, self._name, self._own)

@@ -83,7 +83,7 @@ class WholeDecoder:
     """
 
     def __init__(self, decoder: nn.Module, layers: Sequence[KnownLayer]) -> None:
-        self._decoder, self._layers = decoder, layers
+        self.decoder, self._layers = decoder, layers
         self._is_known = any(has_code_of(decoder, each) for each in DECODERS)
         self._done: tuple[object, Tensor, object] | None = None  # a pass's step, what the layers gave, their mask
 
@@ -110,7 +110,7 @@ class WholeDecoder:
 
     def _can_be_whole(self) -> bool:
         """Whether the decoder calls just these layers, one after the other, and nothing else is called beside them."""
-        decoder: Any = self._decoder
+        decoder: Any = self.decoder
         count = decoder.config.num_hidden_layers if self._is_known else 0
         if count != len(self._layers) or len(set(getattr(decoder.config, "layer_types", None) or [None])) > 1:
             return False
