@@ -10,7 +10,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 
 import windlass
 from tests.helpers.models import Text
-from windlass import KVCache, PromptCacheError, prompt_cache
+from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
 from windlass.hf.fingerprint import fingerprint
 from windlass.testing import tiny_model
 
@@ -115,3 +115,20 @@ def test_a_file_is_of_the_adapter_that_was_active(text: Text, tmp_path: Path) ->
     with model.disable_adapter(), pytest.raises(PromptCacheError, match="config or weights differ"):
         prompt_cache.load(path, model)
     prompt_cache.load(path, model)
+
+
+@pytest.mark.parametrize("is_merged", [False, True])
+def test_the_model_inside_of_an_attached_one_is_told_of_it(is_merged: bool, text: Text) -> None:
+    model = windlass.attach(tuned())
+    outer, ids = model, text(12)
+    inner: Any = model.merge_and_unload() if is_merged else model.get_base_model()
+    with pytest.raises(UsageError, match=r"shares its layers with a PeftModel\w* that is attached; .*detach"):
+        windlass.attach(inner)
+    expected = logits(outer, text)
+    with torch.no_grad():
+        ours = outer(ids, past_key_values=KVCache(outer)).logits
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)
+    windlass.attach(windlass.detach(inner))
+    with torch.no_grad():
+        ours = inner(ids, past_key_values=KVCache(inner)).logits
+    torch.testing.assert_close(ours, expected, atol=1e-4, rtol=1e-4)

@@ -1,0 +1,190 @@
+"""Model code that changes after `attach` is what a pass with a cache runs, and a refused `attach` changes nothing."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+import windlass
+from tests.helpers.models import Text
+from windlass import KVCache, UnsupportedModel
+from windlass.hf.attach import attached
+from windlass.hf.attached_model import AttachedModel
+from windlass.testing import tiny_model
+
+Patch = pytest.MonkeyPatch
+
+
+def _layer(model: Any) -> Any:
+    return model.model.layers[0]
+
+
+def _epsilon(model: Any, _: Patch) -> None:
+    _layer(model).input_layernorm.variance_epsilon = 0.7
+
+
+def _scaled(factor: float, forward: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, **kwargs: forward(*args, **kwargs) * factor
+
+
+def _class_of(part: str) -> Callable[[Any, Patch], None]:
+    def change(model: Any, patch: Patch) -> None:
+        kind = type(_layer(model).get_submodule(part))
+        patch.setattr(kind, "forward", _scaled(1.5, kind.forward))
+
+    return change
+
+
+def _instance(part: str) -> Callable[[Any, Patch], None]:
+    def change(model: Any, _: Patch) -> None:
+        module = _layer(model).get_submodule(part)
+        module.forward = _scaled(1.5, module.forward)
+
+    return change
+
+
+def _hook(part: str) -> Callable[[Any, Patch], None]:
+    def change(model: Any, _: Patch) -> None:
+        _layer(model).get_submodule(part).register_forward_hook(lambda _, __, out: out * 1.5)
+
+    return change
+
+
+def _linear_class(_: Any, patch: Patch) -> None:
+    patch.setattr(nn.Linear, "forward", lambda self, states: linear(states, self.weight, self.bias) * 1.2)
+
+
+def _activation(model: Any, _: Patch) -> None:
+    _layer(model).mlp.act_fn = nn.GELU()
+
+
+def _another_class(model: Any, _: Patch) -> None:
+    norm = _layer(model).input_layernorm
+    kind = type(norm)
+    norm.__class__ = type("Louder", (kind,), {"forward": _scaled(1.5, kind.forward)})
+
+
+def _weights(model: Any, _: Patch) -> None:
+    norm, up = _layer(model).input_layernorm, _layer(model).mlp.up_proj
+    norm.weight = nn.Parameter(norm.weight * 1.5)
+    up.weight = nn.Parameter(up.weight * 1.5)
+
+
+def _in_place(model: Any, _: Patch) -> None:
+    with torch.no_grad():
+        _layer(model).mlp.up_proj.weight.mul_(1.5)
+
+
+def _scale_of_scores(model: Any, _: Patch) -> None:
+    _layer(model).self_attn.scaling *= 2
+
+
+def _dtype(model: Any, _: Patch) -> None:
+    model.double()
+
+
+CHANGES: dict[str, Callable[[Any, Patch], None]] = {
+    "epsilon": _epsilon,
+    **{f"class of {part or 'layer'}": _class_of(part) for part in ("", "mlp", "input_layernorm", "mlp.act_fn")},
+    **{
+        f"instance of {part or 'layer'}": _instance(part) for part in ("", "mlp", "self_attn.v_proj", "input_layernorm")
+    },
+    **{f"hook on {part or 'layer'}": _hook(part) for part in ("", "mlp", "self_attn.o_proj", "mlp.act_fn")},
+    "class of linears": _linear_class,
+    "activation": _activation,
+    "another class": _another_class,
+    "weights": _weights,
+    "in place": _in_place,
+    "scale of scores": _scale_of_scores,
+    "dtype": _dtype,
+}
+
+
+@torch.no_grad()
+def logits(model: Any, ids: Tensor, cache: KVCache | None = None) -> Tensor:
+    """Those of a few tokens, and of single ones after them."""
+    if cache is None:
+        return model(ids).logits  # type: ignore[no-any-return]  # a tensor
+    pieces = [ids[:, :9], *ids[:, 9:].split(1, 1)]
+    return torch.cat([model(piece, past_key_values=cache).logits for piece in pieces], 1)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_changed_code_is_run(family: str, name: str, text: Text, monkeypatch: Patch) -> None:
+    plain, model, ids = tiny_model(family), windlass.attach(tiny_model(family)), text(14)
+    before = logits(model, ids, KVCache(model))
+    torch.testing.assert_close(before, logits(plain, ids), atol=1e-4, rtol=1e-4)
+    CHANGES[name](plain, monkeypatch)
+    if "class" not in name or name == "another class":  # else both have it already
+        CHANGES[name](model, monkeypatch)
+    expected = logits(plain, ids)
+    assert float((expected.float() - before).abs().max()) > 1e-3 or name == "dtype"
+    torch.testing.assert_close(logits(model, ids, KVCache(model)), expected, atol=1e-4, rtol=1e-4)
+
+
+def _torch_saved(model: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model)), _torch_saved])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+def test_a_copy_of_an_attached_model_is_attached(family: str, copied: Callable[[Any], Any], text: Text) -> None:
+    model, ids = windlass.attach(tiny_model(family)), text(14)
+    expected = logits(model, ids, KVCache(model))
+    twin = copied(model)
+    torch.testing.assert_close(logits(twin, ids, KVCache(twin)), expected, atol=1e-5, rtol=0)
+    assert attached(twin).model is twin
+    windlass.detach(twin)
+    torch.testing.assert_close(logits(twin, ids), logits(tiny_model(family), ids), atol=1e-5, rtol=0)
+    torch.testing.assert_close(logits(model, ids, KVCache(model)), expected, atol=1e-5, rtol=0)
+
+
+def _state(model: nn.Module) -> list[tuple[object, ...]]:
+    """The attributes and hooks of all modules."""
+    found = []
+    for module in model.modules():
+        held = {name: dict(each) if isinstance(each, dict) else each for name, each in vars(module).items()}
+        found.append((module, held))
+    return found
+
+
+STAGES = [
+    "windlass.hf.attach.check_kind_of_model",
+    "windlass.hf.attach.decoder_of",
+    "windlass.hf.attached_model.few_rows_of",
+    "windlass.hf.attached_model.CheckedGenerate",
+    "windlass.hf.attached_model.rotaries_of",
+    "windlass.hf.attached_model.SelfCheck",
+    "windlass.hf.decoder_layers.Proof",
+]
+
+
+@pytest.mark.parametrize("error", [UnsupportedModel("no"), RuntimeError("no"), KeyboardInterrupt()], ids=repr)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_refused_attach_changes_nothing(stage: str, error: BaseException, text: Text, monkeypatch: Patch) -> None:
+    model, ids = tiny_model("llama").train(), text(14)
+    model.model.layers[0].register_forward_hook(lambda *_: None)
+    state, expected = _state(model), logits(model, ids)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, refuse)
+        with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else UnsupportedModel):
+            windlass.attach(model)
+    assert _state(model) == state
+    assert torch.equal(logits(model, ids), expected)
+    assert not any(isinstance(vars(module).get("windlass"), AttachedModel) for module in model.modules())
+    windlass.attach(model.eval())
+    torch.testing.assert_close(logits(model, ids, KVCache(model)), expected, atol=1e-4, rtol=1e-4)
