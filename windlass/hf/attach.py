@@ -38,8 +38,11 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
     Of a model that transformers has spread over processes (tensor parallel) each process attaches its own part, and all
     of them do it together: docs/parallel.md.
 
+    An attached model can be copied, pickled and saved with `torch.save`: the copy is attached, too.
+
     Raises: UnsupportedModel, naming the model and the reason; the model is then as it was. UsageError for what is no
-    model of transformers, and for a model that is attached with another `own_linear`.
+    model of transformers, and for a model that is attached with another `own_linear`, or shares its layers with one
+    that is attached.
     """
     check_model(model)
     before = _found(model)

@@ -18,10 +18,8 @@ class Replaced:
     @property
     def original(self) -> Callable[..., Any]:
         """The method that the module had; where that is its class's, the one that the class has now."""
-        if self._own is not None:
-            return self._own
-        method: Callable[..., Any] = getattr(type(self._module), self._name).__get__(self._module)
-        return method
+        own: Callable[..., Any] | None = self._own
+        return getattr(type(self._module), self._name).__get__(self._module) if own is None else own  # type: ignore[no-any-return]  # a bound method
 
     def put_back(self) -> None:
         """Leave the module as it was found, but for what others have put there since."""
