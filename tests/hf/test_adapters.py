@@ -100,7 +100,8 @@ def test_an_idle_adapter_of_any_kind_does_not_count(config: Any) -> None:
 
 
 def test_a_file_is_of_the_adapter_that_was_active(text: Text, tmp_path: Path) -> None:
-    model, path = windlass.attach(tuned()), tmp_path / "cache"
+    path = tmp_path / "cache"
+    model: Any = windlass.attach(tuned())
     cache = KVCache(model, 16)
     with torch.no_grad():
         model(text(30), past_key_values=cache)

@@ -62,7 +62,7 @@ def _accepted(case: Case) -> Case:
 
 def pairwise(options: dict[str, list[Any]], draws: int = 3000) -> list[Case]:
     """Cases among seeded draws that cover each pair of values that any of the draws has."""
-    draw, seen, found = random.Random(36), set(), []
+    draw, seen, found = random.Random(36), set[tuple[tuple[str, str], ...]](), list[Case]()
     for _ in range(draws):
         case = _accepted({name: draw.choice(values) for name, values in options.items()})
         pairs = set(combinations([(name, repr(value)) for name, value in case.items()], 2))

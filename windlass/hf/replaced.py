@@ -19,7 +19,7 @@ class Replaced:
     def original(self) -> Callable[..., Any]:
         """The method that the module had; where that is its class's, the one that the class has now."""
         own: Callable[..., Any] | None = self._own
-        return getattr(type(self._module), self._name).__get__(self._module) if own is None else own  # type: ignore[no-any-return]  # a bound method
+        return getattr(type(self._module), self._name).__get__(self._module) if own is None else own
 
     def put_back(self) -> None:
         """Leave the module as it was found, but for what others have put there since."""
