@@ -12,6 +12,8 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
+from windlass.hf.torchao_later import TorchaoLater
+
 __version__ = "0.1.0"
 
 _STUB = Path(__file__).with_suffix(".pyi")
@@ -19,6 +21,8 @@ _IMPORTS = [node for node in ast.parse(_STUB.read_text()).body if isinstance(nod
 _HOMES = {alias.name: node.module or "" for node in _IMPORTS for alias in node.names}
 
 __all__ = sorted(_HOMES)
+
+sys.meta_path.insert(0, TorchaoLater())
 
 
 def __dir__() -> list[str]:

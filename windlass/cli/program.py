@@ -5,7 +5,6 @@ It is apart from `app`, whose `main` may be called in any process and leaves tha
 
 import atexit
 import gc
-import logging
 import os
 import sys
 import warnings
@@ -15,8 +14,6 @@ from windlass.cli.loading import CLEAR, end_at_ctrl_c
 from windlass.core.errors import WindlassWarning
 
 GARBAGE_EVERY = 100_000  # new objects between two searches for garbage; imports make a million of them, and no garbage
-# transformers imports torchao wherever that is installed, and it logs which kernels of other machines it cannot load.
-NOISY = ("torchao", "torch.utils._pytree")
 
 
 def run() -> NoReturn:
@@ -28,8 +25,6 @@ def run() -> NoReturn:
     gc.set_threshold(GARBAGE_EVERY)
     warnings.showwarning = _note
     warnings.simplefilter("once", WindlassWarning)
-    for name in NOISY:
-        logging.getLogger(name).setLevel(logging.ERROR)
     end_at_ctrl_c()
     from windlass.cli.app import main
 

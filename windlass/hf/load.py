@@ -34,6 +34,7 @@ from windlass.hf.names import (
     gpu_number,
 )
 from windlass.hf.tensor_parallel import plan_of_processes
+from windlass.hf.torchao_later import quiet_torchao
 from windlass.hf.weights import quantize
 
 HUB_SECONDS = 10.0
@@ -110,7 +111,8 @@ def _quiet() -> Iterator[None]:
     if not is_hub_quiet:
         enable_progress_bars()
     try:
-        yield
+        with quiet_torchao():
+            yield
     finally:
         logging.set_verbosity(verbosity)
         if has_bars:

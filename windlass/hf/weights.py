@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from windlass.core.errors import UsageError, WindlassWarning
 from windlass.hf.names import AUTO_WEIGHTS
+from windlass.hf.torchao_later import quiet_torchao
 
 GROUPS: Final = (128, 64, 32)  # inputs of an output that share a scale in 4 bits; the first that divides them
 OUTPUTS: Final = 16  # in 4 bits a layer has a multiple of so many
@@ -38,7 +39,7 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
     left += [f"{name} ({' x '.join(map(str, each.shape))})" for name, each in model.named_parameters() if each.ndim > 2]
     if not taken:
         raise UsageError(f"weights {weights!r}: no layer of this {type(model).__name__} can have them; leave them out")
-    with torch.no_grad():
+    with torch.no_grad(), quiet_torchao():
         for name, group in taken.items():
             _quantize_one(linears[name], weights, group)
     if left:
