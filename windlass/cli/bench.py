@@ -14,6 +14,7 @@ from rich.text import Text
 
 from windlass.cli.loading import INTERRUPTED, loading
 from windlass.cli.terminal import note, progress, say
+from windlass.core.close_names import use_one_of
 from windlass.core.errors import UsageError
 from windlass.core.files import check_regular
 from windlass.evals.speed.rows import BenchRow
@@ -37,7 +38,7 @@ class Form:
 
     def __post_init__(self) -> None:
         if self.format not in FORMATS:
-            raise UsageError(f"--format {self.format!r} is unknown; use one of: {', '.join(FORMATS)}")
+            raise UsageError(f"--format {self.format!r} is unknown; {use_one_of(self.format, FORMATS)}")
         if self.format == "json" and self.has_ratios:
             raise UsageError("--ratios go with --format table or md; JSON has the samples of which they are made")
 

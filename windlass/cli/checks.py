@@ -14,6 +14,7 @@ from windlass.cli.cache_options import CacheArguments
 from windlass.cli.calibration_options import TextsArguments
 from windlass.cli.eval_options import EvalLists
 from windlass.cli.options import LoadOptions
+from windlass.core.close_names import did_you_mean, use_one_of
 from windlass.core.errors import PolicyError, UsageError
 from windlass.core.files import check_folder, check_readable, check_regular, read_text
 from windlass.core.files import check_writable as check_writable
@@ -151,7 +152,8 @@ def check_positions(spec: str) -> None:
         return
     if typed is None or typed.name not in known:
         forms = (f"{name}({', '.join(numbers)})" if numbers else name for name, numbers in known.items())
-        raise UsageError(f"positions={spec!r} is not a position mode; use one of: {', '.join(forms)}")
+        near = did_you_mean(spec, known)
+        raise UsageError(f"positions={spec!r} is not a position mode; {near}use one of: {', '.join(forms)}")
     numbers = parse_ints(f"positions={spec!r}", typed, list(known[typed.name]))
     check_given(spec, typed.name, [name for name, default in known[typed.name].items() if default is None], numbers)
     for name, number in numbers.items():
@@ -164,7 +166,7 @@ def check_store(spec: str) -> None:
     typed = parse_spec(spec)
     if typed is None or typed.name not in known:
         hint = "numbers of a store stand in parentheses, as in int4(sinks=4, newest=32)"
-        raise UsageError(f"store={spec!r} is not a store; use one of: {', '.join(known)}; {hint}")
+        raise UsageError(f"store={spec!r} is not a store; {use_one_of(spec, known)}; {hint}")
     for name, number in parse_ints(f"store={spec!r}", typed, known[typed.name]).items():
         check_range(name, number)
 
@@ -173,12 +175,12 @@ def check_merge(spec: str) -> None:
     """Raises: UsageError for an unknown rule or target."""
     typed = parse_spec(spec)
     if typed is None or typed.name not in declared.merges():
-        names = ", ".join(declared.merges())
-        raise UsageError(f"merge={spec!r} is not a rule; use one of: {names}, or with settings: mean_count(next)")
+        raise UsageError(
+            f"merge={spec!r} is not a rule; {use_one_of(spec, declared.merges())}, or with settings: mean_count(next)"
+        )
     for word in typed.positional:
         if word not in declared.merge_targets():
-            targets = ", ".join(declared.merge_targets())
-            raise UsageError(f"merge={spec!r}: {word!r} is not a setting; use one of: {targets}")
+            raise UsageError(f"merge={spec!r}: {word!r} is not a setting; {use_one_of(word, declared.merge_targets())}")
 
 
 def check_shares(file: str) -> None:

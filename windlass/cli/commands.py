@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from windlass.cli.dialogue import Dialogue, kept
 from windlass.cli.terminal import note, say
+from windlass.core.close_names import did_you_mean
 from windlass.core.errors import UsageError
 
 COMMAND: Final = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL)
@@ -56,7 +57,7 @@ class Commands:
         """
         command = COMMANDS.get(SYNONYMS.get(name, name))
         if command is None:
-            note(f"/{name} is no command; {HINT}; //{name} sends it to the model")
+            note(f"/{name} is no command; {did_you_mean(name, COMMANDS)}{HINT}; //{name} sends it to the model")
         elif text and not command.takes:
             note(f"/{name} takes nothing after it; //{name} ... sends it to the model")
         elif not text and command.takes and not command.takes.startswith("["):
@@ -99,7 +100,7 @@ class Commands:
         name, value = name.strip("-").replace("-", "_"), "".join(values)
         settings = self._settings()
         if name and name not in settings:
-            raise UsageError(f"/set knows no {name!r}; it sets {', '.join(settings)}")
+            raise UsageError(f"/set knows no {name!r}; {did_you_mean(name, settings)}it sets {', '.join(settings)}")
         if value:
             self._set(name, value)
         for each, now in self._settings().items():

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
+from windlass.hf.names import DEVICES as DEVICES
 from windlass.hf.names import DTYPES as DTYPES
 from windlass.hf.names import WEIGHTS as WEIGHTS
 
@@ -12,7 +13,6 @@ PACKAGE: Final = Path(__file__).parents[1]
 MODES: Final = ("auto", "original", "compact", "self_extend", "clamp")
 STORES: Final = ("plain", "int8", "int4")
 MERGES: Final = ("mean_count", "mean", "sum", "pick", "weighted")
-DEVICES: Final = ("auto", "cpu", "cuda", "mps")
 NO_POLICIES: Final = ("base", "interfaces", "wrapper")  # what a policy is made of
 
 

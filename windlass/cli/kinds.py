@@ -5,6 +5,7 @@ from typing import Any, Final, get_type_hints
 
 from windlass.cache.options import CacheOptions
 from windlass.cli.cache_options import CacheArguments
+from windlass.core.close_names import did_you_mean
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.spec import int_parser, parse_list
@@ -25,11 +26,13 @@ def _kind(typed: str, first: Mapping[str, Any]) -> tuple[int, CacheOptions]:
     given: dict[str, Any] = {}
     for part in parse_list(KIND, typed, str):
         name, sign, value = (each.strip() for each in part.partition("="))
-        make = _parsers().get(name)
+        parsers = _parsers()
+        make = parsers.get(name)
         if make is None or not sign or name in given:
+            near = did_you_mean(name, parsers) if make is None else ""
             raise UsageError(
-                f"{KIND} {typed!r}: {part!r} is not one of {', '.join(_parsers())}, each once and with a value; write "
-                "rows=2,budget=4096,policy=snapkv"
+                f"{KIND} {typed!r}: {part!r} is not one of {', '.join(parsers)}, each once and with a value; {near}"
+                "write rows=2,budget=4096,policy=snapkv"
             )
         given[name] = make(value)
     if "rows" not in given:

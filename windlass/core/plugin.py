@@ -1,15 +1,15 @@
 """What a user asks for by name: one of ours, or a class in a Python file of theirs."""
 
-import difflib
 import re
 import sys
 import traceback
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeGuard
 
+from windlass.core.close_names import did_you_mean, plain
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import read_bytes
 
@@ -42,21 +42,18 @@ class PluginKind:
 
     def name_in(self, typed: str, names: Iterable[str]) -> str | None:
         """That of `names` which is meant, if any; case, `_` and `-` do not matter."""
-        return next((name for name in names if _plain(name) == _plain(typed)), None)
+        return next((name for name in names if plain(name) == plain(typed)), None)
 
-    def name_of(self, typed: str, names: Iterable[str]) -> str:
+    def name_of(self, typed: str, names: Collection[str]) -> str:
         """That of `names` which is meant; case, `_` and `-` do not matter.
 
-        Raises: the kind's error for an unknown name, with the one nearest to it.
+        Raises: the kind's error for an unknown name, with one that is close to it, if any.
         """
         if (found := self.name_in(typed, names)) is not None:
             return found
-        known = {_plain(name): name for name in names}
-        near = difflib.get_close_matches(_plain(typed), list(known), n=1, cutoff=0.5)
-        offer = f"did you mean {known[near[0]]}? " if near else ""
-        all_names = ", ".join(known.values())
         raise self.error(
-            f"{self.word} {typed!r} is unknown; {offer}the names are {all_names}, or path/to/file.py:Class"
+            f"{self.word} {typed!r} is unknown; {did_you_mean(typed, names)}the names are {', '.join(names)}, "
+            "or path/to/file.py:Class"
         )
 
     def class_in(self, path: Path, name: str) -> type[Any]:
@@ -104,7 +101,3 @@ class PluginKind:
             at = f", line {lines[-1]}" if lines else ""
             raise self.error(f"{file}{at}: {type(error).__name__}: {error}") from error
         return module
-
-
-def _plain(name: str) -> str:
-    return name.lower().replace("_", "").replace("-", "")

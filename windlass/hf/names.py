@@ -7,11 +7,13 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
+from windlass.core.close_names import did_you_mean, use_one_of
 from windlass.core.errors import UsageError
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
 AUTO_WEIGHTS: Final = "auto"
 WEIGHTS: Final = (AUTO_WEIGHTS, "int8", "int4")
+DEVICES: Final = ("auto", "cpu", "cuda", "mps")
 DEVICE: Final = re.compile(r"auto|cpu|mps|cuda(?::(\d{1,3}))?")
 HUB_NAME: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
 SAFETENSORS: Final = "model*.safetensors"  # others may be adapters, or a scorer of ours
@@ -29,13 +31,13 @@ COUNTS: Final = (
 def check_dtype(name: str) -> None:
     """Raises: UsageError for a number type that is unknown."""
     if name not in DTYPES:
-        raise UsageError(f"dtype {name!r} is unknown; use one of: {', '.join(DTYPES)}")
+        raise UsageError(f"dtype {name!r} is unknown; {use_one_of(name, DTYPES)}")
 
 
 def check_weights(name: str) -> None:
     """Raises: UsageError for codes of weights that are unknown, or cannot be made because torchao is missing."""
     if name not in WEIGHTS:
-        raise UsageError(f"weights {name!r} are unknown; use one of: {', '.join(WEIGHTS)}")
+        raise UsageError(f"weights {name!r} are unknown; {use_one_of(name, WEIGHTS)}")
     if name != AUTO_WEIGHTS and find_spec("torchao") is None:
         raise UsageError(f"weights {name!r} need torchao, which is not installed; run: pip install 'windlass[weights]'")
 
@@ -45,7 +47,8 @@ def gpu_number(device: str) -> int | None:
     match = DEVICE.fullmatch(device)
     if match is None:
         raise UsageError(
-            f"device {device!r} is unknown; use auto, cpu, mps, cuda, or cuda:1 for the second of several GPUs"
+            f"device {device!r} is unknown; {did_you_mean(device, DEVICES)}use auto, cpu, mps, cuda, or cuda:1 for the "
+            "second of several GPUs"
         )
     return int(match[1] or 0) if device.startswith("cuda") else None
 

@@ -4,6 +4,7 @@ import re
 from dataclasses import replace
 
 from windlass.core.check import check_kind
+from windlass.core.close_names import use_one_of
 from windlass.core.errors import UsageError
 from windlass.core.spec import parse_spec
 from windlass.merge.base import Merge
@@ -27,15 +28,13 @@ def merge_of(spec: str | Merge | None) -> Merge | None:
     check_kind("merge", spec, str, "a rule, its name or None", 'write merge="mean_count"')
     typed = parse_spec(spec)
     if typed is None or typed.name not in MERGES:
-        raise UsageError(f"merge={spec!r} is not a rule; use one of: {', '.join(MERGES)}, or with settings: {FORM}")
+        raise UsageError(f"merge={spec!r} is not a rule; {use_one_of(spec, MERGES)}, or with settings: {FORM}")
     given: dict[str, str] = {}
     for name, value in (*(("", word) for word in typed.positional), *typed.named):
         if name not in ("", "threshold"):
             raise UsageError(f"merge={spec!r}: {name!r} is not a setting; the only number is threshold, as in {FORM}")
         if not name and value not in TARGETS:
-            raise UsageError(
-                f"merge={spec!r}: {value!r} is not a setting; use one of: {', '.join(TARGETS)}, as in {FORM}"
-            )
+            raise UsageError(f"merge={spec!r}: {value!r} is not a setting; {use_one_of(value, TARGETS)}, as in {FORM}")
         name = name or "target"
         if name in given:
             raise UsageError(f"merge={spec!r}: {name} is given twice; leave one out")

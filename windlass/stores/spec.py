@@ -3,6 +3,7 @@
 from typing import Final
 
 from windlass.core.check import check_kind
+from windlass.core.close_names import use_one_of
 from windlass.core.errors import UsageError
 from windlass.core.spec import parse_ints, parse_spec
 from windlass.stores.base import Store
@@ -23,7 +24,7 @@ def store_of(spec: str | Store) -> Store:
     typed = parse_spec(spec)
     if typed is None or typed.name not in STORES:
         hint = "numbers of a store stand in parentheses, as in int4(sinks=4, newest=32)"
-        raise UsageError(f"store={spec!r} is not a store; use one of: {', '.join(STORES)}; {hint}")
+        raise UsageError(f"store={spec!r} is not a store; {use_one_of(spec, STORES)}; {hint}")
     store = STORES[typed.name]
     numbers = parse_ints(f"store={spec!r}", typed, store.parameters)
     return store(**numbers)  # type: ignore[arg-type]  # `parameters` names the whole numbers it takes

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from windlass.core.close_names import use_one_of
 from windlass.core.errors import UsageError
 from windlass.testing.models import VOCABULARY
 
@@ -129,7 +130,7 @@ def tiny_hybrid(family: str, vocabulary: int = VOCABULARY) -> PreTrainedModel:
     Raises: UsageError for an unknown family.
     """
     if family not in _CONFIGS:
-        raise UsageError(f"family {family!r} is unknown; use one of: {', '.join(HYBRIDS)}")
+        raise UsageError(f"family {family!r} is unknown; {use_one_of(family, HYBRIDS)}")
     model_type, options = _CONFIGS[family]
     sizes: dict[str, Any] = {**_SIZES, **options, "vocab_size": vocabulary}
     kinds = options.get("layer_types", options.get("layers_block_type"))

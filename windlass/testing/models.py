@@ -6,6 +6,7 @@ from types import MappingProxyType
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from windlass.core.close_names import use_one_of
 from windlass.core.errors import UsageError
 
 VOCABULARY = 97  # of every tiny model
@@ -197,7 +198,7 @@ def tiny_model(family: str) -> PreTrainedModel:
     Raises: UsageError for an unknown family.
     """
     if family not in _CONFIGS:
-        raise UsageError(f"family {family!r} is unknown; use one of: {', '.join(FAMILIES)}")
+        raise UsageError(f"family {family!r} is unknown; {use_one_of(family, FAMILIES)}")
     model_type, options = _CONFIGS[family]
     config = AutoConfig.for_model(model_type, **_sized(options))
     with torch.random.fork_rng(devices=[]):

@@ -4,6 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from windlass.core.close_names import use_one_of
 from windlass.core.errors import UsageError
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.spec import int_parser, parse_list
@@ -57,7 +58,7 @@ def check_subject(model: str | None, shape: str | None, layers: int | None, shap
     if (model is None) == (shape is None):
         raise UsageError("give either a model or --shape with one of its names")
     if shape is not None and shape not in shapes:
-        raise UsageError(f"--shape {shape!r} is unknown; use one of: {', '.join(shapes)}")
+        raise UsageError(f"--shape {shape!r} is unknown; {use_one_of(shape, shapes)}")
     if shape is None and layers is not None:
         raise UsageError("--layers goes with --shape; a model has the layers that it has")
 
@@ -97,11 +98,11 @@ def setups_of(lists: BenchLists) -> dict[str, list[Any]]:
 
 def _storage(part: str) -> str:
     if part not in STORAGES:
-        raise UsageError(f"--storage {part!r} is not one of: {', '.join(STORAGES)}")
+        raise UsageError(f"--storage {part!r} is unknown; {use_one_of(part, STORAGES)}")
     return part
 
 
 def _graph(part: str) -> str:
     if part not in GRAPHS:
-        raise UsageError(f"--graph {part!r} is not one of: {', '.join(GRAPHS)}")
+        raise UsageError(f"--graph {part!r} is unknown; {use_one_of(part, GRAPHS)}")
     return part
