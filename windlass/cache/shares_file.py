@@ -38,7 +38,7 @@ def write(shares: Shares, path: Path) -> None:
 def read(path: Path) -> Shares:
     """The shares of a file. Raises: UsageError when it is missing, damaged, or of another version."""
     try:
-        document = json.loads(read_bytes(path.expanduser(), f"shares {path}").decode("utf-8"))
+        document = json.loads(read_bytes(path.expanduser(), f"shares {path}").decode("utf-8-sig"))
     except UsageError as error:
         raise UsageError(f"{error}; {AGAIN}") from None
     except (ValueError, RecursionError):

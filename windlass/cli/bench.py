@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from windlass.cli.loading import INTERRUPTED, loading
+from windlass.cli.signals import as_interrupts
 from windlass.cli.terminal import note, progress, say
 from windlass.core.close_names import use_one_of
 from windlass.core.errors import UsageError
@@ -59,12 +60,13 @@ def bench(request: BenchRequest, output: Path | None, form: Form, clock: Clock =
     try:
         # A thread that draws would take its time from what is measured.
         with progress("runs", has_thread=False) as bars:
-            bar = bars.add_task("")
+            bar = bars.add_task("", visible=False)
 
             def tell(what: str, done: int, total: int) -> None:
-                bars.update(bar, description=what, completed=done, total=total, refresh=True)
+                bars.update(bar, description=what, completed=done, total=total, visible=True, refresh=True)
 
-            benchmark.run(tell, clock)
+            with as_interrupts():
+                benchmark.run(tell, clock)
     except KeyboardInterrupt:
         code = INTERRUPTED
     finally:

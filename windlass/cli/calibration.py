@@ -13,7 +13,9 @@ from windlass.cache.policy_spec import policy_of
 from windlass.cache.shares import Shares
 from windlass.cli.calibration_options import TextsArguments
 from windlass.cli.loading import INTERRUPTED, loading
+from windlass.cli.signals import as_interrupts
 from windlass.cli.terminal import Bar, note, say
+from windlass.cli.unfinished import unfinished
 from windlass.core.files import check_writable, read_text
 from windlass.evals import fit_scorer, measure_shares, pair_costs
 from windlass.evals.budgets import budget_of
@@ -51,7 +53,7 @@ class CalibrationOptions:
 
 
 def calibrate_pairs(options: CalibrationOptions) -> int:
-    """Measure the pairs of a text and write their table; returns the exit code. After Ctrl-C nothing is written.
+    """Measure the pairs of a text and write their table; returns the exit code. After Ctrl-C it has fewer pairs.
 
     Raises: WindlassError for what cannot be honoured.
     """
@@ -61,21 +63,22 @@ def calibrate_pairs(options: CalibrationOptions) -> int:
         torch.set_num_threads(options.threads)
     with loading():
         model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
-    with Bar("measuring") as bar:
-        try:
-            table = pair_costs.measured(model, tokenizer, text, options.tokens, options.seed, bar)
-        except KeyboardInterrupt:
-            note(f"interrupted; {bar.done:,} of {options.tokens:,} tokens; {options.output} was not written")
-            return INTERRUPTED
-    pair_table.write(table, options.output)
-    if table.tokens < options.tokens:
+    table, code, output = _measured(
+        Bar("measuring", options.tokens),
+        options.output,
+        lambda bar: pair_costs.measured(model, tokenizer, text, options.tokens, options.seed, bar),
+    )
+    if table is None:
+        return code
+    pair_table.write(table, output)
+    if table.tokens < options.tokens and not code:
         note(f"windlass: note: the text has room for {table.tokens:,} tokens only")
-    say(_pairs(table, tokenizer, options.output))
-    return 0
+    say(_pairs(table, tokenizer, output))
+    return code
 
 
 def calibrate_shares(options: CalibrationOptions, asked: TextsArguments) -> int:
-    """Measure shares on texts and write their file; returns the exit code. After Ctrl-C nothing is written.
+    """Measure shares on texts and write their file; returns the exit code. After Ctrl-C it is of fewer texts.
 
     Raises: WindlassError for what cannot be honoured.
     """
@@ -91,7 +94,7 @@ def calibrate_shares(options: CalibrationOptions, asked: TextsArguments) -> int:
 
 
 def calibrate_scorer(options: CalibrationOptions, asked: TextsArguments) -> int:
-    """Fit a scorer to texts and write its file; returns the exit code. After Ctrl-C nothing is written.
+    """Fit a scorer to texts and write its file; returns the exit code. After Ctrl-C it is of fewer texts.
 
     Raises: WindlassError for what cannot be honoured.
     """
@@ -125,17 +128,35 @@ def _of_texts(
         model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
     count, length = asked.texts or usual, asked.length or LENGTH
     texts = calibration_texts(tokenizer, options.text, asked.tasks, count, length, options.seed)
-    with Bar("measuring") as bar:
-        try:
-            found = measure(model, texts, bar)
-        except KeyboardInterrupt:
-            note(f"interrupted; {bar.done:,} of {len(texts):,} texts; {options.output} was not written")
-            return INTERRUPTED
-    write(found, options.output)
+    found, code, output = _measured(
+        Bar("measuring", len(texts), "texts"), options.output, lambda bar: measure(model, texts, bar)
+    )
+    if found is None:
+        return code
+    write(found, output)
     if len(texts) < count:
         note(f"windlass: note: the text has room for {len(texts):,} texts of {length:,} tokens only")
-    say(table(found, options.output))
-    return 0
+    say(table(found, output))
+    return code
+
+
+def _measured(bar: Bar, output: Path, measure: Callable[[Bar], Measured]) -> tuple[Measured | None, int, Path]:
+    """What is measured, the exit code, and the file for it.
+
+    Ctrl-C and SIGTERM end with what was measured until then, which replaces no older file; None where that is nothing.
+    """
+    with as_interrupts():
+        try:
+            with bar:
+                found = measure(bar)
+        except KeyboardInterrupt:
+            note(f"interrupted; {bar.told}; {output} {'stays as it was' if output.exists() else 'was not written'}")
+            return None, INTERRUPTED, output
+    if bar.is_whole:
+        return found, 0, output
+    output = unfinished(output)
+    note(f"interrupted; {bar.told} are measured and written to {output}; the same command measures all of them anew")
+    return found, INTERRUPTED, output
 
 
 def _shares_table(shares: Shares, path: Path) -> str:

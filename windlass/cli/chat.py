@@ -10,11 +10,13 @@ from windlass.cli.chat_file import Origin
 from windlass.cli.commands import COMMANDS, HINT, Commands, Ended, command_of, message_of
 from windlass.cli.dialogue import Dialogue, cache_beside
 from windlass.cli.journal import Journal
+from windlass.cli.keyboard import unechoed
 from windlass.cli.loading import INTERRUPTED
 from windlass.cli.options import ChatArguments
 from windlass.cli.session import Session
 from windlass.cli.terminal import note, say
 from windlass.core.errors import UsageError, WindlassError
+from windlass.core.files import BYTE_ORDER_MARK
 from windlass.engine.generate import Stream
 from windlass.engine.sampling import Sampling
 from windlass.hf.fingerprint import fingerprint
@@ -42,7 +44,8 @@ def chat(
     if arguments.conversation is not None:
         saved = chat_file.read(arguments.conversation)
         dialogue.check_own(saved, arguments.conversation)
-        note(dialogue.take(saved, session.cache))
+        with unechoed():
+            note(dialogue.take(saved, session.cache))
     if not dialogue.conversation.has_template:
         note("windlass: note: this model has no chat template: it goes on with your text, it does not answer")
     code = at_terminal(dialogue, folder) if is_terminal else _from_pipe(dialogue)
@@ -90,7 +93,8 @@ def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
         try:
             if line is None:
                 return 0
-            _do(dialogue, line)
+            with unechoed():
+                _do(dialogue, line)
         except Ended:
             return 0
         except KeyboardInterrupt:
@@ -101,6 +105,7 @@ def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
 
 def _do(dialogue: Dialogue, line: str) -> int:
     """Obey a command, or answer a message; returns an exit code where the reply was interrupted."""
+    line = line.removeprefix(BYTE_ORDER_MARK)
     command = command_of(line)
     if command is not None:
         Commands(dialogue).obey(*command)
@@ -113,14 +118,14 @@ def show_reply(stream: Stream) -> int:
     from windlass.cli.page import Page
 
     page = Page(say, lambda: shutil.get_terminal_size().columns)
-    code = 0
     try:
         for piece in stream:
             page.push(piece)
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        page.cut()
+        return INTERRUPTED
     page.end()
-    return code
+    return 0
 
 
 def offer(journal: Journal) -> None:

@@ -14,7 +14,7 @@ from windlass.cli.cache_options import CacheArguments
 from windlass.cli.calibration_options import TextsArguments
 from windlass.cli.eval_options import EvalLists
 from windlass.cli.options import LoadOptions
-from windlass.core.close_names import did_you_mean, use_one_of
+from windlass.core.close_names import near_to, use_one_of
 from windlass.core.errors import PolicyError, UsageError
 from windlass.core.files import check_folder, check_readable, check_regular, read_text
 from windlass.core.files import check_writable as check_writable
@@ -152,8 +152,8 @@ def check_positions(spec: str) -> None:
         return
     if typed is None or typed.name not in known:
         forms = (f"{name}({', '.join(numbers)})" if numbers else name for name, numbers in known.items())
-        near = did_you_mean(spec, known)
-        raise UsageError(f"positions={spec!r} is not a position mode; {near}use one of: {', '.join(forms)}")
+        names = f"{', '.join(forms)}{near_to(spec, known)}"
+        raise UsageError(f"positions={spec!r} is not a position mode; use one of: {names}")
     numbers = parse_ints(f"positions={spec!r}", typed, list(known[typed.name]))
     check_given(spec, typed.name, [name for name, default in known[typed.name].items() if default is None], numbers)
     for name, number in numbers.items():

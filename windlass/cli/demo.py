@@ -26,6 +26,7 @@ from windlass.cache.shares import Shares
 from windlass.cache.shares_file import shares_of
 from windlass.cli.demo_facts import CHUNK, FactsRow, facts_in, facts_table, memories, read_and_ask_all
 from windlass.cli.loading import INTERRUPTED, loading
+from windlass.cli.signals import as_interrupts
 from windlass.cli.terminal import Bar, note, say
 from windlass.core.files import read_text
 from windlass.core.units import in_units
@@ -166,7 +167,7 @@ def read_and_ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, set
     """Read all of the text, then ask."""
     cache = _cache(model, setup)
     ids = encode(tokenizer, setup.text, is_start=True)
-    with Bar(f"{setup.label}:") as bar:
+    with Bar(f"{setup.label}:", len(ids)) as bar:
         engine.prefill(model, cache, [ids], bar)
     stream = engine.stream(model, tokenizer, ASKED, cache, ANSWER_TOKENS)
     answer = "".join(stream).strip()
@@ -206,8 +207,9 @@ def trimmed(answer: str) -> str:
 def _run(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
     """Append what each run returns; False if one was interrupted, and then no more are begun."""
     try:
-        for run in runs:
-            done.append(run())
+        with as_interrupts():
+            for run in runs:
+                done.append(run())
     except KeyboardInterrupt:
         return False
     return True

@@ -117,7 +117,7 @@ def read_and_ask_all(
     cache, sample = memory.cache(model), facts.sample
     ids = encode(tokenizer, sample.context, is_start=True)
     started = time.perf_counter()
-    with Bar(f"{memory.label}:") as bar:
+    with Bar(f"{memory.label}:", len(ids)) as bar:
         engine.prefill(model, cache, [ids], bar)
     read = time.perf_counter()
     slots = max(layer.table.occupancy_bound for layer in cache.layers)

@@ -51,6 +51,7 @@ class Dialogue:
         self._choices = Choices(session.cache, session.given)
         self.journal, self._show = journal, show
         self.latest: Result | None = None
+        self._is_cut_told = False
         if session.cache.tokens is None:
             raise UsageError("the token ids of this prompt cache are not known; use it with `windlass generate`")
         self.conversation = Conversation(session.tokenizer, session.cache.tokens[0], system)
@@ -73,7 +74,7 @@ class Dialogue:
         asked = Turn(line, "", prompt)
         self.journal.asked(self.conversation, asked)
         try:
-            with Bar("reading") as bar:
+            with Bar("reading", len(prompt)) as bar:
                 stream = engine.stream(
                     self.session.model,
                     self.session.tokenizer,
@@ -101,7 +102,8 @@ class Dialogue:
         notes = ["interrupted"] * bool(code)
         if self._show is None:
             notes.append(speeds(result, bar))
-        elif result.finish_reason == "length":
+        elif result.finish_reason == "length" and not self._is_cut_told:
+            self._is_cut_told = True
             notes.append(
                 f"ended at max_tokens {self.max_tokens}; /set max_tokens {2 * self.max_tokens} lets it write more"
             )
@@ -216,7 +218,7 @@ class Dialogue:
             self.cache.reset()
         rest = wanted[len(self._held()) :]
         if rest:
-            with Bar("reading again") as bar:
+            with Bar("reading again", len(rest)) as bar:
                 engine.prefill(self.session.model, self.cache, [rest], bar)
         return bool(rest)
 

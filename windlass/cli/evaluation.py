@@ -33,9 +33,9 @@ def evaluate(options: EvalOptions, spread: RayArguments) -> int:
         for line in notes:
             note(line)
         with progress("cases", speed_s=SPEED_S) as bars:
-            bar = bars.add_task("", total=None)
+            bar = bars.add_task("", visible=False)
             is_whole = sweep.run(
-                lambda done, total, what: bars.update(bar, completed=done, total=total, description=what)
+                lambda done, total, what: bars.update(bar, completed=done, total=total, description=what, visible=True)
             )
     if sweep.cases:
         # A pipe gets whole lines, whatever the width of a terminal.

@@ -17,7 +17,7 @@ class Commands(TyperGroup):
         if args and not ctx.resilient_parsing and self.get_command(ctx, args[0]) is None:
             names = self.list_commands(ctx)
             raise UsageError(
-                f"command {args[0]!r} is unknown; {did_you_mean(args[0], names)}the commands are {', '.join(names)}"
+                f"No such command {args[0]!r}; {did_you_mean(args[0], names)}the commands are {', '.join(names)}"
             )
         return super().resolve_command(ctx, args)
 

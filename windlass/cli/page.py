@@ -33,6 +33,11 @@ class Page:
         if shown:
             self._say(shown)
 
+    def cut(self) -> None:
+        """Show no more, and end the line: the word that waits is left out."""
+        self._word = ""
+        self.end()
+
     def end(self) -> None:
         """Show what is left, and end the line."""
         self._say(self._placed(self._word) + ("\n" if self._column else ""))

@@ -16,15 +16,14 @@ from windlass.cli.choices import Choices, dtype_note
 from windlass.cli.loading import INTERRUPTED, loading
 from windlass.cli.options import LoadOptions
 from windlass.cli.recording import recording
-from windlass.cli.terminal import Bar, note, per_s, say, speeds
+from windlass.cli.signals import as_interrupts
+from windlass.cli.terminal import Bar, note, say, speeds
 from windlass.core.errors import UsageError
-from windlass.core.units import in_units
 from windlass.engine import generate as engine
 from windlass.engine import templates
 from windlass.engine.generate import Stream
 from windlass.engine.result import Result
 from windlass.engine.sampling import Sampling
-from windlass.engine.text import encode
 from windlass.hf import prompt_cache
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load as load_model
@@ -122,7 +121,7 @@ def generate(
     Raises: UsageError for a system prompt where it has no place, or a file that cannot be written.
     """
     text = fed(session, prompt, asked)
-    with Bar("reading") as bar, recording(record, session.cache, session.tokenizer) as write_frame:
+    with as_interrupts(session.cache.heads is None), recording(record, session.cache, session.tokenizer) as write_frame:
 
         def progress(done: int, total: int) -> None:
             bar(done, total)
@@ -138,7 +137,8 @@ def generate(
             asked.stop,
             progress,
         )
-        code = write(_each(stream, write_frame), shown is not Shown.JSON, shown is Shown.JSON_STREAM)
+        with Bar("reading", stream.result.prompt_tokens) as bar:
+            code = write(_each(stream, write_frame), shown is not Shown.JSON, shown is Shown.JSON_STREAM)
     if shown is not Shown.TEXT:
         done = {"done": True} if shown is Shown.JSON_STREAM else {}
         say(json.dumps(asdict(stream.result) | labels(session.cache) | done, ensure_ascii=False) + "\n")
@@ -198,31 +198,6 @@ def write(stream: Iterable[str], is_shown: bool, is_json: bool = False) -> int:
     if is_shown and not is_json and not piece.endswith("\n"):
         say("\n")
     return code
-
-
-def save_cache(session: Session, prompt: str, asked: Asked, path: Path, is_json: bool) -> int:
-    """Read `prompt` into a prompt-cache file; returns the exit code. Nothing is written after Ctrl-C.
-
-    The session's cache may hold the beginning of the text.
-    """
-    before = session.cache.tokens_seen[0]
-    ids = encode(session.tokenizer, fed(session, prompt, asked), is_start=before == 0)
-    with Bar("reading") as bar:
-        try:
-            engine.prefill(session.model, session.cache, [ids], bar)
-        except KeyboardInterrupt:
-            left = "stays as it was" if before else "was not written"
-            note(f"interrupted; prefill {bar.done:,} of {len(ids):,} tokens; {path} {left}")
-            return INTERRUPTED
-    Choices(session.cache, session.given).tell()
-    prompt_cache.save(session.cache, path, session.model, session.tokenizer)
-    size = path.stat().st_size
-    if is_json:
-        numbers = {"path": str(path), "prompt_tokens": len(ids), "prefill_tokens_per_s": bar.tokens_per_s}
-        say(json.dumps(numbers | {"file_bytes": size} | labels(session.cache), ensure_ascii=False) + "\n")
-    after = f" after {before:,}" if before else ""
-    note(f"prefill {len(ids):,} tokens{after}, {per_s(bar.tokens_per_s)}; {path} written, {in_units(size)}")
-    return 0
 
 
 def labels(cache: KVCache) -> dict[str, object]:

@@ -12,6 +12,7 @@ from types import TracebackType
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
+from windlass.cli.loading import CLEAR
 from windlass.core.errors import UsageError
 from windlass.core.files import decoded, read_limited, read_text
 from windlass.core.units import in_units
@@ -59,16 +60,16 @@ def progress(unit: str, *, has_thread: bool = True, speed_s: float = 30.0) -> Pr
 
 
 class Bar:
-    """A progress bar on stderr while a text is read; only counts when stderr is no terminal.
+    """A progress bar on stderr while `total` tokens are read; only counts when stderr is no terminal.
 
     Call it as the engine's `progress`. It leaves the screen when all is read.
     """
 
-    def __init__(self, label: str) -> None:
-        self.done = 0
+    def __init__(self, label: str, total: int, unit: str = "tokens") -> None:
+        self.done, self._total, self._unit = 0, total, unit
         self._started = self._latest = time.perf_counter()
-        self._progress = progress("tokens")
-        self._task = self._progress.add_task(label, total=None)
+        self._progress = progress(unit)
+        self._task = self._progress.add_task(label, total=total)
 
     def __enter__(self) -> "Bar":
         self._progress.start()
@@ -80,11 +81,21 @@ class Bar:
         self._progress.stop()
 
     def __call__(self, done: int, total: int) -> None:
-        self.done, self._latest = done, time.perf_counter()
+        self.done, self._total, self._latest = done, total, time.perf_counter()
         self._progress.update(self._task, completed=done, total=total)
         if done == total:
             # The text that follows must not be drawn over by the bar's own thread.
             self._progress.stop()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether all is read."""
+        return self.done == self._total
+
+    @property
+    def told(self) -> str:
+        """How much is read."""
+        return f"{self.done:,} of {self._total:,} {self._unit}"
 
     @property
     def tokens_per_s(self) -> float:
@@ -114,7 +125,17 @@ def note(line: str) -> None:
     """One line on stderr, after whatever is on stdout; none in a command that is quiet."""
     sys.stdout.flush()
     if not _QUIET.get():
-        print(line, file=sys.stderr, flush=True)
+        print(f"{_line_start()}{line}", file=sys.stderr, flush=True)
+
+
+def _line_start() -> str:
+    """What leads a terminal to the start of a line, where the reader of a pipe may have shown a part of the text there.
+
+    A row of spaces ends in the next line, but for a cursor that stands at the start of one.
+    """
+    if sys.stdout.isatty() or not sys.stderr.isatty():
+        return ""
+    return " " * os.get_terminal_size(sys.stderr.fileno()).columns + CLEAR
 
 
 def say(piece: str) -> None:

@@ -138,14 +138,14 @@ def cache(
     checks.check_prompt(prompt, words.file)
     given = terminal.read_prompt(prompt, words.file)
     with loading(is_quiet):
-        from windlass.cli import detail, session
+        from windlass.cli import caching, detail, session
 
     asked = session.Asked(template.system, template.is_raw, is_begun=True)
     with terminal.quiet(is_quiet), parallel.first_speaks(launch):
         opened = session.open_session(model, given_cache, load, prompt_cache if is_appended else None, is_parallel)
         if loudness.is_verbose:
             detail.say_chosen(opened, asked)
-        code = session.save_cache(opened, given, asked, prompt_cache, is_json)
+        code = caching.save_cache(opened, given, asked, prompt_cache, is_json)
         if loudness.is_verbose:
             terminal.note(opened.cache.describe())
         return parallel.parted(launch, code)

@@ -10,6 +10,7 @@ from typer import Argument, Option
 
 from windlass.cli.complete import models, names_of
 from windlass.core.errors import UsageError
+from windlass.core.files import BYTE_ORDER_MARK
 
 WHICH = "A model's folder, or its name on the hub."
 
@@ -19,6 +20,10 @@ def _show_version(is_asked: bool) -> bool:
         typer.echo(f"windlass {version('windlass')}")
         raise typer.Exit
     return is_asked
+
+
+def _without_mark(text: str | None) -> str | None:
+    return None if text is None else text.removeprefix(BYTE_ORDER_MARK)
 
 
 Version = Annotated[
@@ -47,7 +52,13 @@ Prompt = Annotated[
 PromptFile = Annotated[Path | None, Option("--file", "-f", metavar="FILE", help="Read the text from a UTF-8 file.")]
 System = Annotated[
     str | None,
-    Option("--system", metavar="TEXT", help="A system prompt, for a model with a chat template.", show_default=False),
+    Option(
+        "--system",
+        metavar="TEXT",
+        callback=_without_mark,
+        help="A system prompt, for a model with a chat template.",
+        show_default=False,
+    ),
 ]
 IsRaw = Annotated[
     bool, Option("--raw", help="Read the prompt as it stands, without the model's chat template, if it has one.")

@@ -61,9 +61,11 @@ def tune(options: TuneOptions, spread: RayArguments) -> int:
                 f"{len(tuning.settings)} candidates on texts of {tuning.length:,} tokens; results go to {tuning.output}"
             )
             with progress("cases", speed_s=SPEED_S) as bars:
-                bar = bars.add_task("", total=None)
+                bar = bars.add_task("", visible=False)
                 is_complete = tuning.run(
-                    lambda done, total, what: bars.update(bar, completed=done, total=total, description=what)
+                    lambda done, total, what: bars.update(
+                        bar, completed=done, total=total, description=what, visible=True
+                    )
                 )
     if tuning.is_whole:
         whole = min(tuning.settings, key=lambda each: each.options.store.name != "plain")

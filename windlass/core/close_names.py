@@ -18,8 +18,14 @@ def did_you_mean(typed: str, names: Iterable[str]) -> str:
 
 
 def use_one_of(typed: str, names: Collection[str]) -> str:
-    """The way out of an error about an unknown name: one that is close to it, if any, and all names."""
-    return f"{did_you_mean(typed, names)}use one of: {', '.join(names)}"
+    """The way out of an error about an unknown name: all names, and one that is close to it, if any."""
+    return f"use one of: {', '.join(names)}{near_to(typed, names)}"
+
+
+def near_to(typed: str, names: Iterable[str]) -> str:
+    """The same question in parentheses, after a list of names."""
+    asked = did_you_mean(typed, names).strip()
+    return asked and f" ({asked})"
 
 
 def plain(name: str) -> str:

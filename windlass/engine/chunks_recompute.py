@@ -10,7 +10,7 @@ from typing import Final, NamedTuple, final
 from torch import Tensor
 
 from windlass.core.check import check_kind, real_number, whole_number
-from windlass.core.close_names import did_you_mean
+from windlass.core.close_names import near_to
 from windlass.core.errors import UsageError
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.spec import parse_spec
@@ -136,4 +136,4 @@ def recompute_of(spec: str | Recompute) -> Recompute:
                 return Divergent()
             case "divergent", (share,) if re.fullmatch(r"\d?\.?\d{1,9}", share):
                 return Divergent(float(share))
-    raise UsageError(f"recompute={spec!r} is no mode; {did_you_mean(spec, NAMES)}use one of: {FORMS}")
+    raise UsageError(f"recompute={spec!r} is no mode; use one of: {FORMS}{near_to(spec, NAMES)}")

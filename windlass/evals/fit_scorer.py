@@ -86,6 +86,9 @@ class Moments(NamedTuple):
         return weights, bias, 1 - left / variance.clamp(min=torch.finfo(torch.float64).tiny)
 
 
+LayerMoments = dict[int, tuple[Moments, tuple[int, int]]]  # with the shape of a head's weights, by layer
+
+
 @torch.no_grad()
 def fitted(
     model: PreTrainedModel,
@@ -96,22 +99,32 @@ def fitted(
 ) -> Scorer:
     """The weights of each layer of `model` that holds whole texts, fitted to `texts` of token ids.
 
-    `source` and `tasks` say where the texts come from. `progress` is called with (texts read, texts).
+    `source` and `tasks` say where the texts come from. `progress` is called with (texts read, texts). After an
+    interrupt the weights are fitted to fewer texts.
 
-    Raises: UsageError for fewer tokens than there are weights, or a model that has no such layer or too wide heads.
+    Raises: KeyboardInterrupt before enough texts were read; UsageError for fewer tokens than there are weights, or a
+    model that has no such layer or too wide heads.
     """
-    moments: dict[int, Moments] = {}
-    shapes: dict[int, tuple[int, int]] = {}
-    for number, ids in enumerate(texts):
-        progress(number, len(texts))
-        for layer, (own, shape) in moments_of(model, ids).items():
-            moments[layer] = moments[layer].plus(own) if layer in moments else own
-            shapes[layer] = shape
-    progress(len(texts), len(texts))
+    read, found, is_interrupted = 0, LayerMoments(), False
+    try:
+        for number, ids in enumerate(texts):
+            progress(number, len(texts))
+            # In one assignment: an interrupt leaves all layers with the same texts.
+            read, found = number + 1, _together(found, moments_of(model, ids))
+        progress(len(texts), len(texts))
+    except KeyboardInterrupt:
+        if not read:
+            raise
+        is_interrupted = True
+    texts = texts[:read]
+    moments = {layer: own for layer, (own, _) in found.items()}
+    shapes = {layer: shape for layer, (_, shape) in found.items()}
     if not moments:
         raise UsageError("scorer: all layers of this model attend to a window of their own, so there is none to fit")
     tokens, width = min(each.tokens for each in moments.values()), max(map(math.prod, shapes.values()))
     if tokens <= width:
+        if is_interrupted:
+            raise KeyboardInterrupt
         raise UsageError(
             f"scorer: {tokens:,} tokens are too few to fit {width:,} weights in each head; raise --texts or --length"
         )
@@ -124,7 +137,15 @@ def fitted(
     return Scorer(layers, explained, type(model).__name__, fingerprint(model), *told)
 
 
-def moments_of(model: PreTrainedModel, ids: Sequence[int]) -> dict[int, tuple[Moments, tuple[int, int]]]:
+def _together(found: LayerMoments, own: LayerMoments) -> LayerMoments:
+    """The sums of earlier texts, if any, and of one more."""
+    return {
+        layer: (found[layer][0].plus(moments) if layer in found else moments, shape)
+        for layer, (moments, shape) in own.items()
+    }
+
+
+def moments_of(model: PreTrainedModel, ids: Sequence[int]) -> LayerMoments:
     """Of each layer what one text adds to the sums, and the shape of a head's weights: (group + 1, head_dim)."""
     noting = Noting(TEACHER)
     cache = KVCache(model, policy=noting, chunk=512, rollback=0)

@@ -36,24 +36,26 @@ def measured(
     """The shares of the heads of `model`, on average over `texts` of token ids, by the scores of `policy`.
 
     The heads of a layer are put into at most so many `groups` of one share each. `progress` is called with (texts
-    read, texts).
+    read, texts). After an interrupt the shares are those of fewer texts.
 
-    Raises: UsageError for texts that fit into the budget whole, or a policy that has no scores to compare.
+    Raises: KeyboardInterrupt before a text was read; UsageError for texts that fit into the budget whole, or a policy
+    that has no scores to compare.
     """
-    total: list[Tensor | None] = []
-    for number, ids in enumerate(texts):
-        progress(number, len(texts))
-        found = kept_shares(model, ids, policy, budget, is_by_head=groups > 1)
-        total = (
-            found
-            if not total
-            else [None if a is None or b is None else a + b for a, b in zip(total, found, strict=True)]
-        )
-    progress(len(texts), len(texts))
-    layers = [None if own is None else clustered((own / len(texts)).tolist(), groups) for own in total]
+    found: list[list[Tensor | None]] = []  # per text and layer
+    try:
+        for number, ids in enumerate(texts):
+            progress(number, len(texts))
+            found.append(kept_shares(model, ids, policy, budget, is_by_head=groups > 1))
+        progress(len(texts), len(texts))
+    except KeyboardInterrupt:
+        if not found:
+            raise
+    by_layer = [[each for each in own if each is not None] for own in zip(*found, strict=True)]
+    means = [torch.stack(own).mean(0).tolist() if own else None for own in by_layer]
+    layers = [None if mean is None else clustered(mean, groups) for mean in means]
     return Shares(
         layers, model=type(model).__name__, fingerprint=fingerprint(model), policy=repr(policy),
-        budget=budget.asked, texts=len(texts),
+        budget=budget.asked, texts=len(found),
     )  # fmt: skip
 
 

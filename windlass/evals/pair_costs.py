@@ -44,9 +44,9 @@ def measured(
 ) -> PairTable:
     """The costs of about `tokens` pairs, in stretches of the text that `seed` chooses.
 
-    `progress` is called with (pairs measured, pairs to measure).
+    `progress` is called with (pairs measured, pairs to measure). After an interrupt the table is of fewer pairs.
 
-    Raises: UsageError for a text too short for one stretch.
+    Raises: UsageError for a text too short for one stretch; KeyboardInterrupt before anything is measured.
     """
     ids = encode(tokenizer, text, is_start=False)
     start = encode(tokenizer, text, is_start=True)
@@ -57,19 +57,26 @@ def measured(
         raise UsageError(f"the text has {len(ids)} tokens; give one of at least {inner + FOLLOWING + 1}")
     firsts = range(max(SINKS, len(start)), CONTEXT - 1)
     wanted = min(len(stretches), math.ceil(tokens / len(firsts)))
+    done: list[tuple[list[int], list[float]]] = []
+    try:
+        for number, at in enumerate(sorted(random.Random(seed).sample(stretches, wanted))):
+            progress(number * len(firsts), wanted * len(firsts))
+            stretch = start + ids[at : at + inner + FOLLOWING + 1]
+            done.append((stretch, pair_costs(model, stretch, firsts)))
+        progress(wanted * len(firsts), wanted * len(firsts))
+    except KeyboardInterrupt:
+        if not done:
+            raise
     costs: dict[tuple[int, int], list[float]] = {}
-    for number, at in enumerate(sorted(random.Random(seed).sample(stretches, wanted))):
-        progress(number * len(firsts), wanted * len(firsts))
-        stretch = start + ids[at : at + inner + FOLLOWING + 1]
-        for pair, cost in zip(firsts, pair_costs(model, stretch, firsts), strict=True):
+    for stretch, own in done:
+        for pair, cost in zip(firsts, own, strict=True):
             costs.setdefault((stretch[pair], stretch[pair + 1]), []).append(cost)
-    progress(wanted * len(firsts), wanted * len(firsts))
     pairs = [(*pair, len(found), sum(found) / len(found)) for pair, found in costs.items()]
     return PairTable(
         model=type(model).__name__,
         fingerprint=fingerprint(model),
         merge=RULE,
-        tokens=wanted * len(firsts),
+        tokens=len(done) * len(firsts),
         seed=seed,
         pairs=sorted(pairs, key=lambda pair: (pair[3], pair)),
     )

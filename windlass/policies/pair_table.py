@@ -46,7 +46,7 @@ def write(table: PairTable, path: Path) -> None:
 def read(path: Path) -> PairTable:
     """The table of a file. Raises: UsageError when it is missing, damaged, or of another version."""
     try:
-        text = read_bytes(path.expanduser(), f"pair table {path}").decode("utf-8")
+        text = read_bytes(path.expanduser(), f"pair table {path}").decode("utf-8-sig")
     except UsageError as error:
         raise UsageError(f"{error}; {AGAIN}") from None
     except UnicodeDecodeError:

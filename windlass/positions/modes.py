@@ -9,7 +9,7 @@ from typing import Final
 import torch
 
 from windlass.core.check import check_kind
-from windlass.core.close_names import did_you_mean
+from windlass.core.close_names import near_to
 from windlass.core.errors import UsageError
 from windlass.core.limits import MAX_NUMBER, check_range
 from windlass.core.places import Places, SlotPlaces
@@ -161,7 +161,7 @@ def position_mode(spec: str | PositionMode) -> PositionMode:
     typed = parse_spec(spec)
     if typed is None or typed.name not in MODES:
         forms = ", ".join(map(_form, MODES.values()))
-        raise UsageError(f"positions={spec!r} is not a position mode; {did_you_mean(spec, MODES)}use one of: {forms}")
+        raise UsageError(f"positions={spec!r} is not a position mode; use one of: {forms}{near_to(spec, MODES)}")
     mode = MODES[typed.name]
     numbers = parse_ints(f"positions={spec!r}", typed, [field.name for field in fields(mode)])
     check_given(spec, mode.name, [field.name for field in fields(mode) if field.default is MISSING], numbers)
