@@ -1,8 +1,10 @@
 """`windlass cache`: what is in a file, told without its model; and text appended to one, whole or not at all."""
 
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,6 +18,7 @@ from tests.helpers.prompt_cache_files import CacheFile
 from windlass.cli import session
 from windlass.cli.app import main
 from windlass.hf import prompt_cache_file
+from windlass.hf.forward import forward
 
 run, loaded_once = cli.run, cli.loaded_once  # fixtures
 LIMITS = ("--budget", "12", "--policy", "key_diff", "--dtype", "float32")
@@ -125,3 +128,90 @@ def test_a_file_that_is_not_finished_stays_as_it_was(
         assert_refused(run(*append), "the older file there is unchanged")
     assert file.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def interrupted(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> Callable[..., Ran]:
+    """Runs a command that is interrupted in its pass number `at` over a text."""
+
+    def go(at: int, *command: str) -> Ran:
+        with monkeypatch.context() as patched:
+            passes = itertools.count(1)
+
+            def one(*given: Any, **options: Any) -> torch.Tensor:
+                if next(passes) == at:
+                    raise KeyboardInterrupt
+                return forward(*given, **options)
+
+            patched.setattr("windlass.engine.feed.forward", one)
+            ran = run(*command)
+        assert (ran.code, ran.out) == (130, "")
+        return ran
+
+    return go
+
+
+@pytest.mark.parametrize("has_older", [False, True])
+def test_what_was_read_before_an_interrupt_is_kept_and_gone_on_from(
+    run: Callable[..., Ran], interrupted: Callable[..., Ran], tmp_path: Path, has_older: bool
+):
+    whole, file = tmp_path / "whole", tmp_path / "file"
+    saved(run, whole, PROMPT, "--chunk", "4")
+    if has_older:
+        file.write_bytes(b"old")
+    part = Path(f"{file}.part") if has_older else file
+    command = ("cache", MODEL, PROMPT, "--prompt-cache", str(file), *LIMITS, "--chunk", "4")
+    assert f"{part} holds the first 8 of 18 tokens; the same command goes on" in interrupted(3, *command).err
+    assert json.loads(run("cache", str(part), "info", "--json").out)["tokens_seen"] == 8
+    assert f"{part} holds the first 12 of 18 tokens; the same command goes on" in interrupted(2, *command).err
+    assert not has_older or file.read_bytes() == b"old"
+    ran = run(*command)
+    assert ran.code == 0
+    assert f"{part} holds the first 12 of 18 tokens; going on from there" in ran.err
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "whole"]
+    assert CacheFile.read(file).contents == CacheFile.read(whole).contents
+    assert_same(CacheFile.read(file), CacheFile.read(whole))
+
+
+def test_an_interrupted_append_is_gone_on_from(
+    run: Callable[..., Ran], interrupted: Callable[..., Ran], tmp_path: Path
+):
+    whole, file = tmp_path / "whole", tmp_path / "file"
+    more = ("cache", MODEL, PROMPT, "--append", "--dtype", "float32", "--policy", "key_diff", "--prompt-cache")
+    for each in (whole, file):
+        saved(run, each, "He was sitting", "--chunk", "4")
+    assert run(*more, str(whole)).code == 0
+    before = file.read_bytes()
+    assert f"{file}.part holds the first 8 of " in interrupted(3, *more, str(file)).err
+    assert file.read_bytes() == before
+    assert run(*more, str(file)).code == 0
+    assert_same(CacheFile.read(file), CacheFile.read(whole))
+    assert sorted(each.name for each in tmp_path.iterdir()) == ["file", "whole"]
+
+
+def test_another_text_or_other_options_are_read_anew(
+    run: Callable[..., Ran], interrupted: Callable[..., Ran], tmp_path: Path
+):
+    file = tmp_path / "file"
+    command = ("cache", MODEL, PROMPT, "--prompt-cache", str(file), "--dtype", "float32", "--chunk", "4")
+    interrupted(3, *command, "--budget", "12")
+    assert "going on" not in run("cache", MODEL, f"But {PROMPT}", *command[3:], "--budget", "12").err
+    file.unlink()
+    interrupted(3, *command, "--budget", "12")
+    assert "going on" not in run(*command, "--budget", "13").err
+
+
+def test_a_policy_that_chooses_at_the_end_reads_all_again(
+    run: Callable[..., Ran], interrupted: Callable[..., Ran], tmp_path: Path
+):
+    file = tmp_path / "file"
+    command = ("cache", MODEL, PROMPT, "--prompt-cache", str(file), "--dtype", "float32", "--chunk", "4")
+    limits = ("--budget", "12", "--policy", "kvzip")
+    assert "the same command reads all again, because KVzip" in interrupted(3, *command, *limits).err
+    assert "going on" not in run(*command, *limits).err
+
+
+def assert_same(ours: CacheFile, theirs: CacheFile) -> None:
+    assert ours.tensors.keys() == theirs.tensors.keys()
+    for name, tensor in ours.tensors.items():
+        assert torch.equal(tensor, theirs.tensors[name]), name

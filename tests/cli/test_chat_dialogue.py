@@ -248,3 +248,9 @@ def test_any_error_takes_the_message_back(dialogue: Make, monkeypatch: pytest.Mo
         with pytest.raises(OSError, match="No space"):
             talk.answer(SECOND)
     assert_same_text(after(talk, THIRD), after(dialogue(), FIRST, THIRD))
+
+
+def test_a_cut_by_max_tokens_is_told_once(dialogue: Make, capsys: pytest.CaptureFixture[str]):
+    talk = after(dialogue(show=show_reply), FIRST, SECOND, THIRD)
+    assert [turn.ended_with for turn in talk.conversation.turns] == ["", "", ""]
+    assert capsys.readouterr().err.count("ended at max_tokens 5; /set max_tokens 10") == 1

@@ -1,9 +1,15 @@
 """Lines typed at a terminal, by keys as terminals send them; and words at the screen's edge."""
 
+import io
+import os
+import pty
 import random
+import select
 import stat
+import termios
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 from prompt_toolkit.data_structures import Size
@@ -12,8 +18,12 @@ from prompt_toolkit.output import ColorDepth, DummyOutput
 from prompt_toolkit.utils import get_cwidth
 
 from windlass.cli import state
+from windlass.cli.chat import show_reply
+from windlass.cli.keyboard import unechoed
+from windlass.cli.loading import INTERRUPTED
 from windlass.cli.page import Page
 from windlass.cli.screen import Screen
+from windlass.cli.terminal import Bar
 
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
 Asked = Callable[..., "str | None"]
@@ -176,3 +186,38 @@ def test_words_are_whole_however_they_come():
         assert shown.replace("\n", "").replace(" ", "") == text.replace("\n", "").replace(" ", "")
         assert max(map(get_cwidth, shown.splitlines())) <= width
         assert shown.endswith("\n")
+
+
+def test_an_interrupt_shows_no_further_word(monkeypatch: pytest.MonkeyPatch):
+    def pieces() -> Iterator[str]:
+        yield from ("Once upon", " a ti", "me")
+        raise KeyboardInterrupt
+
+    shown: list[str] = []
+    monkeypatch.setattr("windlass.cli.chat.say", shown.append)
+    assert show_reply(cast(Any, pieces())) == INTERRUPTED
+    assert "".join(shown) == "Once upon a \n"
+
+
+def test_typed_keys_wait_unseen(monkeypatch: pytest.MonkeyPatch):
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "r") as terminal:
+        monkeypatch.setattr("sys.stdin", terminal)
+        before = termios.tcgetattr(theirs)
+        with unechoed():
+            os.write(ours, b"typed ahead\r")
+            assert os.read(theirs, 100) == b"typed ahead\r"
+            assert select.select([ours], [], [], 0.1)[0] == [], "typed keys are shown"
+        assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+
+
+@pytest.mark.parametrize("total", [1067, 4])
+def test_a_bar_tells_its_total_from_the_start(monkeypatch: pytest.MonkeyPatch, total: int):
+    stderr = io.StringIO()
+    monkeypatch.setattr(stderr, "isatty", lambda: True)
+    monkeypatch.setattr("sys.stderr", stderr)
+    monkeypatch.setenv("TERM", "xterm")
+    with Bar("reading again", total):
+        pass
+    assert f"0/{total}" in stderr.getvalue()

@@ -1,9 +1,11 @@
 """How the command line ends: interrupts, pipes and full disks."""
 
+import io
 import os
 import pty
 import signal
 import subprocess
+import termios
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from tests.helpers import cli
 from tests.helpers.cli import LAST_LINE, PROMPT, START, Ran, generate, rest_of
 from tests.helpers.models import MODEL
 from windlass.cli import session
-from windlass.cli.terminal import Bar
+from windlass.cli.signals import as_interrupts
+from windlass.cli.terminal import Bar, note
 
 run, model, tokenizer, in_library = cli.run, cli.model, cli.tokenizer, cli.in_library  # fixtures
 
@@ -61,13 +64,56 @@ def test_an_interrupt_while_text_is_shown_loses_no_token(
     assert cache.tokens_seen == [result.prompt_tokens + 3]
 
 
-def test_an_interrupted_cache_is_not_written(run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_an_interrupted_cache_does_not_replace_an_older_file(
+    run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     file = tmp_path / "old.safetensors"
     file.write_bytes(b"old")
-    monkeypatch.setattr(Bar, "__call__", Mock(side_effect=KeyboardInterrupt))
-    ran = run("cache", MODEL, PROMPT, "--prompt-cache", str(file))
+    with monkeypatch.context() as patched:
+        patched.setattr(Bar, "__call__", Mock(side_effect=KeyboardInterrupt))
+        ran = run("cache", MODEL, PROMPT, "--prompt-cache", str(file))
     assert (ran.code, ran.out, file.read_bytes()) == (130, "", b"old")
-    assert f"{file} was not written" in ran.err
+    assert f"{file} stays as it was; {file}.part holds the first 18 of 18 tokens" in ran.err
+    assert run("cache", MODEL, PROMPT, "--prompt-cache", str(file)).code == 0
+    assert [each.name for each in tmp_path.iterdir()] == [file.name]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_other_signals_end_a_command_as_ctrl_c_does(number: signal.Signals):
+    with pytest.raises(KeyboardInterrupt), as_interrupts():
+        os.kill(os.getpid(), number)
+    assert signal.getsignal(number) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize("is_late", [True, False])
+def test_a_note_begins_a_line_where_a_pipe_lags_behind(monkeypatch: pytest.MonkeyPatch, is_late: bool):
+    """A row of spaces after a text ends in the next line; where the cursor stands at the start of one, in that one."""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 40))
+    terminal = os.fdopen(theirs, "w")
+    terminal.write("half a text" * is_late)
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setattr("sys.stdout", io.StringIO())
+    note("times: 1 s")
+    terminal.close()
+    assert screen(rest_of(ours).decode(), 40) == ["half a text"] * is_late + ["times: 1 s"]
+
+
+def screen(shown: str, columns: int) -> list[str]:
+    """The lines of a terminal, which goes to the next one when a sign does not fit."""
+    lines, column = [""], 0
+    for sign in shown.replace("\x1b[K", ""):
+        if sign == "\r":
+            column = 0
+        elif sign == "\n":
+            lines.append("")
+        else:
+            if column == columns:
+                lines.append("")
+                column = 0
+            lines[-1] = lines[-1][:column].ljust(column) + sign + lines[-1][column + 1 :]
+            column += 1
+    return [line.rstrip() for line in lines if line.strip()]
 
 
 # What only a process of its own can show.

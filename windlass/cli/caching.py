@@ -39,7 +39,8 @@ def save_cache(session: Session, prompt: str, asked: Asked, path: Path, is_json:
     with as_interrupts(cache.heads is None):
         try:
             with Bar("reading", len(ids)) as bar:
-                engine.prefill(session.model, cache, [ids], bar)
+                if ids:
+                    engine.prefill(session.model, cache, [ids], bar)
         except KeyboardInterrupt:
             note(_interrupted(session, path, None if started is None else started[0], before, held + len(ids) - before))
             return INTERRUPTED
@@ -71,9 +72,11 @@ def _started(session: Session, ids: list[int], path: Path) -> tuple[Path, KVCach
         except WindlassError:  # another file, which is written anew
             continue
         read = found.tokens_seen[0] - before
-        if found.options != cache.options or found.tokens != [wanted[: before + read]]:
+        is_alike = found.options.labels() == cache.options.labels() and found.options.shares == cache.options.shares
+        if not is_alike or found.tokens != [wanted[: before + read]]:
             continue
-        if 0 < read < len(ids) and read % cache.chunk == 0:
+        is_all = read == len(ids) and file != path
+        if is_all or (0 < read < len(ids) and read % cache.chunk == 0):
             return file, found
     return None
 
@@ -94,7 +97,8 @@ def _interrupted(session: Session, path: Path, source: Path | None, before: int,
     if _chooses_at_the_end(cache):
         again = f"the same command reads all again, because {cache.policy!r} chooses at the end of a text"
     after = f" after {before:,}" if before else ""
-    return f"interrupted; {file} holds the first {read:,} of {total:,} tokens{after}; {again}"
+    left = "" if file == path else f"{path} stays as it was; "
+    return f"interrupted; {left}{file} holds the first {read:,} of {total:,} tokens{after}; {again}"
 
 
 def _chooses_at_the_end(cache: KVCache) -> bool:
