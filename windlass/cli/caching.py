@@ -45,7 +45,7 @@ def save_cache(session: Session, prompt: str, asked: Asked, path: Path, is_json:
             note(_interrupted(session, path, None if started is None else started[0], before, held + len(ids) - before))
             return INTERRUPTED
     Choices(cache, session.given).tell()
-    prompt_cache.save(cache, path, session.model)
+    prompt_cache.save(cache, path, session.model, session.tokenizer)
     if started is not None and started[0] != path:
         started[0].unlink(missing_ok=True)
     size = path.stat().st_size
@@ -68,7 +68,9 @@ def _started(session: Session, ids: list[int], path: Path) -> tuple[Path, KVCach
     wanted = [*cache.tokens[0], *ids]
     for file in (part_of(path), path):
         try:
-            found = prompt_cache.load(file, session.model, cache.options.policy, cache.options.recall_folder)
+            found = prompt_cache.load(
+                file, session.model, cache.options.policy, cache.options.recall_folder, session.tokenizer
+            )
         except WindlassError:  # another file, which is written anew
             continue
         read = found.tokens_seen[0] - before
@@ -92,7 +94,7 @@ def _interrupted(session: Session, path: Path, source: Path | None, before: int,
         left = "stays as it was" if path.exists() else "was not written"
         return f"interrupted; prefill {read:,} of {total:,} tokens; {path} {left}"
     file = source or unfinished(path)
-    prompt_cache.save(cache, file, session.model)
+    prompt_cache.save(cache, file, session.model, session.tokenizer)
     again = "the same command goes on from there"
     if _chooses_at_the_end(cache):
         again = f"the same command reads all again, because {cache.policy!r} chooses at the end of a text"
