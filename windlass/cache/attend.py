@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.cache.decode_kernel import LayerStep
 from windlass.cache.joins import NewTokens, joined, view_joined
+from windlass.cache.layer_step import LayerStep
 from windlass.cache.picks import Picks, picked
 from windlass.cache.recalled import of_tokens, with_recalled
 from windlass.cache.rules import LayerRules
@@ -40,7 +40,7 @@ def write_and_attend(asked: LayerStep, policy: Policy, weighed: ObservedColumns 
 
     `policy` is the one that the layer was configured with.
     """
-    table, rules, rotary, (queries, keys, values), step, mode, call, layer, heads = asked
+    table, rules, rotary, (queries, keys, values), step, mode, call, layer, heads, _ = asked
     queries, keys, initial = preprocess(policy, layer, queries, keys, step.ids)
     initial |= initial_state(rules.policy, layer, heads, queries, keys)
     if rules.has_places:

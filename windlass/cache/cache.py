@@ -6,7 +6,7 @@ from torch import Tensor
 
 from windlass.cache import describe, edits, summary
 from windlass.cache.compress import compress
-from windlass.cache.decode_kernel import LayerStep, PlannedStep
+from windlass.cache.decode_kernel import PlannedStep
 from windlass.cache.exchange import clear_row, put_row
 from windlass.cache.head_groups import HeadGroups
 from windlass.cache.leaves import Leaf, leaves_of
@@ -187,9 +187,7 @@ class TextCache(CacheState):
         assert step is not None, "attend outside of a pass"
         if its is None:
             return None
-        states = queries, keys, values
-        asked = LayerStep(its.table, its.rules, its.rotary, states, step, self.positions, call, its.index, its.heads)
-        return its.planned(asked)
+        return its.planned(its.asked((queries, keys, values), step, self.positions, call))
 
     @no_inference_mode
     def keep_decoded(self, layer: int, done: PlannedStep) -> None:

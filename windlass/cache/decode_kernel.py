@@ -2,7 +2,6 @@
 
 import copy
 import operator
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, final
 from weakref import ReferenceType, ref
 
@@ -10,17 +9,15 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
+from windlass.cache.layer_step import LayerStep, Released
 from windlass.cache.recall import DISTANCE, TOKEN_INDEX
 from windlass.cache.rules import LayerRules
-from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
-from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Retention
+from windlass.core.decode import DecodeOutput, DecodeSlots, Retention
 from windlass.core.limits import MAX_NUMBER
 from windlass.core.packed import Format
 from windlass.core.recall import RecallSlots
 from windlass.core.record import StepRecord
-from windlass.core.shapes import SlotIndex
-from windlass.core.step import AttentionCall, Step
 from windlass.policies.base import TOKEN, Policy
 from windlass.policies.calls import initial_state
 from windlass.policies.wrapper import changes_keys, ranking_of
@@ -29,64 +26,6 @@ from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Decode, Planned
-
-Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free, and what stood there
-
-
-class LayerStep(NamedTuple):
-    """A step of a layer, or of some kv heads: slots and rules, new queries, keys and values, and how they are read."""
-
-    table: SlotTable
-    rules: LayerRules
-    rotary: Rotary | None
-    states: tuple[Tensor, Tensor, Tensor]
-    step: Step
-    mode: PositionMode
-    call: AttentionCall
-    layer: int
-    heads: Heads | None
-
-    @property
-    def bound(self) -> int:
-        """Tokens of any row at most once the new ones are written."""
-        return self.table.occupancy_bound + max(self.step.lengths)
-
-    def split(self, parts: Sequence[Step]) -> list["LayerStep"]:
-        """The step in parts of it, one after the other."""
-        if len(parts) == 1:
-            return [self._replace(step=parts[0])]
-        columns = [part.positions.shape[1] for part in parts]
-        pieces = zip(*(each.split(columns, 2) for each in self.states), strict=True)
-        each = zip(pieces, parts, self.call.split(columns), strict=True)
-        return [self._replace(states=states, step=step, call=call) for states, step, call in each]
-
-    def fits(self, reserved: int, reserve_hint: int, longest_decode: int) -> bool:
-        """Whether it is one token per row, and the table, with so many slots reserved, is as it should be for it."""
-        table, rules = self.table, self.rules
-        slots, held = table.slots, table.occupancy_bound
-        if not self.step.is_token or slots - held - reserved <= rules.recall_room or not rules.knows(self.call):
-            return False
-        return slots == rules.slots_for(1, slots, held, reserve_hint, longest_decode, False)
-
-    def given(self, is_observed: bool, is_evicting: bool = False, released: Released = ()) -> DecodeInput:
-        """What a kernel is given."""
-        (queries, keys, values), table, step = self.states, self.table, self.step
-        state, ends = tuple(table.state.values()), step.next_positions
-        asked, recall = (is_observed, is_evicting, released), table.recall
-        if recall is None:
-            return DecodeInput(queries, keys, values, step.positions, table.positions, state, ends, *asked)
-        counts = torch.tensor(recall.lengths)
-        is_needed = max(map(operator.add, recall.lengths, step.lengths)) > self.bound
-        return DecodeInput(
-            queries, keys, values, step.positions, table.positions, state, ends, *asked, counts, is_needed
-        )
-
-    def remembered(self) -> dict[str, Tensor]:
-        """What a kernel tells the slots of the new tokens of the recall store."""
-        recall = self.table.recall
-        if recall is None:
-            return {}
-        return {TOKEN_INDEX: torch.tensor(recall.lengths)[:, None, None].float()}
 
 
 class Prepared(NamedTuple):

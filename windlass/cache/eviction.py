@@ -37,8 +37,13 @@ def scores_over_budget(table: SlotTable, rules: LayerRules, layer: int, slots: S
     return score
 
 
-def evict(table: SlotTable, rules: LayerRules, record: StepRecord, score: Scores) -> StepRecord:
-    """Reserve the slots of the tokens over budget whose `score` is lowest; returns the record with what was there."""
+def evict(
+    table: SlotTable, rules: LayerRules, record: StepRecord, score: Scores, checkpoint: Checkpoint | None
+) -> StepRecord:
+    """Reserve the slots of the tokens over budget whose `score` is lowest, and merge the tokens if the rules say so.
+
+    Returns the record with what was there.
+    """
     assert rules.budget is not None, "eviction without a budget"
     count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget
     order = (*rules.protected, rules.sliding_window, count)
@@ -46,10 +51,11 @@ def evict(table: SlotTable, rules: LayerRules, record: StepRecord, score: Scores
         EvictionInput(score, table.positions, record.step.next_positions, *order, rules.attention_chunk)
     )
     table.occupancy_bound = rules.budget
-    return replace(record, evicted=evicted, evicted_positions=before, evicted_count=evicted_count)
+    record = replace(record, evicted=evicted, evicted_positions=before, evicted_count=evicted_count)
+    return record if rules.merge is None else _merged(table, rules, record, checkpoint)
 
 
-def merge_evicted(table: SlotTable, rules: LayerRules, record: StepRecord, checkpoint: Checkpoint | None) -> StepRecord:
+def _merged(table: SlotTable, rules: LayerRules, record: StepRecord, checkpoint: Checkpoint | None) -> StepRecord:
     """Merge the tokens that `record` evicted into kept slots; `checkpoint` is told before these are overwritten."""
     assert rules.merge is not None, "a merge without a rule"
     assert record.evicted is not None, "a merge without an eviction"

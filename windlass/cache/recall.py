@@ -65,10 +65,6 @@ class RecallStore:
         """Whether nothing was ever written."""
         return not self.memory.segments
 
-    def is_needed(self, held: int) -> bool:
-        """Whether any token was evicted, where each row holds `held` at most."""
-        return not self.is_empty and max(self.lengths) > held
-
     def append(self, keys: NewKeys, values: NewValues, positions: QueryPositions, counts: Sequence[int]) -> Scores:
         """Hold these tokens too, `counts` of each row: all but padding, whose positions are EMPTY.
 
@@ -253,10 +249,10 @@ class RecallStore:
         """Keys and values of all segments, the same ones as long as the memory is."""
         segments, no_keys = self.memory.segments, self.memory.no_keys
         if self._scanned[0] is not segments:
-            (keys,), found = no_keys, []
+            (name,), found = no_keys, []
             for segment in segments:
-                held = self.codec.over(segment.parts | no_keys)
-                found.append(RecallPiece(TiledKeys(segment.parts[keys], held.packed_keys()), held.packed_values()))
+                keys, values = self.codec.over(segment.parts | no_keys).packed()
+                found.append(RecallPiece(TiledKeys(segment.parts[name], keys), values))
             self._scanned = segments, tuple(found)
         return self._scanned[1]
 

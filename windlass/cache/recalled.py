@@ -5,7 +5,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from windlass import kernels
-from windlass.cache.decode_kernel import LayerStep
+from windlass.cache.layer_step import LayerStep
 from windlass.cache.observation import newest_columns, queries_at
 from windlass.cache.recall import DECIDING, DISTANCE, TOKEN_INDEX
 from windlass.cache.slot_table import SlotTable
@@ -26,10 +26,7 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     Raises: UsageError in a text with pictures, and under a sparse attention that picks slots.
     """
     table, recall = asked.table, asked.table.recall
-    # A graph serves steps before and after the first eviction: until then all that it finds is in slots. The step that
-    # comes before a graph is recorded recalls as well, so that all kernels are there.
-    is_recorded = asked.step.is_captured or asked.step.graph_headroom > 0
-    if recall is None or not (is_recorded or recall.is_needed(table.occupancy_bound)):
+    if recall is None or not asked.is_recalling:
         return view
     if view.places is not None or asked.call.picker is not None:
         what = "a text with pictures" if view.places is not None else "sparse attention that picks tokens"

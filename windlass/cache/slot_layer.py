@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from windlass.cache.attend import Written, write_and_attend
-from windlass.cache.decode_kernel import DecodeKernel, LayerStep, PlannedStep, put_initial_state
-from windlass.cache.eviction import evict, merge_evicted, parts_of, scores_over_budget
+from windlass.cache.decode_kernel import DecodeKernel, PlannedStep, put_initial_state
+from windlass.cache.eviction import evict, parts_of, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.joins import let_go, slots_wanted
 from windlass.cache.layer import Layer
+from windlass.cache.layer_step import LayerStep
 from windlass.cache.observation import observation, observed_columns, queries_at, settle, slots_view
 from windlass.cache.recall import RecallStore
 from windlass.cache.rules import LayerRules
@@ -92,8 +93,7 @@ class SlotLayer(Layer):
         self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, mode: PositionMode, call: AttentionCall
     ) -> Attended:
         """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
-        states = queries, keys, values
-        asked = LayerStep(self.table, self.rules, self.rotary, states, step, mode, call, self.index, self.heads)
+        asked = self.asked((queries, keys, values), step, mode, call)
         if (planned := self.planned(asked)) is not None:
             return self.keep_decoded(planned.taken())
         if not step.is_captured:
@@ -101,7 +101,10 @@ class SlotLayer(Layer):
         if self.is_empty or not self.rules.knows(call):  # an import may not have known its window
             self.use_sliding_window(call.sliding_window, call.attention_chunk)
         if step.places is not None and not self.rules.has_places:
-            self.keep_places()
+            self.rules = replace(self.rules, has_places=True)
+            if not self.is_empty:
+                self.forget_steps(0)
+                self.table.keep_places()
         self.longest_decode = max(self.longest_decode, step.positions.shape[1] if step.drafts else 0)
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
         parts = asked._replace(rules=self.rules).split(parts_of(self.table, self.rules, step))
@@ -109,14 +112,20 @@ class SlotLayer(Layer):
         self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
+    def asked(
+        self, states: tuple[Queries, NewKeys, NewValues], step: Step, mode: PositionMode, call: AttentionCall
+    ) -> LayerStep:
+        """A step from here, of these queries, keys and values."""
+        evicted = self.history.has_evicted
+        return LayerStep(self.table, self.rules, self.rotary, states, step, mode, call, self.index, self.heads, evicted)
+
     def planned(self, asked: LayerStep) -> PlannedStep | None:
         """The whole step by one call of a kernel, which is still to be taken; None where it takes more than that."""
-        history = self.history
-        if self.is_shared or not asked.fits(history.reserved, self.reserve_hint, self.longest_decode):
+        if self.is_shared or not asked.fits(self.history.reserved, self.reserve_hint, self.longest_decode):
             return None
         if (prepared := self.decode_kernel.of(asked)) is None or not prepared.is_all(asked):
             return None
-        return PlannedStep.of(prepared, asked, history.split(self.rules.limits.rollback)[1])
+        return PlannedStep.of(prepared, asked, self.history.split(self.rules.limits.rollback)[1])
 
     def keep_decoded(self, done: PlannedStep) -> Attended:
         """Hold what a step that was planned, and taken, leaves; returns what the queries read."""
@@ -127,6 +136,7 @@ class SlotLayer(Layer):
 
     def _step(self, asked: LayerStep, is_continued: bool) -> Attended:
         """Write, attend, observe, evict, and note how to undo it."""
+        asked = asked._replace(has_evicted=self.history.has_evicted)  # the part before may have
         table, step, policy, state = self.table, asked.step, self.policy, self.table.state
         held, statistics, ring = table.occupancy_bound, dict(table.statistics), table.store.full_precision.tensors
         prepared = None if self.is_shared else self.decode_kernel.of(asked)
@@ -177,11 +187,15 @@ class SlotLayer(Layer):
 
     def observe_and_evict(self, record: StepRecord) -> None:
         """The second half of a step; the record is kept so that the step can be rolled back."""
-        record = let_go(self.table, self.rules, record)
+        table, rules = self.table, self.rules
+        record = let_go(table, rules, record)
         if record.queries is not None:
             seen = observation(record, self.policy.observed_queries)
             observe(self.policy, self.index, self.slots_at(record.step), seen)
-        self.keep_record(self._evicted(record))
+        if rules.budget is not None and not record.step.defer_eviction and table.occupancy_bound > rules.budget:
+            score = scores_over_budget(table, rules, self.index, self.slots_at(record.step))
+            record = evict(table, rules, record, score, self.checkpoint)
+        self.keep_record(record)
 
     def keep_record(self, record: StepRecord) -> None:
         """Keep what a step changed, so that it can be rolled back."""
@@ -195,13 +209,6 @@ class SlotLayer(Layer):
         if rules.is_whole_window and not self.is_empty:
             self.table.forget_state()
         self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
-
-    def keep_places(self) -> None:
-        """Note from now on where tokens are read: in a text with pictures. Earlier steps can't be rolled back."""
-        self.rules = replace(self.rules, has_places=True)
-        if not self.is_empty:
-            self.forget_steps(0)
-            self.table.keep_places()
 
     def make_room(self, keys: NewKeys, values: NewValues, is_decode: bool, defer_eviction: bool) -> None:
         """Slots for the new tokens: allocate, grow, or pack once decode begins."""
@@ -226,15 +233,6 @@ class SlotLayer(Layer):
         """Pack the held tokens into the first of `slots` slots; earlier steps can't be rolled back."""
         self.forget_steps(0)
         self.table.resize(slots)
-
-    def _evicted(self, record: StepRecord) -> StepRecord:
-        """Free the tokens over budget that rank lowest; returns the record with what was freed."""
-        rules, step = self.rules, record.step
-        if rules.budget is None or step.defer_eviction or self.table.occupancy_bound <= rules.budget:
-            return record
-        score = scores_over_budget(self.table, rules, self.index, self.slots_at(step))
-        record = evict(self.table, rules, record, score)
-        return record if rules.merge is None else merge_evicted(self.table, rules, record, self.checkpoint)
 
     def slots_at(self, step: Step) -> Slots:
         """The layer as a policy sees it after `step`."""

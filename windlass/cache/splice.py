@@ -100,6 +100,7 @@ def _splice_layer(mine: SlotLayer, theirs: SlotLayer, source: int, row: int, at:
             theirs.table.recall, source, row, at, batch, theirs.table.positions.device
         )
         begins[TOKEN_INDEX] = index.expand(batch, -1, -1)
+        mine.history = mine.history._replace(has_evicted=mine.history.has_evicted or theirs.history.has_evicted)
     slots = append(mine, keys, values, positions.where(is_row, EMPTY), begins)
     is_alike = mine.store.is_compatible(theirs.store)  # else keys and values were converted, once
     mine.store.put(slots, {name: part for name, part in parts.items() if is_alike or name == INDEX_KEYS})
