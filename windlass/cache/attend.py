@@ -101,14 +101,19 @@ def attend(
     # Distances within a sliding window are those that the model was trained on, however long the text.
     trained_length = rotary.trained_length if rules.sliding_window is None else None
     mode, places = mode.within(trained_length, rules.budget is not None), view.places
-    if whole.query_gain is not None and places is None and not mode.keeps_places(step.end, view.occupancy):
+    is_normed, occupancy = whole.query_gain is not None and places is None, view.occupancy
+    if rotary.table_changes_at(mode.bound(step.end, occupancy, 1)) or (
+        is_normed and not mode.keeps_places(step.end, occupancy)
+    ):
+        occupancy = view.counted  # what is known without asking the device is too much to choose a table by
+    if is_normed and not mode.keeps_places(step.end, occupancy):
         raise UsageError(
             f"positions={mode.name!r} would keep distances here, but not where tokens stand, and this model applies "
             'norms with weights after RoPE, so that its attention depends on both; use "original", or "compact" with '
             "a budget below the trained length"
         )
     readings = (
-        mode.readings(view.positions, step, view.occupancy)
+        mode.readings(view.positions, step, occupancy)
         if places is None
         else [mode.reading_at(places, step.known_places)]
     )
@@ -120,7 +125,8 @@ def attend(
 
 def _read(whole: AttentionInput, reading: Reading, rotary: Rotary, picks: Picks | None) -> tuple[Attended, Mass | None]:
     """What the queries of one reading read; zeros for the others of its columns."""
-    tables = rotary.tables(reading.bound, whole.queries.device, kernels.table_dtype(whole.queries))
+    dtype = kernels.table_dtype(whole.queries)
+    tables = rotary.tables(reading.bound, whole.queries.device, dtype, reading.length)
     call = replace(whole, rotary_index=reading.index, tables=tables)
     if reading.is_read is None:
         return kernels.attend(call if picks is None else picked(call, picks))

@@ -115,7 +115,7 @@ class DecodeKernel:
             tables = rotary.tables(step.end, queries.device, kernels.table_dtype(queries))
             end = min(end, tables[0].shape[0])
         recall = None
-        if table.recall is not None and (recall := _recall(table, rotary, held[0])) is None:
+        if table.recall is not None and (recall := _recall(table, rotary, held[0], step.end)) is None:
             return None
         retention, heads = _retention(rules), table.score_heads
         slots = DecodeSlots(*held, heads, tables, call.scale, rules.visibility, call.softcap, retention, recall)
@@ -203,8 +203,8 @@ def _retention(rules: LayerRules) -> Retention | None:
     return Retention(ranking, MAX_NUMBER if rules.budget is None else rules.budget, *rules.protected)
 
 
-def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor) -> RecallSlots | None:
-    """The recall store as a kernel reads it, beside slots with `keys`; None where it can't."""
+def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor, end: int) -> RecallSlots | None:
+    """The recall store as a kernel reads it, beside slots with `keys`, in a text up to `end`; None where it can't."""
     recall, turn = table.recall, None
     assert recall is not None, "a table that recalls nothing"
     pieces, names = recall.pieces(), tuple(table.state)
@@ -212,10 +212,8 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor) -> RecallSlot
     if any(each.format is Format.FLOAT and each.data.dtype != keys.dtype for each in states):
         return None
     if rotary is not None:
-        if rotary.table_changes_at(DISTANCE + 1):
-            return None
-        cos, sin = rotary.tables(DISTANCE + 1, keys.device)
-        turn = cos[DISTANCE].clone(), sin[DISTANCE].clone()
+        cos, sin = rotary.turn_at(DISTANCE, end, keys.device)
+        turn = cos.clone(), sin.clone()
     text, digests = (recall.positions, recall.last_recalled), (recall.digests.tiled(), recall.candidates)
     return RecallSlots(pieces, *text, recall.page_count, turn, names.index(TOKEN_INDEX), *digests)
 

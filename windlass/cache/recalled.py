@@ -35,7 +35,8 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
     columns = asked.step.first_columns if is_token else newest_columns(asked.step)[:, :DECIDING]
     kv_heads, is_query = view.keys.data.shape[1], columns >= 0
     held = table.state[TOKEN_INDEX].where(table.positions >= 0, -1.0)
-    wanted = _turned(queries_at(queries, columns), asked), is_query, held
+    occupancy = min(view.occupancy + recall.tokens, max(recall.lengths) + asked.step.graph_headroom)
+    wanted = _turned(queries_at(queries, columns), asked, occupancy), is_query, held
     chosen = recall.choose(*(each.to(recall.device) for each in wanted))
     parts, positions = chosen.parts, chosen.positions.to(view.positions.device)
     if not table.store.is_alike(recall.codec):
@@ -58,7 +59,7 @@ def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableV
         positions=view.positions.expand(-1, kv_heads, -1).scatter(-1, index, positions),
         log_counts=log_counts,
         seen_until=seen_until,
-        occupancy=view.occupancy + count,
+        occupancy=occupancy,
         has_recalled=True,
     )
 
@@ -78,11 +79,15 @@ def _as_put(states: PackedStates, index: SlotIndex) -> PackedStates:
     return states if ring is None else replace(states, ring_index=ring.scatter(-1, index, -1))
 
 
-def _turned(queries: Queries, asked: LayerStep) -> Tensor:
-    """Queries whose products with un-rotated keys are logits at `DISTANCE`."""
-    rotary, turned = asked.rotary, queries.float()
+def _turned(queries: Queries, asked: LayerStep, occupancy: int) -> Tensor:
+    """Queries whose products with un-rotated keys are logits at `DISTANCE`, by the table that they will be read with.
+
+    That is known for as many tokens as a row has at most once some are recalled.
+    """
+    rotary, step, turned = asked.rotary, asked.step, queries.float()
     if rotary is not None:
-        cos, sin = rotary.tables(max(asked.step.end, DISTANCE + 1), queries.device)
-        gain, turned = rotary.query_gain(), rotate(turned, cos[DISTANCE], sin[DISTANCE])
+        mode = asked.mode.within(rotary.trained_length, asked.rules.budget is not None)
+        cos, sin = rotary.turn_at(DISTANCE, mode.bound(step.end, occupancy, 1), queries.device)
+        gain, turned = rotary.query_gain(), rotate(turned, cos, sin)
         turned = turned if gain is None else turned * gain
     return turned * asked.call.scale

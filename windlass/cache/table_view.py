@@ -39,6 +39,11 @@ class TableView:
         counts = log_counts(rules.merge, table.state)
         return cls(step, *store.packed(), table.positions, counts, table.places, occupancy, store.index_keys)
 
+    @property
+    def counted(self) -> int:
+        """Tokens of the fullest row and head; asks the device."""
+        return int((self.positions >= 0).sum(-1).max())
+
     def kept(self) -> TableView:
         """The same for the rest of the pass, whatever is written and evicted in it. Merges have to be undone first.
 

@@ -15,6 +15,8 @@ from windlass.core.shapes import Queries, Scores, SlotIndex
 TILE: Final = 16
 """Tokens whose keys are interleaved by words, so that a vector of a kernel holds the same channels of all of them."""
 WORD: Final = 4  # bytes
+WORTH_STEPS: Final = 256
+"""Steps of a page's worth, a logarithm, to 1: two shares of attention that differ by less may count as equal."""
 
 Tiles = Int32[Tensor, "batch kv_heads tiles words 16"]
 Remembered = Int32[Tensor, "batch remembered"]

@@ -11,6 +11,7 @@ from windlass.core.limits import PAGE
 from windlass.core.packed import Format, PackedStates
 from windlass.core.recall import (
     TILE,
+    WORTH_STEPS,
     BestPages,
     PageInput,
     ReadInput,
@@ -32,15 +33,19 @@ def best_pages(call: PageInput) -> BestPages:
 
     A page counts to a query by its largest product with a token that may be recalled; its worth is its share in the
     softmax over these, and to a kv head the largest that it has for one of its queries. Shares above a half are told
-    apart by their odds: in float32 many of them are all but 1, and which of these is largest would be rounding. Of
-    equal ones the earlier is the better. Where there are digests, pages are ranked in the same way first, each by the
-    most that its digest allows, and all but the first `candidates` count for nothing. Where keys are codes, queries are
-    rounded to multiples of 1 / 127 of their largest number, which changes products less than codes do.
+    apart by their odds: in float32 many of them are all but 1, and which of these is largest would be rounding. Where
+    there are digests, pages are ranked in the same way first, each by the most that its digest allows, and all but the
+    first `candidates` count for nothing. Where keys are codes, queries are rounded to multiples of 1 / 127 of their
+    largest number, which changes products less than codes do.
+
+    Worths are compared in steps, and of equal ones the earlier page is the better, in the order in which tokens were
+    written. So pages with the same token, whose products differ by rounding if at all, are chosen in a batch as they
+    are alone, and the choice among them stays while the text grows.
     """
     keys = torch.cat([piece.packed().floats().float() for piece in call.pieces], 2)
     remembered = keys.shape[2]
     is_recallable, grouped = recallable(call), grouped_queries(call)
-    products = (grouped @ keys[:, :, None].transpose(-1, -2)).masked_fill(~is_recallable[:, :, None, None], -torch.inf)
+    products = products_of(grouped, keys).masked_fill(~is_recallable[:, :, None, None], -torch.inf)
     peaks: Tensor = products.unflatten(-1, (remembered // PAGE, PAGE)).amax(-1)
     if call.digests:
         is_page = is_recallable.unflatten(-1, (-1, PAGE)).any(-1)
@@ -48,7 +53,7 @@ def best_pages(call: PageInput) -> BestPages:
         largest, least = [each.largest for each in call.digests], [each.least for each in call.digests]
         for part, pieces in ((grouped.clamp(min=0), largest), (grouped.clamp(max=0), least)):
             keys = torch.cat([piece.packed().floats().float() for piece in pieces], 2)[:, :, : remembered // PAGE]
-            most = most + part @ keys[:, :, None].transpose(-1, -2)
+            most = most + products_of(part, keys)
         candidates = best_of(most.masked_fill(~is_page[:, :, None, None], -torch.inf), call.is_query, call.candidates)
         is_candidate = torch.zeros_like(is_page).scatter(-1, candidates, True)
         peaks = peaks.masked_fill(~is_candidate[:, :, None, None], -torch.inf)
@@ -74,6 +79,15 @@ def grouped_queries(call: PageInput) -> Tensor:
     return grouped
 
 
+def products_of(queries: Tensor, keys: Tensor) -> Tensor:
+    """Products of queries (batch, kv_heads, members, tokens, channels) with keys (batch, kv_heads, n, channels).
+
+    They are summed in float64: in float32 a matrix product rounds alike numbers otherwise by where they stand in it.
+    """
+    products: Tensor = queries.double() @ keys.double()[:, :, None].mT
+    return products.float()
+
+
 def best_of(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
     """The `count` pages that are worth most, of whose (batch, kv_heads, members, tokens, pages) peaks."""
     shares = peaks.log_softmax(-1).nan_to_num(nan=-torch.inf)
@@ -81,6 +95,7 @@ def best_of(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
     odds = top - peaks.scatter(-1, page, -torch.inf).logsumexp(-1, keepdim=True)
     shares = shares.scatter(-1, page, torch.where(odds > 0, odds - math.log(2), shares.gather(-1, page)))
     worth = shares.masked_fill(~is_query[:, None, None, :, None], -torch.inf).flatten(2, 3).amax(2)
+    worth = (worth * WORTH_STEPS).round()
     return worth.sort(dim=-1, descending=True, stable=True).indices[..., :count]
 
 

@@ -25,12 +25,13 @@ from windlass.core.step import Step
 class Reading:
     """At which rotary positions some columns of a step read, from column `start` on.
 
-    `is_read` (batch, columns) tells which of their queries do; None: all of the step's. `bound` is the length of
-    rotary table that this takes.
+    `is_read` (batch, columns) tells which of their queries do; None: all of the step's. `bound` is how many rows of a
+    rotary table this takes, and `length` the length of text that the table is for, which no number of columns changes.
     """
 
     index: RotaryIndex
     bound: int
+    length: int
     start: int = 0
     is_read: Tensor | None = None
 
@@ -81,9 +82,8 @@ class PositionMode(ABC):
 
         `occupancy` is the most tokens that a row holds, or holds while a graph replays the step.
         """
-        return [
-            Reading(self.rotary_index(slots, step.positions), self.bound(step.end, occupancy, step.positions.shape[1]))
-        ]
+        bound = self.bound(step.end, occupancy, step.positions.shape[1])
+        return [Reading(self.rotary_index(slots, step.positions), bound, self.bound(step.end, occupancy, 1))]
 
     def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
         """How the queries of a step read the slots, of a text with pictures.

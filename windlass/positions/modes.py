@@ -41,7 +41,7 @@ class Original(PositionMode):
         return True
 
     def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
-        return Reading(as_they_stand(slots.at, queries.at), queries.end)
+        return Reading(as_they_stand(slots.at, queries.at), queries.end, queries.end)
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Compact(PositionMode):
         return True
 
     def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
-        return Reading(in_blocks(slots, queries), queries.end)
+        return Reading(in_blocks(slots, queries), queries.end, queries.end)
 
 
 @dataclass(frozen=True)

@@ -66,9 +66,10 @@ LAYOUTS = (
 
 @dataclass
 class _Built:
-    """The tables in use, and the length that they were asked for."""
+    """The tables in use, how many rows they have, and the length of text that their frequencies are for."""
 
     tables: dict[torch.dtype, tuple[RotaryTable, RotaryTable]]
+    rows: int = 0
     length: int = 0
 
 
@@ -154,34 +155,45 @@ class Rotary:
 
     @torch.no_grad()
     def tables(
-        self, length: int, device: torch.device, dtype: torch.dtype = torch.float32
+        self, rows: int, device: torch.device, dtype: torch.dtype = torch.float32, length: int | None = None
     ) -> tuple[RotaryTable, RotaryTable]:
-        """Cos and sin for positions below `length`, or more, in `dtype`; one column per channel pair.
+        """Cos and sin for at least so many positions, one after the other, in `dtype`; one column per channel pair.
 
-        A length-dependent scheme is asked for exactly `length` once that exceeds what it was
-        trained on, and its table is built again whenever the length changes.
+        A length-dependent scheme is asked for a text of exactly `length` tokens (None: of as many as there are rows)
+        once that exceeds what it was trained on, and its table is built again whenever the length changes. The first
+        row is that of position 0, but where there are more rows than that: then the last one is that of the last
+        position, and only distances between rows mean anything.
         """
         if self.is_length_dependent:
-            wanted = max(length, self.constant_length)
-            is_stale = self._built.length != wanted
+            length = max(rows if length is None else length, self.constant_length)
+            rows = max(rows, length)
+            is_stale = (self._built.rows, self._built.length) != (rows, length)
         else:
             wanted = 256
-            while wanted < length:
+            while wanted < rows:
                 wanted *= 2
-            is_stale = self._built.length < wanted
+            rows = length = wanted
+            is_stale = self._built.rows < rows
         built = self._built
         if not built.tables or is_stale or built.tables[torch.float32][0].device != device:
-            built.tables, built.length = {torch.float32: self._build(wanted, device)}, wanted
+            built.tables = {torch.float32: self._build(rows, length, device)}
+            built.rows, built.length = rows, length
         if dtype not in built.tables:
             cos, sin = built.tables[torch.float32]
             built.tables[dtype] = cos.to(dtype), sin.to(dtype)
         return built.tables[dtype]
 
-    def _build(self, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
-        positions = torch.arange(length, device=device)[None]
+    def turn_at(self, distance: int, length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Cos and sin of each channel pair's angle at a distance, or where the table for a text of `length` ends."""
+        cos, sin = self.tables(length, device)
+        at = min(distance, cos.shape[0] - 1)
+        return cos[at], sin[at]
+
+    def _build(self, rows: int, length: int, device: torch.device) -> tuple[RotaryTable, RotaryTable]:
+        positions = torch.arange(length - rows, length, device=device)[None]
         if self.is_length_dependent:
             # Some schemes never shrink from one length to the next; one token takes them back to the start.
-            self.asked(positions[:, :1])
+            self.asked(torch.zeros_like(positions[:, :1]))
         cos, sin = self.asked(positions)
         cos, sin = self.layout.columns(*(table.flatten(0, -3)[0] for table in (cos, sin)))  # alike on all axes, if any
         return cos.float().contiguous(), sin.float().contiguous()

@@ -56,10 +56,11 @@ class Windowed(PositionMode):
 
     def readings(self, slots: SlotPositions, step: Step, occupancy: int) -> Sequence[Reading]:
         if step.end <= self.trained_length:
-            return [Reading(as_they_stand(slots, step.positions), step.end)]
+            return [Reading(as_they_stand(slots, step.positions), step.end, step.end)]
         places = occupancy if self.is_bounded else step.end
         if step.positions.shape[1] == 1:
-            return [Reading(self._of_one_column(slots, step.positions, places), self.trained_length)]
+            trained = self.trained_length
+            return [Reading(self._of_one_column(slots, step.positions, places), trained, trained)]
         return list(self._of_columns(slots, step, places))
 
     def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
@@ -68,7 +69,7 @@ class Windowed(PositionMode):
                 f'positions="auto" can\'t read a text with pictures beyond the trained length of {self.trained_length}'
                 f', and it reaches {queries.end}; set cache.positions to "compact" or "original"'
             )
-        return Reading(as_they_stand(slots.at, queries.at), queries.end)
+        return Reading(as_they_stand(slots.at, queries.at), queries.end, queries.end)
 
     def reach(self, group: int) -> int:
         """Places of a text that `group` brings below the trained length."""
@@ -113,7 +114,7 @@ class Windowed(PositionMode):
         inside = _columns(step, 0, trained)
         if inside is not None:
             index = RotaryIndex(RotaryBranch(q[..., inside].clamp(max=trained - 1), k.clamp(max=trained - 1)))
-            yield Reading(index, trained, inside.start, ((queries >= 0) & ~is_beyond)[:, inside])
+            yield Reading(index, trained, trained, inside.start, ((queries >= 0) & ~is_beyond)[:, inside])
         if self.is_bounded:
             ranks = at_ranks(slots, queries).near
             q, k = ranks.queries, ranks.keys
@@ -133,10 +134,10 @@ class Windowed(PositionMode):
         far_q = (q // group + self.near - self.near // group).clamp(max=last)
         far = RotaryBranch(far_q, (k // group).clamp(max=last))
         if group == 1:
-            return Reading(RotaryIndex(far), self.trained_length, start, is_read)
+            return Reading(RotaryIndex(far), self.trained_length, self.trained_length, start, is_read)
         near = rebased(q, k, self.near)
         bound = max(self.trained_length, q.shape[-1] + self.near + 1)
-        return Reading(RotaryIndex(near, far, self.near), bound, start, is_read)
+        return Reading(RotaryIndex(near, far, self.near), bound, self.trained_length, start, is_read)
 
 
 def _columns(step: Step, start: int, stop: int) -> slice | None:

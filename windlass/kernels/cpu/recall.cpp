@@ -29,6 +29,7 @@ constexpr int PARTS = TILE / LANES;  // vectors of a word of a tile
 constexpr int QUERIES = 4;           // whose sums the registers hold
 constexpr int TILES = 2;             // that are read for each number of a query
 constexpr int BLOCK_TILES = 32;      // of a piece of work
+constexpr float WORTH_STEPS = 256;   // of `core.recall`
 constexpr float NOTHING = -std::numeric_limits<float>::infinity();
 
 // Channels that a word holds, and where they stand among those of a key.
@@ -254,7 +255,8 @@ class CodeSums {
 // A page's worth to a query is the logarithm of the largest share that one of its tokens has in the softmax over pages,
 // each of which counts by its largest product; above a half it is the logarithm of half its odds, which float32 tells apart
 // where shares are all but 1. To a kv head it is the most that a page is worth to one of its queries. Where there are
-// digests, pages are first ranked by these, and only the best of them looked at.
+// digests, pages are first ranked by these, and only the best of them looked at. Worths are compared in steps, so that
+// rounding decides nothing between the pages of a token that is repeated.
 template <class S>
 class Best {
   public:
@@ -519,6 +521,7 @@ class Best {
             }
             if (odds > 0) found[first] = std::max(found[first], odds - std::log(2.0f));
         }
+        for (float &each : found) each = std::nearbyint(each * WORTH_STEPS) / WORTH_STEPS;
         return found;
     }
 

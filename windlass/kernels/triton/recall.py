@@ -23,7 +23,7 @@ from windlass.core.recall import (
     rows_of,
     tokens_of,
 )
-from windlass.kernels.reference_recall import best_of, grouped_queries, recallable
+from windlass.kernels.reference_recall import best_of, grouped_queries, products_of, recallable
 from windlass.kernels.triton.tiles import product
 
 ELEMENTS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as which rows are moved
@@ -47,7 +47,7 @@ def best_pages(call: PageInput) -> BestPages:
     index = tokens_of(listed)
     keys = _numbers(call.pieces, index)
     is_read = is_recallable.gather(-1, index)
-    products = (queries @ keys[:, :, None].mT).masked_fill(~is_read[:, :, None, None], -torch.inf)
+    products = products_of(queries, keys).masked_fill(~is_read[:, :, None, None], -torch.inf)
     best = best_of(products.unflatten(-1, (-1, PAGE)).amax(-1), call.is_query, call.count)
     return BestPages(listed.gather(-1, best), is_read.gather(-1, tokens_of(best)))
 
