@@ -11,9 +11,10 @@ from tests.helpers.caches import bytes_of_slots
 from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
 from tests.helpers.shares import APART
-from windlass import KVCache, Shares, UsageError
+from windlass import H2O, KVCache, Shares, UsageError
 from windlass.policies import NAMES, Policy
 from windlass.policies.interfaces import Trained
+from windlass.testing import TRAINED_LENGTH
 
 POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, Trained)]
 
@@ -38,6 +39,48 @@ def test_families_and_positions(attached_model: Models, text: Text, family: str,
     read_both(model, caches, ids[:, 52:], 1)
 
 
+@pytest.mark.parametrize("family", ["llama_dynamic", "phi3"])
+@pytest.mark.parametrize("positions", ["original", "compact", "auto", "self_extend(3, 5)", "clamp(9)"])
+def test_tables_that_depend_on_the_length(attached_model: Models, text: Text, family: str, positions: str) -> None:
+    """Up to the trained length and beyond it, by the tokens that are read and not by the slots that there are."""
+    model, ids = attached_model(family), text(TRAINED_LENGTH + 26)
+    caches = both(model, positions=positions, recall=128)
+    read_both(model, caches, ids[:, :40], 20)
+    read_both(model, caches, ids[:, 40:], 1)
+
+
+@pytest.mark.parametrize("positions", ["self_extend(3, 5)", "clamp(9)"])
+def test_a_chunk_is_read_by_the_table_of_a_token(attached_model: Models, text: Text, positions: str) -> None:
+    """Distances that do not grow with the columns of a pass need no table of a longer text."""
+    model, ids = attached_model("llama_dynamic"), text(TRAINED_LENGTH + 26)
+    outs = [read(model, KVCache(model, positions=positions), ids, chunk) for chunk in (90, 1)]
+    torch.testing.assert_close(*outs, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("family", "stores"),
+    [
+        *((family, (each, each)) for family in ("deepseek_v3", "minicpm3") for each in ("plain", "int8", "int4")),
+        ("minicpm3", ("plain", "int8")),  # no mixture of experts, which another rounding sends elsewhere
+        ("minicpm3", ("plain", "int4")),
+    ],
+    ids=str,
+)
+def test_latents_in_codes(attached_model: Models, text: Text, family: str, stores: tuple[str, str]) -> None:
+    model, ids = attached_model(family), text(61)
+    caches = recalling(model, store=stores[0], recall_store=stores[1]), KVCache(model, store=stores[0])
+    for at in (slice(0, 40), slice(40, 57)):
+        found, full = (read(model, each, ids[:, at], 20 if at.start == 0 else 1) for each in caches)
+        bound = 1e-5 if stores[0] == stores[1] else {"int8": 0.02, "int4": 0.4}[stores[1]]
+        assert float((found - full).norm() / full.norm()) < bound
+    for cache in caches:
+        cache.rollback(3)
+    twin = KVCache(model, budget=11, sinks=2, window=3, recall=96, store=stores[0], recall_store=stores[1])
+    twin.splice(caches[0])
+    outs = [read(model, each, ids[:, 57:], 1) for each in (caches[0], twin)]
+    torch.testing.assert_close(*outs, **TOLERANCE)
+
+
 def test_heads_with_budgets_of_their_own(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(61)
     caches = both(model, shares=Shares(APART), positions="original")
@@ -58,6 +101,26 @@ def test_rows_of_different_lengths(attached_model: Models, text: Text) -> None:
                 model(ids[:, span], attention_mask=_until(mask, span), past_key_values=each).logits for each in caches
             ]
         torch.testing.assert_close(*(out[mask[:, span]] for out in outs), **TOLERANCE)
+
+
+RAGGED = [[0, 20], [17, 1], [1, 1], [0, 1], [23, 0], [0, 30], [1, 0], [1, 1]]
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"shares": Shares(APART)}, {"policy": H2O()}, {"positions": "compact"}], ids=str
+)
+def test_a_row_recalls_whatever_the_others_hold(attached_model: Models, text: Text, options: dict[str, Any]) -> None:
+    """A row that has evicted beside one that has room: what fills slots of the one tells nothing of the other."""
+    model, ids = attached_model("llama"), text(100, 2)
+    caches = both(model, batch=2, **{"positions": "original", **options})
+    at = [0, 0]
+    for counts in RAGGED:
+        mask = torch.arange(max(counts)) < torch.tensor(counts)[:, None]
+        new = torch.stack([ids[row, at[row] : at[row] + max(counts)] for row in range(2)])
+        with torch.no_grad():
+            outs = [model(new, attention_mask=mask, past_key_values=each).logits[mask] for each in caches]
+        torch.testing.assert_close(*outs, **TOLERANCE)
+        at = [start + count for start, count in zip(at, counts, strict=True)]
 
 
 def _until(mask: Tensor, span: slice) -> Tensor:

@@ -51,6 +51,31 @@ def test_a_row_is_read_as_it_would_be_alone(
         torch.testing.assert_close(torch.stack(seen), torch.stack(truth), atol=2e-5, rtol=0)
 
 
+@pytest.mark.parametrize("policy", [KeyDiff(), Smoothed(H2O()), SnapKV()], ids=str)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_row_recalls_as_it_would_alone(attached_model: Models, text: Text, policy: Policy, seed: int) -> None:
+    """Ragged passes at random, of none, one or many tokens a row, beside rows that have evicted or have not yet."""
+    model, draw = attached_model("llama"), torch.Generator().manual_seed(seed)
+    ids, mode = text(200, rows=3), ("original", "compact", "auto")[seed]
+
+    def cache_of_rows(rows: int) -> KVCache:
+        return KVCache(
+            model, BUDGET, policy, sinks=2, window=3, positions=mode, batch=rows, recall=16, recall_store="plain"
+        )
+
+    together, alone = cache_of_rows(3), [cache_of_rows(1) for _ in range(3)]
+    for columns in (20, 1, 18, 1, 1, 25, 1, 5, 1, 1, 30, 1):
+        counts = [int(torch.randint(0, columns + 1, (1,), generator=draw)) for _ in range(3)]
+        mask = torch.arange(columns) < torch.tensor(counts)[:, None]
+        starts = together.next_positions
+        new = torch.stack([ids[row, start : start + columns] for row, start in enumerate(starts)])
+        with torch.no_grad():
+            logits = model(new, attention_mask=mask, past_key_values=together).logits
+            for row, cache in enumerate(alone):
+                own = model(new[[row]], attention_mask=mask[[row]], past_key_values=cache).logits
+                torch.testing.assert_close(logits[row][mask[row]], own[0][mask[row]], atol=2e-5, rtol=0)
+
+
 def test_a_row_goes_on_as_alone_once_the_longer_one_is_gone(attached_model: Models, text: Text) -> None:
     model, ids, policy = attached_model("llama"), text(LONG + STEPS, rows=2), Smoothed(H2O())
     cache, truth = cache_of(model, policy, None, 2), cache_of(model, policy, None, 1)
