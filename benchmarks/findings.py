@@ -61,6 +61,15 @@ def long_text() -> str:
     return table(["policy", *depths, "all"], rows, 1)
 
 
+def eviction_steps() -> str:
+    """Nats per token of a text, policy by policy, by how many tokens were read before each eviction."""
+    found: dict[str, dict[int, str]] = {}
+    for line in lines_of("eviction_steps"):
+        found.setdefault(shown(line["policy"]), {})[line["step"]] = f"{line['nll']:.3f}"
+    rows = [[policy, *(cells.get(step, "not run") for step in (64, 8, 1))] for policy, cells in found.items()]
+    return table(["policy", "steps of 64", "of 8", "of 1"], rows, 1)
+
+
 def stream() -> str:
     """Nats per token along a stream, and beside windows that were read afresh."""
     rows = [
@@ -271,6 +280,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "extended": extended,
     "long_text": long_text,
     "pass_keys": pass_keys,
+    "eviction_steps": eviction_steps,
     "stream": stream,
     "heads": heads,
     "time": merging_time,

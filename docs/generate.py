@@ -45,7 +45,9 @@ def _entry(name: str, kind: type[Policy], label: str, made: Policy | type[Policy
     sees = counts.get(wanted, f"the last {wanted} queries of a step")
     if wanted != 0 and not made.needs.mass:
         sees += ", without attention"
-    text = inspect.cleandoc(kind.__doc__ or "").replace("\nDiffers:", "  \nDiffers:")
+    text = (
+        inspect.cleandoc(kind.__doc__ or "").replace("\nDiffers:", "  \nDiffers:").replace("\nChunks:", "  \nChunks:")
+    )
     entry = f"## `{name}`: [`{label}`](../windlass/policies/{file})\n\n{text}"
     whole = find(made, OneShot) if isinstance(made, Policy) else None
     if name in WRAPPERS:

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ from tests.helpers.slots import BATCH, GROUP, HEAD_DIM, KV_HEADS, SLOTS, assert_
 from windlass import RKV, LagKV, Leverage, PolicyError
 from windlass.cache.policy_spec import policy_of
 from windlass.core.rotary_index import EMPTY
-from windlass.policies import Observation, Policy
+from windlass.policies import Observation, Policy, Slots
 from windlass.testing import check_policy
 
 
 @pytest.mark.parametrize("lag", [2, 4, 7, 11, 40])
 def test_lag_kv(lag: int) -> None:
-    slots = slots_of(lag)
+    slots = lag_slots(lag)
 
     def shares(states: Tensor, block: list[int], next_block: list[int]) -> list[float]:
         spread = []
@@ -34,25 +35,46 @@ def test_lag_kv(lag: int) -> None:
 
     def expected(row: int, head: int, order: list[int]) -> list[float]:
         keys, values = slots.keys()[row, head].double(), slots.values()[row, head].double()
-        blocks = [order[i : i + lag] for i in range(0, len(order) - lag + 1, lag)]
+        end = (int(slots.next_positions[row]) - 1) // lag * lag
+        read = [i for i in order if slots.positions[row, head, i] < end]
+        blocks = [read[max(0, stop - lag) : stop] for stop in range(len(read), 0, -lag)][::-1]
         scores = []
         for block, after in itertools.pairwise(blocks):
             pairs = zip(shares(keys, block, after), shares(values, block, after), strict=True)
             share = [(k + v) / 2 for k, v in pairs]
-            scores += [sum(other < mine for other in share) + mine for mine in share]
-        return scores + [lag + 1.0] * (len(order) - len(scores))
+            scores += [(sum(other < mine for other in share) + 0.5) / len(block) + mine / lag for mine in share]
+        return scores + [2.0] * (len(order) - len(scores))
 
     assert_scores(LagKV(lag), slots, expected)
 
 
+def lag_slots(seed: int = 0) -> Slots:
+    slots = slots_of(seed, LagKV.needs.state)
+    for tensor in slots.state.values():
+        tensor.zero_()
+    return slots
+
+
+def test_lag_kv_ranks_stand_until_the_next_block_is_complete() -> None:
+    slots = lag_slots()
+    before = LagKV(4).score(slots).clone()
+    slots.keys().mul_(torch.randn(slots.keys().shape, generator=torch.Generator().manual_seed(1)))
+    block_ends = slots.next_positions + (-slots.next_positions).remainder(4)
+    assert LagKV(4).score(replace(slots, next_positions=block_ends)).equal(before)
+    assert not LagKV(4).score(replace(slots, next_positions=block_ends + 1)).equal(before)
+
+
 def test_lag_kv_survives_a_block_of_one_repeated_token() -> None:
-    slots = slots_of()
+    slots = lag_slots()
     slots.keys().fill_(1.5)
     slots.values().fill_(-2.0)
     score = LagKV(lag=3).score(slots)
     for row, head, order in texts(slots):
-        ranks = score[row, head, order][: max(0, len(order) // 3 - 1) * 3].floor()
-        assert ranks.tolist() == [0.0, 1.0, 2.0] * (len(ranks) // 3), "of equals the newer ranks higher"
+        end = (int(slots.next_positions[row]) - 1) // 3 * 3
+        ranked = sum(int(slots.positions[row, head, i]) < end for i in order) - 3
+        ranks = score[row, head, order][max(0, ranked) % 3 : max(0, ranked)].unflatten(0, (-1, 3))
+        assert (ranks.diff(dim=-1) > 0).all(), "of equals the newer ranks higher"
+        assert ranked <= 0 or len(ranks)
 
 
 def leverage_of(x: Tensor, ridge: float) -> list[float]:

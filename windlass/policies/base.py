@@ -29,8 +29,9 @@ You owe:
 2. No writes but into `slots.state`, in place, and in `observe` new tensors (batch, ...) into `slots.statistics`.
 3. A frozen dataclass of numbers, policies and names of files. One object serves all layers and texts; its `repr`
    is the row label in every result.
-4. No host synchronisation (`.item()`, `.cpu()`), a docstring with `Source:` and `Differs:`, and
-   `windlass.testing.check_policy` passes, and `check_on_models`, which tries it on tiny models of every kind.
+4. No host synchronisation (`.item()`, `.cpu()`), a docstring with `Source:` and `Differs:`, and with `Chunks:` where a
+   score depends on where chunks end. `windlass.testing.check_policy` passes, and `check_on_models`, which tries it on
+   tiny models of every kind.
 
 `budget`, `sinks`, `window`, `chunk` and `positions` belong to the cache, so any policy works with any of them.
 """

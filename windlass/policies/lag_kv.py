@@ -1,6 +1,7 @@
 """LagKV: how far keys and values spread, relative to the block of tokens that follows."""
 
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -9,54 +10,81 @@ from torch.linalg import vector_norm
 from windlass import kernels
 from windlass.core.errors import PolicyError
 from windlass.core.shapes import Scores
-from windlass.policies.base import Policy, Slots
+from windlass.policies.base import Needs, Policy, Slots
 from windlass.policies.by_position import gather_sorted, scatter_sorted
 
-MIN_RANGE = 1e-6  # of a channel over a block: where tokens are repeated it is 0
+MIN_RANGE: Final = 1e-6  # of a channel over a block: where tokens are repeated it is 0
+UNRANKED: Final = 2.0  # above all ranks
+# Prompt-cache files hold this state under its names, which must not change.
+LAG_SCORE: Final = "lag_score"  # state: the rank of a token in its block, a number from 0 to 1
+LAG_END: Final = "lag_end"  # state: where the last whole block ended when that was found; 0: it has no rank yet
 
 
 @dataclass(frozen=True)
 class LagKV(Policy):
     """Keeps the tokens whose keys and values spread most, measured by the ranges of the block that follows.
 
-    The tokens held are cut, in the order of the text, into blocks of `lag`. The last whole block, and the tokens
-    after it, have no following block: they are kept, the newest first, so give a `lag` well below the budget.
-    Needs no attention weights.
+    The text after the sinks is cut into blocks of `lag` positions. Whenever a token follows a whole block, the tokens
+    held up to the block's end are ranked in blocks of `lag`, counted back from there, and keep their ranks until the
+    next block ends. So ranks do not depend on where chunks end. The last whole block and the tokens after it have no
+    following block: they rank above all others, so give a budget well above `2 * lag`. Needs no attention weights.
 
     Source: LagKV, Liang et al. 2025 (arXiv:2504.04704).
-    Differs: compares un-rotated keys. The paper thins each block once, by a fixed share; here the
-    blocks are cut anew whenever tokens are evicted, whatever was evicted before, and of equal ranks in
-    their blocks the token with the lower score goes first. The first block holds the sinks.
+    Differs: compares un-rotated keys. The paper thins each block once, by a fixed share, and keeps the rest for ever;
+    here the blocks are ranked again, in what is left of them, once every `lag` tokens. Of equal ranks in their blocks
+    the token with the lower score goes first. The paper's blocks have 128 tokens.
     """
 
     lag: int = 32
+
+    needs = Needs(state=(LAG_SCORE, LAG_END))
 
     def __post_init__(self) -> None:
         if self.lag < 2:
             raise PolicyError(f"LagKV: lag must be at least 2, got {self.lag}")
 
     def score(self, slots: Slots) -> Scores:
-        order = kernels.argsort_positions(slots.positions)
-        held = (slots.positions >= 0).sum(-1, keepdim=True)
-        kept = torch.full(order.shape, self.lag + 1.0, device=order.device)
-        measured = order.shape[-1] // self.lag - 1
-        if measured < 1:
-            return kept
-        score = (self._spread(slots.keys(), order) + self._spread(slots.values(), order)) / 2
-        rank = score.argsort(dim=-1, stable=True).argsort(dim=-1)
-        # The score is below 1, so it decides between equal ranks only.
-        ends = (torch.arange(measured, device=order.device) + 2) * self.lag
-        lags = torch.where((ends <= held)[..., None], rank + score, self.lag + 1.0)
-        kept[..., : measured * self.lag] = lags.flatten(2)
-        return scatter_sorted(kept, order)
+        score, known_end = slots.state[LAG_SCORE], slots.state[LAG_END]
+        # Without the newest token: a chunk that ends with a block evicts by the same ranks as steps of one within it.
+        read = slots.next_positions[:, None, None] - 1
+        block_end = read - (read - slots.sinks).remainder(self.lag)
+        blocks = -(-score.shape[-1] // self.lag)
+        if blocks > 1:
+            found, is_ranked = self._ranks(slots, block_end, blocks)
+            is_new = is_ranked & (known_end != block_end)
+            score.copy_(found.where(is_new, score))
+            known_end.copy_(block_end.where(is_new, known_end))
+        return score.masked_fill(known_end == 0, UNRANKED)
 
-    def _spread(self, states: Tensor, order: Tensor) -> Tensor:
-        """Shares of each whole block but the last: (batch, kv_heads, blocks - 1, lag)."""
-        blocks = order.shape[-1] // self.lag
-        x = gather_sorted(states, order[..., : blocks * self.lag]).float().unflatten(2, (blocks, self.lag))
+    def _ranks(self, slots: Slots, block_end: Tensor, blocks: int) -> tuple[Scores, Tensor]:
+        """The rank of each token up to `block_end` in its block, from 0 to 1, and which have a block after theirs."""
+        order = kernels.argsort_positions(slots.positions)
+        # Free slots have negative positions.
+        sinks = ((slots.positions >= 0) & (slots.positions < slots.sinks)).sum(-1, keepdim=True)
+        last = ((slots.positions >= 0) & (slots.positions < block_end)).sum(-1, keepdim=True)
+        # Blocks are counted back from `block_end`: the first cells may have no token.
+        padding = blocks * self.lag - last
+        place = torch.arange(blocks * self.lag, device=order.device) - padding
+        index = order.gather(-1, place.clamp(min=0))
+        is_token = (place >= sinks).unflatten(-1, (blocks, self.lag))[:, :, :-1]
+        shares = (self._shares(slots.keys(), index, is_token) + self._shares(slots.values(), index, is_token)) / 2
+        empty = (~is_token).sum(-1, keepdim=True)
+        ranks = shares.argsort(dim=-1, stable=True).argsort(dim=-1) - empty
+        # A share is below 1, so it decides between equal ranks only.
+        found = ((ranks + 0.5) / (self.lag - empty).clamp(min=1) + shares / self.lag).flatten(2)
+        cell = torch.arange(order.shape[-1], device=order.device) + padding
+        measured = found.shape[-1]
+        by_place = found.gather(-1, cell.clamp(max=measured - 1))
+        by_slot = scatter_sorted(by_place.masked_fill(cell >= measured, UNRANKED), order)
+        return by_slot, by_slot < UNRANKED
+
+    def _shares(self, states: Tensor, index: Tensor, is_token: Tensor) -> Tensor:
+        """Shares of each block but the last: (batch, kv_heads, blocks - 1, lag); -1 in cells of no token."""
+        x = gather_sorted(states, index).float().unflatten(2, (-1, self.lag))
         low, high = x[:, :, 1:].amin(3, keepdim=True), x[:, :, 1:].amax(3, keepdim=True)
         relative = (x[:, :, :-1] - low).div_((high - low).clamp(min=MIN_RANGE))
         # torch's own `std` takes longer than all the rest.
         relative -= relative.mean(-1, keepdim=True)
-        deviations: Tensor = vector_norm(relative, dim=-1) / (relative.shape[-1] - 1) ** 0.5
-        return deviations.softmax(-1)
+        deviations = vector_norm(relative, dim=-1) / (relative.shape[-1] - 1) ** 0.5
+        shares: Tensor = deviations.masked_fill(~is_token, -torch.inf).softmax(-1)
+        return shares.masked_fill(~is_token, -1.0)

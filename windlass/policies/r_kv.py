@@ -27,6 +27,7 @@ class RKV(Policy):
     Differs: compares un-rotated keys, so a repetition far away counts as one nearby does. Works at any
     step, with SnapKV's running votes in place of the last `observed_queries`; of query heads that share a
     kv head the mean counts, not the highest logit. A key without near duplicates spares none.
+    Chunks: votes fade in chunks shorter than `observed_queries`, as those of `SnapKV` do (FIG_RKV).
     """
 
     observed_queries: int = 8

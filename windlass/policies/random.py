@@ -18,7 +18,8 @@ class Random(Policy):
 
     Source: Random Attention, 2026 (arXiv:2609.03430).
     Differs: the draw is a hash, not a generator, and the same in all layers. With `keep_prompt`, tokens that came in a
-    pass of several tokens are a prompt's, but for the drafts of `generate`.
+    pass of several tokens are a prompt's, but for the drafts of `generate`. A prompt read token by
+    token is not kept, nor the last chunk of a prompt where it has one token.
     """
 
     keep_prompt: bool = True

@@ -25,6 +25,8 @@ class SnapKV(Policy, Ranked):
     its share of the window. One-shot SnapKV is `chunk` as long as the prompt, or `KVCache.compress` after it, and
     `window = observed_queries`. Votes of the query heads that share a kv head are summed. The authors' code takes
     the mean by default.
+    Chunks: votes are equal for the last `observed_queries` of a chunk as long as these; in shorter chunks they fade, so
+    that older queries count, too (FIG_SNAPKV).
     """
 
     observed_queries: int = 32

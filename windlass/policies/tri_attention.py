@@ -20,20 +20,20 @@ class TriAttention(Policy):
     mean, the length of the key counts as well.
 
     Source: Mao et al. 2026 (arXiv:2604.04921).
-    Differs: the means are those of the text itself, as queries come, not of another text beforehand; the
+    Differs: the means are those of the text itself, as queries come, not of another text beforehand. With a number, the
     last `observed_queries` of a step stand for all of it. Each layer and kv head ranks alone: scores of its
     query heads are standardised over the tokens held, and the highest counts. Prompts are thinned too.
     Channels that do not rotate add the product of their means. Distances are those of the text.
     """
 
     reach: int = 65536
-    observed_queries: int = 256
+    observed_queries: int | None = None
 
     needs = Needs(statistics=("count", "mean", "lengths"), mass=False)
 
     def __post_init__(self) -> None:
         for name, value in (("reach", self.reach), ("observed_queries", self.observed_queries)):
-            if value < 1:
+            if value is not None and value < 1:
                 raise PolicyError(f"TriAttention: {name} must be at least 1, got {value}")
 
     def observe(self, slots: Slots, observation: Observation) -> None:
