@@ -64,7 +64,7 @@ def long_text() -> str:
 def eviction_steps() -> str:
     """Nats per token of a text, policy by policy, by how many tokens were read before each eviction."""
     found: dict[str, dict[int, str]] = {}
-    for line in lines_of("eviction_steps"):
+    for line in chosen("eviction_steps", tokens=2048):
         found.setdefault(shown(line["policy"]), {})[line["step"]] = f"{line['nll']:.3f}"
     rows = [[policy, *(cells.get(step, "not run") for step in (64, 8, 1))] for policy, cells in found.items()]
     return table(["policy", "steps of 64", "of 8", "of 1"], rows, 1)

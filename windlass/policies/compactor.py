@@ -31,7 +31,8 @@ class Compactor(Policy):
     that they have a rank when they leave the window. The paper's blend is the share of the tokens that it evicts,
     which a policy does not know here: 0.75 is that of a cut to a quarter. Its first 8 and last 4 tokens are the
     cache's `sinks` and `window`. Logits are divided by the square root of head_dim.
-    Chunks: a query sees no token of a later chunk, though it is of the same block (FIG_COMPACTOR).
+    Chunks: a query sees no token of a later chunk, though it is of the same block
+    (SmolLM2, 256 slots, nats: 4.110 in steps of 64).
     """
 
     blend: float = 0.75

@@ -27,7 +27,8 @@ class RKV(Policy):
     Differs: compares un-rotated keys, so a repetition far away counts as one nearby does. Works at any
     step, with SnapKV's running votes in place of the last `observed_queries`; of query heads that share a
     kv head the mean counts, not the highest logit. A key without near duplicates spares none.
-    Chunks: votes fade in chunks shorter than `observed_queries`, as those of `SnapKV` do (FIG_RKV).
+    Chunks: votes fade in chunks shorter than `observed_queries`, as those of `SnapKV` do
+    (SmolLM2, 256 slots, nats: 4.094 in steps of 64).
     """
 
     observed_queries: int = 8

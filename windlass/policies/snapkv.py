@@ -25,8 +25,9 @@ class SnapKV(Policy, Ranked):
     its share of the window. One-shot SnapKV is `chunk` as long as the prompt, or `KVCache.compress` after it, and
     `window = observed_queries`. Votes of the query heads that share a kv head are summed. The authors' code takes
     the mean by default.
-    Chunks: votes are equal for the last `observed_queries` of a chunk as long as these; in shorter chunks they fade, so
-    that older queries count, too (FIG_SNAPKV).
+    Chunks: votes are equal for the last `observed_queries` of a chunk as long as these. In shorter chunks they fade, so
+    that older queries count, too
+    (SmolLM2, 256 slots, nats: 4.091 in steps of 64, 4.098 in steps of 8).
     """
 
     observed_queries: int = 32
