@@ -7,27 +7,15 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from tests.helpers.models import Models, Text, read
+from tests.helpers.pair_tables import table_of
 from windlass import InGroups, KVCache, Pairs, Policy, PolicyError, Recent, Smoothed, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 from windlass.cache.policy_spec import policy_of
 from windlass.core.shapes import Scores
-from windlass.hf.fingerprint import fingerprint
-from windlass.policies import Needs, Slots, pair_table, pairs
-from windlass.policies.pair_table import PairTable
+from windlass.policies import Needs, Slots, pairs
 from windlass.testing import SLIDING_WINDOW, check_policy
-
-
-def table_of(path: Path, model: PreTrainedModel, costs: dict[tuple[int, int], float]) -> str:
-    """The name of a file with these costs, dearest first: the order in a file must not matter."""
-    rows = [(first, second, 1, cost) for (first, second), cost in costs.items()]
-    table = PairTable(
-        type(model).__name__, fingerprint(model), "mean_count(next)", 7, 0, sorted(rows, key=lambda row: -row[3])
-    )
-    pair_table.write(table, path)
-    return str(path)
 
 
 @pytest.mark.parametrize("seed", range(6))
