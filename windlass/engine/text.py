@@ -1,7 +1,10 @@
 """Between text and tokens."""
 
+import codecs
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Final
 
 from transformers import PreTrainedTokenizerBase
@@ -10,6 +13,7 @@ from windlass.engine.stop import Stops
 
 CONTEXT: Final = 8  # tokens before the first new one: enough for a tokenizer to place its spaces
 INCOMPLETE: Final = "\ufffd"  # what a tokenizer gives for part of a character
+BYTE: Final = re.compile("<0x([0-9A-F]{2})>")  # a token of SentencePiece that is one byte
 
 
 def encode(tokenizer: PreTrainedTokenizerBase, text: str, is_start: bool) -> list[int]:
@@ -17,52 +21,103 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, is_start: bool) -> lis
     return list(tokenizer(text, add_special_tokens=is_start)["input_ids"]) if text else []
 
 
+def token_text(tokenizer: PreTrainedTokenizerBase, token: int, has_special: bool = True) -> str:
+    """A token's text behind another token, where it keeps its space; `has_special`: special tokens have one."""
+    alone, twice = (str(tokenizer.decode(ids, skip_special_tokens=not has_special)) for ids in ([token], [token] * 2))
+    return twice[len(alone) :]
+
+
+def token_bytes(tokenizer: PreTrainedTokenizerBase, token: int, has_special: bool = True) -> bytes | None:
+    """A token's own bytes, which may be part of a character; None where the tokenizer does not tell them."""
+    if INCOMPLETE not in str(tokenizer.decode([token])):
+        return token_text(tokenizer, token, has_special).encode()
+    name = str(tokenizer.convert_ids_to_tokens(token))
+    fallback = BYTE.fullmatch(name)
+    if fallback is not None:
+        return bytes.fromhex(fallback[1])
+    codes = _codes_of_signs()
+    if all(sign in codes for sign in name):
+        return bytes(codes[sign] for sign in name)
+    is_text = INCOMPLETE in name and tokenizer.convert_tokens_to_ids(name) == token
+    return name.encode() if is_text else None
+
+
+@cache
+def _codes_of_signs() -> dict[str, int]:
+    """The byte that each sign in a token of a byte-level BPE stands for.
+
+    Source: `bytes_to_unicode` of GPT-2's encoder.
+    """
+    printed = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    others = [code for code in range(256) if code not in printed]
+    return {chr(code): code for code in printed} | {chr(256 + at): code for at, code in enumerate(others)}
+
+
 @dataclass(frozen=True)
 class TextStream:
     """The text of a row whose tokens come one at a time; each token makes another `TextStream`.
 
     `piece` is the text that the latest token has given out: never part of a character, nor what may still become a
-    stop string. `is_stopped` once there was one.
+    stop string. `is_stopped` once there was one. Bytes of a character that the text ends in are never given out.
     """
 
     tokenizer: PreTrainedTokenizerBase
     stops: Stops
     tokens: tuple[int, ...]  # the latest, for the tokenizer to begin with
-    decoded: str  # the text of `tokens` but for characters that are incomplete
+    decoded: str  # the text of `tokens`, as the tokenizer gives it
+    unfinished: bytes = b""  # of a character whose other bytes have not come
     piece: str = ""
     held: str = ""  # what was not given out, because it may become a stop string
+    length: int = 0  # characters given out or held
     is_stopped: bool = False
 
     @classmethod
     def after(cls, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], stops: Stops) -> "TextStream":
         """Nothing written yet, after `prompt`."""
         tokens = tuple(prompt[-CONTEXT:])
-        return cls(tokenizer, stops, tokens, _decoded(tokenizer, tokens))
+        stream = cls(tokenizer, stops, tokens, _decoded(tokenizer, tokens))
+        if not stream.decoded.endswith(INCOMPLETE):
+            return stream
+        known = [token_bytes(tokenizer, token, has_special=False) or b"" for token in tokens]
+        return replace(stream, unfinished=_parted(b"".join(known))[1])
 
     def pushed(self, token: int, is_last: bool = False) -> "TextStream":
-        """After `token`. Of the last one nothing is held back: an incomplete character is the replacement sign."""
+        """After `token`. Behind the last one nothing can follow that makes a stop string of what is held."""
         tokens = (*self.tokens, token)
         text = _decoded(self.tokenizer, tokens)
-        if text.endswith(INCOMPLETE) and not is_last:
-            return replace(self, tokens=tokens, piece="")
-        return self._given(tokens, text, is_last)
+        new, unfinished = text[len(self.decoded) :], b""
+        if self.unfinished or INCOMPLETE in new:
+            own = token_bytes(self.tokenizer, token, has_special=False)
+            if own is not None:
+                new, unfinished = _parted(self.unfinished + own)
+            elif new.endswith(INCOMPLETE):  # it may be part of a character, and tells no bytes
+                given = self._given("", is_last)
+                return given if is_last else replace(given, tokens=tokens)
+        latest = tokens[-CONTEXT:]
+        decoded = _decoded(self.tokenizer, latest)
+        return replace(self, tokens=latest, decoded=decoded, unfinished=unfinished)._given(new, is_last)
 
     def ended(self) -> "TextStream":
-        """After the last token, which is no part of the text: with whatever is left."""
-        return self._given(self.tokens, _decoded(self.tokenizer, self.tokens), is_last=True)
+        """After the last token, which is no part of the text: with whatever is held."""
+        return self._given("", is_last=True)
 
-    def _given(self, tokens: tuple[int, ...], text: str, is_last: bool) -> "TextStream":
-        new = self.held + text[len(self.decoded) :]
+    def _given(self, text: str, is_last: bool) -> "TextStream":
+        new = self.held + text
         stop = self.stops.first_in(new)
         given = new[:stop] if stop is not None or is_last else new[: len(new) - self.stops.held_back(new)]
         return replace(
             self,
-            tokens=tokens[-CONTEXT:],
-            decoded=_decoded(self.tokenizer, tokens[-CONTEXT:]),
             piece=given,
             held=new[len(given) :] if stop is None else "",
+            length=self.length + len(text),
             is_stopped=stop is not None,
         )
+
+
+def _parted(codes: bytes) -> tuple[str, bytes]:
+    """The text of `codes`, and the bytes at their end that begin a character."""
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    return decoder.decode(codes), decoder.getstate()[0]
 
 
 def _decoded(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int]) -> str:

@@ -16,7 +16,7 @@ from windlass.core.check import shown
 from windlass.engine.stop import Stops, stops_of
 from windlass.engine.template_forms import rendered
 from windlass.engine.templates import has_template, without_start
-from windlass.engine.text import INCOMPLETE, encode
+from windlass.engine.text import encode, token_bytes, token_text
 from windlass.serve.errors import ApiError, BadField
 from windlass.serve.messages import Chunk, Messages, chunks_of, written
 from windlass.serve.thoughts import CLOSE, OPEN
@@ -161,9 +161,12 @@ class Words:
         return stops_of(list(strings) or None, self.tokenizer, self.ends, self.vocabulary)
 
     def shown(self, token: int) -> tuple[str, list[int] | None]:
-        """A token's text and its bytes; no bytes where it is part of a character. Never waits for a text of others."""
-        text = str(self.tokenizer.decode([token]))
-        return text, None if INCOMPLETE in text else list(text.encode())
+        """A token's text and its own bytes, of which the text of a part of a character shows nothing.
+
+        Never waits for a text of others.
+        """
+        codes = token_bytes(self.tokenizer, token)
+        return token_text(self.tokenizer, token), None if codes is None else list(codes)
 
 
 def _check_variables(variables: Mapping[str, Any], template: str) -> None:
