@@ -13,7 +13,7 @@ from windlass.engine.stop import Stops
 from windlass.engine.text import TextStream, token_bytes
 
 STORIES = Path(__file__).parents[1] / "models" / "stories260K"
-SIGNS = "ab \n<é—你好，世界😀👩‍🚀\ufffd"
+SIGNS = "ab \n<é—你好。世界😀👩‍🚀\ufffd"
 NONE = Stops(frozenset())
 
 

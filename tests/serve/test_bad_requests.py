@@ -57,7 +57,7 @@ WRONG: list[tuple[str, Any]] = [
     ("n", 0),
     ("n", 9),
     ("n", True),
-    ("stop", ["a"] * 5),
+    ("stop", ["a"] * 17),
     ("stop", ""),
     ("stop", [1]),
     ("stop", "x" * 300),
@@ -106,7 +106,9 @@ WRONG: list[tuple[str, Any]] = [
     ("nonsense", 1),
     ("best_of", 2),
     ("suffix", "x"),
-    ("echo", True),
+    ("echo", "yes"),
+    ("repetition_penalty", 0),
+    ("repetition_penalty", 101),
     ("response_format", {"type": "text"}),
 ]
 

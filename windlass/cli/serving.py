@@ -45,6 +45,14 @@ Keys = Annotated[
         help="Ask for this key with each request; repeatable. Better in the environment, where others do not see it.",
     ),
 ]
+Origins = Annotated[
+    list[str] | None,
+    Option(
+        "--allow-origin",
+        metavar="ORIGIN",
+        help="Let pages of this origin, as https://app.example, read answers in a browser; repeatable; *: all pages.",
+    ),
+]
 Name = Annotated[str | None, Option("--name", help="The model's name for clients; by default that of its folder.")]
 Queue = Annotated[int, Option("--queue", min=0, max=100_000, help="Requests that may wait for a row.")]
 MostTokens = Annotated[int, Option("--max-tokens", "-n", min=1, help="Most tokens that a request may write.")]
@@ -92,7 +100,7 @@ class ServeArguments:
     keys: Keys = None
     called: Name = None
     queue: Queue = 64
-    max_tokens: MostTokens = 4096
+    max_tokens: MostTokens = 32_768
     max_prompt: MostPrompt = 1_000_000
     max_seconds: MostSeconds = None
     reuse: Reuse = None
@@ -102,6 +110,7 @@ class ServeArguments:
     disk: Disk = None
     replicas: Replicas = None
     ray: RayAddress = None
+    origins: Origins = None
 
 
 @expanded
@@ -192,4 +201,15 @@ def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "Se
         raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder; name a folder, or leave it out")
     files = asked.reuse_folder, parse_bytes("--disk", asked.disk or "1GiB")
     listens = asked.host, asked.port, keys, asked.stop_seconds
-    return ServeOptions(name, asked.rows, options, engine, *listens, reuse_bytes, asked.is_shown, kinds, *files)
+    return ServeOptions(
+        name,
+        asked.rows,
+        options,
+        engine,
+        *listens,
+        reuse_bytes,
+        asked.is_shown,
+        kinds,
+        *files,
+        tuple(asked.origins or ()),
+    )

@@ -62,8 +62,10 @@ def check_request(
         raise UsageError(
             f"the prompt has {len(prompt)} tokens, and this server reads at most {limits.prompt_tokens}; shorten it"
         )
-    if not 1 <= request.max_tokens <= limits.max_tokens:
-        raise UsageError(f"max_tokens must be from 1 to {limits.max_tokens} here, got {request.max_tokens}")
+    if not 0 <= request.max_tokens <= limits.max_tokens:
+        raise UsageError(f"max_tokens must be from 0 to {limits.max_tokens} here, got {request.max_tokens}")
+    if request.scores_prompt and request.parts is not None:
+        raise UsageError("chunks: log probabilities of a prompt need it read in its order; send the chunks as text")
     if request.seconds is not None and limits.seconds is not None and request.seconds > limits.seconds:
         raise UsageError(f"a request may take at most {limits.seconds:g} seconds here, got {request.seconds:g}")
     if min(prompt) < 0 or max(prompt) >= vocabulary:

@@ -14,34 +14,50 @@ from windlass.hf.kv_cache import KVCache
 from windlass.policies.wrapper import scoring_chunk
 
 Progress = Callable[[int, int], None]
+Look = Callable[[int, Tensor], None]
+"""Is told at which token a pass begins, and shown the (batch, tokens, vocabulary) logits of all of it."""
 Passes = Generator[tuple[int, int], None, Tensor]
 """Tells after each pass how many tokens are done, of how many; returns the (batch, vocabulary) logits of each row's
 last token. Nothing is left to do once all are done."""
 
 
-def passes(model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]], how: Pass = PROMPT) -> Passes:
-    """Feed the prompts in chunks."""
+def passes(
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    how: Pass = PROMPT,
+    look: Look | None = None,
+) -> Passes:
+    """Feed the prompts in chunks; with a `look`, the logits of all tokens are computed."""
     longest = max(map(len, prompts))
     cache.reserve(longest + scoring_chunk(cache.policy))
     last: dict[int, Tensor] = {}
     for start, stop in _spans(cache, [*map(len, prompts)]):
         pieces = [list(prompt[start:stop]) for prompt in prompts]
         ends = {row: len(piece) - 1 for row, piece in enumerate(pieces) if 0 < len(prompts[row]) - start <= len(piece)}
-        columns = sorted(set(ends.values()))
+        columns = sorted(set(ends.values())) if look is None else [*range(stop - start)]
         logits = feed(model, cache, pieces, columns, how)
+        if look is not None:
+            look(start, logits)
         for row, column in ends.items():
             last[row] = logits[row, columns.index(column)]
         yield stop, longest
     return torch.stack([last[row] for row in range(len(prompts))])
 
 
-def whole_passes(model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]], how: Pass) -> Passes:
+def whole_passes(
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    how: Pass,
+    look: Look | None = None,
+) -> Passes:
     """Feed the prompts in chunks to an empty cache, and a second time, its `scoring_chunk` at once, where the policy
-    wants it; each is then half of the way."""
+    wants it; each is then half of the way. A `look` is shown the logits of the first time."""
     tokens = scoring_chunk(cache.policy)
     if not tokens:
-        return (yield from passes(model, cache, prompts, how))
-    first, longest, done = passes(model, cache, prompts, how), max(map(len, prompts)), 0
+        return (yield from passes(model, cache, prompts, how, look))
+    first, longest, done = passes(model, cache, prompts, how, look), max(map(len, prompts)), 0
     while done < longest:
         done, _ = next(first)
         yield done // 2, longest

@@ -11,8 +11,9 @@ from windlass.cache.compress import cut_to_budget
 from windlass.core.errors import UsageError
 from windlass.core.step import PROMPT
 from windlass.engine.feed import feed
+from windlass.engine.logprobs import logprobs_of
 from windlass.engine.passes import rest_of, whole_passes
-from windlass.engine.request import Request
+from windlass.engine.request import Logprob, Request
 from windlass.engine.snapshots import Snapshots
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.interfaces import OneShot
@@ -30,6 +31,8 @@ class PromptReader(ABC):
         """Tokens of parts that were read again in their place."""
         self.is_whole = False
         """Whether the cache holds all that was read until the end, when it is cut."""
+        self.logprobs: list[tuple[Logprob, ...]] = []
+        """Of each token but the first, as far as the prompt is read; none where they are not asked for."""
         self.logits: Tensor | None = None
         """(vocabulary,) of the last token, once all is read."""
 
@@ -64,14 +67,15 @@ class Reader(PromptReader):
     def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
         self._model, self.request, self._snapshots = model, request, snapshots
         is_whole = find(request.options.policy, OneShot) is not None
-        kept = None if is_whole else snapshots.longest(request)
+        kept = None if is_whole or request.scores_prompt else snapshots.longest(request)
         super().__init__(KVCache.from_options(model, request.options) if kept is None else kept)
         self.is_whole = is_whole
         if request.options.budget is None:  # grows once, as its bytes were counted
             self.cache.reserve(len(request.prompt) + request.max_tokens)
         self._stops = frozenset[int]() if is_whole else snapshots.wanted(request)
         how = replace(PROMPT, defer_eviction=request.options.budget is not None)
-        self._passes = whole_passes(model, self.cache, [request.prompt], how)
+        look = self._score if request.scores_prompt else None
+        self._passes = whole_passes(model, self.cache, [request.prompt], how, look)
 
     def read(self) -> None:
         prompt, chunk = self.request.prompt, self.request.options.chunk
@@ -82,15 +86,23 @@ class Reader(PromptReader):
             return
         piece = list(prompt[self.done : self.done + chunk])
         is_last = self.done + len(piece) == len(prompt)
-        logits = feed(self._model, self.cache, [piece], [len(piece) - 1] if is_last else [], PROMPT)
+        columns = [*range(len(piece))] if self.request.scores_prompt else [len(piece) - 1] if is_last else []
+        logits = feed(self._model, self.cache, [piece], columns, PROMPT)
+        if self.request.scores_prompt:
+            self._score(self.done, logits)
         self.done += len(piece)
         forget(self.cache)
         if self._snapshots.packs:
             pack(self.cache)
         if is_last:
-            self.logits = logits[0, 0]
+            self.logits = logits[0, -1]
         elif self.done in self._stops:
             self._snapshots.put(self.request, self.done, self.cache)
+
+    def _score(self, start: int, logits: Tensor) -> None:
+        """Note what tokens behind `start` are given by (1, tokens, vocabulary) logits of those before them."""
+        told = self.request.prompt[start + 1 : start + 1 + logits.shape[1]]
+        self.logprobs += logprobs_of(logits[0], told, self.request.top_logprobs or 0)
 
     def _read_whole(self) -> None:
         self.done, total = next(self._passes)

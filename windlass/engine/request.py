@@ -54,10 +54,11 @@ class Request:
     `presence_penalty` and `frequency_penalty` are taken from the logits of tokens that the text has written, once and
     as often as it has; `logit_bias` is added to those of a token id. Log probabilities, of the token and the
     `top_logprobs` likeliest, come with each token unless that is None; they are those of the logits after all this,
-    before the temperature. `tenant`: only requests of the same one share what the engine has read before; up to its
-    first `/` it is whose they are. `parts`: those of the prompt that are joined, not read in their order; None: none.
-    `seconds`: the request fails once it took longer, the time that it waited for a row included; None: when the engine
-    says.
+    before the temperature. `scores_prompt`: those of the prompt's tokens come, too, by the logits as the model gives
+    them; nothing that was kept is then taken for what the prompt begins with. `max_tokens`: 0 writes nothing.
+    `tenant`: only requests of the same one share what the engine has read before; up to its first `/` it is whose they
+    are. `parts`: those of the prompt that are joined, not read in their order; None: none. `seconds`: the request fails
+    once it took longer, the time that it waited for a row included; None: when the engine says.
     """
 
     prompt: tuple[int, ...]
@@ -69,6 +70,7 @@ class Request:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     top_logprobs: int | None = None
+    scores_prompt: bool = False
     grammar: Grammar | None = None
     tenant: str = ""
     seconds: float | None = None
@@ -116,15 +118,24 @@ class Logprob:
 
 
 @dataclass(frozen=True)
+class PromptLogprobs:
+    """Log probabilities of each token of the prompt but the first: its own, then the likeliest."""
+
+    logprobs: tuple[tuple[Logprob, ...], ...]
+
+
+@dataclass(frozen=True)
 class Piece:
     """One more token, and the text that it gives out: empty where it is part of a character or may become a stop.
 
-    `logprobs`: its own first, then the likeliest, if they were asked for.
+    `logprobs`: its own first, then the likeliest, if they were asked for. `offset`: characters of the text before the
+    token's own, which may begin in the middle of one.
     """
 
     token: int
     text: str
     logprobs: tuple[Logprob, ...] = ()
+    offset: int = 0
 
 
 @dataclass(frozen=True)
@@ -143,7 +154,7 @@ class Failed:
     is_ours: bool
 
 
-Event = Progress | Piece | Finished | Failed
+Event = Progress | PromptLogprobs | Piece | Finished | Failed
 
 
 class Ticket:

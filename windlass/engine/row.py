@@ -29,6 +29,11 @@ class WrittenRow:
         """Everything given out."""
         return "".join(self._pieces)
 
+    @property
+    def length(self) -> int:
+        """Characters of the text, those that are held back among them."""
+        return self._stream.length
+
     def step(self, token: int) -> RowStep:
         """What `token` makes of the row, which `taken` notes once the cache has the token."""
         if self.reason != "interrupted":

@@ -93,10 +93,16 @@ class Sampler:
         return chosen
 
     def _penalised(self, scores: Tensor) -> Tensor:
-        """Source: Keskar et al. 2019 (arXiv:1909.05858), section 4.1. Differs: negative scores are multiplied."""
         if self._seen is None:
             self._seen = torch.zeros_like(scores, dtype=torch.bool)
             for row, text in enumerate(self._texts):
                 self._seen[row, torch.tensor(list(text), device=scores.device, dtype=torch.long)] = True
-        weakened = torch.where(scores < 0, scores * self._penalty, scores / self._penalty)
-        return torch.where(self._seen, weakened, scores)
+        return weakened(scores, self._seen, self._penalty)
+
+
+def weakened(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
+    """Logits with a repetition penalty for the tokens that were `seen`.
+
+    Source: Keskar et al. 2019 (arXiv:1909.05858), section 4.1. Differs: negative scores are multiplied.
+    """
+    return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)

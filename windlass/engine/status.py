@@ -32,7 +32,7 @@ class EngineLimits:
     queue: int = 64
     queued_tokens: int = 1_000_000
     prompt_tokens: int = 1_000_000
-    max_tokens: int = 4096
+    max_tokens: int = 32_768
     unread_events: int = 256
     unread_seconds: float = 30.0
     reading: int = 2

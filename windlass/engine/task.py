@@ -9,7 +9,7 @@ from windlass.engine.chunks_recompute import Everything
 from windlass.engine.lane import Lane
 from windlass.engine.parts_reader import PartsReader
 from windlass.engine.reader import PromptReader, Reader
-from windlass.engine.request import Failed, Finished, Progress, Request, Ticket, Usage
+from windlass.engine.request import Failed, Finished, Progress, PromptLogprobs, Request, Ticket, Usage
 from windlass.engine.snapshots import Snapshots
 from windlass.engine.status import Phase, RowStatus
 from windlass.engine.writer import Writer
@@ -44,7 +44,14 @@ class Task:
         reader.read()
         self.seen, self.cached, self.recomputed = reader.seen, reader.cached, reader.recomputed
         self.ticket.put(Progress(reader.done, len(self.ticket.request.prompt)))
-        if reader.logits is not None:
+        if reader.logits is None:
+            return
+        if self.ticket.request.scores_prompt:
+            self.ticket.put(PromptLogprobs(tuple(reader.logprobs)))
+        if not self.ticket.request.max_tokens:
+            self.is_over = True
+            self.ticket.put(Finished("length", self.usage()))
+        else:
             self.lane.put(self.row, reader.cache)
             self.reader = None
             self.take(reader.logits)

@@ -1,6 +1,8 @@
 """What one request writes: a token out of the logits of its row, and the events that follow."""
 
 from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -8,10 +10,11 @@ from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError
 from windlass.engine.agreed import agreed_token
+from windlass.engine.logprobs import logprobs_of
 from windlass.engine.request import Logprob, Piece, Request
 from windlass.engine.result import FinishReason
 from windlass.engine.row import WrittenRow
-from windlass.engine.sampler import Sampler
+from windlass.engine.sampler import Sampler, weakened
 from windlass.engine.text import TextStream
 from windlass.parallel.ranks import Ranks
 
@@ -30,9 +33,11 @@ class Writer:
         ranks: Ranks | None = None,
     ) -> None:
         self.request, self._ranks = request, ranks
-        self._sampler = Sampler(request.sampling, [request.prompt], device)
+        # Its repetition penalty is part of the logits whose log probabilities are told: `_adjusted` has it.
+        self._sampler = Sampler(replace(request.sampling, repetition_penalty=1.0), [request.prompt], device)
         self._row = WrittenRow(TextStream.after(tokenizer, request.prompt, request.stops), request.max_tokens)
         self._counts = Counter[int]()
+        self._seen: Tensor | None = None  # (vocabulary,) bool: tokens of the prompt and the text, for the penalty
 
     @property
     def written(self) -> int:
@@ -61,26 +66,33 @@ class Writer:
             scores = self._adjusted(logits.float())
             self._sampler.prepare()
             token = int(self._sampler.choose(scores[None]))
+            if self._seen is not None:
+                self._seen[token] = True
             if self.request.grammar is not None:
                 self.request.grammar.accept(token)
             logprobs = self._logprobs(scores, token)
             return token
 
-        token = agreed_token(self._ranks, chosen)
+        token, offset = agreed_token(self._ranks, chosen), self._row.length
         self._counts[token] += 1
-        return Piece(token, self._row.taken(self._row.step(token)), logprobs)
+        return Piece(token, self._row.taken(self._row.step(token)), logprobs, offset)
 
     def _adjusted(self, scores: Tensor) -> Tensor:
-        """Penalties as OpenAI defines them: of what the text has written, not of its prompt."""
-        request = self.request
-        biases = dict(request.logit_bias)
+        """With biases, then the repetition penalty, which counts the prompt, then the penalties that OpenAI defines,
+        which do not, and the tokens alone that the grammar allows."""
+        request, repetition = self.request, self.request.sampling.repetition_penalty
+        scores = _added(scores, request.logit_bias)
+        if repetition != 1.0:
+            if self._seen is None:
+                self._seen = torch.zeros_like(scores, dtype=torch.bool)
+                self._seen[torch.tensor(request.prompt, device=scores.device)] = True
+            scores = weakened(scores, self._seen, repetition)
         if request.presence_penalty or request.frequency_penalty:
-            for token, count in self._counts.items():
-                penalty = request.presence_penalty + count * request.frequency_penalty
-                biases[token] = biases.get(token, 0.0) - penalty
-        if biases:
-            ids = torch.tensor(list(biases), device=scores.device)
-            scores = scores.index_add(0, ids, torch.tensor(list(biases.values()), device=scores.device).float())
+            penalties = {
+                token: -request.presence_penalty - count * request.frequency_penalty
+                for token, count in self._counts.items()
+            }
+            scores = _added(scores, penalties)
         if request.grammar is not None:
             allowed = request.grammar.allowed().to(scores.device)
             if not bool(allowed.any()):
@@ -93,7 +105,12 @@ class Writer:
     def _logprobs(self, scores: Tensor, token: int) -> tuple[Logprob, ...]:
         if self.request.top_logprobs is None:
             return ()
-        values = scores.log_softmax(-1)
-        best = values.topk(self.request.top_logprobs)
-        pairs = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return Logprob(token, float(values[token])), *(Logprob(*pair) for pair in pairs)
+        return logprobs_of(scores[None], [token], self.request.top_logprobs)[0]
+
+
+def _added(scores: Tensor, numbers: Mapping[int, float]) -> Tensor:
+    """Logits with a number more for some tokens."""
+    if not numbers:
+        return scores
+    ids = torch.tensor(list(numbers), device=scores.device)
+    return scores.index_add(0, ids, torch.tensor(list(numbers.values()), device=scores.device).float())

@@ -17,7 +17,7 @@ from windlass.ray.places import Place, Places
 from windlass.ray.route import key_of, ranked
 from windlass.serve.answers import ClientGone, unless_gone
 from windlass.serve.errors import ApiError, stopping
-from windlass.serve.guard import BodyLimit
+from windlass.serve.guard import BodyLimit, bare_path
 from windlass.serve.settings import RequestLimits
 from windlass.serve.wire import JsonAnswer, event
 
@@ -63,7 +63,7 @@ class Front:
             await answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
+        path = bare_path(scope["path"])
         if path in ("/health", "/ready"):
             await self._health(path == "/ready")(scope, receive, send)
             return

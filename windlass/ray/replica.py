@@ -49,7 +49,7 @@ class Replica:
         os.chdir(asked.folder)
         torch.set_num_threads(asked.threads)
         host = LOOPBACK if asked.is_local else ray.util.get_node_ip_address()
-        options = replace(asked.serve, host=host, port=0)
+        options = replace(asked.serve, host=host, port=0, origins=())  # the front tells browsers
         model, tokenizer = load(asked.model, asked.dtype, asked.device, asked.weights)
         listener = bound(options.host, 0)
         watch = Watch()

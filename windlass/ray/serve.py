@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Final
 
@@ -11,6 +11,7 @@ import uvicorn
 from windlass.ray.front import Front
 from windlass.ray.replica import ReplicaOptions
 from windlass.ray.replicas import Replicas
+from windlass.serve.app import with_origins
 from windlass.serve.listen import CUT_SECONDS, address_of, bound, config_of
 
 END_SECONDS: Final = 2 * CUT_SECONDS  # for replicas to end, beyond what requests under way have
@@ -19,8 +20,8 @@ END_SECONDS: Final = 2 * CUT_SECONDS  # for replicas to end, beyond what request
 class FrontServer(uvicorn.Server):
     """Runs until a signal comes: then no request is admitted, and those under way are finished or cut."""
 
-    def __init__(self, front: Front, replicas: Replicas, stop_seconds: float) -> None:
-        super().__init__(config_of(front))
+    def __init__(self, front: Front, replicas: Replicas, stop_seconds: float, origins: Sequence[str] = ()) -> None:
+        super().__init__(config_of(with_origins(front, origins)))
         self._front, self._replicas, self._stop_seconds = front, replicas, stop_seconds
         self._ending: asyncio.Task[None] | None = None
         self._loop = asyncio.get_running_loop()
@@ -69,7 +70,7 @@ async def _served(
     try:
         await replicas.start()
         front = Front(replicas, asked.rows + asked.limits.queue, asked.settings.request)
-        server = FrontServer(front, replicas, asked.stop_seconds)
+        server = FrontServer(front, replicas, asked.stop_seconds, asked.origins)
         listener.listen()
         say(f"{address_of(asked.host, listener)}/v1 ({asked.name}, {count} replicas of {asked.rows} rows)")
         await server.serve(sockets=[listener])

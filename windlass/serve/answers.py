@@ -85,22 +85,26 @@ class Answering:
         lines = [comment(f"read {each.done} of {each.total}") for _, each in found if isinstance(each, Progress)]
         for at, pieces, last in _by_text(found):
             written = self._texts[at]
-            offset, said = len(written.text), written.add(pieces)
+            said = written.add(pieces)
             if last is not None:
                 said = said.then(written.end(last))
             if any(said) or (pieces and self._form.head.top_logprobs is not None):
-                lines += map(self._form.wire, self._form.deltas(at, said, pieces, offset))
+                lines += map(self._form.wire, self._form.deltas(at, said, pieces))
             if last is not None:
                 lines += map(self._form.wire, self._form.closing(at, written))
         return b"".join(lines)
 
     async def _events(self) -> AsyncIterator[list[tuple[int, Event]]]:
+        echoes = [each.echo for each in self._texts]
+        if self._form.head.top_logprobs is None:  # else they come with the prompt's log probabilities
+            yield [(at, echo.piece) for at, echo in enumerate(echoes) if echo is not None]
         async for found in self._tickets.events(self._ping_seconds):
             if any(isinstance(each, Piece) for _, each in found):
                 now = monotonic()
                 self._metrics.wrote(now - (self._latest or self._started), not self._latest)
                 self._latest = now
-            yield [(at, each) for at, each in found if not isinstance(each, Failed)]
+            shown = [(at, echoes[at], each) for at, each in found if not isinstance(each, Failed)]
+            yield [(at, one) for at, echo, each in shown for one in ([each] if echo is None else echo.before(each))]
             for _, each in found:
                 if isinstance(each, Failed):
                     raise of_failure(each)

@@ -1,7 +1,9 @@
 """The application: routes, and what stands before them."""
 
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Final
 
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request as HttpRequest
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -10,6 +12,7 @@ from windlass.serve.guard import BodyLimit, Guard, Watch
 from windlass.serve.server import CACHE, MODELS, Server
 from windlass.view.asgi import ViewApp
 
+METHODS: Final = ("GET", "POST", "DELETE")
 Answer = Callable[[HttpRequest], Awaitable[ASGIApp]]
 
 
@@ -65,11 +68,16 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
     settings, routes = server.settings, Routes(at, below, page)
     is_public = ViewApp.is_public if page is not None else _none
     limited = BodyLimit(routes, settings.request.body_bytes)
-    return Watch(
-        Guard(limited, settings.keys, settings.hosts, is_public, settings.salt),
-        server.metrics,
-        routes.name_of,
-    )
+    guarded = Guard(limited, settings.keys, settings.hosts, is_public, settings.salt)
+    return with_origins(Watch(guarded, server.metrics, routes.name_of), settings.origins)
+
+
+def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:
+    """The application, whose answers a browser lets pages of these origins read; `*`: all pages, none: no others."""
+    if not origins:
+        return app
+    # Before a page's own request a browser asks without its key whether that may be sent.
+    return CORSMiddleware(app, origins, METHODS, ("*",), expose_headers=("x-request-id", "x-replica", "retry-after"))
 
 
 def _none(_path: str) -> bool:

@@ -2,13 +2,14 @@
 
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.spec import AUTO
 from windlass.engine.chunks_recompute import recompute_of
+from windlass.engine.lane import is_alike
 from windlass.engine.request import Grammar, PromptParts, Request, Reuse
 from windlass.engine.sampling import Sampling
 from windlass.engine.service import Service
@@ -20,6 +21,7 @@ RECOMPUTE: Final = "first(16)"  # where a request has chunks, and does not say w
 SEEDS: Final = 2**62
 RANDOM: Final = -1  # a seed that stands for none
 LEGACY_MAX_TOKENS: Final = 16  # what OpenAI writes after a prompt where nothing else is said
+ALONE_MAX_TOKENS: Final = 4096  # by default, of a text with a cache of its own: its memory is counted by them
 Given = Mapping[str, Any]
 
 
@@ -100,6 +102,7 @@ def sampling_of(given: Given, at: int) -> Sampling:
         top_k=max(0, given.get("top_k", 0)),
         top_p=top_p or 1.0,
         min_p=given.get("min_p", 0.0),
+        repetition_penalty=given.get("repetition_penalty", 1.0),
         seed=(seed + at) % SEEDS,
     )
 
@@ -148,9 +151,15 @@ def asked_of(
         stops = words.stops(given.get("stop", []))
     except UsageError as error:
         raise of_usage(error, "stop") from error
-    top = _top_logprobs(given)
+    if given.get("suffix") and words.infill is not None:
+        stops = replace(stops, ids=stops.ids | words.infill.ends)
+    top, has_echo = _top_logprobs(given), _has_echo(given)
     options = options_of(given, service.options, service.kinds)
-    most = max_tokens_of(given, service.limits.max_tokens, default_tokens)
+    is_of_rows = any(is_alike(options, kind) for kind in service.kinds)
+    default = default_tokens if is_of_rows else min(default_tokens, ALONE_MAX_TOKENS)
+    most = max_tokens_of(given, service.limits.max_tokens, default)
+    if not most and not has_echo:
+        raise BadField("max_tokens", "must be at least 1; 0 is for a completion with echo")
     reuse = Reuse(**given.get("cache", {}))
     requests = tuple(
         Request(
@@ -163,6 +172,7 @@ def asked_of(
             frequency_penalty=given.get("frequency_penalty", 0.0),
             logit_bias=given.get("logit_bias", {}),
             top_logprobs=top,
+            scores_prompt=has_echo and top is not None,
             grammar=grammars[at] if grammars else None,
             # Texts of one key share what was read before; those of its `user`s do not.
             tenant=f"{tenant}/{given.get('user', '')}",
@@ -180,6 +190,16 @@ def asked_of(
         top,
         None if grammars else prompts[0].has_begun_thought,
     )
+
+
+def _has_echo(given: Given) -> bool:
+    """Raises: BadField for an echo of a prompt that is in parts, or around a gap."""
+    if not given.get("echo"):
+        return False
+    for name in ("suffix", "chunks"):
+        if given.get(name):
+            raise BadField("echo", f"and {name} exclude each other; leave one of them out")
+    return True
 
 
 def _top_logprobs(given: Given) -> int | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from windlass.engine.request import Finished, Piece, Usage
 from windlass.serve import logprobs
+from windlass.serve.echo import Echo
 from windlass.serve.errors import ApiError
 from windlass.serve.thoughts import Said, ThoughtReader
 from windlass.serve.tools import Call, CallReader
@@ -21,10 +22,12 @@ from windlass.serve.words import Words
 class Written:
     """One text so far.
 
-    `thoughts` parts it from what the model thinks before it, and `calls` reads calls of functions out of the rest.
+    `thoughts` parts it from what the model thinks before it, and `calls` reads calls of functions out of the rest; it
+    begins with the prompt where there is an `echo`.
     """
 
     calls: CallReader | None = None
+    echo: Echo | None = None
     thoughts: ThoughtReader | None = None
     text: str = ""
     thought: str = ""
@@ -100,8 +103,8 @@ class Form(ABC):
         """The first chunks of text `at`, which come before its text."""
 
     @abstractmethod
-    def deltas(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> list[dict[str, Any]]:
-        """Chunks with a part of text `at`, which begins at `offset`."""
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Chunks with a part of text `at`."""
 
     @abstractmethod
     def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
@@ -160,7 +163,7 @@ class ChatForm(Form):
     def opening(self, at: int) -> list[dict[str, Any]]:
         return [self._chunk(at, {"role": "assistant", "content": "", "refusal": None})]
 
-    def deltas(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> list[dict[str, Any]]:
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         thought = {"reasoning_content": said.thought} if said.thought else {}
         text = {"content": said.text} if said.text or not thought else {}
         return [self._chunk(at, thought | text, self._logprobs(pieces))]
@@ -205,8 +208,9 @@ class CompletionForm(Form):
     def opening(self, at: int) -> list[dict[str, Any]]:
         return []
 
-    def deltas(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> list[dict[str, Any]]:
-        return [self._chunk(at, said.text, pieces, offset)]
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        choice = {"index": at, "text": said.text, "logprobs": self._logprobs(pieces), "finish_reason": None}
+        return [self._documents.chunk("text_completion", choice)]
 
     def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
         choice = {"index": at, "text": "", "logprobs": None, "finish_reason": written.reason}
@@ -217,18 +221,14 @@ class CompletionForm(Form):
 
     def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
         choices = [
-            {"index": at, "text": each.text, "logprobs": self._logprobs(each.pieces, 0), "finish_reason": each.reason}
+            {"index": at, "text": each.text, "logprobs": self._logprobs(each.pieces), "finish_reason": each.reason}
             for at, each in enumerate(texts)
         ]
         return self._documents.whole("text_completion", choices, texts)
 
-    def _chunk(self, at: int, text: str, pieces: Sequence[Piece], offset: int) -> dict[str, Any]:
-        choice = {"index": at, "text": text, "logprobs": self._logprobs(pieces, offset), "finish_reason": None}
-        return self._documents.chunk("text_completion", choice)
-
-    def _logprobs(self, pieces: Sequence[Piece], offset: int) -> dict[str, Any] | None:
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
         top = self.head.top_logprobs
-        return None if top is None else logprobs.of_completion(pieces, self.head.words, top, offset)
+        return None if top is None else logprobs.of_completion(pieces, self.head.words, top)
 
 
 def _call(call: Call) -> dict[str, Any]:

@@ -33,6 +33,7 @@ class Watch:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
+        scope["path"] = bare_path(scope["path"])
         number, route = f"req_{secrets.token_hex(12)}", self._route_of(scope["path"])
         has_begun = False
 
@@ -57,6 +58,11 @@ class Watch:
             if not has_begun:
                 ours = ApiError(500, f"an error of the server; its log has more under {number}", None, "internal_error")
                 await ours.answer()(scope, receive, watched)
+
+
+def bare_path(path: str) -> str:
+    """A path without slashes at its end, which routes do without."""
+    return path.rstrip("/") or "/"
 
 
 class Guard:

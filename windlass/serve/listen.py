@@ -1,5 +1,6 @@
 """The socket, and the server on it, from its start to an end that loses no answer."""
 
+import re
 import socket
 import sys
 from ipaddress import ip_address
@@ -21,6 +22,7 @@ READ_SECONDS: Final = 60.0  # in which a client must have taken what was sent
 CUT_SECONDS: Final = 5  # for answers on their way, once the engine has stopped
 CONNECTIONS: Final = 512
 HEAD_BYTES: Final = 32 << 10
+ORIGIN: Final = re.compile(r"[a-z][a-z0-9+.-]*://(\[[0-9a-f:.]+\]|[^\s/:?#@A-Z]+)(:[0-9]{1,5})?")
 LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -42,6 +44,16 @@ def check_address(host: str, keys: tuple[str, ...]) -> None:
     for key in keys:
         if len(key) < 8 or not key.isascii() or not key.isprintable() or " " in key:
             raise UsageError("a key must have at least 8 signs of ASCII and no spaces; choose another --api-key")
+
+
+def check_origins(origins: tuple[str, ...]) -> None:
+    """Raises: UsageError for what no browser sends as the origin of a page."""
+    for origin in origins:
+        if origin != "*" and ORIGIN.fullmatch(origin) is None:
+            raise UsageError(
+                f"--allow-origin {origin!r} is no origin; write https://app.example or http://localhost:3000, in small "
+                "letters and without a path, or * for any page"
+            )
 
 
 def hosts_of(host: str, keys: tuple[str, ...]) -> tuple[str, ...] | None:

@@ -52,7 +52,7 @@ class ResponseForm(Form):
             {"type": "response.in_progress", "response": begun},
         ]
 
-    def deltas(self, at: int, said: Said, pieces: Sequence[Piece], offset: int) -> list[dict[str, Any]]:
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         self._thought += said.thought
         for kind, text in ((THOUGHT, said.thought), (MESSAGE, said.text)):

@@ -19,7 +19,7 @@ NO_THOUGHT: Final = {"reasoning_content": ""}
 NO_TEXT: Final = {"role": "assistant", "content": "", **NO_THOUGHT}  # an item that says nothing to the model
 SHARED: Final = (
     *("model", "temperature", "top_p", "top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty"),
-    *("logit_bias", "stream", "stream_options", "user"),
+    *("repetition_penalty", "logit_bias", "stream", "stream_options", "user"),
 )  # fields that are those of a chat
 OTHER: Final = {"input", "instructions", "max_output_tokens", "text", "truncation"}  # and those that are not
 

@@ -1,7 +1,7 @@
 """From a model to a server that runs: its engine, its words, its socket."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -17,7 +17,8 @@ from windlass.engine.scheduler import Scheduler
 from windlass.engine.service import Service, Watcher
 from windlass.engine.status import EngineLimits
 from windlass.hf.forward import vocabulary_of
-from windlass.serve.listen import HttpServer, address_of, bound, check_address, hosts_of
+from windlass.serve.listen import HttpServer, address_of, bound, check_address, check_origins, hosts_of
+from windlass.serve.models import ModelFacts
 from windlass.serve.server import Server
 from windlass.serve.settings import ServerSettings
 from windlass.serve.words import Words
@@ -30,7 +31,7 @@ class ServeOptions:
     """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once; `kinds` are
     further rows, of other options. `reuse_bytes` are for the beginnings of prompts, which go to files of
     `reuse_folder`, too, of `disk_bytes` in all, if there is one. `is_shown`: the page at `/` shows what all requests
-    hold, to whoever has a key."""
+    hold, to whoever has a key. Pages of these `origins` may read answers in a browser."""
 
     name: str
     rows: int
@@ -45,11 +46,13 @@ class ServeOptions:
     kinds: tuple[tuple[int, CacheOptions], ...] = ()
     reuse_folder: Path | None = None
     disk_bytes: int = 1 << 30
+    origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raises: UsageError for an address that others can reach, and no key; for rows that cannot be; for a folder,
         and no memory for reuse."""
         check_address(self.host, self.keys)
+        check_origins(self.origins)
         check_kinds([replace_batch(options, rows) for rows, options in self.all_rows])
         if self.reuse_folder is not None:
             check_folder(self.reuse_folder, "--reuse-folder")
@@ -67,7 +70,9 @@ class ServeOptions:
         hosts = hosts_of(self.host, self.keys)
         # Files outlive the server, and are found by the names of their owners only.
         salt = None if self.reuse_folder is None else salt_of(self.reuse_folder)
-        return ServerSettings(self.name, self.keys, hosts, stop_seconds=self.stop_seconds, salt=salt)
+        return ServerSettings(
+            self.name, self.keys, hosts, stop_seconds=self.stop_seconds, origins=self.origins, salt=salt
+        )
 
 
 Start = Callable[[PreTrainedModel, PreTrainedTokenizerBase, ServeOptions, Watcher], Service]
@@ -95,7 +100,8 @@ def server_of(
 ) -> HttpServer:
     """The server of an engine that runs, not yet on a socket."""
     words = Words(tokenizer, end_of_text(model), vocabulary_of(model))
-    return HttpServer(Server(service, words, asked.settings), ViewApp(watch, tokenizer, service.status, asked.is_shown))
+    settings = replace(asked.settings, facts=ModelFacts.of(model))
+    return HttpServer(Server(service, words, settings), ViewApp(watch, tokenizer, service.status, asked.is_shown))
 
 
 def serve(

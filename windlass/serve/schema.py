@@ -42,6 +42,9 @@ def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Che
         "/v1/completions": {
             **common,
             "prompt": partial(_prompt, limits),
+            "suffix": strings,
+            "echo": flag,
+            "max_tokens": whole(0, 2**30),
             "chunks": record(
                 {"texts": listed(text(limits.characters, least=1), limits.chunks, least=1), "recompute": text(64)},
                 needed=("texts",),
@@ -103,6 +106,7 @@ def _common(limits: RequestLimits) -> dict[str, Check]:
         "top_p": real(0.0, 1.0),
         "top_k": whole(-1, 2**20),
         "min_p": real(0.0, 1.0),
+        "repetition_penalty": real(0.0, 100.0, is_open=True),
         "seed": whole(-(2**63), 2**64 - 1),
         "stop": partial(_stop, limits),
         "presence_penalty": real(-2.0, 2.0),

@@ -23,6 +23,7 @@ from windlass.serve.grammar import Grammars
 from windlass.serve.guard import TENANT
 from windlass.serve.messages import Chunk
 from windlass.serve.metrics import Metrics
+from windlass.serve.models import model_document
 from windlass.serve.neutral import left_out
 from windlass.serve.response_form import ResponseForm
 from windlass.serve.response_input import as_chat
@@ -63,9 +64,8 @@ class Server:
     async def complete(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, COMPLETIONS, ["prompt"])
         asked = await self._beside(partial(self._asked_of_completion, given, http.scope[TENANT]))
-        return await self._answer(
-            http, asked, CompletionForm(self._head(asked, given)), [Written() for _ in asked.requests]
-        )
+        texts = await self._beside(partial(self._echoing, given, asked))
+        return await self._answer(http, asked, CompletionForm(self._head(asked, given)), texts)
 
     async def respond(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, RESPONSES, ["input"])
@@ -102,7 +102,7 @@ class Server:
 
     @property
     def _model(self) -> dict[str, Any]:
-        return {"id": self.settings.name, "object": "model", "created": 0, "owned_by": "windlass"}
+        return model_document(self.settings.name, self.settings.facts, self.service, self.words.vocabulary)
 
     def _other_model(self) -> ApiError:
         return ApiError(404, f"this server has the model {self.settings.name} only", "model", "model_not_found")
@@ -198,7 +198,7 @@ class Server:
         names, choice = [tool["function"]["name"] for tool in chat.get("tools", [])], chat.get("tool_choice", "auto")
         calls = CallReader(names, choice != "auto") if names and choice != "none" else None
         begun = asked.has_begun_thought
-        return Written(calls, None if begun is None else ThoughtReader(begun))
+        return Written(calls, thoughts=None if begun is None else ThoughtReader(begun))
 
     def _chat(self, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
         variables, effort = given.get("chat_template_kwargs", {}), given.get("reasoning", {}).get("effort")
@@ -215,9 +215,20 @@ class Server:
         prompts = [
             Prompt(self.words.encoded(each) if isinstance(each, str) else tuple(each)) for each in given["prompt"]
         ]
+        if given.get("suffix"):
+            prompts = [Prompt(self.words.around(each.ids, given["suffix"])) for each in prompts]
         if chunks:
             prompts = [self.words.behind(chunks, each) for each in prompts]
         return self._asked(given, prompts, (), LEGACY_MAX_TOKENS, tenant)
+
+    def _echoing(self, given: dict[str, Any], asked: Asked) -> list[Written]:
+        """What reads the texts of completions, which begin with their prompts where that is asked for."""
+        if not given.get("echo"):
+            return [Written() for _ in asked.requests]
+        texts = [each if isinstance(each, str) else None for each in given["prompt"]]
+        prompts = [each.prompt for each in asked.requests[:: asked.choices]]
+        echoes = [self.words.echo(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
+        return [Written(echo=each) for each in echoes for _ in range(asked.choices)]
 
     def _asked(
         self,

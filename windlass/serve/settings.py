@@ -1,11 +1,12 @@
 """What a server takes of a request at most."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from windlass.core.spec import AUTO
 from windlass.policies import NAMES
 from windlass.positions.modes import MODES
+from windlass.serve.models import ModelFacts
 from windlass.stores.spec import STORES
 
 MEGABYTE: Final = 1 << 20
@@ -24,7 +25,7 @@ class RequestLimits:
     prompts: int = 16
     choices: int = 8
     texts: int = 16
-    stops: int = 4
+    stops: int = 16
     stop_characters: int = 256
     biases: int = 1024
     top_logprobs: int = 20
@@ -61,5 +62,8 @@ class ServerSettings:
     cache: CacheChoices = CacheChoices()
     ping_seconds: float = 10.0
     stop_seconds: float = 10.0
+    origins: tuple[str, ...] = ()
+    """Pages that a browser may let read answers, as `https://app.example`; `*`: any."""
+    facts: ModelFacts = field(default_factory=ModelFacts)
     salt: bytes | None = None
     """Makes names of owners out of their keys; None: another one each time the server starts."""

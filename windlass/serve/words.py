@@ -17,7 +17,9 @@ from windlass.engine.stop import Stops, stops_of
 from windlass.engine.template_forms import rendered
 from windlass.engine.templates import has_template, without_start
 from windlass.engine.text import encode, token_bytes, token_text
+from windlass.serve.echo import Echo
 from windlass.serve.errors import ApiError, BadField
+from windlass.serve.infill import Infill, encode_inside
 from windlass.serve.messages import Chunk, Messages, chunks_of, written
 from windlass.serve.thoughts import CLOSE, OPEN
 
@@ -52,6 +54,7 @@ class Words:
         own = tokenizer.eos_token_id
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self.ends = tuple(ends) or (() if own is None else (int(own),))
+        self.infill = Infill.of(tokenizer)
         self._lock, self._told = Lock(), set[str]()
         # The first call may change settings of the tokenizer; while others decode with it, it could not.
         encode(tokenizer, "a", True)
@@ -118,12 +121,37 @@ class Words:
     def behind(self, chunks: Sequence[Chunk], prompt: Prompt) -> Prompt:
         """A prompt that chunks stand before: behind the tokens that a text begins with, where it has them."""
         with self._lock:
-            bare, start = encode(self.tokenizer, "a", False), encode(self.tokenizer, "a", True)
-            lead = tuple(start[: len(start) - len(bare)] if start[-len(bare) :] == bare else ())
+            lead = self._lead()
             has_lead = bool(lead) and prompt.ids[: len(lead)] == lead
             texts: list[tuple[int, ...]] = [lead if has_lead else (), *((),) * (len(chunks) - 1)]
             rest = prompt.ids[len(lead) * has_lead :]
             return Prompt.of([*texts, rest], [self._chunk(each) for each in chunks])
+
+    def around(self, prompt: tuple[int, ...], suffix: str) -> tuple[int, ...]:
+        """A prompt with a gap behind it, and `suffix` behind the gap.
+
+        Raises: BadField where the tokenizer marks none.
+        """
+        if self.infill is None:
+            raise BadField(
+                "suffix",
+                "needs a tokenizer with tokens around a gap, such as <|fim_prefix|>; leave it out",
+                "unsupported_parameter",
+            )
+        with self._lock:
+            lead = self._lead()
+            before = prompt[len(lead) :] if prompt[: len(lead)] == lead else prompt
+            return (*lead, *self.infill.prompt(before, encode_inside(self.tokenizer, suffix)))
+
+    def echo(self, text: str | None, tokens: tuple[int, ...]) -> Echo:
+        """A prompt as an answer begins with it; `text` is None where it came as token ids."""
+        with self._lock:
+            return Echo.of(self.tokenizer, text, tokens, self._lead())
+
+    def _lead(self) -> tuple[int, ...]:
+        """The tokens that a text begins with, whatever it is."""
+        bare, start = encode(self.tokenizer, "a", False), encode(self.tokenizer, "a", True)
+        return tuple(start[: len(start) - len(bare)] if start[-len(bare) :] == bare else ())
 
     def _pieces(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         return [tuple(encode(self.tokenizer, text, is_start=not at)) for at, text in enumerate(texts)]
