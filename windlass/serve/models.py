@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from windlass.engine.service import Service
 from windlass.hf.trained_length import trained_length
 
-WEIGHTS: Final = ("*.safetensors", "*.bin")
+WEIGHTS: Final = ("model*.safetensors", "pytorch_model*.bin")
 CONFIG: Final = "config.json"
 
 
@@ -28,6 +28,8 @@ class ModelFacts:
         """Those of a model that was loaded; one that has no files is as old as the server."""
         trained, folder = trained_length(model.config.get_text_config()), _folder_of(model.name_or_path or "")
         found = [] if folder is None else [path for each in WEIGHTS for path in folder.glob(each)]
+        if folder is not None and not found and (folder / CONFIG).exists():
+            found = [folder / CONFIG]
         if not found:
             return cls(trained_length=trained)
         return cls(int(max(path.stat().st_mtime for path in found)), trained)
