@@ -140,7 +140,7 @@ def test_a_repetition_penalty_is_that_of_transformers(
     for _ in range(12):
         seen = torch.tensor([wanted])
         with torch.no_grad():
-            scores = processor(seen, plain(seen).logits[:, -1].float())[0]  # type: ignore[arg-type]
+            scores = processor(seen, plain(seen).logits[:, -1].float())[0]
         wanted.append(int(scores.argmax()))
         values.append(float(scores.log_softmax(-1).max()))
     request = request_of(ids, 12, options=WIDE, top_logprobs=0, sampling=Sampling(repetition_penalty=penalty))

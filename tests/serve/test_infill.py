@@ -13,7 +13,7 @@ from windlass.serve.words import Words
 
 STORIES = Path(__file__).parents[1] / "models" / "stories260K"
 PREFIX, SUFFIX = "def area(r):\n    return ", " * r\n"
-FAMILIES = [
+FAMILIES: list[tuple[tuple[str, ...], str]] = [
     (each, "{prefix}" + each[0] + PREFIX + each[1] + SUFFIX + each[2]) for each in MARKS if not each[0].startswith("▁")
 ]
 FAMILIES.append((SUFFIX_FIRST, "{prefix}" + SUFFIX_FIRST[1] + SUFFIX + SUFFIX_FIRST[0] + PREFIX))
@@ -41,8 +41,8 @@ def test_a_gap_is_marked_as_the_tokenizer_names_it(marks: tuple[str, ...], wante
     service, answer = asked(tokenizer, suffix=SUFFIX)
     request = service.requests[-1]
     assert answer.document["choices"][0]["text"] == "pi"
-    assert tokenizer.decode(request.prompt) == wanted.format(prefix="<|bos|>")
-    ids = tokenizer.convert_tokens_to_ids([*marks, "<|endoftext|>"])
+    assert tokenizer.decode(list(request.prompt)) == wanted.format(prefix="<|bos|>")
+    ids = [tokenizer.convert_tokens_to_ids(each) for each in (*marks, "<|endoftext|>")]
     assert request.stops.ids == {1, *ids}
 
 
@@ -82,6 +82,6 @@ def test_what_cannot_be_is_refused_and_nothing_is_no_suffix() -> None:
     assert "<|fim_prefix|>" in error["message"]
     assert service.requests == []
     service, answer = asked(plain, suffix="")
-    assert (answer.status, plain.decode(service.requests[-1].prompt)) == (200, "<|bos|>" + PREFIX)
+    assert (answer.status, plain.decode(list(service.requests[-1].prompt))) == (200, "<|bos|>" + PREFIX)
     _, answer = asked(with_tokens(MODEL, *MARKS[0]), suffix=SUFFIX, echo=True)
     assert (answer.status, answer.document["error"]["param"]) == (400, "echo")

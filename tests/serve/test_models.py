@@ -40,9 +40,9 @@ def test_the_model_tells_its_length_and_what_happens_beyond() -> None:
 @pytest.mark.parametrize(
     ("options", "beyond"), [({"recall": 64}, "recalls"), ({"budget": None, "policy": None}, "grows")]
 )
-def test_what_happens_beyond_a_budget(options: dict[str, object], beyond: str) -> None:
+def test_what_happens_beyond_a_budget(options: dict[str, Any], beyond: str) -> None:
     service = ScriptedService(says("fine"))
-    service.options = CacheOptions(**{"budget": 96, "policy": "recent"} | options)
+    service.options = CacheOptions(**dict[str, Any](budget=96, policy="recent") | options)
     with serving(service) as served:
         assert ask(served.port, f"/v1/models/{NAME}/").document["windlass"]["beyond_budget"] == beyond
 
