@@ -153,6 +153,6 @@ def test_what_is_on_disk_outlives_the_server(
 
 def test_one_model(port: int) -> None:
     assert ask(port, f"/v1/models/{NAME}", **head(0)).document["id"] == NAME
-    for other in ("gpt-4", f"{NAME}/", f"a/{NAME}"):
+    for other in ("gpt-4", f"{NAME}/b", f"a/{NAME}"):
         answer = ask(port, f"/v1/models/{other}", **head(0))
         assert (answer.status, answer.document["error"]["code"]) == (404, "model_not_found")

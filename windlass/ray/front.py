@@ -63,7 +63,7 @@ class Front:
             await answer(scope, receive, send)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = bare_path(scope["path"])
+        path = bare_path(scope)
         if path in ("/health", "/ready"):
             await self._health(path == "/ready")(scope, receive, send)
             return

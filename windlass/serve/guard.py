@@ -33,7 +33,7 @@ class Watch:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        scope["path"] = bare_path(scope["path"])
+        scope["path"] = bare_path(scope)
         number, route = f"req_{secrets.token_hex(12)}", self._route_of(scope["path"])
         has_begun = False
 
@@ -60,9 +60,13 @@ class Watch:
                 await ours.answer()(scope, receive, watched)
 
 
-def bare_path(path: str) -> str:
-    """A path without slashes at its end, which routes do without."""
-    return path.rstrip("/") or "/"
+def bare_path(scope: Scope) -> str:
+    """The path of a request without slashes at its end, which routes do without.
+
+    Not of a DELETE: a client that has no id to put behind the slash would delete all.
+    """
+    path: str = scope["path"]
+    return path if scope["method"] == "DELETE" else path.rstrip("/") or "/"
 
 
 class Guard:

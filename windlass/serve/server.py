@@ -131,7 +131,7 @@ class Server:
         return await self._forgotten(self._wanted(http))
 
     async def forget_one(self, http: HttpRequest) -> ASGIApp:
-        number = http.scope["path"].removeprefix(CACHE)
+        number = http.scope["path"].removeprefix(CACHE).rstrip("/")
         wanted = replace(self._wanted(http), id=number)
         if not await self._beside(partial(self.service.stored, wanted)):
             raise ApiError(404, "nothing that is kept for you has this id; GET /v1/cache lists all", None, "not_found")
