@@ -96,7 +96,7 @@ class Answering:
 
     async def _events(self) -> AsyncIterator[list[tuple[int, Event]]]:
         echoes = [each.echo for each in self._texts]
-        if self._form.head.top_logprobs is None:  # else they come with the prompt's log probabilities
+        if any(echoes) and self._form.head.top_logprobs is None:  # else they come with log probabilities
             yield [(at, echo.piece) for at, echo in enumerate(echoes) if echo is not None]
         async for found in self._tickets.events(self._ping_seconds):
             if any(isinstance(each, Piece) for _, each in found):
