@@ -59,7 +59,7 @@ def test_limits(attached_model: Models, tokenizer: PreTrainedTokenizerBase, text
     with running(model, tokenizer, rows=1, limits=limits) as engine:
         with pytest.raises(UsageError, match="42 tokens, and this server reads at most 41"):
             engine.submit(request_of([3] * 42))
-        with pytest.raises(UsageError, match="from 1 to 9000"):
+        with pytest.raises(UsageError, match="from 0 to 9000"):
             engine.submit(request_of(ids, 9001))
         with pytest.raises(UsageError, match="outside of the vocabulary"):
             engine.submit(request_of([10**6]))
