@@ -78,6 +78,8 @@ def test_a_neutral_field_is_taken(served: Served, route: str, name: str) -> None
 @pytest.mark.parametrize("name", OTHER)
 def test_a_value_that_would_change_the_answer_is_refused(served: Served, route: str, name: str) -> None:
     for value in OTHER[name]:
+        if route == "/v1/completions" and name == "echo" and value is True:
+            continue  # which completions do
         answer = ask(served.port, route, {"model": NAME, **ROUTES[route], name: value})
         assert (answer.status, answer.document["error"]["param"].split(".")[0]) == (400, name), value
         assert name in answer.document["error"]["message"]
