@@ -117,3 +117,12 @@ def test_many_tokens_are_taken_over_bit_by_bit(
                         assert ours.filled(count)[name][row].equal(part[row]), name
                 assert mine.positions[row, :length].equal(truth.positions[row, :length])
         assert rest[0].codec.slots == 1  # and not the whole text once more
+
+
+def test_a_first_pass_of_padding_alone(attached_model: Models, text: Text) -> None:
+    model, ids = attached_model("llama"), text(40, 2)
+    caches = both(model, batch=2, positions="original")
+    for cache in caches:
+        with torch.no_grad():
+            model(ids[:, :3], attention_mask=torch.zeros(2, 3), past_key_values=cache)
+    read_both(model, caches, ids, 13)

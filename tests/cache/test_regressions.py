@@ -284,3 +284,15 @@ def test_a_policy_that_asks_gets_the_keys_as_transformers_rotates_them(
     for head, channel in zip(held(cache), keys, strict=True):
         free = sorted(range(2, 37), key=lambda p: float(channel[p]), reverse=True)
         assert head == sorted([0, 1, 37, 38, 39, *free[:7]])
+
+
+def test_a_short_pass_recalls_for_each_token_after_a_drop(attached_model: Models, text: Text) -> None:
+    """Nothing was to be evicted, so it was taken in one piece, and all tokens read what the newest ones chose."""
+    model, ids = attached_model("llama"), text(54)
+    outs = []
+    for chunk in (4, 1):
+        cache = KVCache(model, budget=14, policy=Recent(), sinks=2, window=3, recall=8, recall_store="plain")
+        read(model, cache, ids[:, :50], 25)
+        cache.drop(41, 49)
+        outs.append(read(model, cache, ids[:, 50:], chunk))
+    torch.testing.assert_close(*outs, atol=2e-5, rtol=0)

@@ -15,11 +15,15 @@ from windlass.policies.base import Slots
 from windlass.policies.calls import scores_of
 
 
-def parts_of(table: SlotTable, rules: LayerRules, step: Step) -> tuple[Step, ...]:
-    """`step.parts`, unless nothing depends on it: no token is evicted, observed or held in another precision."""
+def parts_of(table: SlotTable, rules: LayerRules, step: Step, has_evicted: bool) -> tuple[Step, ...]:
+    """`step.parts`, unless nothing depends on it: no token is evicted, recalled, observed or held in another precision.
+
+    `has_evicted`: whether any token may have been evicted before.
+    """
     is_evicting = rules.budget is not None and table.occupancy_bound + max(step.lengths) > rules.budget
-    is_apart = is_evicting or rules.policy.observed_queries != 0 or table.store.full_precision.newest > 0
-    return step.parts if is_apart and not step.defer_eviction else (step,)
+    is_recalling = rules.recalls and has_evicted
+    is_observing = rules.policy.observed_queries != 0 or table.store.full_precision.newest > 0
+    return step.parts if (is_evicting or is_recalling or is_observing) and not step.defer_eviction else (step,)
 
 
 def scores_over_budget(table: SlotTable, rules: LayerRules, layer: int, slots: Slots) -> Scores:

@@ -78,7 +78,7 @@ class RecallStore:
             self.lengths = (0,) * keys.shape[0]
         ends = tuple(map(operator.add, self.lengths, counts))
         parts = self.codec.parts_of(keys, values)
-        self._grow(max(ends), parts)
+        self._grow(max(1, *ends), parts)  # the first pass may have padding alone
         is_token = positions >= 0
         index = (self.ends[:, None] + is_token.cumsum(1) - 1).where(is_token, NOWHERE)
         self._put(index, parts, positions)
