@@ -1,7 +1,8 @@
 """A cache beside its model: whether all that can be seen of both is the same."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -11,9 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from tests.helpers.cache_model_layer import Difference
-from tests.helpers.cache_model_tokens import Token, Tokens
-from tests.helpers.cache_setup import Setup
+from tests.helpers.cache_model_recall import Noted
+from tests.helpers.cache_model_steps import LayerModel
+from tests.helpers.cache_model_tokens import Token, Tokens, stacked
+from tests.helpers.cache_setup import GROUP, KV_HEADS, Setup
 from windlass import KVCache
+from windlass.cache import recall
 from windlass.core.record import StepRecord
 from windlass.core.step import AttentionCall
 
@@ -25,25 +29,57 @@ class Compared:
 
     def __init__(self, setup: Setup, is_donor: bool = False) -> None:
         self.setup, self.is_donor = setup, is_donor
+        if setup.has_adapters and not is_donor:
+            setup.adapted.reset()
+        recall.CANDIDATES = setup.candidates  # type: ignore[misc]  # small texts have few pages
         self.cache = KVCache.from_options(setup.its_model, setup.options)
         self.model = setup.cache_model()
-        self.kinds = setup.kinds()
+        self.kinds, whole = setup.kinds(), replace(setup, shares=None).kinds()
         self.calls = [
             AttentionCall(
                 kind.scale, kind.sliding_window, kind.softcap,
                 None if kind.sink_logits is None else torch.tensor(kind.sink_logits),
             )
-            for kind in self.kinds
+            for kind in whole
         ]  # fmt: skip
         self.operations = self.skipped = 0
-        self.steps: list[list[list[list[list[int]]]]] = []  # of each layer: what it held after each step of a pass
+        self.steps: list[list[Noted]] = []  # of each layer, after each step of a pass
+        self.take_budgets()
+        self.model.reset()
+
+    def take_budgets(self) -> None:
+        """Let the model's layers keep as much as those of the cache, if that is as their shares say."""
+        found, setup = [layer.rules.limits.budget for layer in self.cache.layers], self.setup
+        budget = self.model.options.budget
+        self.model.budgets = [budget] * len(found)
+        if setup.shares is None or budget is None:
+            wrong = found != self.model.budgets
+        else:
+            self.model.budgets = list(found)
+            wrong = is_wrong(
+                [own or 0 for own in found], budget, self.model.options.sinks + self.model.options.window_now + 1, setup
+            )
+        if wrong:
+            raise Difference(f"the layers keep {found} tokens")
+
+    def split(self, states: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, ...]]:
+        """The queries, keys and values, or outputs, of all heads of each layer, as each leaf has them."""
+        result = []
+        for layer, heads in self.model.leaves:
+            own = list(range(KV_HEADS)) if heads is None else list(heads)
+            members = [head * GROUP + at for head in own for at in range(GROUP)]
+            result.append(
+                tuple(each if heads is None else each[:, members if each.shape[1] > KV_HEADS else own]
+                      for each in states[layer])
+            )  # fmt: skip
+        return result
 
     @contextmanager
     def noting(self) -> Iterator[None]:
         """Note what the cache's layers hold after each step that is taken, or taken again."""
         layers, self.steps = list(self.cache.layers), []
         for layer in layers:
-            steps: list[list[list[list[int]]]] = []
+            steps: list[Noted] = []
             self.steps.append(steps)
             layer.keep_record = partial(after_step, layer, layer.keep_record, steps)  # type: ignore[method-assign]
         try:
@@ -83,9 +119,22 @@ class Compared:
                 wanted = [sorted(token.position for token in own) for own in lists]
                 if found != wanted:
                     raise Difference(f"layer {mine.index}, row {row} holds {found}, not {wanted}")
+            self.compare_memory(mine, its)
             most = max(len(own) for lists in mine.held for own in lists)
             if its.table.occupancy_bound < most:
                 raise Difference(f"layer {mine.index} counts {its.table.occupancy_bound} tokens, holds {most}")
+
+    def compare_memory(self, mine: LayerModel, its: Any) -> None:
+        """The positions of what may be recalled."""
+        if not mine.recalls:
+            return
+        lengths = [own.tokens for own in mine.memory]
+        if list(its.table.recall.lengths or [0] * len(lengths)) != lengths:
+            raise Difference(f"layer {mine.index} remembers {its.table.recall.lengths} tokens, not {lengths}")
+        for row, (own, places) in enumerate(zip(mine.memory, its.table.recall.positions.numpy(), strict=False)):
+            here, behind = places[: own.tokens], places[own.tokens :]
+            if not np.array_equal(here, own.positions) or behind.max(initial=-1) >= 0:
+                raise Difference(f"layer {mine.index}, row {row} remembers {here}, not {own.positions}")
 
     def compare_contents(self) -> None:
         """Keys, values and counts of every token held."""
@@ -105,26 +154,30 @@ class Compared:
         self, its: Any, row: int, at: int, tokens: Tokens, keys: Array, values: Array, merged: Tensor | None,
         read: Callable[[Token], tuple[Array, Array]] | None,
     ) -> None:  # fmt: skip
+        if not tokens:
+            return
         own = slice(None) if its.positions.shape[1] == 1 else slice(at, at + 1)
         slots = slots_at(its.positions[row, at].tolist())
-        for token in tokens:
-            key, value = (token.key, token.value) if read is None else read(token)
-            near = [
-                np.abs(np.concatenate((keys[own, s] - key, values[own, s] - value), -1)).max()
-                for s in slots[token.position]
-            ]
-            best = int(np.argmin(near))
-            slot = slots[token.position].pop(best)
-            if near[best] > (1e-5 if self.setup.dtype == "float32" else 2.0**-7) * max(
-                1.0, np.abs(key).max(), np.abs(value).max()
-            ):
-                raise Difference(
-                    f"layer {its.index}, row {row}, list {at}: position {token.position} is off by {near[best]:.2g}"
-                )
-            if merged is not None and int(merged[row, at, slot]) + 1 != token.stands_for:
-                raise Difference(
-                    f"layer {its.index}, row {row}: position {token.position} stands for {token.stands_for} tokens"
-                )
+        truth = np.concatenate(stacked(tokens, read), -1)
+        found = np.concatenate((keys[own], values[own]), -1)
+        # Of tokens at one position each takes the slot that is most like it.
+        places = []
+        for number, token in enumerate(tokens):
+            free = slots[token.position]
+            near = [np.abs(found[:, slot] - truth[:, number]).max() for slot in free] if len(free) > 1 else [0]
+            places.append(free.pop(int(np.argmin(near))))
+        apart = np.abs(found[:, places] - truth).max((0, 2))
+        bound = (1e-5 if self.setup.dtype == "float32" else 2.0**-7) * np.maximum(1.0, np.abs(truth).max((0, 2)))
+        if (apart > bound).any():
+            worst = int((apart - bound).argmax())
+            raise Difference(
+                f"layer {its.index}, row {row}, list {at}: position {tokens[worst].position} is off by "
+                f"{apart[worst]:.2g}"
+            )
+        if merged is not None:
+            counts = [token.stands_for for token in tokens]
+            if (merged[row, at, places] + 1).tolist() != counts:
+                raise Difference(f"layer {its.index}, row {row}, list {at}: tokens do not stand for {counts} tokens")
 
     def adopt_merges(self) -> None:
         """Take over what merged tokens hold, where only rounding, or a target that it chose, makes the difference."""
@@ -168,7 +221,21 @@ class Compared:
 def after_step(layer: Any, work: Callable[[StepRecord], None], steps: list[Any], record: StepRecord) -> None:
     """The end of a step, and what is held after it."""
     work(record)
-    steps.append(held(layer.positions))
+    store = layer.table.recall
+    told = None if store is None or store.is_empty else store.last_recalled.tolist()
+    steps.append(Noted(held(layer.positions), told, 0 if told is None else store.candidates))
+
+
+def is_wrong(found: Sequence[int], budget: int, least: int, setup: Setup) -> bool:
+    """Whether leaves keep other numbers of tokens than shares of a budget say; none keeps fewer than `least`."""
+    assert setup.shares is not None
+    sizes = [KV_HEADS if heads is None else len(heads) for _, heads in setup.leaves()]
+    parts = [setup.shares[layer][0 if heads is None else heads[0]] for layer, heads in setup.leaves()]
+    mean = sum(size * part for size, part in zip(sizes, parts, strict=True)) / sum(sizes)
+    ideal = [least + part / mean * (budget - least) for part in parts]
+    left = budget * sum(sizes) - sum(size * own for size, own in zip(sizes, found, strict=True))
+    is_near = all(ideal_one - 1 < own < ideal_one + KV_HEADS for own, ideal_one in zip(found, ideal, strict=True))
+    return not (0 <= left < max(sizes) and is_near)
 
 
 def slots_at(places: list[int]) -> dict[int, list[int]]:

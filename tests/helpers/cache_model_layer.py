@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from tests.helpers.cache_model_recall import Memory, Noted
 from tests.helpers.cache_model_rows import Rules
 from tests.helpers.cache_model_rules import PolicyModel, Scores, merged
-from tests.helpers.cache_model_tokens import Kind, Mode, Token, Tokens, attention, part_of, stacked
+from tests.helpers.cache_model_tokens import Kind, Token, Tokens, part_of
 
 Array = NDArray[Any]
 Codec = Callable[[int, Array, Array], tuple[Array, Array]]  # of a layer's keys and values (..., heads, channels)
@@ -41,10 +42,11 @@ class Record(NamedTuple):
 
 @dataclass
 class Counts:
-    """How often lists went over budget, and how often rounding decided what goes."""
+    """How often lists went over budget, heads recalled any, and how often rounding decided what goes or is recalled."""
 
     evictions: int = 0
     resettled: int = 0
+    recalls: int = 0
 
 
 @dataclass
@@ -60,13 +62,15 @@ class Held:
     this_pass: Kind | None = None  # that of the pass being followed, where its scale or softcap is another
     held: list[list[Tokens]] = field(default_factory=list)
     written: list[int] = field(default_factory=list)
+    memory: list[Memory] = field(default_factory=list)  # of each row, where evicted tokens are recalled
     has_evicted: bool = False
     is_close: bool = False  # whether rounding may have decided where a token was merged
     is_last: bool = True  # whether a step is the last of its pass: values in others are not seen
     is_seen: bool = True  # whether what the cache held after this step is known
     is_doubtful: bool = False  # whether rounding may have decided what went between two tokens of a pass
     expected: list[list[list[int]]] | None = None  # positions that the cache holds after the pass being followed
-    noted: list[list[list[list[int]]]] = field(default_factory=list)  # those that it held after each step of it
+    noted: list[Noted] = field(default_factory=list)  # after each step of it
+    seen: Noted | None = None  # after the step being followed
     find: Callable[[int, int, Tokens, int], list[int]] | None = None
     """Which of a row's and list's tokens at one position the cache holds: their indices, given how many."""
 
@@ -99,10 +103,26 @@ class Held:
         lists = kind.kv_heads if self.rules.policy.per_head else 1
         self.held = [[[] for _ in range(lists)] for _ in range(self.batch)]
         self.written = [0] * self.batch
+        self.forget_memory()
 
     def is_over(self, tokens: Tokens) -> bool:
         budget = self.rules.budget
         return budget is not None and len(tokens) > budget
+
+    @property
+    def recalls(self) -> bool:
+        """Whether it reads evicted tokens again: not where its model does not see so far back."""
+        return self.configured.recall > 0 and self.kind is not None and self.kind.sliding_window is None
+
+    def remembered(self, row: int) -> int:
+        """Tokens of a row that may ever be recalled."""
+        return self.memory[row].tokens if self.memory else 0
+
+    def forget_memory(self) -> None:
+        """Remember no token of any row."""
+        assert self.kind is not None
+        none = np.zeros((self.kind.kv_heads, 0, 0))
+        self.memory = [Memory(np.zeros(0, dtype=np.int64), *[none] * 6)] * self.batch if self.recalls else []
 
     def reader(self, row: int) -> Reader | None:
         """How attention reads tokens: the first and the newest of a row are exact; None where none are."""
@@ -120,11 +140,19 @@ class Held:
         self, row: int, positions: Sequence[int], keys: Array, values: Array, coded: tuple[Array, Array]
     ) -> list[Tokens]:
         """New tokens for each list, out of (heads, tokens, channels)."""
-        lists, first = len(self.held[row]), self.written[row]
+        lists, first, start = len(self.held[row]), self.written[row], self.remembered(row)
         heads = [slice(None)] if lists == 1 else [slice(head, head + 1) for head in range(lists)]
         return [
             [
-                Token(first + at, position, coded[0][own, at], coded[1][own, at], keys[own, at], values[own, at])
+                Token(
+                    first + at,
+                    position,
+                    coded[0][own, at],
+                    coded[1][own, at],
+                    keys[own, at],
+                    values[own, at],
+                    place_in_store=start + at if self.recalls else -1,
+                )
                 for at, position in enumerate(positions)
             ]
             for own in heads
@@ -140,31 +168,6 @@ class Held:
         keys, values = self.codec(self.index, *states)
         return keys[0, heads, 0], values[0, heads, 0]
 
-    def attend(
-        self, queries: Array, new: Tokens, tokens: Tokens, row: int, own: slice, mode: Mode
-    ) -> tuple[Array, Array]:
-        """What queries (heads, group, n, head_dim) of the `new` tokens read, and the mass that they give."""
-        kind, rules = self.this_pass or self.kind, self.rules
-        assert kind is not None
-        held, asked = np.array([t.position for t in tokens]), np.array([t.position for t in new])
-        apart = asked[:, None] - held[None]
-        seen = apart >= 0
-        if kind.sliding_window is not None:
-            seen &= apart < kind.sliding_window
-        keeps_newest = rules.policy.name == "recent" and rules.merge is None and not self.is_whole_window
-        if keeps_newest and rules.budget is not None:
-            # The sinks and the newest, as if each token had come by itself.
-            seen &= (apart < rules.budget - rules.sinks + 1) | (held < rules.sinks)[None]
-        keys, values = stacked(tokens, self.reader(row))
-        counts = sinks = None
-        if rules.merge is not None and rules.merge.is_counted:
-            counts = np.array([token.stands_for for token in tokens])
-        if kind.sink_logits is not None:
-            sinks = np.array(kind.sink_logits).reshape(kind.kv_heads, kind.group)[own]
-        fuller = max(map(len, self.held[row])) - len(tokens)
-        distances = mode.distances(asked, held, kind, rules.budget is not None, fuller)
-        return attention(kind, queries, keys, values, distances, seen, counts, sinks)
-
     def observe_and_evict(self, record: Record) -> None:
         """After the step of `record`, whose tokens are the last of each list."""
         policy = self.rules.policy
@@ -173,7 +176,7 @@ class Held:
                 mass = record.mass[row][at]
                 if policy.has_state and mass.shape[1]:
                     states = policy.remembered(np.array([token.state for token in tokens]), mass).tolist()
-                    lists[at] = [Token(*t[:6], s, t[7]) for t, s in zip(tokens, states, strict=True)]
+                    lists[at] = [Token(*t[:6], s, *t[7:]) for t, s in zip(tokens, states, strict=True)]
                 if self.is_over(tokens):
                     lists[at] = self.evict(row, at, lists[at], record.ends[row], record.prompt_ends[row], policy)
 

@@ -1,5 +1,6 @@
 """Where the rows of the model of a cache stand, its options and the rules of its layers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -22,6 +23,16 @@ class Rules:
     store_newest: int = 0
     key_rounding: float = 2.0**-24
     mass_rounding: float = 2.0**-15
+    recall: int = 0  # tokens that a step reads again of those that were evicted
+    recall_store: str = "plain"
+    has_digests: bool = False  # whether pages may be looked at by their digests first
+
+
+class Leaf(NamedTuple):
+    """Of which layer of the model, and of which of its kv heads, one list of slots is; None: of all."""
+
+    layer: int
+    heads: tuple[int, ...] | None = None
 
 
 class RowModel(NamedTuple):
@@ -61,9 +72,14 @@ class Options:
             return MOST_WINDOW
         return max(1, min(MOST_WINDOW, (self.budget - self.sinks) // 4))
 
+    def leaf_rules(self, budgets: Sequence[int | None]) -> list[Rules]:
+        """Those of layers, or groups of heads, that keep `budgets`."""
+        shared = replace(self.rules, sinks=self.sinks, window=self.window_now, rollback=self.rollback)
+        return [replace(shared, budget=budget) for budget in budgets]
+
     @property
-    def layer_rules(self) -> Rules:
-        return replace(self.rules, budget=self.budget, sinks=self.sinks, window=self.window_now, rollback=self.rollback)
+    def is_recalling(self) -> bool:
+        return self.rules.recall > 0
 
     @property
     def is_possible(self) -> bool:

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tests.helpers.cache_model_layer import SHORT, Held, Record
+from tests.helpers.cache_model_layer import SHORT, Record
+from tests.helpers.cache_model_reads import Reader, Recalled
 from tests.helpers.cache_model_rows import Rules
 from tests.helpers.cache_model_tokens import Mode, Tokens
 
@@ -15,7 +16,7 @@ Array = NDArray[Any]
 
 
 @dataclass
-class LayerModel(Held):
+class LayerModel(Reader):
     """A layer that takes passes. `sure` counts the newest records that can be rolled back by all accounts."""
 
     records: list[Record] = field(default_factory=list)
@@ -30,7 +31,7 @@ class LayerModel(Held):
         `starts` are where rows stood before. Returns what (batch, heads, columns, head_dim) queries read, zeros for
         padding.
         """
-        kind = self.kind
+        kind, self.mode = self.kind, mode
         assert kind is not None
         columns = len(positions[0])
         is_small = columns <= SHORT and not any(self.is_over(tokens) for lists in self.held for tokens in lists)
@@ -45,14 +46,14 @@ class LayerModel(Held):
             self.expect_step(number, len(pieces))
             ends = [end + len(own) for end, own in zip(ends, chosen, strict=True)]
             until = [min(prompt, end) for prompt, end in zip(prompt_ends, ends, strict=True)]
-            self.step(grouped, keys, values, coded, positions, chosen, ends, until, mode, out, piece[0] == 0, is_small)
+            self.step(grouped, keys, values, coded, positions, chosen, ends, until, out, piece[0] == 0, is_small)
         self.remember(first, columns <= SHORT)
         return out.reshape(*queries.shape[:3], -1)
 
     def step(
         self, queries: Array, keys: Array, values: Array, coded: tuple[Array, Array],
         positions: Sequence[Sequence[int]], chosen: list[list[int]], ends: list[int], prompt_ends: list[int],
-        mode: Mode, out: Array, is_first: bool, is_small: bool,
+        out: Array, is_first: bool, is_small: bool,
     ) -> None:  # fmt: skip
         """One step with the columns `chosen` of each row, whose results go to `out`."""
         record = Record(
@@ -64,6 +65,7 @@ class LayerModel(Held):
                 states = keys[row][:, columns], values[row][:, columns]
                 pair = coded[0][row][:, columns], coded[1][row][:, columns]
                 record.new.append(self.tokens(row, [places[at] for at in columns], *states, pair))
+                self.remember_tokens(row, [places[at] for at in columns], *states)
             else:
                 record.new.append([[] for _ in self.held[row]])
             held.append([old + new for old, new in zip(self.held[row], record.new[row], strict=True)])
@@ -71,13 +73,15 @@ class LayerModel(Held):
         self.written = [was + len(own) for was, own in zip(self.written, chosen, strict=True)]
         for row, columns in enumerate(chosen):
             masses = []
+            recalled = self.recalled(row, queries[row][:, :, columns], held[row]) if columns else None
+            fullest = max(map(len, held[row])) if recalled is None else most_read(held[row], recalled)
             for at, tokens in enumerate(held[row]):
                 if not columns:
                     masses.append(np.zeros((1, 0, len(tokens))))
                     continue
                 own = slice(None) if len(held[row]) == 1 else slice(at, at + 1)
                 asked = queries[row, own][:, :, columns]
-                result, mass = self.attend(asked, record.new[row][at], tokens, row, own, mode)
+                result, mass = self.attend(asked, record.new[row][at], tokens, row, own, fullest, recalled)
                 out[row, own, :, columns] = result.transpose(2, 0, 1, 3)
                 masses.append(mass)
             record.mass.append(masses)
@@ -89,8 +93,9 @@ class LayerModel(Held):
         is_noted = len(self.noted) == steps
         self.is_last = number == steps - 1
         self.is_seen = self.is_last or is_noted
-        if is_noted:
-            self.expected = self.noted[number]
+        self.seen = self.noted[number] if is_noted else None
+        if self.seen is not None:
+            self.expected = self.seen.held
 
     def remember(self, first: int, is_short: bool) -> None:
         """Which records can still be rolled back by all accounts: the last pass, and whole passes before it."""
@@ -147,6 +152,8 @@ class LayerModel(Held):
     def roll_back(self, counts: Sequence[int], ends: Sequence[int], prompt_ends: Sequence[int]) -> None:
         """As if the newest tokens had never come; `ends` are those after it."""
         left, again = list(counts), []
+        if self.recalls:
+            self.memory = [own.cut(own.tokens - n) for own, n in zip(self.memory, counts, strict=True)]
         sure = self.records[len(self.records) - self.sure :]
         if self.is_lossless and any(n > sum(record.lengths[row] for record in sure) for row, n in enumerate(counts)):
             self.forget()
@@ -202,6 +209,12 @@ class LayerModel(Held):
         """See `cut_to`; steps before can't be rolled back."""
         self.forget()
         self.cut_to(rules, ends, prompt_ends)
+
+
+def most_read(lists: list[Tokens], recalled: list[Recalled]) -> int:
+    """The most tokens that a head of a row reads, what is recalled among them."""
+    each = lists if len(lists) > 1 else lists * len(recalled)
+    return max(len(own) + len(more[0]) for own, more in zip(each, recalled, strict=True))
 
 
 def split(record: Record, counts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:

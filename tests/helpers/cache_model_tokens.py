@@ -18,6 +18,7 @@ class Token(NamedTuple):
 
     `exact_key` and `exact_value` are those that came, where the store keeps some tokens so. `number` counts the
     tokens written to the row, and `stands_for` those that are merged into it, with itself. `state` is the policy's.
+    `place_in_store` is its number in the row's recall store, where there is one.
     """
 
     number: int
@@ -28,6 +29,7 @@ class Token(NamedTuple):
     exact_value: Array
     state: float = 0.0
     stands_for: int = 1
+    place_in_store: int = -1
 
 
 Tokens = list[Token]  # in the order in which they were written; never changed, only replaced
@@ -58,6 +60,11 @@ class Mode:
     def __str__(self) -> str:
         numbers = [str(number) for number in (self.first, self.second) if number]
         return f"{self.name}({', '.join(numbers)})" if numbers else self.name
+
+    @property
+    def reads_ranks(self) -> bool:
+        """Whether a key's rank among those held may decide."""
+        return self.name in ("compact", "auto")
 
     def distances(self, queries: Array, held: Array, kind: Kind, is_bounded: bool, fuller: int) -> Array:
         """(queries, held): at which distance each of the newest tokens reads each that is held, itself included.
@@ -152,4 +159,6 @@ def part_of(token: Token, head: int) -> Token:
     """One head of a token of all heads."""
     own = slice(head, head + 1)
     exact = token.exact_key[own], token.exact_value[own]
-    return Token(token.number, token.position, token.key[own], token.value[own], *exact)
+    return Token(
+        token.number, token.position, token.key[own], token.value[own], *exact, place_in_store=token.place_in_store
+    )

@@ -1,9 +1,9 @@
-"""Edits of a cache and its model, random sequences of all operations, and the shortest that still fails."""
+"""Edits of a cache and its model."""
 
 import copy
 import random
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,9 +11,8 @@ import torch
 from transformers import DynamicCache
 
 from tests.helpers.cache_model_layer import Difference
-from tests.helpers.cache_model_rules import MergeModel
-from tests.helpers.cache_pair import MODES, Operation, Pair, is_refused
-from tests.helpers.cache_setup import BASE, HEAD_DIM, MODELS, POLICIES, Setup
+from tests.helpers.cache_pair import MODES, Pair, is_refused
+from tests.helpers.cache_setup import BASE, HEAD_DIM, Setup
 from windlass import KVCache, prompt_cache
 
 
@@ -92,6 +91,8 @@ class Run(Pair):
         return None
 
     def do_divide(self, a: int, b: int, c: int, d: int) -> bool | None:
+        if self.setup.recall and self.model.mode.reads_ranks:
+            return False
         start, end = self.span(b, c)
         by, row = 1 + a % 3, self.row(d)
         model = self.model
@@ -113,9 +114,13 @@ class Run(Pair):
     def do_reset(self, a: int, b: int, c: int, d: int) -> None:
         self.reset()
 
-    def do_mode(self, a: int, b: int, c: int, d: int) -> None:
-        self.cache.positions = str(MODES[b % len(MODES)])
-        self.model.mode = MODES[b % len(MODES)]
+    def do_mode(self, a: int, b: int, c: int, d: int) -> bool | None:
+        """Another mode. At ranks, tokens that share a position change places once some are recalled: see docs."""
+        mode = MODES[b % len(MODES)]
+        if self.setup.recall and self.model.has_ties and mode.reads_ranks:
+            return False
+        self.cache.positions, self.model.mode = str(mode), mode
+        return None
 
     def do_compress(self, a: int, b: int, c: int, d: int) -> None:
         longest = max((len(own) for layer in self.model.layers for lists in layer.held for own in lists), default=0)
@@ -125,7 +130,9 @@ class Run(Pair):
 
         def truth() -> None:
             self.expect()
-            self.model.compress(budget, window)
+            self.model.set_budget(budget, window)
+            self.take_budgets()
+            self.model.compress()
             self.adopt_merges()
 
         refused = self.model.compress_is_refused(budget, window)
@@ -161,20 +168,41 @@ class Run(Pair):
         policy, merge = draw.choice([own.policy, "recent", "key_diff"]), draw.choice([own.merge, None, None])
         budget = draw.choice([8, 12, None]) if merge is None else 9
         store = draw.choice([own.store, own.store, "plain", "int8"]) if merge is None else own.store
+        recall = own.recall if draw.random() < 0.9 else 8 - min(own.recall, 8)
+        if recall:
+            budget = budget or 8
+        recall_store = draw.choice([own.recall_store, "int4", "plain"]) if recall else "int4"
         return replace(
             own, batch=draw.choice([1, 2]), policy=policy, merge=merge, budget=budget, store=store, window=2, sinks=1,
-            mode=MODES[0],
+            mode=MODES[0], recall=recall, recall_store=recall_store, recall_in_files=own.recall_in_files and recall > 0,
+            shares=own.shares if draw.random() < 0.9 else None,
         )  # fmt: skip
 
-    def do_file(self, a: int, b: int, c: int, d: int) -> None:
-        """Saved, loaded, and gone on with."""
+    def do_adapter(self, a: int, b: int, c: int, d: int) -> bool | None:
+        """Another adapter, another scale, none, or one that is merged into the weights."""
+        return None if self.setup.has_adapters and self.setup.adapted.change(b) else False
+
+    def do_file(self, a: int, b: int, c: int, d: int) -> bool | None:
+        """Saved, loaded, and gone on with. With other adapters than it was saved with it must not be loaded."""
         with tempfile.TemporaryDirectory() as folder:
-            prompt_cache.save(self.cache, Path(folder, "cache"), self.setup.its_model)
-            self.cache = prompt_cache.load(Path(folder, "cache"), self.setup.its_model)
+            path = Path(folder, "cache")
+            prompt_cache.save(self.cache, path, self.setup.its_model)
+            if self.setup.has_adapters and c % 2:
+                before = self.setup.adapted.state
+                self.setup.adapted.change(b)
+                after = self.setup.adapted.state
+                if is_refused(lambda: prompt_cache.load(path, self.setup.its_model)):
+                    if after == before:
+                        raise Difference("a file is refused with the adapters that it was saved with")
+                    return None
+                if after.weights != before.weights:
+                    raise Difference(f"a file of {before} is loaded with {after}")
+            self.cache = prompt_cache.load(path, self.setup.its_model, recall_folder=self.setup.recall_folder)
         if any(row.ids is None for row in self.model.rows):  # a file has the ids of all rows, or of none
             self.model.rows = [row._replace(ids=None) for row in self.model.rows]
         for layer in self.model.layers:
             layer.forget()
+        return None
 
     def do_twin(self, a: int, b: int, c: int, d: int) -> None:
         """A copy, gone on with in place of the first, which is written to as well."""
@@ -194,14 +222,12 @@ class Run(Pair):
             source.update(self.rotated(at, keys), values, at)
         self.cache = KVCache.from_rotated(self.setup.its_model, source, self.cache.options)
         self.model.reset()
-        self.model.take_over(
-            [(keys.double().numpy(), values.double().numpy()) for _, keys, values in states], self.kinds, batch, tokens
-        )
+        self.model.take_over([(keys, values) for _, keys, values in self.arrays(states)], self.kinds, batch, tokens)
         return None
 
     def rotated(self, layer: int, keys: torch.Tensor) -> torch.Tensor:
         """Keys (batch, kv_heads, tokens, head_dim) of positions 0, 1, 2, ... as the model rotates them."""
-        if self.kinds[layer].angles is None:
+        if self.setup.rotaries()[layer] is None:
             return keys
         pairs = HEAD_DIM // 2
         at = torch.arange(keys.shape[2], dtype=torch.float64)[:, None]
@@ -209,91 +235,3 @@ class Run(Pair):
         first, second = keys.double().split(pairs, -1)
         cos, sin = angles.cos(), angles.sin()
         return torch.cat((first * cos - second * sin, second * cos + first * sin), -1).float()
-
-
-WEIGHTS = {
-    "decode": 40, "draft": 6, "prompt": 3, "rollback": 16, "interrupt": 4, "drop": 7, "keep": 1.5, "shift": 7,
-    "divide": 3, "copy": 3, "select": 2, "reset": 0.4, "mode": 4, "compress": 2, "splice": 1.5, "file": 0.5, "twin": 1,
-    "import": 0.7, "model": 2,
-}  # fmt: skip
-
-
-def random_setup(draw: random.Random) -> Setup:
-    """A pair of any kind."""
-    store = draw.choice(["plain"] * 6 + ["int8", "int4", "int4(sinks=2, newest=5)", "int8(newest=4)"])
-    budget = draw.choice([None, 8, 9, 12, 12, 20])
-    merge = None
-    if budget is not None and "(" not in store and draw.random() < 0.25:
-        merge = MergeModel(
-            draw.choice(["mean_count", "mean", "sum", "pick"]),
-            draw.choice(["nearest", "next"]),
-            draw.choice([-1.0, 0.3]),
-        )
-    dtype = draw.choice(["float32"] * 4 + ["bfloat16"])
-    if merge is not None and merge.name == "sum":  # sums grow beyond what a bound in bfloat16 could say
-        dtype = "float32"
-    return Setup(
-        model=draw.choice(["plain", "plain", "windowed", *MODELS]),
-        dtype=dtype,
-        batch=draw.choice([1, 1, 2, 2, 3]),
-        budget=budget,
-        policy=draw.choice(list(POLICIES)),
-        sinks=draw.choice([0, 1, 2]),
-        window=draw.choice([None, 1, 3, 5]),
-        chunk=draw.choice([1, 20, 64]),
-        rollback=draw.choice([0, 3, 16]),
-        mode=draw.choice(MODES),
-        store=store,
-        merge=merge,
-        softcap=draw.choice([None, None, 1.5]),
-        has_sink_logits=draw.random() < 0.2,
-        repeats=draw.random() < 0.2,
-        trained_length=draw.choice([4096, 13, 23, 60]),
-    )
-
-
-def random_operations(draw: random.Random, count: int) -> list[Operation]:
-    names = draw.choices(list(WEIGHTS), list(WEIGHTS.values()), k=count)
-    numbers = ([draw.randrange(2**20) for _ in range(4)] for _ in names)
-    return [(name, a, b, c, d) for name, (a, b, c, d) in zip(["prompt", *names], numbers, strict=False)]
-
-
-def first_difference(setup: Setup, operations: Sequence[Operation]) -> tuple[int, str] | None:
-    """The index of the operation after which cache and model differ, and how; None where they never do."""
-    run = Run(setup)
-    for at, operation in enumerate(operations):
-        try:
-            run.apply(operation)
-        except Difference as difference:
-            return at, str(difference)
-    return None
-
-
-def shortest(setup: Setup, operations: Sequence[Operation]) -> list[Operation]:
-    """A sequence that fails, and no longer does so when any one operation is left out."""
-    found = first_difference(setup, operations)
-    assert found is not None, "a sequence that does not fail"
-    left = list(operations[: found[0] + 1])
-    size = max(1, len(left) // 2)
-    while True:
-        for start in range(0, len(left), size):
-            fewer = left[:start] + left[start + size :]
-            found = first_difference(setup, fewer)
-            if found is not None:
-                left = fewer[: found[0] + 1]
-                break
-        else:
-            if size == 1:
-                return left
-            size = max(1, size // 2)
-
-
-def sequences(seed: int) -> Iterator[tuple[int, Setup, list[Operation]]]:
-    """Random sequences without end, each with the seed that gives it again."""
-    for number in range(seed, 2**62):
-        yield (number, *sequence(number))
-
-
-def sequence(seed: int) -> tuple[Setup, list[Operation]]:
-    draw = random.Random(seed)
-    return random_setup(draw), random_operations(draw, draw.choice([20, 60, 150]))

@@ -1,6 +1,7 @@
 """A cache and its model side by side: each operation is done by both, then all that can be seen is compared."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,11 @@ from torch import Tensor
 
 from tests.helpers.cache_compared import Compared
 from tests.helpers.cache_model_layer import Difference
-from tests.helpers.cache_model_tokens import Kind, Mode
+from tests.helpers.cache_model_tokens import Mode
 from tests.helpers.cache_setup import GROUP, HEAD_DIM, KV_HEADS
 from tests.helpers.interrupts import interrupted_at
-from windlass import UsageError
 from windlass.cache.decode_kernel import PlannedStep
+from windlass.core.errors import PromptCacheError, UsageError
 from windlass.core.step import AttentionCall
 
 Array = NDArray[Any]
@@ -88,7 +89,7 @@ class Pair(Compared):
         """Queries, keys and values of each layer, made up."""
         batch, random = self.cache.batch_size, np.random.default_rng(seed)
         result = []
-        for _ in self.kinds:
+        for _ in self.calls:
             numbers = random.standard_normal((batch, KV_HEADS * (GROUP + 2), columns, HEAD_DIM), dtype=np.float32)
             if self.setup.repeats:
                 words = np.random.default_rng(1).standard_normal((5, KV_HEADS, HEAD_DIM), dtype=np.float32)
@@ -159,9 +160,8 @@ class Pair(Compared):
     ) -> None:  # fmt: skip
         """Let the model take the same pass, and compare what each layer read."""
         self.expect()
-        arrays = [tuple(each.double().numpy() for each in own) for own in states]
-        truths = self.model.pass_of(mask, ids, self.kinds, arrays)  # type: ignore[arg-type]  # three each
-        for at, (out, truth) in enumerate(zip(outs, truths, strict=True)):
+        truths = self.model.pass_of(mask, ids, self.kinds, self.arrays(states))
+        for at, ((out,), truth) in enumerate(zip(self.split([(out,) for out in outs]), truths, strict=True)):
             apart = np.abs(out.double().numpy() - truth)
             worst = float(apart.max(initial=0.0))
             layer = self.model.layers[at]
@@ -171,6 +171,10 @@ class Pair(Compared):
                 raise Difference(f"layer {at} reads off by {worst:.2g} at (row, head, column, channel) {place}")
             layer.is_doubtful = False
         self.adopt_merges()
+
+    def arrays(self, states: Sequence[tuple[Tensor, ...]]) -> list[tuple[Array, Array, Array]]:
+        """Queries, keys and values, as the model takes them."""
+        return [tuple(each.double().numpy() for each in own) for own in self.split(states)]  # type: ignore[misc]  # three
 
     def bound(self, columns: int, truth: Array, layer: int) -> float:
         """How far rounding may take what is read.
@@ -197,10 +201,7 @@ class Pair(Compared):
             assert not is_done, "an interrupt that did not come"
         elif not interrupted_at(1 + d % 400, lambda: self.run(mask, columns, states, ids)):
             self.expect()
-            self.model.pass_of(
-                mask, ids.tolist(), self.kinds,
-                [tuple(each.double().numpy() for each in own) for own in states],  # type: ignore[misc]  # three each
-            )  # fmt: skip
+            self.model.pass_of(mask, ids.tolist(), self.kinds, self.arrays(states))
             self.adopt_merges()
             return None
         self.model.interrupted()
@@ -229,24 +230,43 @@ class Pair(Compared):
         self.cache.keep_decoded = noted_decode  # type: ignore[method-assign]  # likewise
         try:
             with torch.no_grad(), self.noting():
-                self.setup.its_model(ids, attention_mask=torch.tensor(mask).long(), past_key_values=self.cache)
+                logits = self.setup.its_model(
+                    input_ids=ids, attention_mask=torch.tensor(mask).long(), past_key_values=self.cache
+                ).logits
         finally:
             del self.cache.attend, self.cache.keep_decoded
-        for layer, (_, _, call) in zip(self.model.layers, fed, strict=True):
-            layer.this_pass = Kind(
-                KV_HEADS, GROUP, call.scale, call.sliding_window, call.softcap, None, self.kinds[layer.index].angles,
-                self.setup.trained_length,
-            )  # fmt: skip
+        for layer, leaf, kind in zip(self.model.layers, self.model.leaves, self.kinds, strict=True):
+            call = fed[leaf.layer][2]
+            layer.this_pass = replace(
+                kind, scale=call.scale, sliding_window=call.sliding_window, softcap=call.softcap, sink_logits=None
+            )
         self.follow(mask, ids.tolist(), [states for states, _, _ in fed], [out for _, out, _ in fed])
         for layer in self.model.layers:
             layer.this_pass = None
+        self.compare_model(mask, ids, logits, fed)
         return None
+
+    def compare_model(
+        self, mask: list[list[bool]], ids: Tensor, logits: Tensor, fed: Sequence[tuple[tuple[Tensor, ...], Tensor, Any]]
+    ) -> None:
+        """All but attention: what a plain model of the same adapters makes of what attention gave."""
+        is_token = torch.tensor(mask)
+        truth, replayed = self.setup.twin.read(ids, [out for _, out, _ in fed])
+        pairs = [("logits", logits[is_token], truth[is_token])]
+        for at, ((states, _, _), own) in enumerate(zip(fed, replayed, strict=True)):
+            for name, ours, theirs in zip(("queries", "keys", "values"), states, own[:3], strict=True):
+                mine, its = (each.transpose(1, 2)[is_token] for each in (ours, theirs))
+                pairs.append((f"{name} of layer {at}", mine, its))
+        for name, ours, theirs in pairs:
+            apart = float((ours - theirs).abs().max()) if ours.numel() else 0.0
+            if not apart <= 1e-4 * max(1.0, float(theirs.abs().max()) if theirs.numel() else 0.0):
+                raise Difference(f"{name} are off by {apart:.2g}")
 
 
 def is_refused(work: Callable[[], object]) -> bool:
     try:
         work()
-    except UsageError:
+    except (UsageError, PromptCacheError):
         return True
     return False
 

@@ -1,5 +1,6 @@
 """What a cache and its model are made of, side by side: tiny models, policies, stores, as plain data."""
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
@@ -10,17 +11,18 @@ from numpy.typing import NDArray
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 import windlass
+from tests.helpers.cache_adapters import Adapted, Twin
 from tests.helpers.cache_model import CacheModel
-from tests.helpers.cache_model_rows import Options, Rules
+from tests.helpers.cache_model_rows import Leaf, Options, Rules
 from tests.helpers.cache_model_rules import MergeModel, PolicyModel
 from tests.helpers.cache_model_tokens import Kind, Mode
-from windlass import H2O, TOVA, KeyDiff, KeyNorm, Policy, Random, Recent, SnapKV
+from windlass import H2O, TOVA, KeyDiff, KeyNorm, Policy, Random, Recent, Shares, SnapKV
 from windlass.cache.options import CacheOptions
 from windlass.hf.attach import attached
 from windlass.stores.spec import store_of
 
 Array = NDArray[Any]
-KV_HEADS, GROUP, HEAD_DIM = 2, 3, 4
+KV_HEADS, GROUP, HEAD_DIM = 3, 2, 4
 BASE = 64.0  # whose frequencies, 1 and 1/8, a model in bfloat16 holds exactly
 WINDOW = 7
 
@@ -46,7 +48,12 @@ MODELS: dict[str, tuple[str, dict[str, object]]] = {
 
 @cache
 def model_of(name: str, dtype: str = "float32", trained_length: int = 4096) -> PreTrainedModel:
-    """A tiny attached model; only its shape is used, its passes are made up."""
+    """A tiny attached model. Most passes are made up, and only its shape is used."""
+    return windlass.attach(unbound_model(name, dtype, trained_length))
+
+
+def unbound_model(name: str, dtype: str, trained_length: int) -> PreTrainedModel:
+    """The same one each time, not attached."""
     kind, options = MODELS[name]
     sizes: dict[str, object] = {
         "vocab_size": 31, "hidden_size": KV_HEADS * GROUP * HEAD_DIM, "intermediate_size": 10,
@@ -57,8 +64,19 @@ def model_of(name: str, dtype: str = "float32", trained_length: int = 4096) -> P
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**sizes, **options}))
-    model: PreTrainedModel = windlass.attach(made.eval().to(getattr(torch, dtype)))
+    model: PreTrainedModel = made.eval().to(getattr(torch, dtype))
     return model
+
+
+@cache
+def twin_of(name: str, dtype: str, trained_length: int) -> Twin:
+    return Twin(unbound_model(name, dtype, trained_length))
+
+
+@cache
+def adapted(name: str, dtype: str, trained_length: int) -> Adapted:
+    """One of each kind: what sequences change, its `reset` takes back."""
+    return Adapted(unbound_model(name, dtype, trained_length))
 
 
 @cache
@@ -89,6 +107,12 @@ class Setup:
     has_sink_logits: bool = False
     repeats: bool = False  # keys of few kinds, as of few words
     trained_length: int = 4096
+    recall: int = 0
+    recall_store: str = "int4"
+    recall_in_files: bool = False
+    candidates: int = 256  # pages whose tokens are looked at
+    shares: tuple[tuple[float, ...], ...] | None = None  # of the heads of each layer
+    has_adapters: bool = False
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -98,29 +122,51 @@ class Setup:
     def options(self) -> CacheOptions:
         return CacheOptions(
             self.budget, POLICIES[self.policy][0], self.sinks, self.window, self.chunk, str(self.mode), self.batch,
-            self.rollback, self.store, None if self.merge is None else str(self.merge),
+            self.rollback, self.store, None if self.merge is None else str(self.merge), self.recall, self.recall_store,
+            self.recall_folder, None if self.shares is None else Shares(self.shares),
         )  # fmt: skip
 
     @property
+    def recall_folder(self) -> str | None:
+        return tempfile.gettempdir() if self.recall_in_files else None
+
+    def leaves(self) -> list[Leaf]:
+        """Heads of one layer with one share lie together; alone where all have one."""
+        found = []
+        for layer in range(len(windows_of(self.model))):
+            own = (1.0,) if self.shares is None else self.shares[layer]
+            groups = [tuple(head for head, share in enumerate(own) if share == one) for one in dict.fromkeys(own)]
+            found += [Leaf(layer, None)] if len(groups) == 1 else [Leaf(layer, heads) for heads in groups]
+        return found
+
+    @property
     def its_model(self) -> PreTrainedModel:
-        return model_of(self.model, self.dtype, self.trained_length)
+        kind = self.model, self.dtype, self.trained_length
+        return adapted(*kind).model if self.has_adapters else model_of(*kind)
+
+    @property
+    def twin(self) -> Twin:
+        """The model that is not attached."""
+        kind = self.model, self.dtype, self.trained_length
+        return adapted(*kind).twin if self.has_adapters else twin_of(*kind)
+
+    @property
+    def adapted(self) -> Adapted:
+        return adapted(self.model, self.dtype, self.trained_length)
 
     def kinds(self) -> list[Kind]:
         angles = tuple(BASE ** (-2 * pair / HEAD_DIM) for pair in range(HEAD_DIM // 2))
-        sinks = tuple(0.3 * head - 1 for head in range(KV_HEADS * GROUP)) if self.has_sink_logits else None
-        return [
-            Kind(
-                KV_HEADS,
-                GROUP,
-                0.4,
-                window,
-                self.softcap,
-                sinks,
-                None if rotary is None else angles,
-                self.trained_length,
-            )
-            for window, rotary in zip(windows_of(self.model), self.rotaries(), strict=True)
-        ]
+        windows, rotaries, kinds = windows_of(self.model), self.rotaries(), []
+        for layer, heads in self.leaves():
+            own = range(KV_HEADS) if heads is None else heads
+            sinks = tuple(0.3 * (head * GROUP + at) - 1 for head in own for at in range(GROUP))
+            kinds.append(
+                Kind(
+                    len(own), GROUP, 0.4, windows[layer], self.softcap, sinks if self.has_sink_logits else None,
+                    None if rotaries[layer] is None else angles, self.trained_length,
+                )
+            )  # fmt: skip
+        return kinds
 
     def rotaries(self) -> list[Any]:
         return attached(self.its_model).rotaries
@@ -132,28 +178,32 @@ class Setup:
         rules = Rules(
             POLICIES[self.policy][1], self.merge, None, 0, 0, 0, ring.sinks, ring.newest,
             2.0**-9 if is_coarse and self.store != "plain" else 2.0**-24, 0.06 if is_coarse else 3e-5,
+            self.recall, self.recall_store, self.candidates < 256,
         )  # fmt: skip
         options = Options(self.budget, self.sinks, self.window, self.rollback, rules)
-        return CacheModel(options, len(windows_of(self.model)), self.batch, self.codec(), self.mode)
+        recall_codec = self.codec(self.recall_store) if self.recall else None
+        return CacheModel(options, self.leaves(), self.batch, self.codec(self.store), recall_codec, self.mode)
 
-    def codec(self) -> Callable[[int, Array, Array], tuple[Array, Array]]:
-        """What the store gives back of keys and values (batch, kv_heads, tokens, channels)."""
-        dtype = self.torch_dtype
-        if self.store == "plain":
+    def codec(self, store: str) -> Callable[[int, Array, Array], tuple[Array, Array]]:
+        """What a store gives back of a leaf's keys and values (batch, kv_heads, tokens, channels)."""
+        dtype, leaves = self.torch_dtype, self.leaves()
+        if store == "plain":
             if self.dtype == "float32":
                 return lambda _, keys, values: (keys, values)
             return lambda _, keys, values: (rounded(keys, dtype), rounded(values, dtype))
         made: dict[int, Any] = {}
 
-        def coded(layer: int, keys: Array, values: Array) -> tuple[Array, Array]:
+        def coded(leaf: int, keys: Array, values: Array) -> tuple[Array, Array]:
             tensors = torch.from_numpy(keys).to(dtype), torch.from_numpy(values).to(dtype)
-            if layer not in made:
-                means = attached(self.its_model).key_means
-                made[layer] = store_of(self.store).fresh(None if means is None else means[layer])
-                made[layer]._constants = made[layer].make_constants(tensors[0])
-            made[layer]._parts = made[layer].encode(*tensors)
-            made[layer].full_precision.tensors = {}
-            packed = made[layer].packed_keys(), made[layer].packed_values()
+            if leaf not in made:
+                every, (layer, heads) = attached(self.its_model).key_means, leaves[leaf]
+                means = None if every is None else every[layer]
+                if means is not None and heads is not None:
+                    means = means[list(heads)]
+                made[leaf] = store_of(store).fresh(means)
+                made[leaf]._constants = made[leaf].make_constants(tensors[0])
+            its = made[leaf].over(made[leaf].encode(*tensors))
+            packed = its.packed_keys(), its.packed_values()
             return packed[0].floats().double().numpy(), packed[1].floats().double().numpy()
 
         return coded
