@@ -1,7 +1,7 @@
 """An engine that stands still where a test says, and a server over it."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -75,10 +75,10 @@ class Told(Service):
         self._scheduler, self.limits, self.options = scheduler, scheduler.limits, scheduler.options
         self.submitted, self.cancelled = 0, 0
 
-    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
-        ticket = self._scheduler.submit(request, notify)
-        self.submitted += 1
-        return ticket
+    def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Ticket]:
+        tickets = self._scheduler.submit_all(requests, notify)
+        self.submitted += len(tickets)
+        return tickets
 
     def cancel(self, ticket: Ticket) -> None:
         self._scheduler.cancel(ticket)

@@ -4,7 +4,7 @@ import json
 import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache
@@ -72,7 +72,10 @@ class ScriptedService(Service):
         self._cancels: dict[int, threading.Event] = {}
         self.cancelled: dict[int, float] = {}
 
-    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
+    def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Ticket]:
+        return [self._taken(request, notify) for request in requests]
+
+    def _taken(self, request: Request, notify: Callable[[], None] | None) -> Ticket:
         if not self.is_alive:
             raise EngineDeadError("the engine has stopped after 3 errors in a row")
         if self.is_full:

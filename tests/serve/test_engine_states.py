@@ -36,21 +36,6 @@ def test_a_full_queue(served: Served, path: str, is_streamed: bool) -> None:
     assert ask(served.port, path, asked(path)).status == 200
 
 
-def test_a_queue_that_fills_in_the_middle_of_a_request(served: Served) -> None:
-    """The texts that were taken already are cancelled: an answer has all of them, or is none."""
-    service = served.service
-    service.script = events(None)
-    before = service.submit
-
-    def full_after_two(request: Any, notify: Any = None) -> Any:
-        service.is_full = len(service.requests) >= 2
-        return before(request, notify)
-
-    service.submit = full_after_two  # type: ignore[method-assign]
-    assert ask(served.port, ROUTES[1], complete(n=4)).status == 429
-    assert {*service.cancelled} == {1, 2}
-
-
 @pytest.mark.parametrize("path", ROUTES)
 def test_a_dead_engine(served: Served, path: str) -> None:
     served.service.is_alive = False

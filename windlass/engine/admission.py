@@ -1,6 +1,7 @@
-"""Requests that wait for a row."""
+"""Requests that wait for a row, and those that have one."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Final
 
 from transformers import PreTrainedModel
@@ -18,36 +19,89 @@ RETRY_SECONDS: Final = 1.0
 
 
 class Admission:
-    """The queue, in the order of arrival. Its limits are counted when a request arrives."""
+    """Requests without a row, in the order of arrival in `tickets`, and those with one.
 
-    def __init__(self, limits: EngineLimits) -> None:
-        self._limits = limits
+    A request counts as queued where the free rows of its kind are too few for it and those before it. The limits of the
+    queue are checked when a request arrives. A row is free from the moment its request is over or cancelled, though
+    the engine clears it a turn later. Not safe in several threads: the scheduler calls it under a lock.
+    """
+
+    def __init__(self, limits: EngineLimits, kinds: Sequence[CacheOptions]) -> None:
+        self._limits, self._kinds = limits, kinds
         self.tickets: list[Ticket] = []
+        self._with_row: list[Ticket] = []
+        self._kinds_of: dict[int, int] = {}  # by number: where the rows of a request are in `_rows`
 
     @property
     def tokens(self) -> int:
-        """Of all prompts that wait."""
-        return sum(len(ticket.request.prompt) for ticket in self.tickets)
+        """Tokens of all prompts without a row."""
+        return _tokens(self.tickets)
 
-    def add(self, ticket: Ticket) -> None:
-        """Let it wait. Raises: QueueFullError."""
-        limits, tokens = self._limits, self.tokens + len(ticket.request.prompt)
-        if len(self.tickets) >= limits.queue:
-            raise QueueFullError(f"{limits.queue} requests wait, and no more may; try again later", RETRY_SECONDS)
-        if self.tickets and tokens > limits.queued_tokens:
+    def add(self, tickets: Sequence[Ticket]) -> None:
+        """Let all of these wait, or none. Raises: QueueFullError; UsageError for more than can ever wait."""
+        limits, before = self._limits, self._queued(self.tickets, self._kinds_of)
+        kinds = {each.number: self._kind(each.request) for each in tickets}
+        for kind, count in Counter(kinds.values()).items():
+            rows = self._rows[kind]
+            if count > rows + limits.queue:
+                raise UsageError(
+                    f"the request asks for {count} texts at once, and {rows} rows and a queue of {limits.queue} take "
+                    f"{rows + limits.queue}; lower n, or send fewer prompts"
+                )
+        kinds |= self._kinds_of
+        queued = self._queued([*self.tickets, *tickets], kinds)
+        if len(queued) > max(limits.queue, len(before)):
             raise QueueFullError(
-                f"{self.tokens} tokens of prompts wait, and at most {limits.queued_tokens} may; try again later",
+                f"no row is free, and {limits.queue} requests wait, which is the most; try again later", RETRY_SECONDS
+            )
+        if before and _tokens(queued) > max(limits.queued_tokens, _tokens(before)):
+            raise QueueFullError(
+                f"{_tokens(before)} tokens of prompts wait, and at most {limits.queued_tokens} may; try again later",
                 RETRY_SECONDS,
             )
-        self.tickets.append(ticket)
+        self.tickets += tickets
+        self._kinds_of = kinds
+
+    def begin(self, ticket: Ticket) -> None:
+        """Give a request a row."""
+        self.tickets.remove(ticket)
+        self._with_row.append(ticket)
 
     def remove(self, ticket: Ticket) -> None:
-        """It has a row, or nobody waits for it."""
-        self.tickets.remove(ticket)
+        """Forget a request that is over, with a row or without."""
+        (self.tickets if ticket in self.tickets else self._with_row).remove(ticket)
+        self._kinds_of.pop(ticket.number, None)
 
     def clear(self) -> None:
-        """Nobody waits any more."""
-        self.tickets.clear()
+        """Forget all requests without a row."""
+        for ticket in list(self.tickets):
+            self.remove(ticket)
+
+    @property
+    def _rows(self) -> list[int]:
+        """Rows of each kind, and caches that requests with options of their own may have."""
+        return [*(kind.batch for kind in self._kinds), self._limits.alone]
+
+    def _kind(self, request: Request) -> int:
+        """The place of a request's rows in `_rows`."""
+        kinds = enumerate(self._kinds)
+        return next((at for at, kind in kinds if is_alike(kind, request.options)), len(self._kinds))
+
+    def _queued(self, tickets: Sequence[Ticket], kinds: Mapping[int, int]) -> list[Ticket]:
+        """Those of `tickets` for which no row is free; `kinds` are those of all tickets, by number."""
+        free, queued = self._rows, list[Ticket]()
+        for ticket in self._with_row:
+            free[kinds[ticket.number]] -= not ticket.is_gone
+        for ticket in [each for each in tickets if not each.is_gone]:
+            kind = kinds[ticket.number]
+            free[kind] -= 1
+            if free[kind] < 0:
+                queued.append(ticket)
+        return queued
+
+
+def _tokens(tickets: Sequence[Ticket]) -> int:
+    return sum(len(ticket.request.prompt) for ticket in tickets)
 
 
 def check_request(

@@ -168,6 +168,8 @@ class Ticket:
         self._notify, self._events = notify, deque[tuple[float, Event]]()
         self._changed = Condition()
         self._is_over = False
+        self.is_cancelled = False
+        """Whether nobody waits for its events any more."""
 
     def put(self, event: Event) -> None:
         """Give out an event; after the last one, nothing."""
@@ -194,6 +196,11 @@ class Ticket:
     def is_over(self) -> bool:
         """Whether the last event was given out."""
         return self._is_over
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its row is free again, or will be before the engine's next turn."""
+        return self._is_over or self.is_cancelled
 
     @property
     def waiting(self) -> tuple[int, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -14,6 +15,7 @@ from windlass.cache.rules import GROWTH, LayerRules
 from windlass.cache.slot_layer import SlotLayer
 from windlass.core.step import HEADROOM, PROMPT
 from windlass.engine.feed import feed, feed_tokens
+from windlass.engine.status import EngineLimits
 from windlass.hf.kv_cache import KVCache
 from windlass.policies.interfaces import OneShot
 from windlass.policies.wrapper import find, scoring_chunk
@@ -87,6 +89,14 @@ class RowBytes:
             slots = most if budget is None else budget + room
             total += each.of_slot * (max(slots, most if is_whole else 0) + each.rules.recall_room)
         return total
+
+
+def most_held(rows: Sequence[RowBytes], counts: Sequence[int], limits: EngineLimits, kept: int) -> int:
+    """The most bytes of an engine with `counts` of these kinds of rows, beside `kept` bytes for reuse."""
+    longest = limits.prompt_tokens + limits.max_tokens
+    writing = sum(count * each.writing(longest) for count, each in zip(counts, rows, strict=True))
+    reading = min(limits.reading, sum(counts)) * max(each.prompt(longest, has_parts=kept > 0) for each in rows)
+    return writing + reading + limits.alone * limits.alone_bytes + kept
 
 
 def replace_batch(options: CacheOptions, batch: int = 1) -> CacheOptions:

@@ -27,7 +27,7 @@ from windlass.engine.guard import Guard
 from windlass.engine.kept import KeptCaches, Stored, Wanted
 from windlass.engine.lane import Lane
 from windlass.engine.request import Failed, Request, Ticket
-from windlass.engine.row_bytes import RowBytes, replace_batch
+from windlass.engine.row_bytes import RowBytes, most_held, replace_batch
 from windlass.engine.service import Service, Watcher
 from windlass.engine.sizes import Sizes
 from windlass.engine.snapshots import Snapshots
@@ -69,7 +69,7 @@ class Scheduler(Service):
         self._lockstep = Lockstep.of(self._lanes[0].cache)
         self._tasks: list[Task] = []
         self._reading = deque[Task]()
-        self._waiting = Admission(self.limits)
+        self._waiting = Admission(self.limits, kinds)
         self._snapshots, self._totals = Snapshots(KeptCaches(reuse_bytes), disk), Totals()
         self._changed, self._cancelled = Condition(), set[int]()
         self._guard, self._number = Guard(self._totals, self._lockstep is not None), 0
@@ -85,15 +85,8 @@ class Scheduler(Service):
     @property
     def bytes_limit(self) -> int:
         """The most that `EngineStatus.bytes_held` can be: rows, prompts that are read, and what is kept for reuse."""
-        longest = self.limits.prompt_tokens + self.limits.max_tokens
-        rows = sum(
-            lane.options.batch * each.writing(longest) for lane, each in zip(self._lanes, self.row_bytes, strict=True)
-        )
-        count = sum(lane.options.batch for lane in self._lanes)
-        has_parts = self._snapshots.kept.limit > 0
-        most = max(each.prompt(longest, has_parts) for each in self.row_bytes)
-        reading = min(self.limits.reading, count) * most
-        return rows + reading + self.limits.alone * self.limits.alone_bytes + self._snapshots.kept.limit
+        counts = [lane.options.batch for lane in self._lanes]
+        return most_held(self.row_bytes, counts, self.limits, self._snapshots.kept.limit)
 
     @property
     def kinds(self) -> Sequence[CacheOptions]:
@@ -108,22 +101,24 @@ class Scheduler(Service):
         """Return once the engine's thread has ended."""
         self._thread.join()
 
-    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
+    def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Ticket]:
         kinds = [lane.options for lane in self._lanes]
-        check_request(request, self.limits, self._model, kinds, self._snapshots.kept.limit)
-        check_across_ranks(request.options, self._lanes[0].cache.heads)
+        for request in requests:
+            check_request(request, self.limits, self._model, kinds, self._snapshots.kept.limit)
+            check_across_ranks(request.options, self._lanes[0].cache.heads)
         with self._changed:
             if self._is_dead or self._stops_at is not None:
                 raise EngineDeadError("the engine has stopped; start the server again")
-            self._number += 1
-            ticket = Ticket(self._number, request, notify)
-            self._waiting.add(ticket)
+            tickets = [Ticket(self._number + at, each, notify) for at, each in enumerate(requests, 1)]
+            self._waiting.add(tickets)
+            self._number += len(tickets)
             self._changed.notify_all()
-        return ticket
+        return tickets
 
     def cancel(self, ticket: Ticket) -> None:
         with self._changed:
             if not ticket.is_over:
+                ticket.is_cancelled = True
                 self._cancelled.add(ticket.number)
                 self._changed.notify_all()
 
@@ -241,6 +236,8 @@ class Scheduler(Service):
                 task = Task(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
                 self._tasks.append(task)
                 self._reading.append(task)
+                with self._changed:
+                    self._waiting.begin(ticket)
             except Exception as error:
                 is_ours = not isinstance(error, WindlassError)
                 if is_ours and self._lockstep is not None:
@@ -251,8 +248,8 @@ class Scheduler(Service):
                 ticket.put(Failed(f"the engine failed: {type(error).__name__}" if is_ours else str(error), is_ours))
                 if lane is not None and row is not None:
                     lane.give_back(row)
-            with self._changed:
-                self._waiting.remove(ticket)
+                with self._changed:
+                    self._waiting.remove(ticket)
 
     def _lane_for(self, request: Request) -> Lane | None:
         """The lane of such requests, or one for this one; None while no more of these may be. Raises: WindlassError."""
@@ -274,6 +271,8 @@ class Scheduler(Service):
                 self._reading.remove(task)
             if not task.lane.is_alone:
                 task.lane.release(task.row)
+            with self._changed:
+                self._waiting.remove(task.ticket)
 
     def _end(self, why: str) -> None:
         with self._changed:

@@ -33,9 +33,13 @@ class Service(ABC):
         """Of all rows there are: each kind once, that of the fewest bytes first."""
         return (self.options,)
 
-    @abstractmethod
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
-        """Take a request. Its events come to the ticket, `notify` is called after each, by the engine's thread.
+        """Take one request; see `submit_all`."""
+        return self.submit_all([request], notify)[0]
+
+    @abstractmethod
+    def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Ticket]:
+        """Take all of these requests, or none; after each event of a ticket the engine's thread calls `notify`.
 
         Raises: UsageError for a prompt or options that cannot be served, saying what can; QueueFullError;
         EngineDeadError.

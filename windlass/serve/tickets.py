@@ -33,20 +33,16 @@ class Tickets:
         self._is_cancelled = False
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Hand the requests to the engine. Raises: ApiError where one is not taken; the others are then cancelled."""
+        """Hand the requests to the engine. Raises: ApiError where they are not taken."""
         if not self._gate.is_open:
             raise stopping()
         try:
-            for request in requests:
-                self._tickets.append(self._service.submit(request, self._notify))
+            self._tickets = self._service.submit_all(requests, self._notify)
         except QueueFullError as error:
-            self.cancel()
             raise of_queue(error) from error
         except EngineDeadError as error:
-            self.cancel()
             raise of_death(error) from error
         except UsageError as error:
-            self.cancel()
             raise of_usage(error) from error
 
     def cancel(self) -> None:
