@@ -1,6 +1,7 @@
 """A prompt that begins as another one did is read from there, and nothing else changes."""
 
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -61,6 +62,50 @@ def test_a_hit_equals_a_miss_bit_by_bit(attached_model: Models, text: Text, poli
             assert all(
                 own.table.state[name][is_held].equal(other.table.state[name][is_held]) for name in own.table.state
             )
+
+
+@pytest.mark.parametrize("policy", STREAMING, ids=repr)
+@pytest.mark.parametrize("lengths", [(9, 5, 3), (4, 30, 1), (21, 2, 17)])
+def test_the_end_of_each_message_is_kept(
+    attached_model: Models, text: Text, policy: Policy, lengths: tuple[int, int, int]
+) -> None:
+    """A prompt that begins with so many messages of an earlier one is read from the end of the last of them on."""
+    model, options = attached_model("llama"), options_of(policy=policy)
+    ids, other = rows_of(text, 80, 40)
+    ends = tuple(accumulate(lengths))
+    snapshots = Snapshots(KeptCaches(1 << 30))
+    read(model, ids[: ends[-1] + 2], snapshots, options=options, ends=ends)
+    for end in ends:
+        prompt, own = ids[:end] + other, (*(each for each in ends if each <= end), end + 7)
+        hit = read(model, prompt, snapshots, options=options, ends=own)
+        miss = read(model, prompt, Snapshots(KeptCaches(0)), options=options, ends=own)
+        assert hit.cached == end
+        assert hit.logits is not None
+        assert miss.logits is not None
+        assert hit.logits.equal(miss.logits)
+    again = read(model, ids[: ends[-1] + 2], snapshots, options=options, ends=ends)
+    assert again.cached == ends[-1]
+
+
+def test_a_prompt_that_was_read_in_other_passes_is_read_again(attached_model: Models, text: Text) -> None:
+    """After an eviction its state is another."""
+    model, (ids,) = attached_model("llama"), rows_of(text, 60)
+    snapshots = Snapshots(KeptCaches(1 << 30))
+    read(model, ids, snapshots, ends=(20, 45))
+    assert read(model, ids[:45] + ids, snapshots).cached == 0
+    assert read(model, ids[:45] + ids, snapshots, ends=(20,)).cached == 20
+
+
+@pytest.mark.parametrize("length", [1, 5, 12])
+def test_a_whole_prompt_within_a_chunk_is_read_once(
+    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, length: int
+) -> None:
+    model, (ids,) = attached_model("llama"), rows_of(text, length)
+    with running(model, tokenizer, reuse_bytes=1 << 20) as engine:
+        first, again = (_taken(engine, ids) for _ in range(2))
+        assert first[0] == again[0]
+        assert (first[1].usage.cached, again[1].usage.cached) == (0, length)
+        assert engine.status().bytes_held <= engine.status().bytes_limit
 
 
 def test_where_prompts_part_is_kept_when_it_is_seen_again(attached_model: Models, text: Text) -> None:

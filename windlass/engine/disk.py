@@ -117,9 +117,9 @@ class DiskTier:
     def _bytes(self) -> int:
         return sum(each.bytes for each in self._files.values())
 
-    def id_of(self, key: Key, tokens: tuple[int, ...]) -> str:
-        """What a cache of these tokens is called."""
-        return self._ids(key, tokens, [len(tokens)])[0]
+    def id_of(self, key: Key, tokens: tuple[int, ...], passes: tuple[int, ...]) -> str:
+        """What a cache of these tokens, which were read in these passes, is called."""
+        return self._ids(key, tokens, passes, [len(tokens)])[0]
 
     def is_pending(self, kept: Kept) -> bool:
         """Whether a cache is still to be written."""
@@ -142,15 +142,17 @@ class DiskTier:
         shelf = self._hash("shelf", owner_of(key.tenant), key.name)
         with self._changed:
             lengths = {each.tokens for each in self._files.values() if each.shelf == shelf}
-        fitting = sorted(each for each in lengths if beyond < each < len(prompt))
-        for length, number in reversed([*zip(fitting, self._ids(key, prompt, fitting), strict=True)]):
+        passes = request.pass_ends
+        fitting = [each for each in passes[:-1] if each > beyond and each in lengths]
+        for length, number in reversed([*zip(fitting, self._ids(key, prompt, passes, fitting), strict=True)]):
             with self._changed:
                 file = self._files.get(number)
             if file is None:
                 continue
             cache = self._loaded(file, request, prompt[:length])
             if cache is not None:
-                return Kept(key, prompt[:length], cache, cache.bytes_held, number)
+                read = tuple(each for each in passes if each <= length)
+                return Kept(key, prompt[:length], cache, cache.bytes_held, read, number=number)
         return None
 
     def stored(self, wanted: Wanted) -> list[Stored]:
@@ -264,12 +266,14 @@ class DiskTier:
     def _hash(self, *said: str) -> str:
         return hmac.new(self._salt, json.dumps(said).encode(), hashlib.sha256).hexdigest()[:16]
 
-    def _ids(self, key: Key, tokens: tuple[int, ...], lengths: list[int]) -> list[str]:
-        """What caches of the first tokens are called, for `lengths` that rise."""
+    def _ids(self, key: Key, tokens: tuple[int, ...], passes: tuple[int, ...], lengths: list[int]) -> list[str]:
+        """What caches of the first tokens are called, for `lengths` that rise, read in passes that end at `passes`."""
         said = ["cache", self._model_hash, key.kind, key.tenant, key.name, key.labels]
         digest, ids, at = hmac.new(self._salt, json.dumps(said).encode() + b"\n", hashlib.sha256), [], 0
+        ends = frozenset(passes)
         for length in lengths:
-            digest.update("".join(f"{token} " for token in tokens[at:length]).encode())
+            pieces = enumerate(tokens[at:length], at + 1)
+            digest.update("".join(f"{token} {'| ' * (end in ends)}" for end, token in pieces).encode())
             ids.append(digest.copy().hexdigest()[:32])
             at = length
         return ids

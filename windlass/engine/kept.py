@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from threading import Lock
 from typing import Literal, final
 
+from torch import Tensor
+
 from windlass.cache.options import CacheOptions
 from windlass.engine.request import Request, owner_of
 from windlass.hf.kv_cache import KVCache
@@ -38,12 +40,18 @@ class Key:
 
 @dataclass(frozen=True, eq=False)
 class Kept:
-    """A cache of one row that has read `tokens`; nobody writes into it. `number` names it to its owner."""
+    """A cache of one row that has read `tokens`; nobody writes into it. `number` names it to its owner.
+
+    `passes`: where the passes ended in which a prefix was read, of which only the same ones give the same state.
+    `logits`: (vocabulary,) of the last token, where the prefix is a whole prompt.
+    """
 
     key: Key
     tokens: tuple[int, ...]
     cache: KVCache
     bytes: int
+    passes: tuple[int, ...] = ()
+    logits: Tensor | None = None
     number: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property

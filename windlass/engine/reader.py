@@ -68,24 +68,29 @@ class Reader(PromptReader):
         self._model, self.request, self._snapshots = model, request, snapshots
         is_whole = find(request.options.policy, OneShot) is not None
         kept = None if is_whole or request.scores_prompt else snapshots.longest(request)
-        super().__init__(KVCache.from_options(model, request.options) if kept is None else kept)
+        super().__init__(KVCache.from_options(model, request.options) if kept is None else kept.cache)
+        self._known_logits = None if kept is None else kept.logits
         self.is_whole = is_whole
         if request.options.budget is None:  # grows once, as its bytes were counted
             self.cache.reserve(len(request.prompt) + request.max_tokens)
+        self._pass_ends = request.pass_ends
         self._stops = frozenset[int]() if is_whole else snapshots.wanted(request)
         how = replace(PROMPT, defer_eviction=request.options.budget is not None)
         look = self._score if request.scores_prompt else None
         self._passes = whole_passes(model, self.cache, [request.prompt], how, look)
 
     def read(self) -> None:
-        prompt, chunk = self.request.prompt, self.request.options.chunk
         if self.is_done:
             raise UsageError("the prompt is read; nothing is left")
+        if self._known_logits is not None:
+            self.logits = self._known_logits
+            return
         if self.is_whole:
             self._read_whole()
             return
-        piece = list(prompt[self.done : self.done + chunk])
-        is_last = self.done + len(piece) == len(prompt)
+        stop = next(end for end in self._pass_ends if end > self.done)
+        piece = list(self.request.prompt[self.done : stop])
+        is_last = stop == len(self.request.prompt)
         columns = [*range(len(piece))] if self.request.scores_prompt else [len(piece) - 1] if is_last else []
         logits = feed(self._model, self.cache, [piece], columns, PROMPT)
         if self.request.scores_prompt:
@@ -96,8 +101,8 @@ class Reader(PromptReader):
             pack(self.cache)
         if is_last:
             self.logits = logits[0, -1]
-        elif self.done in self._stops:
-            self._snapshots.put(self.request, self.done, self.cache)
+        if self.done in self._stops:
+            self._snapshots.put(self.request, self.done, self.cache, self.logits)
 
     def _score(self, start: int, logits: Tensor) -> None:
         """Note what tokens behind `start` are given by (1, tokens, vocabulary) logits of those before them."""

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from threading import Condition
 from time import monotonic
 
@@ -58,7 +60,9 @@ class Request:
     them; nothing that was kept is then taken for what the prompt begins with. `max_tokens`: 0 writes nothing.
     `tenant`: only requests of the same one share what the engine has read before; up to its first `/` it is whose they
     are. `parts`: those of the prompt that are joined, not read in their order; None: none. `seconds`: the request fails
-    once it took longer, the time that it waited for a row included; None: when the engine says.
+    once it took longer, the time that it waited for a row included; None: when the engine says. `ends`: how many tokens
+    of the prompt stand before the end of each message, where they are known; `head`: how many its system text has, with
+    all that the chat template puts before a user's first message.
     """
 
     prompt: tuple[int, ...]
@@ -76,6 +80,20 @@ class Request:
     seconds: float | None = None
     reuse: Reuse = Reuse()
     parts: PromptParts | None = None
+    ends: tuple[int, ...] = ()
+    head: int = 0
+
+    @cached_property
+    def pass_ends(self) -> tuple[int, ...]:
+        """Where the passes over the prompt end: with each message, and after as many tokens as a chunk has.
+
+        They follow from the messages up to there alone, so that prompts which begin alike are read alike.
+        """
+        found, last = list[int](), len(self.prompt)
+        stops = [*(end for end in self.ends if end < last), last]
+        for start, stop in pairwise([0, *stops]):
+            found += [*range(start + self.options.chunk, stop, self.options.chunk), stop]
+        return tuple(found)
 
 
 def owner_of(tenant: str) -> str:

@@ -179,6 +179,8 @@ def asked_of(
             seconds=max_seconds_of(given, service.limits.seconds),
             reuse=reuse,
             parts=parts_of(given, prompt),
+            ends=prompt.ends,
+            head=prompt.head,
         )
         for at, prompt in enumerate(prompt for prompt in prompts for _ in range(choices))
     )

@@ -13,6 +13,7 @@ from typing import Any, Final
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.check import shown
+from windlass.engine.message_ends import head_tokens, message_ends, renderer
 from windlass.engine.stop import Stops, stops_of
 from windlass.engine.template_forms import rendered
 from windlass.engine.templates import has_template, without_start
@@ -36,6 +37,9 @@ class Prompt:
     ids: tuple[int, ...]
     spans: tuple[tuple[int, int], ...] = ()
     has_begun_thought: bool | None = None
+    ends: tuple[int, ...] = ()
+    """See `Request`, as of `head`."""
+    head: int = 0
 
     @classmethod
     def of(cls, texts: Sequence[tuple[int, ...]], chunks: Sequence[tuple[int, ...]]) -> "Prompt":
@@ -99,6 +103,9 @@ class Words:
             source, text = self._rendered(given, tools, variables)
             has_begun_thought = text.rstrip().endswith(OPEN) if CLOSE in source else None
             text = without_start(self.tokenizer, text)
+            render = renderer(self.tokenizer, tools, variables)
+            ends = () if chunks else message_ends(self.tokenizer, render, given, text)
+            head = head_tokens(self.tokenizer, render, given, text)
             texts = []
             for number in range(len(chunks)):
                 before, *behind = text.split(f"<{mark}-{number}>")
@@ -112,7 +119,7 @@ class Words:
                 texts.append(before)
                 text = behind[0]
             prompt = Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
-            return replace(prompt, has_begun_thought=has_begun_thought)
+            return replace(prompt, has_begun_thought=has_begun_thought, ends=ends, head=head)
 
     def reads(self, name: str) -> bool:
         """Whether the chat template reads a variable of this name."""

@@ -1,0 +1,71 @@
+"""A conversation is read on from the end of the last message that an earlier prompt had."""
+
+from itertools import pairwise
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.helpers.chats import TEMPLATE, with_template
+from tests.helpers.models import MODEL
+from tests.helpers.served_engine import engine_served
+from tests.helpers.serving import ask
+from windlass.cache.options import CacheOptions
+from windlass.engine.message_ends import message_ends, renderer
+from windlass.engine.text import encode
+from windlass.hf.load import load
+
+CHAT = "/v1/chat/completions"
+MESSAGES = [
+    {"role": "system", "content": "You answer in one word."},
+    {"role": "user", "content": "Who was sitting in the boat?"},
+    {"role": "assistant", "content": "She"},
+    {"role": "user", "content": "And who rowed it down the river, and how far, before the night had come?"},
+    {"role": "assistant", "content": "He"},
+    {"role": "user", "content": "Why?"},
+]
+REORDERED = TEMPLATE.replace("in messages", "in messages | reverse")
+REFUSES = "{% if messages[-1].role == 'system' %}{{ raise_exception('no user') }}{% endif %}" + TEMPLATE
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return load(MODEL, "float32")[0]
+
+
+@pytest.mark.parametrize(
+    ("template", "ended"), [(TEMPLATE, {0, 1, 2, 3, 4, 5}), (REFUSES, {1, 2, 3, 4, 5}), (REORDERED, {5})]
+)
+def test_ends_are_those_of_the_text_before_them(template: str, ended: set[int]) -> None:
+    tokenizer = with_template(template)
+    render = renderer(tokenizer)
+    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    text = text.removeprefix(str(tokenizer.bos_token))
+    ends = message_ends(tokenizer, render, MESSAGES, text)
+    ids = encode(tokenizer, text, is_start=True)
+    known = [encode(tokenizer, render(MESSAGES[: at + 1]), is_start=True) for at in sorted(ended)]
+    assert [ids[:end] for end in ends if end < len(ids)] == [each for each in known if each != ids]
+
+
+@pytest.mark.parametrize("budget", [400, 40])  # the whole conversation, and less
+@pytest.mark.parametrize("chunk", [512, 16])
+def test_a_turn_reads_what_is_new(model: PreTrainedModel, budget: int, chunk: int) -> None:
+    tokenizer = with_template()
+    options = CacheOptions(budget=budget, policy="key_diff", chunk=chunk)
+
+    def answers(reuse_bytes: int) -> list[tuple[str, int, int]]:
+        found = []
+        with engine_served(model, tokenizer, options, reuse_bytes=reuse_bytes) as (port, _):
+            for count in (2, 2, 4, 6):
+                given = {"messages": MESSAGES[:count], "max_tokens": 8, "temperature": 0}
+                document = ask(port, CHAT, given).document
+                took = document["usage"]
+                text = document["choices"][0]["message"]["content"]
+                found.append((text, took["prompt_tokens"], took["prompt_tokens_details"]["cached_tokens"]))
+        return found
+
+    kept, again = answers(1 << 26), answers(0)
+    assert [text for text, _, _ in kept] == [text for text, _, _ in again]
+    assert [cached for _, _, cached in again] == [0] * 4
+    start = len(encode(tokenizer, "[assistant]", is_start=False))  # of a reply, behind the last message
+    for (_, before, _), (_, _, cached) in pairwise(kept):
+        assert cached >= before - start - 1
