@@ -15,6 +15,7 @@ from windlass.engine.generate import Stream as Stream
 from windlass.engine.generate import generate as generate
 from windlass.engine.generate import prefill as prefill
 from windlass.engine.generate import stream as stream
+from windlass.engine.message_ends import system_tokens as system_tokens
 from windlass.engine.result import Result as Result
 from windlass.engine.sampling import Sampling as Sampling
 from windlass.hf import prompt_cache as prompt_cache

@@ -92,6 +92,15 @@ def test_evict_reads_scores_of_any_type_and_layout(on: torch.device, dtype: torc
     assert slots.evict(call)[0].equal(expected)
 
 
+def test_each_row_keeps_its_own_sinks(on: torch.device) -> None:
+    where = torch.stack([torch.randperm(37) for _ in range(BATCH * 3)]).view(BATCH, 3, 37).int().to(on)
+    score, sinks = where.float(), torch.tensor([14, 5], device=on)  # the first tokens are worth least
+    call = EvictionInput(score, where, torch.tensor([37, 37], device=on), 2, 3, None, 11, None, sinks)
+    assert torch.equal(where.gather(-1, reference.lowest(call)).amin((1, 2)).long(), sinks)
+    expected = reference.lowest(call).sort(-1).values
+    assert slots.evict(call)[0].equal(expected)
+
+
 @pytest.mark.parametrize("count", [1, 12, 36])
 def test_of_tokens_that_share_a_position_and_a_score_the_lower_slots_go(on: torch.device, count: int) -> None:
     where = torch.stack([torch.randint(0, 4, (37,)) for _ in range(BATCH * 3)]).view(BATCH, 3, 37).int().to(on)

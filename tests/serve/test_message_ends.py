@@ -10,7 +10,8 @@ from tests.helpers.models import MODEL
 from tests.helpers.served_engine import engine_served
 from tests.helpers.serving import ask
 from windlass.cache.options import CacheOptions
-from windlass.engine.message_ends import message_ends, renderer
+from windlass.engine.message_ends import message_ends, renderer, system_tokens
+from windlass.engine.template_forms import rendered
 from windlass.engine.text import encode
 from windlass.hf.load import load
 
@@ -37,8 +38,8 @@ def model() -> PreTrainedModel:
 )
 def test_ends_are_those_of_the_text_before_them(template: str, ended: set[int]) -> None:
     tokenizer = with_template(template)
-    render = renderer(tokenizer)
-    text = tokenizer.apply_chat_template(MESSAGES, tokenize=False, add_generation_prompt=True)
+    text, form = rendered(tokenizer, MESSAGES)
+    render = renderer(tokenizer, form)
     text = text.removeprefix(str(tokenizer.bos_token))
     ends = message_ends(tokenizer, render, MESSAGES, text)
     ids = encode(tokenizer, text, is_start=True)
@@ -69,3 +70,33 @@ def test_a_turn_reads_what_is_new(model: PreTrainedModel, budget: int, chunk: in
     start = len(encode(tokenizer, "[assistant]", is_start=False))  # of a reply, behind the last message
     for (_, before, _), (_, _, cached) in pairwise(kept):
         assert cached >= before - start - 1
+
+
+def test_the_system_text_is_kept_or_refused(model: PreTrainedModel) -> None:
+    tokenizer, system = with_template(), {"role": "system", "content": "The river is called Thames, and so it is. " * 3}
+    options = CacheOptions(budget=96, policy="recent", chunk=16, window=8, sinks="system")
+    head = system_tokens(tokenizer, [system])
+    long = {"role": "user", "content": "He was sitting in the boat. " * 40}
+    with engine_served(model, tokenizer, options) as (port, engine):
+        held = list[set[int]]()
+        before = engine._retire
+
+        def noted() -> None:
+            held.extend(
+                {*task.cache.layers[0].positions[task.index].flatten().tolist()}
+                for task in engine._tasks
+                if task.is_over
+            )
+            before()
+
+        engine._retire = noted  # type: ignore[method-assign]
+        for messages, sinks in (([system, long], head), ([long], system_tokens(tokenizer, []))):
+            answer = ask(port, CHAT, {"messages": messages, "max_tokens": 9, "temperature": 0})
+            assert answer.status == 200, answer.body
+            assert held.pop() >= {*range(max(sinks, 4))}
+        assert ask(port, "/v1/completions", {"prompt": long["content"], "max_tokens": 3}).status == 200
+        refused = ask(port, CHAT, {"messages": [system | {"content": str(long["content"])}, long]})
+        assert refused.status == 400
+        message = refused.document["error"]["message"]
+        assert "the budget of 96 tokens has room for 87" in message
+        assert str(system_tokens(tokenizer, [system | {"content": str(long["content"])}])) in message

@@ -54,6 +54,8 @@ def write_and_attend(asked: LayerStep, policy: Policy, weighed: ObservedColumns 
     view = TableView.of(table, rules, step)
     if rules.joins:
         view = view_joined(view, index, initial)
+    elif rules.visibility.reach is not None and rules.visible_in(step).reach is None and call.sees_to is None:
+        view = view.within_reach(rules)
     view = with_recalled(view, asked, queries)
     out, mass = attend(view, rules, rotary, queries, mode, call, weighed)
     return Written(index, out, of_tokens(mass, view, table), queries, initial), view
@@ -85,7 +87,7 @@ def attend(
         None,
         None,
         call.scale,
-        rules.visibility,
+        rules.visible_in(step),
         softcap=call.softcap,
         sink_logits=call.sink_logits,
         log_counts=view.log_counts,

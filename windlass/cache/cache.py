@@ -19,6 +19,7 @@ from windlass.cache.rewrite import rewrite
 from windlass.cache.rows import RowTable, check_positions
 from windlass.cache.second_pass import second_pass
 from windlass.cache.shared import attend_shared
+from windlass.cache.sinks import check_known, set_sinks
 from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.splice import splice
 from windlass.cache.state import CacheState, Text
@@ -148,6 +149,7 @@ class TextCache(CacheState):
             if positions is not None:
                 check_positions(ours, positions.to(self.device))
             step = rows.step(ours, lengths, ids, how, rows.places(ours, axes))
+        check_known(self, step.lengths)
         check_pictures(self, step)
         if step.is_rewrite:
             check_rewrite(self, step.end)
@@ -283,6 +285,7 @@ class TextCache(CacheState):
     copy = edits.copy
     splice = splice
     put_row = put_row
+    set_sinks = set_sinks
     clear_row = clear_row
     select_rows = edits.select_rows
 

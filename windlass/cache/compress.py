@@ -51,15 +51,18 @@ def budgets_apart(cache: CacheState) -> list[int | None]:
     return [None if budget == plan else budget for budget, plan in pairs]
 
 
-def shared_budgets(scores: Sequence[Scores], limits: Limits, heads: RankHeads | None = None) -> list[int]:
+def shared_budgets(
+    scores: Sequence[Scores], limits: Limits, heads: RankHeads | None = None, sinks: int | None = None
+) -> list[int]:
     """What layers keep where one ranking over all of them decides, of the budget on average.
 
     `scores` are those of each layer's tokens that may be evicted, -inf where there is none. The tokens
     of a rank, one in each row and head, stand or fall together: their mean score counts. Where several processes have
-    `heads` of the model, that is the mean over all of them: one all-reduce.
+    `heads` of the model, that is the mean over all of them: one all-reduce. `sinks`: the most of any row;
+    None: those of the limits.
     """
     assert limits.budget is not None, "a share of no budget"
-    protected = limits.sinks + limits.window
+    protected = (limits.sinks if sinks is None else sinks) + limits.window
     deepest = max(score.shape[-1] for score in scores)
     if heads is not None:
         deepest = max(heads.ranks.gathered(deepest))
@@ -102,8 +105,11 @@ def cut_to_budget(cache: CacheState) -> None:
     if one_shot is not None and one_shot.shares_budget:
         sharing = [layer for layer in cache.layers if not (layer.is_empty or layer.rules.is_whole_window)]
         sharing = [layer for layer in sharing if layer not in blind]
+        sinks = None if here.sinks is None else max(here.sinks.counts)
         budgets = (
-            shared_budgets([_contested(layer, here) for layer in sharing], cache.limits, cache.heads) if sharing else []
+            shared_budgets([_contested(layer, here) for layer in sharing], cache.limits, cache.heads, sinks)
+            if sharing
+            else []
         )
         for layer, budget in zip(sharing, budgets, strict=True):
             layer.rules = layer.rules.with_budget(budget)
@@ -144,5 +150,6 @@ def _contested(layer: SlotLayer, here: Step) -> Scores:
     slots = replace(layer.slots_at(here), state=layer.table.copied_state())
     score = scores_of(layer.policy, layer.index, slots).float()
     ends, limits = here.next_positions[:, None, None], layer.rules.limits
-    is_free = (layer.positions >= limits.sinks) & (layer.positions < ends - limits.window)
+    sinks = limits.sinks if here.sinks is None else here.sinks.per_slot
+    is_free = (layer.positions >= sinks) & (layer.positions < ends - limits.window)
     return score.nan_to_num(nan=least, posinf=most, neginf=least).masked_fill(~is_free, -torch.inf).cpu()

@@ -2,6 +2,7 @@
 
 import copy
 import operator
+from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, final
 from weakref import ReferenceType, ref
 
@@ -118,7 +119,8 @@ class DecodeKernel:
         if table.recall is not None and (recall := _recall(table, rotary, held[0], step.end)) is None:
             return None
         retention, heads = _retention(rules), table.score_heads
-        slots = DecodeSlots(*held, heads, tables, call.scale, rules.visibility, call.softcap, retention, recall)
+        visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
+        slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall)
         kernel, tensors = kernels.decode_of(slots, queries), _tensors(table, rotary)
         if kernel is None or tensors is None:
             return None
@@ -232,4 +234,4 @@ def _numbers(asked: LayerStep) -> tuple[object, ...]:
     """What else is the same in all steps that one kernel serves."""
     (queries, keys, values), call = asked.states, asked.call
     sizes = queries.shape, keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype
-    return *sizes, tuple(asked.table.state), call.scale, call.softcap
+    return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None

@@ -51,8 +51,16 @@ def evict(
     assert rules.budget is not None, "eviction without a budget"
     count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget
     order = (*rules.protected, rules.sliding_window, count)
+    row_sinks = rules.row_sinks(record.step)
     evicted, before = kernels.evict(
-        EvictionInput(score, table.positions, record.step.next_positions, *order, rules.attention_chunk)
+        EvictionInput(
+            score,
+            table.positions,
+            record.step.next_positions,
+            *order,
+            rules.attention_chunk,
+            None if row_sinks is None else row_sinks.tensor,
+        )
     )
     table.occupancy_bound = rules.budget
     record = replace(record, evicted=evicted, evicted_positions=before, evicted_count=evicted_count)
@@ -70,7 +78,7 @@ def _merged(table: SlotTable, rules: LayerRules, record: StepRecord, checkpoint:
         table.positions,
         table.state,
         ends,
-        limits.sinks,
+        limits.sinks if record.step.sinks is None else record.step.sinks.per_slot,
         limits.window,
         rules.sliding_window,
         rules.attention_chunk,

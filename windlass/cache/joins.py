@@ -43,7 +43,8 @@ def joined(table: SlotTable, rules: LayerRules, step: Step, new: NewTokens) -> N
     merge, kv_heads = rules.merge, new.keys.shape[1]
     assert merge is not None, "tokens that join without a rule of merging"
     order, back = _text_order(step.positions)
-    joins = (new.initial[ACCUMULATES] > 0) & (step.positions > rules.limits.sinks)[:, None]
+    sinks = rules.limits.sinks if step.sinks is None else step.sinks.tensor[:, None]
+    joins = (new.initial[ACCUMULATES] > 0) & (step.positions > sinks)[:, None]
     joins = _columns(joins, order)
     newest, is_held = _newest(table.positions, step.positions)
     joins[..., :1] &= is_held

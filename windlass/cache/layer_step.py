@@ -73,7 +73,7 @@ class LayerStep(NamedTuple):
     def given(self, is_observed: bool, is_evicting: bool = False, released: Released = ()) -> DecodeInput:
         """What a kernel is given."""
         (queries, keys, values), table, step = self.states, self.table, self.step
-        recall = table.recall
+        recall, sinks = table.recall, self.rules.row_sinks(step)
         return DecodeInput(
             queries,
             keys,
@@ -87,6 +87,7 @@ class LayerStep(NamedTuple):
             released=released,
             remembered=None if recall is None else torch.tensor(recall.lengths),
             is_recalling=self.is_recalling,
+            row_sinks=None if sinks is None else sinks.tensor,
         )
 
     def remembered(self) -> dict[str, Tensor]:

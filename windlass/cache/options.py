@@ -9,7 +9,7 @@ from windlass.cache.recall_options import DEFAULT_RECALL_STORE, recall_folder_of
 from windlass.cache.shares import Shares
 from windlass.cache.shares_file import shares_of
 from windlass.core.errors import UsageError
-from windlass.core.limits import DEFAULT_SINKS, check_limits, default_window
+from windlass.core.limits import DEFAULT_SINKS, SYSTEM, check_limits, default_window
 from windlass.core.spec import AUTO, NO_MERGE, NO_RECALL, NO_SHARES
 from windlass.core.step import Limits
 from windlass.merge import Merge, merge_of
@@ -35,7 +35,7 @@ class CacheOptions:
 
     budget: int | None
     policy: Policy
-    sinks: int
+    sinks: int | str
     window: int | None
     chunk: int
     positions: PositionMode
@@ -52,7 +52,7 @@ class CacheOptions:
         self,
         budget: int | None = None,
         policy: str | Policy | None = AUTO,
-        sinks: int = DEFAULT_SINKS,
+        sinks: int | str = DEFAULT_SINKS,
         window: int | None = None,
         chunk: int = 512,
         positions: str | PositionMode = AUTO,
@@ -87,9 +87,13 @@ class CacheOptions:
 
     @property
     def limits(self) -> Limits:
-        """What every layer is told; where no window is given, it is a quarter of what the sinks leave, at most 64."""
-        window = default_window(self.budget, self.sinks) if self.window is None else self.window
-        return Limits(self.budget, self.sinks, window, self.chunk, self.rollback, self.recall)
+        """What every layer is told; where no window is given, it is a quarter of what the sinks leave, at most 64.
+
+        Sinks are the least number of them where each row has those of its system text.
+        """
+        sinks = DEFAULT_SINKS if self.sinks == SYSTEM else int(self.sinks)
+        window = default_window(self.budget, sinks) if self.window is None else self.window
+        return Limits(self.budget, sinks, window, self.chunk, self.rollback, self.recall)
 
     def labels(self) -> dict[str, int | str | None]:
         """The options that decide what a cache keeps and how it is read, as every row of results has them."""

@@ -18,7 +18,8 @@ class Row:
     are all that can be rolled back. `prompts` are the ranges [start, end) of positions that came in passes of
     several tokens, drafts aside. The first `known_ids` of `ids` are the tokens fed, edits aside; None where any came
     without ids. `padding` tells which of the columns were no tokens. `pictures` are those of the text, dropped ones
-    included: the text after them goes on at places that differ from its positions.
+    included: the text after them goes on at places that differ from its positions. The first `sinks` positions are
+    never evicted; None: as many as the cache's options say.
     """
 
     tokens_seen: int = 0
@@ -30,6 +31,7 @@ class Row:
     known_ids: int = 0
     padding: Padding = ()
     pictures: tuple[Picture, ...] = ()
+    sinks: int | None = None
 
     @property
     def tokens(self) -> list[int] | None:
@@ -43,7 +45,7 @@ class Row:
     @property
     def _key(self) -> tuple[object, ...]:
         counts = self.tokens_seen, self.next_position, self.columns, self.since_edit
-        return *counts, self.prompts, self.tokens, self.pictures
+        return *counts, self.prompts, self.tokens, self.pictures, self.sinks
 
     @property
     def offset(self) -> int:
@@ -80,6 +82,7 @@ class Row:
             self.known_ids,
             self.padding if tokens == columns else extended(self.padding, self.columns, columns, is_token),
             self.pictures,
+            self.sinks,
         )
 
     def told(self, ids: Sequence[int] | None) -> Row:

@@ -11,10 +11,11 @@ from torch import Tensor
 
 from windlass.cache.row import Row
 from windlass.core.errors import UsageError
+from windlass.core.limits import DEFAULT_SINKS
 from windlass.core.places import Picture, Places, places_of_axes
 from windlass.core.rotary_index import EMPTY
 from windlass.core.shapes import QueryPositions, TokenIds, TokenMask
-from windlass.core.step import Pass, Step
+from windlass.core.step import Pass, RowSinks, Step
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,13 @@ class RowTable:
     def prompt_ends(self) -> list[int]:
         """Per row, one past the last position that came in a step of several tokens."""
         return [row.prompt_end for row in self.rows]
+
+    def sinks(self, device: torch.device) -> RowSinks | None:
+        """How many first positions each row never evicts; None: no row has a number of its own."""
+        if all(row.sinks is None for row in self.rows):
+            return None
+        counts = tuple(DEFAULT_SINKS if row.sinks is None else row.sinks for row in self.rows)
+        return RowSinks(counts, torch.tensor(counts, device=device))
 
     @property
     def prompts(self) -> list[tuple[tuple[int, int], ...]]:
@@ -120,6 +128,7 @@ class RowTable:
             drafts=max(min(how.drafts, positions.shape[1] - 1), 0),
             is_prompt=how.is_prompt or not any(self.tokens_seen),
             places=places,
+            sinks=self.sinks(device),
         )
         if not any(step.prompt_lengths):
             return step
@@ -209,6 +218,7 @@ class RowTable:
             "tokens": None,
             "since_edit": [row.since_edit for row in self.rows],
             "pictures": [[list(picture) for picture in row.pictures] for row in self.rows],
+            "sinks": [row.sinks or 0 for row in self.rows],
         }
 
     @classmethod
@@ -229,6 +239,7 @@ class RowTable:
                     0 if tokens is None else len(tokens[row]),
                     None,
                     tuple(Picture(*each) for each in told["pictures"][row]),
+                    told["sinks"][row] or None,
                 )
                 for row, seen in enumerate(told["tokens_seen"])
             )

@@ -9,7 +9,7 @@ from typing import Final
 from windlass.cache.recall import TOKEN_INDEX
 from windlass.core.attention import Visibility, most_visible
 from windlass.core.places import PLACES
-from windlass.core.step import HEADROOM, AttentionCall, Limits
+from windlass.core.step import HEADROOM, AttentionCall, Limits, RowSinks, Step
 from windlass.merge import Merge
 from windlass.policies.base import ACCUMULATES, Policy
 from windlass.policies.recent import Recent
@@ -119,6 +119,18 @@ class LayerRules:
     def protected(self) -> tuple[int, int]:
         """Sinks and newest tokens that are never evicted; of a whole window all is needed by the next token."""
         return (0, 0) if self.is_whole_window else (self.limits.sinks, self.limits.window)
+
+    def row_sinks(self, step: Step) -> RowSinks | None:
+        """Sinks of each row, where `protected` does not tell those of all."""
+        return None if self.is_whole_window else step.sinks
+
+    def visible_in(self, step: Step) -> Visibility:
+        """`visibility` with the sinks of a step's rows. Where rows differ, no reach: `seen_until` tells it."""
+        visible, sinks = self.visibility, step.sinks
+        if sinks is None or visible.reach is None or self.budget is None:
+            return visible
+        count, *others = {*sinks.counts}
+        return replace(visible, reach=None if others else self.budget - count + 1, sinks=0 if others else count)
 
     @cached_property
     def visibility(self) -> Visibility:

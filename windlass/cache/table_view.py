@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 
 from windlass.cache.rules import LayerRules
 from windlass.cache.slot_table import SlotTable
+from windlass.core.limits import MAX_NUMBER
 from windlass.core.packed import PackedStates
 from windlass.core.places import SlotPlaces
 from windlass.core.shapes import IndexKeys, Scores, SlotPositions
@@ -43,6 +44,14 @@ class TableView:
     def counted(self) -> int:
         """Tokens of the fullest row and head; asks the device."""
         return int((self.positions >= 0).sum(-1).max())
+
+    def within_reach(self, rules: LayerRules) -> TableView:
+        """With the last query that sees each slot, in rows of different sinks that keep these and the newest tokens."""
+        assert self.step.sinks is not None, "rows that are alike"
+        assert rules.budget is not None, "a reach without a budget"
+        sinks, positions = self.step.sinks.per_slot, self.positions
+        until = (positions + rules.budget - sinks).where(positions >= sinks, MAX_NUMBER)
+        return replace(self, seen_until=until.to(positions.dtype))
 
     def kept(self) -> TableView:
         """The same for the rest of the pass, whatever is written and evicted in it. Merges have to be undone first.

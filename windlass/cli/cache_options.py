@@ -4,9 +4,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
+from typer import BadParameter, Option
 
 from windlass.cli import complete
+from windlass.core.limits import SYSTEM
 
 Budget = Annotated[
     int | None,
@@ -14,7 +15,25 @@ Budget = Annotated[
         "--budget", "--max-kv-size", envvar="WINDLASS_BUDGET", help="Most tokens that a layer keeps; by default all."
     ),
 ]
-Sinks = Annotated[int | None, Option("--sinks", help="First tokens, never evicted; by default 4.")]
+
+
+def sinks_of(typed: str) -> int | str:
+    """A number of sinks, or `system`. Raises: BadParameter."""
+    try:
+        return typed if typed == SYSTEM else int(typed)
+    except ValueError:
+        raise BadParameter(f"{typed!r} is neither a whole number nor {SYSTEM!r}") from None
+
+
+Sinks = Annotated[
+    Any,  # a parser's own type: a number, or `system`
+    Option(
+        "--sinks",
+        metavar="INTEGER",
+        parser=sinks_of,
+        help="First tokens, never evicted; system: those of the system text. By default 4, in `serve` system.",
+    ),
+]
 Window = Annotated[
     int | None, Option("--window", help="Newest tokens, never evicted; by default a quarter of the budget, at most 64.")
 ]

@@ -10,7 +10,7 @@ from windlass.cli.chat_file import SavedChat
 from windlass.cli.choices import Choices
 from windlass.cli.conversation import Conversation, Turn
 from windlass.cli.journal import Journal
-from windlass.cli.session import Session, write
+from windlass.cli.session import Session, keep_system, write
 from windlass.cli.terminal import Bar, note, per_s, speeds
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import check_writable, replacing
@@ -19,6 +19,7 @@ from windlass.engine import generate as engine
 from windlass.engine.generate import Stream
 from windlass.engine.result import Result
 from windlass.engine.sampling import Sampling
+from windlass.engine.templates import of_system
 from windlass.hf import prompt_cache
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
@@ -216,6 +217,7 @@ class Dialogue:
                 self.cache.reset()
         elif held != wanted[: len(held)]:
             self.cache.reset()
+        keep_system(self.cache, self.session.tokenizer, of_system(self.conversation.system))
         rest = wanted[len(self._held()) :]
         if rest:
             with Bar("reading again", len(rest)) as bar:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final, get_type_hints
 
 from windlass.cache.options import CacheOptions
-from windlass.cli.cache_options import CacheArguments
+from windlass.cli.cache_options import CacheArguments, sinks_of
 from windlass.core.close_names import did_you_mean
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.limits import MAX_NUMBER
@@ -48,5 +48,8 @@ def _parsers() -> dict[str, Callable[[str], Any]]:
     """How each value is read: the number of rows, and all that the command line asks of a cache."""
     found: dict[str, Callable[[str], Any]] = {"rows": int_parser(f"{KIND} rows", 1, MOST_ROWS)}
     for name, kind in get_type_hints(CacheArguments).items():
+        if name == "sinks":
+            found[name] = sinks_of
+            continue
         found[name] = int_parser(f"{KIND} {name}", 0, MAX_NUMBER) if kind == int | None else str
     return found

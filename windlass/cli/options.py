@@ -15,6 +15,9 @@ PromptCache = Annotated[
 ]
 PromptCacheOut = Annotated[Path | None, Option("--prompt-cache", metavar="FILE", help="The file to write.")]
 Conversation = Annotated[Path | None, Option("--load", metavar="FILE", help="Go on with what /save wrote there.")]
+KeepsSystem = Annotated[
+    bool, Option("--keep-system", help="Never evict the system text and the head of the chat template.")
+]
 HasHistory = Annotated[
     bool, Option("--history/--no-history", envvar="WINDLASS_HISTORY", help="Keep lines and unfinished conversations.")
 ]
@@ -144,6 +147,7 @@ class ChatArguments:
 
     conversation: Conversation = None
     has_history: HasHistory = True
+    keeps_system: KeepsSystem = False
 
 
 @dataclass(frozen=True)

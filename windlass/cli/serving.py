@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from typer import Option
 
@@ -17,6 +17,7 @@ from windlass.cli.given import the_model
 from windlass.cli.loading import loading
 from windlass.cli.ray_options import LOCAL, RayAddress, RayArguments, check_ray
 from windlass.core.errors import UsageError
+from windlass.core.limits import SYSTEM
 from windlass.core.spec import parse_bytes
 
 if TYPE_CHECKING:
@@ -189,7 +190,7 @@ def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "Se
     from windlass.engine.status import EngineLimits
     from windlass.serve.run import ServeOptions
 
-    first = {"budget": BUDGET} | limits.given()
+    first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits.given()
     options, kinds = CacheOptions(**first), kinds_of(asked.kinds or (), first)
     engine = EngineLimits(
         queue=asked.queue, max_tokens=asked.max_tokens, prompt_tokens=asked.max_prompt, seconds=asked.max_seconds

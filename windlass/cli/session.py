@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from pathlib import Path
@@ -19,9 +19,11 @@ from windlass.cli.recording import recording
 from windlass.cli.signals import as_interrupts
 from windlass.cli.terminal import Bar, note, say, speeds
 from windlass.core.errors import UsageError
+from windlass.core.limits import SYSTEM
 from windlass.engine import generate as engine
 from windlass.engine import templates
 from windlass.engine.generate import Stream
+from windlass.engine.message_ends import system_tokens
 from windlass.engine.result import Result
 from windlass.engine.sampling import Sampling
 from windlass.hf import prompt_cache
@@ -157,6 +159,7 @@ def fed(session: Session, prompt: str, asked: Asked) -> str:
     system, tokenizer = asked.system, session.tokenizer
     if asked.is_raw and system is not None:
         raise UsageError("--system is a message of the chat template, which --raw leaves out; give one of them")
+    keep_system(session.cache, tokenizer, None if asked.is_raw else templates.of_system(system))
     if asked.is_raw or (system is None and not templates.has_template(tokenizer)):
         return prompt
     opened = [*templates.of_system(system), templates.message("user", prompt)]
@@ -173,6 +176,19 @@ def fed(session: Session, prompt: str, asked: Asked) -> str:
         return templates.opening(tokenizer, opened)
     earlier = [templates.message("user", ""), templates.message("assistant", "")]
     return templates.following(tokenizer, [*earlier, *opened], ended_with)
+
+
+def keep_system(
+    cache: KVCache, tokenizer: PreTrainedTokenizerBase, messages: Sequence[templates.Message] | None
+) -> None:
+    """Let an empty cache that asks for it never evict the head of a text with these messages of the system.
+
+    `messages`: None where no template is used. Raises: UsageError for a head that the budget has no room for.
+    """
+    if cache.options.sinks != SYSTEM or any(cache.tokens_seen):
+        return
+    has_head = messages is not None and templates.has_template(tokenizer)
+    cache.set_sinks(system_tokens(tokenizer, messages) if has_head and messages is not None else 0)
 
 
 def _each(stream: Stream, write_frame: Callable[[], None]) -> Iterator[str]:

@@ -3,6 +3,8 @@
 Torch and transformers are imported when a command runs.
 """
 
+from dataclasses import replace
+
 from windlass.cli import options as take
 from windlass.cli import parallel
 from windlass.cli import text_options as text
@@ -12,6 +14,7 @@ from windlass.cli.given import file_of_info, model_and_prompt, the_model
 from windlass.cli.loading import loading
 from windlass.cli.view_command import Record
 from windlass.core.errors import UsageError
+from windlass.core.limits import SYSTEM
 
 
 @expanded
@@ -87,6 +90,10 @@ def chat(
     from windlass.engine.sampling import Sampling
 
     how = Sampling(**vars(sampling))
+    if kept.keeps_system:
+        if limits.sinks is not None:
+            raise UsageError(f"--keep-system keeps the system text, and --sinks {limits.sinks} a number; use one")
+        limits = replace(limits, sinks=SYSTEM)
     checks.check_session(
         model, load, limits if prompt_cache is None else as_typed(limits, unset), prompt_cache, max_tokens
     )

@@ -104,9 +104,10 @@ class Mass:
 class EvictionInput:
     """One call of `evict`: free `count` slots of each row and head, those of the lowest `score`.
 
-    The first `sinks` tokens of the text and the newest `window` tokens before `next_positions` (the position
-    of each row's next token) come last, whatever their score. Tokens that no later query sees, because of the
-    model's own `sliding_window` or `attention_chunk` (None: there is none), come first.
+    The first `sinks` tokens of the text and the newest `window` tokens before `next_positions` (the position of each
+    row's next token) come last, whatever their score; `row_sinks` are the `sinks` of each row, where these differ.
+    Tokens that no later query sees, because of the model's own `sliding_window` or `attention_chunk` (None: there is
+    none), come first.
     """
 
     score: Scores
@@ -117,3 +118,4 @@ class EvictionInput:
     sliding_window: int | None
     count: int
     attention_chunk: int | None = None
+    row_sinks: RowCounts | None = None

@@ -81,6 +81,7 @@ class DecodeInput:
     evicts the lowest of its tokens; `next_positions` are of after the step. `released`: pairs of slots and positions
     that an earlier step gave as `evicted`; they are free after this one. `remembered`: tokens of each row in the recall
     store, which the new one is added to. `is_recalling`: whether the best pages of it are read beside the slots.
+    `row_sinks`: see `EvictionInput`.
     """
 
     queries: Queries
@@ -95,6 +96,7 @@ class DecodeInput:
     released: Sequence[tuple[SlotIndex, SlotIndex]] = ()
     remembered: RowCounts | None = None
     is_recalling: bool = False
+    row_sinks: RowCounts | None = None
 
 
 class DecodeOutput(NamedTuple):

@@ -8,6 +8,8 @@ from windlass.core.errors import UsageError
 
 MAX_NUMBER: Final = 2**30  # positions are 32-bit
 DEFAULT_SINKS: Final = 4
+SYSTEM: Final = "system"
+"""In the place of a number of sinks: the tokens of each row's system text."""
 PAGE: Final = 8
 """Tokens that are recalled together: neighbours in the order in which they were written."""
 MAX_DEFAULT_WINDOW: Final = 64
@@ -28,10 +30,15 @@ LEAST = {  # the last three are those of position modes and stores
 def check_limits(options: Mapping[str, object]) -> dict[str, int | None]:
     """The numbers of a cache out of its `options`, by name, as ints of Python; `budget` and `window` may be None.
 
+    Sinks that are those of a system text are no number, and are left out.
+
     Raises: UsageError for what is no whole number or out of its range, a budget without room for `sinks` and
     `window`, or tokens to recall that are no whole pages.
     """
-    numbers = {name: _checked(name, options[name]) for name in LEAST if name in options}
+    if isinstance(options.get("sinks"), str) and options["sinks"] != SYSTEM:
+        raise UsageError(f"sinks must be a whole number from 0, or {SYSTEM!r}; got {options['sinks']!r}")
+    names = [name for name in LEAST if name in options and not (name == "sinks" and options[name] == SYSTEM)]
+    numbers = {name: _checked(name, options[name]) for name in names}
     budget, sinks, window = (numbers.get(name) for name in ("budget", "sinks", "window"))
     sinks = DEFAULT_SINKS if sinks is None else sinks
     if window is None:

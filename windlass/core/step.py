@@ -33,8 +33,21 @@ def no_inference_mode(function: Callable[Arguments, Result]) -> Callable[Argumen
 
 
 @dataclass(frozen=True)
+class RowSinks:
+    """How many of its first positions each row never evicts, on the host and on the device."""
+
+    counts: tuple[int, ...]
+    tensor: RowCounts
+
+    @property
+    def per_slot(self) -> Tensor:
+        """(batch, 1, 1), beside the positions of slots."""
+        return self.tensor[:, None, None]
+
+
+@dataclass(frozen=True)
 class Limits:
-    """What the cache asks of every layer; see `KVCache`."""
+    """What the cache asks of every layer; see `KVCache`. A step may have other `sinks` for each row."""
 
     budget: int | None
     sinks: int
@@ -74,6 +87,8 @@ class Step:
     """Where the tokens are read, in a text with pictures; None: at their positions."""
     is_rewrite: bool = False
     """Whether its tokens are part of the text already, and are written over what layers hold at their positions."""
+    sinks: RowSinks | None = None
+    """Those of each row; None: all rows have those of the limits."""
 
     @cached_property
     def known_places(self) -> Places:
@@ -138,6 +153,7 @@ class Step:
                     highest[last],
                     None if self.ids is None else self.ids[:, start:stop],
                     places=None if self.places is None else self.places.columns(start, stop),
+                    sinks=self.sinks,
                 )
             )
             start, before = stop, told[last]

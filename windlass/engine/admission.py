@@ -7,12 +7,14 @@ from typing import Final
 from transformers import PreTrainedModel
 
 from windlass.cache.options import CacheOptions
+from windlass.cache.sinks import check_fits
 from windlass.core.errors import UsageError
 from windlass.engine.lane import is_alike, shares_budget
 from windlass.engine.parts_check import check_parts
 from windlass.engine.request import Request, Ticket
 from windlass.engine.row_bytes import RowBytes
 from windlass.engine.status import EngineLimits, QueueFullError
+from windlass.hf.attach import attached
 from windlass.hf.forward import vocabulary_of
 
 RETRY_SECONDS: Final = 1.0
@@ -127,6 +129,7 @@ def check_request(
     if not limits.alone and not any(is_alike(kind, request.options) for kind in kinds):
         told = "; ".join(str(kind.labels()) for kind in kinds)
         raise UsageError(f"no row has these options, {request.options.labels()}; take one of: {told}")
+    check_fits(request.head, request.options, len(attached(model).rotaries))
     if request.parts is not None:
         check_parts(request.parts, len(prompt), request.options, kept_bytes)
 

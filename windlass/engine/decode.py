@@ -122,6 +122,7 @@ class Decoder:
         self._ends = rows.next_positions
         self._next = torch.tensor(self._ends, device=device)
         self._prompt_ends = torch.tensor(rows.prompt_ends, device=device)
+        self._sinks = rows.sinks(device)
         self._is_active = torch.tensor(self._active, device=device)
         self._captured_end = 0  # the captured step is valid for positions below this
         self._warm_key: GraphKey | None = None
@@ -160,6 +161,7 @@ class Decoder:
             graph_headroom=headroom,
             is_captured=is_captured,
             places=self._cache.rows.places(positions),
+            sinks=self._sinks,
         )
         columns = [] if is_last else [0]
         logits = forward(self._model, ids, None, self._cache, columns, Pass(step, tokens))

@@ -38,6 +38,7 @@ def feed_tokens(model: PreTrainedModel, cache: KVCache, tokens: Mapping[int, int
         torch.tensor(rows.prompt_ends, device=device),
         max(rows.next_positions) + 1,
         ids,
+        sinks=rows.sinks(device),
     )
     return forward(model, ids, None, cache, [0], Pass(step, each))[:, 0]
 

@@ -11,6 +11,7 @@ from typing import Literal, final
 from torch import Tensor
 
 from windlass.cache.options import CacheOptions
+from windlass.core.limits import SYSTEM
 from windlass.engine.request import Request, owner_of
 from windlass.hf.kv_cache import KVCache
 
@@ -23,7 +24,7 @@ class Key:
     """What two requests must have in common to share a cache.
 
     `kind`: the beginning of a prompt, or a part that was read behind the tokens of `prefix`. `labels` are those of the
-    cache's options.
+    cache's options, and the tokens of the system text where these are its sinks.
     """
 
     kind: Kind
@@ -35,7 +36,8 @@ class Key:
     @classmethod
     def of(cls, kind: Kind, request: Request, options: CacheOptions, prefix: tuple[int, ...] = ()) -> Key:
         """That of a request's own caches with these options."""
-        return cls(kind, request.tenant, request.reuse.name, tuple(options.labels().values()), prefix)
+        sinks = request.head if options.sinks == SYSTEM else None
+        return cls(kind, request.tenant, request.reuse.name, (*options.labels().values(), sinks), prefix)
 
 
 @dataclass(frozen=True, eq=False)

@@ -11,7 +11,9 @@ from typing import Any, Final
 
 from transformers import PreTrainedTokenizerBase
 
-from windlass.engine.templates import TEXT, without_start
+from windlass.core.errors import UsageError
+from windlass.engine.template_forms import Form, rendered
+from windlass.engine.templates import TEXT, has_template, without_start
 from windlass.engine.text import encode
 
 MOST: Final = 256  # ends of a prompt: each takes a rendering of its messages
@@ -23,17 +25,17 @@ Render = Callable[[Sequence[Message]], str]
 
 
 def renderer(
-    tokenizer: PreTrainedTokenizerBase, tools: Sequence[Message] | None = None, variables: Message | None = None
+    tokenizer: PreTrainedTokenizerBase, form: Form, tools: Sequence[Message] = (), variables: Message | None = None
 ) -> Render:
-    """Renders conversations with these tools, and these variables of the template."""
-    given: Any = [dict(each) for each in tools or ()] or None
+    """Renders conversations in the `form` that the template shows, with these tools, and variables of the template."""
 
     def render(messages: Sequence[Message]) -> str:
-        listed = [dict(each) for each in messages]
-        rendered = tokenizer.apply_chat_template(
-            listed, tools=given, tokenize=False, add_generation_prompt=False, **(variables or {})
+        given, listed = form.applied([dict(each) for each in messages], [dict(each) for each in tools])
+        asked: Any = listed or None
+        text = tokenizer.apply_chat_template(
+            given, tools=asked, tokenize=False, add_generation_prompt=False, **(variables or {})
         )
-        return without_start(tokenizer, str(rendered))
+        return without_start(tokenizer, str(text))
 
     return render
 
@@ -77,6 +79,25 @@ def head_tokens(
     if not found or (text is not None and not text.startswith(head)):
         return 0
     return len(encode(tokenizer, head, is_start=True))
+
+
+def system_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], tools: Sequence[Message] | None = None
+) -> int:
+    """The tokens that a conversation begins with before the first message of a user: what the chat template puts there,
+    its `tools`, and system messages. A cache with `sinks="system"` is told them by its `set_sinks`.
+
+    Raises: UsageError for a tokenizer without a chat template, or with one that fails.
+    """
+    if not has_template(tokenizer):
+        raise UsageError("this model has no chat template, so no message is a system text; give sinks a number")
+    asked: list[dict[str, Any]] = [*map(dict, messages), {"role": "user", "content": TEXT}]
+    try:
+        _, form = rendered(tokenizer, asked, tools or ())
+    except Exception as error:  # as above
+        gist = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"this model's chat template fails: {gist}; give sinks a number") from error
+    return head_tokens(tokenizer, renderer(tokenizer, form, tools or ()), messages)
 
 
 def _begins(render: Render, messages: Sequence[Message], text: str) -> int | None:

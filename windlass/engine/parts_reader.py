@@ -19,7 +19,7 @@ from windlass.engine.chunks_recompute import Nothing, Span
 from windlass.engine.feed import feed
 from windlass.engine.joining import begin_of_text, divergence, own_starts, passes, read_step
 from windlass.engine.kept import Kept, KeptCaches, Key
-from windlass.engine.reader import PromptReader, forget
+from windlass.engine.reader import PromptReader, empty_cache, forget
 from windlass.engine.request import PromptParts, Request
 from windlass.engine.row_bytes import RowBytes
 from windlass.hf.kv_cache import KVCache
@@ -39,7 +39,7 @@ class PartsReader(PromptReader):
     """
 
     def __init__(self, model: PreTrainedModel, request: Request, parts: PromptParts, kept: KeptCaches) -> None:
-        super().__init__(KVCache.from_options(model, request.options))
+        super().__init__(empty_cache(model, request))
         self._model, self._request, self._parts, self._kept = model, request, parts, kept
         self._begins = begin_of_text(model)
         if request.options.budget is None:

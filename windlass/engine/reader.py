@@ -9,6 +9,7 @@ from transformers import PreTrainedModel
 
 from windlass.cache.compress import cut_to_budget
 from windlass.core.errors import UsageError
+from windlass.core.limits import SYSTEM
 from windlass.core.step import PROMPT
 from windlass.engine.feed import feed
 from windlass.engine.logprobs import logprobs_of
@@ -68,7 +69,7 @@ class Reader(PromptReader):
         self._model, self.request, self._snapshots = model, request, snapshots
         is_whole = find(request.options.policy, OneShot) is not None
         kept = None if is_whole or request.scores_prompt else snapshots.longest(request)
-        super().__init__(KVCache.from_options(model, request.options) if kept is None else kept.cache)
+        super().__init__(empty_cache(model, request) if kept is None else kept.cache)
         self._known_logits = None if kept is None else kept.logits
         self.is_whole = is_whole
         if request.options.budget is None:  # grows once, as its bytes were counted
@@ -119,6 +120,14 @@ class Reader(PromptReader):
 
     def close(self) -> None:
         pass  # nothing is held
+
+
+def empty_cache(model: PreTrainedModel, request: Request) -> KVCache:
+    """A cache of one row for a request's prompt, which knows its system text."""
+    cache = KVCache.from_options(model, request.options)
+    if request.options.sinks == SYSTEM:
+        cache.set_sinks(request.head)
+    return cache
 
 
 def forget(cache: KVCache) -> None:

@@ -13,6 +13,7 @@ from windlass.cache.options import CacheOptions
 from windlass.cache.recall_memory import PIECE
 from windlass.cache.rules import GROWTH, LayerRules
 from windlass.cache.slot_layer import SlotLayer
+from windlass.core.limits import SYSTEM
 from windlass.core.step import HEADROOM, PROMPT
 from windlass.engine.feed import feed, feed_tokens
 from windlass.engine.status import EngineLimits
@@ -46,6 +47,8 @@ class RowBytes:
     def of(cls, model: PreTrainedModel, options: CacheOptions) -> RowBytes:
         """What a few tokens show, which are read for it."""
         cache = KVCache.from_options(model, replace_batch(options))
+        if options.sinks == SYSTEM:
+            cache.set_sinks(0)
         feed(model, cache, [[0] * PROBE], [], PROMPT)
         feed_tokens(model, cache, {0: 0})
         for layer in cache.layers:

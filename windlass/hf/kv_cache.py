@@ -41,7 +41,8 @@ class KVCache(ModelCache):
     It owns the positions: every row of the batch has its own text, and tokens continue it.
 
     `budget`: most tokens a layer keeps at rest, per row; None keeps them all and grows on demand.
-    `sinks`: first positions of the text that are never evicted.
+    `sinks`: first positions of the text that are never evicted; "system": those of each row's system text, which
+    `set_sinks` is told before the row reads its first token, see `windlass.system_tokens`.
     `window`: newest tokens that are never evicted; None takes a quarter of what the sinks leave, at most 64.
     `policy`: which tokens are kept, as a policy or its name: `"key_diff"`, `"SnapKV(pool=7)"`, `"file.py:Class"`;
     "auto" (or None) is the best of those that read a text once, see docs/findings.md;
@@ -71,7 +72,7 @@ class KVCache(ModelCache):
         model: PreTrainedModel,
         budget: int | None = None,
         policy: str | Policy | None = AUTO,
-        sinks: int = 4,
+        sinks: int | str = 4,
         window: int | None = None,
         chunk: int = 512,
         positions: str | PositionMode = AUTO,

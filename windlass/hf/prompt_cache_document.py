@@ -5,6 +5,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from windlass.cache.recall_options import DEFAULT_RECALL_STORE
+from windlass.core.limits import SYSTEM
 from windlass.core.places import MAX_PLACE
 from windlass.core.spec import AUTO
 from windlass.hf.policy_note import MAX_WRAPPED, PolicyNote
@@ -14,7 +15,8 @@ from windlass.hf.prompt_cache_fields import Fields, InconsistentFile, constant, 
 PLAIN_VERSION, STORE_VERSION, MERGE_VERSION, BUDGETS_VERSION, AUTO_VERSION = 1, 2, 3, 4, 5
 STATES_VERSION, PLACES_VERSION, RECALL_VERSION = 6, 7, 8  # the last has shares, too
 WRAPPER_VERSION: Final = 9  # it has the hash of the chat template, too
-VERSION: Final = WRAPPER_VERSION
+SINKS_VERSION: Final = 10  # those of each row
+VERSION: Final = SINKS_VERSION
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,9 @@ def to_document(contents: Contents) -> tuple[dict[str, Any], int]:
     """What goes into the file, and the oldest format version that can say it."""
     document = asdict(contents)
     document |= document.pop("options")
+    if document["limits"]["sinks"] == SYSTEM:
+        return document, SINKS_VERSION
+    del document["standing"]["sinks"]
     if contents.chat_template is not None or contents.policy.wrapped:
         return document, WRAPPER_VERSION
     del document["chat_template"]
@@ -103,7 +108,7 @@ def parsed(text: str, version: int) -> Contents:
         "positions": given.text("positions"),
         "limits": {
             "budget": limits.whole_or_none("budget", 1),
-            "sinks": limits.whole("sinks"),
+            "sinks": limits.text("sinks") if version >= SINKS_VERSION else limits.whole("sinks"),
             "window": limits.whole_or_none("window", 1),
             "chunk": limits.whole("chunk", 1),
             "rollback": limits.whole("rollback"),
@@ -166,6 +171,7 @@ def _rows(given: Fields, batch: int, version: int) -> dict[str, Any]:
         "tokens": given.null("tokens"),
         "since_edit": given.wholes("since_edit", batch),
         "pictures": given.lists("pictures", batch) if version >= PLACES_VERSION else [[]] * batch,
+        "sinks": given.wholes("sinks", batch) if version >= SINKS_VERSION else [0] * batch,
     }
     given.end()
     for row in range(batch):

@@ -142,7 +142,7 @@ def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShap
             )
         all_rules[index] = all_rules[index].with_sliding_window(note.sliding_window, shape.attention_chunk)
         if note.budget is not None:
-            if options.budget is None or not options.sinks < note.budget <= options.budget * len(shapes):
+            if options.budget is None or not options.limits.sinks < note.budget <= options.budget * len(shapes):
                 raise InconsistentFile(
                     f"layer {index} keeps {note.budget} tokens, and the cache {options.budget} a layer"
                 )

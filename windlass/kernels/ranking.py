@@ -16,7 +16,8 @@ def total_order(call: EvictionInput) -> Tensor:
     least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
     positions, ends = call.positions, call.next_positions[:, None, None]
     score = call.score.float().nan_to_num(nan=least, posinf=most, neginf=least)
-    score = score.masked_fill((positions >= ends - call.window) | (positions < call.sinks), torch.inf)
+    sinks = call.sinks if call.row_sinks is None else call.row_sinks[:, None, None]
+    score = score.masked_fill((positions >= ends - call.window) | (positions < sinks), torch.inf)
     if call.sliding_window is not None:
         score = score.masked_fill(positions <= ends - call.sliding_window, least)
     if call.attention_chunk is not None:

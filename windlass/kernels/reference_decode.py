@@ -97,7 +97,8 @@ def _evict_lowest(
     starts = (new.next_positions - retention.window)[:, None, None]
     score = _score(slots, retention.ranking, places, state, starts)
     limits = retention.sinks, retention.window, slots.visibility.sliding_window
-    order = EvictionInput(score, places, new.next_positions, *limits, 1, slots.visibility.attention_chunk)
+    beside = slots.visibility.attention_chunk, new.row_sinks
+    order = EvictionInput(score, places, new.next_positions, *limits, 1, *beside)
     ranks = total_order(order).masked_fill(places < 0, torch.iinfo(torch.int64).max)
     is_over = (places >= 0).sum(-1, keepdim=True) > retention.budget
     lowest_slot = ranks.argsort(dim=-1, stable=True)[..., :1]

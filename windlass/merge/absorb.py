@@ -25,7 +25,7 @@ class LayerView:
     positions: SlotPositions  # after the eviction
     state: dict[str, Tensor]
     next_positions: RowCounts
-    sinks: int
+    sinks: int | Tensor  # (batch, 1, 1) where rows differ
     window: int
     sliding_window: int | None
     attention_chunk: int | None = None

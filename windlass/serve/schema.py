@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, Final
 
 from windlass.core.check import shown
+from windlass.core.limits import SYSTEM
 from windlass.serve import response_input
 from windlass.serve.errors import ApiError, BadField
 from windlass.serve.fields import Check, flag, listed, mapping, name_of, one_of, real, record, short, text, whole
@@ -122,7 +123,7 @@ def _common(limits: RequestLimits) -> dict[str, Check]:
 def _own(cache: CacheChoices) -> dict[str, Check]:
     numbers: dict[str, Check] = {
         "budget": whole(1, cache.budget),
-        "sinks": whole(0, cache.sinks),
+        "sinks": lambda name, value: value if value == SYSTEM else whole(0, cache.sinks)(name, value),
         "window": whole(1, cache.window),
         "recall": whole(0, cache.recall),
     }

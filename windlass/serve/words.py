@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 from windlass.core.check import shown
 from windlass.engine.message_ends import head_tokens, message_ends, renderer
 from windlass.engine.stop import Stops, stops_of
-from windlass.engine.template_forms import rendered
+from windlass.engine.template_forms import Form, rendered
 from windlass.engine.templates import has_template, without_start
 from windlass.engine.text import encode, token_bytes, token_text
 from windlass.serve.echo import Echo
@@ -100,10 +100,10 @@ class Words:
         numbers = iter(range(len(chunks)))
         given = written(messages, lambda _: f"<{mark}-{next(numbers)}>")
         with self._lock:
-            source, text = self._rendered(given, tools, variables)
+            source, text, form = self._rendered(given, tools, variables)
             has_begun_thought = text.rstrip().endswith(OPEN) if CLOSE in source else None
             text = without_start(self.tokenizer, text)
-            render = renderer(self.tokenizer, tools, variables)
+            render = renderer(self.tokenizer, form, tools, variables)
             ends = () if chunks else message_ends(self.tokenizer, render, given, text)
             head = head_tokens(self.tokenizer, render, given, text)
             texts = []
@@ -171,8 +171,8 @@ class Words:
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> tuple[str, str]:
-        """The template, and what it makes of a conversation."""
+    ) -> tuple[str, str, Form]:
+        """The template, what it makes of a conversation, and in which form it was given that."""
         given: Any = [dict(each) for each in tools] or None
         try:
             source = self.tokenizer.get_chat_template(tools=given)
@@ -189,7 +189,7 @@ class Words:
             if line not in self._told:
                 self._told.add(line)
                 LOG.warning("this model's chat template %s", line)
-        return source, text
+        return source, text, form
 
     def stops(self, strings: Sequence[str]) -> Stops:
         """What ends a text: the model's own tokens, and these strings."""

@@ -101,7 +101,7 @@ def budget_within(layers: Sequence[LayerBytes], options: CacheOptions, size: int
 
     Raises: UsageError where even the smallest cache is larger.
     """
-    least = options.sinks + (options.window or 1) + 1
+    least = options.limits.sinks + (options.window or 1) + 1
     smallest = bytes_of(layers, options, least, records)
     if smallest > size:
         raise UsageError(

@@ -83,6 +83,7 @@ class DecodeStep:
         evicted: tuple[int, int],
         released: list[tuple[int, int, int]],
         recall: tuple[int, bool],
+        row_sinks: int,
         /,
     ) -> None: ...
 
@@ -189,6 +190,7 @@ def lowest(
     positions: int,
     next_positions: int,
     limits: tuple[int, int, int, int],
+    row_sinks: int,
     count: int,
     out: int,
     threads: int,

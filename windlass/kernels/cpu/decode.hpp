@@ -62,6 +62,7 @@ class Decode {
         std::vector<Released> released;
         const std::int64_t *starts;  // (batch): tokens of each row in the recall store; null where there is none
         bool is_recalling;           // whether any of them was evicted
+        const std::int64_t *row_sinks;  // see `Retain`
     };
 
     // Floats of scratch that a step needs.
@@ -190,6 +191,7 @@ class Decode {
         Retain now = retain;
         now.is_evicting = given.evicted;
         now.query_positions = given.positions, now.next_positions = given.next_positions;
+        now.row_sinks = given.row_sinks;
         now.mass = mass;
         now.state = given.state.empty() ? nullptr : given.state[0].to;
         now.positions = given.slot_positions.to;

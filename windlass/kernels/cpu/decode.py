@@ -99,6 +99,7 @@ class Decode:
             gone,
             [(index.data_ptr(), stood.data_ptr(), index.shape[2]) for index, stood in released],
             (0 if new.remembered is None else new.remembered.data_ptr(), new.is_recalling),
+            address(new.row_sinks),
         )
         masses = None if mass is None else Mass(mass, None)
         output = DecodeOutput(written, out.transpose(1, 2), masses, slot_positions, state, evicted, before)

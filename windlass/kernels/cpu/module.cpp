@@ -232,7 +232,7 @@ Decode::Given decode_given(NewArguments queries, NewArguments keys, NewArguments
                            const std::vector<std::pair<Address, Address>> &state, Address written, Address out,
                            Address mass, std::pair<Address, Address> evicted,
                            const std::vector<std::tuple<Address, Address, std::int64_t>> &released,
-                           std::pair<Address, bool> recall) {
+                           std::pair<Address, bool> recall, Address row_sinks) {
     Decode::Given given{at<const std::uint8_t>(std::get<0>(queries)),
                         {std::get<1>(queries), std::get<2>(queries)},
                         new_states(keys),
@@ -248,7 +248,8 @@ Decode::Given decode_given(NewArguments queries, NewArguments keys, NewArguments
                         at<std::int32_t>(evicted.second),
                         {},
                         at<const std::int64_t>(recall.first),
-                        recall.second};
+                        recall.second,
+                        at<const std::int64_t>(row_sinks)};
     for (const auto &[from, to] : state) given.state.push_back({at<const float>(from), at<float>(to)});
     for (const auto &[slots, stood, count] : released)
         given.released.push_back({at<const std::int64_t>(slots), at<const std::int32_t>(stood), count});
@@ -305,9 +306,9 @@ NB_MODULE(_native, module) {
                             const std::vector<std::pair<Address, Address>> &state, Address written, Address out,
                             Address mass, std::pair<Address, Address> evicted,
                             const std::vector<std::tuple<Address, Address, std::int64_t>> &released,
-                            std::pair<Address, bool> recall) {
+                            std::pair<Address, bool> recall, Address row_sinks) {
             new (self) Decode::Given(decode_given(queries, keys, values, positions, slot_positions, state, written,
-                                                  out, mass, evicted, released, recall));
+                                                  out, mass, evicted, released, recall, row_sinks));
         });
     nb::class_<Decode>(module, "Decode")
         .def("__init__",
@@ -350,10 +351,11 @@ NB_MODULE(_native, module) {
     module.def("lowest", [](std::tuple<std::int64_t, std::int64_t, std::int64_t> sizes, Address scores,
                             Address positions, Address next_positions,
                             std::tuple<std::int64_t, std::int64_t, std::int64_t, std::int64_t> limits,
-                            std::int64_t count, Address out, int threads) {
+                            Address row_sinks, std::int64_t count, Address out, int threads) {
         lowest({std::get<0>(sizes), std::get<1>(sizes), std::get<2>(sizes), at<const float>(scores),
                 at<const std::int32_t>(positions), at<const std::int64_t>(next_positions),
-                std::get<0>(limits), std::get<1>(limits), std::get<2>(limits), std::get<3>(limits)},
+                std::get<0>(limits), std::get<1>(limits), std::get<2>(limits), std::get<3>(limits),
+                at<const std::int64_t>(row_sinks)},
                count, at<std::int64_t>(out), threads);
     });
     module.def(

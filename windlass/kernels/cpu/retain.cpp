@@ -84,7 +84,8 @@ class Row {
 
     // The slot that `ranking.total_order` puts first, of those that hold a token: by score, position, slot.
     int lowest() const {
-        const std::int32_t window = clamped(end() - call.window), sinks = call.sinks;
+        const std::int32_t window = clamped(end() - call.window);
+        const std::int32_t sinks = call.row_sinks ? clamped(call.row_sinks[row]) : call.sinks;
         const std::int64_t chunk = end() - end() % call.attention_chunk;
         const std::int32_t unseen = clamped(std::max(end() - call.sliding_window + 1, chunk));
         constexpr std::int32_t none = std::numeric_limits<std::int32_t>::max();

@@ -28,6 +28,7 @@ struct Retain {
     bool is_evicting;
     const std::int64_t *query_positions;  // (batch), negative for padding
     const std::int64_t *next_positions;   // (batch)
+    const std::int64_t *row_sinks;        // (batch), or null: all rows have `sinks`
     const float *mass;                    // (batch, kv_heads, slots); null where nothing is observed
     const float *cosines;                 // likewise, of `novelty`; else null
     float *state;                         // (batch, score_heads, slots); null where nothing is kept

@@ -32,14 +32,16 @@ struct Eviction {
     const std::int64_t *next_positions;          // (batch)
     std::int64_t sinks, window, sliding_window;  // sliding_window 0: none
     std::int64_t attention_chunk;                // INT32_MAX for none
+    const std::int64_t *row_sinks;               // (batch), or null: all rows have `sinks`
 };
 
 // What `ranking.total_order` gives for one slot.
-inline std::int64_t rank_of(const Eviction &call, float score, std::int64_t position, std::int64_t end) {
+inline std::int64_t rank_of(const Eviction &call, float score, std::int64_t position, std::int64_t end,
+                            std::int64_t sinks) {
     constexpr float least = std::numeric_limits<float>::lowest(), most = std::numeric_limits<float>::max();
     constexpr float infinity = std::numeric_limits<float>::infinity();
     score = std::isnan(score) ? least : std::clamp(score, least, most);
-    if (position >= end - call.window || position < call.sinks) score = infinity;
+    if (position >= end - call.window || position < sinks) score = infinity;
     if (call.sliding_window && position <= end - call.sliding_window) score = least;
     if (position < end - end % call.attention_chunk) score = least;
     if (position < 0) score = -infinity;
@@ -58,11 +60,12 @@ inline void lowest(const Eviction &call, std::int64_t count, std::int64_t *out, 
     const std::int64_t stride = (slots % 7919 ? 7919 : 7907) % slots;  // of primes: every slot comes once
 #pragma omp parallel for num_threads(threads) if (rows * slots >= PARALLEL)
     for (std::int64_t row = 0; row < rows; ++row) {
+        const std::int64_t sinks = call.row_sinks ? call.row_sinks[row / call.score_heads] : call.sinks;
         const std::int64_t end = call.next_positions[row / call.score_heads];
         std::vector<std::int64_t> ranks(slots);
         for (std::int64_t slot = 0; slot < slots; ++slot)
             ranks[slot] =
-                rank_of(call, call.scores[row * slots + slot], call.positions[row * slots + slot], end);
+                rank_of(call, call.scores[row * slots + slot], call.positions[row * slots + slot], end, sinks);
         std::vector<std::pair<std::int64_t, std::int64_t>> found;
         found.reserve(slots);
         // A heap of the lowest, the highest of them in front, is faster than a selection while few are

@@ -7,7 +7,7 @@ from windlass.core.attention import EvictionInput, Writes
 from windlass.core.shapes import SlotIndex, SlotPositions
 from windlass.kernels import reference
 from windlass.kernels.cpu import native
-from windlass.kernels.cpu.arguments import NO_LIMIT
+from windlass.kernels.cpu.arguments import NO_LIMIT, address
 
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:
@@ -34,8 +34,10 @@ def lowest(call: EvictionInput) -> SlotIndex:
     ends = call.next_positions.to(torch.int64).contiguous()
     out = torch.empty(*positions.shape[:2], call.count, dtype=torch.int64)
     limits = (call.sinks, call.window, call.sliding_window or 0, call.attention_chunk or NO_LIMIT)
+    row_sinks = None if call.row_sinks is None else call.row_sinks.to(torch.int64).contiguous()
     addresses = score.data_ptr(), positions.data_ptr(), ends.data_ptr()
-    native.lowest(tuple(positions.shape), *addresses, limits, call.count, out.data_ptr(), torch.get_num_threads())
+    threads = torch.get_num_threads()
+    native.lowest(tuple(positions.shape), *addresses, limits, address(row_sinks), call.count, out.data_ptr(), threads)
     return out
 
 

@@ -70,6 +70,8 @@ def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:
             before,
             slots,
             call.sinks,
+            call.next_positions if call.row_sinks is None else call.row_sinks,
+            call.row_sinks is not None,
             call.window,
             call.sliding_window or 0,
             call.attention_chunk or 0,
@@ -183,6 +185,8 @@ def _evict(
     p_before,
     slots,
     sinks,
+    p_sinks,
+    HAS_ROW_SINKS: tl.constexpr,
     window,
     sliding_window,
     attention_chunk,
@@ -200,6 +204,8 @@ def _evict(
     p_score += i_batch * strides[0] + i_rank * strides[1]
     p_positions += i_row * slots
     end = tl.load(p_ends + i_batch).to(tl.int64)
+    if HAS_ROW_SINKS:
+        sinks = tl.load(p_sinks + i_batch).to(tl.int64)
     chunk_start = tl.where(attention_chunk > 0, end - end % tl.maximum(attention_chunk, 1), 0)
     row = p_score, strides[2], p_positions, slots, end, sinks, window, sliding_window, chunk_start
     o_block = tl.arange(0, BLOCK)
