@@ -84,7 +84,7 @@ class Reader(PromptReader):
         if self.is_done:
             raise UsageError("the prompt is read; nothing is left")
         if self._known_logits is not None:
-            self.logits = self._known_logits
+            self.logits = self._known_logits.clone()  # a writer may change what it is given
             return
         if self.is_whole:
             self._read_whole()
