@@ -71,7 +71,8 @@ class LagKV(Policy):
         empty = (~is_token).sum(-1, keepdim=True)
         ranks = shares.argsort(dim=-1, stable=True).argsort(dim=-1) - empty
         # A share is below 1, so it decides between equal ranks only.
-        found = ((ranks + 0.5) / (self.lag - empty).clamp(min=1) + shares / self.lag).flatten(2)
+        found = (ranks + 0.5) / (self.lag - empty).clamp(min=1) + shares / self.lag
+        found = found.masked_fill(~is_token, UNRANKED).flatten(2)
         cell = torch.arange(order.shape[-1], device=order.device) + padding
         measured = found.shape[-1]
         by_place = found.gather(-1, cell.clamp(max=measured - 1))
