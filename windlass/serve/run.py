@@ -99,7 +99,7 @@ def server_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, service: Service, watch: Watch
 ) -> HttpServer:
     """The server of an engine that runs, not yet on a socket."""
-    words = Words(tokenizer, end_of_text(model), vocabulary_of(model))
+    words = Words(tokenizer, end_of_text(model), vocabulary_of(model), marks_messages=asked.reuse_bytes > 0)
     settings = replace(asked.settings, facts=ModelFacts.of(model))
     return HttpServer(Server(service, words, settings), ViewApp(watch, tokenizer, service.status, asked.is_shown))
 

@@ -52,13 +52,18 @@ class Prompt:
 
 
 class Words:
-    """A tokenizer; one text is encoded at a time. `ends`: the model's end-of-text tokens; `vocabulary`: its logits."""
+    """A tokenizer; one text is encoded at a time. `ends`: the model's end-of-text tokens; `vocabulary`: its logits.
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], vocabulary: int) -> None:
+    `marks_messages`: prompts tell where their messages end, so that prefixes are kept there.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], vocabulary: int, marks_messages: bool = True
+    ) -> None:
         own = tokenizer.eos_token_id
         self.tokenizer, self.vocabulary = tokenizer, vocabulary
         self.ends = tuple(ends) or (() if own is None else (int(own),))
-        self.infill = Infill.of(tokenizer)
+        self.infill, self._marks_messages = Infill.of(tokenizer), marks_messages
         self._lock, self._told = Lock(), set[str]()
         # The first call may change settings of the tokenizer; while others decode with it, it could not.
         encode(tokenizer, "a", True)
@@ -104,7 +109,7 @@ class Words:
             has_begun_thought = text.rstrip().endswith(OPEN) if CLOSE in source else None
             text = without_start(self.tokenizer, text)
             render = renderer(self.tokenizer, form, tools, variables)
-            ends = () if chunks else message_ends(self.tokenizer, render, given, text)
+            ends = () if chunks or not self._marks_messages else message_ends(self.tokenizer, render, given, text)
             head = head_tokens(self.tokenizer, render, given, text)
             texts = []
             for number in range(len(chunks)):
