@@ -7,7 +7,7 @@ import torch
 
 from tests.helpers.policies import policy, unchecked
 from windlass import KVCache, Policy, PolicyError, Recent, UsageError
-from windlass.cache.slot_layer import SlotLayer
+from windlass.cache import slot_layer
 from windlass.policies import NAMES, Initializer, Needs, NewTokens, Observation, Slots
 from windlass.testing import check_on_models, check_policy, tiny_model
 
@@ -161,7 +161,7 @@ def test_policies_work_on_models_of_every_kind(name: str) -> None:
 
 
 def test_a_policy_that_keeps_too_much_is_found_on_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SlotLayer, "_evicted", lambda _layer, record: record)
+    monkeypatch.setattr(slot_layer, "evict", lambda _table, _rules, record, *_: record)
     with pytest.raises(PolicyError, match="keeps 45 tokens in layer 0 of a deepseek_v3 model, with a budget of 20"):
         check_on_models(Recent(), ("deepseek_v3",))
 

@@ -47,7 +47,7 @@ def test_at_the_start_is_the_other_way_round(attached_model: Models, text: Text,
     assert first.tokens == second.tokens
     one, two = content(first), content(second)
     for name in one:
-        if name.startswith(("positions", "keys", "values")):
+        if name.startswith(("positions", "keys", "values")) and " to recall " not in name:  # in order of writing
             assert one[name].equal(two[name]), name
 
 

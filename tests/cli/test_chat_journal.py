@@ -211,10 +211,13 @@ class Terminal:
 def test_a_killed_chat_is_offered_again(dialogue: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     terminal = Terminal(tmp_path)
     terminal.wait_for("Ctrl-D ends")
-    for line in (FIRST, SECOND):
-        terminal.wait_for("> ")
-        terminal.type(line + "\r")
-        terminal.wait_for("ended at max_tokens 7")
+    terminal.wait_for("> ")
+    terminal.type(FIRST + "\r")
+    terminal.wait_for("ended at max_tokens 7")  # said once a session
+    terminal.wait_for("> ")
+    terminal.type(SECOND + "\r")
+    terminal.wait_for("reading")
+    terminal.wait_for("> ")
     terminal.process.send_signal(signal.SIGKILL)
     assert terminal.close() == -signal.SIGKILL
     folder = tmp_path / "windlass"

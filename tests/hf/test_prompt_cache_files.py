@@ -23,6 +23,7 @@ from tests.helpers.models import Models
 from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
 from windlass.hf import prompt_cache_file
 from windlass.hf.fingerprint import fingerprint
+from windlass.hf.prompt_cache_document import VERSION
 from windlass.policies import KeyNorm
 from windlass.testing import VOCABULARY, tiny_model
 
@@ -153,8 +154,10 @@ def test_what_is_no_prompt_cache(model: PreTrainedModel, tmp_path: Path) -> None
 def test_a_newer_format_is_named(saved: Path, model: PreTrainedModel, tmp_path: Path) -> None:
     with safe_open(saved, "pt") as file:
         metadata = file.metadata()
-    save_file({"something_new": torch.ones(3)}, tmp_path / "newer", {**metadata, "version": "9"})
-    with pytest.raises(PromptCacheError, match="version 9, this windlass reads up to 8; upgrade") as caught:
+    save_file({"something_new": torch.ones(3)}, tmp_path / "newer", {**metadata, "version": str(VERSION + 1)})
+    with pytest.raises(
+        PromptCacheError, match=f"version {VERSION + 1}, this windlass reads up to {VERSION}; upgrade"
+    ) as caught:
         prompt_cache.load(tmp_path / "newer", model)
     assert_clear(caught.value, tmp_path / "newer")
 

@@ -139,8 +139,8 @@ def test_a_mode_of_ones_own_is_one_class_and_one_line(monkeypatch: pytest.Monkey
     assert str(Stretched()) == "stretched(2)"
     shown = [str(mode) for mode in (Original(), SelfExtend(4, 32), Clamp(7))]
     assert shown == ["original", "self_extend(4, 32)", "clamp(7)"]
-    forms = r"auto, original, compact, self_extend\(group, window\), clamp\(limit\), stretched\(by\)$"
-    with pytest.raises(UsageError, match=f"use one of: {forms}"):
+    forms = r"auto, original, compact, self_extend\(group, window\), clamp\(limit\), stretched\(by\)"
+    with pytest.raises(UsageError, match=rf"use one of: {forms} \(did you mean stretched\?\)$"):
         position_mode("stretch")
     reading = position_mode("stretched(3)").rotary_index(HELD, torch.tensor([[101]]))
     assert read_distance(reading, 0, 4, 61) == 3 * 61

@@ -1,7 +1,7 @@
 """Keys, names, bodies that are too large or too slow, and what a log says."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 
@@ -132,12 +132,12 @@ def test_a_log_has_no_text_of_a_request(caplog: pytest.LogCaptureFixture, monkey
 
     secret = str(3**40)  # the log has lines of code, and none of them has this number
 
-    def fails(request: Request, *_: object) -> None:
-        raise RuntimeError(f"of the prompt {request.prompt}: {secret}")
+    def fails(requests: Sequence[Request], *_: object) -> None:
+        raise RuntimeError(f"of the prompt {requests[0].prompt}: {secret}")
 
     with caplog.at_level(logging.DEBUG), serving(service) as served:
         assert ask(served.port, "/v1/chat/completions", chat()).status == 500
-        monkeypatch.setattr(service, "submit", fails)
+        monkeypatch.setattr(service, "submit_all", fails)
         messages = [{"role": "user", "content": secret}]
         answer = ask(served.port, "/v1/chat/completions", chat(messages=messages))
     assert answer.status == 500

@@ -138,7 +138,10 @@ def test_names() -> None:
         ("int8(sinks=1.5)", "sinks must be a whole number, got '1.5'"),
         ("int8(sinks=-1)", "sinks of a store must be from 0 to 1073741824, got -1"),
         ("plain(newest=3)", r"plain takes no numbers"),
-        ("int2(newest=3)", r"is not a store; use one of: plain, int8, int4; .* int4\(sinks=4, newest=32\)"),
+        (
+            "int2(newest=3)",
+            r"is not a store; use one of: plain, int8, int4 \(did you mean int8\?\); .* int4\(sinks=4, newest=32\)",
+        ),
     ],
 )
 def test_what_is_no_store(spec: str, message: str) -> None:

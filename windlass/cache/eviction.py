@@ -15,13 +15,12 @@ from windlass.policies.base import Slots
 from windlass.policies.calls import scores_of
 
 
-def parts_of(table: SlotTable, rules: LayerRules, step: Step, has_evicted: bool) -> tuple[Step, ...]:
+def parts_of(table: SlotTable, rules: LayerRules, step: Step, is_recalling: bool) -> tuple[Step, ...]:
     """`step.parts`, unless nothing depends on it: no token is evicted, recalled, observed or held in another precision.
 
-    `has_evicted`: whether any token may have been evicted before.
+    `is_recalling`: whether tokens that were evicted are to be looked for.
     """
     is_evicting = rules.budget is not None and table.occupancy_bound + max(step.lengths) > rules.budget
-    is_recalling = rules.recalls and has_evicted
     is_observing = rules.policy.observed_queries != 0 or table.store.full_precision.newest > 0
     return step.parts if (is_evicting or is_recalling or is_observing) and not step.defer_eviction else (step,)
 

@@ -11,6 +11,7 @@ from windlass.cache.rules import LayerRules
 from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
 from windlass.core.decode import DecodeInput
+from windlass.core.limits import MAX_NUMBER
 from windlass.core.shapes import SlotIndex
 from windlass.core.step import AttentionCall, Step
 from windlass.positions.base import PositionMode
@@ -51,7 +52,11 @@ class LayerStep(NamedTuple):
         # A graph serves steps before and after the first eviction: until then all that it finds is in slots. The step
         # that comes before a graph is recorded recalls as well, so that all kernels are there.
         is_recorded = self.step.is_captured or self.step.graph_headroom > 0
-        return self.table.recall is not None and (is_recorded or self.has_evicted)
+        recall = self.table.recall
+        if recall is None or not (is_recorded or self.has_evicted):
+            return False
+        # Tokens that joined have left their slots, too, and are in those of others until the budget evicts.
+        return not self.rules.joins or max(recall.lengths, default=0) > (self.rules.budget or MAX_NUMBER)
 
     def split(self, parts: Sequence[Step]) -> list["LayerStep"]:
         """The step in parts of it, one after the other."""

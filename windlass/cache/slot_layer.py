@@ -107,7 +107,8 @@ class SlotLayer(Layer):
                 self.table.keep_places()
         self.longest_decode = max(self.longest_decode, step.positions.shape[1] if step.drafts else 0)
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
-        parts = asked._replace(rules=self.rules).split(parts_of(self.table, self.rules, step, asked.has_evicted))
+        asked = asked._replace(rules=self.rules)
+        parts = asked.split(parts_of(self.table, self.rules, step, asked.is_recalling))
         outs = [self._step(part, is_continued=part is not parts[0]) for part in parts]
         self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 2)

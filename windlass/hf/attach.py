@@ -83,6 +83,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
 
     `model` may also be what PEFT had wrapped, or what it left of the attached model.
     """
+    check_model(model)
     attachment = _found(model) or attached(model)
     attachment.remove()
     for module in (*attachment.model.modules(), *attachment.decoder.attention_modules):

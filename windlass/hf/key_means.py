@@ -5,7 +5,7 @@ It is measured once per model, on texts that the model writes itself: keys of ra
 precision and nothing else.
 """
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from transformers import PreTrainedModel
@@ -20,11 +20,12 @@ TOKENS: Final = 16  # of each; the first does not count: all texts begin alike, 
 
 
 @torch.no_grad()
-def measure_key_means(model: PreTrainedModel, cache: TextCache) -> list[KeyMeans | None]:
+def measure_key_means(model: Any, cache: TextCache) -> list[KeyMeans | None]:
     """The mean key of each layer's heads; None for a layer that holds no keys.
 
-    `cache` is an empty one of `ROWS` rows ; the texts are written into it. All means are None
-    for a model without a head over the vocabulary, which cannot write. Draws from no shared random state.
+    `model` may be one around a model of transformers. The texts are written into `cache`, an empty one of `ROWS` rows.
+    All means are None for a model without a head over the vocabulary, which cannot write. Draws from no shared random
+    state.
     """
     if not model.can_generate():
         return [None] * len(cache.layers)

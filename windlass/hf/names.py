@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
-from windlass.core.close_names import near_to, use_one_of
+from windlass.core.close_names import use_one_of
 from windlass.core.errors import UsageError
 
 DTYPES: Final = ("auto", "float32", "bfloat16", "float16")
@@ -48,7 +48,6 @@ def gpu_number(device: str) -> int | None:
     if match is None:
         raise UsageError(
             f"device {device!r} is unknown; use auto, cpu, mps, cuda, or cuda:1 for the second of several GPUs"
-            f"{near_to(device, DEVICES)}"
         )
     return int(match[1] or 0) if device.startswith("cuda") else None
 

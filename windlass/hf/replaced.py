@@ -1,6 +1,7 @@
 """A method of one module that stands in for its own until it is put back."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, final
 
 from torch import nn
@@ -19,7 +20,8 @@ class Replaced:
     def original(self) -> Callable[..., Any]:
         """The method that the module had; where that is its class's, the one that the class has now."""
         own: Callable[..., Any] | None = self._own
-        return getattr(type(self._module), self._name).__get__(self._module) if own is None else own
+        # Not `__get__` of it, which torch.compile takes for the attribute of the module: the replacement.
+        return partial(getattr(type(self._module), self._name), self._module) if own is None else own
 
     def put_back(self) -> None:
         """Leave the module as it was found, but for what others have put there since."""
