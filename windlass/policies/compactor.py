@@ -32,7 +32,7 @@ class Compactor(Policy):
     which a policy does not know here: 0.75 is that of a cut to a quarter. Its first 8 and last 4 tokens are the
     cache's `sinks` and `window`. Logits are divided by the square root of head_dim.
     Chunks: a query sees no token of a later chunk, though it is of the same block
-    (SmolLM2, 256 slots, nats: 4.110 in steps of 64).
+    (SmolLM2, 256 slots, nats: 4.110 in steps of 64, 4.117 in steps of 8).
     """
 
     blend: float = 0.75

@@ -28,7 +28,7 @@ class RKV(Policy):
     step, with SnapKV's running votes in place of the last `observed_queries`; of query heads that share a
     kv head the mean counts, not the highest logit. A key without near duplicates spares none.
     Chunks: votes fade in chunks shorter than `observed_queries`, as those of `SnapKV` do
-    (SmolLM2, 256 slots, nats: 4.094 in steps of 64).
+    (SmolLM2, 256 slots, nats: 4.094 in steps of 64, 4.098 in steps of 8).
     """
 
     observed_queries: int = 8

@@ -16,7 +16,8 @@ class TOVA(Policy, Ranked):
 
     Source: Oren et al. 2024 (arXiv:2401.06104), section 3.
     Differs: nothing at chunk 1; in a longer chunk only its last query is asked.
-    Chunks: one query decides on as many tokens as the chunk has.
+    Chunks: one query decides on as many tokens as the chunk has
+    (SmolLM2, 256 slots, nats: 4.086 in steps of 64, 4.083 in steps of 8).
     """
 
     needs = Needs(state=("last",), per_head=False)
