@@ -44,7 +44,7 @@ TOOL: Final = {
 
 
 class Loop(NamedTuple):
-    """How far a client came: calls answered, the last text, and prompt tokens of the last turn that were cached."""
+    """How far a client came: calls answered, the last text, and tokens of the tenth prompt that were cached."""
 
     calls: int
     text: str
@@ -74,9 +74,16 @@ def _by_stream(client: Any, model: str) -> Loop:
     for turn in range(TURNS):
         messages.append({"role": "user", "content": question(turn)})
         with client.chat.completions.stream(
-            model=model, messages=messages, tools=[TOOL], tool_choice="required", temperature=0.0, max_tokens=60
+            model=model,
+            messages=messages,
+            tools=[TOOL],
+            tool_choice="required",
+            temperature=0.0,
+            max_tokens=60,
+            stream_options={"include_usage": True},
         ) as stream:
-            message = stream.get_final_completion().choices[0].message
+            called = stream.get_final_completion()
+        message = called.choices[0].message
         assert message.tool_calls, f"turn {turn}: no call"
         messages.append(message)
         messages += [_result(call.id, call.function.arguments) for call in message.tool_calls]
@@ -87,23 +94,19 @@ def _by_stream(client: Any, model: str) -> Loop:
         tool_choice="none",
         temperature=0.0,
         max_tokens=LAST_TOKENS,
-        stream_options={"include_usage": True},
     ) as stream:
         done = stream.get_final_completion()
-    return Loop(TURNS, done.choices[0].message.content or "", _cached(done.usage))
+    return Loop(TURNS, done.choices[0].message.content or "", _cached(called.usage))
 
 
 def _by_parse(client: Any, model: str) -> Loop:
     messages: list[Any] = [{"role": "system", "content": SYSTEM}]
     for turn in range(TURNS):
         messages.append({"role": "user", "content": question(turn)})
-        message = (
-            client.chat.completions.parse(
-                model=model, messages=messages, tools=[TOOL], tool_choice="required", temperature=0.0, max_tokens=60
-            )
-            .choices[0]
-            .message
+        called = client.chat.completions.parse(
+            model=model, messages=messages, tools=[TOOL], tool_choice="required", temperature=0.0, max_tokens=60
         )
+        message = called.choices[0].message
         assert message.tool_calls, f"turn {turn}: no call"
         messages.append(message)
         messages += [_result(call.id, call.function.arguments) for call in message.tool_calls]
@@ -111,7 +114,7 @@ def _by_parse(client: Any, model: str) -> Loop:
         model=model, messages=messages, response_format=Weather, temperature=0.0, max_tokens=60
     )
     parsed = done.choices[0].message.parsed
-    return Loop(TURNS, repr(parsed) if parsed else "", _cached(done.usage))
+    return Loop(TURNS, repr(parsed) if parsed else "", _cached(called.usage))
 
 
 def _by_langchain(client: Any, model: str) -> Loop:
@@ -133,7 +136,7 @@ def _by_langchain(client: Any, model: str) -> Loop:
         for call in answer.tool_calls:
             messages.append(said.ToolMessage(degrees(json.dumps(call["args"])), tool_call_id=call["id"]))
     done = chat.bind_tools([TOOL], tool_choice="none").invoke(messages)
-    cached = (done.usage_metadata or {}).get("input_token_details", {}).get("cache_read", 0)
+    cached = (answer.usage_metadata or {}).get("input_token_details", {}).get("cache_read", 0)
     return Loop(TURNS, str(done.content), cached)
 
 
@@ -159,7 +162,8 @@ def _by_llm(client: Any, model: str) -> Loop:
         ]
     choice = "none"
     last = conversation.prompt("Summarise.", tool_results=results, temperature=0.0, max_tokens=LAST_TOKENS)
-    return Loop(TURNS, last.text())
+    details = (answer.response_json or {}).get("usage", {}).get("prompt_tokens_details") or {}
+    return Loop(TURNS, last.text(), details.get("cached_tokens", 0))
 
 
 def _by_responses(client: Any, model: str) -> Loop:
@@ -174,8 +178,8 @@ def _by_responses(client: Any, model: str) -> Loop:
         items += [each.model_dump() for each in done.output]
         for call in calls:
             items.append({"type": "function_call_output", "call_id": call.call_id, "output": degrees(call.arguments)})
-    done = _responded(client, model, items, "none")
-    return Loop(TURNS, done.output_text, done.usage.input_tokens_details.cached_tokens)
+    last = _responded(client, model, items, "none")
+    return Loop(TURNS, last.output_text, done.usage.input_tokens_details.cached_tokens)
 
 
 def _responded(client: Any, model: str, items: list[Any], choice: Any) -> Any:
@@ -273,7 +277,7 @@ def main() -> None:
             is_complete = done.calls == TURNS and bool(done.text.strip())
             failed += not is_complete
             print(
-                f"{client_name:22} {done.calls} calls, {done.cached_tokens} tokens of the last prompt cached, "
+                f"{client_name:22} {done.calls} calls, {done.cached_tokens} tokens of the tenth prompt cached, "
                 f"last text {done.text[:60]!r}",
                 flush=True,
             )
