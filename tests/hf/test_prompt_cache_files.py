@@ -5,6 +5,7 @@ import os
 import resource
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import windlass
+from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.models import Models
 from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
+from windlass.core.errors import WindlassWarning
 from windlass.hf import prompt_cache_file
 from windlass.hf.fingerprint import fingerprint
 from windlass.hf.prompt_cache_document import VERSION
@@ -229,3 +232,23 @@ def test_an_older_file_keeps_its_link_and_its_rights(model: PreTrainedModel, tmp
     assert link.is_symlink()
     assert path.stat().st_mode & 0o777 == 0o640
     prompt_cache.load(path, model)
+
+
+def test_another_chat_template_is_told(model: PreTrainedModel, tmp_path: Path) -> None:
+    path, cache = tmp_path / "talk", filled(model)
+    prompt_cache.save(cache, path, model, with_template())
+    with warnings.catch_warnings(record=True) as told:
+        prompt_cache.load(path, model, tokenizer=with_template())
+        prompt_cache.load(path, model)
+    assert not told
+    for other in (with_template(TEMPLATE + " "), with_template(None)):
+        with pytest.warns(WindlassWarning, match="written with another chat template than the tokenizer has now"):
+            loaded = prompt_cache.load(path, model, tokenizer=other)
+        assert loaded.tokens == cache.tokens
+
+
+def test_a_file_of_no_tokenizer_tells_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
+    prompt_cache.save(filled(model), tmp_path / "talk", model)
+    with warnings.catch_warnings(record=True) as told:
+        prompt_cache.load(tmp_path / "talk", model, tokenizer=with_template())
+    assert not told
