@@ -19,10 +19,9 @@ from kernel_options import kernel_parser, parsed
 from machine import machine
 from torch.nn.functional import scaled_dot_product_attention
 
-from windlass.core.attention import AttentionInput, Visibility
-from windlass.core.packed import PackedStates
-from windlass.evals.speed.shapes import SHAPES
-from windlass.hf.layer_shapes import LayerShape
+from windlass.core.inputs import AttentionInput, PackedStates, Visibility
+from windlass.evals.speed.rows import SHAPES
+from windlass.hf.kv_cache import LayerShape
 from windlass.kernels import cpu
 from windlass.positions.modes import Original
 

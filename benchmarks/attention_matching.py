@@ -35,15 +35,13 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import KeyDiff, KVCache, KVzip, Slots, SnapKV
+from windlass.cache.merging import MERGED, merge_of
 from windlass.cache.options import CacheOptions
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
-from windlass.evals.fit import SampleSpec, fit
-from windlass.evals.load import load_task
+from windlass.evals.grid import SampleSpec, fit, load_task
 from windlass.evals.report.summaries import wilson
 from windlass.hf.load import load
-from windlass.merge import merge_of
-from windlass.merge.state import MERGED
 from windlass.policies.base import Observation
 from windlass.policies.calls import scores_of
 

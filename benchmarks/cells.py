@@ -20,12 +20,10 @@ from machine import machine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
-from windlass.evals.budgets import Budget
-from windlass.evals.fit import Fitted, SampleSpec, fit
-from windlass.evals.grid import Settings
-from windlass.evals.measure import answered, cache_of
+from windlass.evals.grid import Fitted, SampleSpec, Settings, fit
 from windlass.evals.report.summaries import wilson
-from windlass.evals.task import Task
+from windlass.evals.run import answered, cache_of
+from windlass.evals.task import Budget, Task
 from windlass.evals.tasks import NAMES
 from windlass.evals.tasks.niah import Needles
 from windlass.hf.load import load

@@ -24,7 +24,7 @@ from turns import in_turn, medians, quartiles
 
 import windlass
 from windlass.engine.generate import prefill
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.speed.rows import random_model, shape_of
 
 BASE = 512
 

@@ -28,9 +28,9 @@ from turns import in_turn, medians, quartiles
 import windlass
 from windlass import KVCache, chunks
 from windlass.engine.text import encode
-from windlass.evals import keys
+from windlass.evals import texts as keys
 from windlass.evals.report.summaries import wilson
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.speed.rows import random_model, shape_of
 from windlass.evals.tasks.niah import ABOVE
 
 PARTS = 5

@@ -23,8 +23,8 @@ from kernel_options import KERNEL_SHAPES, kernel_parser, parsed
 from machine import machine
 from turns import in_turn, medians, quartiles
 
-from windlass.core.rotate import rotate
-from windlass.evals.speed.shapes import SHAPES
+from windlass.core.positions import rotate
+from windlass.evals.speed.rows import SHAPES
 from windlass.kernels import cpu
 
 Copies = Callable[[torch.Tensor], torch.Tensor]

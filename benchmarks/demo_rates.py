@@ -13,7 +13,7 @@ from typing import Annotated
 import torch
 import typer
 
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import policy_of
 from windlass.cli import demo
 from windlass.evals import texts
 from windlass.hf.load import load

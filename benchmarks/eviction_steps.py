@@ -23,7 +23,7 @@ from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
 from windlass import KVCache
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import policy_of
 from windlass.core.step import PROMPT
 from windlass.engine.text import encode
 from windlass.hf.load import load

@@ -7,8 +7,8 @@ import random
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from windlass.evals.filler import Filler, Novel
 from windlass.evals.tasks.passkey import MOST_KEY, PassKey
+from windlass.evals.texts import Filler, Novel
 
 EVERY = 40
 FILE = Path("agent.txt")

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from samples import Line, chosen, lines_of, scored, shown
 
-from windlass.evals.report.markdown import table
+from windlass.evals.report.page import table
 from windlass.evals.report.summaries import wilson
 
 SHARES = {

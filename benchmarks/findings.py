@@ -12,7 +12,7 @@ from pathlib import Path
 from finder_tables import finder, finder_merging, finder_positions, merged_digits, pass_keys
 from samples import Line, chosen, counted, lines_of, of_full, pivot, scored, scores, shown
 
-from windlass.evals.report.markdown import table
+from windlass.evals.report.page import table
 from windlass.evals.report.summaries import wilson
 
 HERE = Path(__file__).parent

@@ -20,12 +20,11 @@ from transformers import PreTrainedModel
 from turns import in_turn, medians
 
 import windlass
-from windlass.core.linear import LinearInput, LinearLayer
-from windlass.evals.speed.rows import BenchRow, BenchSetup
-from windlass.evals.speed.shapes import random_model, shape_of
-from windlass.evals.speed.timer import Timer
+from windlass.core.inputs import LinearInput, LinearLayer
+from windlass.evals.speed.measure import Timer
+from windlass.evals.speed.rows import BenchRow, BenchSetup, random_model, shape_of
 from windlass.evals.speed.workloads import Workload
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.hf.kv_cache import layer_shapes
 from windlass.kernels import cpu
 
 SHAPES = ("1b", "8b", "7b-mha")

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))  # helpers of the tests
 
 from tests.helpers.interrupts import interrupted_at
 from windlass import KVCache, Recent, UsageError, prompt_cache
-from windlass.cache.recall_options import DEFAULT_RECALL_STORE
+from windlass.cache.options import DEFAULT_RECALL_STORE
 
 RECURRENT = ("qwen3_next", "lfm2", "falcon_h1", "zamba2", "jamba")
 FAMILIES = (*RECURRENT, "deepseek_v3", "gemma3n", "gemma4_e", "llama4", "qwen2_5_vl", "qwen3_vl")

@@ -26,7 +26,7 @@ from tests.helpers.prompt_cache_files import honest_files
 from tests.helpers.prompt_cache_judge import LOADED, REFUSED, SILENT, TRACEBACK, verdict
 from tests.helpers.prompt_cache_mutations import mutated
 from windlass import attach
-from windlass.hf import prompt_cache_memory
+from windlass.hf import prompt_cache as prompt_cache_memory
 from windlass.testing import tiny_model
 
 MOST_BYTES = 16 * 2**30  # of a process: what asks for more fails at once, and is seen

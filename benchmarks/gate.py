@@ -30,14 +30,12 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokeni
 
 from windlass import KeyDiff, Policy, Recent
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import NewKeys, Queries, Scores
+from windlass.core.types import NewKeys, Queries, Scores
 from windlass.engine.text import encode
-from windlass.evals.fit import SampleSpec, fit
+from windlass.evals.grid import SampleSpec, fit
 from windlass.hf.load import load
 from windlass.policies import Needs, Slots
-from windlass.policies.base import ACCUMULATES
-from windlass.policies.by_position import scatter_sorted
-from windlass.policies.interfaces import NewTokens, Trained
+from windlass.policies.base import ACCUMULATES, NewTokens, Trained, scatter_sorted
 
 HARM = "gate_harm"  # state: what the gate says of joining the token before, less is better
 MARGIN = 0.9  # of the budget that a gate is set to: heads differ from text to text

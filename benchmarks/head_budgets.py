@@ -23,14 +23,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import KVCache, Policy
 from windlass.cache.compress import shared_budgets
-from windlass.cache.options import CacheOptions
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import CacheOptions, policy_of
 from windlass.cli.demo import MODEL
 from windlass.core.step import Limits
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
-from windlass.evals.fit import SampleSpec, fit
-from windlass.evals.load import load_task
+from windlass.evals.grid import SampleSpec, fit, load_task
 from windlass.evals.report.summaries import wilson
 from windlass.hf.load import load
 from windlass.policies.calls import scores_of

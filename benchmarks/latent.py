@@ -19,10 +19,9 @@ from transformers import DynamicCache, PreTrainedModel
 
 import windlass
 from windlass import KVCache, Recent
-from windlass.evals.speed.depth import fill
-from windlass.evals.speed.rotated import RotatedStorage
-from windlass.evals.speed.shapes import random_model, shape_of
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.evals.speed.measure import RotatedStorage, fill
+from windlass.evals.speed.rows import random_model, shape_of
+from windlass.hf.kv_cache import layer_shapes
 from windlass.kernels import cpu
 
 WRITTEN = 2  # tokens of one run of ours; transformers writes one

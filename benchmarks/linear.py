@@ -19,7 +19,7 @@ from machine import machine
 from torch import Tensor
 from torch.nn.functional import linear as pytorch_linear
 
-from windlass.core.linear import LinearInput, LinearLayer, Nibbles
+from windlass.core.inputs import LinearInput, LinearLayer, Nibbles
 from windlass.kernels import cpu
 
 BYTES = 2**29  # that all matrices together hold at least

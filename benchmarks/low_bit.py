@@ -25,16 +25,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
 from windlass.cli.demo import MODEL
-from windlass.core.shapes import NewKeys, NewValues
-from windlass.evals.report import markdown
+from windlass.core.types import NewKeys, NewValues
+from windlass.evals.report import page as markdown
 from windlass.evals.texts import ASKED, BEFORE, HIDDEN, in_words, novel
 from windlass.hf.attach import attached
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.load import load
 from windlass.stores.base import Parts, Store
-from windlass.stores.low_bit import Int4, Int8
-from windlass.stores.plain import Plain
-from windlass.stores.spec import store_of
+from windlass.stores.formats import Int4, Int8, Plain, store_of
 
 WINDOWS, CHUNK, PROMPT, SAMPLES, SLOTS = 8, 64, 500, 128, 64
 STATIC = {

@@ -22,11 +22,10 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import KVCache
+from windlass.cache.merging import Merge, MergeBatch
 from windlass.engine.text import encode
-from windlass.evals.fit import SampleSpec, fit
-from windlass.evals.load import load_task
+from windlass.evals.grid import SampleSpec, fit, load_task
 from windlass.hf.load import load
-from windlass.merge.base import Merge, MergeBatch
 
 CHUNK = 128
 

@@ -29,14 +29,14 @@ from machine import machine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import InGroups, KeyDiff, KeyNorm, KVCache, Leverage, Pairs, Policy, Recent
+from windlass.cache.merging import MERGES
 from windlass.cli.demo import ANSWER_TOKENS, MODEL
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
 from windlass.evals.report.summaries import wilson
 from windlass.evals.texts import ASKED, hide_pass_key, in_words, novel
 from windlass.hf.load import load
-from windlass.merge import MERGES
 from windlass.policies import Needs, Random, Slots
 
 ROWS = 20  # texts that are read together

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 import windlass
 from windlass.cli.demo import MODEL
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.speed.rows import random_model, shape_of
 from windlass.hf.load import load
 
 CHUNK = 512

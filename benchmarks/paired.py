@@ -19,7 +19,7 @@ from machine import machine
 from transformers import DynamicCache, PreTrainedModel
 
 import windlass
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.speed.rows import random_model, shape_of
 
 CHUNK = 512
 ROOM = 16  # tokens that are written before both caches go back

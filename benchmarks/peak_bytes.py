@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import windlass
 from windlass import KeyDiff, KVzip, Policy
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import policy_of
 from windlass.policies import NAMES, WRAPPERS, OneShot, find
 from windlass.policies.wrapper import scoring_chunk
 

@@ -17,8 +17,8 @@ from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import windlass
-from windlass.cache.policy_spec import policy_of
-from windlass.evals.report.markdown import table
+from windlass.cache.options import policy_of
+from windlass.evals.report.page import table
 from windlass.evals.texts import novel
 
 

@@ -25,7 +25,7 @@ from transformers import DynamicCache
 
 import windlass
 from windlass.engine.generate import prefill
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.speed.rows import random_model, shape_of
 
 WAYS = ("chunked", "at once", "transformers")
 

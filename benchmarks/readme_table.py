@@ -17,10 +17,9 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cli.demo import MODEL, Row, Setup, fitted, read_and_ask
-from windlass.cli.demo_facts import FactsRow, facts_in, memories, read_and_ask_all
-from windlass.core.units import in_units
-from windlass.evals.report.markdown import table
+from windlass.cli.demo import MODEL, FactsRow, Row, Setup, facts_in, fitted, memories, read_and_ask, read_and_ask_all
+from windlass.core.parse import in_units
+from windlass.evals.report.page import table
 from windlass.evals.report.summaries import wilson
 from windlass.evals.texts import hide_pass_key, novel
 from windlass.hf.load import load

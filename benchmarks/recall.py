@@ -18,9 +18,9 @@ from turns import in_turn, medians, quartiles
 import windlass
 from windlass import KVCache
 from windlass.cache.options import CacheOptions
-from windlass.evals.speed.depth import fill
-from windlass.evals.speed.shapes import random_model, shape_of
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.evals.speed.measure import fill
+from windlass.evals.speed.rows import random_model, shape_of
+from windlass.hf.kv_cache import layer_shapes
 from windlass.hf.weights import quantize
 
 NONE = "none"

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import windlass
 from windlass import KVCache
-from windlass.evals import keys
+from windlass.evals import texts as keys
 from windlass.evals.tasks.niah import ABOVE
 
 NONE = "none"

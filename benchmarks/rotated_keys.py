@@ -13,11 +13,10 @@ from importlib import resources
 import torch
 from machine import machine
 
-from windlass.evals.fit import SampleSpec, fit
-from windlass.evals.load import load_task
-from windlass.evals.measure import CHUNK, answered
+from windlass.evals.grid import SampleSpec, fit, load_task
 from windlass.evals.report.summaries import wilson
-from windlass.evals.speed.rotated import RotatedStorage
+from windlass.evals.run import CHUNK, answered
+from windlass.evals.speed.measure import RotatedStorage
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
 from windlass.policies import KeyDiff

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from windlass.evals.report.markdown import table
+from windlass.evals.report.page import table
 
 HERE = Path(__file__).parent
 Line = dict[str, Any]

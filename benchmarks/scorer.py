@@ -21,10 +21,10 @@ from transformers import PreTrainedModel
 
 import windlass
 from windlass.engine.generate import prefill
-from windlass.evals.fit_scorer import fitted
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.calibrate import fitted
+from windlass.evals.speed.rows import random_model, shape_of
 from windlass.hf.load import load
-from windlass.policies import scorer_file
+from windlass.policies import linear_scorer as scorer_file
 
 FITTED = 600  # tokens of the text that the scorer is fitted to
 

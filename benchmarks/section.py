@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from windlass.evals.report.markdown import table
+from windlass.evals.report.page import table
 
 Line = dict[str, Any]
 

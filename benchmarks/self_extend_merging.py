@@ -25,16 +25,16 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import KVCache, Policy
 from windlass.cache.compress import cut_to_budget
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
-from windlass.evals.fit import SampleSpec, fit
+from windlass.evals.grid import SampleSpec, fit
 from windlass.evals.report.summaries import wilson
 from windlass.evals.task import Sample
 from windlass.evals.tasks.passkey import PassKey
 from windlass.hf.load import load
 from windlass.policies import Needs, Slots
-from windlass.policies.by_position import scatter_sorted
+from windlass.policies.base import scatter_sorted
 
 ROWS = 20  # texts that are read together
 RULES = ("none", "sum", "mean", "mean_count", "pick")

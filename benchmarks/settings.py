@@ -18,8 +18,7 @@ from unrotated import timer_of
 
 import windlass
 from windlass.cache.options import CacheOptions
-from windlass.evals.speed.rows import USUAL, BenchSetup
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.speed.rows import USUAL, BenchSetup, random_model, shape_of
 from windlass.evals.speed.workloads import Workload
 from windlass.hf.weights import quantize
 

@@ -14,7 +14,7 @@ from kernel_options import kernel_parser, parsed
 from machine import machine
 from turns import in_turn, medians, quartiles
 
-from windlass.evals.speed.shapes import SHAPES
+from windlass.evals.speed.rows import SHAPES
 from windlass.kernels import cpu
 
 GROUPS = ((1024, 1023, 1025, 1040), (4096, 4095, 4097, 4099, 4112))

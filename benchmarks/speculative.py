@@ -25,7 +25,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from turns import in_turn, quartiles
 
 import windlass
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.speed.rows import random_model, shape_of
 from windlass.evals.texts import novel
 from windlass.kernels import cpu
 

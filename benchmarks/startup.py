@@ -53,7 +53,7 @@ def main() -> None:
     """Measure all rows and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runs", type=int, default=7)
-    parser.add_argument("--program", default=f"{sys.executable} -m windlass.cli.program")
+    parser.add_argument("--program", default=f"{sys.executable} -m windlass.__main__")
     options = parser.parse_args()
     commands = {"imports alone": [sys.executable, "-c", IMPORTS]}
     commands |= {name: [*shlex.split(options.program), *arguments] for name, arguments in ROWS.items()}

@@ -21,11 +21,10 @@ from transformers import PreTrainedModel
 from turns import in_turn, medians, quartiles
 
 import windlass
-from windlass.evals.speed.rows import BenchRow, BenchSetup
-from windlass.evals.speed.shapes import random_model, shape_of
-from windlass.evals.speed.timer import Timer
+from windlass.evals.speed.measure import Timer
+from windlass.evals.speed.rows import BenchRow, BenchSetup, random_model, shape_of
 from windlass.evals.speed.workloads import STORAGES, Workload
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.hf.kv_cache import layer_shapes
 from windlass.hf.weights import quantize
 
 

@@ -17,10 +17,10 @@ from machine import machine
 
 import windlass
 from windlass.core.step import PROMPT, READ
-from windlass.evals.speed.depth import fill
-from windlass.evals.speed.shapes import random_model, shape_of
+from windlass.evals.speed.measure import fill
+from windlass.evals.speed.rows import random_model, shape_of
 from windlass.hf.forward import forward
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.hf.kv_cache import layer_shapes
 
 TOKENS = (1, 5, 16)
 

@@ -24,7 +24,7 @@ from training.lessons import lessons
 from training.options import MIX, Options, options_of
 from training.rows import Batches, Rows
 from training.start import from_config, from_folder
-from windlass.cli.loading import INTERRUPTED
+from windlass.cli.terminal import INTERRUPTED
 from windlass.core.errors import UsageError
 
 LOGGED = 10  # steps

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.core.errors import UsageError
-from windlass.evals.filler import Filler
+from windlass.evals.texts import Filler
 
 LEAST = 20_000  # characters; fewer would be learnt by heart
 SEARCHED = 2_000  # characters in which a sentence ends

@@ -13,12 +13,12 @@ from dataclasses import dataclass
 from training.books import Books
 from training.false_numbers import with_false_numbers
 from training.tasks import Again, AnyKey, Mixed
-from windlass.evals import Task, keys
-from windlass.evals.filler import NOISE, NOISE_LINES, Filler
+from windlass.evals import Task
+from windlass.evals import texts as keys
 from windlass.evals.tasks import vt
-from windlass.evals.tasks.multiturn import Multiturn
-from windlass.evals.tasks.niah import ABOVE, RULER, Needles, Wording
+from windlass.evals.tasks.niah import ABOVE, RULER, Multiturn, Needles, Wording
 from windlass.evals.tasks.words import CommonWords, FrequentWords
+from windlass.evals.texts import NOISE, NOISE_LINES, Filler
 
 ANSWER, COPY, PROSE, QUESTION, HAYSTACK, GUESS = 4.0, 1.5, 1.0, 0.3, 0.3, 0.0
 SOLVED = re.compile(r"(?<=are:) [^\n]+(?=\n)")  # the answer of an example within a text

@@ -3,10 +3,10 @@
 import random
 from dataclasses import dataclass
 
-from windlass.evals import Sample, Task, Turn, keys
-from windlass.evals.filler import Filler, hide
+from windlass.evals import Sample, Task, Turn
+from windlass.evals import texts as keys
 from windlass.evals.tasks.niah import ABOVE, RULER, Needle, Needles
-from windlass.evals.texts import BEFORE, HIDDEN, PREFIX, QUESTION
+from windlass.evals.texts import BEFORE, HIDDEN, PREFIX, QUESTION, Filler, hide
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from windlass.hf.torchao_later import TorchaoLater
+from windlass.core.torchao_later import TorchaoLater
 
 __version__ = "0.1.0"
 

@@ -15,9 +15,9 @@ from windlass.engine.generate import Stream as Stream
 from windlass.engine.generate import generate as generate
 from windlass.engine.generate import prefill as prefill
 from windlass.engine.generate import stream as stream
-from windlass.engine.message_ends import system_tokens as system_tokens
-from windlass.engine.result import Result as Result
+from windlass.engine.sampling import Result as Result
 from windlass.engine.sampling import Sampling as Sampling
+from windlass.engine.templates import system_tokens as system_tokens
 from windlass.hf import prompt_cache as prompt_cache
 from windlass.hf.attach import attach as attach
 from windlass.hf.attach import detach as detach
@@ -53,9 +53,9 @@ from windlass.positions.modes import Clamp as Clamp
 from windlass.positions.modes import Compact as Compact
 from windlass.positions.modes import Original as Original
 from windlass.positions.modes import SelfExtend as SelfExtend
-from windlass.stores.low_bit import Int4 as Int4
-from windlass.stores.low_bit import Int8 as Int8
-from windlass.stores.plain import Plain as Plain
+from windlass.stores.formats import Int4 as Int4
+from windlass.stores.formats import Int8 as Int8
+from windlass.stores.formats import Plain as Plain
 
 __version__: str
 __all__: list[str]

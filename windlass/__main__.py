@@ -1,6 +1,55 @@
-"""`python -m windlass`: the command line."""
+"""The console script, and `python -m windlass`: the command line in a process that is its own."""
 
-from windlass.cli.program import run
+import atexit
+import gc
+import os
+import sys
+import warnings
+from typing import NoReturn, TextIO
+
+from windlass.cli.terminal import CLEAR, end_at_ctrl_c
+from windlass.core.errors import WindlassWarning
+
+GARBAGE_EVERY = 100_000  # new objects between two searches for garbage; imports make a million of them, and no garbage
+
+
+def run() -> NoReturn:
+    """Run the command line and end the process, as soon as its last line is out.
+
+    What was registered to run at the end is run. Python's own end is left out: it takes modules apart one by one,
+    which with torch takes a second, and nobody sees them again.
+    """
+    gc.set_threshold(GARBAGE_EVERY)
+    warnings.showwarning = _note
+    warnings.simplefilter("once", WindlassWarning)
+    end_at_ctrl_c()
+    from windlass.cli.app import main
+
+    code = main()
+    atexit._run_exitfuncs()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _note(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,  # noqa: ARG001  # what Python gives
+    line: str | None = None,  # noqa: ARG001
+) -> None:
+    """A warning of ours as a line; those of libraries for whoever asks for warnings, with Python's own options."""
+    if issubclass(category, WindlassWarning):
+        start = CLEAR if sys.stderr.isatty() else ""
+        print(f"{start}windlass: note: {message}", file=sys.stderr)
+    elif sys.warnoptions:
+        print(warnings.formatwarning(message, category, filename, lineno), end="", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    run()
+
 
 if __name__ == "__main__":
     run()

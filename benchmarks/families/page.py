@@ -7,7 +7,7 @@ from typing import Any
 
 from families.checks import BUDGET, CHUNKS, LONG, LONG_CHUNK, SHORT, SHORTER, SINKS, TOLERANCE, WRITTEN
 
-from windlass.evals.report.markdown import table
+from windlass.evals.report.page import table
 
 Line = dict[str, Any]
 

@@ -13,14 +13,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from gpu.part import Part, Work
 from windlass import kernels
-from windlass.core.attention import AttentionInput, Visibility
-from windlass.core.packed import PackedStates
-from windlass.core.units import in_units
-from windlass.evals.speed.run import free_bytes
-from windlass.evals.speed.shapes import SHAPES
-from windlass.hf.layer_shapes import LayerShape
+from windlass.core.inputs import AttentionInput, PackedStates, Visibility
+from windlass.core.parse import in_units
+from windlass.evals.speed.measure import free_bytes
+from windlass.evals.speed.rows import SHAPES
+from windlass.hf.kv_cache import LayerShape
 from windlass.positions.modes import Original
-from windlass.stores.spec import store_of
+from windlass.stores.formats import store_of
 
 MOST_LAYERS = 128
 STORES = ("plain", "int8", "int4")

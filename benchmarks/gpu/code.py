@@ -25,10 +25,21 @@ import triton
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 
-from windlass.core.attention import AttentionInput, EvictionInput, Visibility
-from windlass.core.limits import PAGE
-from windlass.core.packed import Format, PackedStates
-from windlass.core.recall import TILE, Digests, PageInput, ReadInput, TiledKeys, WriteInput, words_of
+from windlass.core.inputs import (
+    TILE,
+    AttentionInput,
+    Digests,
+    EvictionInput,
+    Format,
+    PackedStates,
+    PageInput,
+    ReadInput,
+    TiledKeys,
+    Visibility,
+    WriteInput,
+    words_of,
+)
+from windlass.core.parse import PAGE
 from windlass.positions.modes import position_mode
 
 TARGET = GPUTarget("cuda", 90, 32)
@@ -36,10 +47,8 @@ SLOTS, KV_HEADS, GROUP = 4096, 8, 4
 TOKENS = {"decode": 1, "prefill": 512}
 STORES = {"plain": 16, "int8": 8, "int4": 4}
 KERNELS = {
-    "attend": ("attend_kernel", "join_kernel", "mass_kernel"),
-    "mean_key_cosine": ("sums_kernel", "cosines_kernel"),
-    "slots": ("_first_free", "_argsort_positions", "_evict", "_write"),
-    "codes": ("_encode",),
+    "attend": ("attend_kernel", "join_kernel", "mass_kernel", "sums_kernel", "cosines_kernel"),
+    "slots": ("_first_free", "_argsort_positions", "_evict", "_write", "_encode"),
     "recall": ("_read", "_write", "_allow"),
 }
 MODULES = {name: importlib.import_module(f"windlass.kernels.triton.{name}") for name in KERNELS}
@@ -117,14 +126,14 @@ def attended() -> Iterator[tuple[str, Callable[[], object]]]:
 
 def of_slots() -> Iterator[tuple[str, Callable[[], object]]]:
     """Calls of what else a step asks, each with its name."""
-    slots, codes = MODULES["slots"], MODULES["codes"]
+    slots = MODULES["slots"]
     for head_dim, (store, bits) in itertools.product((64, 128), STORES.items()):
         keys = held(head_dim, bits, torch.zeros(KV_HEADS, head_dim))
-        call = partial(MODULES["mean_key_cosine"].mean_key_cosine, keys, positions())
+        call = partial(MODULES["attend"].mean_key_cosine, keys, positions())
         yield f"mean_key_cosine {head_dim} {store}", call
         new = torch.zeros(1, KV_HEADS, 1, head_dim, dtype=torch.bfloat16)
         if bits < 16:
-            yield f"encode {head_dim} {store}", partial(codes.encode, new, keys.means, bits)
+            yield f"encode {head_dim} {store}", partial(slots.encode, new, keys.means, bits)
             continue
         index, at = torch.zeros(1, KV_HEADS, 1, dtype=torch.int64), torch.zeros(1, KV_HEADS, 1, dtype=torch.int32)
         writes = [(keys.data, new), (keys.data, new), (positions(), at), (positions().float(), 0.0)]

@@ -10,13 +10,11 @@ from transformers import PreTrainedModel
 
 from gpu.part import Part
 from windlass import attach
-from windlass.evals.speed.rows import rows_of
-from windlass.evals.speed.run import cache_bytes, check_memory, free_bytes, gpu_name
-from windlass.evals.speed.shapes import SHAPES, random_model
+from windlass.evals.speed.measure import Timer, cache_bytes, check_memory, free_bytes, gpu_name
+from windlass.evals.speed.rows import SHAPES, random_model, rows_of
 from windlass.evals.speed.table import Conditions, as_json
-from windlass.evals.speed.timer import Timer
 from windlass.evals.speed.workloads import BenchLists
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.hf.kv_cache import layer_shapes
 
 POLICIES = "recent,h2o,snapkv,tova,key_diff"
 STORES = "plain,int8,int4"

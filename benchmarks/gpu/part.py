@@ -11,8 +11,8 @@ from typing import Any, Protocol
 import torch
 
 from windlass.core.errors import UsageError
-from windlass.engine.graph import wait_for
-from windlass.evals.speed.timer import Clock
+from windlass.engine.cuda_graph import wait_for
+from windlass.evals.speed.measure import Clock
 
 Line = dict[str, Any]
 Work = Callable[[], object]

@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 from gpu.part import Part, Work
 from windlass import KVCache, Sampling, attach
 from windlass.cache.options import CacheOptions
+from windlass.engine.cuda_graph import graph_for
 from windlass.engine.decode import Decoder
-from windlass.engine.graph import graph_for
 from windlass.engine.sampler import Sampler
-from windlass.evals.speed.depth import fill
-from windlass.evals.speed.shapes import SHAPES, random_model
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.evals.speed.measure import fill
+from windlass.evals.speed.rows import SHAPES, random_model
+from windlass.hf.kv_cache import layer_shapes
 
 RECALL = 128
 STORES = ("plain", "int8", "int4")

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpu.bars import BARS, STATIC, Line, against, copy_rate, of_kind
-from windlass.evals.report.markdown import table
+from windlass.evals.report.page import table
 
 COMMAND = "benchmarks/gpu.sh OUT"
 MISSING = f"""This page has no figures of a GPU: none was ever measured. The kernels' results are tested in Triton's

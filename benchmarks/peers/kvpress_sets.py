@@ -33,9 +33,9 @@ from transformers import (
 )
 
 from windlass import KVCache, attach
-from windlass.cache.policy_spec import policy_of
-from windlass.evals.report.markdown import table
-from windlass.evals.speed.rotated import RotatedStorage
+from windlass.cache.options import policy_of
+from windlass.evals.report.page import table
+from windlass.evals.speed.measure import RotatedStorage
 from windlass.evals.texts import novel
 from windlass.hf.load import load
 

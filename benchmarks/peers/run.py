@@ -36,7 +36,7 @@ from peers.shape import PEERS, Shape, shape_of
 from peers.weights import write_weights
 from peers.worker import About, Answer
 
-from windlass.evals.report.markdown import row
+from windlass.evals.report.page import row
 
 # Workers run in environments of their own, which find the modules of this folder by this path.
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "HF_HUB_DISABLE_PROGRESS_BARS": "1"}

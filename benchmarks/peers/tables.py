@@ -18,7 +18,7 @@ from peers.shape import shape_of
 from section import spread
 from turns import quartiles
 
-from windlass.evals.report.markdown import table
+from windlass.evals.report.page import table
 
 OURS = "windlass"
 ABSENT = "-"

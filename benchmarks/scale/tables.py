@@ -9,8 +9,8 @@ from pathlib import Path
 from scale.arrivals import Arrival, lines
 from scale.capacity import BUDGET, ROWS, costs_of_server
 from scale.simulate import Memory, simulated
-from windlass.core.units import in_units
-from windlass.evals.report.markdown import table
+from windlass.core.parse import in_units
+from windlass.evals.report.page import table
 
 PAGE = Path(__file__).parents[2] / "docs" / "scale.md"
 SHAPES = {"1b": (16, 8, 64, 2.2e9), "8b": (32, 8, 128, 16.1e9)}  # layers, kv heads, width of a head, bytes of weights

@@ -26,7 +26,7 @@ from gpu import tables as gpu_tables
 from gpu.part import TINY, OutOfTime, Part, Sizes, summary
 
 import windlass
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.hf.kv_cache import layer_shapes
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

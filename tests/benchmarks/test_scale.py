@@ -12,10 +12,9 @@ from transformers import AutoTokenizer
 
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of
-from windlass.engine.lane import Lane
-from windlass.engine.reader import Reader
-from windlass.engine.scheduler import Scheduler
-from windlass.engine.turns import Turn
+from windlass.engine.prefill import Reader
+from windlass.engine.scheduler import Scheduler, Turn
+from windlass.engine.sequence import Lane
 
 FREE = Costs(0.0, 0.0, 0.0, 0.0)
 

@@ -8,8 +8,8 @@ import windlass
 from tests.helpers.caches import MODES, POLICIES, bytes_of_slots
 from tests.helpers.models import Models, Text, masked, read
 from windlass import KVCache, Recent, UsageError
-from windlass.cache.slot_layer import SlotLayer
-from windlass.core.rotary_index import EMPTY
+from windlass.cache.layer import SlotLayer
+from windlass.core.positions import EMPTY
 from windlass.policies import Policy
 
 

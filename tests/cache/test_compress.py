@@ -11,17 +11,7 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.caches import MODES, POLICIES, assert_same, bytes_of_slots, held
 from tests.helpers.models import Models, Text, read
-from windlass import (
-    H2O,
-    ExpectedAttention,
-    KeyDiff,
-    KeyNorm,
-    KVCache,
-    Recent,
-    SnapKV,
-    UsageError,
-    prompt_cache,
-)
+from windlass import H2O, ExpectedAttention, KeyDiff, KeyNorm, KVCache, Recent, SnapKV, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
 from windlass.core.step import HEADROOM
 from windlass.policies import Policy

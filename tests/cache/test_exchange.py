@@ -13,9 +13,9 @@ from tests.helpers.hybrids import KINDS, bound
 from tests.helpers.models import Models, Text, read
 from tests.helpers.shares import APART
 from windlass import KVCache, Shares, UsageError
-from windlass.cache.exchange import arrange_rows, clear_row, put_row
+from windlass.cache.edits import arrange_rows, clear_row, put_row
 from windlass.policies import NAMES, Policy
-from windlass.policies.interfaces import Trained
+from windlass.policies.base import Trained
 
 POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, Trained)]
 TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}

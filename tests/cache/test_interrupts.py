@@ -16,14 +16,14 @@ from tests.helpers.contents import assert_close, assert_nothing_leaks, check_eve
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.models import Models, Text
 from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError
-from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.layer import SlotLayer
+from windlass.cache.merging import MergePlan
 from windlass.core.step import Pass
 from windlass.engine.decode import Decoder
 from windlass.engine.generate import prefill
 from windlass.engine.sampler import Sampler
 from windlass.engine.sampling import Sampling
 from windlass.hf.forward import forward
-from windlass.merge import MergePlan
 
 LIMITS: dict[str, Any] = {"budget": 12, "sinks": 2, "window": 3}
 

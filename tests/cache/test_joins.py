@@ -15,8 +15,7 @@ from tests.helpers.models import Models, Text, read
 from windlass import DMC, KVCache, Policy, Recent, UsageError, prompt_cache
 from windlass.core.step import HEADROOM
 from windlass.policies import Needs, Slots
-from windlass.policies.base import ACCUMULATES
-from windlass.policies.interfaces import NewTokens, Trained
+from windlass.policies.base import ACCUMULATES, NewTokens, Trained
 from windlass.testing import tiny_model
 
 Run = list[int]

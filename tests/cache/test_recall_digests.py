@@ -10,9 +10,9 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, digests_of, read_both, recalling
 from windlass import KVCache, kernels, prompt_cache
 from windlass.cache import recall
-from windlass.core.limits import PAGE
-from windlass.core.recall import BestPages, PageInput
-from windlass.kernels import reference_recall
+from windlass.core.inputs import BestPages, PageInput
+from windlass.core.parse import PAGE
+from windlass.kernels import reference as reference_recall
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])

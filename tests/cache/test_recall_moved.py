@@ -10,7 +10,7 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
 from windlass import KVCache, prompt_cache
 from windlass.cache import recall as recall_of_cache
-from windlass.core.limits import PAGE
+from windlass.core.parse import PAGE
 
 
 def test_splice(attached_model: Models, text: Text) -> None:

@@ -7,15 +7,14 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.cache.recall import RecallStore
-from windlass.cache.recall_memory import RecallMemory
-from windlass.core.recall import PageInput, ReadInput, WriteInput
-from windlass.stores.spec import store_of
+from windlass.cache.recall import RecallMemory, RecallStore
+from windlass.core.inputs import PageInput, ReadInput, WriteInput
+from windlass.stores.formats import store_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from windlass.kernels.triton import codes
 from windlass.kernels.triton import recall as kernel
+from windlass.kernels.triton import slots as codes
 
 
 @dataclass

@@ -11,11 +11,11 @@ from tests.helpers.caches import bytes_of_slots, held
 from tests.helpers.layers import BATCH, BUDGET, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
 from tests.helpers.models import Models, Text, masked, read
 from windlass import H2O, KeyDiff, KVCache, Random, Recent, Sampling, UsageError
+from windlass.cache.layer import SlotLayer
 from windlass.cache.options import CacheOptions
-from windlass.cache.slot_layer import SlotLayer
 from windlass.engine.sampler import Sampler
 from windlass.policies import Policy, Slots
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Plain
 
 
 def test_slots_reserved_for_a_forgotten_step_stay_free(attached_model: Models, text: Text) -> None:

@@ -11,7 +11,7 @@ import windlass
 from tests.helpers.contents import check_every_line, content, is_same
 from tests.helpers.models import Models, Text
 from windlass import H2O, CacheOptions, KVCache, UsageError
-from windlass.cache.rewrite import Standing
+from windlass.cache.recompute import Standing
 from windlass.core.step import Pass, Step
 from windlass.hf.forward import forward
 

@@ -14,7 +14,7 @@ from tests.helpers.models import Models
 from windlass import H2O, KeyDiff, KVCache, KVzip, Recent, UsageError
 from windlass.core.step import AttentionCall, Pass
 from windlass.policies import Policy
-from windlass.policies.interfaces import Trained
+from windlass.policies.base import Trained
 
 STEPS = [40, 3, 9, 1, 1, 16, 5]
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 2, 15, 3, 8

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import windlass
 from tests.helpers.models import MODEL, Models, Text, read
 from windlass import H2O, KeyDiff, KVCache, Pyramid
-from windlass.core.units import in_units
+from windlass.core.parse import in_units
 
 
 class Cells(HTMLParser):

@@ -82,7 +82,7 @@ def test_a_bad_input_is_one_line(answers: dict[str, tuple[int, str, str]], line:
 def test_a_process_says_the_same(
     answers: dict[str, tuple[int, str, str]], places: dict[str, str], line: str, says: str
 ) -> None:
-    command = [sys.executable, "-m", "windlass.cli.program", *arguments(line, places)]
+    command = [sys.executable, "-m", "windlass.__main__", *arguments(line, places)]
     ran = subprocess.run(
         command, stdin=subprocess.DEVNULL, capture_output=True, env=environment(), cwd=places["folder"]
     )

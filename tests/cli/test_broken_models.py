@@ -18,8 +18,8 @@ import windlass
 from tests.helpers import cli
 from tests.helpers.cli import Ran, assert_refused
 from windlass.core.errors import UsageError, WindlassWarning
-from windlass.hf.load_errors import gist, hub_problem
-from windlass.hf.names import check_config
+from windlass.core.parse import check_config
+from windlass.hf.load import gist, hub_problem
 
 run = cli.run  # fixture
 MODEL = Path(windlass.__file__).parents[1] / "tests" / "models" / "stories260K"

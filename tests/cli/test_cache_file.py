@@ -17,7 +17,7 @@ from tests.helpers.models import MODEL
 from tests.helpers.prompt_cache_files import CacheFile
 from windlass.cli import session
 from windlass.cli.app import main
-from windlass.hf import prompt_cache_file
+from windlass.hf import prompt_cache as prompt_cache_file
 from windlass.hf.forward import forward
 
 run, loaded_once = cli.run, cli.loaded_once  # fixtures
@@ -119,7 +119,7 @@ def test_a_file_that_is_not_finished_stays_as_it_was(
     before = file.read_bytes()
     assert_refused(run(*append, "--budget", "16"), "--budget 16 contradicts")
     with monkeypatch.context() as patched:
-        patched.setattr("windlass.engine.feed.forward", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr("windlass.engine.prefill.forward", Mock(side_effect=KeyboardInterrupt))
         ran = run(*append)
     assert (ran.code, file.read_bytes()) == (130, before)
     assert f"{file} stays as it was" in ran.err
@@ -143,7 +143,7 @@ def interrupted(run: Callable[..., Ran], monkeypatch: pytest.MonkeyPatch) -> Cal
                     raise KeyboardInterrupt
                 return forward(*given, **options)
 
-            patched.setattr("windlass.engine.feed.forward", one)
+            patched.setattr("windlass.engine.prefill.forward", one)
             ran = run(*command)
         assert (ran.code, ran.out) == (130, "")
         return ran

@@ -9,10 +9,11 @@ import pytest
 from tests.helpers import cli
 from tests.helpers.cli import Ran
 from tests.helpers.models import MODEL
-from windlass.cache.shares_file import shares_of
+from windlass.cache.shares import shares_of
 from windlass.cli.terminal import Bar
 from windlass.evals.texts import novel
-from windlass.policies import pair_table, scorer_file
+from windlass.policies import linear_scorer as scorer_file
+from windlass.policies import pairs as pair_table
 
 run = cli.run  # a fixture
 SHARES, SCORER = ("--shares", "--texts", "3", "--length", "200"), ("--scorer", "--texts", "4", "--length", "600")

@@ -5,7 +5,7 @@ import pytest
 import windlass
 from tests.helpers import chats, cli
 from tests.helpers.chats import FIRST, SAMPLING, SECOND, Make, after
-from windlass.cli.commands import Commands
+from windlass.cli.chat.commands import Commands
 from windlass.engine.sampling import Sampling
 
 model, dialogue = cli.model, chats.dialogue  # fixtures

@@ -6,7 +6,7 @@ import pytest
 
 import windlass
 from tests.helpers.chats import TEMPLATE, with_template
-from windlass.cli.conversation import Conversation, Turn
+from windlass.cli.chat.conversation import Conversation, Turn
 
 TURNS = (("Hello?", "Yes, here."), ("And now?", "Still\nhere."), ("Bye", ""))
 ALTERNATE = "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}" + TEMPLATE

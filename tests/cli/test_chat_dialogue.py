@@ -16,10 +16,11 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers import chats, cli
 from tests.helpers.chats import FIRST, SAMPLING, SECOND, THIRD, Make, after, held
-from windlass.cli import chat_file, session
-from windlass.cli.chat import at_terminal, show_reply
-from windlass.cli.dialogue import Dialogue, Show, cache_beside
-from windlass.cli.loading import INTERRUPTED
+from windlass.cli import session
+from windlass.cli.chat import conversation as chat_file
+from windlass.cli.chat.dialogue import Dialogue, Show, cache_beside
+from windlass.cli.chat.run import at_terminal, show_reply
+from windlass.cli.terminal import INTERRUPTED
 from windlass.engine import generate as engine
 
 model, dialogue = cli.model, chats.dialogue  # fixtures

@@ -17,13 +17,11 @@ from tests.helpers import chats, cli
 from tests.helpers.chats import FIRST, SECOND, THIRD, Make
 from tests.helpers.cli import START
 from tests.helpers.models import MODEL
-from windlass.cli import chat_file
-from windlass.cli.chat import offer
-from windlass.cli.chat_file import SavedChat
-from windlass.cli.commands import Commands
-from windlass.cli.conversation import Turn
-from windlass.cli.dialogue import Dialogue
-from windlass.cli.journal import Journal
+from windlass.cli.chat import conversation as chat_file
+from windlass.cli.chat.commands import Commands
+from windlass.cli.chat.conversation import Journal, SavedChat, Turn
+from windlass.cli.chat.dialogue import Dialogue
+from windlass.cli.chat.run import offer
 
 model, dialogue = cli.model, chats.dialogue  # fixtures
 

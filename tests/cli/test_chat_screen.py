@@ -17,13 +17,9 @@ from prompt_toolkit.input import PipeInput, create_pipe_input
 from prompt_toolkit.output import ColorDepth, DummyOutput
 from prompt_toolkit.utils import get_cwidth
 
-from windlass.cli import state
-from windlass.cli.chat import show_reply
-from windlass.cli.keyboard import unechoed
-from windlass.cli.loading import INTERRUPTED
-from windlass.cli.page import Page
-from windlass.cli.screen import Screen
-from windlass.cli.terminal import Bar
+from windlass.cli import terminal as state
+from windlass.cli.chat.run import Screen, show_reply
+from windlass.cli.terminal import INTERRUPTED, Bar, Page, unechoed
 
 ENTER, ALT_ENTER, CTRL_C, CTRL_D, UP = "\r", "\x1b\r", "\x03", "\x04", "\x1b[A"
 Asked = Callable[..., "str | None"]
@@ -194,7 +190,7 @@ def test_an_interrupt_shows_no_further_word(monkeypatch: pytest.MonkeyPatch):
         raise KeyboardInterrupt
 
     shown: list[str] = []
-    monkeypatch.setattr("windlass.cli.chat.say", shown.append)
+    monkeypatch.setattr("windlass.cli.chat.run.say", shown.append)
     assert show_reply(cast(Any, pieces())) == INTERRUPTED
     assert "".join(shown) == "Once upon a \n"
 

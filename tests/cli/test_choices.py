@@ -9,7 +9,7 @@ import torch
 from tests.helpers import cli
 from tests.helpers.cli import Ran
 from tests.helpers.models import MODEL
-from windlass.cli.choices import dtype_note
+from windlass.cli.session import dtype_note
 from windlass.evals.texts import ASKED, hide_pass_key, novel
 
 run = cli.run

@@ -19,8 +19,7 @@ from tests.helpers import cli
 from tests.helpers.cli import LAST_LINE, PROMPT, START, Ran, generate, rest_of
 from tests.helpers.models import MODEL
 from windlass.cli import session
-from windlass.cli.signals import as_interrupts
-from windlass.cli.terminal import Bar, note
+from windlass.cli.terminal import Bar, as_interrupts, note
 
 run, model, tokenizer, in_library = cli.run, cli.model, cli.tokenizer, cli.in_library  # fixtures
 

@@ -16,7 +16,7 @@ from tests.helpers.models import MODEL
 from tests.helpers.results import HEADER, case, write
 from windlass.cli.app import main
 from windlass.core import files
-from windlass.policies import pair_table
+from windlass.policies import pairs as pair_table
 
 run = cli.run  # fixture
 DEEP = "[" * 100_000 + "]" * 100_000

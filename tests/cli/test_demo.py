@@ -14,11 +14,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
 from tests.helpers.models import MODEL
-from windlass.cli import demo, demo_facts
+from windlass.cli import demo
+from windlass.cli import demo as demo_facts
 from windlass.cli.app import main
 from windlass.evals import texts
 from windlass.evals.tasks import NAMES
-from windlass.evals.tasks.multiturn import Multiturn
+from windlass.evals.tasks.niah import Multiturn
 from windlass.hf.load import load
 from windlass.policies import KeyDiff, LinearScorer
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cli.given import file_of_info, model_and_prompt, the_model
+from windlass.cli.options import file_of_info, model_and_prompt, the_model
 from windlass.core.errors import UsageError
 
 DEFAULT, TYPED = True, False

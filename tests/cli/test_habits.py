@@ -14,14 +14,14 @@ import windlass
 from tests.helpers import cli
 from tests.helpers.cli import LAST_LINE, PROMPT, Ran, assert_refused, generate
 from tests.helpers.models import MODEL
-from windlass.cli import complete
+from windlass.cache.merging import MERGES
+from windlass.cli import options as complete
 from windlass.cli.app import app
+from windlass.core.parse import DTYPES
 from windlass.hf.load import device_of
-from windlass.hf.names import DTYPES
-from windlass.merge.rules import MERGES
 from windlass.policies import FROM_FILES, NAMES, WRAPPERS
 from windlass.positions.modes import MODES
-from windlass.stores.spec import STORES
+from windlass.stores.formats import STORES
 
 run, model, tokenizer, in_library = cli.run, cli.model, cli.tokenizer, cli.in_library  # fixtures
 loaded_once = cli.loaded_once

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import cli
 from tests.helpers.cli import PROMPT, Ran, generate
 from tests.helpers.models import MODEL
-from windlass.cache.shares_file import shares_of
+from windlass.cache.shares import shares_of
 
 run = cli.run  # a fixture
 MARK = "\ufeff"

@@ -14,18 +14,18 @@ MAX_NAMES = 4  # of them that any other place may name
 SPELLED_OUT = {
     ("cache/options.py", "CacheOptions"),
     ("hf/kv_cache.py", "KVCache"),
-    ("cli/cache_options.py", "CacheArguments"),
+    ("cli/options.py", "CacheArguments"),
 }
 PARTS = {
-    ("core/limits.py", "LEAST"),  # the smallest value of each
+    ("core/parse.py", "LEAST"),  # the smallest value of each
     ("core/step.py", "Limits"),  # those that a layer is told
     ("cache/contract.py", "LIMITS"),
-    ("cli/eval_options.py", "EvalLists"),  # those that an evaluation may vary, as lists
+    ("cli/measure_options.py", "EvalLists"),  # those that an evaluation may vary, as lists
     ("serve/schema.py", "OWN"),  # those that a request may give
-    ("serve/settings.py", "CacheChoices"),
+    ("serve/errors.py", "CacheChoices"),
     ("evals/grid.py", "PARSERS"),  # of each that a list may vary
-    ("evals/case.py", "Case"),  # labels of a row, as a file of results holds them
-    ("hf/prompt_cache_document.py", "parsed"),  # the type and range of each limit, as a prompt-cache file holds them
+    ("evals/results.py", "Case"),  # labels of a row, as a file of results holds them
+    ("hf/prompt_cache_format.py", "parsed"),  # the type and range of each limit, as a prompt-cache file holds them
 }
 
 

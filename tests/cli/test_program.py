@@ -14,13 +14,13 @@ import pytest
 import windlass
 from tests.helpers.cli import START, rest_of
 from tests.helpers.models import MODEL
-from windlass.cli import declared
-from windlass.cli.loading import CLEAR, loading
-from windlass.evals.speed.shapes import SHAPES
-from windlass.merge import MERGES, TARGETS
+from windlass.cache.merging import MERGES, TARGETS
+from windlass.cli import checks as declared
+from windlass.cli.terminal import CLEAR, loading
+from windlass.evals.speed.rows import SHAPES
 from windlass.policies import NAMES, WRAPPERS
 from windlass.positions.modes import MODES, position_mode
-from windlass.stores.spec import STORES
+from windlass.stores.formats import STORES
 
 ENVIRONMENT = {
     **os.environ,
@@ -85,7 +85,7 @@ def test_the_process_ends_without_taking_python_apart() -> None:
         "builtins.end = End()\n"
         "atexit.register(lambda: print('registered', flush=True))\n"
         "sys.argv = ['windlass', {argument}]\n"
-        "from windlass.cli.program import run\nrun()"
+        "from windlass.__main__ import run\nrun()"
     )
     ran = python(code.format(argument="'policies'"))
     assert ran.returncode == 0
@@ -133,7 +133,7 @@ def test_ctrl_c_while_it_loads_is_told(seconds: float) -> None:
 
 def test_an_interrupt_after_the_first_loading_is_the_command_s_own() -> None:
     code = (
-        "import signal\nfrom windlass.cli.loading import end_at_ctrl_c, loading\n"
+        "import signal\nfrom windlass.cli.terminal import end_at_ctrl_c, loading\n"
         # A test runner in the background passes on that it ignores interrupts.
         "signal.signal(signal.SIGINT, signal.default_int_handler)\nend_at_ctrl_c()\nwith loading():\n    pass\n"
         "try:\n    signal.raise_signal(signal.SIGINT)\nexcept KeyboardInterrupt:\n    print('taken', flush=True)\n"
@@ -156,7 +156,7 @@ def test_a_warning_of_ours_is_one_note() -> None:
         "        warnings.warn('advice of a library', UserWarning, stacklevel=1)\n"
         "    return 0\n"
         "app.main = main\n"
-        "from windlass.cli.program import run\nrun()"
+        "from windlass.__main__ import run\nrun()"
     )
     ran = python(code)
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "", "windlass: note: no kernels\n")

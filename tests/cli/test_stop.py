@@ -8,7 +8,7 @@ import pytest
 import windlass
 from tests.helpers import cli
 from tests.helpers.cli import Ran, assert_refused
-from windlass.cli.stop import unescaped
+from windlass.cli.options import unescaped
 
 run = cli.run  # a fixture
 STORIES = str(Path(__file__).parents[1] / "models" / "stories260K")

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from windlass import KeyDiff, UsageError
-from windlass.core.check import check_kind, real_number, shown, whole_number
+from windlass.core.errors import check_kind, real_number, shown, whole_number
 
 
 @pytest.mark.parametrize("value", [7, np.int64(7), np.uint8(7)])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from windlass.cli import declared
-from windlass.core.close_names import did_you_mean, use_one_of
+from windlass.cli import checks as declared
+from windlass.core.parse import did_you_mean, use_one_of
 from windlass.evals.tasks import NAMES
 
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import policy_of
 from windlass.core.errors import PolicyError, UsageError, WindlassError
-from windlass.evals.load import load_task
+from windlass.evals.grid import load_task
 
 POLICY = '''
 from __future__ import annotations

@@ -3,7 +3,7 @@
 import pytest
 
 from windlass.core.errors import UsageError
-from windlass.core.spec import Spec, parse_ints, parse_list, parse_spec
+from windlass.core.parse import Spec, parse_ints, parse_list, parse_spec
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from tests.helpers.joined import SIZES, joined, texts
 from tests.helpers.models import Models
 from windlass import CacheOptions, KVCache, UsageError, chunks
 from windlass.engine.chunks import First, Part, Recompute
-from windlass.engine.chunks_recompute import recompute_of
+from windlass.engine.recompute import recompute_of
 from windlass.testing import tiny_hybrid
 
 one_layer = models.one_layer  # fixture

@@ -13,11 +13,9 @@ from tests.helpers.models import Models, Text
 from tests.helpers.schedulers import options_of, request_of, rows_of, wait_for
 from windlass import UsageError
 from windlass.core.errors import PromptCacheError
-from windlass.engine.disk import LOCK, NAME, SALT, DiskTier, salt_of
-from windlass.engine.kept import KeptCaches, Wanted
-from windlass.engine.reader import Reader
+from windlass.engine.prefill import Reader
+from windlass.engine.prefix_cache import LOCK, NAME, SALT, DiskTier, KeptCaches, Snapshots, Wanted, salt_of
 from windlass.engine.request import Reuse
-from windlass.engine.snapshots import Snapshots
 from windlass.hf import prompt_cache
 
 PLENTY = 1 << 30

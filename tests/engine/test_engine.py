@@ -13,8 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 import windlass
 from windlass import H2O, KeyDiff, KVCache, Sampling, UsageError
 from windlass.engine.sampler import DRAWS, Sampler
-from windlass.engine.stop import Stops
-from windlass.engine.text import TextStream
+from windlass.engine.text import Stops, TextStream
 from windlass.policies import Policy
 
 MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"

@@ -15,9 +15,9 @@ from tests.helpers.recorded import BUDGET, ENDS, PROMPT, begun, same, write
 from tests.helpers.tape import Tape
 from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Recent, Sampling, SnapKV, UsageError, kernels
 from windlass.engine import generate as engine
-from windlass.engine.graph import CudaGraph, Graph
-from windlass.evals.speed.rotated import RotatedStorage
-from windlass.hf.decoder_layers import FewTokensLayer
+from windlass.engine.cuda_graph import CudaGraph, Graph
+from windlass.evals.speed.measure import RotatedStorage
+from windlass.hf.cpu_decoder import FewTokensLayer
 from windlass.testing import tiny_model
 
 MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"

@@ -13,15 +13,14 @@ from tests.helpers.tape import Tape
 from windlass import H2O, TOVA, KeyDiff, KVCache, Sampling, SnapKV, kernels
 from windlass.cache import cache as memory_of_cache
 from windlass.cache import recall
-from windlass.cache.recall import Recalled, RecallStore
-from windlass.cache.recall_memory import RecallMemory
-from windlass.core.limits import PAGE
+from windlass.cache.recall import Recalled, RecallMemory, RecallStore
+from windlass.core.parse import PAGE
 from windlass.engine import generate as engine
+from windlass.engine.cuda_graph import CudaGraph
 from windlass.engine.decode import Decoder
-from windlass.engine.graph import CudaGraph
 from windlass.engine.sampler import Sampler
-from windlass.hf.decoder_layers import FewTokensLayer
-from windlass.stores.spec import store_of
+from windlass.hf.cpu_decoder import FewTokensLayer
+from windlass.stores.formats import store_of
 from windlass.testing import tiny_model
 
 SAMPLED = Sampling(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, repetition_penalty=1.3, seed=5)

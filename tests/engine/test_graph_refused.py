@@ -8,9 +8,9 @@ from tests.helpers.models import Models, Text
 from tests.helpers.recorded import BUDGET, begun, same, write
 from tests.helpers.tape import Tape
 from windlass import H2O, KVCache, Policy, Recent, kernels
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.engine.generate import prefill
-from windlass.hf.decoder_layers import FewTokensLayer
+from windlass.hf.cpu_decoder import FewTokensLayer
 from windlass.policies.base import Slots
 from windlass.testing import TRAINED_LENGTH
 

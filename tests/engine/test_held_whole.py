@@ -21,9 +21,8 @@ from tests.helpers.schedulers import (
 )
 from windlass import UsageError
 from windlass.cache.options import CacheOptions
-from windlass.engine.request import Progress
+from windlass.engine.request import EngineLimits, Progress
 from windlass.engine.scheduler import Scheduler
-from windlass.engine.status import EngineLimits
 from windlass.hf.attach import attached
 
 TWICE = "KVzip(scoring_chunk=20)"  # reads a text a second time, so many tokens at once

@@ -12,18 +12,16 @@ from tests.helpers.hybrids import KINDS, bound
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import KVCache
-from windlass.cache.edits import select_rows
-from windlass.cache.exchange import arrange_rows, clear_row
+from windlass.cache.edits import arrange_rows, clear_row, select_rows
 from windlass.cache.options import CacheOptions
 from windlass.cache.state import CacheState
-from windlass.core.rotary_index import EMPTY
-from windlass.engine.lane import PATIENCE, Lane
+from windlass.core.positions import EMPTY
 from windlass.engine.request import Failed
-from windlass.engine.row_bytes import RowBytes, replace_batch
-from windlass.engine.sizes import Sizes
+from windlass.engine.row_bytes import RowBytes, Sizes, replace_batch
+from windlass.engine.sequence import PATIENCE, Lane
 from windlass.hf.attach import attached
 
-ROWS, MOVER = 6, "windlass.engine.lane.arrange_rows"
+ROWS, MOVER = 6, "windlass.engine.sequence.arrange_rows"
 
 
 class Driven:
@@ -111,7 +109,7 @@ def test_a_step_computes_the_rows_that_write(drive: Drive, attached_model: Model
 def test_rows_of_other_layers_are_moved_as_well(
     monkeypatch: pytest.MonkeyPatch, drive: Drive, attached_model: Models, text: Text, family: str
 ) -> None:
-    monkeypatch.setattr("windlass.engine.lane.PATIENCE", 1)
+    monkeypatch.setattr("windlass.engine.sequence.PATIENCE", 1)
     model, options = bound(family) if family in KINDS else attached_model(family), options_of()
     prompts, driven = rows_of(text, 41, 7, 30), drive(model, options)
     first, second = driven.begin(prompts[0]), driven.begin(prompts[1])

@@ -20,14 +20,15 @@ from torch.utils._pytree import tree_leaves
 from tests.helpers.models import Models
 from tests.helpers.scorers import drawn
 from windlass import DMC, KeyDiff, KVCache, LinearScorer, Pairs, Recent
-from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.layer import SlotLayer
+from windlass.cache.merging import MERGES, TARGETS, Merge, merge_of
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.merge import MERGES, TARGETS, Merge, merge_of
-from windlass.policies import NAMES, WRAPPERS, Policy, pair_table, scorer_file
-from windlass.policies.pair_table import PairTable
-from windlass.positions.modes import PositionMode, position_mode
-from windlass.positions.windowed import Windowed
-from windlass.stores.spec import store_of
+from windlass.policies import NAMES, WRAPPERS, Policy
+from windlass.policies import linear_scorer as scorer_file
+from windlass.policies import pairs as pair_table
+from windlass.policies.pairs import PairTable
+from windlass.positions.modes import PositionMode, Windowed, position_mode
+from windlass.stores.formats import store_of
 
 DEVICE = torch.device("meta")
 BATCH, HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 2, 15, 3, 8, 6

@@ -6,8 +6,8 @@ import pytest
 
 from tests.helpers.schedulers import options_of
 from windlass import UsageError
-from windlass.engine.chunks_recompute import recompute_of
-from windlass.engine.parts_check import check_parts
+from windlass.engine.chunks import check_parts
+from windlass.engine.recompute import recompute_of
 from windlass.engine.request import PromptParts
 
 

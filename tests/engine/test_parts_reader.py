@@ -15,10 +15,10 @@ from tests.helpers.joined import joined_by_hand, texts
 from tests.helpers.models import Models
 from tests.helpers.schedulers import events_of, options_of, request_of, running, tokens_of, wait_for
 from windlass import KVCache, UsageError, chunks
-from windlass.engine.chunks_recompute import recompute_of
-from windlass.engine.kept import Kept, KeptCaches, Key, Wanted
-from windlass.engine.parts_reader import PartsReader, part_options
-from windlass.engine.reader import PromptReader
+from windlass.engine.chunks import PartsReader, part_options
+from windlass.engine.prefill import PromptReader
+from windlass.engine.prefix_cache import Kept, KeptCaches, Key, Wanted
+from windlass.engine.recompute import recompute_of
 from windlass.engine.request import Failed, Finished, Piece, PromptParts, Request, Reuse
 from windlass.engine.row_bytes import RowBytes
 from windlass.engine.scheduler import Scheduler

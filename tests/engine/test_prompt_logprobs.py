@@ -12,7 +12,7 @@ from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running, wait_for
 from windlass import KVCache, Sampling, UsageError
 from windlass.cache.options import CacheOptions
-from windlass.engine.chunks_recompute import Nothing
+from windlass.engine.recompute import Nothing
 from windlass.engine.request import Event, Finished, Piece, PromptLogprobs, PromptParts
 from windlass.engine.scheduler import Scheduler
 from windlass.policies import KVzip

@@ -9,9 +9,8 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass.core.errors import UsageError
-from windlass.engine.request import Finished, Request, Ticket
+from windlass.engine.request import EngineLimits, Finished, QueueFullError, Request, Ticket
 from windlass.engine.scheduler import Scheduler
-from windlass.engine.status import EngineLimits, QueueFullError
 
 ROWS = 4
 

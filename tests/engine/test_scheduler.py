@@ -21,12 +21,11 @@ from tests.helpers.schedulers import (
     wait_for,
 )
 from windlass import KVCache, Sampling
-from windlass.engine import lane
-from windlass.engine.request import Finished, Grammar, Piece, Ticket
-from windlass.engine.status import EngineLimits
-from windlass.engine.stop import Stops
+from windlass.engine import sequence as lane
+from windlass.engine.request import EngineLimits, Finished, Grammar, Piece, Ticket
+from windlass.engine.text import Stops
 from windlass.policies import NAMES, Policy
-from windlass.policies.interfaces import Trained
+from windlass.policies.base import Trained
 
 POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, Trained)]
 

@@ -9,8 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import UsageError
-from windlass.engine.request import Failed, Piece, Progress
-from windlass.engine.status import EngineDeadError, EngineLimits, QueueFullError
+from windlass.engine.request import EngineDeadError, EngineLimits, Failed, Piece, Progress, QueueFullError
 
 
 @pytest.fixture(scope="module")

@@ -10,12 +10,12 @@ from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import UsageError
 from windlass.cache.state import CacheState
-from windlass.engine import scheduler, task, turns
-from windlass.engine.lane import Lane
-from windlass.engine.request import Failed, Piece
-from windlass.engine.scheduler import Scheduler
-from windlass.engine.service import Watcher
-from windlass.engine.status import EngineDeadError, EngineLimits
+from windlass.engine import scheduler
+from windlass.engine import scheduler as turns
+from windlass.engine import sequence as task
+from windlass.engine.request import EngineDeadError, EngineLimits, Failed, Piece
+from windlass.engine.scheduler import Scheduler, Watcher
+from windlass.engine.sequence import Lane
 
 
 @pytest.fixture(scope="module")

@@ -13,13 +13,12 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running, wait_for
-from windlass.engine.kept import KeptCaches
-from windlass.engine.reader import Reader
+from windlass.engine.prefill import Reader
+from windlass.engine.prefix_cache import KeptCaches, Snapshots
 from windlass.engine.request import Finished, Piece, Ticket
 from windlass.engine.scheduler import Scheduler
-from windlass.engine.snapshots import Snapshots
 from windlass.policies import NAMES, Policy
-from windlass.policies.interfaces import OneShot, Trained
+from windlass.policies.base import OneShot, Trained
 from windlass.testing import tiny_model
 
 STREAMING = [policy() for policy in NAMES.values() if not issubclass(policy, Trained | OneShot)]

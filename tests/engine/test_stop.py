@@ -11,8 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
 from windlass import KVCache, UsageError
-from windlass.engine.stop import Stops, stops_of
-from windlass.engine.text import TextStream
+from windlass.engine.text import Stops, TextStream, stops_of
 
 MODEL = Path(__file__).parents[1] / "models" / "stories260K"
 PROMPT = "Once upon a time"

@@ -7,7 +7,7 @@ import pytest
 from jinja2.exceptions import TemplateError
 
 from tests.helpers.chats import with_template
-from windlass.engine.template_forms import rendered
+from windlass.engine.templates import rendered
 
 TOOLS: Any = [{"type": "function", "function": {"name": "clock", "parameters": {"type": "object"}}}]
 LOOP = "{% for m in messages %}"

@@ -9,8 +9,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from windlass.engine.stop import Stops
-from windlass.engine.text import TextStream, token_bytes
+from windlass.engine.text import Stops, TextStream, token_bytes
 
 STORIES = Path(__file__).parents[1] / "models" / "stories260K"
 SIGNS = "ab \n<é—你好。世界😀👩‍🚀\ufffd"

@@ -14,16 +14,14 @@ from tests.helpers import bench_run
 from tests.helpers.bench_run import Ran
 from tests.helpers.caches import bytes_of_slots
 from tests.helpers.models import Models
-from windlass.cli import bench as cli_bench
+from windlass.cli import measure as cli_bench
 from windlass.cli.app import main
 from windlass.engine.generate import prefill
-from windlass.evals.speed import run as bench
-from windlass.evals.speed.depth import fill
-from windlass.evals.speed.rotated import RotatedStorage
+from windlass.evals.speed import measure as bench
+from windlass.evals.speed.measure import Clock, RotatedStorage, Timer, fill
 from windlass.evals.speed.rows import rows_of
-from windlass.evals.speed.timer import Clock, Timer
 from windlass.evals.speed.workloads import BenchLists
-from windlass.hf.layer_shapes import LayerShape, layer_shapes
+from windlass.hf.kv_cache import LayerShape, layer_shapes
 
 run, model = bench_run.run, bench_run.model  # fixtures
 

@@ -13,12 +13,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from tests.helpers import bench_run
 from tests.helpers.bench_run import Ran, cells
 from windlass.cache.options import CacheOptions
-from windlass.evals.speed.rows import BenchRow, BenchSetup, rows_of
-from windlass.evals.speed.shapes import SHAPES, random_model, shape_of
+from windlass.evals.speed.measure import Timer, weight_bytes
+from windlass.evals.speed.rows import SHAPES, BenchRow, BenchSetup, random_model, rows_of, shape_of
 from windlass.evals.speed.table import Conditions, as_json, footnote, ratios, table
-from windlass.evals.speed.timer import Timer, weight_bytes
 from windlass.evals.speed.workloads import BenchLists, Workload
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.hf.kv_cache import layer_shapes
 
 run, model = bench_run.run, bench_run.model  # fixtures
 CONDITIONS = Conditions("tiny", 130440, 65220, "bfloat16", 512, 2, "2026-01-02T03:04:05+00:00")
@@ -172,7 +171,7 @@ def test_a_table_for_the_eye_fits_a_terminal(run: Callable[..., Ran], monkeypatc
     with_ratios = run("-p", "9", "-n", "0", "--budget", "all,20", "--format", "table", "--ratios")
     assert "against" in with_ratios.out
     # A long name is folded where a terminal is too narrow for it.
-    monkeypatch.setattr("windlass.cli.bench.PIPE_WIDTH", 80)
+    monkeypatch.setattr("windlass.cli.measure.PIPE_WIDTH", 80)
     policies = "Smoothed(SnapKV(observed_queries=4, pool=3)),Smoothed(SnapKV(observed_queries=5, pool=3))"
     more = ("--budget", "all,20", "--positions", "compact,self_extend(8, 64)", "--store", "plain,int8")
     ran = run("-p", "9", "-n", "0", "-r", "1", *more, "--policy", policies, "--format", "table")

@@ -9,12 +9,11 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.tape import Tape
 from windlass import kernels
-from windlass.evals.speed import timer as bench_timer
-from windlass.evals.speed.rows import rows_of
-from windlass.evals.speed.shapes import SHAPES, random_model
-from windlass.evals.speed.timer import Timer
+from windlass.evals.speed import measure as bench_timer
+from windlass.evals.speed.measure import Timer
+from windlass.evals.speed.rows import SHAPES, random_model, rows_of
 from windlass.evals.speed.workloads import BenchLists
-from windlass.hf.layer_shapes import layer_shapes
+from windlass.hf.kv_cache import layer_shapes
 
 GRAPHED = [
     (0, "all", "recent", "unrotated"),

@@ -13,10 +13,10 @@ from transformers import PreTrainedModel
 from tests.helpers.models import MODEL, Models, Text
 from windlass import KVCache, UsageError
 from windlass.cli.app import main
-from windlass.evals import pair_costs
+from windlass.evals import calibrate as pair_costs
 from windlass.hf.load import load
-from windlass.policies import pair_table
-from windlass.policies.pair_table import PairTable
+from windlass.policies import pairs as pair_table
+from windlass.policies.pairs import PairTable
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 40
 TABLE = PairTable("LlamaForCausalLM", "0abc", "mean_count(next)", 12, 3, [(5, 2**31 - 1, 2, 0.0), (7, 7, 1, 0.25)])
@@ -66,7 +66,7 @@ def test_a_table_is_the_mean_over_all_that_was_met(monkeypatch: pytest.MonkeyPat
 
     monkeypatch.setattr(pair_costs, "pair_costs", costs)
     steps: list[tuple[int, int]] = []
-    table = pair_costs.measured(model, tokenizer, TEXT, 300, 5, lambda *step: steps.append(step))
+    table = pair_costs.measure_pair_costs(model, tokenizer, TEXT, 300, 5, lambda *step: steps.append(step))
     assert len(met) == table.tokens == 123 * 3
     assert steps[0][0] == 0
     assert steps[-1] == (369, 369)
@@ -78,10 +78,10 @@ def test_a_table_is_the_mean_over_all_that_was_met(monkeypatch: pytest.MonkeyPat
     assert (table.model, table.merge, table.seed) == ("LlamaForCausalLM", "mean_count(next)", 5)
     one = [pair for pair, _ in met]
     met.clear()
-    pair_costs.measured(model, tokenizer, TEXT, 300, 5, lambda *_: None)
+    pair_costs.measure_pair_costs(model, tokenizer, TEXT, 300, 5, lambda *_: None)
     assert [pair for pair, _ in met] == one
     with pytest.raises(UsageError, match="the text has 5 tokens; give one of at least 160"):
-        pair_costs.measured(model, tokenizer, "A short text.", 300, 5, lambda *_: None)
+        pair_costs.measure_pair_costs(model, tokenizer, "A short text.", 300, 5, lambda *_: None)
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:

@@ -7,9 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.helpers import models
 from windlass.core.errors import UsageError
-from windlass.evals.fit import SampleSpec, fit
-from windlass.evals.grid import Lists, grid_of
-from windlass.evals.load import load_task
+from windlass.evals.grid import Lists, SampleSpec, fit, grid_of, load_task
 from windlass.evals.tasks import NAMES
 
 tokenizer = models.tokenizer  # fixture

@@ -11,11 +11,10 @@ from rich.console import Console
 from windlass.cli.terminal import note
 from windlass.core.errors import UsageError
 from windlass.evals import results
-from windlass.evals.case import Case, Header, Line
 from windlass.evals.report.summaries import wilson
-from windlass.evals.results import ResultsFile
+from windlass.evals.results import Case, Header, Line, ResultsFile
 from windlass.evals.results import open_results as opened
-from windlass.evals.summary import summary
+from windlass.evals.run import summary
 
 HEADER: dict[str, Any] = {
     "kind": "header",

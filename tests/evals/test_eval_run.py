@@ -20,17 +20,13 @@ from tests.helpers.models import MODEL
 from windlass.engine import generate as engine
 from windlass.engine.text import encode
 from windlass.evals import Sample, Turn
-from windlass.evals.case import Case
-from windlass.evals.filler import NOVEL
-from windlass.evals.fit import Fitted, SampleSpec, fit
-from windlass.evals.grid import Lists, grid_of
-from windlass.evals.measure import STRIDE, answered, cache_of, predicted
-from windlass.evals.planned import PlannedCase
-from windlass.evals.runner import Runner
+from windlass.evals.grid import Fitted, Lists, PlannedCase, SampleSpec, fit, grid_of
+from windlass.evals.results import Case
+from windlass.evals.run import STRIDE, Runner, answered, cache_of, predicted
 from windlass.evals.tasks import NAMES
-from windlass.evals.tasks.multiturn import Multiturn
-from windlass.evals.tasks.niah import ABOVE, Needles
+from windlass.evals.tasks.niah import ABOVE, Multiturn, Needles
 from windlass.evals.tasks.passkey import PassKey
+from windlass.evals.texts import NOVEL
 
 run, model, tokenizer = cli.run, cli.model, cli.tokenizer  # fixtures
 QUICK = ("--dtype", "float32", "--lengths", "200")

@@ -9,14 +9,13 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.helpers import models
 from windlass.evals import Sample, Turn
-from windlass.evals.filler import SENTENCES, Noise, Novel, hide
-from windlass.evals.fit import SampleSpec, fit
-from windlass.evals.keys import PAIRS
+from windlass.evals.grid import SampleSpec, fit
 from windlass.evals.tasks import NAMES
 from windlass.evals.tasks.niah import Needles
 from windlass.evals.tasks.passkey import PassKey
 from windlass.evals.tasks.vt import Variables
 from windlass.evals.tasks.words import CommonWords, FrequentWords
+from windlass.evals.texts import PAIRS, SENTENCES, Noise, Novel, hide
 
 tokenizer = models.tokenizer  # fixture
 

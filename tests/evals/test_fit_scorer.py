@@ -15,12 +15,11 @@ from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.scorers import GROUP, HEAD_DIM, KV_HEADS, drawn, projected
 from windlass import KVCache, KVzip, LinearScorer, PolicyError, UsageError
 from windlass.cli.app import main
-from windlass.evals import fit_scorer
-from windlass.evals.calibration_texts import calibration_texts
-from windlass.evals.fit_scorer import LEAST, RIDGE, SINKS, Moments
+from windlass.evals import calibrate as fit_scorer
+from windlass.evals.calibrate import LEAST, RIDGE, SINKS, Moments, calibration_texts
 from windlass.hf.load import load
-from windlass.policies import scorer_file
-from windlass.policies.scorer_file import Scorer
+from windlass.policies import linear_scorer as scorer_file
+from windlass.policies.linear_scorer import Scorer
 
 PROSE = "The boat went up the river, and nobody said a word. Then it rained for an hour. " * 60
 WIDTH = (GROUP + 1) * HEAD_DIM

@@ -1,6 +1,6 @@
 """Tables in Markdown, written out by hand."""
 
-from windlass.evals.report.markdown import padded, row, table, top
+from windlass.evals.report.page import padded, row, table, top
 
 
 def test_a_table_by_hand():

@@ -11,11 +11,11 @@ import torch
 import windlass
 from tests.helpers.models import MODEL, Models, Text
 from windlass import CacheOptions, KVCache, Shares, UsageError
-from windlass.cache import shares_file
+from windlass.cache import shares as shares_file
 from windlass.cli.app import main
-from windlass.evals import measure_shares
-from windlass.evals.budgets import budget_of
-from windlass.evals.calibration_texts import calibration_texts
+from windlass.evals import calibrate as measure_shares
+from windlass.evals.calibrate import calibration_texts
+from windlass.evals.task import budget_of
 from windlass.hf.load import load
 from windlass.policies.calls import scores_of
 
@@ -59,7 +59,7 @@ def test_shares_are_means_over_texts_in_multiples_of_the_mean(attached_model: Mo
     model = attached_model("llama")
     texts = [text(tokens, seed=tokens)[0].tolist() for tokens in TEXTS]
     told: list[tuple[int, int]] = []
-    shares = measure_shares.measured(
+    shares = measure_shares.measure_shares(
         model, texts, windlass.KeyDiff(), budget_of("", "3x"), 3, lambda *numbers: told.append(numbers)
     )
     each = [measure_shares.kept_shares(model, ids, windlass.KeyDiff(), budget_of("", "3x"), True) for ids in texts]
@@ -68,16 +68,16 @@ def test_shares_are_means_over_texts_in_multiples_of_the_mean(attached_model: Mo
     assert sum(share for own in shares.layers for share in own or ()) == pytest.approx(6, abs=0.01)
     assert (shares.texts, shares.budget, shares.policy) == (2, "3x", "KeyDiff()")
     assert told == [(0, 2), (1, 2), (2, 2)]
-    shares.check(windlass.hf.model_info.model_info(model))
+    shares.check(windlass.hf.forward.model_info(model))
 
 
 def test_a_layer_with_its_own_window_takes_no_part(attached_model: Models, text: Text) -> None:
     model = attached_model("gemma3")
     ids = [text(60)[0].tolist()]
-    shares = measure_shares.measured(model, ids, windlass.KeyDiff(), budget_of("", "3x"), 3, lambda *_: None)
+    shares = measure_shares.measure_shares(model, ids, windlass.KeyDiff(), budget_of("", "3x"), 3, lambda *_: None)
     assert [own is None for own in shares.layers] == [True, False, True, False]
     with pytest.raises(UsageError, match="fits into a budget of 60"):
-        measure_shares.measured(model, ids, windlass.KeyDiff(), budget_of("", "60"), 3, lambda *_: None)
+        measure_shares.measure_shares(model, ids, windlass.KeyDiff(), budget_of("", "60"), 3, lambda *_: None)
     with pytest.raises(UsageError, match="nothing to share"):
         measure_shares.kept_shares(attached_model("mistral"), ids[0], windlass.KeyDiff(), budget_of("", "3x"), True)
 
@@ -180,7 +180,7 @@ def test_the_command_measures_what_the_library_does(tmp_path: Path, capsys: pyte
     assert f"{output}: of 3 texts, by Leverage(sketch=48, ridge=0.01) at 3x" in told
     model, tokenizer = load(MODEL, "float32", "cpu")
     texts = calibration_texts(tokenizer, file, None, 3, 90, 5)
-    expected = measure_shares.measured(model, texts, windlass.Leverage(), budget_of("", "3x"), 1, lambda *_: None)
+    expected = measure_shares.measure_shares(model, texts, windlass.Leverage(), budget_of("", "3x"), 1, lambda *_: None)
     read = shares_file.read(output)
     assert (read.layers, read.fingerprint) == (expected.layers, expected.fingerprint)
     results = tmp_path / "results.jsonl"

@@ -11,8 +11,7 @@ from matplotlib.text import Text
 from tests.helpers import results
 from tests.helpers.results import case, full, write
 from windlass.evals.report import plots
-from windlass.evals.report.read import read_results
-from windlass.evals.report.summaries import depth_maps, labels, loss_blocks, score_blocks
+from windlass.evals.report.summaries import depth_maps, labels, loss_blocks, read_results, score_blocks
 
 file = results.file  # fixture
 

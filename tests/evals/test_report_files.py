@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import results
 from tests.helpers.results import HEADER, Line, case, cases, full, write
 from windlass.core.errors import UsageError
-from windlass.evals.report.read import read_results
+from windlass.evals.report.summaries import read_results
 
 file = results.file  # fixture
 

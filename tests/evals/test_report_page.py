@@ -14,7 +14,7 @@ from tests.helpers import cli, results
 from tests.helpers.results import HEADER, Line, case, full, write
 from windlass.core.errors import UsageError
 from windlass.evals.report import plots
-from windlass.evals.report.make import write_report
+from windlass.evals.report.page import write_report
 
 run, file = cli.run, results.file  # fixtures
 NASTY = '<script>alert(1)</script> & "it\'s"'

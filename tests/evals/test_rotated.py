@@ -13,7 +13,7 @@ import windlass
 import windlass.hf.prompt_cache
 from tests.helpers.models import Models, Text
 from windlass.engine.generate import prefill
-from windlass.evals.speed.rotated import RotatedStorage
+from windlass.evals.speed.measure import RotatedStorage
 
 FAMILIES = ("llama", "llama_yarn", "qwen3", "gemma2", "gemma3", "smollm3", "deepseek_v3", "gpt_oss")
 

@@ -13,18 +13,27 @@ import windlass
 from tests.helpers import cli
 from tests.helpers.cli import Ran, assert_refused
 from tests.helpers.models import MODEL
-from windlass.cache.options import CacheOptions
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import CacheOptions, policy_of
 from windlass.core.errors import UsageError
-from windlass.core.spec import parse_bytes
-from windlass.evals.budgets import Budget
+from windlass.core.parse import parse_bytes
 from windlass.evals.grid import Settings
+from windlass.evals.task import Budget
 from windlass.evals.texts import novel
-from windlass.evals.tune.candidates import placed, tasks_on
-from windlass.evals.tune.fit_bytes import Records, budget_within, bytes_of, layer_bytes, records_of
-from windlass.evals.tune.ranking import Ranked, command, is_surely_better, sentence
-from windlass.evals.tune.run import rounds_of
-from windlass.hf.layer_shapes import LayerShape, layer_shapes
+from windlass.evals.tune import (
+    Ranked,
+    Records,
+    budget_within,
+    bytes_of,
+    command,
+    is_surely_better,
+    layer_bytes,
+    placed,
+    records_of,
+    rounds_of,
+    sentence,
+    tasks_on,
+)
+from windlass.hf.kv_cache import LayerShape, layer_shapes
 
 run, model, tokenizer = cli.run, cli.model, cli.tokenizer  # fixtures
 # 3 heads of keys, 6 wide, and values, 10 wide; the second layer sees 20 tokens.

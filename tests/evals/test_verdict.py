@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers import results
 from tests.helpers.results import Line, case, cases, full
-from windlass.evals.report.verdict import Texts, compared, listed, sign_test, verdict
+from windlass.evals.report.summaries import Texts, compared, listed, sign_test, verdict
 
 file = results.file  # fixture
 

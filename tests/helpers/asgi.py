@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from queue import Queue
 from typing import Any
 
-from windlass.engine.status import EngineStatus, RowStatus
+from windlass.engine.request import EngineStatus, RowStatus
 
 Message = dict[str, Any]
 App = Callable[[Mapping[str, Any], Callable[[], Awaitable[Message]], Callable[[Any], Awaitable[None]]], Awaitable[None]]

@@ -9,8 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.core.attention import AttentionInput, Mass, Visibility
-from windlass.core.packed import Format, PackedStates
+from windlass.core.inputs import AttentionInput, Format, Mass, PackedStates, Visibility
 from windlass.kernels import cpu, reference
 from windlass.positions.modes import position_mode
 

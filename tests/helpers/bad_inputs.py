@@ -10,7 +10,7 @@ import typer
 
 from tests.helpers.bad_files import FILES
 from windlass.cli.app import app
-from windlass.cli.ray_options import RAY
+from windlass.cli.measure_options import RAY
 
 # What a command needs beside the option that is tried.
 WORKING = {

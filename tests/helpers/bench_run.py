@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import windlass
 from windlass.cli.app import main
-from windlass.evals.speed.shapes import SHAPES, random_model
+from windlass.evals.speed.rows import SHAPES, random_model
 
 QUICK = ("bench", "--shape", "tiny", "--threads", "1", "-r", "2")
 MARKDOWN = ("--format", "md", "--ratios")

@@ -18,8 +18,7 @@ from tests.helpers.cache_model_tokens import Token, Tokens, stacked
 from tests.helpers.cache_setup import GROUP, KV_HEADS, Setup
 from windlass import KVCache
 from windlass.cache import recall
-from windlass.core.record import StepRecord
-from windlass.core.step import AttentionCall
+from windlass.core.step import AttentionCall, StepRecord
 
 Array = NDArray[Any]
 

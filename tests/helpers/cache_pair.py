@@ -14,7 +14,7 @@ from tests.helpers.cache_model_layer import Difference
 from tests.helpers.cache_model_tokens import Mode
 from tests.helpers.cache_setup import GROUP, HEAD_DIM, KV_HEADS
 from tests.helpers.interrupts import interrupted_at
-from windlass.cache.decode_kernel import PlannedStep
+from windlass.cache.decode import PlannedStep
 from windlass.core.errors import PromptCacheError, UsageError
 from windlass.core.step import AttentionCall
 

@@ -19,7 +19,7 @@ from tests.helpers.cache_model_tokens import Kind, Mode
 from windlass import H2O, TOVA, KeyDiff, KeyNorm, Policy, Random, Recent, Shares, SnapKV
 from windlass.cache.options import CacheOptions
 from windlass.hf.attach import attached
-from windlass.stores.spec import store_of
+from windlass.stores.formats import store_of
 
 Array = NDArray[Any]
 KV_HEADS, GROUP, HEAD_DIM = 3, 2, 4

@@ -10,12 +10,11 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
 from tests.helpers.models import MODEL
-from windlass.cli.chat_file import Origin
-from windlass.cli.dialogue import Dialogue, Show
-from windlass.cli.journal import Journal
+from windlass.cli.chat.conversation import Journal, Origin
+from windlass.cli.chat.dialogue import Dialogue, Show
 from windlass.cli.session import Session
 from windlass.engine.sampling import Sampling
-from windlass.hf.fingerprint import fingerprint
+from windlass.hf.weights import fingerprint
 
 TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}[{{ message.role }}]{{ message.content | trim }}<|eos|>\n{% endfor %}"

@@ -18,7 +18,7 @@ from windlass.cli.app import main
 from windlass.hf.load import load
 
 PROMPT = "He was sitting in the boat, and the river was quiet. She said"
-START = [sys.executable, "-m", "windlass.cli.program"]
+START = [sys.executable, "-m", "windlass.__main__"]
 LAST_LINE = re.compile(
     r"(interrupted; )?prefill [\d,]+( of [\d,]+)? tokens, [\d,.]+ tokens/s; "
     r"decode [\d,]+ tokens, [\d,.]+ tokens/s; [\d.]+ ([KMG]i)?B held"

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tests.helpers.interrupts import interrupted_at
 from windlass import KVCache, kernels
 from windlass.cache.recall import RecallStore
-from windlass.core.rotary_index import RESERVED
+from windlass.core.positions import RESERVED
 
 
 def content(cache: KVCache) -> dict[str, Any]:

@@ -9,15 +9,13 @@ import jaxtyping
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.state import CacheState
-from windlass.engine.request import Request, Ticket
-from windlass.engine.scheduler import Scheduler
-from windlass.engine.service import Service, Watcher
-from windlass.engine.status import EngineStatus
+from windlass.engine.request import EngineStatus, Request, Ticket
+from windlass.engine.scheduler import Scheduler, Service, Watcher
 from windlass.hf.attach import attached
-from windlass.serve.listen import HttpServer, bound
-from windlass.serve.server import Server
-from windlass.serve.settings import ServerSettings
-from windlass.serve.words import Words
+from windlass.serve.app import Server
+from windlass.serve.errors import ServerSettings
+from windlass.serve.prompts import Words
+from windlass.serve.run import HttpServer, bound
 
 PATIENCE = 30.0  # seconds; nothing here takes as long
 

@@ -9,7 +9,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 import windlass
 from windlass import CacheOptions, KVCache, chunks
-from windlass.core.rotary_index import EMPTY
+from windlass.core.positions import EMPTY
 from windlass.engine.chunks import Part
 from windlass.stores.base import Parts
 from windlass.testing import SLIDING_WINDOW, VOCABULARY

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.layer import SlotLayer
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.positions.modes import Original
 

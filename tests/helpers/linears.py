@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from windlass.core.linear import LinearInput, LinearLayer, Nibbles
+from windlass.core.inputs import LinearInput, LinearLayer, Nibbles
 
 
 def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: bool) -> LinearInput:

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
-from windlass.merge import LayerView, Merge, MergePlan, plan_merge
-from windlass.stores.plain import Plain
+from windlass.cache.merging import LayerView, Merge, MergePlan, plan_merge
+from windlass.stores.formats import Plain
 
 HEADS, SLOTS, KEY_DIM, VALUE_DIM, SINKS, WINDOW, ENDS = 3, 17, 10, 4, 2, 3, (20, 24)
 

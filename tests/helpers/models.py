@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 import windlass
 from windlass import KVCache
-from windlass.hf.cache_argument import NAMES
+from windlass.hf.passes import CACHE_NAMES
 from windlass.testing import VOCABULARY
 
 Models = Callable[[str], PreTrainedModel]
@@ -54,7 +54,7 @@ def read(model: PreTrainedModel, cache: KVCache, ids: Tensor, chunk: int) -> Ten
 
 def given_cache(options: dict[str, Any]) -> Any:
     """Take the cache, by whatever name this release of transformers gives it, out of what a layer was called with."""
-    return next((cache for name in NAMES if (cache := options.pop(name, None)) is not None), None)
+    return next((cache for name in CACHE_NAMES if (cache := options.pop(name, None)) is not None), None)
 
 
 def masked(model: PreTrainedModel, ids: Tensor, seen: Tensor) -> Tensor:

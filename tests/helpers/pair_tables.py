@@ -4,9 +4,9 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
-from windlass.hf.fingerprint import fingerprint
-from windlass.policies import pair_table
-from windlass.policies.pair_table import PairTable
+from windlass.hf.weights import fingerprint
+from windlass.policies import pairs as pair_table
+from windlass.policies.pairs import PairTable
 
 
 def table_of(path: Path, model: PreTrainedModel, costs: dict[tuple[int, int], float]) -> str:

@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.slots import slots_of
 from windlass import Policy
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.policies import H2O, NAMES, WRAPPERS, KeyDiff, Needs, Slots, Trained
 
 ALL_POLICIES: list[Policy] = [*(kind() for kind in NAMES.values()), *(kind(H2O()) for kind in WRAPPERS.values())]

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.models import Models
 from windlass import KVCache, Policy, prompt_cache
-from windlass.hf.prompt_cache_file import checksum
+from windlass.hf.prompt_cache import checksum
 from windlass.policies import Composite, ExpectedAttention, KVzip, SnapKV
 from windlass.testing import VOCABULARY
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.prompt_cache_files import CacheFile, Honest
-from windlass.hf.prompt_cache_file import checksum
+from windlass.hf.prompt_cache import checksum
 
 DEEP, LONG = "@deep@", "@long@"  # stand for texts of JSON that Python cannot write
 NUMBERS = (0, 1, -1, -2, -7, 2**30, 2**31, 2**53, 10**18, 10**30, 0.5, 1e300, float("nan"), float("inf"))

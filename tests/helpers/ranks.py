@@ -25,9 +25,9 @@ from windlass import KVCache, Sampling
 from windlass.core.errors import WindlassError
 from windlass.engine.decode import Decoder
 from windlass.engine.sampler import Sampler
-from windlass.hf.fingerprint import fingerprint
+from windlass.hf.weights import fingerprint
 from windlass.testing import tiny_model
-from windlass.testing.hybrids import HYBRIDS, tiny_hybrid
+from windlass.testing.models import HYBRIDS, tiny_hybrid
 
 KV_HEADS: Final = 4
 SECONDS: Final = 240  # after which processes that wait for one another are ended

@@ -3,9 +3,8 @@
 import torch
 from torch import Tensor
 
-from windlass.core.limits import PAGE
-from windlass.core.packed import Format, PackedStates
-from windlass.core.recall import TILE, BestPages, Digests, PageInput, TiledKeys, words_of
+from windlass.core.inputs import TILE, BestPages, Digests, Format, PackedStates, PageInput, TiledKeys, words_of
+from windlass.core.parse import PAGE
 from windlass.kernels import reference
 
 FORMATS = ["float32", "bfloat16", "float16", "int8", "int4"]

@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import read
 from windlass import KVCache
-from windlass.core.limits import PAGE
+from windlass.core.parse import PAGE
 
 TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
 

@@ -8,9 +8,9 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import Text
 from windlass import KVCache, Sampling
+from windlass.engine.cuda_graph import Graph
 from windlass.engine.decode import Decoder
 from windlass.engine.generate import prefill
-from windlass.engine.graph import Graph
 from windlass.engine.sampler import Sampler
 
 BUDGET, WINDOW, PROMPT, ENDS = 15, 4, 10, (19, 8, 14)  # ends: steps after which a row gets no more tokens

@@ -12,10 +12,19 @@ from tokenizers.decoders import Fuse
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from windlass.view.frames import Encoder
-from windlass.view.local_server import RecordingServer
-from windlass.view.snapshot import NOTHING, Plane, RecalledPlane, Snapshot
-from windlass.view.wire import HEADER, MAGIC, VERSION, end_record, json_record
+from windlass.view.frames import (
+    HEADER,
+    MAGIC,
+    NOTHING,
+    VERSION,
+    Encoder,
+    Plane,
+    RecalledPlane,
+    Snapshot,
+    end_record,
+    json_record,
+)
+from windlass.view.server import RecordingServer
 
 HEADER_OF: dict[str, Any] = {
     "version": VERSION,

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from windlass.evals.case import Case
-from windlass.evals.report.read import read_results
+from windlass.evals.report.summaries import read_results
+from windlass.evals.results import Case
 
 Line = dict[str, Any]
 HEADER: Line = {

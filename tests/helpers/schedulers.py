@@ -11,10 +11,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from tests.helpers.models import Text
 from windlass.cache.options import CacheOptions
-from windlass.engine.request import Event, Failed, Finished, Piece, Request, Ticket
+from windlass.engine.request import EngineLimits, EngineStatus, Event, Failed, Finished, Piece, Request, Ticket
 from windlass.engine.scheduler import Scheduler
-from windlass.engine.status import EngineLimits, EngineStatus
-from windlass.engine.stop import Stops
+from windlass.engine.text import Stops
 from windlass.hf.kv_cache import KVCache
 
 PATIENCE = 60.0  # seconds; nothing here takes as long

@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from windlass.hf.fingerprint import fingerprint
-from windlass.policies import scorer_file
-from windlass.policies.linear_scorer import STEPS, ZERO
-from windlass.policies.scorer_file import LayerWeights, Scorer
+from windlass.hf.weights import fingerprint
+from windlass.policies import linear_scorer as scorer_file
+from windlass.policies.linear_scorer import STEPS, ZERO, LayerWeights, Scorer
 
 KV_HEADS, GROUP, HEAD_DIM = 3, 5, 8  # of a tiny llama
 TOLD = ("novel.txt", "", 7, 900)

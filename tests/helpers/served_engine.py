@@ -11,13 +11,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tests.helpers.serving import NAME
 from windlass.cache.options import CacheOptions
-from windlass.engine.disk import DiskTier, salt_of
+from windlass.engine.prefix_cache import DiskTier, salt_of
+from windlass.engine.request import EngineLimits
 from windlass.engine.scheduler import Scheduler
-from windlass.engine.status import EngineLimits
-from windlass.serve.listen import HttpServer, bound
-from windlass.serve.server import Server
-from windlass.serve.settings import ServerSettings
-from windlass.serve.words import Words
+from windlass.serve.app import Server
+from windlass.serve.errors import ServerSettings
+from windlass.serve.prompts import Words
+from windlass.serve.run import HttpServer, bound
 
 OPTIONS = CacheOptions(budget=48, policy="recent", chunk=16)
 

@@ -15,13 +15,26 @@ import openai
 
 from tests.helpers.chats import TEMPLATE, with_template
 from windlass.cache.options import CacheOptions
-from windlass.engine.request import Event, Failed, Finished, Piece, Progress, Request, Ticket, Usage
-from windlass.engine.service import Service
-from windlass.engine.status import EngineDeadError, EngineLimits, EngineStatus, QueueFullError, RowStatus
-from windlass.serve.listen import HttpServer, bound
-from windlass.serve.server import Server
-from windlass.serve.settings import ServerSettings
-from windlass.serve.words import Words
+from windlass.engine.request import (
+    EngineDeadError,
+    EngineLimits,
+    EngineStatus,
+    Event,
+    Failed,
+    Finished,
+    Piece,
+    Progress,
+    QueueFullError,
+    Request,
+    RowStatus,
+    Ticket,
+    Usage,
+)
+from windlass.engine.scheduler import Service
+from windlass.serve.app import Server
+from windlass.serve.errors import ServerSettings
+from windlass.serve.prompts import Words
+from windlass.serve.run import HttpServer, bound
 
 TOOLS = "{% if tools %}[tools]{{ tools | tojson }}\n{% endif %}"
 NAME, VOCABULARY = "finder-3m", 2048

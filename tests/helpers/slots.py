@@ -5,10 +5,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from windlass.core.rotary_index import EMPTY
-from windlass.core.rotate import rotate
+from windlass.core.positions import EMPTY, rotate
 from windlass.policies import Observation, Policy, Slots
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Plain
 
 BATCH, KV_HEADS, GROUP, SLOTS, HEAD_DIM, VALUE_DIM = 3, 2, 4, 29, 6, 5
 HELD = (23, 0, 14)  # tokens of each row: one row holds none

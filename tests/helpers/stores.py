@@ -8,11 +8,10 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass import KVCache, Plain, kernels
-from windlass.core.attention import Writes
-from windlass.core.shapes import KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
+from windlass.core.inputs import Writes
+from windlass.core.types import KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
 from windlass.stores.base import Parts
-from windlass.stores.low_bit import LowBit
-from windlass.stores.spec import store_of
+from windlass.stores.formats import LowBit, store_of
 
 SPECS = ("int4(sinks=3, newest=5)", "int8(newest=4)", "int4(sinks=2)")
 

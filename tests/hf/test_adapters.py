@@ -11,7 +11,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 import windlass
 from tests.helpers.models import Text
 from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
-from windlass.hf.fingerprint import fingerprint
+from windlass.hf.weights import fingerprint
 from windlass.testing import tiny_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # PEFT meets deprecated names of transformers

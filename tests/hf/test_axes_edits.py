@@ -25,7 +25,7 @@ from tests.helpers.axes import (
 )
 from tests.helpers.models import Text
 from windlass import H2O, KVCache, PromptCacheError, Recent, UsageError, prompt_cache
-from windlass.core.places import BLOCK_END, BLOCK_START, PLACE
+from windlass.core.positions import BLOCK_END, BLOCK_START, PLACE
 
 TOLERANCE = 1e-4  # of a standard deviation
 TOKENS, STARTS, SIDE = 71, (8, 31), 5  # a picture takes 15 tokens, and as many places as its longer side

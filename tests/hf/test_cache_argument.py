@@ -9,14 +9,14 @@ import windlass
 from tests.helpers.models import Models, Text, greedy
 from windlass import KVCache, UsageError
 from windlass.hf.attach import attached
-from windlass.hf.cache_argument import NAMES, cache_name, our_cache, with_cache_as
+from windlass.hf.passes import CACHE_NAMES, cache_name, our_cache, with_cache_as
 from windlass.testing import tiny_model
 
 GREEDY = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6}
 FAMILIES = ("llama", "gemma3", "mistral")
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CACHE_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_either_name_reads_a_text(family: str, name: str, attached_model: Models, text: Text) -> None:
     """In a pass of the model, of its decoder alone, and in `generate`; and nobody is warned."""
@@ -35,7 +35,7 @@ def test_either_name_reads_a_text(family: str, name: str, attached_model: Models
     assert written[0, 9:].tolist() == wanted
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", CACHE_NAMES)
 def test_another_cache_goes_on_to_the_model(name: str, text: Text) -> None:
     """One of transformers' own, and none."""
     model, ids = windlass.attach(tiny_model("llama")), text(7)
@@ -49,12 +49,12 @@ def test_another_cache_goes_on_to_the_model(name: str, text: Text) -> None:
 
 def test_both_names_at_once_are_refused(attached_model: Models, text: Text) -> None:
     model = attached_model("llama")
-    given = {name: KVCache(model) for name in NAMES}
+    given = {name: KVCache(model) for name in CACHE_NAMES}
     for called in (model, model.model, model.generate):
         with pytest.raises(UsageError, match=r"two names of one argument, and both were given; leave .* out"):
             called(text(4), **given)
     assert [cache.columns_seen for cache in given.values()] == [0, 0]
-    only, nothing = NAMES
+    only, nothing = CACHE_NAMES
     assert model(text(4), **{only: given[only], nothing: None}).logits.shape[1] == given[only].columns_seen == 4
 
 
@@ -64,7 +64,7 @@ def test_what_a_pass_names_its_cache(attached_model: Models) -> None:
     assert cache_name(lambda **more: more) == cache_name(attached_model("llama").forward)
     cache = KVCache(attached_model("llama"))
     for called in (old, new):
-        for name in NAMES:
+        for name in CACHE_NAMES:
             assert called(**with_cache_as(cache_name(called), {name: cache, "a": 1})) == (cache, {"a": 1})
     assert our_cache({"past_key_values": None, "cache": cache}) is our_cache({"past_key_values": cache}) is cache
     assert our_cache({"cache": object(), "other": cache}) is None

@@ -19,10 +19,10 @@ import windlass
 from tests.helpers.models import Models, Text, given_cache, greedy, read
 from windlass import H2O, KeyDiff, KVCache, Policy, Recent, UnsupportedModel, prompt_cache
 from windlass.hf.attach import attached
-from windlass.hf.cache_argument import cache_name
 from windlass.hf.mask import Mask
-from windlass.hf.query_scale import QueryScale
-from windlass.positions.tables import cos_sin, unturned
+from windlass.hf.passes import cache_name
+from windlass.hf.probe import QueryScale
+from windlass.positions.rotary import cos_sin, unturned
 from windlass.testing import SLIDING_WINDOW as CHUNK
 from windlass.testing import VOCABULARY, tiny_model
 

@@ -12,15 +12,15 @@ from transformers import DynamicCache, GemmaConfig, GemmaForCausalLM, PreTrained
 import windlass
 from tests.helpers.models import read
 from windlass import KVCache, kernels
-from windlass.evals.speed.rotated import RotatedStorage
-from windlass.hf.known_code import LAYER, NORMED_ATTENTION, has_code_of, rounding_of
+from windlass.evals.speed.measure import RotatedStorage
+from windlass.hf.cpu_decoder import LAYER, NORMED_ATTENTION, has_code_of, rounding_of
 from windlass.kernels.cpu import MAX_ROWS
 from windlass.testing import tiny_model
 
 if not kernels.has_linear("cpu"):
     pytest.skip("no kernel for linear layers on this CPU", allow_module_level=True)
 
-from windlass.kernels.cpu.decoder_layer import FewTokens
+from windlass.kernels.cpu.decode import FewTokens
 
 TOLERANCE = 1e-5
 SERVED = ["llama", "mistral", "qwen2", "qwen3", "gemma"]

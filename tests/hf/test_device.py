@@ -16,7 +16,7 @@ from windlass.cli.app import main
 from windlass.core.errors import UsageError
 from windlass.engine.generate import prefill
 from windlass.engine.text import encode
-from windlass.evals.speed.shapes import SHAPES, random_model
+from windlass.evals.speed.rows import SHAPES, random_model
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import device_of, load
 from windlass.policies import H2O, TOVA, KeyDiff, KeyNorm, Policy, Recent, SnapKV

@@ -12,8 +12,8 @@ import windlass
 from tests.helpers.caches import assert_same, held
 from tests.helpers.models import Models, Text, read
 from windlass import KeyDiff, KeyNorm, KVCache, KVzip, Policy, UsageError
-from windlass.cache.fitting import RIDGE
-from windlass.hf import fit_values
+from windlass.cache.recompute import RIDGE
+from windlass.hf import kv_cache as fit_values
 from windlass.testing import SLIDING_WINDOW, tiny_hybrid
 
 KV_HEADS, GROUP = 3, 5

@@ -14,7 +14,7 @@ from tests.helpers.hybrid_caches import assert_close, assert_same, begun, each_k
 from tests.helpers.hybrids import bound
 from tests.helpers.models import Text, read
 from windlass import KVCache, PromptCacheError, prompt_cache
-from windlass.hf import prompt_cache_file
+from windlass.hf import prompt_cache as prompt_cache_file
 
 
 @each_kind

@@ -10,7 +10,7 @@ from tests.helpers.hybrids import KINDS, bound, plain
 from tests.helpers.models import Text, masked, read
 from windlass import KVCache, Recent
 from windlass.engine.generate import prefill
-from windlass.hf import refusal
+from windlass.hf import model_facts as refusal
 from windlass.testing import HYBRIDS, tiny_hybrid
 
 TOKENS, ROOMY = 45, 60

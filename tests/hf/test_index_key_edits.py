@@ -10,10 +10,10 @@ from transformers import DynamicCache, PreTrainedModel
 from tests.helpers.indexers import INDEX_WIDTH, bound_indexed, plain_indexed
 from tests.helpers.models import Text, logits_at, read
 from windlass import KVCache, Recent, UsageError
-from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.layer import SlotLayer
 from windlass.hf import prompt_cache
-from windlass.hf.indexed_layers import SeenPicks, indexed_layers
-from windlass.hf.linear_layer import LayerKinds
+from windlass.hf.indexer import SeenPicks, indexed_layers
+from windlass.hf.recurrent import LayerKinds
 
 PICKED, TOKENS = 13, 45
 

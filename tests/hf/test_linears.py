@@ -13,17 +13,16 @@ import windlass
 from tests.helpers.caches import assert_same
 from tests.helpers.models import read
 from windlass import KVCache, UsageError, kernels
-from windlass.core.linear import LinearInput, Nibbles
-from windlass.hf.linears import PACKED_BLOCKS
-from windlass.hf.weights import quantize
-from windlass.hf.whole_pass import WholePass
+from windlass.core.inputs import LinearInput, Nibbles
+from windlass.hf.passes import WholePass
+from windlass.hf.weights import PACKED_BLOCKS, quantize
 from windlass.kernels.cpu import MAX_ROWS
 from windlass.testing import tiny_model
 
 if not kernels.has_linear("cpu"):
     pytest.skip("no kernel for linear layers on this CPU", allow_module_level=True)
 
-from windlass.kernels.cpu.decoder_layer import FewTokens
+from windlass.kernels.cpu.decode import FewTokens
 
 TOLERANCE = 1e-5
 

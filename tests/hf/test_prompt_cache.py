@@ -15,9 +15,9 @@ import windlass
 from tests.helpers.models import Models
 from windlass import KVCache, Policy, PromptCacheError, Recent, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
-from windlass.core.rotary_index import EMPTY
-from windlass.core.shapes import Scores
-from windlass.hf import prompt_cache_file
+from windlass.core.positions import EMPTY
+from windlass.core.types import Scores
+from windlass.hf import prompt_cache as prompt_cache_file
 from windlass.policies import NAMES, Random, Slots
 from windlass.testing import VOCABULARY
 

@@ -24,9 +24,9 @@ from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.models import Models
 from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
 from windlass.core.errors import WindlassWarning
-from windlass.hf import prompt_cache_file
-from windlass.hf.fingerprint import fingerprint
-from windlass.hf.prompt_cache_document import VERSION
+from windlass.hf import prompt_cache as prompt_cache_file
+from windlass.hf.prompt_cache_format import VERSION
+from windlass.hf.weights import fingerprint
 from windlass.policies import KeyNorm
 from windlass.testing import VOCABULARY, tiny_model
 
@@ -94,7 +94,7 @@ def test_the_fingerprint_survives_what_changes_no_key(tmp_path: Path) -> None:
     assert fingerprint(windlass.attach(model).train()) == mark
     model.save_pretrained(tmp_path)
     assert fingerprint(AutoModelForCausalLM.from_pretrained(tmp_path)) == mark
-    code = "import windlass.hf.fingerprint as f, windlass.testing as t; print(f.fingerprint(t.tiny_model('gemma2')))"
+    code = "import windlass.hf.weights as f, windlass.testing as t; print(f.fingerprint(t.tiny_model('gemma2')))"
     other = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert other.stdout.strip() == mark
 

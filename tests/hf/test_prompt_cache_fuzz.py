@@ -16,7 +16,7 @@ from tests.helpers.prompt_cache_files import CacheFile, Honest, honest_files
 from tests.helpers.prompt_cache_judge import LOADED, REFUSED, verdict
 from tests.helpers.prompt_cache_mutations import mutated
 from windlass import PromptCacheError, prompt_cache
-from windlass.hf import prompt_cache_memory
+from windlass.hf import prompt_cache as prompt_cache_memory
 from windlass.hf.attach import attached
 
 BATCHES, MUTATIONS = 4, 50  # of them each

@@ -17,7 +17,7 @@ from tests.helpers.models import Models
 from tests.helpers.policies import made_by_default
 from tests.helpers.shares import ALIKE, APART
 from windlass import H2O, KVCache, Policy, PromptCacheError, Shares, SnapKV, UsageError, prompt_cache
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.policies import WRAPPERS, InChunks, InGroups, Pyramid, Slots, Smoothed, Wrapper
 from windlass.testing import VOCABULARY
 

@@ -14,7 +14,7 @@ from tests.helpers.models import Text
 from windlass import KVCache, UnsupportedModel
 from windlass.hf.attach import attached
 from windlass.hf.probe import Probe
-from windlass.hf.rotaries import rotaries_of
+from windlass.hf.rope import rotaries_of
 from windlass.testing import VOCABULARY
 
 SLIDING, FULL = "sliding_attention", "full_attention"

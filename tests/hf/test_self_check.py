@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 import windlass
 from tests.helpers.models import TEXT_CONFIG, Text, given_cache, read
 from windlass import KVCache, UnsupportedModel, UsageError
-from windlass.hf.token_ids import ordinary_ids
+from windlass.hf.model_facts import ordinary_ids
 from windlass.testing import VOCABULARY, tiny_model
 
 

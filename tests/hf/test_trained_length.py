@@ -5,7 +5,7 @@ from transformers import AutoConfig, PreTrainedConfig
 
 from tests.helpers.models import Models
 from windlass.hf.attach import attached
-from windlass.hf.trained_length import trained_length
+from windlass.hf.model_facts import trained_length
 from windlass.testing import tiny_model
 
 

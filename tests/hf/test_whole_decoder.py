@@ -13,7 +13,7 @@ import windlass
 from tests.helpers.caches import assert_same
 from windlass import KVCache, UsageError, kernels
 from windlass.cache.cache import TextCache
-from windlass.hf.whole_decoder import WholeDecoder
+from windlass.hf.cpu_decoder import WholeDecoder
 from windlass.testing import tiny_model
 
 if not kernels.has_linear("cpu"):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from windlass.core.attention import Visibility
-from windlass.core.decode import DecodeInput, DecodeOutput, DecodeSlots, Ranking, Retention
-from windlass.core.rotary_index import EMPTY, RESERVED
-from windlass.kernels import cpu, reference_decode
+from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Ranking, Retention, Visibility
+from windlass.core.positions import EMPTY, RESERVED
+from windlass.kernels import cpu
+from windlass.kernels import reference as reference_decode
 
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)

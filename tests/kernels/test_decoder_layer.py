@@ -9,14 +9,14 @@ import torch
 from torch import Tensor
 
 from tests.helpers.linears import made
-from windlass.core.decoder_layer import Activation, DecoderLayer, Norm, Rounding
-from windlass.core.linear import LinearLayer, Nibbles
-from windlass.kernels import cpu, reference_layer
+from windlass.core.inputs import Activation, DecoderLayer, LinearLayer, Nibbles, Norm, Rounding
+from windlass.kernels import cpu
+from windlass.kernels import reference as reference_layer
 
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
 
-from windlass.kernels.cpu.decoder_layer import FewTokens, can_serve
+from windlass.kernels.cpu.decode import FewTokens, can_serve
 
 # Roundings of a number on its way through the layer, each of half a unit in the last place, and sums in float32.
 TOLERANCE = {torch.float32: 4e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9}

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from windlass.core.attention import AttentionInput, Visibility
-from windlass.core.packed import PackedStates
-from windlass.core.rotary_index import RotaryBranch, RotaryIndex
-from windlass.core.rotate import rotate, unrotate
+from windlass.core.inputs import AttentionInput, PackedStates, Visibility
+from windlass.core.positions import RotaryBranch, RotaryIndex, rotate, unrotate
 from windlass.kernels import reference
 from windlass.kernels.reference import attend
 

@@ -9,9 +9,8 @@ import torch
 
 from tests.helpers.attention_cases import BATCH, TOLERANCE, Case, cast, compare, exactly, step, table
 from windlass import kernels
-from windlass.core.attention import EvictionInput, Visibility
-from windlass.core.packed import PackedStates
-from windlass.core.rotate import rotate
+from windlass.core.inputs import EvictionInput, PackedStates, Visibility
+from windlass.core.positions import rotate
 from windlass.kernels import cpu, reference, sdpa
 from windlass.kernels.cpu import slots
 

@@ -7,11 +7,10 @@ import torch
 from torch import Tensor
 
 from tests.helpers.attention_cases import BATCH, TOLERANCE, Case, compare, exactly, step
-from windlass.core.attention import AttentionInput, Visibility
-from windlass.core.packed import PackedStates
+from windlass.core.inputs import AttentionInput, PackedStates, Visibility
 from windlass.kernels import cpu, reference
-from windlass.kernels.cpu import codes
-from windlass.kernels.cpu.steady import are_steady
+from windlass.kernels.cpu import slots as codes
+from windlass.kernels.cpu.tensors import are_steady
 
 # Every test here runs compiled code, of which there is none where no compiler was found at installation.
 if not cpu.instruction_sets():

@@ -8,10 +8,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from windlass.core.attention import EvictionInput
+from windlass.core.inputs import EvictionInput
 from windlass.kernels import cpu, reference
 from windlass.kernels.cpu import slots
-from windlass.kernels.ranking import total_order
+from windlass.kernels.reference import total_order
 
 # Every test here runs compiled code, of which there is none where no compiler was found at installation.
 if not cpu.instruction_sets():

@@ -15,8 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass import KVCache, kernels
-from windlass.core.attention import AttentionInput, Mass, Visibility
-from windlass.core.packed import PackedStates
+from windlass.core.inputs import AttentionInput, Mass, PackedStates, Visibility
 from windlass.kernels import reference
 from windlass.policies import NAMES
 
@@ -28,7 +27,7 @@ from tests.helpers.attention_cases import BATCH, TOLERANCE, Case, cast, compare,
 from tests.helpers.interpreted import interpret_quickly
 from tests.helpers.models import Models, Text
 from windlass.kernels import triton
-from windlass.kernels.triton import plan
+from windlass.kernels.triton import tiles as plan
 
 DEVICES: list[Any] = ["cpu"] if not torch.cuda.is_available() else []
 DEVICES = [*DEVICES, pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -19,9 +19,9 @@ from tests.helpers.recall_calls import FORMATS, SIZES, call_of, read_of, tiles_o
 from windlass import H2O, KVCache, kernels
 from windlass.cache import cache as memory_of_cache
 from windlass.cache import recall as recall_of_cache
-from windlass.cache.recall_memory import RecallMemory
-from windlass.core.recall import BestPages, ReadInput, WriteInput
-from windlass.kernels import reference_recall
+from windlass.cache.recall import RecallMemory
+from windlass.core.inputs import BestPages, ReadInput, WriteInput
+from windlass.kernels import reference as reference_recall
 from windlass.kernels.triton import recall
 
 one_layer = models.one_layer  # fixture

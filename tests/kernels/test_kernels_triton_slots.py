@@ -11,10 +11,11 @@ from torch import Tensor
 
 pytest.importorskip("triton", reason="Triton is not installed")
 
-from windlass.core.attention import EvictionInput
+from windlass.core.inputs import EvictionInput
 from windlass.kernels import reference
-from windlass.kernels.ranking import total_order
-from windlass.kernels.triton import codes, slots
+from windlass.kernels.reference import total_order
+from windlass.kernels.triton import slots
+from windlass.kernels.triton import slots as codes
 
 BATCH = 2
 FLOAT32_MAX = torch.finfo(torch.float32).max

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.linears import made, packed
-from windlass.core.linear import LinearInput, LinearLayer, Nibbles
+from windlass.core.inputs import LinearInput, LinearLayer, Nibbles
 from windlass.kernels import cpu, reference
 
 if not cpu.instruction_sets():

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tests.helpers.attention_cases import AXES, BATCH, Case, held, noise, positions
 from windlass import KeyDiff, kernels
-from windlass.core.packed import PackedStates
+from windlass.core.inputs import PackedStates
 from windlass.kernels import cpu, reference
 from windlass.policies.base import Slots
-from windlass.stores.spec import store_of
+from windlass.stores.formats import store_of
 
 TOLERANCE = 1e-5  # of a cosine
 Backend = Callable[[PackedStates, Tensor], Tensor]
@@ -61,7 +61,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(cpu, "instruction_set", lambda: request.param)
         return cpu.mean_key_cosine
     from windlass.kernels import triton
-    from windlass.kernels.triton import plan
+    from windlass.kernels.triton import tiles as plan
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     monkeypatch.setattr(plan, "stream_plan", lambda _: plan.Plan(1, 64, 4, 2))
@@ -155,7 +155,7 @@ def test_equal_calls_give_equal_bits(backend: Backend) -> None:
 def test_slots_may_be_read_in_any_number_of_parts(
     backend: Backend, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from windlass.kernels.triton import plan
+    from windlass.kernels.triton import tiles as plan
 
     monkeypatch.setattr(plan, "stream_plan", lambda _: plan.Plan(1, 16, 4, 2))
     monkeypatch.setattr(plan, "multiprocessors", lambda _: multiprocessors)

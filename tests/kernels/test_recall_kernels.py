@@ -9,11 +9,11 @@ import torch
 from tests.helpers.recall_calls import FORMATS, call_of, piece, read_of, tiles_of
 from tests.helpers.recalls import digests_of
 from windlass import kernels
-from windlass.core.limits import PAGE
-from windlass.core.packed import PackedStates
-from windlass.core.recall import BestPages, Digests, PageInput, ReadInput, TiledKeys, WriteInput
-from windlass.kernels import cpu, reference_recall
-from windlass.kernels.cpu import recall
+from windlass.core.inputs import BestPages, Digests, PackedStates, PageInput, ReadInput, TiledKeys, WriteInput
+from windlass.core.parse import PAGE
+from windlass.kernels import cpu
+from windlass.kernels import reference as reference_recall
+from windlass.kernels.cpu import slots as recall
 
 
 @pytest.mark.parametrize("instructions", cpu.instruction_sets())

@@ -7,14 +7,26 @@ import pytest
 import torch
 from torch import Tensor
 
-from windlass.core.attention import Visibility
-from windlass.core.decode import DecodeInput, DecodeSlots, Ranking, Retention
-from windlass.core.limits import PAGE
-from windlass.core.packed import Format, PackedStates
-from windlass.core.recall import TILE, Digests, RecallPiece, RecallSlots, TiledKeys, words_of
-from windlass.core.rotary_index import EMPTY
-from windlass.kernels import cpu, reference, reference_decode
-from windlass.kernels.cpu import recall
+from windlass.core.inputs import (
+    TILE,
+    DecodeInput,
+    DecodeSlots,
+    Digests,
+    Format,
+    PackedStates,
+    Ranking,
+    RecallPiece,
+    RecallSlots,
+    Retention,
+    TiledKeys,
+    Visibility,
+    words_of,
+)
+from windlass.core.parse import PAGE
+from windlass.core.positions import EMPTY
+from windlass.kernels import cpu, reference
+from windlass.kernels import reference as reference_decode
+from windlass.kernels.cpu import slots as recall
 from windlass.kernels.cpu.decode import Decode
 
 BATCH, KV_HEADS, GROUP, SLOTS, HELD, HEAD_DIM, VALUE_DIM, PAIRS = 2, 3, 5, 71, 19, 36, 20, 7

@@ -9,10 +9,9 @@ from torch import Tensor
 
 from tests.helpers.recall_calls import tiles_of
 from windlass import kernels
-from windlass.core.limits import PAGE
-from windlass.core.packed import PackedStates
-from windlass.core.recall import BestPages, Digests, PageInput, TiledKeys
-from windlass.kernels import reference_recall
+from windlass.core.inputs import BestPages, Digests, PackedStates, PageInput, TiledKeys
+from windlass.core.parse import PAGE
+from windlass.kernels import reference as reference_recall
 
 ROWS, HEADS, TOKENS, CHANNELS, COUNT = 9, 3, 640, 24, 20
 BACKENDS = [reference_recall.best_pages, kernels.best_pages]

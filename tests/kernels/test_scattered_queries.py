@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from tests.helpers.attention_cases import TOLERANCE, Case, cast, compare, exactly, step
-from windlass.core.attention import AttentionInput, Visibility
-from windlass.core.rotary_index import RotaryBranch, RotaryIndex
+from windlass.core.inputs import AttentionInput, Visibility
+from windlass.core.positions import RotaryBranch, RotaryIndex
 from windlass.kernels import cpu, sdpa
 
 SEEN = (Visibility(), Visibility(70), Visibility(None, 40, 9), Visibility(attention_chunk=37))

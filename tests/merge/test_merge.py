@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.merges import ENDS, HEADS, SINKS, WINDOW, merged_by, random_step, view_of
-from windlass.merge import MERGES, TARGETS, plan_merge
+from windlass.cache.merging import MERGES, TARGETS, plan_merge
 
 
 def by_hand(

@@ -11,9 +11,9 @@ from transformers import PreTrainedModel
 from tests.helpers.caches import assert_same
 from tests.helpers.models import Models, Text
 from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
-from windlass.merge import MeanCount, Merge, MergeBatch
+from windlass.cache.merging import MeanCount, Merge, MergeBatch
 from windlass.policies import H2O, TOVA, KeyDiff, Policy, Recent
-from windlass.stores.spec import store_of
+from windlass.stores.formats import store_of
 
 RULES = ["sum(next)", "pick", "mean", "mean_count(next)", "mean_count(threshold=0.1)"]
 

@@ -11,16 +11,15 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import Models, Text
 from windlass import KVCache, UsageError
-from windlass.cache.slot_layer import SlotLayer
-from windlass.core.shapes import Scores
+from windlass.cache.layer import SlotLayer
+from windlass.cache.merging import merge_of
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.merge import merge_of
+from windlass.core.types import Scores
 from windlass.policies import Needs, Observation, Policy, Recent, Slots
 from windlass.positions.modes import Clamp, Original, PositionMode, SelfExtend
 from windlass.positions.rotary import Rotary
 from windlass.stores.base import Store
-from windlass.stores.low_bit import Int8
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Int8, Plain
 
 HEADS, GROUP, KEY_DIM, VALUE_DIM, TOKENS, BUDGET, SINKS, WINDOW, SCALE = 3, 5, 10, 6, 40, 15, 2, 4, 0.4
 

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 
 from tests.helpers.merges import ENDS, HEADS, SINKS, WINDOW, merged_by, random_step
-from windlass.cache.slot_layer import SlotLayer
-from windlass.core.shapes import Scores
+from windlass.cache.layer import SlotLayer
+from windlass.cache.merging import TARGETS, MeanCount, merge_of
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.merge import TARGETS, MeanCount, merge_of
+from windlass.core.types import Scores
 from windlass.policies import Policy, Slots
 from windlass.positions.modes import Original
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Plain
 
 
 @dataclass(frozen=True)

@@ -11,11 +11,11 @@ import pytest
 
 from tests.helpers.processes import is_alive
 from tests.helpers.serving import soon
-from windlass.parallel.starter import MARK
+from windlass.core.launch import MARK
 
 RANK = """
 import os, pathlib, signal, sys, time
-from windlass.parallel.starter import end_with_starter
+from windlass.core.launch import end_with_starter
 def term(*_):
     pathlib.Path(sys.argv[1], "term").touch()
     if sys.argv[2] == "heeds":

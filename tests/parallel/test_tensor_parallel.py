@@ -15,7 +15,7 @@ import windlass
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, Found
 from tests.helpers.scorers import scorer_of
-from windlass.parallel.launch import Launch
+from windlass.core.launch import Launch
 
 # Plans that leave each rank its own kv heads, and plans that give each rank all of them.
 SPLIT = ("llama", "mistral", "qwen3", "gemma2", "cohere", "granite")

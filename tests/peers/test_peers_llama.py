@@ -31,7 +31,7 @@ import windlass
 from tests.helpers.caches import assert_holds, contents, held
 from tests.helpers.models import Models, Text, greedy, read
 from windlass import H2O, KVCache, Recent, SnapKV, prompt_cache
-from windlass.core.rotate import rotate
+from windlass.core.positions import rotate
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_yarn", "llama_linear", "cohere", "glm4"])

@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from windlass import Recent
-from windlass.cache.slot_layer import SlotLayer
-from windlass.core.rotary_index import EMPTY
+from windlass.cache.layer import SlotLayer
+from windlass.core.positions import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.positions.modes import Original
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Plain
 
 LONGEST = 48  # tokens of a watched row
 

@@ -4,8 +4,7 @@ import pytest
 
 from tests.helpers.models import Models, Text, read
 from windlass import KeyDiff, KVCache, PolicyError, Recent
-from windlass.cache.options import CacheOptions
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import CacheOptions, policy_of
 
 
 def test_auto_is_key_diff_with_a_budget() -> None:

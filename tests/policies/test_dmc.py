@@ -10,13 +10,12 @@ from torch import Tensor
 from tests.helpers.caches import assert_same
 from tests.helpers.models import Models, Text, read
 from windlass import DMC, Composite, KeyDiff, KVCache, Policy, PolicyError, Recent, Smoothed, UsageError, prompt_cache
-from windlass.cache.options import CacheOptions
-from windlass.cache.policy_spec import policy_of
-from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.layer import SlotLayer
+from windlass.cache.merging import merge_of
+from windlass.cache.options import CacheOptions, policy_of
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.merge import merge_of
 from windlass.positions.modes import Original
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Plain
 from windlass.testing import tiny_model
 
 BATCH, KV_HEADS, GROUP, HEAD_DIM, VALUE_DIM, TOKENS, RUNS = 2, 3, 5, 8, 6, 24, 9

@@ -29,12 +29,11 @@ from windlass import (
     Shares,
     Smoothed,
 )
-from windlass.core.model_info import ModelInfo
-from windlass.core.shapes import NewKeys, Queries, Scores
-from windlass.hf.fingerprint import fingerprint
-from windlass.hf.policy_note import PolicyNote, noted_policy
+from windlass.core.types import ModelInfo, NewKeys, Queries, Scores
+from windlass.hf.prompt_cache_format import PolicyNote, noted_policy
+from windlass.hf.weights import fingerprint
 from windlass.policies import FROM_FILES, NAMES, WRAPPERS, Budgeter, Initializer, Needs, OneShot, Slots, Trained, find
-from windlass.policies.interfaces import PerToken
+from windlass.policies.base import PerToken
 from windlass.policies.wrapper import changes_keys, keeps_newest, scoring_chunk
 from windlass.testing import check_policy
 
@@ -113,7 +112,7 @@ def test_a_policy_is_told_of_the_model(attached_model: Models, monkeypatch: pyte
         asked.append(model)
         return fingerprint(model)
 
-    monkeypatch.setattr("windlass.hf.model_info.fingerprint", ask)
+    monkeypatch.setattr("windlass.hf.forward.fingerprint", ask)
     KVCache(model, 20, Smoothed(policy))
     [told] = policy.told
     assert (told.name, told.dtype, told.layers) == ("Qwen2ForCausalLM", torch.float32, 4)
@@ -163,7 +162,7 @@ def test_every_policy_file_is_named_and_public() -> None:
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and "score" in {getattr(each, "name", "") for each in node.body}:
                 found[path.stem] = node.name
-    del found["base"], found["across_ranks"]  # made by nobody: what a policy is, and what sums one over processes
+    del found["base"], found["calls"]  # made by nobody: what a policy is, and what sums one over processes
     assert {name: kind.__name__ for name, kind in (NAMES | WRAPPERS | FROM_FILES).items()} == found
     for name in found.values():
         assert getattr(windlass.policies, name).__name__ == name

@@ -26,13 +26,13 @@ from windlass import (
     prefill,
     prompt_cache,
 )
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import policy_of
 from windlass.policies.linear_scorer import PREDICTED
-from windlass.policies.spelling import spelled
+from windlass.policies.registry import spelled
 from windlass.testing import SLIDING_WINDOW, check_policy
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu.decoder_layer import PlannedLayer
+    from windlass.kernels.cpu.decode import PlannedLayer
 
 SINKS, WINDOW, TOKENS = 2, 3, 61
 LIMITS: dict[str, Any] = {"sinks": SINKS, "window": WINDOW, "chunk": 64}

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.helpers.layers import BATCH, BUDGET, GROUP, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
 from windlass import H2O, TOVA, KeyDiff, KeyNorm, PolicyError, Random, Recent, SnapKV
-from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.layer import SlotLayer
 from windlass.core.step import HEADROOM, AttentionCall, Limits, Step
 from windlass.policies import NAMES, Policy, Recency, Slots
 from windlass.positions.modes import Original
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Plain
 from windlass.testing import check_policy
 
 

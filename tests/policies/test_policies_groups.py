@@ -8,7 +8,7 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import Given, OneForAll, given
 from tests.helpers.slots import texts
 from windlass import InGroups, KeyDiff, KVCache, Leverage, Policy, PolicyError, Recent, Smoothed, SnapKV
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import policy_of
 from windlass.policies import H2O
 from windlass.testing import check_policy
 

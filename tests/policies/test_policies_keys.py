@@ -11,8 +11,8 @@ from torch.nn.functional import normalize
 
 from tests.helpers.slots import BATCH, GROUP, HEAD_DIM, KV_HEADS, SLOTS, assert_scores, slots_of, texts
 from windlass import RKV, LagKV, Leverage, PolicyError
-from windlass.cache.policy_spec import policy_of
-from windlass.core.rotary_index import EMPTY
+from windlass.cache.options import policy_of
+from windlass.core.positions import EMPTY
 from windlass.policies import Observation, Policy, Slots
 from windlass.testing import check_policy
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from tests.helpers.models import Models, Text, read
 from tests.helpers.pair_tables import table_of
 from windlass import InGroups, KVCache, Pairs, Policy, PolicyError, Recent, Smoothed, UsageError, prompt_cache
-from windlass.cache.options import CacheOptions
-from windlass.cache.policy_spec import policy_of
-from windlass.core.shapes import Scores
+from windlass.cache.options import CacheOptions, policy_of
+from windlass.core.types import Scores
 from windlass.policies import Needs, Slots, pairs
 from windlass.testing import SLIDING_WINDOW, check_policy
 

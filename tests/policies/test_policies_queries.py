@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.helpers.slots import GROUP, HEAD_DIM, SCALE, SPEEDS, assert_scores, observe, slots_of, turned_slots
 from windlass import ExpectedAttention, PolicyError, TriAttention
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import policy_of
 from windlass.policies import Policy
 from windlass.testing import check_policy
 

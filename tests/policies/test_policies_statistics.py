@@ -13,14 +13,13 @@ from tests.helpers.policies import policy as made
 from tests.helpers.policies import unchecked
 from tests.helpers.slots import BATCH, HEAD_DIM, HEADS, KV_HEADS, observe, turned_slots
 from windlass import H2O, Compactor, ExpectedAttention, KVCache, PolicyError, TriAttention, kernels, prompt_cache
-from windlass.cache.slot_layer import SlotLayer
-from windlass.core.attention import AttentionInput, Mass
-from windlass.core.decode import DecodeInput
-from windlass.core.rotary_index import EMPTY
+from windlass.cache.layer import SlotLayer
+from windlass.core.inputs import AttentionInput, DecodeInput, Mass
+from windlass.core.positions import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.policies import Needs, Observation, Policy, Slots
 from windlass.positions.modes import Original
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Plain
 from windlass.testing import check_policy
 
 STATISTICS = {ExpectedAttention: ("count", "covariance", "mean"), TriAttention: ("count", "lengths", "mean")}

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.models import Models
 from windlass import CacheOptions, KVCache, prompt_cache
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import policy_of
 from windlass.core.errors import PolicyError, PromptCacheError, WindlassError
 from windlass.policies import (
     H2O,

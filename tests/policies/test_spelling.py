@@ -3,9 +3,9 @@
 import pytest
 
 from tests.helpers.policies import made_by_default
-from windlass.cache.policy_spec import policy_of
+from windlass.cache.options import policy_of
 from windlass.policies import Pyramid, SnapKV
-from windlass.policies.spelling import spelled
+from windlass.policies.registry import spelled
 
 
 @pytest.mark.parametrize(

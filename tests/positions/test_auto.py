@@ -14,8 +14,7 @@ from tests.helpers.models import Text, read
 from windlass import H2O, KeyDiff, KVCache, Recent, prompt_cache
 from windlass.core.step import Step
 from windlass.policies import Policy
-from windlass.positions.modes import Auto, Original
-from windlass.positions.windowed import Windowed
+from windlass.positions.modes import Auto, Original, Windowed
 from windlass.testing import tiny_model
 
 TRAINED, NEAR = 40, 5

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.core.errors import UsageError
-from windlass.core.rotary_index import RotaryBranch, RotaryIndex
-from windlass.core.shapes import QueryPositions, SlotPositions
+from windlass.core.positions import RotaryBranch, RotaryIndex
+from windlass.core.types import QueryPositions, SlotPositions
 from windlass.positions.modes import MODES, Clamp, Compact, Original, PositionMode, SelfExtend, position_mode
 
 HELD = torch.tensor([[[0, 1, 2, -1, 40, 17, -2, 99, 100, 101]]], dtype=torch.int32)

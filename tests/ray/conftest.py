@@ -5,7 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from windlass.ray.cluster import connected
+from windlass.evals.ray_cluster import connected
 
 
 @pytest.fixture(scope="session")

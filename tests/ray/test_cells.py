@@ -4,10 +4,9 @@ import json
 from pathlib import Path
 
 from tests.helpers.models import MODEL
-from windlass.evals.grid import Lists
-from windlass.evals.planned import PlannedCase
-from windlass.evals.sweep import EvalOptions, EvalWork, Sweep
-from windlass.ray.cells import Cell, Cells
+from windlass.evals.grid import Lists, PlannedCase
+from windlass.evals.ray_cluster import Cell, Cells
+from windlass.evals.run import EvalOptions, EvalWork, Sweep
 
 
 def options(budgets: str, samples: int, batch: int, tasks: str = "passkey", output: str = "a") -> EvalOptions:

@@ -25,16 +25,13 @@ from tests.helpers.serving import (
     soon,
     usage,
 )
-from windlass.engine.request import Event, Finished, Piece, Request
-from windlass.engine.status import EngineLimits
+from windlass.engine.request import EngineLimits, Event, Finished, Piece, Request
 
 pytest.importorskip("aiohttp")
 
-from windlass.ray.front import Front
-from windlass.ray.places import Place, Places
-from windlass.ray.route import key_of, ranked
-from windlass.serve.listen import bound, config_of
-from windlass.serve.settings import RequestLimits
+from windlass.serve.errors import RequestLimits
+from windlass.serve.front import Front, Place, Places, key_of, ranked
+from windlass.serve.run import bound, config_of
 
 
 class Fixed(Places):

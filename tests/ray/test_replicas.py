@@ -15,9 +15,8 @@ import pytest
 from tests.helpers.models import MODEL
 from tests.helpers.serving import RawClient, ask, complete, soon
 from windlass.cache.options import CacheOptions
-from windlass.engine.status import EngineLimits
-from windlass.serve.listen import bound
-from windlass.serve.run import ServeOptions
+from windlass.engine.request import EngineLimits
+from windlass.serve.run import ServeOptions, bound
 
 RETRY_S = 1.0
 SERVE = ServeOptions("finder-3m", 4, CacheOptions(budget=64, policy="recent"), EngineLimits(queue=8))
@@ -27,10 +26,8 @@ class Running:
     """A front and two replicas, in a thread of their own."""
 
     def __init__(self) -> None:
-        from windlass.ray.front import Front
-        from windlass.ray.replica import ReplicaOptions
-        from windlass.ray.replicas import Replicas
-        from windlass.ray.serve import FrontServer
+        from windlass.serve.front import Front
+        from windlass.serve.replicas import FrontServer, ReplicaOptions, Replicas
 
         self.told: list[str] = []
         self.options = ReplicaOptions(MODEL, "float32", "cpu", "auto", 1, SERVE, str(Path.cwd()), True)
@@ -107,7 +104,7 @@ def _code(rest: bytes) -> str:
 
 @pytest.mark.slow
 def test_a_replica_is_killed_under_load(running: Running) -> None:
-    from windlass.ray.route import ranked
+    from windlass.serve.front import ranked
 
     names = [str(number) for number in range(8)]
     home = {name: str(ranked(f"session {name}", (0, 1))[0]) for name in names}
@@ -159,7 +156,7 @@ def test_each_replica_tells_of_itself(running: Running) -> None:
 @pytest.mark.slow
 def test_a_replica_that_cannot_be_started_says_why(running: Running) -> None:
     from windlass.core.errors import UsageError
-    from windlass.ray.replicas import Replicas
+    from windlass.serve.replicas import Replicas
 
     async def start() -> None:
         options = replace(running.options, folder="/nowhere")

@@ -18,11 +18,11 @@ from tests.helpers.cli import Ran, assert_refused
 from tests.helpers.models import MODEL
 from tests.helpers.processes import descendants, is_alive
 from tests.helpers.serving import soon
-from windlass.cli import ray_options
+from windlass.cli import measure_options as ray_options
 from windlass.core.errors import UsageError
 from windlass.evals.grid import Lists
-from windlass.evals.sweep import EvalOptions, Sweep
-from windlass.evals.tune.run import TuneOptions, Tuning
+from windlass.evals.run import EvalOptions, Sweep
+from windlass.evals.tune import TuneOptions, Tuning
 
 run = cli.run  # a fixture
 LENGTH = 260
@@ -40,7 +40,7 @@ def options(output: Path, tasks: str, samples: int, batch: int = 1, threads: int
 
 
 def spread(asked: Any, workers: int, note: Callable[[str], None]) -> Any:
-    from windlass.ray.executor import RayExecutor
+    from windlass.evals.ray import RayExecutor
 
     return RayExecutor(asked, workers, note)
 

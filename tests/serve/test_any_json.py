@@ -9,8 +9,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.serving import ScriptedService, Served, ask, chat, complete, says, serving
+from windlass.serve.errors import CacheChoices, RequestLimits
 from windlass.serve.schema import table
-from windlass.serve.settings import CacheChoices, RequestLimits
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMITS = RequestLimits(characters=5000, texts=6)

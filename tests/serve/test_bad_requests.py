@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.helpers.serving import NAME, RawClient, ScriptedService, Served, ask, chat, complete, says, serving
-from windlass.engine.status import EngineLimits
-from windlass.serve.settings import RequestLimits
+from windlass.engine.request import EngineLimits
+from windlass.serve.errors import RequestLimits
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMITS = RequestLimits(characters=5000, texts=6)

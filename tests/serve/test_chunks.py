@@ -12,13 +12,12 @@ from tests.helpers.models import MODEL
 from tests.helpers.served_engine import engine_served
 from tests.helpers.serving import NAME, ScriptedService, Served, ask, chat, complete, says, serving, soon, words
 from windlass.cache.options import CacheOptions
-from windlass.engine.chunks_recompute import First, Nothing
+from windlass.engine.recompute import First, Nothing
 from windlass.engine.request import Request
 from windlass.engine.scheduler import Scheduler
 from windlass.hf.load import load
 from windlass.serve.errors import ApiError
-from windlass.serve.messages import Chunk
-from windlass.serve.words import Words
+from windlass.serve.prompts import Chunk, Words
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SEA = "The sea was calm, and nobody was there."

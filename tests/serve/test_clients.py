@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, ask, says, serving
-from windlass.serve.words import Words
+from windlass.serve.prompts import Words
 
 PATH = "/v1/chat/completions"
 USER: dict[str, Any] = {"role": "user", "content": "Time?"}

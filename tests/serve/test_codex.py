@@ -9,7 +9,7 @@ import pytest
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, Answer, ScriptedService, Served, ask, events, says, serving
 from windlass.engine.request import Failed, Piece
-from windlass.serve.words import Words
+from windlass.serve.prompts import Words
 
 PATH = "/v1/responses"
 HEADERS = {"originator": "codex_cli_rs", "session_id": "0193a5e4", "conversation_id": "0193a5e4"}

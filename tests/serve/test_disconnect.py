@@ -19,9 +19,8 @@ from tests.helpers.serving import (
     soon,
     usage,
 )
-from windlass.engine.request import Event, Finished, Piece, Progress, Request
-from windlass.engine.status import EngineLimits
-from windlass.serve.answers import ClientGone, unless_gone
+from windlass.engine.request import EngineLimits, Event, Finished, Piece, Progress, Request
+from windlass.serve.stream import ClientGone, unless_gone
 
 PHASES: dict[str, tuple[Event | None, ...]] = {
     "queued": (None,),

@@ -8,9 +8,9 @@ import pytest
 from tests.helpers.serving import RawClient, ScriptedService, Served, ask, chat, complete, events, says, serving, soon
 from windlass.core.errors import UsageError
 from windlass.engine.request import Failed, Request
-from windlass.serve import listen
-from windlass.serve.listen import check_address, hosts_of
-from windlass.serve.settings import RequestLimits
+from windlass.serve import run as listen
+from windlass.serve.errors import RequestLimits
+from windlass.serve.run import check_address, hosts_of
 
 KEY, OTHER = "a-long-enough-key", "another-long-key"
 ROUTES = ("/v1/chat/completions", "/v1/completions", "/v1/models", "/tokenize", "/detokenize", "/ready", "/metrics")

@@ -8,8 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.models import MODEL
 from tests.helpers.serving import Answer, ScriptedService, ask, complete, says, serving
-from windlass.serve.infill import MARKS, SUFFIX_FIRST
-from windlass.serve.words import Words
+from windlass.serve.prompts import MARKS, SUFFIX_FIRST, Words
 
 STORIES = Path(__file__).parents[1] / "models" / "stories260K"
 PREFIX, SUFFIX = "def area(r):\n    return ", " * r\n"

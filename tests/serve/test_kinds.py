@@ -9,12 +9,12 @@ from transformers import AutoTokenizer
 from tests.helpers.cli import Ran, loaded_once, run
 from tests.helpers.models import MODEL, Models
 from windlass.cache.options import CacheOptions
-from windlass.cli.cache_options import CacheArguments
-from windlass.cli.kinds import kinds_of
-from windlass.cli.serving import ServeArguments, options_of
+from windlass.cli.options import CacheArguments
+from windlass.cli.serve import ServeArguments, options_of
+from windlass.cli.session import kinds_of
 from windlass.core.errors import UsageError
 from windlass.engine.scheduler import Scheduler
-from windlass.serve import asked
+from windlass.serve import requests as asked
 
 __all__ = ["loaded_once", "run"]
 

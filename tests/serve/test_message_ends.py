@@ -10,8 +10,7 @@ from tests.helpers.models import MODEL
 from tests.helpers.served_engine import engine_served
 from tests.helpers.serving import ask, soon
 from windlass.cache.options import CacheOptions
-from windlass.engine.message_ends import message_ends, renderer, system_tokens
-from windlass.engine.template_forms import rendered
+from windlass.engine.templates import message_ends, rendered, renderer, system_tokens
 from windlass.engine.text import encode
 from windlass.hf.load import load
 

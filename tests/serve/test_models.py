@@ -13,8 +13,8 @@ from tests.helpers.models import MODEL
 from tests.helpers.serving import NAME, RawClient, ScriptedService, ask, chat, complete, says, serving
 from windlass import UsageError
 from windlass.cache.options import CacheOptions
-from windlass.engine.status import EngineLimits
-from windlass.serve.models import ModelFacts
+from windlass.engine.request import EngineLimits
+from windlass.serve.metrics import ModelFacts
 from windlass.serve.run import ServeOptions
 
 PAGE = "https://app.example"

@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, ask, says, serving
-from windlass.serve.words import Words
+from windlass.serve.prompts import Words
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Time?"}]},

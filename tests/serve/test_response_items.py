@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, says, serving
-from windlass.serve.words import Words
+from windlass.serve.prompts import Words
 
 CLOCK: Any = {"type": "function", "name": "clock", "description": "The time.", "parameters": {"type": "object"}}
 CALL = '<tool_call>{"name": "clock", "arguments": {"zone": "CET"}}</tool_call>'

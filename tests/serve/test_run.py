@@ -15,11 +15,11 @@ import pytest
 from tests.helpers.cli import Ran, loaded_once, run
 from tests.helpers.models import MODEL
 from tests.helpers.serving import RawClient, complete
-from windlass.cli import serving as command
-from windlass.cli.cache_options import CacheArguments
-from windlass.cli.serving import ServeArguments, options_of
+from windlass.cli import serve as command
+from windlass.cli.options import CacheArguments
+from windlass.cli.serve import ServeArguments, options_of
 from windlass.core.errors import UsageError
-from windlass.serve.listen import bound
+from windlass.serve.run import bound
 
 __all__ = ["loaded_once", "process", "run"]
 CODE = f"""

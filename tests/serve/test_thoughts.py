@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, says, serving
-from windlass.serve.thoughts import Said, ThoughtReader
-from windlass.serve.words import Words
+from windlass.serve.parsers import Said, ThoughtReader
+from windlass.serve.prompts import Words
 
 CASES = {
     # Whether the prompt began a thought, what is written after it, and what that is.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.serve.tools import Call, CallReader
+from windlass.serve.parsers import Call, CallReader
 
 CALL = '{"name": "clock", "arguments": {"zone": "CET"}}'
 CLOCK = Call("clock", '{"zone": "CET"}')

@@ -14,13 +14,13 @@ from tests.helpers.chats import with_template
 from tests.helpers.models import MODEL
 from tests.helpers.serving import Answer, RawClient, ask, chat, complete, soon
 from windlass.cache.options import CacheOptions
+from windlass.engine.request import EngineLimits
 from windlass.engine.scheduler import Scheduler
-from windlass.engine.status import EngineLimits
 from windlass.hf.load import load
-from windlass.serve.listen import HttpServer, bound
-from windlass.serve.server import Server
-from windlass.serve.settings import ServerSettings
-from windlass.serve.words import Words
+from windlass.serve.app import Server
+from windlass.serve.errors import ServerSettings
+from windlass.serve.prompts import Words
+from windlass.serve.run import HttpServer, bound
 
 PROMPTS = ("He was sitting in the boat, and the river", "She said", "The sea was " * 40)
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.helpers.serving import NAME, RawClient, ScriptedService, Served, chat, complete, says, serving
-from windlass.serve.wire import DONE, comment, event, from_json, to_json
+from windlass.serve.errors import DONE, comment, event, from_json, to_json
 
 CHUNK = (
     r'data: \{"id":"chatcmpl-[0-9a-f]{24}","created":\d+,"model":"finder-3m","object":"chat.completion.chunk",'

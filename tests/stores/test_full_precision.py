@@ -10,20 +10,10 @@ from tests.helpers import attention_cases as suite
 from tests.helpers import stores
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import SPECS, Told, assert_alike, in_text_order, pair
-from windlass import (
-    H2O,
-    Int4,
-    Int8,
-    KeyDiff,
-    KVCache,
-    Recent,
-    SnapKV,
-    UsageError,
-    kernels,
-)
+from windlass import H2O, Int4, Int8, KeyDiff, KVCache, Recent, SnapKV, UsageError, kernels
 from windlass.policies import Policy
 from windlass.stores.base import Store
-from windlass.stores.spec import store_of
+from windlass.stores.formats import store_of
 
 one_arithmetic = stores.one_arithmetic  # fixture
 

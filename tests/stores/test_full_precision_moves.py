@@ -13,8 +13,7 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import SPECS, assert_alike, exact_positions, in_text_order, pair
 from tests.helpers.stores import one_arithmetic as one_arithmetic
 from windlass import KeyDiff, KVCache, PolicyError, Recent, UsageError, prompt_cache
-from windlass.cli.cache_options import CacheArguments
-from windlass.cli.options import LoadOptions
+from windlass.cli.options import CacheArguments, LoadOptions
 from windlass.cli.session import open_session
 from windlass.policies import Policy, Slots
 

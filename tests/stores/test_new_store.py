@@ -6,13 +6,13 @@ import torch
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import assert_equal
 from windlass import Int4, Int8, KVCache, Plain, Recent, UsageError
-from windlass.core.shapes import KeyMeans, NewKeys, NewValues, SlotKeys, SlotValues
-from windlass.evals.speed.depth import bytes_held
+from windlass.core.types import KeyMeans, NewKeys, NewValues, SlotKeys, SlotValues
+from windlass.evals.speed.measure import bytes_held
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.workloads import BenchLists
-from windlass.hf.layer_shapes import LayerShape
+from windlass.hf.kv_cache import LayerShape
 from windlass.stores.base import Parts, Store
-from windlass.stores.spec import STORES, store_of
+from windlass.stores.formats import STORES, store_of
 
 
 class Shifted(Store):

@@ -12,12 +12,10 @@ from tests.helpers.caches import POLICIES
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import assert_equal
 from windlass import KeyDiff, KVCache, UsageError, kernels
-from windlass.core.shapes import KeyMeans, NewKeys, NewValues
+from windlass.core.types import KeyMeans, NewKeys, NewValues
 from windlass.policies import Policy
 from windlass.stores.base import Parts
-from windlass.stores.low_bit import KEY_MEANS, Int4, Int8, LowBit
-from windlass.stores.plain import Plain
-from windlass.stores.spec import store_of
+from windlass.stores.formats import KEY_MEANS, Int4, Int8, LowBit, Plain, store_of
 
 STORES = ("int8", "int4")
 BITS = {8: Int8, 4: Int4}

@@ -11,12 +11,11 @@ import windlass
 from tests.helpers.models import Models, Text, read
 from windlass import H2O, KeyDiff, KVCache, Recent, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
-from windlass.cli.cache_options import CacheArguments
-from windlass.cli.options import LoadOptions
+from windlass.cli.options import CacheArguments, LoadOptions
 from windlass.cli.session import open_session
 from windlass.hf.attach import attached
 from windlass.policies import Policy
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Plain
 
 
 @pytest.fixture

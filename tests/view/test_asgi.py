@@ -13,11 +13,8 @@ import torch
 from tests.helpers.asgi import STATUS_NOW, called, scope_of
 from tests.helpers.models import Models, Text
 from windlass import KVCache
-from windlass.view.asgi import MOST_VIEWERS, ViewApp
-from windlass.view.frames import frames_of
-from windlass.view.page_files import page_files
-from windlass.view.watch import Watch
-from windlass.view.wire import DELTA, FULL, HEADER, STATUS, Record, end_record, records_of
+from windlass.view.frames import DELTA, FULL, HEADER, STATUS, Record, end_record, frames_of, records_of
+from windlass.view.server import MOST_VIEWERS, ViewApp, Watch, page_files
 
 
 def test_the_page_is_whole_and_comes_from_here_alone() -> None:

@@ -12,9 +12,20 @@ from tests.helpers.policies import ALL_POLICIES
 from windlass import KVCache, Policy
 from windlass.cache.describe import bytes_by_part
 from windlass.policies import H2O, KeyDiff, Recent
-from windlass.view.frames import Encoder, Frame, frames_of
-from windlass.view.snapshot import Camera
-from windlass.view.wire import DELTA, FULL, HEADER, MAGIC, Record, end_record, json_record, records_of
+from windlass.view.frames import (
+    DELTA,
+    FULL,
+    HEADER,
+    MAGIC,
+    Camera,
+    Encoder,
+    Frame,
+    Record,
+    end_record,
+    frames_of,
+    json_record,
+    records_of,
+)
 
 ROW = 1  # of two rows, whose texts differ
 

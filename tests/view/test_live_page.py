@@ -17,15 +17,14 @@ from tests.helpers.chromium import Browser
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.recordings import serving
 from windlass import KVCache
-from windlass.core.rotary_index import RotaryIndex
+from windlass.core.positions import RotaryIndex
 from windlass.core.step import Step
 from windlass.engine.generate import stream
 from windlass.hf.load import load
-from windlass.view import watch
-from windlass.view.asgi import ViewApp
+from windlass.view import server as watch
+from windlass.view.frames import about
 from windlass.view.recording import Recorder, recording_of
-from windlass.view.snapshot import about
-from windlass.view.watch import Watch
+from windlass.view.server import ViewApp, Watch
 
 browser = chromium.browser  # fixture
 KEY = "a key"

@@ -13,10 +13,21 @@ from windlass import KVCache, UsageError
 from windlass.core.errors import RecordingError
 from windlass.hf.load import load
 from windlass.policies import H2O
-from windlass.view.frames import LENGTH, Encoder
+from windlass.view.frames import (
+    DELTA,
+    FULL,
+    HEADER,
+    LENGTH,
+    MAGIC,
+    Camera,
+    Encoder,
+    about,
+    end_record,
+    json_record,
+    record,
+    records_of,
+)
 from windlass.view.recording import Recorder, read_recording, recording_of
-from windlass.view.snapshot import Camera, about
-from windlass.view.wire import DELTA, FULL, HEADER, MAGIC, end_record, json_record, record, records_of
 
 tokenizer = models.tokenizer  # fixture
 HEAD = 12

@@ -10,11 +10,19 @@ import torch
 
 from tests.helpers.models import Models, Text
 from windlass import KVCache
-from windlass.view import watch as watched
-from windlass.view.frames import Encoder, frames_of
-from windlass.view.snapshot import Camera, Snapshot
-from windlass.view.watch import Watch
-from windlass.view.wire import HEADER, MAGIC, end_record, json_record, records_of
+from windlass.view import server as watched
+from windlass.view.frames import (
+    HEADER,
+    MAGIC,
+    Camera,
+    Encoder,
+    Snapshot,
+    end_record,
+    frames_of,
+    json_record,
+    records_of,
+)
+from windlass.view.server import Watch
 
 
 @pytest.fixture

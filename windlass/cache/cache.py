@@ -1,36 +1,121 @@
 """What a cache offers: passes of a model, all or nothing, and edits between them."""
 
-from collections.abc import Callable
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from torch import Tensor
 
-from windlass.cache import describe, edits, summary
+from windlass.cache import describe, edits
+from windlass.cache import describe as summary
 from windlass.cache.compress import compress
-from windlass.cache.decode_kernel import PlannedStep
-from windlass.cache.exchange import clear_row, put_row
-from windlass.cache.head_groups import HeadGroups
-from windlass.cache.leaves import Leaf, leaves_of
-from windlass.cache.picture_edits import check_pictures
-from windlass.cache.recall import RecallStore
-from windlass.cache.recall_memory import RecallMemory
-from windlass.cache.recurrent_layer import RecurrentLayer, check_columns
-from windlass.cache.rewritable import check_rewrite
-from windlass.cache.rewrite import rewrite
+from windlass.cache.decode import PlannedStep
+from windlass.cache.edits import check_pictures, check_rewrite, clear_row, put_row
+from windlass.cache.head_groups import HeadGroups, Leaf, leaves_of
+from windlass.cache.layer import SlotLayer, attend_shared
+from windlass.cache.options import CacheOptions
+from windlass.cache.recall import RecallMemory, RecallStore
+from windlass.cache.recompute import rewrite, second_pass
+from windlass.cache.recurrent import RecurrentLayer, check_columns
 from windlass.cache.rows import RowTable, check_positions
-from windlass.cache.second_pass import second_pass
-from windlass.cache.shared import attend_shared
-from windlass.cache.sinks import check_known, set_sinks
-from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.splice import splice
 from windlass.cache.state import CacheState, Text
-from windlass.core.check import whole_number
-from windlass.core.errors import UsageError
-from windlass.core.limits import MAX_NUMBER
-from windlass.core.shapes import Attended, KeyMeans, NewKeys, NewValues, Queries, TokenIds, TokenMask
+from windlass.core.errors import UsageError, whole_number
+from windlass.core.parse import DEFAULT_SINKS, MAX_NUMBER, SYSTEM
+from windlass.core.ranks import RankHeads
 from windlass.core.step import AttentionCall, no_inference_mode
-from windlass.policies.across_ranks import across_ranks
+from windlass.core.types import Attended, KeyMeans, NewKeys, NewValues, Queries, TokenIds, TokenMask
 from windlass.policies.base import TOKEN
+from windlass.policies.calls import across_ranks
 from windlass.stores.base import Store
+
+
+def check_across_ranks(options: CacheOptions, heads: RankHeads | None) -> None:
+    """Raises: PolicyError, UsageError for what cannot be the same here as in a single process, naming it."""
+    across_ranks(options.policy, heads)
+    if heads is None:
+        return
+    if not heads.has_all_queries and not heads.is_split and options.recall:
+        raise UsageError(
+            f"recall={options.recall} picks tokens by queries, and here each rank has some of the query heads that "
+            "read the same keys; leave recall out"
+        )
+    if not heads.is_split:
+        return
+    if options.shares is not None:
+        raise UsageError(
+            f"shares {options.shares} give heads of a layer other budgets, and each of {heads.ranks.size} ranks has "
+            "only some of them; leave shares out"
+        )
+    merge = options.merge
+    if merge is not None and not options.policy.needs.per_head and (merge.target != "next" or merge.threshold > -1):
+        raise UsageError(
+            f"merge {merge} looks for one slot for all heads, as {options.policy!r} ranks them alike, and each of "
+            f"{heads.ranks.size} ranks has only some of them; take {type(merge).name}(next), or a policy that ranks "
+            "each head by itself"
+        )
+
+
+def check_fit(heads: RankHeads | None) -> None:
+    """Raises: UsageError where new values for the tokens kept would be fitted to the queries of this rank alone."""
+    if heads is not None and not heads.is_split and not heads.has_all_queries:
+        raise UsageError(
+            "compress(fit=True) fits values to queries, and here each rank has some of the query heads that read the "
+            "same keys; leave fit out"
+        )
+
+
+def set_sinks(cache: CacheState, tokens: int, row: int = 0) -> None:
+    """Never evict the first `tokens` of a row from now on; a cache with `sinks="system"` must be told before it reads.
+
+    `windlass.system_tokens` counts those of a system text. Fewer than 4 count as 4, as by default.
+
+    Raises: UsageError for a cache with another number of sinks, a row that is not there, or more than the budget holds.
+    """
+    if cache.options.sinks != SYSTEM:
+        raise UsageError(
+            f"set_sinks: this cache has sinks={cache.options.sinks}; make it with sinks={SYSTEM!r} to set them per row"
+        )
+    tokens = whole_number("sinks", tokens, 0, MAX_NUMBER)
+    row = whole_number("row", row, 0, cache.batch_size - 1)
+    budgets = [layer.budget for layer in cache.layers if not layer.rules.is_whole_window]
+    check_sinks(tokens, cache.options, budgets)
+    cache.text = replace(
+        cache.text, rows=cache.rows.changed(lambda _, one: replace(one, sinks=max(tokens, DEFAULT_SINKS)), row)
+    )
+
+
+def check_fits(tokens: int, options: CacheOptions, layers: int) -> None:
+    """Raises: UsageError where a row with these options, in a model of so many layers, has no room for the sinks."""
+    if options.sinks == SYSTEM:
+        check_sinks(tokens, options, [leaf.limits.budget for leaf in leaves_of(options, layers)])
+
+
+def check_sinks(tokens: int, options: CacheOptions, budgets: Iterable[int | None]) -> None:
+    """Raises: UsageError for more sinks than one of the budgets has room for, beside the window and one token."""
+    window = options.limits.window
+    least = min((budget for budget in budgets if budget is not None), default=None)
+    if least is not None and max(tokens, DEFAULT_SINKS) + window + 1 > least:
+        apart = "" if least == options.budget else f", of which a layer keeps {least},"
+        raise UsageError(
+            f"sinks: the system text has {tokens} tokens, and the budget of {options.budget} tokens{apart} has room "
+            f"for {max(least - window - 1, 0)} beside the window of {window}; raise budget, shorten the system text, "
+            "or set sinks to a number"
+        )
+
+
+def check_known(cache: CacheState, lengths: Iterable[int]) -> None:
+    """Raises: UsageError where a row is to read tokens, and nobody has said how many of them are sinks."""
+    if cache.options.sinks != SYSTEM:
+        return
+    for number, (row, tokens) in enumerate(zip(cache.rows.rows, lengths, strict=True)):
+        if tokens and row.sinks is None:
+            raise UsageError(
+                f"sinks={SYSTEM!r} needs the number of tokens of the system text of row {number}; call "
+                f"cache.set_sinks(windlass.system_tokens(tokenizer, messages), row={number}) before it reads, or give "
+                "sinks a number"
+            )
 
 
 class TextCache(CacheState):

@@ -9,19 +9,17 @@ from dataclasses import replace
 
 import torch
 
-from windlass.cache.leaves import leaves_of
-from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.head_groups import leaves_of
+from windlass.cache.layer import SlotLayer
 from windlass.cache.state import CacheState
-from windlass.core.check import whole_number
-from windlass.core.errors import UsageError
-from windlass.core.limits import MAX_NUMBER
-from windlass.core.record import StepRecord
-from windlass.core.shapes import Scores
-from windlass.core.step import Limits, Step, no_inference_mode
-from windlass.parallel.heads import RankHeads
+from windlass.core.errors import UsageError, whole_number
+from windlass.core.parse import MAX_NUMBER
+from windlass.core.ranks import RankHeads
+from windlass.core.step import Limits, Step, StepRecord, no_inference_mode
+from windlass.core.types import Scores
 from windlass.policies import Policy, Recent
+from windlass.policies.base import OneShot
 from windlass.policies.calls import UNKNOWN_STATE, scores_of
-from windlass.policies.interfaces import OneShot
 from windlass.policies.wrapper import find
 
 

@@ -9,17 +9,17 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from windlass.cache.second_pass import second_pass
-from windlass.cache.slot_layer import SlotLayer
+from windlass.cache.layer import SlotLayer
+from windlass.cache.recompute import second_pass
 from windlass.core.errors import PolicyError
-from windlass.core.rotary_index import EMPTY
-from windlass.core.shapes import NewKeys, PerSlot, Queries, Scores
+from windlass.core.positions import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
+from windlass.core.types import NewKeys, PerSlot, Queries, Scores
 from windlass.policies import Needs, NewTokens, Observation, Policy, Slots
-from windlass.policies.interfaces import Budgeter, Initializer, OneShot, PerToken, Recency, Trained
+from windlass.policies.base import Budgeter, Initializer, OneShot, PerToken, Recency, Trained
 from windlass.policies.wrapper import Wrapper, find, keeps_newest, scoring_chunk
 from windlass.positions.modes import Original
-from windlass.stores.plain import Plain
+from windlass.stores.formats import Plain
 
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 15, 3, 8, 6
 LIMITS = Limits(budget=12, sinks=2, window=3, chunk=7, rollback=0)

@@ -6,20 +6,120 @@ for byte. Ranges are half-open.
 After an edit other than `rollback`, the steps before it can no longer be rolled back.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Final
 
 import torch
 from torch import Tensor
 
-from windlass.cache.picture_edits import check_places, refuse_pictures, shift_places, shifted
-from windlass.cache.recurrent_layer import refuse_edit
+from windlass.cache.compress import cut_to_budget
+from windlass.cache.layer import SlotLayer
+from windlass.cache.recurrent import RecurrentLayer, refuse_edit
+from windlass.cache.rows import Row, RowTable
+from windlass.cache.slot_table import SlotTable
 from windlass.cache.state import CacheState
-from windlass.core.check import check_kind, whole_number
-from windlass.core.errors import UsageError
-from windlass.core.limits import MAX_NUMBER
-from windlass.core.rotary_index import EMPTY
-from windlass.core.step import no_inference_mode
+from windlass.core.errors import UsageError, check_kind, whole_number
+from windlass.core.parse import MAX_NUMBER
+from windlass.core.positions import EMPTY, MAX_PLACE, PLACE, PLACES, Picture
+from windlass.core.step import Step, no_inference_mode
+
+
+def check_pictures(cache: CacheState, step: Step) -> None:
+    """Raises: UsageError where a cache can't take the pictures of `step`, or not this step after those it has read."""
+    if step.places is None:
+        return
+    if step.places.end > MAX_PLACE:
+        raise UsageError(
+            f"a text with pictures may reach place {MAX_PLACE:,}, and this one goes on to {step.places.end:,}; shift "
+            "it back, or start anew"
+        )
+    if cache.merge is not None:
+        raise UsageError(
+            f"merge={cache.merge} averages keys, and those of a picture stand on several axes; to read pictures, make "
+            "the KVCache without merge"
+        )
+    if cache.is_rotated:
+        raise UsageError("rotated storage can't read pictures; it is there to be compared with, use KVCache")
+    if any(rotary is not None and rotary.is_length_dependent for rotary in cache.rotaries):
+        raise UsageError(
+            "this model's RoPE changes with the length of the text, and the keys of a picture are turned in part when "
+            "they are written; leave past_key_values out to read pictures"
+        )
+
+
+def refuse_pictures(cache: CacheState, what: str) -> None:
+    """Raises: UsageError for an edit, `what`, of a text with pictures."""
+    if has_places(cache):
+        raise UsageError(
+            f"{what}: this text has pictures, whose tokens stand on several axes; reset, and read it again"
+        )
+
+
+def has_places(cache: CacheState) -> bool:
+    """Whether it is kept where tokens are read."""
+    return any(layer.rules.has_places for layer in cache.layers)
+
+
+def shifted(row: Row, start: int, end: int, by: int) -> tuple[Picture, ...]:
+    """The pictures of a row whose positions from `start` up to `end` move by `by`.
+
+    Raises: UsageError where a picture would be torn, or the text after the range stays.
+    """
+    if not row.pictures:
+        return ()
+    if end < row.next_position:
+        raise UsageError(
+            f"shift of [{start}, {end}) in a text with pictures: all of the text from {start} on moves, or nothing; "
+            f"let the range end at {row.next_position}"
+        )
+    moved = []
+    for picture in row.pictures:
+        if picture.start < start < picture.stop:
+            raise UsageError(
+                f"shift from {start} on would tear the picture from {picture.start} up to {picture.stop}; shift from "
+                f"{picture.start} or {picture.stop} on"
+            )
+        if picture.start >= start:
+            first, stop = picture.start + by, picture.stop + by
+        else:  # of one that was dropped, the tokens behind it may take the positions
+            first, stop = min(picture.start, start + by), min(picture.stop, start + by)
+        moved.append(Picture(max(first, 0), max(stop, 0), picture.offset))
+    return tuple(moved)
+
+
+def check_places(cache: CacheState, rows: Sequence[int], start: int, end: int, by: int) -> None:
+    """Raises: UsageError where tokens would be read before 0, or at or before one that stays and was before them."""
+    for layer in cache.layers:
+        if layer.is_empty or not layer.rules.has_places:
+            continue
+        for row in rows:
+            positions, ends = layer.positions[row], layer.table.state[PLACES[2]][row]
+            moves, stays = _is_in(positions, start, end), (positions >= 0) & (positions < start)
+            places = layer.table.state[PLACE][row][moves]
+            least = int(ends[stays].max()) if bool(stays.any()) else 0
+            if places.numel() and int(places.min()) + by < least:
+                first = int(places.min())
+                raise UsageError(
+                    f"shift by {by} would move a token that is read at {first} to {first + by}, and the text before it "
+                    f"reaches {least}: a picture takes fewer places than tokens; shift by {least - first} at most"
+                )
+
+
+def shift_places(cache: CacheState, rows: Sequence[int], start: int, end: int, by: int) -> None:
+    """Move the places of tokens whose positions are from `start` up to `end`; to be called before these move."""
+    for layer in cache.layers:
+        if not layer.is_empty and layer.rules.has_places:
+            for row in rows:
+                moves = _is_in(layer.positions[row], start, end)
+                for name in PLACES:
+                    layer.table.state[name][row] += by * moves
+
+
+def _is_in(positions: Tensor, start: int, end: int) -> Tensor:
+    return (positions >= start) & (positions < end)
 
 
 @no_inference_mode
@@ -224,3 +324,210 @@ def _check_range(start: int, end: int) -> None:
         whole_number(name, place, 0, MAX_NUMBER)
     if start > end:
         raise UsageError(f"range [{start}, {end}) ends before it starts")
+
+
+@no_inference_mode
+def put_row(cache: CacheState, row: int, other: CacheState, source: int = 0) -> None:
+    """Overwrite row `row` with row `source` of a cache with the same options: its tokens, positions and policy state.
+
+    The numbers of rows may differ, and which slots are free; `other` stays as it is. Nothing is left of the old row.
+    Afterwards no earlier step can be rolled back.
+
+    Raises: UsageError for a cache of another model, or with other options, naming the first that differs.
+    """
+    check_row(cache, row, "row")
+    check_row(other, source, "source")
+    _check_alike(cache, other)
+    for mine, theirs in zip(cache.layers, other.layers, strict=True):
+        _put_slots(mine, row, theirs, source, cache.batch_size)
+    for own, its in zip(cache.recurrent, other.recurrent, strict=True):
+        _put_states(own, row, its, source, cache.batch_size)
+    copied = other.rows.rows[source].copied()
+    cache.rows = cache.rows.changed(lambda *_: copied, row)
+
+
+@no_inference_mode
+def clear_row(cache: CacheState, row: int) -> None:
+    """Let row `row` begin a new text. Nothing of its old one is left, not even where no slot is in use.
+
+    Afterwards no earlier step can be rolled back.
+    """
+    check_row(cache, row, "row")
+    for layer in cache.layers:
+        if not layer.is_empty:
+            layer.forget_steps(0)
+            _clear(layer.table, row)
+    for recurrent in cache.recurrent:
+        recurrent.forget_steps()
+        for tensor in recurrent.tensors().values():
+            tensor[row] = 0
+    cache.rows = cache.rows.changed(lambda *_: Row(ids=[]), row)
+
+
+@no_inference_mode
+def arrange_rows(cache: CacheState, rows: Sequence[int | None]) -> None:
+    """Keep the rows at `rows`, each named once, in that order; None stands for one that begins a new text.
+
+    Memory is taken, and given back, one layer after the other. Afterwards no earlier step can be rolled back. After an
+    error the cache is good for nothing but `reset`.
+    """
+    select_rows(cache, torch.tensor([0 if row is None else row for row in rows]))
+    for index, row in enumerate(rows):
+        if row is None:
+            clear_row(cache, index)
+
+
+def _check_alike(cache: CacheState, other: CacheState) -> None:
+    if other.model_id is not cache.model_id:
+        raise UsageError("put_row: the other cache belongs to another model; make both with the same one")
+    mine, theirs = cache.options.labels(), other.options.labels()
+    for name, value in mine.items():
+        if theirs[name] != value:
+            raise UsageError(
+                f"put_row: this cache has {name}={value!r}, the other one {theirs[name]!r}; make both alike"
+            )
+
+
+def _put_slots(mine: SlotLayer, row: int, theirs: SlotLayer, source: int, batch: int) -> None:
+    mine.forget_steps(0)
+    if theirs.is_empty:
+        if not mine.is_empty:
+            _clear(mine.table, row)
+        return
+    table = theirs.table.packed()
+    table.select_rows(torch.tensor([source], device=table.positions.device))
+    if mine.is_empty:
+        mine.rules, recall = theirs.rules, mine.table.recall if theirs.rules.recalls else None
+        table.select_rows(torch.zeros(batch, dtype=torch.long, device=table.positions.device))
+        table.recall, mine.table = recall, table
+        for index in range(batch):
+            if index != row:
+                _clear(table, index)
+    else:
+        _put_table(mine, row, table)
+    mine.history = mine.history._replace(has_evicted=mine.history.has_evicted or theirs.history.has_evicted)
+    if mine.table.recall is not None and theirs.table.recall is not None:
+        mine.table.recall.clear_row(row)
+        mine.table.recall.join(theirs.table.recall, source, row, 0, batch, theirs.table.positions.device)
+    mine.table.count()
+
+
+def _put_table(mine: SlotLayer, row: int, packed: SlotTable) -> None:
+    """Overwrite a row with the only one of a table, whose tokens lie in its first slots."""
+    table = mine.table
+    if packed.slots > table.slots:
+        mine.resize(packed.slots)
+    packed.resize(table.slots)
+    if table.score_heads < packed.score_heads:
+        table.split_heads()
+    table.store.put_row(packed.store, row)
+    table.positions[row] = packed.positions[0]
+    for name, tensor in table.state.items():
+        tensor[row] = packed.state[name][0]
+    table.statistics = {
+        name: _with_row(table.statistics.get(name), row, tensor, len(table.positions))
+        for name, tensor in packed.statistics.items()
+    }
+
+
+def _with_row(tensor: Tensor | None, row: int, own: Tensor, batch: int) -> Tensor:
+    """A copy of `tensor`, or of zeros, in which `row` is the only one of `own`."""
+    copied = own.new_zeros(batch, *own.shape[1:]) if tensor is None else tensor.clone()
+    copied[row] = own[0]
+    return copied
+
+
+def _clear(table: SlotTable, row: int) -> None:
+    table.store.clear_row(row)
+    table.positions[row] = EMPTY
+    for tensor in table.state.values():
+        tensor[row] = 0
+    table.statistics = {
+        name: _with_row(tensor, row, torch.zeros_like(tensor[:1]), len(tensor))
+        for name, tensor in table.statistics.items()
+    }
+    if table.recall is not None:
+        table.recall.clear_row(row)
+    table.count()
+
+
+def _put_states(mine: RecurrentLayer, row: int, theirs: RecurrentLayer, source: int, batch: int) -> None:
+    mine.forget_steps()
+    held, given = mine.tensors(), theirs.tensors()
+    if not held:
+        mine.load({name: state.new_zeros(batch, *state.shape[1:]) for name, state in given.items()})
+        held = mine.tensors()
+    for name, state in held.items():
+        state[row] = given[name][source] if name in given else 0
+
+
+@no_inference_mode
+def begin_after(cache: CacheState, prefix: int, ids: Sequence[int]) -> None:
+    """Let the text of a cache of one row be the tokens `ids`, which stand behind `prefix` others; these are dropped.
+
+    It is then cut to the budget, if there is one. Earlier steps can't be rolled back.
+    """
+    end = cache.next_positions[0]
+    if prefix:
+        drop(cache, 0, prefix)
+        shift(cache, prefix, end, -prefix)
+    tokens = len(ids)
+    cache.rows = RowTable((Row(tokens, tokens, tokens, 0, ((0, tokens),), list(ids), tokens),))
+    if cache.options.budget is not None:
+        cut_to_budget(cache)
+    for layer in cache.layers:
+        layer.table.count()
+        if not layer.is_empty:
+            layer.resize(max(layer.table.occupancy_bound, 1))
+
+
+def held_positions(cache: CacheState, row: int) -> set[int]:
+    """The positions of a row's tokens that any head of any layer holds, of whatever rank."""
+    held = [layer.positions[row].flatten() for layer in cache.layers if not layer.is_empty]
+    own = {position for each in held for position in each.unique().tolist() if position >= 0}
+    return own if cache.heads is None else own.union(*cache.heads.ranks.gathered(own))
+
+
+EDIT: Final = "recompute"  # what errors call it
+
+
+def check_rewrite(cache: CacheState, end: int, added: CacheState | None = None) -> None:
+    """Raises: UsageError for a cache whose texts, up to `end`, can't have tokens written over.
+
+    `added` is a cache whose tokens are to come into it, and tells which layers have a sliding window where this one is
+    empty.
+    """
+    refuse_edit(cache.recurrent, EDIT)
+    refuse_pictures(cache, EDIT)
+    if cache.is_rotated:
+        raise UsageError(f"{EDIT}: rotated storage is there to be compared with; use KVCache")
+    if cache.merge is not None:
+        raise UsageError(
+            f"{EDIT}: merge={cache.merge} lets a slot stand for several tokens, and one of them can't be written over; "
+            "make the KVCache without merge"
+        )
+    if cache.options.recall:
+        raise UsageError(
+            f"{EDIT}: recall={cache.options.recall} keeps a second copy of each token, which would stay as it was; "
+            "make the KVCache without recall"
+        )
+    ring = cache.store.full_precision
+    if ring.sinks or ring.newest:
+        raise UsageError(
+            f"{EDIT}: store {cache.store.name} counts the tokens that it holds exactly as they are written, and tokens "
+            f"written over would push out the newest; use {cache.store.name.partition('(')[0]}"
+        )
+    known = cache.layers if added is None else added.layers
+    for mine, its in zip(cache.layers, known, strict=True):
+        window = its.sliding_window if mine.is_empty else mine.sliding_window
+        if mine.rotary is None:
+            continue
+        trained = mine.rotary.trained_length if window is None else None
+        most = cache.positions.within(trained, mine.rules.budget is not None).stands_until()
+        if end > most:
+            beyond = f"beyond position {most} " if most else ""
+            raise UsageError(
+                f'{EDIT}: positions="{cache.positions}" {beyond}reads tokens at other places than their own, which is '
+                f"known for the newest tokens only, and this text goes on to {end}; set cache.positions to "
+                '"original" before it, and back after it'
+            )

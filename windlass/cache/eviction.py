@@ -4,13 +4,12 @@ from dataclasses import replace
 
 from windlass import kernels
 from windlass.cache.history import Checkpoint
-from windlass.cache.rules import LayerRules
+from windlass.cache.layer_config import LayerRules
+from windlass.cache.merging import LayerView, plan_merge
 from windlass.cache.slot_table import SlotTable
-from windlass.core.attention import EvictionInput
-from windlass.core.record import StepRecord
-from windlass.core.shapes import Scores
-from windlass.core.step import Step
-from windlass.merge import LayerView, plan_merge
+from windlass.core.inputs import EvictionInput
+from windlass.core.step import Step, StepRecord
+from windlass.core.types import Scores
 from windlass.policies.base import Slots
 from windlass.policies.calls import scores_of
 

@@ -8,12 +8,11 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from windlass.cache.rules import LayerRules
+from windlass.cache.layer_config import LayerRules
+from windlass.cache.merging import MergePlan
 from windlass.cache.slot_table import SlotTable, TableSnapshot, free_reserved
-from windlass.core.record import StepRecord
-from windlass.core.shapes import SlotIndex
-from windlass.core.step import HEADROOM, Step
-from windlass.merge import MergePlan
+from windlass.core.step import HEADROOM, Step, StepRecord
+from windlass.core.types import SlotIndex
 from windlass.stores.full_precision import FullPrecisionRing
 
 

@@ -1,50 +1,368 @@
-"""What a cache holds for one layer of the model, of whatever kind."""
+"""One attention layer's four steps over its slots: write, attend, observe, evict."""
 
-from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import final
 
+import torch
 from torch import Tensor
 
-from windlass.core.step import Step
+from windlass import kernels
+from windlass.cache.attention import (
+    Written,
+    attend,
+    let_go,
+    observation,
+    observed_columns,
+    queries_at,
+    settle,
+    slots_view,
+    slots_wanted,
+    write_and_attend,
+)
+from windlass.cache.decode import DecodeKernel, LayerStep, PlannedStep, put_initial_state
+from windlass.cache.eviction import evict, parts_of, scores_over_budget
+from windlass.cache.history import Checkpoint, History, written_again
+from windlass.cache.layer_config import Layer, LayerRules
+from windlass.cache.merging import Merge
+from windlass.cache.recall import RecallStore
+from windlass.cache.shares import Heads
+from windlass.cache.slot_table import SlotTable, TableView
+from windlass.core.errors import UsageError
+from windlass.core.positions import EMPTY
+from windlass.core.step import HEADROOM, AttentionCall, Limits, Step, StepRecord
+from windlass.core.types import Attended, NewKeys, NewValues, Queries, SlotIndex
+from windlass.policies.base import Policy, Slots
+from windlass.policies.calls import observe
+from windlass.positions.modes import PositionMode
+from windlass.positions.rotary import Rotary, Rotation
+from windlass.stores.base import Parts, Store
 
 
-class Layer(ABC):
-    """The memory of one layer. A step changes it for good only when it is committed."""
+@final
+class SlotLayer(Layer):
+    """Slots of one attention layer; sized from the first keys it sees."""
 
-    index: int
+    def __init__(
+        self,
+        index: int,
+        limits: Limits,
+        policy: Policy,
+        rotary: Rotary | None,
+        store: Store,
+        merge: Merge | None = None,
+        layers: int = 1,
+        is_shared: bool = False,
+        recall: RecallStore | None = None,
+        heads: Heads | None = None,
+    ) -> None:
+        self.index, self.layers, self.heads, self.rotary, self.is_shared = index, layers, heads, rotary, is_shared
+        self.table = SlotTable(store, recall)
+        self.configured_policy, self.configured_merge = policy, merge
+        self.rules = LayerRules(policy, merge, limits, limits.budget)
+        self.longest_decode = HEADROOM  # tokens of one pass
+        self.reserve_hint = 0  # slots that are known to be needed soon, so that a layer without budget grows once
+        self.history = History()
+        self.checkpoint: Checkpoint | None = None
+        self.decode_kernel = DecodeKernel(policy)
+        self.views: list[TableView] = []  # of the parts of the pass that runs, for the layers that share the slots
 
     @property
-    @abstractmethod
     def is_empty(self) -> bool:
-        """Whether nothing was ever written."""
+        return self.table.is_empty
 
-    @abstractmethod
-    def tensors(self) -> dict[str, Tensor]:
-        """Everything allocated, by name."""
+    @property
+    def store(self) -> Store:
+        """How keys and values are held."""
+        return self.table.store
 
-    @abstractmethod
+    @property
+    def positions(self) -> Tensor:
+        """(batch, score_heads, slots): per slot the token's index in its text, negative in free slots."""
+        return self.table.positions
+
+    @property
+    def policy(self) -> Policy:
+        """Which tokens the layer keeps at this moment."""
+        return self.rules.policy
+
+    @property
+    def budget(self) -> int | None:
+        """Most tokens at rest."""
+        return self.rules.budget
+
+    @property
+    def sliding_window(self) -> int | None:
+        """The model's own."""
+        return self.rules.sliding_window
+
+    def step(
+        self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, mode: PositionMode, call: AttentionCall
+    ) -> Attended:
+        """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
+        asked = self.asked((queries, keys, values), step, mode, call)
+        if (planned := self.planned(asked)) is not None:
+            return self.keep_decoded(planned.taken())
+        if not step.is_captured:
+            self.protect(step)
+        if self.is_empty or not self.rules.knows(call):  # an import may not have known its window
+            self.use_sliding_window(call.sliding_window, call.attention_chunk)
+        if step.places is not None and not self.rules.has_places:
+            self.rules = replace(self.rules, has_places=True)
+            if not self.is_empty:
+                self.forget_steps(0)
+                self.table.keep_places()
+        self.longest_decode = max(self.longest_decode, step.positions.shape[1] if step.drafts else 0)
+        self.make_room(keys, values, step.is_decode, step.defer_eviction)
+        asked = asked._replace(rules=self.rules)
+        parts = asked.split(parts_of(self.table, self.rules, step, asked.is_recalling))
+        outs = [self._step(part, is_continued=part is not parts[0]) for part in parts]
+        self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+    def asked(
+        self, states: tuple[Queries, NewKeys, NewValues], step: Step, mode: PositionMode, call: AttentionCall
+    ) -> LayerStep:
+        """A step from here, of these queries, keys and values."""
+        evicted = self.history.has_evicted
+        return LayerStep(self.table, self.rules, self.rotary, states, step, mode, call, self.index, self.heads, evicted)
+
+    def planned(self, asked: LayerStep) -> PlannedStep | None:
+        """The whole step by one call of a kernel, which is still to be taken; None where it takes more than that."""
+        if self.is_shared or not asked.fits(self.history.reserved, self.reserve_hint, self.longest_decode):
+            return None
+        if (prepared := self.decode_kernel.of(asked)) is None or not prepared.is_all(asked):
+            return None
+        return PlannedStep.of(prepared, asked, self.history.split(self.rules.limits.rollback)[1])
+
+    def keep_decoded(self, done: PlannedStep) -> Attended:
+        """Hold what a step that was planned, and taken, leaves; returns what the queries read."""
+        self.checkpoint = Checkpoint(done.asked.step, self.table.unwritten(), self.rules, self.history, [])
+        record, self.history = done.put(), self.history.split(self.rules.limits.rollback)[0]
+        self.keep_record(record)
+        return done.output.out
+
+    def _step(self, asked: LayerStep, is_continued: bool) -> Attended:
+        """Write, attend, observe, evict, and note how to undo it."""
+        asked = asked._replace(has_evicted=self.history.has_evicted)  # the part before may have
+        table, step, policy, state = self.table, asked.step, self.policy, self.table.state
+        held, statistics, ring = table.occupancy_bound, dict(table.statistics), table.store.full_precision.tensors
+        prepared = None if self.is_shared else self.decode_kernel.of(asked)
+        if prepared is not None and prepared.is_all(asked):
+            decoded = PlannedStep.of(prepared, asked, is_continued=is_continued).taken()
+            self.keep_record(decoded.put())
+            return decoded.output.out
+        observed = observed_columns(step, policy.observed_queries)
+        weighed = observed if policy.needs.mass else None
+        if prepared is not None and prepared.retention is None:
+            done = prepared.kernel(asked.given(weighed is not None, False))
+            written = Written(done.written, done.out, done.mass, asked.states[0], put_initial_state(asked, done))
+            table.replace(done.slot_positions, done.state, asked.bound, step)
+        else:
+            state = table.copied_state()
+            if self.checkpoint is not None and not is_continued:
+                self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
+            table.occupancy_bound = asked.bound
+            written, view = write_and_attend(asked, self.configured_policy, weighed)
+            if self.is_shared:
+                self.views.append(view.kept())
+        seen = None if observed is None else queries_at(written.queries, observed)
+        settled = settle(policy, self.index, lambda: self.slots_at(step), written.queries, step)
+        beside = state, ring, written.initial_state, observed, written.mass, seen, settled
+        record = StepRecord(step, (0,) * len(step.lengths), held, statistics, written.slots, *beside)
+        self.observe_and_evict(replace(record, is_continued=is_continued))
+        return written.out
+
+    def protect(self, step: Step) -> Checkpoint:
+        """Note what the layer is before anything changes, so that `take_back` finds it again."""
+        table = self.table.snapshot()
+        history = self._history_left(step.positions.shape[1], step.is_decode, table.copies[0][1])
+        self.checkpoint = Checkpoint(step, table, self.rules, history, [])
+        return self.checkpoint
+
     def commit(self) -> None:
-        """The pass has completed: what it takes to undo an interrupted step is no longer needed."""
+        self.checkpoint, self.views = None, []
 
-    @abstractmethod
     def take_back(self, step: Step) -> None:
-        """Be as before `step`, however far it came. Nothing happens where it never began, or others came after it."""
+        checkpoint, records, self.views = self.checkpoint, self.history.records, []
+        if checkpoint is not None and checkpoint.step is step:
+            checkpoint.restore(self.table)
+            self.rules, self.history, self.checkpoint = checkpoint.rules, checkpoint.history, None
+        elif records and any(records[-1].step is part for part in (step, step.parts[-1])):
+            self.history, ring = self.history.without_last_pass(self.table)
+            self.store.full_precision.tensors = ring
+            self.table.roll_back_recall(step.lengths)
 
-    @abstractmethod
+    def observe_and_evict(self, record: StepRecord) -> None:
+        """The second half of a step; the record is kept so that the step can be rolled back."""
+        table, rules = self.table, self.rules
+        record = let_go(table, rules, record)
+        if record.queries is not None:
+            seen = observation(record, self.policy.observed_queries)
+            observe(self.policy, self.index, self.slots_at(record.step), seen)
+        if rules.budget is not None and not record.step.defer_eviction and table.occupancy_bound > rules.budget:
+            score = scores_over_budget(table, rules, self.index, self.slots_at(record.step))
+            record = evict(table, rules, record, score, self.checkpoint)
+        self.keep_record(record)
+
+    def keep_record(self, record: StepRecord) -> None:
+        """Keep what a step changed, so that it can be rolled back."""
+        if record.queries is not None and record.written.shape[-1] == len(record.step.lengths) == 1:
+            record = replace(record, mass=None, queries=None)  # it is rolled back as a whole
+        self.history = self.history.with_record(record)
+
+    def use_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> None:
+        """Hold just the sliding window, or a chunk of attention, where that fits in the budget."""
+        rules = self.rules.with_sliding_window(sliding_window, attention_chunk)
+        if rules.is_whole_window and not self.is_empty:
+            self.table.forget_state()
+        self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
+
+    def make_room(self, keys: NewKeys, values: NewValues, is_decode: bool, defer_eviction: bool) -> None:
+        """Slots for the new tokens: allocate, grow, or pack once decode begins."""
+        rules, table, tokens = self.rules, self.table, keys.shape[2]
+        self.history = self._history_left(tokens, is_decode, table.positions)
+        decode = self.longest_decode if is_decode else 0
+        wanted = slots_wanted(table, rules, self.history, tokens, self.reserve_hint, decode, defer_eviction)
+        if self.is_empty:
+            table.allocate(keys, values, wanted, self.policy.needs.per_head, HEADROOM + rules.limits.rollback)
+            table.keep_state(rules.state, {})
+        elif wanted != table.slots:
+            self.resize(wanted)
+
+    def _history_left(self, tokens: int, is_decode: bool, positions: Tensor) -> History:
+        """The steps that can be undone once `tokens` more come, which may take what `positions` reserve."""
+        free = self.table.slots - self.table.occupancy_bound - self.history.reserved - self.rules.recall_room
+        if is_decode and free >= tokens:
+            return self.history
+        return self.history.forgotten(self.rules.limits.rollback if is_decode else 0, 0, positions)
+
+    def resize(self, slots: int) -> None:
+        """Pack the held tokens into the first of `slots` slots; earlier steps can't be rolled back."""
+        self.forget_steps(0)
+        self.table.resize(slots)
+
+    def slots_at(self, step: Step) -> Slots:
+        """The layer as a policy sees it after `step`."""
+        rotation = Rotation(self.rotary, step.end, self.positions.device)
+        return slots_view(self.table, self.rules.limits, rotation, step, self.index, self.layers, self.heads)
+
+    @property
+    def is_lossless(self) -> bool:
+        """Whether nothing but the tokens' own slots remembers that they were written."""
+        return not self.history.has_evicted and self.rules.is_lossless
+
+    def forget_steps(self, tokens: int, newest: int = 0) -> None:
+        """Let only the `newest` steps, and before them those of `tokens` tokens or fewer, be rolled back."""
+        self.history = self.history.forgotten(tokens, newest, self.positions)
+
     def can_roll_back(self, counts: Sequence[int]) -> bool:
-        """Whether the newest `counts` tokens of each row can be rolled back, with all that they changed."""
+        return self.is_lossless or self.history.can_roll_back(counts)
 
-    @abstractmethod
+    def holds_full_precision(self, counts: Sequence[int]) -> bool:
+        """Whether the store still holds in full precision what it is to hold so without the newest `counts` tokens."""
+        ring = self.store.full_precision
+        return ring.can_roll_back(counts) or self.history.ring_before(counts, ring) is not None
+
     def roll_back(self, counts: Sequence[int], here: Step) -> None:
-        """Roll the newest `counts` tokens of each row back; `here` tells where the rows then stand.
+        ring, before = self.store.full_precision, self.history.ring_before(counts, self.store.full_precision)
+        ring.roll_back(counts)
+        self.table.roll_back_recall(counts)
+        if before is not None:
+            ring.tensors = before
+        if self.is_lossless and not self.history.can_roll_back(counts):
+            self.edit(lambda positions: torch.where(positions >= here.next_positions[:, None, None], EMPTY, positions))
+            return
+        self.history, kept = self.history.rolled_back(counts, here, self.table)  # kept: to be taken again
+        ring.roll_back([sum(record.step.lengths[row] for record in kept) for row in range(len(counts))])
+        for record in kept:
+            ring.roll_back([-n for n in record.step.lengths])
+            self.observe_and_evict(written_again(record, self.table))
 
-        Evictions that these tokens caused are undone, those of the tokens before them are not.
-        """
+    def edit(self, change: Callable[[Tensor], Tensor], row: int | None = None) -> None:
+        """Replace the positions of one row, or of all; earlier steps can't be rolled back after it."""
+        if self.is_empty:
+            return
+        self.forget_steps(0)
+        self.table.edit(change, slice(None) if row is None else slice(row, row + 1))
 
-    @abstractmethod
+    def load(self, tensors: dict[str, Tensor], rules: LayerRules, has_evicted: bool, seen: Sequence[int]) -> None:
+        """Take what `tensors` gave, of a layer that has `seen` tokens and kept them by `rules`, into an empty one."""
+        self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
+        self.table.load(tensors, rules.state, seen)
+        self.history = History(has_evicted=has_evicted)
+
     def select_rows(self, rows: Tensor) -> None:
-        """Keep the batch rows at `rows`, which may repeat; earlier steps can't be rolled back after it."""
+        if not self.is_empty:
+            self.forget_steps(0)
+            self.table.select_rows(rows)
 
-    @abstractmethod
     def copy_row(self, source: int, target: int) -> None:
-        """Overwrite row `target` with row `source`; earlier steps can't be rolled back after it."""
+        if not self.is_empty:
+            self.forget_steps(0)
+            self.table.copy_row(source, target)
+
+    def tensors(self) -> dict[str, Tensor]:
+        return self.table.tensors()
+
+
+def append(
+    layer: SlotLayer, keys: NewKeys, values: NewValues, positions: Tensor, state: Parts | None = None
+) -> SlotIndex:
+    """Write tokens that attend to nothing, at (batch, score_heads, tokens) `positions`; returns the slots they got.
+
+    `state` is what they start with; None: what a step gives them. What exceeds the budget is evicted at the next step.
+    """
+    layer.make_room(keys, values, is_decode=keys.shape[2] <= HEADROOM, defer_eviction=False)
+    positions = positions.expand(-1, layer.table.score_heads, -1)
+    written = kernels.first_free(layer.positions, keys.shape[2])
+    if state is None:
+        state = layer.table.remember(keys, values, positions[:, 0], (positions[:, 0] >= 0).sum(-1).tolist())
+    layer.table.write(written, keys, values, positions, state)
+    layer.table.occupancy_bound += int((positions >= 0).sum(-1).max())
+    layer.forget_steps(0)
+    return written
+
+
+def attend_shared(layer: SlotLayer, queries: Queries, mode: PositionMode, call: AttentionCall) -> Attended:
+    """What queries of the pass's last columns read of a layer that has taken its step; afterwards it is as before.
+
+    `call.sees_to` is for all columns of the step.
+
+    Raises: UsageError for another sliding window than the layer's own, beyond which its tokens are gone.
+    """
+    assert layer.views, "a layer whose slots are shared comes before those that share them"
+    if call.sliding_window != layer.sliding_window:
+        raise UsageError(
+            f"keys and values of slots {layer.index} are shared through a sliding window of {call.sliding_window}, and "
+            f"their own layer has {layer.sliding_window}; a KVCache needs the same in both"
+        )
+    views, outs, left, merges = list(layer.views), list[Tensor](), queries.shape[2], list[_Unmerged]()
+    widths = [view.step.positions.shape[1] for view in views]
+    calls = call.split(widths)
+    while left:  # from the newest part back, so that each merge is undone on the way
+        view, its, width = views.pop(), calls.pop(), widths.pop()
+        merges.extend(_Unmerged(layer, record) for record in layer.history.records if record.step is view.step)
+        columns = min(left, width)
+        piece = queries[:, :, left - columns : left]
+        if its.sees_to is not None:
+            its = its.split([width - columns, columns])[1]
+        outs.append(attend(view.tail(columns), layer.rules, layer.rotary, piece, mode, its, None)[0])
+        left -= columns
+    for merge in reversed(merges):
+        merge.redo()
+    return outs[0] if len(outs) == 1 else torch.cat(outs[::-1], 2)
+
+
+class _Unmerged:
+    """A layer without what a step merged, until `redo`. An interrupt in between leaves it to the checkpoint."""
+
+    def __init__(self, layer: SlotLayer, record: StepRecord) -> None:
+        self._store, self._targets = layer.store, record.merged_into
+        if self._targets is not None and record.merged_before is not None:
+            self._merged = self._store.take_all(self._targets)
+            self._store.put(self._targets, record.merged_before)
+
+    def redo(self) -> None:
+        if self._targets is not None:
+            self._store.put(self._targets, self._merged)

@@ -1,25 +1,84 @@
 """The options of a cache: one record that the library, the command line, files and results share."""
 
-from dataclasses import dataclass
+import os
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
-from windlass.cache.policy_spec import policy_of
-from windlass.cache.recall_options import DEFAULT_RECALL_STORE, recall_folder_of, recall_store_of
-from windlass.cache.shares import Shares
-from windlass.cache.shares_file import shares_of
-from windlass.core.errors import UsageError
-from windlass.core.limits import DEFAULT_SINKS, SYSTEM, check_limits, default_window
-from windlass.core.spec import AUTO, NO_MERGE, NO_RECALL, NO_SHARES
+from windlass.cache.contract import check_policy
+from windlass.cache.merging import Merge, merge_of
+from windlass.cache.shares import Shares, shares_of
+from windlass.core.errors import UsageError, check_kind
+from windlass.core.files import check_folder
+from windlass.core.parse import (
+    AUTO,
+    DEFAULT_SINKS,
+    NO_MERGE,
+    NO_RECALL,
+    NO_SHARES,
+    SYSTEM,
+    check_limits,
+    default_window,
+)
 from windlass.core.step import Limits
-from windlass.merge import Merge, merge_of
 from windlass.policies import Policy
-from windlass.policies.auto import auto, is_auto
-from windlass.policies.interfaces import Budgeter, OneShot
+from windlass.policies.base import Budgeter, OneShot
+from windlass.policies.registry import auto, is_auto, parse_policy
 from windlass.policies.wrapper import find
 from windlass.positions.modes import PositionMode, position_mode
 from windlass.stores.base import Store
-from windlass.stores.spec import store_of
+from windlass.stores.formats import STORES, store_of
+
+DEFAULT_RECALL_STORE: Final = "int4"
+
+
+def recall_store_of(spec: str | Store) -> Store:
+    """The store that `spec` names.
+
+    Raises: UsageError for an unknown one, one of another's making, whose bytes no scan knows, and one that would hold
+    some tokens in full precision.
+    """
+    store = store_of(spec)
+    if type(store) not in STORES.values():
+        raise UsageError(f"recall_store={store!r} is none that can be scanned; use one of: {', '.join(STORES)}")
+    if store.full_precision.sinks or store.full_precision.newest:
+        raise UsageError(
+            f"recall_store={store.name!r} asks for tokens in full precision, which a recall store does not have; "
+            f'use "plain", or leave the numbers out'
+        )
+    return store
+
+
+def recall_folder_of(folder: str | Path | None) -> Path | None:
+    """The folder as a path. Raises: UsageError for what is no folder."""
+    check_kind("recall_folder", folder, (str, os.PathLike, type(None)), "the name of a folder, or None")
+    return None if folder is None else check_folder(Path(os.fspath(folder)), "recall_folder")
+
+
+def policy_of(spec: str | Policy) -> Policy:
+    """The policy that `spec` names: `"snapkv"`, `"pyramid(SnapKV(pool=7))"`, `"file.py:Class"`; or a policy itself.
+
+    See `windlass.policies.registry`. What comes from outside (a file, or arguments) goes through
+    `windlass.testing.check_policy`.
+
+    Raises: PolicyError for what cannot be found, made, or breaks the contract; UsageError for a class in place of a
+    policy, or what is neither a policy nor a name.
+    """
+    if isinstance(spec, str):
+        policy, is_from_outside = parse_policy(spec)
+        if is_from_outside:
+            check_policy(policy)
+        return policy
+    check_kind("policy", spec, Policy, "a policy or its name", f"write policy={_example(spec)}")
+    return spec
+
+
+def _example(given: object) -> str:
+    """How a policy is passed, of the class that was passed in its place."""
+    if not isinstance(given, type) or not issubclass(given, Policy):
+        return '"key_diff" or windlass.KeyDiff()'
+    is_whole = all(each.default is not MISSING for each in fields(given)) if is_dataclass(given) else True
+    return f"{given.__name__}({'' if is_whole else '...'})"
 
 
 @dataclass(frozen=True, init=False)

@@ -7,8 +7,11 @@ evicted, nor back when an eviction is rolled back.
 
 from __future__ import annotations
 
+import mmap
 import operator
+import tempfile
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Final, NamedTuple, final
 
 import torch
@@ -16,13 +19,232 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass import kernels
-from windlass.cache.recall_digests import NOWHERE, PageDigests
-from windlass.cache.recall_memory import POSITIONS, RECALL, RecallMemory, Segment
-from windlass.core.limits import PAGE
-from windlass.core.recall import PageInput, RecallPiece, TiledKeys, tokens_of
-from windlass.core.rotary_index import EMPTY
-from windlass.core.shapes import NewKeys, NewValues, Queries, QueryPositions, Scores
+from windlass.core.errors import UsageError
+from windlass.core.inputs import (
+    TILE,
+    Digests,
+    PageInput,
+    ReadInput,
+    RecallPiece,
+    TiledKeys,
+    WriteInput,
+    rows_of,
+    tokens_of,
+    words_of,
+)
+from windlass.core.parse import PAGE
+from windlass.core.positions import EMPTY
+from windlass.core.types import NewKeys, NewValues, Queries, QueryPositions, Scores, SlotIndex
+from windlass.kernels.reference import digest_of
 from windlass.stores.base import Parts, Store
+
+PIECE: Final = 1024  # tokens of the first segment
+
+
+RECALL: Final = "recall."  # begins the names of a recall store's tensors, among all of a layer's
+POSITIONS: Final = "positions"
+
+
+def is_moved_later(name: str) -> bool:
+    """Whether `RecallStore.load` takes a tensor of this name wherever it lies, as it may be larger than a device is."""
+    return name.startswith(RECALL) and name != RECALL + POSITIONS
+
+
+class Segment(NamedTuple):
+    """The tokens from `start` up to `stop` of each row, as parts (batch, kv_heads, stop - start, width).
+
+    The first part, that of the keys which are scanned, is (batch, kv_heads, tiles, words, 16) instead, see `TiledKeys`.
+    """
+
+    start: int
+    stop: int
+    parts: Parts
+
+
+@final
+class RecallMemory:
+    """Parts of tokens by their index in a row, in memory or, where `folder` is given, in unnamed files there.
+
+    The memory is the host's, which a GPU reads in place, or, where it `is_near`, that of the device that reads it.
+
+    A segment is half as large as all before it, in multiples of `piece`: few segments, and little that is not in use.
+    Files without a name take no space any more when the process ends, whatever ends it.
+    """
+
+    def __init__(self, folder: Path | None, piece: int = PIECE, is_near: bool = False) -> None:
+        self.folder, self.piece, self.is_near = folder, piece, is_near
+        self.reader = torch.device("cpu")
+        """The device whose kernels read and write it; set before any token is held."""
+        self.segments: tuple[Segment, ...] = ()
+        self._keys, self._width, self._dtype = "", 0, torch.uint8  # the part in tiles, and what its rows are like
+
+    def __deepcopy__(self, memo: dict[int, object]) -> RecallMemory:
+        """The same in memory, or a file, of its own."""
+        twin = RecallMemory(self.folder, self.piece, self.is_near)
+        twin.reader = self.reader
+        twin._keys, twin._width, twin._dtype = self._keys, self._width, self._dtype
+        twin.segments = tuple(segment._replace(parts=self._copies(segment.parts)) for segment in self.segments)
+        return twin
+
+    @property
+    def capacity(self) -> int:
+        """Tokens of a row that there is room for."""
+        return self.segments[-1].stop if self.segments else 0
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the parts."""
+        return tuple(self.segments[0].parts)
+
+    @property
+    def no_keys(self) -> Parts:
+        """The first part as a store knows it, of no tokens."""
+        tiles = self.segments[0].parts[self._keys]
+        return {self._keys: torch.empty(*tiles.shape[:2], 0, self._width, dtype=self._dtype)}
+
+    @property
+    def sample(self) -> Parts:
+        """Parts of one token of each row."""
+        return {name: part[:, :, :1] for name, part in self.segments[0].parts.items()} | {
+            self._keys: self.no_keys[self._keys].new_empty(
+                *self.segments[0].parts[self._keys].shape[:2], 1, self._width
+            )
+        }
+
+    def grow(self, capacity: int, sample: Parts) -> None:
+        """Make room for `capacity` tokens of a row, whose parts are like those of `sample`.
+
+        Raises: UsageError where the folder has no room.
+        """
+        start = self.capacity
+        if capacity <= start:
+            return
+        size = -(-max(capacity - start, start // 2) // self.piece) * self.piece
+        parts = {name: self._new(part, (*part.shape[:2], size, part.shape[3])) for name, part in sample.items()}
+        keys, first = next(iter(sample.items()))
+        words = words_of(first[:, :, :1])
+        parts[keys] = self._new(words, (*first.shape[:2], size // TILE, words.shape[3], TILE))
+        self._keys, self._width, self._dtype = keys, first.shape[3], first.dtype
+        self.segments = (*self.segments, Segment(start, start + size, parts))
+
+    def put(self, index: Tensor, parts: Parts) -> None:
+        """Write tokens at (batch, tokens) `index`, in all heads; nowhere where it is negative."""
+        for name, part in parts.items():
+            is_keys, held = name == self._keys, tuple(segment.parts[name] for segment in self.segments)
+            kernels.write_tokens(WriteInput(held, index, words_of(part) if is_keys else part, is_keys))
+
+    def read(self, index: SlotIndex, names: Sequence[str]) -> Parts:
+        """A copy of the parts with these names at `index` (batch, kv_heads, tokens), where the index is."""
+        found: Parts = {}
+        for name in names:
+            is_tiled, pieces = name == self._keys, tuple(segment.parts[name] for segment in self.segments)
+            rows = kernels.read_tokens(ReadInput(pieces, index, is_tiled))
+            found[name] = rows_of(rows, self._width, self._dtype) if is_tiled else rows
+        return found
+
+    def filled(self, tokens: int) -> Parts:
+        """The parts of the first `tokens` of each row, in one piece."""
+        self._wait()
+        keys = [each.parts[self._keys].transpose(3, 4).flatten(2, 3) for each in self.segments]
+        pieces = {name: [each.parts[name] for each in self.segments] for name in self.segments[0].parts}
+        pieces[self._keys] = [rows_of(each, self._width, self._dtype) for each in keys]
+        return {name: torch.cat(each, 2)[:, :, :tokens] for name, each in pieces.items()}
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the batch rows at `rows`, which may repeat."""
+        self.segments = tuple(
+            each._replace(parts=self._copies({name: part[rows.to(part.device)] for name, part in each.parts.items()}))
+            for each in self.segments
+        )
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Overwrite row `target` with row `source`."""
+        self._wait()
+        for segment in self.segments:
+            for part in segment.parts.values():
+                part[target] = part[source]
+
+    def _copies(self, parts: Mapping[str, Tensor]) -> Parts:
+        self._wait()
+        return {name: self._new(part, tuple(part.shape)).copy_(part) for name, part in parts.items()}
+
+    def _wait(self) -> None:
+        """Until a GPU has done what it was given: it writes to the host's memory while the host goes on."""
+        if self.reader.type == "cuda":
+            torch.cuda.synchronize(self.reader)
+
+    def _new(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if self.is_near:
+            return like.new_zeros(shape)
+        if self.folder is None:
+            self._wait()  # what was freed may still be written to
+            return torch.zeros(shape, dtype=like.dtype, pin_memory=self.reader.type == "cuda")
+        numbers = torch.Size(shape).numel()
+        size = numbers * like.itemsize
+        try:
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                file.truncate(size)
+                mapped = mmap.mmap(file.fileno(), size)
+        except OSError as error:
+            raise UsageError(
+                f"recall_folder {str(self.folder)!r} has no room for {size:,} bytes more ({error.strerror}); give a "
+                "folder of another disk, or recall_store='int4'"
+            ) from error
+        return torch.frombuffer(mapped, dtype=like.dtype, count=numbers).view(shape)
+
+
+NOWHERE: Final = -1  # the index of what is not written
+
+
+@final
+class PageDigests:
+    """The digests of all pages of `memory`, held by the same `codec`: near the device that ranks pages by them."""
+
+    def __init__(self, codec: Store, memory: RecallMemory) -> None:
+        self.codec, self.memory = codec, memory
+        folder, piece = memory.folder, memory.piece // PAGE
+        self.largest, self.least = (RecallMemory(folder, piece, is_near=folder is None) for _ in range(2))
+        self._tiled: tuple[tuple[Segment, ...], tuple[Digests, ...]] = (), ()
+
+    @property
+    def both(self) -> tuple[RecallMemory, RecallMemory]:
+        """Where the largest numbers are, and the least."""
+        return self.largest, self.least
+
+    def grow(self, sample: Parts) -> None:
+        """Make room for the digest of each page, where tokens are like those of `sample`."""
+        pages = self.memory.capacity // PAGE
+        for each in self.both:
+            if pages > each.capacity:
+                keys = self.codec.decode_keys(sample)[:, :, :1]
+                each.grow(pages, self.codec.parts_of(keys, keys[..., :0]))
+
+    def write(self, before: Tensor, after: Tensor, most: int, kv_heads: int) -> None:
+        """Digest the pages of the tokens from `before` to `after` (batch,), of no row more than `most`.
+
+        Rows without any keep their digests; that of a page without tokens is not looked at. Asks nothing of the device.
+        """
+        pages = before[:, None] // PAGE + torch.arange((most + PAGE - 2) // PAGE + 1, device=before.device)
+        known = pages.clamp(max=self.memory.capacity // PAGE - 1)[:, None]
+        tokens = tokens_of(known.expand(-1, kv_heads, -1))
+        keys = self.codec.decode_keys(self.memory.read(tokens, self.largest.names)).unflatten(2, (-1, PAGE))
+        bounds = digest_of(keys, (tokens < after[:, None, None]).unflatten(2, (-1, PAGE)))
+        for each, numbers in zip(self.both, bounds, strict=True):
+            each.put(pages.where((before < after)[:, None], NOWHERE), self.codec.parts_of(numbers, numbers[..., :0]))
+
+    def tiled(self) -> tuple[Digests, ...]:
+        """As kernels read them: the same ones as long as the memory is."""
+        if self._tiled[0] is not self.largest.segments:
+            self._tiled = self.largest.segments, tuple(map(Digests, *map(self._keys, self.both)))
+        return self._tiled[1]
+
+    def _keys(self, memory: RecallMemory) -> list[TiledKeys]:
+        (keys,), found = memory.no_keys, []
+        for segment in memory.segments:
+            held = self.codec.over(segment.parts | memory.no_keys)
+            found.append(TiledKeys(segment.parts[keys], held.packed_keys()))
+        return found
+
 
 TOKEN_INDEX: Final = "recall_index"  # state: the number of tokens written to the row before that of the slot
 CANDIDATES: Final = 256  # pages of the best digests, which are looked at token by token; more where more are recalled
@@ -292,3 +514,25 @@ class RecallStore:
         self._ended = None  # until the host knows, too
         self._ends.add_(is_token.sum(1))
         self.digests.write(before, self._ends, index.shape[1], next(iter(parts.values())).shape[1])
+
+
+class RecallSnapshot(NamedTuple):
+    """The lengths of a store's rows, and its memory: it grows by further tensors, and those of before stay."""
+
+    lengths: tuple[int, ...]
+    positions: Tensor
+    last_recalled: Tensor
+    segments: list[tuple[Segment, ...]]
+
+    @classmethod
+    def of(cls, store: RecallStore) -> RecallSnapshot:
+        """Of a store as it is now."""
+        segments = [each.segments for each in (store.memory, *store.digests.both)]
+        return cls(store.lengths, store.positions, store.last_recalled, segments)
+
+    def restore(self, store: RecallStore) -> None:
+        """Let the store hold no more than then. One that was never written to has no memory again."""
+        for memory, segments in zip((store.memory, *store.digests.both), self.segments, strict=True):
+            memory.segments = segments
+        store.positions, store.last_recalled = self.positions, self.last_recalled
+        store.cut_to(self.lengths)

@@ -7,17 +7,14 @@ counts as newly written: a store with exact tokens copies these as the other cac
 import torch
 
 from windlass import kernels
-from windlass.cache.append import append
-from windlass.cache.edits import check_row, shift
-from windlass.cache.picture_edits import refuse_pictures
+from windlass.cache.edits import check_row, refuse_pictures, shift
+from windlass.cache.layer import SlotLayer, append
 from windlass.cache.recall import TOKEN_INDEX
-from windlass.cache.recurrent_layer import refuse_edit
+from windlass.cache.recurrent import refuse_edit
 from windlass.cache.shares import Heads
-from windlass.cache.slot_layer import SlotLayer
 from windlass.cache.state import CacheState
-from windlass.core.check import check_kind, whole_number
-from windlass.core.errors import UsageError
-from windlass.core.rotary_index import EMPTY
+from windlass.core.errors import UsageError, check_kind, whole_number
+from windlass.core.positions import EMPTY
 from windlass.core.step import no_inference_mode
 from windlass.policies.base import INITIAL_STATE
 from windlass.stores.base import INDEX_KEYS, Parts

@@ -5,17 +5,16 @@ from typing import ClassVar
 
 import torch
 
-from windlass.cache.divergence import Divergence
-from windlass.cache.fitting import Fitting
 from windlass.cache.head_groups import HeadGroups
+from windlass.cache.layer import SlotLayer
+from windlass.cache.merging import Merge
 from windlass.cache.options import CacheOptions
-from windlass.cache.recurrent_layer import RecurrentLayer
+from windlass.cache.recompute import Divergence, Fitting
+from windlass.cache.recurrent import RecurrentLayer
 from windlass.cache.rows import RowTable
-from windlass.cache.slot_layer import SlotLayer
-from windlass.core.shapes import KeyMeans
+from windlass.core.ranks import RankHeads
 from windlass.core.step import READ, Limits, Pass, Step
-from windlass.merge import Merge
-from windlass.parallel.heads import RankHeads
+from windlass.core.types import KeyMeans
 from windlass.policies.base import Policy
 from windlass.positions.modes import PositionMode, position_mode
 from windlass.positions.rotary import Rotary

@@ -13,16 +13,101 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from windlass.cli import calibration_options as calibration
-from windlass.cli import measuring, serving, text_commands, view_command
+from windlass.cli import generate as text_commands
+from windlass.cli import measure_options as calibration
+from windlass.cli import measure_options as evals
 from windlass.cli import options as take
-from windlass.cli import text_options as text
-from windlass.cli.cache_options import Chunk
-from windlass.cli.expand import expanded
-from windlass.cli.group import Commands
-from windlass.cli.loading import INTERRUPTED, INTERRUPTED_LINE, loading
-from windlass.cli.ray_options import WithRay
+from windlass.cli import options as text
+from windlass.cli import serve as serving
+from windlass.cli import serve as view_command
+from windlass.cli.measure_options import RayArguments, TuneArguments, TuneSize, TuneText, WithRay, check_ray
+from windlass.cli.options import Chunk, the_model
+from windlass.cli.parameters import Commands, Unset, expanded
+from windlass.cli.terminal import INTERRUPTED, INTERRUPTED_LINE, loading
 from windlass.core.errors import UsageError, WindlassError
+
+
+@expanded
+def evaluate(
+    unset: Unset,
+    named: text.ModelArguments,
+    output: evals.ResultsOut,
+    lists: evals.EvalLists,
+    *,
+    samples: take.Samples = 20,
+    is_aware: evals.IsAware = False,
+    batch: evals.EvalBatch = 1,
+    seed: take.Seed = 0,
+    load: take.LoadOptions,
+    spread: RayArguments,
+    is_quiet: text.IsQuiet = False,
+) -> int:
+    """Measure what a model still finds in texts that its cache has compressed; lists (a,b) make every combination.
+
+    A run that was stopped goes on where it was when the command is given again.
+    """
+    model = the_model(named.name, named.model, "model" in unset)
+    from windlass.cli import checks, terminal
+
+    checks.check_eval(lists, output)
+    checks.check_model(model, load)
+    check_ray(spread)
+    with loading():
+        from windlass.cli import measure as evaluation
+        from windlass.evals.grid import Lists
+        from windlass.evals.run import EvalOptions
+
+    typed = Lists(lists.tasks, lists.lengths, lists.of_cache, lists.depth)
+    with terminal.quiet(is_quiet):
+        loaded = load.dtype, load.threads, load.device, batch, load.weights
+        options = EvalOptions(model, typed, samples, seed, is_aware, output, *loaded)
+        return evaluation.evaluate(options, spread)
+
+
+@expanded
+def tune(
+    unset: Unset,
+    named: text.ModelArguments,
+    tuned_text: TuneText,
+    size: TuneSize,
+    asked: TuneArguments,
+    load: take.LoadOptions,
+    spread: RayArguments,
+) -> int:
+    """Find the policy, store and positions that serve a model and your texts best in so many bytes.
+
+    A run that was stopped goes on where it was when the command is given again.
+    """
+    model = the_model(named.name, named.model, "model" in unset)
+    from windlass.cli import checks
+    from windlass.core.parse import parse_bytes
+
+    parse_bytes("--bytes", size)
+    checks.check_text(tuned_text, f"text {tuned_text}")
+    checks.check_model(model, load)
+    check_ray(spread)
+    with loading():
+        from windlass.cli import measure as run
+
+    return run.tune(run.options_of(model, tuned_text, size, asked, load), spread)
+
+
+def report(results: take.Results, output: take.Page = Path("report.html")) -> int:
+    """Make one HTML page, and figures as PNG, of results that `windlass eval` wrote."""
+    from windlass.cli import terminal
+
+    with loading():
+        from windlass.evals.report.page import write_report
+
+    written = write_report(results, output)
+    for line in written.notes:
+        terminal.note(f"windlass: note: {line}")
+    counted = f"{written.cases:,} case{'' if written.cases == 1 else 's'}"
+    if written.figures:
+        counted += f", {written.figures} figure{'' if written.figures == 1 else 's'}, also in {written.folder}"
+    terminal.say(f"{written.page}: {counted}\n")
+    return 0
+
 
 app = typer.Typer(
     cls=Commands,
@@ -165,8 +250,8 @@ def bench(
     checks.check_limits({"chunk": tokens})
     checks.check_bench(model, shape, layers, lists, take.LoadOptions(dtype, device, None, weights), output)
     with loading():
-        from windlass.cli import bench as show
-        from windlass.evals.speed.run import BenchRequest
+        from windlass.cli import measure as show
+        from windlass.evals.speed.measure import BenchRequest
 
     form = show.Form("json" if is_json else table, has_ratios)
     request = BenchRequest(model, shape, layers, lists, tokens, repetitions, dtype, device, weights)
@@ -174,9 +259,9 @@ def bench(
         return show.bench(request, output, form)
 
 
-app.command("eval", cls=WithRay)(measuring.evaluate)
-app.command("tune", cls=WithRay)(measuring.tune)
-app.command()(measuring.report)
+app.command("eval", cls=WithRay)(evaluate)
+app.command("tune", cls=WithRay)(tune)
+app.command()(report)
 
 
 @app.command()
@@ -205,7 +290,7 @@ def calibrate(
     checks.check_text(source, f"text {source}")
     checks.check_model(model, load)
     with loading():
-        from windlass.cli.calibration import CalibrationOptions, calibrate_pairs, calibrate_scorer, calibrate_shares
+        from windlass.cli.measure import CalibrationOptions, calibrate_pairs, calibrate_scorer, calibrate_shares
 
     with terminal.quiet(is_quiet):
         loaded = load.dtype, load.threads, load.device, load.weights
@@ -218,6 +303,6 @@ def calibrate(
 @app.command()
 def policies(is_json: text.Json = False) -> int:
     """List the policies: name, defaults, what is kept, and where it comes from."""
-    from windlass.cli import catalogue
+    from windlass.cli import checks as catalogue
 
     return catalogue.show(is_json)

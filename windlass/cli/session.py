@@ -2,33 +2,109 @@
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
+from typing import Any, Final, get_type_hints
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from windlass.cache.describe import beyond_note, reading_now
 from windlass.cache.options import CacheOptions
-from windlass.cli.cache_options import CacheArguments
-from windlass.cli.choices import Choices, dtype_note
-from windlass.cli.loading import INTERRUPTED, loading
-from windlass.cli.options import LoadOptions
-from windlass.cli.recording import recording
-from windlass.cli.signals import as_interrupts
-from windlass.cli.terminal import Bar, note, say, speeds
-from windlass.core.errors import UsageError
-from windlass.core.limits import SYSTEM
+from windlass.cache.state import CacheState
+from windlass.cli.options import CacheArguments, LoadOptions, sinks_of
+from windlass.cli.terminal import (
+    INTERRUPTED,
+    Bar,
+    as_interrupts,
+    loading,
+    note,
+    part_of,
+    per_s,
+    say,
+    speeds,
+    unfinished,
+)
+from windlass.core.errors import PromptCacheError, UsageError, WindlassError
+from windlass.core.parse import AUTO, MAX_NUMBER, SYSTEM, did_you_mean, in_units, int_parser, parse_list
 from windlass.engine import generate as engine
 from windlass.engine import templates
 from windlass.engine.generate import Stream
-from windlass.engine.message_ends import system_tokens
-from windlass.engine.result import Result
-from windlass.engine.sampling import Sampling
+from windlass.engine.sampling import Result, Sampling
+from windlass.engine.templates import system_tokens
+from windlass.engine.text import encode
 from windlass.hf import prompt_cache
+from windlass.hf import prompt_cache as prompt_cache_file
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load as load_model
+from windlass.hf.load import load_tokenizer
+from windlass.hf.prompt_cache_check import POSITIONS, Layout
+from windlass.hf.prompt_cache_format import AGAIN, Contents, InconsistentFile, parsed, shown
+from windlass.hf.weights import labelled, parameter_count
+from windlass.policies.base import OneShot
+from windlass.policies.wrapper import find
+from windlass.view.recording import Recorder
+
+
+@contextmanager
+def recording(path: Path | None, cache: CacheState, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callable[[], None]]:
+    """A block in which each call of what it is given writes a frame to `path`; None: nothing is written.
+
+    Raises: UsageError for a file that cannot be written.
+    """
+    if path is None:
+        yield lambda: None
+        return
+    with Recorder(path, cache, tokenizer=tokenizer) as recorder:
+        yield recorder.step
+    note(f"{path} written; `windlass view {path}` shows it")
+
+
+HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class Choices:
+    """Tells once, when a text has outgrown its budget or its model's trained length, how it is kept and read.
+
+    `given` are the options that the user named: what these say is not told again.
+    """
+
+    def __init__(self, cache: KVCache, given: Collection[str]) -> None:
+        self._cache, self._given, self._is_told = cache, given, False
+
+    def tell(self) -> None:
+        """To be called whenever tokens were read or written."""
+        line = None if self._is_told else chosen(self._cache, self._given)
+        if line is not None:
+            self._is_told = True
+            note(f"windlass: note: {line}")
+
+
+def chosen(cache: KVCache, given: Collection[str]) -> str | None:
+    """What was chosen for a text that is longer than the budget or the trained length; None while nothing was."""
+    tokens, end, trained = max(cache.tokens_seen), max(cache.next_positions), cache.trained_length
+    parts = []
+    if cache.budget is not None and tokens > cache.budget and "policy" not in given:
+        again = (
+            f", and of the others {cache.options.recall:,} are read again in each step" if cache.options.recall else ""
+        )
+        parts.append(f"{cache.budget:,} of them are kept, chosen by {cache.policy!r} (--policy){again}")
+    if trained is not None and end > trained and str(cache.positions) == AUTO:
+        parts.append(f"read as {reading_now(cache)} (--positions), because this model was trained on {trained:,}")
+    if parts:
+        return f"{tokens:,} tokens: " + "; ".join(parts)
+    return beyond_note(cache)
+
+
+def dtype_note(asked: str, dtype: torch.dtype, device: torch.device) -> str | None:
+    """That a CPU computes in half precision because the weights are stored so; None where it was asked for, or not."""
+    if asked != AUTO or device.type != "cpu" or dtype not in HALF:
+        return None
+    return f"computed in {HALF[dtype]}, as the weights are stored; --dtype float32 is more exact"
 
 
 class Shown(Enum):
@@ -219,3 +295,245 @@ def write(stream: Iterable[str], is_shown: bool, is_json: bool = False) -> int:
 def labels(cache: KVCache) -> dict[str, object]:
     """What a result was made with, for a JSON object."""
     return {"tokens_seen": cache.tokens_seen[0], **cache.options.labels()}
+
+
+def say_chosen(session: Session, asked: Asked) -> None:
+    """The model and where it runs, the cache's options, and what becomes of a prompt."""
+    model = session.model
+    name = labelled(Path(str(model.config.name_or_path)).name or "model", model)
+    dtype, device = str(model.dtype).removeprefix("torch."), model.device
+    count = torch.get_num_threads()
+    threads = f", {count} thread{'s' * (count > 1)}" if device.type == "cpu" else ""
+    millions = parameter_count(model) / 1e6
+    labels = session.cache.options.labels().items()
+    note(f"model: {name}, {type(model).__name__}, {millions:,.2f} M parameters, {dtype} on {device}{threads}")
+    note("cache: " + ", ".join(f"{option} {'all' if value is None else value}" for option, value in labels))
+    if not templates.has_template(session.tokenizer):
+        note("prompt: as it stands; this model has no chat template")
+    else:
+        note(f"prompt: {'as it stands (--raw)' if asked.is_raw else 'in the chat template of the model'}")
+
+
+def say_done(session: Session, result: Result) -> None:
+    """The seconds of each phase, and what the cache holds."""
+    read, written = result.prompt_tokens, len(result.tokens)
+    phases = [f"load {session.load_s:.2f} s"]
+    if result.prefill_tokens_per_s:
+        phases.append(f"prefill {read / result.prefill_tokens_per_s:.2f} s")
+    if result.decode_tokens_per_s:
+        phases.append(f"decode {written / result.decode_tokens_per_s:.2f} s")
+    note(f"times: {', '.join(phases)}; ended by {result.finish_reason}")
+    note(session.cache.describe())
+
+
+def save_cache(session: Session, prompt: str, asked: Asked, path: Path, is_json: bool) -> int:
+    """Read `prompt` into a prompt-cache file; returns the exit code.
+
+    The session's cache may hold the beginning of the text. Ctrl-C and SIGTERM write what was read so far, but to no
+    older file; the same command goes on from there.
+    """
+    before = session.cache.tokens_seen[0]
+    ids = encode(session.tokenizer, fed(session, prompt, asked), is_start=before == 0)
+    started = _started(session, ids, path)
+    if started is not None:
+        source, cache = started
+        read = cache.tokens_seen[0] - before
+        note(f"{source} holds the first {read:,} of {len(ids):,} tokens; going on from there")
+        session, ids = replace(session, cache=cache), ids[read:]
+    cache = session.cache
+    held = cache.tokens_seen[0]
+    with as_interrupts(cache.heads is None):
+        try:
+            with Bar("reading", len(ids)) as bar:
+                if ids:
+                    engine.prefill(session.model, cache, [ids], bar)
+        except KeyboardInterrupt:
+            note(_interrupted(session, path, None if started is None else started[0], before, held + len(ids) - before))
+            return INTERRUPTED
+    Choices(cache, session.given).tell()
+    prompt_cache.save(cache, path, session.model, session.tokenizer)
+    if started is not None and started[0] != path:
+        started[0].unlink(missing_ok=True)
+    size = path.stat().st_size
+    if is_json:
+        numbers = {"path": str(path), "prompt_tokens": len(ids), "prefill_tokens_per_s": bar.tokens_per_s}
+        say(json.dumps(numbers | {"file_bytes": size} | labels(cache), ensure_ascii=False) + "\n")
+    after = f" after {held:,}" if held else ""
+    note(f"prefill {len(ids):,} tokens{after}, {per_s(bar.tokens_per_s)}; {path} written, {in_units(size)}")
+    return 0
+
+
+def _started(session: Session, ids: list[int], path: Path) -> tuple[Path, KVCache] | None:
+    """The file in which an interrupted run left the beginning of this text, read under the same options, and its cache.
+
+    Chunks must end where they would have ended, so that the result is that of one run.
+    """
+    cache, before = session.cache, session.cache.tokens_seen[0]
+    if cache.heads is not None or cache.tokens is None or _chooses_at_the_end(cache):
+        return None
+    wanted = [*cache.tokens[0], *ids]
+    for file in (part_of(path), path):
+        try:
+            found = prompt_cache.load(
+                file, session.model, cache.options.policy, cache.options.recall_folder, session.tokenizer
+            )
+        except WindlassError:  # another file, which is written anew
+            continue
+        read = found.tokens_seen[0] - before
+        is_alike = found.options.labels() == cache.options.labels() and found.options.shares == cache.options.shares
+        if not is_alike or found.tokens != [wanted[: before + read]]:
+            continue
+        is_all = read == len(ids) and file != path
+        if is_all or (0 < read < len(ids) and read % cache.chunk == 0):
+            return file, found
+    return None
+
+
+def _interrupted(session: Session, path: Path, source: Path | None, before: int, total: int) -> str:
+    """Write what was read of `total` tokens, where it is any; tells where it is, and how to go on.
+
+    `source` is the file from which this run went on.
+    """
+    cache = session.cache
+    read = cache.tokens_seen[0] - before
+    if not read or cache.heads is not None:
+        left = "stays as it was" if path.exists() else "was not written"
+        return f"interrupted; prefill {read:,} of {total:,} tokens; {path} {left}"
+    file = source or unfinished(path)
+    prompt_cache.save(cache, file, session.model, session.tokenizer)
+    again = "the same command goes on from there"
+    if _chooses_at_the_end(cache):
+        again = f"the same command reads all again, because {cache.policy!r} chooses at the end of a text"
+    after = f" after {before:,}" if before else ""
+    left = "" if file == path else f"{path} stays as it was; "
+    return f"interrupted; {left}{file} holds the first {read:,} of {total:,} tokens{after}; {again}"
+
+
+def _chooses_at_the_end(cache: KVCache) -> bool:
+    return cache.budget is not None and find(cache.policy, OneShot) is not None
+
+
+IDS = "tokens.0"
+SHOWN_TOKENS = 12  # at the beginning of the text, and at its end
+
+
+def show(path: Path, tokenizer: str | None, is_json: bool) -> int:
+    """Print what is in the file, or one JSON object of it; returns the exit code.
+
+    `tokenizer` is the model whose tokenizer turns the ids in the file into words; None shows none.
+
+    Raises: PromptCacheError for a file that is missing, damaged or no prompt cache; UsageError for a model without
+    tokenizer.
+    """
+    try:
+        contents, tensors = prompt_cache_file.read(path, _checked)
+        told = facts(path, contents, tensors)
+    except InconsistentFile as error:
+        raise PromptCacheError(f"{path} is damaged: {error}; {AGAIN}") from None
+    if tokenizer is not None and IDS in tensors:
+        ids, decode = tensors[IDS].clamp(min=0).tolist(), load_tokenizer(tokenizer).decode
+        first, last = decode(ids[:SHOWN_TOKENS]), decode(ids[-SHOWN_TOKENS:])
+        told |= {"tokenizer": tokenizer, "first words": str(first), "last words": str(last)}
+    if is_json:
+        say(json.dumps({name.replace(" ", "_"): value for name, value in told.items()}, ensure_ascii=False) + "\n")
+        return 0
+    for name, value in told.items():
+        say(f"{name:14}{_text(name, value)}\n")
+    if tokenizer is None:
+        say("words         for the words of the text, name the model with -m\n")
+    return 0
+
+
+def _checked(text: str, version: int, found: Mapping[str, Layout]) -> Contents:
+    """The document, when the tensors that are looked at are of their kind: a file need not come from a friend."""
+    for name, layout in found.items():
+        kind = (1, torch.int32) if name == IDS else (3, torch.int32) if _is_positions(name) else None
+        if kind is not None and ((len(layout.shape), layout.dtype) != kind or 0 in layout.shape):
+            raise InconsistentFile(f"tensor {shown(name)} is {layout}")
+    return parsed(text, version)
+
+
+def _is_positions(name: str) -> bool:
+    return name.startswith("layers.") and name.split(".")[2:] == [POSITIONS]
+
+
+def facts(path: Path, contents: Contents, tensors: Mapping[str, Tensor]) -> dict[str, object]:
+    """What the file says of itself, by the names that are shown; counts of a batch are those of its first row."""
+    options, standing = dict(contents.options), contents.standing
+    limits, texts = options.pop("limits"), options.pop("batch")
+    if not options["recall"]:
+        del options["recall"], options["recall_store"]
+    shares = options.pop("shares")
+    if shares is not None:
+        options["shares"] = shares["name"] if isinstance(shares, dict) and shares.get("name") else "of its own"
+    held = [tensor for name, tensor in tensors.items() if _is_positions(name)]
+    kept = [int((positions[0] >= 0).sum(-1).max()) for positions in held]
+    places = [positions[0][positions[0] >= 0] for positions in held]
+    return {
+        "model": contents.model,
+        "dtype": contents.dtype,
+        "fingerprint": contents.fingerprint[:12],
+        "policy": contents.policy.label,
+        **options,
+        **limits,
+        "texts": texts,
+        "tokens seen": standing["tokens_seen"][0],
+        "tokens kept": max(kept, default=0),
+        "next position": standing["next_positions"][0],
+        "first kept": min((int(each.min()) for each in places if len(each)), default=None),
+        "last kept": max((int(each.max()) for each in places if len(each)), default=None),
+        "file bytes": path.stat().st_size,
+    }
+
+
+def _text(name: str, value: object) -> str:
+    if value is None:
+        return "all" if name == "budget" else "by default" if name == "window" else "none"
+    if name == "file bytes" and isinstance(value, int):
+        return in_units(value)
+    return f"{value:,}" if isinstance(value, int) else repr(value) if name.endswith("words") else str(value)
+
+
+KIND: Final = "--kind"
+MOST_ROWS: Final = 1024
+
+
+def kinds_of(typed: Sequence[str], first: Mapping[str, Any]) -> tuple[tuple[int, CacheOptions], ...]:
+    """How many rows of which options each of `typed` asks for; what one does not name is as in the `first` kind.
+
+    Raises: UsageError for another name, one given twice, no number of rows, or options that cannot be honoured.
+    """
+    return tuple(_kind(each, first) for each in typed)
+
+
+def _kind(typed: str, first: Mapping[str, Any]) -> tuple[int, CacheOptions]:
+    given: dict[str, Any] = {}
+    for part in parse_list(KIND, typed, str):
+        name, sign, value = (each.strip() for each in part.partition("="))
+        parsers = _parsers()
+        make = parsers.get(name)
+        if make is None or not sign or name in given:
+            near = did_you_mean(name, parsers) if make is None else ""
+            raise UsageError(
+                f"{KIND} {typed!r}: {part!r} is not one of {', '.join(parsers)}, each once and with a value; {near}"
+                "write rows=2,budget=4096,policy=snapkv"
+            )
+        given[name] = make(value)
+    if "rows" not in given:
+        raise UsageError(f"{KIND} {typed!r} says nothing of its rows; write rows=2,budget=4096,policy=snapkv")
+    rows = given.pop("rows")
+    try:
+        return rows, CacheOptions(**{**first, **given})
+    except WindlassError as error:
+        raise UsageError(f"{KIND} {typed!r}: {error}") from error
+
+
+def _parsers() -> dict[str, Callable[[str], Any]]:
+    """How each value is read: the number of rows, and all that the command line asks of a cache."""
+    found: dict[str, Callable[[str], Any]] = {"rows": int_parser(f"{KIND} rows", 1, MOST_ROWS)}
+    for name, kind in get_type_hints(CacheArguments).items():
+        if name == "sinks":
+            found[name] = sinks_of
+            continue
+        found[name] = int_parser(f"{KIND} {name}", 0, MAX_NUMBER) if kind == int | None else str
+    return found

@@ -1,22 +1,70 @@
 """What the command line shows, and where prompts come from. Text goes to stdout, all else to stderr."""
 
+import io
 import os
+import re
+import signal
 import sys
+import termios
+import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from contextvars import ContextVar
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
+from typing import Final, NoReturn
 
+import typer
+from prompt_toolkit.utils import get_cwidth
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
-from windlass.cli.loading import CLEAR
-from windlass.core.errors import UsageError
+from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import decoded, read_limited, read_text
-from windlass.core.units import in_units
-from windlass.engine.result import Result
+from windlass.core.launch import Launch, end_with_starter
+from windlass.core.parse import in_units
+from windlass.engine.sampling import Result
+
+CLEAR: Final = "\r\x1b[K"  # to the start of the line, and erase it
+INTERRUPTED_LINE: Final = "windlass: interrupted"
+INTERRUPTED: Final = 130  # the exit code that shells give to Ctrl-C
+
+
+@contextmanager
+def loading(is_quiet: bool = False) -> Iterator[None]:
+    """`loading ...` on stderr while the block runs; it leaves the screen.
+
+    Nothing if `is_quiet`, or where stderr is no terminal. After the block an interrupt raises KeyboardInterrupt, also
+    where it ended the process before (`end_at_ctrl_c`).
+    """
+    is_shown = sys.stderr.isatty() and not is_quiet
+    try:
+        if is_shown:
+            print("loading ...", end="", file=sys.stderr, flush=True)
+        yield
+    finally:
+        if is_shown:
+            print(CLEAR, end="", file=sys.stderr, flush=True)
+        if signal.getsignal(signal.SIGINT) is _end and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def end_at_ctrl_c() -> None:
+    """Let an interrupt end the process at once, until the first `loading` is over.
+
+    Nothing but modules is loaded so far, and libraries do not bear a KeyboardInterrupt while they are: torch loses it,
+    makes another error of it, or aborts. Does nothing where interrupts are ignored or another handler takes them.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, _end)
+
+
+def _end(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # what Python gives
+    start = CLEAR if os.isatty(2) else ""
+    os.write(2, f"{start}{INTERRUPTED_LINE}\n".encode())  # `print` may be what was interrupted
+    os._exit(INTERRUPTED)
+
 
 HUB_IS_QUIET = "HF_HUB_DISABLE_PROGRESS_BARS"  # read when huggingface_hub is imported, which is later
 # A note is said from many places, to which how loud a command is would have to be told.
@@ -159,3 +207,198 @@ def read_prompt(prompt: str | None, file: Path | None) -> str:
     if sys.stdin is None or sys.stdin.isatty():
         raise UsageError("no prompt; give it as an argument, with --file, or through a pipe")
     return decoded(read_limited(sys.stdin.buffer.read, "the prompt on stdin"), "the prompt on stdin")
+
+
+# Chinese and its neighbours are written without spaces: a line may end after each character.
+ALONE: Final = "\u2e80-\u9fff\uac00-\ud7af\uf900-\ufaff\uff00-\uffef"
+PART: Final = re.compile(rf"[\s{ALONE}]|[^\s{ALONE}]+")
+
+
+class Page:
+    """Shows pieces of a text through `say`.
+
+    A word waits until it is whole, and goes to the next line where it does not fit in the `width()` columns.
+    """
+
+    def __init__(self, say: Callable[[str], None], width: Callable[[], int]) -> None:
+        self._say, self._width = say, width
+        self._column, self._word = 0, ""
+
+    def push(self, piece: str) -> None:
+        """Show a piece, but for the word at its end, which may go on."""
+        *parts, last = PART.findall(self._word + piece) or [""]
+        self._word = ""
+        if re.match(rf"[\s{ALONE}]", last) or len(last) >= self._width():
+            parts.append(last)
+        else:
+            self._word = last
+        shown = "".join(map(self._placed, parts))
+        if shown:
+            self._say(shown)
+
+    def cut(self) -> None:
+        """Show no more, and end the line: the word that waits is left out."""
+        self._word = ""
+        self.end()
+
+    def end(self) -> None:
+        """Show what is left, and end the line."""
+        self._say(self._placed(self._word) + ("\n" if self._column else ""))
+        self._column, self._word = 0, ""
+
+    def _placed(self, part: str) -> str:
+        """`part` with the line end that it needs before it, or instead of it."""
+        if part == "\n":
+            self._column = 0
+            return part
+        width, columns = self._width(), 8 - self._column % 8 if part == "\t" else get_cwidth(part)
+        if self._column + columns <= width:
+            self._column += columns
+            return part
+        if part.isspace():
+            self._column = 0
+            return "\n"
+        # Longer than a line: the terminal itself breaks it.
+        before = "\n" if self._column else ""
+        self._column = columns % width
+        return before + part
+
+
+def state_folder() -> Path:
+    """`windlass` in XDG_STATE_HOME where that is set, else where the platform keeps such things.
+
+    Raises: OSError for a user without a home.
+    """
+    given = Path(os.environ.get("XDG_STATE_HOME", ""))
+    if given.is_absolute():
+        return given / "windlass"
+    try:
+        home = Path.home()
+    except RuntimeError as error:
+        raise FileNotFoundError(str(error)) from None
+    return home / ("Library/Application Support" if sys.platform == "darwin" else ".local/state") / "windlass"
+
+
+def private_file(path: Path) -> Path:
+    """`path`, which is now there and can be read and written by its user alone. Raises: OSError as the system does."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with open(path, "a", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
+        os.fchmod(file.fileno(), 0o600)
+    return path
+
+
+def launch_of(
+    is_parallel: bool, prompt: str | None = None, file: Path | None = None, record: Path | None = None
+) -> Launch | None:
+    """This process among the others; None where there are none.
+
+    Raises: UsageError where `torchrun` did not start it, for a prompt that would come through a pipe, and a recording.
+    """
+    if not is_parallel:
+        return None
+    launch = Launch.of(os.environ)
+    if (prompt is None and file is None) or prompt == "-" or str(file) == "-":
+        raise UsageError("--tensor-parallel: processes share one stdin; give the prompt as an argument, or with --file")
+    if record is not None:
+        raise UsageError("--record: each of the processes of --tensor-parallel has some heads only; leave it out")
+    return launch
+
+
+@contextmanager
+def first_speaks(launch: Launch | None) -> Iterator[None]:
+    """Let what other processes than the first print to stdout vanish, and what they find wrong with an option.
+
+    The first one finds the same, and says so. All of them end when `torchrun` has ended.
+    """
+    if launch is None:
+        yield
+        return
+    end_with_starter(os.environ)
+    with ExitStack() as stack:
+        if not launch.is_first:
+            stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
+        try:
+            yield
+        except UsageError:
+            if launch.is_first:
+                raise
+            raise typer.Exit(2) from None
+        except RuntimeError as error:
+            from windlass.core.ranks import is_lost
+
+            if not is_lost(error):
+                raise
+            raise WindlassError(
+                f"rank {launch.number} of {launch.size} has lost another one, which has ended or does not answer: what "
+                "was written is all there is; start all of them again"
+            ) from error
+
+
+def parted(launch: Launch | None, code: int) -> int:
+    """`code`, once all processes are done; one that was interrupted waits for nobody."""
+    if launch is not None and code == 0:
+        from windlass.core.ranks import leave
+
+        leave()
+    return code
+
+
+def is_quiet(launch: Launch | None, is_asked: bool) -> bool:
+    """Whether a command says nothing beside its text: it was asked to, or another process says it."""
+    return is_asked or (launch is not None and not launch.is_first)
+
+
+@contextmanager
+def unechoed() -> Iterator[None]:
+    """A block during which typed keys are not shown but wait for the next line that is asked for; Ctrl-C works.
+
+    Does nothing where stdin is no terminal.
+    """
+    try:
+        terminal = sys.stdin.fileno()
+        before = termios.tcgetattr(terminal)
+    except (io.UnsupportedOperation, termios.error):
+        yield
+        return
+    input_flags, output_flags, control_flags, local_flags, *rest = before
+    local_flags &= ~(termios.ECHO | termios.ICANON)
+    # Enter stays Enter: the next line is read key by key.
+    waiting = [input_flags & ~termios.ICRNL, output_flags, control_flags, local_flags, *rest]
+    termios.tcsetattr(terminal, termios.TCSANOW, waiting)
+    try:
+        yield
+    finally:
+        termios.tcsetattr(terminal, termios.TCSANOW, before)
+
+
+ENDING: Final = (signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def as_interrupts(is_wanted: bool = True) -> Iterator[None]:
+    """A block in which SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, unless they are handled already."""
+    if not is_wanted or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    taken = [each for each in ENDING if signal.getsignal(each) is signal.SIG_DFL]
+    for each in taken:
+        signal.signal(each, _interrupt)
+    try:
+        yield
+    finally:
+        for each in taken:
+            signal.signal(each, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> NoReturn:  # noqa: ARG001  # what Python gives
+    raise KeyboardInterrupt
+
+
+def part_of(path: Path) -> Path:
+    """The file of an unfinished result beside `path`."""
+    return path.with_name(path.name + ".part")
+
+
+def unfinished(path: Path) -> Path:
+    """The file for an unfinished result: `path`, or one beside it, where an older file is there to stay."""
+    return part_of(path) if path.exists() else path

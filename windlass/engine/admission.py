@@ -6,14 +6,13 @@ from typing import Final
 
 from transformers import PreTrainedModel
 
+from windlass.cache.cache import check_fits
 from windlass.cache.options import CacheOptions
-from windlass.cache.sinks import check_fits
 from windlass.core.errors import UsageError
-from windlass.engine.lane import is_alike, shares_budget
-from windlass.engine.parts_check import check_parts
-from windlass.engine.request import Request, Ticket
+from windlass.engine.chunks import check_parts
+from windlass.engine.request import EngineLimits, QueueFullError, Request, Ticket
 from windlass.engine.row_bytes import RowBytes
-from windlass.engine.status import EngineLimits, QueueFullError
+from windlass.engine.sequence import is_alike, shares_budget
 from windlass.hf.attach import attached
 from windlass.hf.forward import vocabulary_of
 

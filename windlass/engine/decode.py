@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 
 from windlass.cache.history import History
 from windlass.core.errors import WindlassWarning
-from windlass.core.record import StepRecord
-from windlass.core.rotary_index import EMPTY
-from windlass.core.shapes import RotaryTable
-from windlass.core.step import Pass, Step, no_inference_mode
-from windlass.engine.graph import (
+from windlass.core.positions import EMPTY
+from windlass.core.step import Pass, Step, StepRecord, no_inference_mode
+from windlass.core.types import RotaryTable
+from windlass.engine.cuda_graph import (
     Graph,
     count_recorded,
     freeing_reserved,

@@ -6,31 +6,128 @@ every token that was yielded, so that the next call continues the text.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from numbers import Integral
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.compress import cut_to_budget
-from windlass.core.check import check_kind
-from windlass.core.errors import UsageError
+from windlass.core.errors import UsageError, check_kind, shown
+from windlass.core.parse import check_max_tokens
 from windlass.core.step import PROMPT, Pass
-from windlass.engine.arguments import check_reading, check_writing, checked_prompts
+from windlass.engine.cuda_graph import graph_for, wait_for
 from windlass.engine.decode import Decoder
-from windlass.engine.feed import end_of_text
-from windlass.engine.graph import graph_for, wait_for
-from windlass.engine.passes import Progress, passes, rest_of, whole_passes
-from windlass.engine.result import Result
-from windlass.engine.row import WrittenRow
+from windlass.engine.prefill import Progress, end_of_text, passes, rest_of, whole_passes
 from windlass.engine.sampler import Sampler
-from windlass.engine.sampling import Sampling
-from windlass.engine.stop import stops_of
-from windlass.engine.text import TextStream, encode
+from windlass.engine.sampling import FinishReason, Result, Sampling
+from windlass.engine.text import TextStream, encode, stops_of
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
-from windlass.policies.interfaces import OneShot
+from windlass.hf.passes import check_model
+from windlass.policies.base import OneShot
 from windlass.policies.wrapper import find
+
+
+def check_reading(model: object, cache: object, progress: object) -> None:
+    """Raises: UsageError for what is no model, no cache, or cannot be called."""
+    check_model(model)
+    check_kind("cache", cache, KVCache, "a KVCache", "make one with windlass.KVCache(model)")
+    if progress is not None and not callable(progress):
+        raise UsageError(f"progress must be a function of (tokens done, tokens in all), or None, got {shown(progress)}")
+
+
+def check_writing(tokenizer: object, prompts: Sequence[object], sampling: object, max_tokens: int) -> int:
+    """`max_tokens` as an int. Raises: UsageError for what is no tokenizer, text, `Sampling` or number of tokens."""
+    kind, way_out = PreTrainedTokenizerBase, "it comes after the model"
+    check_kind("tokenizer", tokenizer, kind, "the model's tokenizer", way_out)
+    check_kind("sampling", sampling, (Sampling, type(None)), "a windlass.Sampling", "write Sampling(temperature=0.7)")
+    for row, prompt in enumerate(prompts):
+        check_kind(f"the prompt of row {row}", prompt, str, "a text", "windlass.prefill reads token ids")
+    return check_max_tokens(max_tokens)
+
+
+def checked_prompts(
+    model: PreTrainedModel, cache: KVCache, prompts: Sequence[Sequence[int]] | Tensor
+) -> list[list[int]]:
+    """The token ids of each row.
+
+    Raises: UsageError for an empty row, what is no id or outside of the vocabulary, and another number of rows.
+    """
+    check_kind("prompts", prompts, (list, tuple, Tensor), "a list of token ids for each row")
+    if len(prompts) != cache.batch_size:
+        raise UsageError(f"{len(prompts)} prompts for a cache of batch={cache.batch_size}; give one prompt per row")
+    vocabulary = vocabulary_of(model)
+    rows = [_ids(row, prompt) for row, prompt in enumerate(prompts)]
+    for row, ids in enumerate(rows):
+        if not ids:
+            raise UsageError(f"the prompt of row {row} is empty; give at least one token")
+        low, high = min(ids), max(ids)
+        if low < 0 or high >= vocabulary:
+            wrong = low if low < 0 else high
+            raise UsageError(f"token id {wrong} in row {row} is outside the model's vocabulary, 0 to {vocabulary - 1}")
+    return rows
+
+
+def _ids(row: int, prompt: object) -> list[int]:
+    way_out = 'tokenizer(text)["input_ids"] gives them'
+    given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        raise UsageError(f"the prompt of row {row} must be a list of token ids, got {shown(prompt)}; {way_out}")
+    wrong = [kind for kind in set(map(type, given)) if not issubclass(kind, Integral) or issubclass(kind, bool)]
+    if wrong:
+        first = next(each for each in given if type(each) in wrong)
+        raise UsageError(f"the prompt of row {row} must be a list of token ids, and has {shown(first)}; {way_out}")
+    return list(map(int, given))
+
+
+@dataclass(frozen=True)
+class RowStep:
+    """One more token of a row; None, and all as it was, once the row has ended."""
+
+    token: int | None
+    stream: TextStream
+    reason: FinishReason
+
+
+class WrittenRow:
+    """The tokens and the text of a row. `reason` is "interrupted" while it goes on."""
+
+    def __init__(self, stream: TextStream, max_tokens: int) -> None:
+        self.tokens: list[int] = []
+        self.reason: FinishReason = "interrupted"
+        self._pieces: list[str] = []
+        self._stream, self._max_tokens = stream, max_tokens
+
+    @property
+    def text(self) -> str:
+        """Everything given out."""
+        return "".join(self._pieces)
+
+    @property
+    def length(self) -> int:
+        """Characters of the text, those that are held back among them."""
+        return self._stream.length
+
+    def step(self, token: int) -> RowStep:
+        """What `token` makes of the row, which `taken` notes once the cache has the token."""
+        if self.reason != "interrupted":
+            return RowStep(None, self._stream, self.reason)
+        if token in self._stream.stops.ids:
+            return RowStep(token, self._stream.ended(), "stop")
+        is_last = len(self.tokens) + 1 == self._max_tokens
+        stream = self._stream.pushed(token, is_last)
+        return RowStep(token, stream, "stop" if stream.is_stopped else "length" if is_last else "interrupted")
+
+    def taken(self, step: RowStep) -> str:
+        """Note a step; returns its piece of text."""
+        if step.token is None:
+            return ""
+        self.tokens.append(step.token)
+        self._pieces.append(step.stream.piece)
+        self._stream, self.reason = step.stream, step.reason
+        return step.stream.piece
 
 
 @torch.no_grad()

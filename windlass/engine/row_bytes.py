@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from time import monotonic
 from typing import Final
 
 import torch
 from transformers import PreTrainedModel
 
+from windlass.cache.layer import SlotLayer
+from windlass.cache.layer_config import GROWTH, LayerRules
 from windlass.cache.options import CacheOptions
-from windlass.cache.recall_memory import PIECE
-from windlass.cache.rules import GROWTH, LayerRules
-from windlass.cache.slot_layer import SlotLayer
-from windlass.core.limits import SYSTEM
+from windlass.cache.recall import PIECE
+from windlass.core.parse import SYSTEM
 from windlass.core.step import HEADROOM, PROMPT
-from windlass.engine.feed import feed, feed_tokens
-from windlass.engine.status import EngineLimits
+from windlass.engine.prefill import feed, feed_tokens
+from windlass.engine.request import EngineLimits
 from windlass.hf.kv_cache import KVCache
-from windlass.policies.interfaces import OneShot
+from windlass.policies.base import OneShot
 from windlass.policies.wrapper import find, scoring_chunk
 
 PROBE: Final = 9  # tokens that are read to see what a layer holds of each
@@ -122,3 +123,25 @@ def _measured(layer: SlotLayer) -> LayerBytes:
         else sum(each.nbytes for each in recall.allocated()) / recall.memory.capacity
     )
     return LayerBytes(layer.rules, sum(tensor.nbytes for tensor in of_slots) // table.slots, of_recalled)
+
+
+SECONDS: Final = 0.1  # a count is good for
+
+
+class Sizes:
+    """The latest count of some caches. It is made anew where there are other caches or rows, or after `SECONDS`."""
+
+    def __init__(self) -> None:
+        self._caches: Sequence[tuple[KVCache, int]] = ()
+        self._bytes: list[int] = []
+        self._at = 0.0
+
+    def of(self, caches: Sequence[KVCache], is_exact: bool) -> list[int]:
+        """Bytes of each, of what it can recall as well; made anew where they are to be exact."""
+        is_same = len(caches) == len(self._caches) and all(
+            own is other and own.batch_size == rows for own, (other, rows) in zip(caches, self._caches, strict=True)
+        )
+        if is_exact or not is_same or monotonic() - self._at > SECONDS:
+            self._caches, self._at = tuple((cache, cache.batch_size) for cache in caches), monotonic()
+            self._bytes = [cache.bytes_held + cache.recall_bytes for cache in caches]
+        return self._bytes

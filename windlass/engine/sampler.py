@@ -1,6 +1,6 @@
 """The next token of each row."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Final, cast
 
 import torch
@@ -13,9 +13,11 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from windlass.core.errors import UsageError
+from windlass.core.ranks import Ranks
 from windlass.core.step import no_inference_mode
+from windlass.engine.request import Logprob
 from windlass.engine.sampling import Sampling
-from windlass.parallel.ranks import Ranks
 
 DRAWS: Final = 256  # made at a time
 
@@ -106,3 +108,46 @@ def weakened(scores: Tensor, seen: Tensor, penalty: float) -> Tensor:
     Source: Keskar et al. 2019 (arXiv:1909.05858), section 4.1. Differs: negative scores are multiplied.
     """
     return torch.where(seen, torch.where(scores < 0, scores * penalty, scores / penalty), scores)
+
+
+# In the place of a token: rank 0 found none, by a fault of the request, or by one of its own.
+REFUSED: Final = -1
+BROKEN: Final = -2
+
+
+def agreed_token(ranks: Ranks | None, choose: Callable[[], int]) -> int:
+    """The token that `choose` gives on rank 0, which alone is asked; all ranks raise where it does."""
+    if ranks is None:
+        return choose()
+    if not ranks.is_first:
+        token = ranks.told_by_first(0)
+        if token == REFUSED:
+            raise UsageError("rank 0 found no token that the request allows")
+        if token == BROKEN:
+            raise RuntimeError("rank 0 failed to choose a token")
+        return token
+    token = BROKEN
+    try:
+        token = choose()
+    except UsageError:
+        token = REFUSED
+        raise
+    finally:
+        ranks.told_by_first(token)
+    return token
+
+
+ROWS: Final = 64  # turned to float32 at once: a prompt's logits are large
+
+
+def logprobs_of(logits: Tensor, tokens: Sequence[int], top: int) -> list[tuple[Logprob, ...]]:
+    """The log probability of each of `tokens` by a row of `logits` (rows, vocabulary), then of the `top` likeliest."""
+    found = []
+    for start in range(0, len(tokens), ROWS):
+        chosen = list(tokens[start : start + ROWS])
+        values = logits[start : start + len(chosen)].float().log_softmax(-1)
+        own = values.gather(1, torch.tensor(chosen, device=values.device)[:, None])[:, 0].tolist()
+        best = values.topk(top)
+        for token, value, *likeliest in zip(chosen, own, best.indices.tolist(), best.values.tolist(), strict=True):
+            found.append((Logprob(token, value), *map(Logprob, *likeliest)))
+    return found

@@ -1,10 +1,9 @@
-"""How the next token is chosen, as a user asks for it. Nothing here needs torch."""
+"""Sampling: the options of a choice of tokens, and the result of writing. Nothing here needs torch."""
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, Literal
 
-from windlass.core.check import real_number, whole_number
-from windlass.core.errors import UsageError
+from windlass.core.errors import UsageError, real_number, whole_number
 
 REAL: Final = ("temperature", "top_p", "min_p", "repetition_penalty")  # of the numbers of a `Sampling`
 
@@ -41,3 +40,24 @@ class Sampling:
         for name, (is_right, wanted) in ranges.items():
             if not is_right:
                 raise UsageError(f"{name} must be {wanted}, got {getattr(self, name)}")
+
+
+FinishReason = Literal["stop", "length", "interrupted"]
+
+
+@dataclass(frozen=True)
+class Result:
+    """One row's text and what it took.
+
+    `finish_reason`: `stop` at an end-of-text token or a stop string (part of `tokens`, not of `text`), `length` at
+    `max_tokens`, `interrupted` when the caller ended it; `text` then lacks what a stream held back. Speeds count this
+    row's tokens; `bytes_held` is that of the whole cache.
+    """
+
+    tokens: list[int]
+    text: str
+    finish_reason: FinishReason
+    prompt_tokens: int
+    prefill_tokens_per_s: float
+    decode_tokens_per_s: float
+    bytes_held: int

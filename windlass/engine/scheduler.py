@@ -8,8 +8,10 @@ all the memory that it can need is its own.
 from __future__ import annotations
 
 import logging
-from collections import deque
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from threading import Condition, Thread
 from time import monotonic
@@ -18,25 +20,248 @@ from typing import Final, final
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.across_ranks import check_across_ranks
+from windlass.cache.cache import check_across_ranks
 from windlass.cache.options import CacheOptions
+from windlass.cache.state import CacheState
 from windlass.core.errors import WindlassError
+from windlass.core.ranks import Ranks
 from windlass.engine.admission import Admission, check_alone, check_kinds, check_request
-from windlass.engine.disk import DiskTier
-from windlass.engine.guard import Guard
-from windlass.engine.kept import KeptCaches, Stored, Wanted
-from windlass.engine.lane import Lane
-from windlass.engine.request import Failed, Request, Ticket
-from windlass.engine.row_bytes import RowBytes, most_held, replace_batch
-from windlass.engine.service import Service, Watcher
-from windlass.engine.sizes import Sizes
-from windlass.engine.snapshots import Snapshots
-from windlass.engine.status import EngineDeadError, EngineLimits, EngineStatus
-from windlass.engine.task import Task
-from windlass.engine.totals import Totals
-from windlass.engine.turns import BEAT, Lockstep, Turn
+from windlass.engine.prefix_cache import DiskTier, KeptCaches, Snapshots, Stored, Wanted
+from windlass.engine.request import EngineDeadError, EngineLimits, EngineStatus, Failed, Request, Ticket
+from windlass.engine.row_bytes import RowBytes, Sizes, most_held, replace_batch
+from windlass.engine.sequence import Lane, Task
+from windlass.hf.kv_cache import KVCache
+
+
+class Watcher(ABC):
+    """Looks at what rows hold. An engine calls `step` after each pass, where `is_watched`, and nothing else."""
+
+    is_watched: bool
+
+    @abstractmethod
+    def step(self, cache: CacheState, row: int = 0, number: int = 0, is_last: bool = False) -> None:
+        """A pass has changed row `row` of `cache`, which holds the text of request `number`; `is_last`: for good."""
+
+
+class Service(ABC):
+    """Takes requests from any thread, and answers each through its ticket."""
+
+    limits: EngineLimits
+
+    options: CacheOptions
+    """Of the rows that most requests are meant for: what a request has that asks for nothing else."""
+
+    @property
+    def kinds(self) -> Sequence[CacheOptions]:
+        """Of all rows there are: each kind once, that of the fewest bytes first."""
+        return (self.options,)
+
+    def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
+        """Take one request; see `submit_all`."""
+        return self.submit_all([request], notify)[0]
+
+    @abstractmethod
+    def submit_all(self, requests: Sequence[Request], notify: Callable[[], None] | None = None) -> list[Ticket]:
+        """Take all of these requests, or none; after each event of a ticket the engine's thread calls `notify`.
+
+        Raises: UsageError for a prompt or options that cannot be served, saying what can; QueueFullError;
+        EngineDeadError.
+        """
+
+    @abstractmethod
+    def cancel(self, ticket: Ticket) -> None:
+        """Let a request end between two steps, whatever its phase; no event comes after this. May be repeated."""
+
+    @abstractmethod
+    def status(self) -> EngineStatus:
+        """What the engine is between two steps, as of the latest one."""
+
+    def stored(self, wanted: Wanted) -> Sequence[Stored]:
+        """What is kept of earlier requests, the latest used first; an engine that keeps nothing says so."""
+        return ()
+
+    def forget(self, wanted: Wanted) -> Sequence[Stored]:
+        """Let go of what is kept, and say what that was; requests under way have copies of their own."""
+        return ()
+
+    @abstractmethod
+    def stop(self, seconds: float = 0.0) -> None:
+        """Take nothing more, end what is not done after so many seconds, and let the thread end. May be repeated."""
+
+
+@dataclass
+class Totals:
+    """Counts that only grow."""
+
+    prompt: int = 0
+    written: int = 0
+    cached: int = 0
+    errors: int = 0
+    cancelled: int = 0
+    steps: int = 0
+    evicted: int = 0
+
+    def count(self, task: Task) -> None:
+        """Add a request that is over."""
+        self.prompt += min(task.seen, len(task.ticket.request.prompt))
+        self.cached += task.cached
+        self.written += task.writer.written
+        self.evicted += task.seen - task.kept
+
+    @property
+    def all(self) -> tuple[int, int, int, int, int, int, int]:
+        """In the order of `EngineStatus`."""
+        return self.prompt, self.written, self.cached, self.errors, self.cancelled, self.steps, self.evicted
+
 
 LOG: Final = logging.getLogger("windlass.engine")
+ERRORS: Final = 3  # in a row, after which the engine is dead
+ALL: Final = "all"  # that is done; beside it, the steps of each lane are counted apart
+ALONE: Final = "alone"  # lanes of one request, all together
+
+
+class Guard:
+    """Does work, and counts errors in a row: of all work, and of the steps of each lane. So prompts that are read well
+    do not hide a lane whose steps fail. `is_fatal`: the first error of ours is raised, for other ranks may stand
+    elsewhere then."""
+
+    def __init__(self, totals: Totals, is_fatal: bool) -> None:
+        self._totals, self._is_fatal = totals, is_fatal
+        self._in_a_row = Counter[str | int]()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there were too many errors."""
+        return any(count >= ERRORS for count in self._in_a_row.values())
+
+    def do(self, tasks: Sequence[Task], work: Callable[[], None], lane: Lane | None = None) -> bool:
+        """Let an error of `work` be one of the `tasks`, and of no other; `lane`: what it is a step of.
+
+        False where it was an error of ours.
+        """
+        counts = [ALL] if lane is None else [ALL, ALONE if lane.is_alone else id(lane)]
+        errors = self._totals.errors
+        try:
+            work()
+            if self._totals.errors == errors:  # those of a single request of the step count, too
+                for name in counts:
+                    self._in_a_row.pop(name, None)
+        except WindlassError as error:
+            for task in tasks:
+                task.fail(str(error), is_ours=False)
+        except Exception as error:
+            if self._is_fatal:
+                raise
+            LOG.exception("a step failed")
+            self._totals.errors += 1
+            self._in_a_row.update(counts)
+            for task in tasks:
+                task.fail(f"the engine failed: {type(error).__name__}", is_ours=True)
+            return False
+        return True
+
+
+BEAT: Final = 1.0  # seconds between two turns of an engine that has nothing to do, by which ranks know of one another
+
+
+@dataclass(frozen=True)
+class Turn:
+    """`tickets` wait for a row, the first first; `cancelled` are numbers of requests that nobody waits for, and `late`
+    those of requests that have failed, with the reasons. `is_over`: there is no turn any more."""
+
+    is_over: bool
+    tickets: Sequence[Ticket]
+    cancelled: frozenset[int]
+    late: Mapping[int, str]
+
+    @classmethod
+    def of(
+        cls,
+        is_over: bool,
+        tickets: Sequence[Ticket],
+        cancelled: Iterable[int],
+        tasks: Sequence[Task],
+        limits: EngineLimits,
+    ) -> Turn:
+        """The one that begins now, with so many waiting and under way."""
+        reasons = {task.ticket.number: _late(task, limits) for task in tasks}
+        reasons |= {ticket.number: ticket.late(limits.seconds) for ticket in tickets}
+        late = {number: failed.message for number, failed in reasons.items() if failed is not None}
+        return cls(is_over, list(tickets), frozenset(cancelled), late)
+
+    def drop(self, tasks: Sequence[Task], waiting: Admission) -> int:
+        """Let go what was cancelled, in whatever phase, and what is late; returns how many were cancelled."""
+        gone = [task for task in tasks if task.ticket.number in self.cancelled]
+        for task in gone:
+            task.is_over = True
+        for task in tasks:
+            if task.ticket.number in self.late and not task.is_over:
+                task.fail(self.late[task.ticket.number], is_ours=False)
+        unread = [ticket for ticket in self.tickets if ticket.number in self.cancelled]
+        late = [ticket for ticket in self.tickets if ticket.number in self.late and ticket not in unread]
+        for ticket in unread + late:
+            waiting.remove(ticket)
+        for ticket in late:
+            ticket.put(Failed(self.late[ticket.number], is_ours=False))
+        return len(gone) + len(unread)
+
+    @property
+    def wanted(self) -> list[Ticket]:
+        """Those that may have a row."""
+        return [each for each in self.tickets if each.number not in self.cancelled and each.number not in self.late]
+
+
+@dataclass(frozen=True)
+class _Told:
+    """A turn as it travels: of tickets those that are new, without what only rank 0 goes by."""
+
+    is_over: bool
+    arrived: tuple[tuple[int, Request], ...]
+    cancelled: frozenset[int]
+    late: Mapping[int, str] = field(default_factory=dict)
+
+
+@final
+class Lockstep:
+    """The engine of one rank among those of the others. All of them call the same methods, in the same order."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._newest = ranks, 0
+
+    @classmethod
+    def of(cls, cache: KVCache) -> Lockstep | None:
+        """That of an engine with such caches; None where one process holds all of the model."""
+        return None if cache.heads is None else cls(cache.heads.ranks)
+
+    @property
+    def leads(self) -> bool:
+        """Whether clients come to this rank."""
+        return self._ranks.is_first
+
+    def tell(self, turn: Turn) -> None:
+        """Let the others take the turn that rank 0 begins."""
+        new = tuple((each.number, _bare(each.request)) for each in turn.tickets if each.number > self._newest)
+        self._newest = max([self._newest, *(number for number, _ in new)])
+        self._ranks.told_by_first(_Told(turn.is_over, new, turn.cancelled, turn.late))
+
+    def take(self, waiting: list[Ticket]) -> Turn:
+        """The turn that rank 0 begins; what is new there is added to those that are `waiting`."""
+        told = self._ranks.told_by_first(_Told(False, (), frozenset()))
+        waiting += [Ticket(number, request) for number, request in told.arrived]
+        return Turn(told.is_over, list(waiting), told.cancelled, told.late)
+
+
+def _bare(request: Request) -> Request:
+    """A request as the other ranks need it: they choose no tokens, and tell nobody what those are."""
+    return replace(request, grammar=None, top_logprobs=None, logit_bias={})
+
+
+def _late(task: Task, limits: EngineLimits) -> Failed | None:
+    """Why a request is not to go on, if it took too long."""
+    count, seconds = task.ticket.waiting
+    if count > limits.unread_events and seconds > limits.unread_seconds:
+        return Failed("its events were not taken", is_ours=False)
+    return task.ticket.late(limits.seconds)
 
 
 @final

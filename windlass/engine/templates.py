@@ -9,13 +9,240 @@ A text that these functions give is tokenized with the tokenizer's special token
 without them where it is not, as `windlass.stream` does.
 """
 
-from collections.abc import Sequence
-from typing import Literal
+import json
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby, product
+from types import MappingProxyType
+from typing import Any, Final, Literal
 
 from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import UsageError
-from windlass.engine.template_forms import rendered
+from windlass.engine.text import encode
+
+AnyMessage = Mapping[str, Any]
+Messages = list[dict[str, Any]]
+Tools = Sequence[Mapping[str, Any]]
+
+AS_GIVEN, WRAPPED, AS_STRINGS, AS_TEXT = "as given", "wrapped", "as strings", "as text"  # how calls are given
+SYSTEM_FIRST, FOLDED = "first", "folded"  # where system texts are, if not where they were
+APART: Final = "\n\n"  # between texts of one message
+TOOLS_TEXT: Final = """# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{tools}
+</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{{"name": <function-name>, "arguments": <args-json-object>}}
+</tool_call>"""
+
+
+@dataclass(frozen=True)
+class Form:
+    """How the parts of a conversation are given to a template."""
+
+    calls: str = AS_GIVEN
+    has_results: bool = True
+    """Whether results of tools are messages of their role, and not of the user."""
+    has_tools: bool = True
+    """Whether the template is given the tools; else the system text has them."""
+    system: str = AS_GIVEN
+    is_joined: bool = False
+    """Whether neighbours of one role are one message."""
+
+    def applied(self, messages: Messages, tools: Tools) -> tuple[Messages, Tools]:
+        """The conversation in this form."""
+        found = [_with_calls(each, self.calls) for each in messages]
+        if not self.has_results:
+            found = _results_of_user(found)
+        if tools and not self.has_tools:
+            found = _with_system_text(found, _tools_text(tools))
+        if self.system != AS_GIVEN:
+            found = _system_moved(found, self.system == FOLDED)
+        return _joined(found) if self.is_joined else found, tools if self.has_tools else ()
+
+    def told(self) -> Iterator[str]:
+        """One line for each part that the template does not take as it is."""
+        if not self.has_tools:
+            yield "shows no tools; the system text lists them between <tools> and </tools>"
+        if self.calls == AS_TEXT:
+            yield "shows no earlier calls; they are text between <tool_call> and </tool_call>"
+        if self.calls == WRAPPED:
+            yield 'takes only objects as arguments of a call; other arguments are {"arguments": TEXT}'
+        if not self.has_results:
+            yield "shows no results of tools; the user says them between <tool_response> and </tool_response>"
+        if self.system == SYSTEM_FIRST:
+            yield "takes one system message, the first; all are joined there"
+        if self.system == FOLDED:
+            yield "forbids a system message; it is folded into the first message of the user"
+        if self.is_joined:
+            yield "refuses neighbours of one role; they are joined"
+
+
+FORMS: Final = tuple(
+    Form(calls, has_results, has_tools, system, is_joined)
+    for (system, is_joined), calls, has_results, has_tools in product(
+        ((AS_GIVEN, False), (SYSTEM_FIRST, False), (SYSTEM_FIRST, True), (FOLDED, False), (FOLDED, True)),
+        (AS_GIVEN, WRAPPED, AS_STRINGS, AS_TEXT),
+        (True, False),
+        (True, False),
+    )
+)  # the first one that a template shows whole is taken
+
+
+def rendered(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Messages,
+    tools: Tools = (),
+    variables: Mapping[str, Any] = MappingProxyType({}),
+) -> tuple[str, Form]:
+    """The text up to the start of the reply, by the first form that the chat template shows whole, and this form.
+
+    A template that shows no form whole is given the conversation as it is, and what it raises then is raised.
+    `variables` are of the template, beside messages and tools.
+    """
+
+    def render(given: Messages, with_tools: Tools) -> str:
+        listed: Any = [dict(each) for each in with_tools] or None
+        text = tokenizer.apply_chat_template(
+            given, tools=listed, tokenize=False, add_generation_prompt=True, **variables
+        )
+        return str(text)
+
+    sample, sample_tools, marks = _marked(messages, tools)
+    tried: list[tuple[Messages, Tools]] = []
+    for form in FORMS:
+        attempt = form.applied(sample, sample_tools)
+        if attempt in tried:
+            continue
+        tried.append(attempt)
+        try:
+            if not marks or _shows(render(*attempt), marks):
+                return render(*form.applied(messages, tools)), form
+        except Exception:  # a template is a program of the model's authors, and raises what it likes
+            continue
+    return render(messages, tools), FORMS[0]
+
+
+def _shows(text: str, marks: Sequence[str]) -> bool:
+    return all(mark in text for mark in marks)
+
+
+def _marked(messages: Messages, tools: Tools) -> tuple[Messages, Tools, list[str]]:
+    """A conversation of this shape with marks for its texts, and the marks that a template must show.
+
+    The shape alone decides, so that neither long texts nor texts that repeat each other matter.
+    """
+    marks: list[str] = []
+
+    def mark() -> str:
+        marks.append(f"zq{len(marks)}qz")
+        return marks[-1]
+
+    def call(given: Mapping[str, Any]) -> dict[str, Any]:
+        is_object = isinstance(given["function"]["arguments"], Mapping)
+        arguments = {"a": mark()} if is_object else mark()
+        return {**given, "function": {"name": mark(), "arguments": arguments}}
+
+    sample = []
+    for each in messages:
+        content = each["content"] and "text"
+        if each["role"] == "tool" or (each["role"] == "system" and content):
+            content = mark()
+        sample.append({**each, "content": content})
+        if "tool_calls" in each:
+            sample[-1]["tool_calls"] = [call(one) for one in each["tool_calls"]]
+    named = [{**each, "function": {**each["function"], "name": mark()}} for each in tools]
+    return sample, named, marks
+
+
+def _with_calls(message: dict[str, Any], how: str) -> dict[str, Any]:
+    if "tool_calls" not in message or how == AS_GIVEN:
+        return message
+    functions = [each["function"] for each in message["tool_calls"]]
+    if how == AS_TEXT:
+        texts = [f"<tool_call>\n{_json(each)}\n</tool_call>" for each in functions]
+        plain = {name: value for name, value in message.items() if name != "tool_calls"}
+        return {**plain, "content": "\n".join([*filter(None, [message["content"]]), *texts])}
+    argue = _wrapped if how == WRAPPED else _as_string
+    calls = [
+        {**each, "function": {**each["function"], "arguments": argue(each["function"]["arguments"])}}
+        for each in message["tool_calls"]
+    ]
+    return {**message, "tool_calls": calls}
+
+
+def _wrapped(arguments: Any) -> Any:
+    return arguments if isinstance(arguments, Mapping) else {"arguments": arguments}
+
+
+def _as_string(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else _json(arguments)
+
+
+def _results_of_user(messages: Messages) -> Messages:
+    """Results that follow each other are one message."""
+    found: Messages = []
+    for is_result, run in groupby(messages, lambda each: each["role"] == "tool"):
+        if is_result:
+            texts = [f"<tool_response>\n{each['content']}\n</tool_response>" for each in run]
+            found.append({"role": "user", "content": "\n".join(texts)})
+        else:
+            found += run
+    return found
+
+
+def _tools_text(tools: Tools) -> str:
+    return TOOLS_TEXT.format(tools="\n".join(map(_json, tools)))
+
+
+def _with_system_text(messages: Messages, text: str) -> Messages:
+    if messages and messages[0]["role"] == "system":
+        return [{**messages[0], "content": _together(messages[0]["content"], text)}, *messages[1:]]
+    return [{"role": "system", "content": text}, *messages]
+
+
+def _system_moved(messages: Messages, is_folded: bool) -> Messages:
+    """All system texts in one message at the start, or in the first message of the user."""
+    text = _together(*(each["content"] for each in messages if each["role"] == "system"))
+    rest = [each for each in messages if each["role"] != "system"]
+    if not text:
+        return rest
+    if not is_folded:
+        return [{"role": "system", "content": text}, *rest]
+    at = next((at for at, each in enumerate(rest) if each["role"] == "user"), None)
+    if at is None:
+        return [{"role": "user", "content": text}, *rest]
+    return [*rest[:at], {**rest[at], "content": _together(text, rest[at]["content"])}, *rest[at + 1 :]]
+
+
+def _joined(messages: Messages) -> Messages:
+    found: Messages = []
+    for each in messages:
+        last = found[-1] if found else {"role": ""}
+        if last["role"] == each["role"] != "tool":
+            calls = [*last.get("tool_calls", ()), *each.get("tool_calls", ())]
+            found[-1] = {**last, **each, "content": _together(last["content"], each["content"])}
+            found[-1] |= {"tool_calls": calls} if calls else {}
+        else:
+            found.append(each)
+    return found
+
+
+def _together(*texts: str) -> str:
+    return APART.join(filter(None, texts))
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
 
 Message = dict[str, str]  # of `role` (system, user or assistant) and `content`
 Standing = Literal["bare", "user", "reply"]
@@ -126,3 +353,97 @@ def _goes_on(text: str, ended_with: str) -> bool:
 def _bare(text: str) -> str:
     """Without white space, which some tokenizers put around special tokens when they decode."""
     return "".join(text.split())
+
+
+MOST: Final = 256  # ends of a prompt: each takes a rendering of its messages
+HEAD: Final = ("system", "developer", "tool")  # roles of messages that belong to the head, before all others
+Render = Callable[[Sequence[AnyMessage]], str]
+"""A conversation as the template has it, without the start of a reply; may raise anything."""
+
+
+def renderer(
+    tokenizer: PreTrainedTokenizerBase,
+    form: Form,
+    tools: Sequence[AnyMessage] = (),
+    variables: AnyMessage | None = None,
+) -> Render:
+    """Renders conversations in the `form` that the template shows, with these tools, and variables of the template."""
+
+    def render(messages: Sequence[AnyMessage]) -> str:
+        given, listed = form.applied([dict(each) for each in messages], [dict(each) for each in tools])
+        asked: Any = listed or None
+        text = tokenizer.apply_chat_template(
+            given, tools=asked, tokenize=False, add_generation_prompt=False, **(variables or {})
+        )
+        return without_start(tokenizer, str(text))
+
+    return render
+
+
+def message_ends(
+    tokenizer: PreTrainedTokenizerBase, render: Render, messages: Sequence[AnyMessage], text: str
+) -> tuple[int, ...]:
+    """How many tokens of `text`, the prompt of a conversation, stand before the end of each of its first messages.
+
+    A message that ends within a token is left out, as is one whose end the template does not tell. A tokenizer without
+    offsets tells none.
+    """
+    if not tokenizer.is_fast:
+        return ()
+    offsets = tokenizer(text, return_offsets_mapping=True)["offset_mapping"]
+    starts = [*accumulate((start for start, _ in offsets), max)]
+    found = list[int]()
+    for count in range(1, min(len(messages), MOST) + 1):
+        begins = _begins(render, messages[:count], text)
+        if begins is None:
+            continue
+        tokens = bisect_left(starts, begins)
+        if tokens > max(found, default=0) and max(end for _, end in offsets[:tokens]) <= begins:
+            found.append(tokens)
+    return tuple(found)
+
+
+def head_tokens(
+    tokenizer: PreTrainedTokenizerBase, render: Render, messages: Sequence[AnyMessage], text: str | None = None
+) -> int:
+    """The tokens of a conversation's head: of the template, its tools, and the system messages that come first.
+
+    `text` is the prompt of the whole conversation; a template that begins it otherwise than its head has no head: 0.
+    """
+    count = next((at for at, each in enumerate(messages) if each["role"] not in HEAD), len(messages))
+    asked = [*messages[:count], {"role": "user", "content": TEXT}]
+    try:
+        head, found, _ = render(asked).partition(TEXT)
+    except Exception:  # a template is a program of the model's authors, and raises what it likes
+        return 0
+    if not found or (text is not None and not text.startswith(head)):
+        return 0
+    return len(encode(tokenizer, head, is_start=True))
+
+
+def system_tokens(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[AnyMessage], tools: Sequence[AnyMessage] | None = None
+) -> int:
+    """The tokens that a conversation begins with before the first message of a user: what the chat template puts there,
+    its `tools`, and system messages. A cache with `sinks="system"` is told them by its `set_sinks`.
+
+    Raises: UsageError for a tokenizer without a chat template, or with one that fails.
+    """
+    if not has_template(tokenizer):
+        raise UsageError("this model has no chat template, so no message is a system text; give sinks a number")
+    asked: list[dict[str, Any]] = [*map(dict, messages), {"role": "user", "content": TEXT}]
+    try:
+        _, form = rendered(tokenizer, asked, tools or ())
+    except Exception as error:  # as above
+        gist = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"this model's chat template fails: {gist}; give sinks a number") from error
+    return head_tokens(tokenizer, renderer(tokenizer, form, tools or ()), messages)
+
+
+def _begins(render: Render, messages: Sequence[AnyMessage], text: str) -> int | None:
+    """The length of what these messages are rendered to, where `text` begins with it; None where it does not."""
+    try:
+        rendered = render(messages)
+    except Exception:  # as above: many templates refuse a conversation that no user began
+        return None
+    return len(rendered) if text.startswith(rendered) else None

@@ -1,27 +1,163 @@
 """What an evaluation or a benchmark runs: every combination of the values in the lists that a user typed."""
 
+import inspect
 import itertools
-from collections.abc import Mapping
+import random
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from windlass.cache.options import CacheOptions
-from windlass.cache.policy_spec import policy_of
-from windlass.cache.recall_options import recall_store_of
-from windlass.cache.shares import Shares
-from windlass.cache.shares_file import shares_of
-from windlass.core.errors import UsageError
-from windlass.core.limits import MAX_NUMBER
-from windlass.core.spec import NO_MERGE, NO_SHARES, int_parser, parse_list
-from windlass.evals.budgets import ALL, Budget, budget_of
-from windlass.evals.case import VARIED
-from windlass.evals.depths import depth_of
-from windlass.evals.load import load_task
-from windlass.evals.task import Task
-from windlass.merge import Merge, merge_of
+from transformers import PreTrainedTokenizerBase
+
+from windlass.cache.merging import Merge, merge_of
+from windlass.cache.options import CacheOptions, policy_of, recall_store_of
+from windlass.cache.shares import Shares, shares_of
+from windlass.core.errors import UsageError, WindlassError
+from windlass.core.parse import MAX_NUMBER, NO_MERGE, NO_SHARES, int_parser, parse_list, parse_spec
+from windlass.engine.text import encode
+from windlass.evals.results import IDENTITY, VARIED, Identity
+from windlass.evals.task import ALL, TASKS, Budget, Sample, Task, budget_of, depth_of
+from windlass.evals.tasks import NAMES
 from windlass.policies import Recent
 from windlass.positions.modes import Original, position_mode
-from windlass.stores.spec import store_of
+from windlass.stores.formats import store_of
+
+
+@dataclass(frozen=True)
+class SampleSpec:
+    """Which sample: number `number` of those that the task makes with this seed, up to `length` tokens.
+
+    `label` names the task, in errors and in what is drawn. The same specification gives the same sample.
+    """
+
+    task: Task
+    label: str
+    length: int
+    seed: int
+    number: int
+
+    @property
+    def key(self) -> tuple[str, int, int, int]:
+        """What tells it from others: tasks of users need not be hashable."""
+        return self.label, self.length, self.seed, self.number
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A sample and its size.
+
+    `context_tokens` are those of the text alone, `total_tokens` with the longest question and room for its answer.
+    """
+
+    sample: Sample
+    units: int
+    context_tokens: int
+    total_tokens: int
+
+
+def fit(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> Fitted:
+    """The sample with as many units as fit: text, question and answer take up to `spec.length` tokens.
+
+    Raises: UsageError as `shortest` does, and for a length that there is not enough filler for.
+    Source: length and search as in RULER, Hsieh et al. 2024 (arXiv:2404.06654).
+    """
+    fits = shortest(spec, tokenizer)
+    over: Fitted | None = None
+    while over is None or over.units - fits.units > 1:
+        if over is None:
+            units = _more(fits.units, spec.task.most_units)
+            if units == fits.units:
+                return _all_of_it(fits, spec)
+        else:
+            gap = over.units - fits.units
+            share = (spec.length - fits.total_tokens) / (over.total_tokens - fits.total_tokens)
+            units = fits.units + min(max(int(share * gap), 1), gap - 1)
+        tried = _sample(spec, tokenizer, units)
+        if tried.total_tokens <= spec.length:
+            fits = tried
+        else:
+            over = tried
+    return fits
+
+
+def shortest(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> Fitted:
+    """The same sample with as few units as the task allows.
+
+    Raises: UsageError when even that is longer than `spec.length`; or for a task that fails.
+    """
+    made = _sample(spec, tokenizer, spec.task.least_units)
+    if made.total_tokens > spec.length:
+        raise UsageError(
+            f"length {spec.length} is too short for task {spec.label}, which takes {made.total_tokens} tokens of this "
+            f"model's at the least in text {spec.number}, question and answer included; raise --lengths"
+        )
+    return made
+
+
+def _sample(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, units: int) -> Fitted:
+    with task_errors(spec.label):
+        draw = random.Random(f"{spec.seed} {spec.label} {spec.length} {spec.number}")
+        sample = spec.task.compose(draw, spec.length, units)
+    context = len(encode(tokenizer, sample.context, is_start=True))
+    asking = [len(encode(tokenizer, turn.question + turn.prefix, is_start=False)) for turn in sample.turns]
+    return Fitted(sample, units, context, context + max(asking, default=0) + spec.task.answer_tokens)
+
+
+@contextmanager
+def task_errors(label: str) -> Iterator[None]:
+    """Re-raise whatever a task raises as a UsageError that names it."""
+    try:
+        yield
+    except WindlassError:
+        raise
+    except Exception as error:
+        raise UsageError(f"task {label}: {type(error).__name__}: {error}") from error
+
+
+def _more(units: int, most: int | None) -> int:
+    return 2 * units + 1 if most is None else min(2 * units + 1, most)
+
+
+def _all_of_it(fits: Fitted, spec: SampleSpec) -> Fitted:
+    """What all there is makes, where that is just enough."""
+    if fits.total_tokens < spec.length:
+        raise UsageError(
+            f"length {spec.length} is more than task {spec.label} can fill: all it has makes {fits.total_tokens} "
+            "tokens of this model's; lower --lengths"
+        )
+    return fits
+
+
+def load_task(spec: str) -> tuple[str, Task]:
+    """The task that `spec` names, and its label: `"vt"`, `"perplexity(text.txt)"` or `"path/to/file.py:Class"`.
+
+    Names ignore case, `_` and `-`. Code of a file is run, once.
+
+    Raises: UsageError for what cannot be found, read or made.
+    """
+    typed = parse_spec(spec)
+    if typed is not None and typed.inside:
+        name = TASKS.name_of(typed.name, NAMES)
+        made = NAMES[name].reading(Path(typed.inside).expanduser())
+        if made is None:
+            raise UsageError(f"task {name} reads no text, so it takes no file; use {name}")
+        return f"{name}({typed.inside})", made
+    path, name = TASKS.split(spec)
+    if path is not None:
+        return spec, _from_file(path, name)
+    name = TASKS.name_of(name, NAMES)
+    return name, NAMES[name]
+
+
+def _from_file(path: Path, name: str) -> Task:
+    kind: type[Task] = TASKS.class_in(path, name)
+    if inspect.isabstract(kind) or "answer_tokens" not in {field for each in kind.__mro__ for field in vars(each)}:
+        raise UsageError(f"task {name} of {path} is not whole; it needs a method compose and a number answer_tokens")
+    with task_errors(f"{path}:{name}"):
+        return kind()
+
 
 OPTIONS = {"budgets": "budget", "policies": "policy"}  # of flags that are not called like their option
 
@@ -139,3 +275,40 @@ PARSERS = {
     "recall": int_parser("--recall", 0, MAX_NUMBER),
     "recall_store": recall_store_of,
 }
+
+
+@dataclass(frozen=True)
+class PlannedCase:
+    """One sample under one setting, before it is run. It gives a `Case` for each of its questions."""
+
+    spec: SampleSpec
+    settings: Settings
+    is_aware: bool
+
+    @property
+    def turns(self) -> list[int | None]:
+        """The number of each question; a single question has none."""
+        return [*range(self.spec.task.turns)] if self.spec.task.turns > 1 else [None]
+
+    @property
+    def identities(self) -> list[Identity]:
+        """Of its cases."""
+        labels: dict[str, str | int] = {
+            **self.settings.labels,
+            "task": self.spec.label,
+            "is_aware": self.is_aware,
+            "length": self.spec.length,
+            "sample": self.spec.number,
+        }
+        return [(*(labels[name] for name in IDENTITY), turn) for turn in self.turns]
+
+
+def planned(grid: Grid, samples: int, seed: int, is_aware: bool = False) -> list[PlannedCase]:
+    """Every combination; cases with the same text are neighbours."""
+    return [
+        PlannedCase(SampleSpec(task, label, length, seed, sample), settings, is_aware)
+        for sample in range(samples)
+        for label, task in grid.tasks.items()
+        for length in grid.lengths
+        for settings in grid.settings
+    ]

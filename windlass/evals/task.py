@@ -6,13 +6,14 @@ of them is part of what is read.
 """
 
 import random
+import re
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from windlass.core.errors import UsageError
-from windlass.core.plugin import PluginKind
+from windlass.core.parse import MAX_NUMBER, PluginKind, int_parser
 
 
 @dataclass(frozen=True)
@@ -84,3 +85,37 @@ class Task(ABC):
 
 
 TASKS: Final = PluginKind("task", "tasks", Task, "windlass.evals.Task", UsageError)
+
+
+ALL: Final = "all"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """A number of slots, a part of the text (`4x`: a quarter), or all of it."""
+
+    asked: str
+    slots: int | None = None
+    divisor: float | None = None
+
+    def of(self, context_tokens: int) -> int | None:
+        """Slots for a text of so many tokens; None keeps them all."""
+        return self.slots if self.divisor is None else int(context_tokens / self.divisor)
+
+
+def budget_of(flag: str, part: str) -> Budget:
+    """What `64`, `4x` or `all` asks for. Raises: UsageError, beginning with `flag`, for all else."""
+    if part == ALL:
+        return Budget(part)
+    if part.endswith("x"):
+        if not re.fullmatch(r"[0-9]{1,9}(\.[0-9]{1,9})?x", part) or float(part[:-1]) < 1:
+            raise UsageError(f"{flag} {part!r} is not a part of the text; write 4x for a quarter of it")
+        return Budget(part, divisor=float(part[:-1]))
+    return Budget(part, slots=int_parser(flag, 1, MAX_NUMBER)(part))
+
+
+def depth_of(part: str) -> float:
+    """What `0`, `0.25` or `1` asks for. Raises: UsageError, which begins with `--depth`, for all else."""
+    if not re.fullmatch(r"[01](\.[0-9]{1,6})?", part) or float(part) > 1:
+        raise UsageError(f"--depth {part!r} is not a part of the text; write 0 for its start, 0.5 for its middle, 1")
+    return float(part)

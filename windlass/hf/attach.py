@@ -10,14 +10,11 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from windlass.core.errors import UsageError, WindlassError
-from windlass.hf.arguments import check_arguments
 from windlass.hf.attached_model import NAME, AttachedModel
-from windlass.hf.decoder import decoder_of
-from windlass.hf.guards import check_model, inference_only
 from windlass.hf.mask import Mask, mask
-from windlass.hf.module_state import ModuleState
-from windlass.hf.refusal import check_kind_of_model, refusal
-from windlass.hf.running_pass import BUSY, not_compiled
+from windlass.hf.model_facts import check_kind_of_model, refusal
+from windlass.hf.passes import BUSY, ModuleState, check_arguments, check_model, inference_only, not_compiled
+from windlass.hf.probe import decoder_of
 from windlass.hf.tensor_parallel import heads_of, ranks_of
 
 

@@ -1,10 +1,11 @@
 """What `attach` found out about a model, and the cache of the pass that is running."""
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from threading import get_ident
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -13,34 +14,109 @@ from transformers import PreTrainedModel
 
 from windlass.cache.cache import TextCache
 from windlass.core.errors import UnsupportedModel, UsageError
+from windlass.core.ranks import RankHeads
 from windlass.core.step import READ, AttentionCall
-from windlass.hf.arguments import POSITIONS, at_positions
-from windlass.hf.axes import Axes, RopeDeltas, Turn, turn_of, turned_by_differences
-from windlass.hf.cache_argument import cache_name, with_cache_as
-from windlass.hf.columns import Columns, columns_of
-from windlass.hf.decoder import Decoder
-from windlass.hf.decoder_layers import few_rows_of
-from windlass.hf.guards import check_call, fed, real_columns
-from windlass.hf.indexed_layers import IndexedLayers, indexed_layers
-from windlass.hf.indexer import Indexer, IndexerCall, check_picks, indexers_of
+from windlass.hf.cpu_decoder import Attachment, few_rows_of
+from windlass.hf.indexer import IndexedLayers, Indexer, IndexerCall, check_picks, indexed_layers, indexers_of
 from windlass.hf.latent import EXPAND, Latent
-from windlass.hf.linear_layer import layer_kinds, meta_states
 from windlass.hf.mask import Mask
-from windlass.hf.own_configs import OwnConfigs
-from windlass.hf.pictures import sees_to, token_types
-from windlass.hf.placement import device_of_inputs
-from windlass.hf.probe import Probe, probed_positions, run
-from windlass.hf.query_scale import QueryScale, query_scales
-from windlass.hf.replaced import Replaced
-from windlass.hf.rotaries import rotaries_of, tolerance_of
-from windlass.hf.running_pass import BUSY, RunningPass, not_compiled
-from windlass.hf.second_turn import CheckedGenerate
+from windlass.hf.model_facts import device_of_inputs
+from windlass.hf.mrope import Axes, RopeDeltas, Turn, tell_deltas, turn_of, turned_by_differences
+from windlass.hf.passes import (
+    BUSY,
+    GENERATE,
+    POSITIONS,
+    Replaced,
+    RunningPass,
+    WholePass,
+    at_positions,
+    cache_name,
+    check_call,
+    fed,
+    not_compiled,
+    real_columns,
+    sees_to,
+    token_types,
+    with_cache_as,
+)
+from windlass.hf.probe import Decoder, OwnConfigs, Probe, QueryScale, probed_positions, query_scales, run
+from windlass.hf.recurrent import Columns, columns_of, layer_kinds, meta_states
+from windlass.hf.rope import rotaries_of, tolerance_of
 from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
-from windlass.hf.whole_decoder import Attachment
-from windlass.hf.whole_pass import WholePass
-from windlass.parallel.heads import RankHeads
-from windlass.positions.rotary import Rotary
-from windlass.positions.tables import unturned
+from windlass.positions.rotary import Rotary, unturned
+
+WAY_OUT: Final = "pass the whole conversation, as it was read, and what is new, or call cache.reset() first"
+UNKNOWN: Final = -1  # in place of the id of padding, or of a token that came without one
+
+
+class CheckedGenerate:
+    """`generate` of an attached model, which first compares its text with what the cache has read.
+
+    It stands on the model in place of the model's own, until `remove`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._own = model, vars(model).get("generate")
+        bound: Any = model.generate
+        self._generate: Callable[..., Any] = bound
+        vars(model)["generate"] = self.generate
+
+    def remove(self) -> None:
+        """Leave the model as it was found."""
+        del vars(self._model)["generate"]
+        if self._own is not None:
+            vars(self._model)["generate"] = self._own
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own, whose arguments these are. Raises: UsageError for a text that does not go on."""
+        kwargs = with_cache_as(GENERATE, kwargs)
+        cache, mask, embeds = (kwargs.get(name) for name in (GENERATE, "attention_mask", "inputs_embeds"))
+        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+        columns: Any = ids if embeds is None else embeds
+        # A mask of more columns than there are ids tells that only what is new was passed.
+        is_whole = isinstance(columns, Tensor) and (mask is None or mask.shape[1:2] == columns.shape[1:2])
+        if isinstance(cache, TextCache) and is_whole:
+            check_continues(cache, columns.shape[1], None if columns is embeds else ids)
+            if cache.columns_seen and not cache.batch_size % len(columns):
+                tell_deltas(self._model, cache, len(columns))
+        return self._generate(*args, **kwargs)
+
+
+def check_continues(cache: TextCache, columns: int, ids: Tensor | None) -> None:
+    """Raises: UsageError where a text of `columns`, with these `ids` (rows, columns), does not go on from the cache's.
+
+    Rows, or columns, of which the cache does not know what they were are not compared.
+    """
+    seen = cache.columns_seen
+    if not seen:
+        return
+    if columns <= seen:
+        raise UsageError(
+            f"generate was given a text of {columns} tokens, and this cache has read {seen} before; {WAY_OUT}"
+        )
+    if ids is None or cache.batch_size % len(ids):
+        return
+    read = torch.tensor([_columns_of(cache, row)[:seen] for row in range(cache.batch_size)])
+    given = ids[:, :seen].cpu().repeat_interleave(cache.batch_size // len(ids), 0)  # as `generate` does for beams
+    is_other = (read != UNKNOWN) & (read != given)
+    if bool(is_other.any()):
+        row, column = is_other.nonzero()[0].tolist()
+        raise UsageError(
+            f"generate was given another text than this cache has read: token {column} of row {row} is "
+            f"{int(given[row, column])}, and was {int(read[row, column])}; {WAY_OUT}"
+        )
+
+
+def _columns_of(cache: TextCache, row: int) -> list[int]:
+    """The id that a row was fed in each column; UNKNOWN where it was padding, and where it is not known."""
+    its = cache.rows.rows[row]
+    tokens = its.tokens
+    padding = {column for start, end in its.padding or () for column in range(start, end)}
+    if tokens is None or len(tokens) + len(padding) != its.columns:
+        return [UNKNOWN] * its.columns
+    ids = iter(tokens)
+    return [UNKNOWN if column in padding else next(ids) for column in range(its.columns)]
+
 
 NAME = "windlass"  # of the attention function, and of the attribute on an attached model
 

@@ -1,37 +1,123 @@
 """The cache as transformers wants it: `past_key_values` of an attached model."""
 
-import copy
-from dataclasses import fields, replace
-from pathlib import Path
-from typing import NoReturn
+from __future__ import annotations
 
+import copy
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Final, NoReturn
+
+import torch
+from torch import Tensor
 from transformers import Cache, DynamicCache, PreTrainedModel
 
-from windlass.cache.across_ranks import check_across_ranks, check_fit
+from windlass.cache.cache import check_across_ranks, check_fit
 from windlass.cache.compress import compress
-from windlass.cache.options import CacheOptions
-from windlass.cache.recall_options import DEFAULT_RECALL_STORE
+from windlass.cache.merging import Merge, checked_merge
+from windlass.cache.options import DEFAULT_RECALL_STORE, CacheOptions
+from windlass.cache.recompute import Fitting
 from windlass.cache.shares import Shares
-from windlass.core.check import check_kind
-from windlass.core.errors import UsageError
-from windlass.core.limits import check_recall
-from windlass.core.spec import AUTO
-from windlass.core.step import no_inference_mode
-from windlass.hf import convert
+from windlass.core.errors import UsageError, check_kind
+from windlass.core.inputs import most_visible
+from windlass.core.parse import AUTO, check_recall
+from windlass.core.step import PROMPT, READ, AttentionCall, no_inference_mode
+from windlass.core.types import Attended, NewKeys, NewValues, Queries
+from windlass.hf import model_cache as convert
 from windlass.hf.attach import attached
-from windlass.hf.fit_values import compress_fitted
-from windlass.hf.guards import check_adapter
-from windlass.hf.key_means import ROWS, measure_key_means
-from windlass.hf.linear_layer import check_policy
+from windlass.hf.attached_model import AttachedModel
+from windlass.hf.forward import ROWS, measure_key_means, model_info
 from windlass.hf.model_cache import ModelCache
-from windlass.hf.model_info import model_info
-from windlass.hf.placement import device_of_inputs
-from windlass.merge import Merge, checked_merge
+from windlass.hf.model_facts import device_of_inputs
+from windlass.hf.passes import check_adapter
+from windlass.hf.recurrent import check_policy
 from windlass.policies import Policy, Recent
-from windlass.policies.interfaces import Trained
+from windlass.policies.base import Trained
 from windlass.policies.wrapper import find
 from windlass.positions.modes import PositionMode
 from windlass.stores.base import Store
+
+CHUNK: Final = (
+    128  # tokens of the second reading at once; the whole text is as far from each of its queries, or nearly so
+)
+
+
+@no_inference_mode
+@torch.no_grad()
+def compress_fitted(cache: ModelCache, budget: int, window: int | None) -> None:
+    """Cut to a budget, and give what stays values that were fitted; see `KVCache.compress`."""
+    texts = _texts(cache)
+    cut = copy.deepcopy(cache)
+    compress(cut, budget, window)
+    ends = torch.tensor(cache.next_positions, device=cache.device)
+    fitting = Fitting.beside(cache.layers, cut.layers, ends)
+    if any(sums is not None for sums in fitting.sums):
+        _read_again(cache, texts, fitting)
+    fitted = [None if sums is None else sums.values() for sums in fitting.sums]
+    compress(cache, budget, window)
+    for layer, kept, values in zip(cache.layers, cut.layers, fitted, strict=True):
+        if values is not None:
+            slots, places = min(layer.table.slots, kept.table.slots), layer.store.in_place()
+            assert places is not None, "values that are not held as they are"
+            assert torch.equal(layer.positions[..., :slots], kept.positions[..., :slots]), (
+                "a cut that kept other tokens"
+            )
+            places[1][:, :, :slots] = values[:, :, :slots]
+
+
+def _texts(cache: ModelCache) -> list[list[int]]:
+    """The ids of each row. Raises: UsageError where the text can't be read again, or its values not be replaced."""
+    texts, what = cache.tokens, "compress(fit=True)"
+    if cache.recurrent:
+        raise UsageError(
+            f"{what} reads the text a second time, and layer {cache.recurrent[0].index} keeps a state that would read "
+            "it twice, too; leave fit out"
+        )
+    if any(layer.rules.has_places for layer in cache.layers) or texts is None:
+        raise UsageError(
+            f"{what} reads the text a second time, which takes the ids of all of its tokens, and this one came with "
+            "pictures or without ids; leave fit out"
+        )
+    for layer in cache.layers:
+        if layer.is_empty:
+            continue
+        if layer.store.in_place() is None:
+            raise UsageError(
+                f"{what} writes values that are held as they are, and the store {cache.store.name!r} holds them "
+                'otherwise in this model; take store="plain", or leave fit out'
+            )
+        held = (layer.positions >= 0).sum(-1).amin(1).tolist()
+        if layer.rules.most_visible is None and (held != cache.tokens_seen or held != cache.next_positions):
+            raise UsageError(
+                f"{what} needs the whole text, and layer {layer.index} holds {_listed(held)} of "
+                f"{_listed(cache.tokens_seen)} tokens; make the cache without a budget, and compress it before any edit"
+            )
+    return texts
+
+
+def _listed(counts: list[int]) -> str:
+    return ", ".join(map(str, counts))
+
+
+def _read_again(cache: ModelCache, texts: list[list[int]], fitting: Fitting) -> None:
+    """Show the text to every layer for a second time; the cache holds afterwards what it held."""
+    attachment = cache.model_id
+    assert isinstance(attachment, AttachedModel), "a cache of no model"
+    outer = attachment.decoder.outer
+    how = replace(PROMPT, is_second_pass=True, defer_eviction=cache.budget is not None)
+    cache.fitting = fitting
+    cache.reserve(CHUNK)
+    try:
+        for start in range(0, max(map(len, texts)), CHUNK):
+            pieces = [text[start : start + CHUNK] for text in texts]
+            width = max(map(len, pieces))
+            ids = [piece + [0] * (width - len(piece)) for piece in pieces]
+            mask = [[1] * len(piece) + [0] * (width - len(piece)) for piece in pieces]
+            fed = {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
+            cache.schedule(how)
+            outer(**{name: each.to(cache.device) for name, each in fed.items()}, past_key_values=cache)
+    finally:
+        cache.schedule(READ)
+        cache.fitting = None
 
 
 class KVCache(ModelCache):
@@ -56,7 +142,7 @@ class KVCache(ModelCache):
     "int4(sinks=4, newest=32)" keeps these tokens in full precision, too. The first low-bit cache of a model runs
     the model for 16 steps.
     `merge`: what happens to an evicted token's content: None drops it, "mean_count" averages it into the kept token
-    whose key is most like its own; see `windlass.merge`.
+    whose key is most like its own; see `windlass.cache.merging`.
     `recall`: what is evicted stays in a recall store, and each step reads up to so many tokens of it again, beside the
     slots: in each layer and kv head the pages of 8 tokens that matter most to the step's queries; 0 forgets it. The
     store grows with the text, in the host's memory or, unnamed, in a file of `recall_folder`.
@@ -111,13 +197,13 @@ class KVCache(ModelCache):
         self.reset()
 
     @classmethod
-    def from_options(cls, model: PreTrainedModel, options: CacheOptions) -> "KVCache":
+    def from_options(cls, model: PreTrainedModel, options: CacheOptions) -> KVCache:
         """An empty cache with all of these options. Raises: UsageError, like the class itself."""
         check_kind("options", options, CacheOptions, "CacheOptions")
         return cls(model, **{each.name: getattr(options, each.name) for each in fields(options)})
 
     @no_inference_mode
-    def __deepcopy__(self, memo: dict[int, object]) -> "KVCache":
+    def __deepcopy__(self, memo: dict[int, object]) -> KVCache:
         """A cache of its own for the same model, which is not copied."""
         for shared in (self.model_id, self.config, *self.rotaries):
             memo[id(shared)] = shared
@@ -137,7 +223,7 @@ class KVCache(ModelCache):
     @no_inference_mode
     def from_rotated(
         cls, model: PreTrainedModel, past_key_values: Cache, options: CacheOptions | None = None
-    ) -> "KVCache":
+    ) -> KVCache:
         """A cache with the tokens of a transformers `DynamicCache`, their keys un-rotated.
 
         The text is taken to start at position 0 in every row, without padding; there are as many rows as in the
@@ -185,3 +271,95 @@ def _name_of(model: PreTrainedModel) -> str:
     """The name of the model's folder, without where that is, and its class."""
     folder, kind = Path(model.config.name_or_path or "").name, type(model).__name__
     return f"{folder} ({kind})" if folder else kind
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one layer, the dtype of its keys, and its sliding window or chunk of attention.
+
+    `latent`: of its keys' channels the last so many are its values (MLA), and are held once; 0 for none. `index`:
+    channels of an indexer's key, held beside each key; 0 for none.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    sliding_window: int | None
+    latent: int = 0
+    attention_chunk: int | None = None
+    index: int = 0
+
+    @property
+    def most_visible(self) -> int | None:
+        """The most tokens that a query sees; None where there is no limit."""
+        return most_visible(self.sliding_window, self.attention_chunk)
+
+    @property
+    def channels(self) -> int:
+        """Numbers that are held of each token and kv head."""
+        return self.head_dim + (0 if self.latent else self.value_dim) + self.index
+
+    def of_heads(self, kv_heads: int) -> LayerShape:
+        """That of so many of its kv heads, with their query heads."""
+        return replace(self, heads=self.heads // self.kv_heads * kv_heads, kv_heads=kv_heads)
+
+    def empty_store(self, like: Store) -> Store:
+        """A store of the same settings as `like`, for this layer."""
+        store = like.fresh(None)
+        store.latent, store.index = self.latent, self.index
+        return store
+
+    def bytes_per_token(self, store: Store) -> int:
+        """Bytes that a token takes per kv head in such a store, see `Store.bytes_per_token`."""
+        return self.empty_store(store).bytes_per_token(self.head_dim, self.value_dim, self.dtype)
+
+    def states(self, device: torch.device) -> tuple[Queries, NewKeys, NewValues]:
+        """Queries, keys and values of one token, all 0."""
+        sizes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
+        queries, keys, values = (torch.zeros(1, n, 1, width, dtype=self.dtype, device=device) for n, width in sizes)
+        return queries, keys, values
+
+
+class _ShapeCache(KVCache):
+    """A cache that holds nothing, and notes the shapes of what it is handed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        KVCache.__init__(self, model)
+        self.shapes: dict[int, LayerShape] = {}
+        self._values: dict[int, NewValues] = {}
+
+    def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
+        """What one token alone reads: its own value."""
+        heads, kv_heads = queries.shape[1], keys.shape[1]
+        self.shapes[layer] = LayerShape(
+            heads,
+            kv_heads,
+            keys.shape[3],
+            values.shape[3],
+            keys.dtype,
+            call.sliding_window,
+            self.latent_of(layer),
+            call.attention_chunk,
+            self.index_of(layer),
+        )
+        self._values[layer] = values
+        return values.repeat_interleave(heads // kv_heads, 1)
+
+    def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
+        """As `attend`, of a layer that wrote."""
+        values = self._values[layer]
+        return values.repeat_interleave(queries.shape[1] // values.shape[1], 1)
+
+
+@no_inference_mode
+def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """The shape of each layer of an attached model, from one pass of one token that no cache holds.
+
+    Raises: UsageError when the model is not attached.
+    """
+    cache = _ShapeCache(model)
+    first: Tensor = torch.zeros(1, 1, dtype=torch.long, device=device_of_inputs(model))
+    model(input_ids=first, past_key_values=cache)
+    return [cache.shapes[layer] for layer in range(len(cache.layers))]

@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from windlass.core.errors import UnsupportedModel
-from windlass.core.shapes import Attended, Queries
-from windlass.hf.linears import is_plain
-from windlass.hf.replaced import Replaced
+from windlass.core.types import Attended, Queries
+from windlass.hf.passes import Replaced
+from windlass.hf.weights import is_plain
 
 EXPAND: Final = "expand_kv"  # what transformers calls the method that makes keys and values out of latents
 PROJECTION: Final = "kv_b_proj"  # and the module in it that holds the matrices

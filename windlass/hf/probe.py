@@ -5,26 +5,68 @@ mask. Two passes of one token therefore see the same hidden states in every laye
 rotation, and their keys tell how each layer rotates.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
-from windlass.hf.axes import axes_of
-from windlass.hf.indexed_layers import SeenPicks
-from windlass.hf.late_norms import NormOutputs
+from windlass.hf.indexer import SeenPicks
 from windlass.hf.latent import Latent
-from windlass.hf.linear_layer import LayerKinds
 from windlass.hf.mask import Mask
-from windlass.hf.placement import device_of_inputs
-from windlass.hf.token_ids import ordinary_ids
-from windlass.positions.norm_weights import NormWeights
-from windlass.positions.tables import cos_sin, unturned
+from windlass.hf.model_facts import device_of_inputs, ordinary_ids
+from windlass.hf.mrope import axes_of
+from windlass.hf.recurrent import LayerKinds, layer_kinds
+from windlass.positions.rotary import NormWeights, cos_sin, unturned, weight_of
+
+
+class NormOutputs:
+    """What norms gave in a pass, by the memory that it is in, which they keep so that nothing else takes it."""
+
+    def __init__(self) -> None:
+        self._found: dict[int, tuple[nn.Module, Tensor]] = {}
+
+    @contextmanager
+    def noted(self, modules: list[nn.Module]) -> Iterator[None]:
+        """Note what those of `modules` give that have a vector of weights and nothing else."""
+        with ExitStack() as stack:
+            for module in modules:
+                parameters = dict(module.named_parameters())
+                if parameters.keys() == {"weight"} and parameters["weight"].ndim == 1:
+                    stack.callback(module.register_forward_hook(self._note).remove)
+            yield
+
+    def _note(self, module: nn.Module, _args: object, output: Any) -> None:
+        if isinstance(output, Tensor):
+            self._found[output.untyped_storage().data_ptr()] = module, output
+
+    def weights(self, queries: Tensor, keys: Tensor) -> NormWeights | None:
+        """Of the norms that gave these, as they are or transposed; None where neither is from a norm of its width."""
+        norms = [self._norm_of(states) for states in (queries, keys)]
+        return None if norms == [None, None] else NormWeights(*norms)
+
+    def _norm_of(self, states: Tensor) -> nn.Module | None:
+        norm, output = self._found.get(states.untyped_storage().data_ptr(), (None, states))
+        weight = weight_of(norm)
+        is_its = weight is not None and output.numel() == states.numel() and len(weight) == states.shape[-1]
+        return norm if is_its else None
+
+
+def check_weights(layer: int, weights: NormWeights) -> None:
+    """Return for weights that can be divided by. Raises: UnsupportedModel."""
+    for norm in (weights.query_norm, weights.key_norm):
+        weight = weight_of(norm)
+        if weight is not None and not bool(weight.all()):
+            raise UnsupportedModel(
+                f"has a norm after RoPE in layer {layer} of which a weight is 0: the channel that it hides is lost, "
+                "and can't be rotated again"
+            )
+
 
 NEAR: Final = 7  # small enough for any trained length, large enough to tell two rotary bases apart
 FAR: Final = 4095  # where the config does not tell the trained length
@@ -229,3 +271,184 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
     finally:
         for module, is_training in modes:
             module.training = is_training
+
+
+@final
+class OwnConfigs:
+    """The configs that some modules hold; copies that name another attention take their place."""
+
+    def __init__(self, modules: Iterable[nn.Module]) -> None:
+        self._modules = [each for each in modules if isinstance(vars(each).get("config"), PreTrainedConfig)]
+        self._held: list[PreTrainedConfig] | None = None
+
+    def exchange(self, attention: str) -> None:
+        """Put copies of the configs, as they are now, into the modules; they name `attention`."""
+        held: list[PreTrainedConfig] = [vars(module)["config"] for module in self._modules]
+        copies: dict[int, PreTrainedConfig] = {}
+        ours = [_copied(config, attention, copies) for config in held]
+        self._held = held
+        self._put(ours)
+
+    def give_back(self) -> None:
+        """Put the configs of before `exchange` back; after an interrupt it may be called again."""
+        if self._held is not None:
+            self._put(self._held)
+            self._held = None
+
+    @contextmanager
+    def exchanged(self, attention: str) -> Iterator[None]:
+        """The modules with copies that name `attention`."""
+        try:
+            self.exchange(attention)
+            yield
+        finally:
+            self.give_back()
+
+    def _put(self, configs: list[PreTrainedConfig]) -> None:
+        for module, config in zip(self._modules, configs, strict=True):
+            vars(module)["config"] = config
+
+
+def _copied(config: PreTrainedConfig, attention: str, copies: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
+    """A copy that names `attention`, the configs inside it too; modules that share a config share its copy."""
+    if id(config) not in copies:
+        ours = copies[id(config)] = copy.copy(config)
+        inner = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
+        vars(ours).update({name: _copied(part, attention, copies) for name, part in inner.items()})
+        ours._attn_implementation_internal = attention
+    return copies[id(config)]
+
+
+ROTARY: Final = "RotaryEmbedding"  # how the names of rotary modules end
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """`inner` rotates and attends. A pass with a cache is one of `outer`.
+
+    They are the same module, or `outer` calls `inner` with the masks that it made. `first_position` is what it calls
+    the position of a text's first token.
+    """
+
+    inner: nn.Module
+    outer: nn.Module
+    first_position: int = 0
+
+    @property
+    def rotary_modules(self) -> list[nn.Module]:
+        return [module for module in self.inner.modules() if type(module).__name__.endswith(ROTARY)]
+
+    @property
+    def attention_modules(self) -> list[nn.Module]:
+        return [module for module in self.inner.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """Those of `inner`, and those around it up to `outer`. Towers for pictures or sound are not among them."""
+        path = next(name for name, module in self.outer.named_modules() if module is self.inner).split(".")
+        around = [self.outer.get_submodule(".".join(path[:end])) for end in range(len(path))]
+        return [*dict.fromkeys((*around, *self.inner.modules()))]
+
+
+def decoder_of(model: PreTrainedModel) -> Decoder:
+    """The decoder of a model; with the base model around it, where that makes the decoder's masks.
+
+    Raises: UnsupportedModel for one that has no positions of its own, in rotation or in recurrent layers.
+    """
+    inner = _without_head(model.get_decoder()) if model.can_generate() else model
+    if not Decoder(inner, inner).rotary_modules and not layer_kinds(model).is_recurrent:
+        raise UnsupportedModel("has no rotary module: its positions are not RoPE, or built in")
+    base = model.base_model
+    if base is inner or all(module is not inner for module in base.modules()):
+        return Decoder(inner, inner)
+    given = _given_to(inner, model)
+    mask, positions = given.get("attention_mask"), given.get("position_ids")
+    if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
+        return Decoder(inner, inner)
+    return Decoder(inner, base, int(positions[0, 0]) if isinstance(positions, Tensor) and positions.ndim == 2 else 0)
+
+
+def _without_head(decoder: PreTrainedModel) -> PreTrainedModel:
+    """Of a decoder that gives logits, the one model inside, which gives hidden states."""
+    inner = [each for each in decoder.children() if isinstance(each, PreTrainedModel)]
+    return inner[0] if len(inner) == 1 and decoder.get_output_embeddings() is not None else decoder
+
+
+class _Reached(Exception):  # no error: it ends a pass of which nothing more is wanted
+    """The decoder was called."""
+
+
+@torch.no_grad()
+def _given_to(decoder: nn.Module, model: PreTrainedModel) -> dict[str, Any]:
+    """What `model`, reading one token, hands its decoder by name.
+
+    Nothing where it fails: what runs the model next will tell.
+    """
+    given: dict[str, Any] = {}
+
+    def note(_module: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
+        given.update(kwargs)
+        raise _Reached
+
+    ids, configs = ordinary_ids(model, 1), OwnConfigs(model.modules())
+    with ExitStack() as stack:
+        stack.enter_context(eval_mode(model))
+        stack.callback(decoder.register_forward_pre_hook(note, with_kwargs=True).remove)
+        stack.callback(configs.give_back)
+        configs.exchange("eager")  # which asks for a matrix in any case
+        with suppress(Exception):
+            model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False)
+    return given
+
+
+MANY: Final = 2**20 - 1  # columns: more than any step of a scale is long
+
+
+@dataclass(frozen=True)
+class QueryScale:
+    """A factor that grows with the logarithm of the position, in steps of `floor_scale` tokens, as Llama 4 has it."""
+
+    floor_scale: float
+    attn_scale: float
+
+    def at(self, positions: Tensor) -> Tensor:
+        return torch.log1p(torch.floor((positions.float() + 1) / self.floor_scale)) * self.attn_scale + 1
+
+    def moved(self, queries: Tensor, columns_seen: int, positions: Tensor) -> Tensor:
+        """Queries that were scaled by columns, after so many others, as they are at (batch, tokens) `positions`."""
+        columns = torch.arange(queries.shape[2], device=queries.device) + columns_seen
+        factor = self.at(positions.clamp(min=0)) / self.at(columns)  # 1, to the bit, where they are the same
+        return (queries.float() * factor[:, None, :, None]).to(queries.dtype)
+
+
+def query_scales(probe: Probe, after: Callable[[int], Probe], tolerance: float) -> dict[int, QueryScale]:
+    """How layers scale queries by the length that their cache tells, found by `after` many columns.
+
+    Raises: UnsupportedModel for a layer in which more depends on that length than a scale that is known.
+    """
+    asking = sorted(probe.asked_lengths & probe.queries.keys())
+    if not asking:
+        return {}
+    later = after(MANY)
+    scales = {layer: _scale_of(probe.modules[layer]) for layer in asking}
+    for layer, scale in scales.items():
+        factor = 1.0 if scale is None else float(scale.at(torch.tensor(MANY)) / scale.at(torch.tensor(0)))
+        expected = probe.queries[layer] * factor, probe.keys[layer]
+        if not all(map(_alike, (later.queries[layer], later.keys[layer]), expected, (tolerance, tolerance))):
+            raise UnsupportedModel(
+                f"asks in layer {layer} how many columns its cache has seen, and makes of it more than a known scale"
+            )
+    return {layer: scale for layer, scale in scales.items() if scale is not None}
+
+
+def _scale_of(module: nn.Module) -> QueryScale | None:
+    """The scale of an attention module that has the numbers of one, and uses it."""
+    floor_scale, attn_scale = (getattr(module, name, None) for name in ("floor_scale", "attn_scale"))
+    is_used = getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", False)
+    if not is_used or not isinstance(floor_scale, (int, float)) or not isinstance(attn_scale, (int, float)):
+        return None
+    return QueryScale(float(floor_scale), float(attn_scale))
+
+
+def _alike(states: Tensor, expected: Tensor, tolerance: float) -> bool:
+    return bool((states - expected).norm() <= tolerance * expected.norm())

@@ -6,52 +6,348 @@ bound to the model that made it. What was fed before the save can no longer be r
 layer has evicted.
 """
 
+import errno
+import hashlib
 import json
 import os
+import stat
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch import Tensor
+from torch.nn.functional import pad
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.across_ranks import check_across_ranks
+from windlass.cache.cache import TextCache, check_across_ranks
 from windlass.cache.compress import budgets_apart
-from windlass.cache.leaves import Leaf, leaves_of
-from windlass.cache.options import CacheOptions
-from windlass.cache.picture_edits import has_places
-from windlass.cache.policy_spec import policy_of
-from windlass.cache.recall_memory import is_moved_later
-from windlass.cache.recall_options import recall_folder_of
+from windlass.cache.edits import has_places
+from windlass.cache.head_groups import Leaf, leaves_of
+from windlass.cache.options import CacheOptions, policy_of, recall_folder_of
+from windlass.cache.recall import RECALL, is_moved_later
 from windlass.cache.rows import RowTable
-from windlass.core.check import check_kind
-from windlass.core.errors import PromptCacheError, UsageError, WindlassError, WindlassWarning
-from windlass.core.step import no_inference_mode
-from windlass.hf import prompt_cache_file
-from windlass.hf.adapters import inner_model
+from windlass.cache.slot_table import STATE, STATISTICS
+from windlass.core.errors import PromptCacheError, UsageError, WindlassError, WindlassWarning, check_kind
+from windlass.core.files import replacing
+from windlass.core.positions import EMPTY
+from windlass.core.ranks import RankHeads
+from windlass.core.step import HEADROOM, no_inference_mode
 from windlass.hf.attach import attached
-from windlass.hf.fingerprint import fingerprint, template_hash
 from windlass.hf.forward import vocabulary_of
-from windlass.hf.guards import check_model
-from windlass.hf.kv_cache import KVCache
-from windlass.hf.layer_shapes import layer_shapes
-from windlass.hf.linear_layer import state_name
-from windlass.hf.policy_note import AGAIN, note_of, noted_policy
-from windlass.hf.prompt_cache_check import check_layer, check_rows, check_states
-from windlass.hf.prompt_cache_document import Contents, LayerNote, parsed, to_document
-from windlass.hf.prompt_cache_fields import InconsistentFile
-from windlass.hf.prompt_cache_layout import COLUMNS, LayerPlan, Layout, layer_plans
-from windlass.hf.prompt_cache_memory import check_memory
-from windlass.hf.prompt_cache_ranks import any_evicted, check_statistics, cut, gathered, in_all, written_by_first
+from windlass.hf.kv_cache import KVCache, LayerShape, layer_shapes
+from windlass.hf.passes import check_model
+from windlass.hf.prompt_cache_check import (
+    COLUMNS,
+    POSITIONS,
+    LayerPlan,
+    Layout,
+    check_layer,
+    check_rows,
+    check_states,
+    layer_plans,
+)
+from windlass.hf.prompt_cache_format import (
+    AGAIN,
+    VERSION,
+    Contents,
+    InconsistentFile,
+    LayerNote,
+    next_places,
+    note_of,
+    noted_policy,
+    parsed,
+    shown,
+    to_document,
+)
+from windlass.hf.recurrent import state_name
+from windlass.hf.weights import fingerprint, inner_model, raw_bytes, template_hash
 from windlass.policies import Policy
-from windlass.policies.across_ranks import across_ranks
+from windlass.policies.calls import across_ranks
+from windlass.policies.expected_attention import COUNT
 from windlass.positions.modes import MODES
-from windlass.stores.low_bit import KEY_MEANS
-from windlass.stores.plain import Plain
-from windlass.stores.spec import STORES
+from windlass.stores.formats import KEY_MEANS, STORES, Plain
+from windlass.stores.full_precision import TOKEN_INDEX, WRITTEN
+
+KIND: Final = "windlass prompt cache"
+FIELDS: Final = {"kind", "version", "checksum", "contents"}  # of the metadata
+MAX_HEADER_BYTES: Final = 16 * 2**20
+DTYPES: Final = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+Checked = TypeVar("Checked")
+
+
+def write(path: Path, tensors: dict[str, Tensor], contents: str, version: int) -> None:
+    """Write beside the target, then take its place: at no moment is there half a file.
+
+    Raises: PromptCacheError when it cannot be written.
+    """
+    metadata = {"kind": KIND, "version": str(version), "checksum": checksum(contents, tensors), "contents": contents}
+    target = path.resolve()
+    if target.exists() and not target.is_file():
+        raise PromptCacheError(f"{path} is not a regular file; give the name of a file to write")
+    try:
+        with replacing(path) as temporary:
+            save_file(tensors, temporary, metadata)
+    except (OSError, SafetensorError) as error:
+        way = "free some space or save elsewhere" if _is_full(error) else "save elsewhere"
+        left = "the older file there is unchanged" if target.exists() else "nothing was left there"
+        why = error.strerror if isinstance(error, OSError) and error.strerror else error  # it names another file
+        raise PromptCacheError(f"{path} cannot be written: {why}; {left}; {way}") from error
+
+
+def _is_full(error: BaseException) -> bool:
+    """Whether a disk has no more room; safetensors tells that in words only."""
+    return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
+
+
+def read(path: Path, check: Callable[[str, int, Mapping[str, Layout]], Checked]) -> tuple[Checked, dict[str, Tensor]]:
+    """What `check` makes of the document, its version and the layouts of all tensors; then the tensors, copied.
+
+    Nothing of the tensors is read before `check` has passed, nor more of the rest than `MAX_HEADER_BYTES`.
+
+    Raises: PromptCacheError for a file that is missing, no regular one, damaged or of a newer format; and what
+    `check` raises.
+    """
+    try:
+        _check_header_size(path)
+        with safe_open(path, framework="pt") as file:
+            metadata = file.metadata() or {}
+            if metadata.get("kind") != KIND:
+                raise PromptCacheError(f"{path} is not a prompt cache of windlass; {AGAIN}")
+            version = _version(path, metadata.get("version", ""))
+            if set(metadata) != FIELDS:
+                raise InconsistentFile(f"its metadata has other fields than {', '.join(sorted(FIELDS))}")
+            names = file.keys()
+            checked = check(metadata["contents"], version, {name: _layout(name, file) for name in names})
+            # Copies: the file is mapped into memory, and may change or vanish later.
+            tensors = {name: file.get_tensor(name).clone() for name in names}
+    except FileNotFoundError:
+        raise PromptCacheError(f"{path} does not exist; {AGAIN}") from None
+    except OSError as error:
+        raise PromptCacheError(f"{path} cannot be read: {error}; give the name of a prompt-cache file") from error
+    except SafetensorError as error:
+        raise PromptCacheError(
+            f"{path} is damaged, cut short or not a safetensors file: {shown(str(error))}; {AGAIN}"
+        ) from error
+    if checksum(metadata["contents"], tensors) != metadata["checksum"]:
+        raise InconsistentFile("its contents do not fit its checksum")
+    return checked, tensors
+
+
+def checksum(contents: str, tensors: Mapping[str, Tensor]) -> str:
+    """A hash of the document and of all tensors: it finds damage, not malice."""
+    digest = hashlib.sha256(contents.encode("utf-8", "surrogatepass"))
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        digest.update(raw_bytes(tensor))
+    return digest.hexdigest()
+
+
+def _check_header_size(path: Path) -> None:
+    """A pipe or a device has no end, and a folder no bytes; the header's length comes first in the file."""
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise PromptCacheError(f"{path} is not a regular file; give the name of a prompt-cache file")
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+    if length > MAX_HEADER_BYTES:
+        raise PromptCacheError(
+            f"{path} is not a safetensors file, or damaged: its header would have {length:,} bytes, "
+            f"and may have {MAX_HEADER_BYTES:,}; {AGAIN}"
+        )
+
+
+def _version(path: Path, version: str) -> int:
+    if not (version.isascii() and version.isdigit() and len(version) < 10 and version[0] != "0"):
+        raise InconsistentFile(f"its format version is {shown(version)}")
+    if int(version) > VERSION:
+        raise PromptCacheError(
+            f"{path} has format version {version}, this windlass reads up to {VERSION}; upgrade windlass or {AGAIN}"
+        )
+    return int(version)
+
+
+def _layout(name: str, file: Any) -> Layout:
+    """That of a tensor of an open safetensors file."""
+    part = file.get_slice(name)
+    if part.get_dtype() not in DTYPES:
+        raise InconsistentFile(f"tensor {shown(name)} is of type {part.get_dtype()}, which no tensor has")
+    return Layout(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+
+
+def check_memory(
+    contents: Contents, options: CacheOptions, shapes: Sequence[LayerShape], model: PreTrainedModel
+) -> None:
+    """Raises: InconsistentFile where the first step after a load would allocate more than the device has.
+
+    A cache with a budget allocates all of it, and the room for a chunk; every cache has a rotary table.
+    """
+    device, rotaries = model.device, attached(model).rotaries
+    total = memory_of(device)
+    if total is None:
+        return
+    ring = options.store.full_precision
+    slots = 0 if options.budget is None else options.budget + max(options.chunk, HEADROOM)
+    exact = ring.sinks + (ring.newest + HEADROOM + options.rollback if ring.newest else 0)
+    needed = 0
+    for shape in shapes:
+        per_slot = shape.bytes_per_token(options.store)
+        needed += (
+            options.batch
+            * shape.kv_heads
+            * (slots * per_slot + exact * (shape.channels - shape.index) * shape.dtype.itemsize)
+        )
+    end = max(map(max, next_places(contents), contents.standing["next_positions"])) + 1
+    # A state, and the copy that is made before a pass.
+    needed += 2 * options.batch * sum(state.nbytes for state in attached(model).states.values())
+    tables = {
+        rotary.rotary_pairs
+        * options.positions.within(rotary.trained_length, options.budget is not None).bound(end, slots or end, 1)
+        for rotary in rotaries
+        if rotary is not None
+    }
+    needed += 8 * max(tables, default=0)
+    if needed > total:
+        raise InconsistentFile(
+            f"its cache takes {needed / 2**30:,.1f} GiB (a budget of {options.budget} tokens, {options.batch} rows, "
+            f"a text up to position {end - 1}), and {device} has {total / 2**30:,.1f} GiB"
+        )
+
+
+def memory_of(device: torch.device, /) -> int | None:
+    """Bytes of memory, in use or not; None where the system does not tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.get_device_properties(device).total_memory)
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+SLOTS_AXIS = 2  # of tensors with a head axis before it; ranks may hold different numbers of slots
+
+
+def in_all(heads: RankHeads | None, shapes: Sequence[LayerShape]) -> list[LayerShape]:
+    """The shapes of layers with the heads of all ranks, of those that this rank has."""
+    if heads is None:
+        return list(shapes)
+    return [shape.of_heads(heads.in_all(shape.kv_heads)) for shape in shapes]
+
+
+def gathered(cache: TextCache, layers: Mapping[int, Mapping[str, Tensor]]) -> dict[int, dict[str, Tensor]]:
+    """The tensors of each layer, by their names, with the heads of all ranks; on other ranks than 0 anything.
+
+    A collective call; no more than one tensor of a layer travels at once.
+
+    Raises: UsageError for statistics of a policy from elsewhere, of which nobody knows which numbers are of which head.
+    """
+    heads = cache.heads
+    if heads is None or not heads.is_split:
+        return {index: dict(own) for index, own in layers.items()}
+    found: dict[int, dict[str, Tensor]] = {}
+    for index, own in sorted(layers.items()):
+        is_alike = POSITIONS in own and _is_alike(own[POSITIONS], cache.layers[index].policy)
+        found[index] = {}
+        for name, tensor in sorted(own.items()):
+            axis = _head_axis(name, is_alike)
+            pieces = [tensor] if axis is None else heads.ranks.gathered_by_first(tensor.cpu().contiguous())
+            found[index][name] = _joined(pieces, axis, EMPTY if name == POSITIONS else 0) if pieces else tensor
+    return found
+
+
+def any_evicted(cache: TextCache) -> list[bool]:
+    """Per layer, whether any rank has evicted in it. A collective call where there are several."""
+    own = [layer.history.has_evicted for layer in cache.layers]
+    if cache.heads is None:
+        return own
+    return [any(each) for each in zip(*cache.heads.ranks.gathered(own), strict=True)]
+
+
+def check_statistics(cache: TextCache, is_ours: bool) -> None:
+    """Raises: UsageError where a policy that `is_ours` or not keeps numbers that nobody can tell apart by heads."""
+    if cache.heads is not None and cache.heads.is_split and cache.policy.needs.statistics and not is_ours:
+        raise UsageError(
+            f"{cache.policy!r} keeps statistics, and only it knows which of them are of which head, so that the caches "
+            f"of {cache.heads.ranks.size} ranks cannot become one file; save it from a single process"
+        )
+
+
+def cut(heads: RankHeads | None, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors of a file with the heads of this rank alone, by the same names."""
+    if heads is None or not heads.is_split:
+        return dict(tensors)
+    found = dict(tensors)
+    for name, tensor in tensors.items():
+        room, index, inner = [*name.split(".", 2), "", ""][:3]
+        if room != "layers":
+            continue
+        positions = tensors.get(f"layers.{index}.{POSITIONS}")
+        axis = _head_axis(inner, positions is not None and positions.shape[1] == 1)
+        if axis is not None:
+            count = tensor.shape[axis] // heads.ranks.size
+            found[name] = tensor.narrow(axis, heads.ranks.number * count, count).contiguous()
+    return found
+
+
+def written_by_first(heads: RankHeads | None, write: Callable[[], None]) -> None:
+    """Let rank 0 write; all ranks return once it has. Raises: on all of them what it raised, as PromptCacheError."""
+    if heads is None:
+        write()
+        return
+    said = ""
+    if heads.ranks.is_first:
+        try:
+            write()
+        except PromptCacheError as error:
+            said = str(error)
+    if said := heads.ranks.told_by_first(said):
+        raise PromptCacheError(said)
+
+
+def _is_alike(positions: Tensor, policy: Policy) -> bool:
+    """Whether all heads of a layer hold the same tokens, with one row of positions for all of them."""
+    return positions.shape[1] == 1 and not policy.needs.per_head
+
+
+def _head_axis(name: str, is_alike: bool) -> int | None:
+    """Which axis of a layer's tensor counts heads; None where the tensor is the same on all ranks.
+
+    `is_alike`: whether its heads share positions, and so what is kept of each slot.
+    """
+    if name.endswith(KEY_MEANS):
+        return 0
+    if name in (TOKEN_INDEX, WRITTEN, RECALL + POSITIONS, STATISTICS + COUNT):
+        return None
+    if is_alike and (name == POSITIONS or name.startswith(STATE)):
+        return None
+    return 1
+
+
+def _joined(pieces: Sequence[Tensor], axis: int | None, free: int) -> Tensor:
+    """The pieces of all ranks as one tensor; where one has fewer slots, the missing ones are `free`."""
+    if axis is None:
+        return pieces[0]
+    if axis != 0 and pieces[0].ndim > SLOTS_AXIS:
+        most = max(piece.shape[SLOTS_AXIS] for piece in pieces)
+        behind = [0, 0] * (pieces[0].ndim - SLOTS_AXIS - 1)
+        pieces = [pad(piece, (*behind, 0, most - piece.shape[SLOTS_AXIS]), value=free) for piece in pieces]
+    return torch.cat(list(pieces), axis)
 
 
 def save(
@@ -91,7 +387,7 @@ def save(
         tensors[COLUMNS] = torch.tensor(columns)
     tensors = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     document, version = to_document(_contents(cache, model, tokenizer))
-    written_by_first(cache.heads, lambda: prompt_cache_file.write(Path(path), tensors, json.dumps(document), version))
+    written_by_first(cache.heads, lambda: write(Path(path), tensors, json.dumps(document), version))
 
 
 @no_inference_mode
@@ -129,7 +425,7 @@ def load(
         return contents, options, plans
 
     try:
-        (contents, options, plans), tensors = prompt_cache_file.read(path, check)
+        (contents, options, plans), tensors = read(path, check)
         check_rows(contents, tensors, vocabulary_of(model))
         check_states(tensors)
         for plan in plans:

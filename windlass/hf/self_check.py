@@ -17,11 +17,11 @@ from transformers import PreTrainedModel
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UnsupportedModel
-from windlass.core.shapes import Attended, NewKeys, NewValues, Queries
 from windlass.core.step import AttentionCall
+from windlass.core.types import Attended, NewKeys, NewValues, Queries
 from windlass.hf.model_cache import ModelCache
+from windlass.hf.model_facts import ordinary_ids
 from windlass.hf.probe import eval_mode
-from windlass.hf.token_ids import ordinary_ids
 from windlass.policies import Recent
 from windlass.positions.rotary import Rotation
 

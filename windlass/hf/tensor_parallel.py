@@ -16,15 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel, __version__
 
 from windlass.core.errors import UnsupportedModel, UsageError
-from windlass.hf.fingerprint import raw_bytes
-from windlass.hf.linear_layer import LayerKinds
-from windlass.hf.names import AUTO_WEIGHTS
+from windlass.core.launch import Launch
+from windlass.core.parse import AUTO_WEIGHTS
+from windlass.core.ranks import RankHeads, Ranks, is_spread, join
 from windlass.hf.probe import Probe
-from windlass.parallel.heads import RankHeads
-from windlass.parallel.launch import Launch
-from windlass.parallel.meeting import join
-from windlass.parallel.ranks import Ranks
-from windlass.parallel.spread import is_spread
+from windlass.hf.recurrent import LayerKinds
+from windlass.hf.weights import raw_bytes
 
 # Of which heads the outputs of a projection are, where a plan leaves each rank its own: the names end so.
 KV_PROJECTIONS: Final = frozenset({"k_proj", "v_proj", "qkv_proj", "query_key_value"})

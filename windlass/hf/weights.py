@@ -1,16 +1,25 @@
-"""Weights of linear layers in 8 or 4 bits: torchao makes them, and is imported only for that."""
+"""Weights of linear layers: codes of 8 or 4 bits, kernels for few tokens, and the model's fingerprint."""
 
+import hashlib
+import json
 import warnings
-from typing import Any, Final
+from dataclasses import dataclass
+from typing import Any, Final, final
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from windlass import kernels
 from windlass.core.errors import UsageError, WindlassWarning
-from windlass.hf.names import AUTO_WEIGHTS
-from windlass.hf.torchao_later import quiet_torchao
+from windlass.core.inputs import LinearInput, LinearLayer, Nibbles
+from windlass.core.parse import AUTO_WEIGHTS
+from windlass.core.ranks import whole_of
+from windlass.core.torchao_later import quiet_torchao
+from windlass.core.types import LinearInputs, LinearOutputs
+from windlass.hf.passes import Replaced, WholePass
+from windlass.kernels.cpu import MAX_ROWS, can_read_nibbles
 
 GROUPS: Final = (128, 64, 32)  # inputs of an output that share a scale in 4 bits; the first that divides them
 OUTPUTS: Final = 16  # in 4 bits a layer has a multiple of so many
@@ -117,3 +126,276 @@ def _quantize_one(linear: nn.Linear, weights: str, group: int) -> None:
     else:
         config = PrototypeInt4WeightOnlyConfig(group_size=group, set_inductor_config=False)
     quantize_(linear, config)
+
+
+# Outputs that lie side by side in codes of 4 bits, by the instructions for which PyTorch packs them here.
+PACKED_BLOCKS: Final = {"AVX512": 64, "AVX2": 32}
+
+
+@final
+@dataclass(frozen=True)
+class Codes:
+    """Weights of torchao as our kernel takes them, and the tensors of which they were made.
+
+    `weights` is None for those that torchao itself has to multiply.
+    """
+
+    made_of: tuple[Tensor, Tensor]
+    weights: Tensor | Nibbles | None = None
+    scales: Tensor | None = None
+
+    @classmethod
+    def of(cls, weights: Any, kind: str) -> "Codes":
+        """Of a tensor of torchao's that is of this kind."""
+        made_of = tensors_of(weights, kind)
+        if weights.act_pre_scale is not None:
+            return cls(made_of)
+        if kind == "int8":
+            is_symmetric = weights.zero_point is None or not weights.zero_point.any()
+            is_known = is_symmetric and list(weights.block_size) == [1, weights.shape[1]]
+            return cls(made_of, weights.qdata, weights.scale[:, 0]) if is_known else cls(made_of)
+        block = PACKED_BLOCKS.get(torch.backends.cpu.get_cpu_capability(), 0)
+        nibbles = Nibbles(*made_of, weights.block_size[1], block)
+        return cls(made_of, nibbles if can_read_nibbles(nibbles) else None)
+
+    def layer(self, bias: Tensor | None) -> LinearLayer | None:
+        """With these weights; None where they are not our kernel's."""
+        return None if self.weights is None else LinearLayer(self.weights, bias, self.scales)
+
+
+def tensors_of(weights: Any, kind: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales of a tensor of torchao's."""
+    return weights.qdata, weights.scale if kind == "int8" else weights.scale_and_zero
+
+
+@final
+class FewRows:
+    """The forward pass of one `nn.Linear`: our kernel's for few rows of a pass that is served, else its own.
+
+    Its own, too, where gradients are wanted, and for weights or inputs that are no plain tensors, torchao's weights of
+    8 and 4 bits aside.
+    """
+
+    def __init__(self, module: nn.Linear, whole: WholePass) -> None:
+        self._module, self._whole = module, whole
+        self._codes: Codes | None = None
+        self._code = type(module).forward  # whose place the kernel takes
+        self.replaced = Replaced(module, "forward", self.forward)
+
+    def forward(self, inputs: LinearInputs) -> LinearOutputs:
+        """What the module returns."""
+        call = None if torch.compiler.is_compiling() else self._call(inputs)
+        if call is None:
+            own: Tensor = self.replaced.original(inputs)
+            return own
+        return kernels.linear(call)
+
+    def layer(self) -> LinearLayer | None:
+        """The module's weights as our kernel takes them; None where they are not of a kind that it knows."""
+        weights: Any = self._module.weight  # a tensor, perhaps of a type of torchao's
+        if type(weights) is nn.Parameter:
+            return LinearLayer(weights, self._module.bias)
+        kind = kind_of(weights)
+        if kind is None:
+            return None
+        codes, scales = tensors_of(weights, kind)
+        known = self._codes
+        if known is None or known.made_of[0] is not codes or known.made_of[1] is not scales:
+            known = self._codes = Codes.of(weights, kind)
+        return known.layer(self._module.bias)
+
+    def _call(self, inputs: Tensor) -> LinearInput | None:
+        """What our kernel is asked for; None where it is not."""
+        if type(self._module).forward is not self._code:
+            return None
+        if not self._whole.is_served or type(inputs) is not Tensor or torch.is_autocast_enabled("cpu"):
+            return None
+        width = inputs.shape[-1]
+        if not width or inputs.numel() > MAX_ROWS * width:
+            return None
+        layer = self.layer()
+        if layer is None or width != layer.in_features:
+            return None
+        weights, wants_gradients = layer.weights, torch.is_grad_enabled()
+        if wants_gradients and inputs.requires_grad:
+            return None
+        if isinstance(weights, Nibbles):
+            is_like = inputs.dtype == weights.pairs.dtype and inputs.device == weights.codes.device
+        else:
+            is_like = inputs.device == weights.device and not (wants_gradients and weights.requires_grad)
+        return LinearInput(inputs, layer) if is_like else None
+
+
+def is_plain(module: nn.Module) -> bool:
+    """Whether a module is its weight and its bias and nothing else: not quantised, adapted, hooked, or offloaded."""
+    forward = vars(module).get("forward")
+    is_replaced = forward is not None and not isinstance(getattr(forward, "__self__", None), FewRows)
+    is_hooked = module._forward_hooks or module._forward_pre_hooks or is_replaced
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_hooked
+
+
+def linears_of(model: nn.Module, whole: WholePass) -> list[Replaced]:
+    """Those of the model that are plain linear layers on a device with a kernel for them, each now installed."""
+    plain = (each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each))
+    return [FewRows(each, whole).replaced for each in plain if kernels.has_linear(each.weight.device.type)]
+
+
+ANY: Final = "*"  # in place of an adapter's name: what computes does not depend on it
+NOT_READ: Final = frozenset({"r", "lora_alpha", "lora_dropout"})  # `scaling` is made of the first two
+PEFT_ROOT: Final = "base_model.model."  # begins the names of a model that PEFT wraps
+
+
+def computing(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """The tensors that compute, by the names that they have without adapters; several active adapters share names.
+
+    An adapter that is idle, or switched off, is left out. One that is merged is in the weights of its layer already,
+    which round otherwise than the sum of both, so that it is another model. Names hold the scales of adapters.
+    """
+    tuned = {name: module for name, module in model.named_modules() if _is_tuned(module)}
+    if not tuned:
+        return [*model.state_dict().items()]
+    found: dict[str, str | None] = {}  # how names begin, and what stands there instead: None for what does not compute
+    for name, module in tuned.items():
+        found |= _saved(name, module) if _kept(module) else _adapted(name, module)
+    named = [(_renamed(name, found), tensor) for name, tensor in model.state_dict().items()]
+    return [(name.removeprefix(PEFT_ROOT), tensor) for name, tensor in named if name is not None]
+
+
+def inner_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The model of transformers that PEFT wraps; itself, where it is one."""
+    if isinstance(model, PreTrainedModel):
+        return model
+    inner = [each for each in model.modules() if isinstance(each, PreTrainedModel)]
+    return inner[0] if inner else model
+
+
+def _is_tuned(module: nn.Module) -> bool:
+    return bool(getattr(module, "adapter_layer_names", ())) or _kept(module)
+
+
+def _kept(module: nn.Module) -> bool:
+    """Whether PEFT keeps a whole module for each adapter (`modules_to_save`)."""
+    return {"original_module", "modules_to_save"} <= module._modules.keys()
+
+
+def _active(module: Any) -> list[str]:
+    """The names of the adapters that compute in a layer."""
+    if module.disable_adapters or getattr(module, "merged", False):
+        return []
+    return list(module.active_adapters)
+
+
+def _held(module: nn.Module) -> dict[str, Any]:
+    """What a layer holds of each adapter, by attribute: its tensors and its numbers."""
+    names = (*getattr(module, "adapter_layer_names", ()), *getattr(module, "other_param_names", ()), "lora_variant")
+    return {name: getattr(module, name) for name in names if getattr(module, name, None) is not None}
+
+
+def _adapted(name: str, module: nn.Module) -> dict[str, str | None]:
+    active = {each: f"{ANY} {_numbers(module, each)}" for each in _active(module)}
+    found: dict[str, str | None] = {f"{name}.base_layer": name}
+    for attribute, held in _held(module).items():
+        if isinstance(held, nn.Module):
+            for each in {key.split(".")[0] for key in (*held._modules, *held._parameters, *held._buffers)}:
+                found[f"{name}.{attribute}.{each}"] = f"{name}.{attribute}.{active[each]}" if each in active else None
+    return found
+
+
+def _saved(name: str, module: Any) -> dict[str, str | None]:
+    active = [each for each in _active(module) if each in module.modules_to_save]
+    found: dict[str, str | None] = {f"{name}.original_module": None if active else name}
+    return found | {
+        f"{name}.modules_to_save.{each}": name if each in active else None for each in module.modules_to_save
+    }
+
+
+def _numbers(module: nn.Module, adapter: str) -> str:
+    """The scale of an adapter in a layer, and whatever else it has there that is no tensor."""
+    numbers = {name: held for name, held in _held(module).items() if isinstance(held, dict) and name not in NOT_READ}
+    return ", ".join(f"{name} {_told(held[adapter])}" for name, held in sorted(numbers.items()) if adapter in held)
+
+
+def _told(value: object) -> str:
+    """A number as it is, and of an object that computes its class."""
+    return repr(value) if isinstance(value, bool | int | float | str | None) else type(value).__name__
+
+
+def _renamed(name: str, found: dict[str, str | None]) -> str | None:
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        start = ".".join(parts[:end])
+        if start in found:
+            instead = found[start]
+            return None if instead is None else instead + name.removeprefix(start)
+    return name
+
+
+SAMPLES = 256  # values of each parameter in a fingerprint, about
+
+# Options of a run, of training or of a library version, which change no key: not in the fingerprint.
+VOLATILE_KEYS = frozenset(
+    {
+        *(
+            "architectures",
+            "chunk_size_feed_forward",
+            "distributed_config",
+            "dtype",
+            "id2label",
+            "initializer_range",
+            "label2id",
+        ),
+        *("output_attentions", "output_hidden_states", "pretraining_tp", "problem_type", "return_dict"),
+        *("transformers_version", "use_cache"),
+    }
+)
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """A hash of the model's architecture and of a sample of every parameter.
+
+    Equal for the same weights in the same dtype, wherever they lie and whatever loaded them. It costs about
+    `SAMPLES` values of each parameter, however large that is: time grows with the number of parameters, not with
+    their size. Of a model that is spread over processes it is the same, and a collective call that gathers each
+    parameter in turn. Of adapters (PEFT) it has those that are active, with their scales: one that is idle or switched
+    off changes nothing, and merged weights, which round otherwise, are those of another model.
+
+    Raises: UsageError for weights that accelerate keeps elsewhere.
+    """
+    config = model.config.get_text_config().to_diff_dict()
+    digest = hashlib.sha256(json.dumps(_without_volatile(config), sort_keys=True, default=str).encode())
+    parts = [(name, _sampled(name, tensor, model)) for name, tensor in computing(model)]
+    for _, part in sorted(parts):  # those of several active adapters have one name
+        digest.update(part)
+    return digest.hexdigest()
+
+
+def _sampled(name: str, tensor: Tensor, model: PreTrainedModel) -> bytes:
+    """The name of a tensor, and the layout and a sample of each of its parts."""
+    if tensor.is_meta:
+        raise UsageError(f"{name} of this {type(model).__name__} is offloaded; the fingerprint needs all weights here")
+    found = b""
+    for part, held in parts_of(whole_of(tensor)).items():
+        values = held.detach().flatten()
+        # An odd stride: an even one could meet the same column of every row, and no other.
+        sample = values[:: max(1, len(values) // SAMPLES) | 1].cpu().contiguous()
+        found += f"{name}{part} {tuple(held.shape)} {held.dtype}".encode() + bytes(raw_bytes(sample))
+    return found
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase) -> str:
+    """A hash of the tokenizer's chat template, also where it has none."""
+    return hashlib.sha256(json.dumps(tokenizer.chat_template, sort_keys=True).encode()).hexdigest()
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The bytes of a tensor on the CPU, in order; no copy where it is contiguous."""
+    return tensor.flatten().view(torch.uint8).numpy().data
+
+
+def _without_volatile(config: dict[str, Any]) -> dict[str, Any]:
+    """A config without names, paths, versions and options of a run."""
+    return {
+        key: _without_volatile(value) if isinstance(value, dict) else value
+        for key, value in config.items()
+        if not (str(key).startswith("_") or str(key).endswith("_token_id") or key in VOLATILE_KEYS)
+    }

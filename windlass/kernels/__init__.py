@@ -16,21 +16,29 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from windlass.core.attention import AttentionInput, EvictionInput, Mass, Writes
-from windlass.core.decode import DecodeSlots
-from windlass.core.decoder_layer import DecoderLayer
 from windlass.core.errors import WindlassWarning
-from windlass.core.linear import LinearInput
-from windlass.core.packed import PackedStates
-from windlass.core.recall import BestPages, PageInput, ReadInput, WriteInput
-from windlass.core.shapes import Attended, Hidden, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
-from windlass.kernels import cpu, reference, reference_recall, sdpa
-from windlass.kernels.cpu import codes as cpu_codes
+from windlass.core.inputs import (
+    AttentionInput,
+    BestPages,
+    DecoderLayer,
+    DecodeSlots,
+    EvictionInput,
+    LinearInput,
+    Mass,
+    PackedStates,
+    PageInput,
+    ReadInput,
+    WriteInput,
+    Writes,
+)
+from windlass.core.types import Attended, Hidden, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
+from windlass.kernels import cpu, reference, sdpa
+from windlass.kernels import reference as reference_recall
+from windlass.kernels.cpu import slots as cpu_codes
 from windlass.kernels.cpu import slots as cpu_slots
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu.decode import Decode
-    from windlass.kernels.cpu.decoder_layer import FewTokens, PlannedLayer
+    from windlass.kernels.cpu.decode import Decode, FewTokens, PlannedLayer
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -55,7 +63,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 def best_pages(call: PageInput) -> BestPages:
     """See `reference_recall.best_pages`."""
     if _is_compiled(call.queries.device.type):
-        from windlass.kernels.cpu import recall  # late: it needs the compiled module
+        from windlass.kernels.cpu import slots as recall  # late: it needs the compiled module
 
         if recall.can_scan((*call.pieces, *recall.keys_of(call.digests))):
             return recall.best_pages(call)
@@ -66,7 +74,7 @@ def best_pages(call: PageInput) -> BestPages:
 def read_tokens(call: ReadInput) -> Tensor:
     """See `reference_recall.read_tokens`."""
     if _is_compiled(call.index.device.type):
-        from windlass.kernels.cpu import recall  # late, as above
+        from windlass.kernels.cpu import slots as recall  # late, as above
 
         return recall.read_tokens(call)
     rows: Tensor = _recall_of(call.index).read_tokens(call)
@@ -76,7 +84,7 @@ def read_tokens(call: ReadInput) -> Tensor:
 def write_tokens(call: WriteInput) -> None:
     """See `reference_recall.write_tokens`."""
     if _is_compiled(call.index.device.type):
-        from windlass.kernels.cpu import recall  # late, as above
+        from windlass.kernels.cpu import slots as recall  # late, as above
 
         recall.write_tokens(call)
     else:
@@ -98,7 +106,7 @@ def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":
     if not _is_compiled(queries.device.type) or not cpu.can_read(queries, keys, values):
         return None
     from windlass.kernels.cpu.decode import Decode  # late: they need the compiled module
-    from windlass.kernels.cpu.recall import can_recall
+    from windlass.kernels.cpu.slots import can_recall
 
     if slots.recall is not None and not can_recall(slots.recall):
         return None
@@ -124,7 +132,7 @@ def decoder_layer_of(layer: DecoderLayer, hidden: Hidden) -> "FewTokens | None":
     """
     if not has_linear(hidden.device.type):
         return None
-    from windlass.kernels.cpu.decoder_layer import FewTokens, can_serve  # late: it needs the compiled module
+    from windlass.kernels.cpu.decode import FewTokens, can_serve  # late: it needs the compiled module
 
     return FewTokens(layer, hidden.dtype) if can_serve(layer, hidden.dtype) else None
 
@@ -134,7 +142,7 @@ def decode_layers(layers: "Sequence[PlannedLayer]", hidden: Hidden) -> None:
 
     `hidden` is what the first one is given.
     """
-    from windlass.kernels.cpu.decoder_layer import decode_layers  # late: it needs the compiled module
+    from windlass.kernels.cpu.decode import decode_layers  # late: it needs the compiled module
 
     decode_layers(layers, hidden)
 
@@ -197,7 +205,7 @@ def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Ten
     if _is_compiled(states.device.type) and cpu_codes.can_encode(states, bits):
         return cpu_codes.encode(states, means, bits)
     has_triton = _has_triton(states.device.type)
-    backend = import_module("windlass.kernels.triton.codes") if has_triton else reference
+    backend = import_module("windlass.kernels.triton.slots") if has_triton else reference
     codes, scales = backend.encode(states, means, bits)
     return codes, scales
 

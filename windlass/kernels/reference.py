@@ -1,26 +1,85 @@
 """Attention over slots in plain PyTorch: the truth that every other backend must match."""
 
+import math
+
 import torch
 from torch import Tensor
 from torch.linalg import vector_norm
 from torch.nn import functional
+from torch.nn.functional import pad
 
-from windlass.core.attention import AttentionInput, EvictionInput, Mass, Visibility, Writes
-from windlass.core.linear import LinearInput, Nibbles
-from windlass.core.packed import PackedStates
-from windlass.core.rotary_index import EMPTY, RESERVED, RotaryBranch
-from windlass.core.rotate import rotate
-from windlass.core.shapes import (
+from windlass.core.inputs import (
+    TILE,
+    WORTH_STEPS,
+    Activation,
+    AttentionInput,
+    BestPages,
+    DecodeInput,
+    DecodeOutput,
+    DecoderLayer,
+    DecodeSlots,
+    EvictionInput,
+    Format,
+    LinearInput,
+    Mass,
+    Nibbles,
+    Norm,
+    PackedStates,
+    PageInput,
+    Ranking,
+    ReadInput,
+    RecallPiece,
+    RecallSlots,
+    Retention,
+    Rounding,
+    TiledKeys,
+    Visibility,
+    WriteInput,
+    Writes,
+    tokens_of,
+    words_of,
+)
+from windlass.core.parse import PAGE
+from windlass.core.positions import EMPTY, RESERVED, RotaryBranch, RotaryIndex, rotate
+from windlass.core.types import (
     Attended,
+    AttendedTokens,
+    Hidden,
     LinearOutputs,
+    NewKeys,
+    NewValues,
     ObservedColumns,
     PerSlot,
+    Queries,
     QueryPositions,
     RotaryTable,
+    Scores,
     SlotIndex,
     SlotPositions,
 )
-from windlass.kernels.ranking import total_order
+
+
+def total_order(call: EvictionInput) -> Tensor:
+    """A whole number per slot that orders slots as `call` asks, the first to evict lowest.
+
+    Free slots are lowest, then those whose score is NaN and tokens that no later token can see; sinks and the
+    newest `window` tokens are highest; of equal scores the newer token is higher. Tokens are equal only where they
+    share a position. Does not use `call.count`.
+    """
+    least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
+    positions, ends = call.positions, call.next_positions[:, None, None]
+    score = call.score.float().nan_to_num(nan=least, posinf=most, neginf=least)
+    sinks = call.sinks if call.row_sinks is None else call.row_sinks[:, None, None]
+    score = score.masked_fill((positions >= ends - call.window) | (positions < sinks), torch.inf)
+    if call.sliding_window is not None:
+        score = score.masked_fill(positions <= ends - call.sliding_window, least)
+    if call.attention_chunk is not None:
+        score = score.masked_fill(positions < ends - ends % call.attention_chunk, least)
+    score = score.masked_fill(positions < 0, -torch.inf) + 0.0  # adding 0.0 turns -0.0 into 0.0
+    bits = score.view(torch.int32)
+    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)  # compares as the float does
+    return (ordered.long() << 32) + positions
+
 
 SCORE_BYTES = 64 * 2**20  # most bytes of attention scores alive at once
 MIN_NORM = 1e-12  # a key of zeros has no direction
@@ -259,3 +318,316 @@ def read(states: Tensor, index: SlotIndex) -> Tensor:
     starts = torch.arange(0, batch * kv_heads * slots, slots, device=states.device).view(batch, kv_heads, 1)
     # Whole rows are copied: a gather would look up every channel by itself.
     return states.flatten(0, 2).index_select(0, (index + starts).flatten()).view(batch, kv_heads, -1, width)
+
+
+def norm(states: Tensor, norm: Norm) -> Tensor:
+    """`states` (..., width), computed in float32, or float64 if they are, and rounded as `norm` says."""
+    wide = states.to(torch.promote_types(states.dtype, torch.float32))
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.epsilon)
+    if norm.rounding is Rounding.NARROW:
+        return norm.weights * wide.to(states.dtype)
+    weights = norm.weights.to(wide.dtype)
+    return (wide * (weights + 1 if norm.rounding is Rounding.ONE_MORE else weights)).to(states.dtype)
+
+
+def before_attention(layer: DecoderLayer, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
+    """Queries, keys and values of new tokens, before any rotation."""
+    normed = norm(hidden, layer.first_norm)
+    heads = (*hidden.shape[:2], -1, layer.head_dim)
+    queries, keys, values = (
+        linear(LinearInput(normed, each)).view(heads) for each in (layer.query, layer.key, layer.value)
+    )
+    queries = queries if layer.query_norm is None else norm(queries, layer.query_norm)
+    keys = keys if layer.key_norm is None else norm(keys, layer.key_norm)
+    return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+
+
+def after_attention(layer: DecoderLayer, hidden: Hidden, attended: AttendedTokens) -> Hidden:
+    """What the layer returns: `hidden` is what it was given, `attended` what attention gave."""
+    hidden = hidden + linear(LinearInput(attended.flatten(2), layer.output))
+    normed = norm(hidden, layer.second_norm)
+    gate, up = (linear(LinearInput(normed, each)) for each in (layer.gate, layer.up))
+    gate = functional.silu(gate) if layer.activation is Activation.SILU else functional.gelu(gate, approximate="tanh")
+    return hidden + linear(LinearInput(gate * up, layer.down))
+
+
+def best_pages(call: PageInput) -> BestPages:
+    """The pages that matter most to the queries of each kv head, and what may be read of them.
+
+    A page counts to a query by its largest product with a token that may be recalled; its worth is its share in the
+    softmax over these, and to a kv head the largest that it has for one of its queries. Shares above a half are told
+    apart by their odds: in float32 many of them are all but 1, and which of these is largest would be rounding. Where
+    there are digests, pages are ranked in the same way first, each by the most that its digest allows, and all but the
+    first `candidates` count for nothing. Where keys are codes, queries are rounded to multiples of 1 / 127 of their
+    largest number, which changes products less than codes do.
+
+    Worths are compared in steps, and of equal ones the earlier page is the better, in the order in which tokens were
+    written. So pages with the same token, whose products differ by rounding if at all, are chosen in a batch as they
+    are alone, and the choice among them stays while the text grows.
+    """
+    keys = torch.cat([piece.packed().floats().float() for piece in call.pieces], 2)
+    remembered = keys.shape[2]
+    is_recallable, grouped = recallable(call), grouped_queries(call)
+    products = products_of(grouped, keys).masked_fill(~is_recallable[:, :, None, None], -torch.inf)
+    peaks: Tensor = products.unflatten(-1, (remembered // PAGE, PAGE)).amax(-1)
+    if call.digests:
+        is_page = is_recallable.unflatten(-1, (-1, PAGE)).any(-1)
+        most = torch.zeros_like(peaks)
+        largest, least = [each.largest for each in call.digests], [each.least for each in call.digests]
+        for part, pieces in ((grouped.clamp(min=0), largest), (grouped.clamp(max=0), least)):
+            keys = torch.cat([piece.packed().floats().float() for piece in pieces], 2)[:, :, : remembered // PAGE]
+            most = most + products_of(part, keys)
+        candidates = best_of(most.masked_fill(~is_page[:, :, None, None], -torch.inf), call.is_query, call.candidates)
+        is_candidate = torch.zeros_like(is_page).scatter(-1, candidates, True)
+        peaks = peaks.masked_fill(~is_candidate[:, :, None, None], -torch.inf)
+    pages = best_of(peaks, call.is_query, call.count)
+    return BestPages(pages, is_recallable.gather(-1, tokens_of(pages)))
+
+
+def recallable(call: PageInput) -> Tensor:
+    """(batch, kv_heads, remembered): whether a token is part of the text, and in no slot of its head."""
+    kv_heads, remembered = call.pieces[0].tiles.shape[1], call.positions.shape[1]
+    kept = call.kept_index.long().expand(-1, kv_heads, -1)
+    is_text = pad(call.positions >= 0, (0, TILE))[:, None].expand(-1, kv_heads, -1)  # a place for what is in no slot
+    return is_text.scatter(-1, kept.where(kept >= 0, remembered), False)[..., :remembered]
+
+
+def grouped_queries(call: PageInput) -> Tensor:
+    """(batch, kv_heads, members, tokens, channels): the queries as they are multiplied, each beside its kv head."""
+    queries = call.queries.float()
+    if call.pieces[0].states.format is not Format.FLOAT:
+        steps = (queries.abs().amax(-1, keepdim=True) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+        queries = (queries / steps).round() * steps
+    grouped: Tensor = queries.unflatten(1, (call.pieces[0].tiles.shape[1], -1))
+    return grouped
+
+
+def products_of(queries: Tensor, keys: Tensor) -> Tensor:
+    """Products of queries (batch, kv_heads, members, tokens, channels) with keys (batch, kv_heads, n, channels).
+
+    They are summed in float64: in float32 a matrix product rounds alike numbers otherwise by where they stand in it.
+    """
+    products: Tensor = queries.double() @ keys.double()[:, :, None].mT
+    return products.float()
+
+
+def best_of(peaks: Tensor, is_query: Tensor, count: int) -> Tensor:
+    """The `count` pages that are worth most, of whose (batch, kv_heads, members, tokens, pages) peaks."""
+    shares = peaks.log_softmax(-1).nan_to_num(nan=-torch.inf)
+    top, page = peaks.max(-1, keepdim=True)
+    odds = top - peaks.scatter(-1, page, -torch.inf).logsumexp(-1, keepdim=True)
+    shares = shares.scatter(-1, page, torch.where(odds > 0, odds - math.log(2), shares.gather(-1, page)))
+    worth = shares.masked_fill(~is_query[:, None, None, :, None], -torch.inf).flatten(2, 3).amax(2)
+    worth = (worth * WORTH_STEPS).round()
+    return worth.sort(dim=-1, descending=True, stable=True).indices[..., :count]
+
+
+def digest_of(keys: Tensor, is_token: Tensor) -> tuple[Tensor, Tensor]:
+    """The largest and the least number of each channel among the keys (batch, kv_heads, pages, 8, channels) of pages.
+
+    Tokens that are none are left out, but for the first of a page, which is one wherever the digest is looked at.
+    """
+    keys = keys.where(is_token[..., None], keys[:, :, :, :1])
+    return keys.amax(3), keys.amin(3)
+
+
+def read_tokens(call: ReadInput) -> Tensor:
+    """(batch, kv_heads, tokens, width): a copy of the rows at `index`."""
+    rows = torch.cat([each.transpose(3, 4).flatten(2, 3) if call.is_tiled else each for each in call.pieces], 2)
+    return rows.gather(2, call.index[..., None].expand(-1, -1, -1, rows.shape[3]))
+
+
+def write_tokens(call: WriteInput) -> None:
+    """Overwrite the rows at `index`; asks nothing of the device."""
+    if not call.index.shape[1]:
+        return
+    rows, start = call.rows.transpose(1, 2), 0  # (batch, tokens, kv_heads, width)
+    batch = torch.arange(len(rows), device=rows.device)[:, None]
+    for piece in call.pieces:
+        held = piece.permute(0, 2, 4, 1, 3) if call.is_tiled else piece.transpose(1, 2)
+        size, at = held.shape[1] * (TILE if call.is_tiled else 1), call.index - start
+        # In the place of what is elsewhere a token of this piece is written again; where there is none, what is there.
+        is_here = (at >= 0) & (at < size)
+        is_any, one = is_here.any(1, keepdim=True), is_here.int().argmax(1, keepdim=True)
+        at = at.where(is_here, at.gather(1, one)).where(is_any, 0)
+        place = (batch, at // TILE, at % TILE) if call.is_tiled else (batch, at)
+        new = rows.where(is_here[..., None, None], rows.take_along_dim(one[..., None, None], 1))
+        held[place] = new.where(is_any[..., None, None], held[place])
+        start += size
+
+
+def remember(store: RecallSlots, new: DecodeInput) -> None:
+    """Write the new token of each row to the store, but for padding."""
+    assert new.remembered is not None, "a recall store without its lengths"
+    for row, index in enumerate(new.remembered.tolist()):
+        if int(new.positions[row]) < 0:
+            continue
+        piece, at = _place(store, index)
+        _put(piece.keys, row, at, new.keys[row : row + 1])
+        codes, scales = _encoded(piece.values, new.values[row : row + 1])
+        piece.values.data[row, :, at] = codes[0, :, 0]
+        if piece.values.scales is not None:
+            piece.values.scales[row, :, at] = scales[0, :, 0]
+        if store.digests:
+            _digest(store, row, index, new.keys.dtype)
+
+
+def _digest(store: RecallSlots, row: int, newest: int, dtype: torch.dtype) -> None:
+    """Write the digest of the page with the `newest` token of a row."""
+    held = torch.cat([piece.keys.packed().floats() for piece in store.pieces], 2)[row : row + 1]
+    at = newest // PAGE
+    page = held[:, :, at * PAGE : newest + 1].to(dtype)
+    largest, least = page.amax(2, keepdim=True), page.amin(2, keepdim=True)
+    for piece in store.digests:
+        if at < piece.largest.tokens:
+            _put(piece.largest, row, at, largest)
+            _put(piece.least, row, at, least)
+            return
+        at -= piece.largest.tokens
+
+
+def _put(held: TiledKeys, row: int, at: int, key: Tensor) -> None:
+    """Write a key (1, kv_heads, 1, channels) of a row."""
+    codes, scales = _encoded(held.states, key)
+    held.tiles[row, :, at // TILE, :, at % TILE] = words_of(codes)[0, :, 0]
+    if held.states.scales is not None:
+        held.states.scales[row, :, at] = scales[0, :, 0]
+
+
+def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Scores) -> tuple[Tensor, Tensor]:
+    """Put the tokens of the best pages into free slots, and note which.
+
+    `kept` are the numbers of the tokens in all slots.
+    Returns the positions (batch, kv_heads, slots) that are then read, and the slots (batch, kv_heads, count * 8) that
+    were free.
+    """
+    store, kv_heads = slots.recall, slots.keys.shape[1]
+    assert store is not None, "recall without a store"
+    queries = new.queries.float()
+    queries = (queries if store.turn is None else rotate(queries, *store.turn)) * slots.scale
+    pieces = tuple(piece.keys for piece in store.pieces)
+    is_query = torch.ones_like(new.positions, dtype=torch.bool)
+    text = store.positions, kept.where(places >= 0, -1.0), store.count
+    digests = store.digests if store.candidates else ()
+    pages = PageInput(queries, is_query, pieces, *text, digests, store.candidates)
+    best = best_pages(pages)
+    index = tokens_of(best.pages)
+    free = first_free(places, index.shape[-1]).expand(-1, kv_heads, -1)
+    keys = torch.cat([each.packed().floats() for each in pieces], 2)
+    values = torch.cat([piece.values.floats() for piece in store.pieces], 2)
+    for target, source in ((slots.keys, keys), (slots.values, values)):
+        own = source.gather(2, index[..., None].expand(-1, -1, -1, source.shape[3])).to(target.dtype)
+        at = free[..., None].expand_as(own)
+        target.scatter_(2, at, own.where(best.is_read[..., None], target.gather(2, at)))
+    positions = store.positions[:, None].expand(-1, kv_heads, -1).gather(-1, index).where(best.is_read, EMPTY)
+    store.last_recalled.copy_(positions)
+    return places.expand(-1, kv_heads, -1).scatter(-1, free, positions), free
+
+
+def _encoded(held: PackedStates, states: Tensor) -> tuple[Tensor, Tensor]:
+    """States as `held` has others, and their scales, which are none of floats."""
+    if held.format is Format.FLOAT:
+        return states, states
+    return encode(states, held.means, 4 if held.format is Format.INT4 else 8)
+
+
+def _place(store: RecallSlots, index: int) -> tuple[RecallPiece, int]:
+    """The piece that has a token, and its number in there."""
+    for piece in store.pieces:
+        if index < piece.keys.tokens:
+            return piece, index
+        index -= piece.keys.tokens
+    raise AssertionError("a token behind the last piece")
+
+
+def decode(slots: DecodeSlots, new: DecodeInput) -> DecodeOutput:
+    """Write one token per row to a free slot, let its query read the slots, each at its own position, and evict.
+
+    Changes nothing but the keys and values of free slots, and of a recall store behind its last token. The slot of a
+    padding token stays free.
+    """
+    places, state = new.slot_positions.clone(), tuple(tensor.clone() for tensor in new.state)
+    index, retention = first_free(places, 1), slots.retention
+    positions = new.positions[:, None].expand(-1, slots.score_heads, -1)
+    beside: Writes = [(places, positions), *((tensor, 0.0) for tensor in state)]
+    write_all(index, [(slots.keys, new.keys), (slots.values, new.values), *beside])
+    read, recalled = places, None
+    if slots.recall is not None and new.remembered is not None:
+        remember(slots.recall, new)
+        numbers = state[slots.recall.state]
+        numbers.scatter_(-1, index, new.remembered[:, None, None].float().expand_as(index))
+        if new.is_recalling:
+            read, recalled = recall(slots, new, places, numbers)
+    at = RotaryBranch(new.positions[:, None].expand(-1, read.shape[1], -1).clamp(min=0), read.clamp(min=0))
+    is_observing = retention is not None and retention.ranking.observe != "nothing"
+    out, mass = attend(
+        AttentionInput(
+            new.queries,
+            PackedStates(slots.keys),
+            PackedStates(slots.values),
+            read,
+            new.positions,
+            None if slots.tables is None else RotaryIndex(at),
+            slots.tables,
+            slots.scale,
+            slots.visibility,
+            softcap=slots.softcap,
+            observed=new.positions.clamp(max=0) if is_observing or new.is_observed else None,
+        )
+    )
+    if mass is not None and recalled is not None:
+        mass = Mass(mass.rows.scatter(-1, recalled[:, :, None], 0.0), None)
+    evicted = before = None
+    if retention is not None and mass is not None and is_observing:
+        _observe(retention.ranking, state[0], mass.rows[:, :, 0], new.positions)
+    if retention is not None and new.is_evicting:
+        evicted, before = _evict_lowest(slots, retention, new, places, state)
+    for released, stood in new.released:
+        places.scatter_(-1, released, places.gather(-1, released).masked_fill(stood >= 0, EMPTY))
+    return DecodeOutput(index, out, mass if new.is_observed else None, places, state, evicted, before)
+
+
+def _observe(ranking: Ranking, state: Scores, mass: PerSlot, positions: QueryPositions) -> None:
+    """What a policy's state becomes once a query of each row was observed."""
+    is_token = (positions >= 0)[..., None]
+    if ranking.observe == "last":
+        state.copy_(mass.sum(1, keepdim=True).where(is_token, state))
+    elif ranking.observe == "sum":
+        state += mass
+    else:
+        state.mul_(1 - is_token * torch.tensor(ranking.share)).add_(mass, alpha=ranking.share)
+
+
+def _score(
+    slots: DecodeSlots, ranking: Ranking, places: SlotPositions, state: tuple[Scores, ...], starts: Tensor
+) -> Scores:
+    """What a policy ranks slots by. `starts`: where the rows' windows begin."""
+    if ranking.score == "position":
+        return places.float()
+    if ranking.score == "novelty":
+        return -(mean_key_cosine(PackedStates(slots.keys), places) * 2**16).round()
+    if ranking.score == "state":
+        return state[0]
+    is_pooled = (places >= 0) & (places < starts)
+    order = argsort_positions(places)
+    votes = state[0].masked_fill(~is_pooled, 0.0).gather(-1, order)
+    pool = functional.avg_pool1d if ranking.is_mean else functional.max_pool1d
+    pooled = pool(votes, ranking.pool, stride=1, padding=ranking.pool // 2)
+    return torch.empty_like(votes).scatter_(-1, order, pooled)
+
+
+def _evict_lowest(
+    slots: DecodeSlots, retention: Retention, new: DecodeInput, places: SlotPositions, state: tuple[Scores, ...]
+) -> tuple[SlotIndex, SlotIndex]:
+    """Reserve the lowest slot of each row that is over budget; returns the slots, and what stood there."""
+    starts = (new.next_positions - retention.window)[:, None, None]
+    score = _score(slots, retention.ranking, places, state, starts)
+    limits = retention.sinks, retention.window, slots.visibility.sliding_window
+    beside = slots.visibility.attention_chunk, new.row_sinks
+    order = EvictionInput(score, places, new.next_positions, *limits, 1, *beside)
+    ranks = total_order(order).masked_fill(places < 0, torch.iinfo(torch.int64).max)
+    is_over = (places >= 0).sum(-1, keepdim=True) > retention.budget
+    lowest_slot = ranks.argsort(dim=-1, stable=True)[..., :1]
+    before = places.gather(-1, lowest_slot).where(is_over, EMPTY)
+    places.scatter_(-1, lowest_slot, torch.where(is_over, RESERVED, places.gather(-1, lowest_slot)))
+    return lowest_slot, before

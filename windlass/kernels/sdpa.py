@@ -11,11 +11,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from windlass.core.attention import AttentionInput, Mass, Visibility
-from windlass.core.packed import Format, PackedStates
-from windlass.core.rotary_index import RotaryBranch
-from windlass.core.rotate import rotate
-from windlass.core.shapes import Attended, ObservedColumns, QueryPositions, SlotPositions
+from windlass.core.inputs import AttentionInput, Format, Mass, PackedStates, Visibility
+from windlass.core.positions import RotaryBranch, rotate
+from windlass.core.types import Attended, ObservedColumns, QueryPositions, SlotPositions
 from windlass.kernels import cpu
 from windlass.kernels.reference import SCORE_BYTES, visible
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from windlass import kernels
-from windlass.core.shapes import Scores
-from windlass.policies.base import Slots
-from windlass.policies.by_position import scatter_sorted
+from windlass.core.types import Scores
+from windlass.policies.base import Slots, scatter_sorted
 from windlass.policies.wrapper import Wrapper
 
 

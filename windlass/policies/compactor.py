@@ -8,9 +8,8 @@ from torch.nn.functional import avg_pool1d
 
 from windlass import kernels
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import PerSlot, Scores
-from windlass.policies.base import Needs, Observation, Policy, Slots
-from windlass.policies.by_position import gather_sorted, scatter_sorted
+from windlass.core.types import PerSlot, Scores
+from windlass.policies.base import Needs, Observation, Policy, Slots, gather_sorted, scatter_sorted
 from windlass.policies.leverage import Leverage
 
 BLOCK = 256  # positions of a text that look at one another

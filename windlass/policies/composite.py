@@ -2,9 +2,8 @@
 
 from dataclasses import dataclass
 
-from windlass.core.shapes import Scores
-from windlass.policies.base import Slots
-from windlass.policies.interfaces import OneShot
+from windlass.core.types import Scores
+from windlass.policies.base import OneShot, Slots
 from windlass.policies.wrapper import Wrapper, scoring_chunk
 
 

@@ -7,10 +7,18 @@ import torch
 
 from windlass import kernels
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import NewKeys, Queries, Scores
-from windlass.policies.base import ACCUMULATES, WEIGHT, Needs, Policy, Slots
-from windlass.policies.by_position import lexsort_ranks, scatter_sorted
-from windlass.policies.interfaces import NewTokens, Trained
+from windlass.core.types import NewKeys, Queries, Scores
+from windlass.policies.base import (
+    ACCUMULATES,
+    WEIGHT,
+    Needs,
+    NewTokens,
+    Policy,
+    Slots,
+    Trained,
+    lexsort_ranks,
+    scatter_sorted,
+)
 
 JOINS: Final = "joins"  # state: 1 where a token is to be merged into the one after it
 

@@ -6,9 +6,8 @@ import torch
 
 from windlass import kernels
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import Scores
-from windlass.policies.base import Slots
-from windlass.policies.by_position import lexsort_ranks, scatter_sorted
+from windlass.core.types import Scores
+from windlass.policies.base import Slots, lexsort_ranks, scatter_sorted
 from windlass.policies.wrapper import Wrapper
 
 MAX_GROUP = 2**16

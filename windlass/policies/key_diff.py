@@ -3,10 +3,9 @@
 from dataclasses import dataclass
 
 from windlass import kernels
-from windlass.core.decode import Ranking
-from windlass.core.shapes import Scores
-from windlass.policies.base import Policy, Slots
-from windlass.policies.interfaces import Ranked
+from windlass.core.inputs import Ranking
+from windlass.core.types import Scores
+from windlass.policies.base import Policy, Ranked, Slots
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch.linalg import vector_norm
 
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.policies.base import Policy, Slots
 
 

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 import torch
 
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import Scores
-from windlass.policies.base import Needs, Observation, Policy, Slots
-from windlass.policies.interfaces import OneShot
+from windlass.core.types import Scores
+from windlass.policies.base import Needs, Observation, OneShot, Policy, Slots
 
 
 @dataclass(frozen=True)

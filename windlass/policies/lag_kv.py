@@ -9,9 +9,8 @@ from torch.linalg import vector_norm
 
 from windlass import kernels
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import Scores
-from windlass.policies.base import Needs, Policy, Slots
-from windlass.policies.by_position import gather_sorted, scatter_sorted
+from windlass.core.types import Scores
+from windlass.policies.base import Needs, Policy, Slots, gather_sorted, scatter_sorted
 
 MIN_RANGE: Final = 1e-6  # of a channel over a block: where tokens are repeated it is 0
 UNRANKED: Final = 2.0  # above all ranks

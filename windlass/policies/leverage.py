@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.policies.base import Policy, Slots
 
 

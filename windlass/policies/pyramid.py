@@ -3,9 +3,8 @@
 from dataclasses import dataclass
 
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import Scores
-from windlass.policies.base import Slots
-from windlass.policies.interfaces import Budgeter, Recency
+from windlass.core.types import Scores
+from windlass.policies.base import Budgeter, Recency, Slots
 from windlass.policies.wrapper import Wrapper, find, keeps_newest
 
 

@@ -8,9 +8,8 @@ from torch.nn.functional import max_pool1d, normalize
 
 from windlass import kernels
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import Scores
-from windlass.policies.base import Needs, Observation, Policy, Slots
-from windlass.policies.by_position import gather_sorted, scatter_sorted
+from windlass.core.types import Scores
+from windlass.policies.base import Needs, Observation, Policy, Slots, gather_sorted, scatter_sorted
 
 BLOCK_BYTES = 4 * 2**20  # of cosines alive at once: few enough for the cache of a CPU
 

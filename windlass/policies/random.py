@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.policies.base import Policy, Slots
 
 

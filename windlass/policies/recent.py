@@ -2,10 +2,9 @@
 
 from dataclasses import dataclass
 
-from windlass.core.decode import Ranking
-from windlass.core.shapes import Scores
-from windlass.policies.base import Needs, Policy, Slots
-from windlass.policies.interfaces import Ranked, Recency
+from windlass.core.inputs import Ranking
+from windlass.core.types import Scores
+from windlass.policies.base import Needs, Policy, Ranked, Recency, Slots
 
 
 @dataclass(frozen=True)

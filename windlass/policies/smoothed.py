@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.policies.base import Needs, Slots
 from windlass.policies.wrapper import Wrapper
 

@@ -6,11 +6,10 @@ import torch
 from torch.nn.functional import avg_pool1d, max_pool1d
 
 from windlass import kernels
-from windlass.core.decode import Ranking
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import Scores
-from windlass.policies.base import Needs, Observation, Policy, Slots
-from windlass.policies.interfaces import Ranked
+from windlass.core.inputs import Ranking
+from windlass.core.types import Scores
+from windlass.policies.base import Needs, Observation, Policy, Ranked, Slots
 
 
 @dataclass(frozen=True)

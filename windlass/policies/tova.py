@@ -4,10 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
-from windlass.core.decode import Ranking
-from windlass.core.shapes import Scores
-from windlass.policies.base import Needs, Observation, Policy, Slots
-from windlass.policies.interfaces import Ranked
+from windlass.core.inputs import Ranking
+from windlass.core.types import Scores
+from windlass.policies.base import Needs, Observation, Policy, Ranked, Slots
 
 
 @dataclass(frozen=True)

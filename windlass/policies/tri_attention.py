@@ -6,9 +6,9 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import PolicyError
-from windlass.core.shapes import Scores
+from windlass.core.types import Scores
 from windlass.policies.base import Needs, Observation, Policy, Slots
-from windlass.policies.query_means import head_products, is_from, rotate_ahead, update_means
+from windlass.policies.expected_attention import head_products, is_from, rotate_ahead, update_means
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,9 @@ from abc import ABC
 from dataclasses import dataclass
 from typing import TypeVar
 
-from windlass.core.decode import Ranking
 from windlass.core.errors import PolicyError
-from windlass.policies.base import Needs, Observation, Policy, Slots
-from windlass.policies.interfaces import OneShot, Ranked, Recency, Trained
+from windlass.core.inputs import Ranking
+from windlass.policies.base import Needs, Observation, OneShot, Policy, Ranked, Recency, Slots, Trained
 
 Interface = TypeVar("Interface")
 

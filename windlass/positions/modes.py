@@ -3,23 +3,282 @@
 To add a mode, write a frozen dataclass of whole numbers that subclasses `PositionMode`, and add it to `MODES`.
 """
 
-from dataclasses import MISSING, dataclass, fields
-from typing import Final
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, astuple, dataclass, fields
+from typing import ClassVar, Final
 
 import torch
+from torch import Tensor
 
-from windlass.core.check import check_kind
-from windlass.core.close_names import near_to
-from windlass.core.errors import UsageError
-from windlass.core.limits import MAX_NUMBER, check_range
-from windlass.core.places import Places, SlotPlaces
-from windlass.core.rotary_index import RotaryBranch, RotaryIndex
-from windlass.core.shapes import QueryPositions, SlotPositions
-from windlass.core.spec import check_given, parse_ints, parse_spec
-from windlass.positions.base import PositionMode as PositionMode
-from windlass.positions.base import Reading, as_they_stand, at_ranks, per_rank, rebased
-from windlass.positions.blocks import in_blocks
-from windlass.positions.windowed import Windowed
+from windlass import kernels
+from windlass.core.errors import UsageError, check_kind
+from windlass.core.parse import MAX_NUMBER, check_given, check_range, near_to, parse_ints, parse_spec
+from windlass.core.positions import Places, RotaryBranch, RotaryIndex, SlotPlaces
+from windlass.core.step import Step
+from windlass.core.types import QueryPositions, RotaryKeys, RotaryQueries, SlotPositions
+
+
+@dataclass(frozen=True)
+class Reading:
+    """At which rotary positions some columns of a step read, from column `start` on.
+
+    `is_read` (batch, columns) tells which of their queries do; None: all of the step's. `bound` is how many rows of a
+    rotary table this takes, and `length` the length of text that the table is for, which no number of columns changes.
+    """
+
+    index: RotaryIndex
+    bound: int
+    length: int
+    start: int = 0
+    is_read: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class PositionMode(ABC):
+    """Decides at which rotary distance a kept token is read. Its fields are whole numbers."""
+
+    name: ClassVar[str]
+    """The name that a user types, with the fields in parentheses: `"self_extend(8, 64)"`."""
+
+    @abstractmethod
+    def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
+        """The rotary positions of one step. `slots` already holds the positions of `queries`, the newest tokens.
+
+        Positions below 0 are those of free slots and of padding; what is given for them is not used, but must
+        be from 0 and below `bound`.
+        """
+
+    @abstractmethod
+    def bound(self, end: int, occupancy: int, tokens: int) -> int:
+        """The length of rotary table that a step needs: every rotary position is below it.
+
+        `end` is one past the newest position of any row, `occupancy` the most tokens that a row holds, and
+        `tokens` the columns of the step.
+        """
+
+    def within(self, trained_length: int | None, is_bounded: bool) -> "PositionMode":
+        """The mode in a layer of a model trained on texts of `trained_length` tokens; None where nobody knows.
+
+        `is_bounded` tells whether the layer has a budget. Only a mode that asks for them is another one then.
+        """
+        return self
+
+    def stands_until(self) -> int:
+        """The longest text of which each token is read at its own position; 0 where no such length is known."""
+        return 0
+
+    def keeps_places(self, end: int, occupancy: int) -> bool:
+        """Whether keys and queries are read where they stand, or at their ranks, and not just at some distance.
+
+        In a text up to `end`, of which a row holds `occupancy` tokens at most. Only with norms after RoPE it matters.
+        """
+        return False
+
+    def readings(self, slots: SlotPositions, step: Step, occupancy: int) -> Sequence[Reading]:
+        """How the queries of `step` read the slots, which hold its tokens already; each query is in one reading.
+
+        `occupancy` is the most tokens that a row holds, or holds while a graph replays the step.
+        """
+        bound = self.bound(step.end, occupancy, step.positions.shape[1])
+        return [Reading(self.rotary_index(slots, step.positions), bound, self.bound(step.end, occupancy, 1))]
+
+    def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
+        """How the queries of a step read the slots, of a text with pictures.
+
+        Raises: UsageError for a mode that can't.
+        """
+        raise UsageError(
+            f'positions="{self}" can\'t read a text with pictures; set cache.positions to "original" or "compact"'
+        )
+
+    def __str__(self) -> str:
+        """The text that `position_mode` reads back."""
+        numbers = ", ".join(map(str, astuple(self)))
+        return f"{self.name}({numbers})" if numbers else self.name
+
+
+def per_rank(queries: QueryPositions, slots: SlotPositions) -> RotaryQueries:
+    return queries.clamp(min=0)[:, None, :].expand(-1, slots.shape[1], -1)
+
+
+def as_they_stand(slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
+    """Each token at its own position."""
+    return RotaryIndex(RotaryBranch(per_rank(queries, slots), slots.clamp(min=0)))
+
+
+def at_ranks(slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
+    """Each token at its rank among those that its row and head hold."""
+    held = slots >= 0
+    order = kernels.argsort_positions(slots)
+    ranks = torch.arange(slots.shape[-1], device=slots.device).expand_as(order)
+    keys = torch.empty_like(order).scatter_(-1, order, ranks).where(held, 0)
+    # The queries are the newest tokens of their row, so their ranks end at the number held.
+    real = queries >= 0
+    newer = real.flip(-1).cumsum(-1).flip(-1).clamp(min=1)  # padding at the end reads nothing, within the bound
+    query_ranks = held.sum(-1, keepdim=True) - newer[:, None, :]
+    return RotaryIndex(RotaryBranch(query_ranks.clamp(min=0), keys))
+
+
+def rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> RotaryBranch:
+    """Positions counted from the oldest key that any query reaches within `window`."""
+    # Padding queries stand at 0 and would pull the base down, but never below a real one minus the chunk.
+    base = (q.amax(-1, keepdim=True) - q.shape[-1] - window).clamp(min=0)
+    # A row of padding only stands at 0 as a whole: its keys are beyond reach, and must stay within the bound.
+    return RotaryBranch((q - base).clamp(min=0), (k - base).clamp(0, q.shape[-1] + window))
+
+
+NEAR_SHARE = 8  # of the trained length one in so many is read as near as it stands, see docs/findings.md
+
+
+@dataclass(frozen=True)
+class Windowed(PositionMode):
+    """Up to `trained_length` as `original`; beyond it at places, in steps of several where these exceed it, too.
+
+    A query at a position below `trained_length` reads as `original`. Beyond, tokens have places: their ranks in a
+    layer that `is_bounded` by a budget, else their positions. Where the query's own place is below `trained_length`,
+    keys are read at places, which is `compact`. Else they are read as by `self_extend` over places, with the smallest
+    `group` of 1, 2, 4, ... that keeps distances below `trained_length`, and an eighth of it as the near `window`.
+
+    All of it follows from the query and what its row holds: not from the other rows, nor from the columns of a step.
+    Where heads hold different numbers of tokens, after an edit, the fullest one decides the group.
+    """
+
+    name = "auto"
+
+    trained_length: int
+    is_bounded: bool
+
+    def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
+        """For queries of one column, in rows of any length."""
+        return self._of_one_column(slots, queries, int(slots.max()) + 1)
+
+    def bound(self, end: int, occupancy: int, tokens: int) -> int:
+        if end <= self.trained_length:
+            return end
+        return self.trained_length if tokens == 1 else max(self.trained_length, tokens + self.near + 1)
+
+    def stands_until(self) -> int:
+        return self.trained_length
+
+    def keeps_places(self, end: int, occupancy: int) -> bool:
+        return self.label(end, occupancy) in ("original", "compact")
+
+    @property
+    def near(self) -> int:
+        """Distances below it are never grouped."""
+        return self.trained_length // NEAR_SHARE
+
+    def readings(self, slots: SlotPositions, step: Step, occupancy: int) -> Sequence[Reading]:
+        if step.end <= self.trained_length:
+            return [Reading(as_they_stand(slots, step.positions), step.end, step.end)]
+        places = occupancy if self.is_bounded else step.end
+        if step.positions.shape[1] == 1:
+            trained = self.trained_length
+            return [Reading(self._of_one_column(slots, step.positions, places), trained, trained)]
+        return list(self._of_columns(slots, step, places))
+
+    def reading_at(self, slots: SlotPlaces, queries: Places) -> Reading:
+        if queries.end > self.trained_length:
+            raise UsageError(
+                f'positions="auto" can\'t read a text with pictures beyond the trained length of {self.trained_length}'
+                f', and it reaches {queries.end}; set cache.positions to "compact" or "original"'
+            )
+        return Reading(as_they_stand(slots.at, queries.at), queries.end, queries.end)
+
+    def reach(self, group: int) -> int:
+        """Places of a text that `group` brings below the trained length."""
+        return group * (self.trained_length - self.near + self.near // group)
+
+    def groups(self, places: int) -> list[int]:
+        """All groups that a query may need where no place is `places` or more."""
+        groups = [1]
+        while self.reach(groups[-1]) < places:
+            groups.append(2 * groups[-1])
+        return groups
+
+    def label(self, end: int, occupancy: int) -> str:
+        """The explicit mode by which the newest token of a text up to `end` reads `occupancy` tokens."""
+        if end <= self.trained_length:
+            return "original"
+        group = self.groups(occupancy if self.is_bounded else end)[-1]
+        return "compact" if group == 1 else f"self_extend({group}, {self.near})"
+
+    def _of_one_column(self, slots: SlotPositions, queries: QueryPositions, places: int) -> RotaryIndex:
+        """One branch for all rows, wherever each stands; asks nothing of the device."""
+        at, keys_at = per_rank(queries, slots), slots.clamp(min=0)
+        q, k = at, keys_at
+        if self.is_bounded:
+            ranks = at_ranks(slots, queries).near
+            is_inside = (queries < self.trained_length)[:, None]
+            q, k = at.where(is_inside, ranks.queries), keys_at.where(is_inside, ranks.keys)
+        most = q.amax(1, keepdim=True)
+        group = torch.ones_like(most)
+        for each in self.groups(places)[:-1]:
+            group = torch.where(most >= self.reach(each), 2 * each, group)
+        far_q = q // group + self.near - self.near // group
+        keys = torch.where(at - keys_at < self.near, far_q - (q - k), k // group)
+        last = self.trained_length - 1
+        return RotaryIndex(RotaryBranch(far_q.clamp(max=last), keys.clamp(0, last)))
+
+    def _of_columns(self, slots: SlotPositions, step: Step, places: int) -> Iterator[Reading]:
+        """A reading for all queries of one group, of the columns that have any."""
+        queries, trained = step.positions, self.trained_length
+        q, k = per_rank(queries, slots), slots.clamp(min=0)
+        is_beyond = queries >= trained
+        inside = _columns(step, 0, trained)
+        if inside is not None:
+            index = RotaryIndex(RotaryBranch(q[..., inside].clamp(max=trained - 1), k.clamp(max=trained - 1)))
+            yield Reading(index, trained, trained, inside.start, ((queries >= 0) & ~is_beyond)[:, inside])
+        if self.is_bounded:
+            ranks = at_ranks(slots, queries).near
+            q, k = ranks.queries, ranks.keys
+        most, least = q.amax(1), 0
+        for group in self.groups(places):
+            reach = self.reach(group)
+            start, stop = (trained, step.end) if self.is_bounded else (max(least, trained), reach)
+            columns = _columns(step, start, stop)
+            if columns is not None:
+                is_read = is_beyond & (most >= least) & (most < reach)
+                yield self._grouped(q[..., columns], k, group, columns.start, is_read[:, columns])
+            least = reach
+
+    def _grouped(self, q: RotaryQueries, k: RotaryKeys, group: int, start: int, is_read: Tensor) -> Reading:
+        """Queries and keys at places, by one group."""
+        last = self.trained_length - 1
+        far_q = (q // group + self.near - self.near // group).clamp(max=last)
+        far = RotaryBranch(far_q, (k // group).clamp(max=last))
+        if group == 1:
+            return Reading(RotaryIndex(far), self.trained_length, self.trained_length, start, is_read)
+        near = rebased(q, k, self.near)
+        bound = max(self.trained_length, q.shape[-1] + self.near + 1)
+        return Reading(RotaryIndex(near, far, self.near), bound, self.trained_length, start, is_read)
+
+
+def _columns(step: Step, start: int, stop: int) -> slice | None:
+    """The columns from the first to the last that may have a token at a position from `start` and below `stop`."""
+    found = [at for at, (low, high) in enumerate(step.column_spans) if low < stop and high >= start]
+    return slice(found[0], found[-1] + 1) if found else None
+
+
+def in_blocks(slots: SlotPlaces, queries: Places) -> RotaryIndex:
+    """Each picture of which a token is held in its full extent, each token of text in one place, without gaps.
+
+    The slots hold the tokens of the queries.
+    """
+    held = slots.at >= 0
+    starts, order = slots.block_start.where(held, MAX_NUMBER).sort(-1)
+    extents = slots.block_end.gather(-1, order) - starts
+    is_first = torch.ones_like(starts, dtype=torch.bool)
+    is_first[..., 1:] = starts[..., 1:] != starts[..., :-1]
+    ends = extents.where(is_first & (starts < MAX_NUMBER), 0).cumsum(-1)  # of each block, where it is read
+    at = ends - extents + slots.at.gather(-1, order) - starts
+    keys = torch.empty_like(at).scatter_(-1, order, at).where(held, 0)
+    per_head = (tensor[:, None].expand(-1, held.shape[1], -1) for tensor in (queries.block_start, queries.at))
+    its_start, its_at = (tensor.contiguous() for tensor in per_head)
+    found = torch.searchsorted(starts.long(), its_start.long()).clamp(max=starts.shape[-1] - 1)
+    base = (ends - extents).gather(-1, found)
+    return RotaryIndex(RotaryBranch((base + its_at - its_start).where(its_at >= 0, 0), keys))
 
 
 @dataclass(frozen=True)

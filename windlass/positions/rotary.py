@@ -11,10 +11,69 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from windlass.core.rotate import rotate
-from windlass.core.shapes import RotaryTable
-from windlass.positions.norm_weights import NormWeights
-from windlass.positions.tables import cos_sin
+from windlass.core.errors import UnsupportedModel
+from windlass.core.positions import rotate
+from windlass.core.types import RotaryTable
+
+Output = Tensor | tuple[Tensor, Tensor]
+
+
+def cos_sin(output: object) -> tuple[Tensor, Tensor]:
+    """Cos and sin of what a rotary module returned. Raises: UnsupportedModel for anything else."""
+    match output:
+        case Tensor() if output.is_complex():
+            return output.real, output.imag
+        case (Tensor() as cos, Tensor() as sin):
+            return cos, sin
+    raise UnsupportedModel("has a rotary module that returns neither (cos, sin) nor complex numbers")
+
+
+def unturned(output: object) -> Output:
+    """The same without any rotation, or scale."""
+    cos, sin = cos_sin(output)
+    ones = torch.ones_like(output if isinstance(output, Tensor) else cos)
+    return ones if isinstance(output, Tensor) else (ones, torch.zeros_like(sin))
+
+
+@dataclass(frozen=True)
+class NormWeights:
+    """The norms whose `weight`s (head_dim) multiply a layer's rotated queries and keys; None: no norm does.
+
+    Weights are read when they are asked for: a model may move, or be trained further.
+    """
+
+    query_norm: nn.Module | None
+    key_norm: nn.Module | None
+
+    def left_out(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        """What the norms gave, divided by their weights."""
+        return _divided(queries, self.query_norm), _divided(keys, self.key_norm)
+
+    def put_in(self, keys: Tensor) -> Tensor:
+        """Rotated keys, in the model's layout, as its norm gives them; in float32."""
+        weight = weight_of(self.key_norm)
+        return keys if weight is None else keys.float() * weight
+
+    def product(self) -> Tensor:
+        """(head_dim) in float32: of both weights, in the model's layout of channels."""
+        weights = [weight for norm in (self.query_norm, self.key_norm) if (weight := weight_of(norm)) is not None]
+        assert weights, "no norm has weights"
+        return weights[0] if len(weights) == 1 else weights[0] * weights[1]
+
+
+def weight_of(norm: nn.Module | None) -> Tensor | None:
+    """A norm's weight in float32."""
+    if norm is None:
+        return None
+    weight = norm.weight
+    assert isinstance(weight, Tensor), "a norm without a weight"
+    return weight.detach().float()
+
+
+def _divided(states: Tensor, norm: nn.Module | None) -> Tensor:
+    weight = weight_of(norm)
+    return states if weight is None else (states.float() / weight.to(states.device)).to(states.dtype)
+
 
 LENGTH_DEPENDENT = ("dynamic", "longrope")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from windlass.core.errors import UsageError
 from windlass.engine.request import Grammar
 from windlass.serve.errors import BadField
-from windlass.serve.words import Words
+from windlass.serve.prompts import Words
 
 # Spaces as models write them, and no more: with any number allowed, a model may write nothing else to the end.
 FORM: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}

@@ -7,10 +7,9 @@ import json
 from collections.abc import Mapping
 from typing import Any, Final
 
-from windlass.core.check import shown
-from windlass.serve.errors import BadField
-from windlass.serve.fields import Check, flag, listed, mapping, one_of, text, whole
-from windlass.serve.tools import FUNCTION
+from windlass.core.errors import shown
+from windlass.serve.errors import BadField, Check, flag, listed, mapping, one_of, text, whole
+from windlass.serve.parsers import FUNCTION
 
 VERBOSITY: Final = one_of(("low", "medium", "high"))
 INCLUDED: Final = (  # items and parts that no answer here has

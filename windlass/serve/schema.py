@@ -4,15 +4,29 @@ from collections.abc import Collection, Mapping
 from functools import partial
 from typing import Any, Final
 
-from windlass.core.check import shown
-from windlass.core.limits import SYSTEM
-from windlass.serve import response_input
-from windlass.serve.errors import ApiError, BadField
-from windlass.serve.fields import Check, flag, listed, mapping, name_of, one_of, real, record, short, text, whole
-from windlass.serve.messages import messages
+from windlass.core.errors import shown
+from windlass.core.parse import SYSTEM
+from windlass.serve import responses as response_input
+from windlass.serve.errors import (
+    ApiError,
+    BadField,
+    CacheChoices,
+    Check,
+    RequestLimits,
+    flag,
+    listed,
+    mapping,
+    name_of,
+    one_of,
+    real,
+    record,
+    short,
+    text,
+    whole,
+)
 from windlass.serve.neutral import NEUTRAL
-from windlass.serve.settings import CacheChoices, RequestLimits
-from windlass.serve.tools import functions, without_inert
+from windlass.serve.parsers import functions, without_inert
+from windlass.serve.prompts import messages
 
 MOST_TOKEN_ID: Final = 2**31 - 1
 OWN = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  # of the cache; see `CacheOptions`

@@ -10,7 +10,7 @@ To write a store, subclass `Store` in a file of its own:
 2. give keys and values back in `decode_keys` and `decode_values`, in the dtype of the model;
 3. return a new, empty store of the same settings in `fresh`;
 4. return in `name` what a user types; where it takes whole numbers, as in `int4(sinks=4)`, list them in `parameters`;
-5. add one line to `STORES` in `windlass/stores/spec.py`. Without it, `KVCache(store=MyStore())` works, too.
+5. add one line to `STORES` in `windlass/stores/formats.py`. Without it, `KVCache(store=MyStore())` works, too.
 
 Optional: `make_constants` and `constant_names` for tensors that all tokens share, `needs_key_means` for a store that
 encodes keys relative to their mean, and `packed_keys` and `packed_values` for bytes that kernels read in place. By
@@ -27,9 +27,8 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.core.attention import Writes
-from windlass.core.packed import PackedStates
-from windlass.core.shapes import IndexKeys, KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
+from windlass.core.inputs import PackedStates, Writes
+from windlass.core.types import IndexKeys, KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
 from windlass.stores.full_precision import FullPrecisionRing
 
 INDEX_KEYS: Final = "index_keys"  # the part that holds them; prompt-cache files call it so, too

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.core.check import whole_number
-from windlass.core.limits import LEAST, MAX_NUMBER
-from windlass.core.shapes import NewKeys, NewValues, RowCounts, SlotIndex
+from windlass.core.errors import whole_number
+from windlass.core.parse import LEAST, MAX_NUMBER
+from windlass.core.types import NewKeys, NewValues, RowCounts, SlotIndex
 
 # Names of the tensors. Prompt-cache files use them, too, so they must not change.
 KEYS: Final = "exact_keys"  # (batch, kv_heads, entries, head_dim)

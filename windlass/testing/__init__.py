@@ -1,9 +1,16 @@
 """For tests, ours and yours: a check of the policy contract, and tiny random models of many families."""
 
 from windlass.cache.contract import check_policy
-from windlass.testing.hybrids import HYBRIDS, tiny_hybrid
-from windlass.testing.models import FAMILIES, SLIDING_WINDOW, TRAINED_LENGTH, VOCABULARY, tiny_model
-from windlass.testing.on_models import check_on_models
+from windlass.testing.models import (
+    FAMILIES,
+    HYBRIDS,
+    SLIDING_WINDOW,
+    TRAINED_LENGTH,
+    VOCABULARY,
+    check_on_models,
+    tiny_hybrid,
+    tiny_model,
+)
 
 __all__ = [
     "FAMILIES",

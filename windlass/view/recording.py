@@ -10,12 +10,25 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from windlass.cache.state import CacheState
-from windlass.core.check import whole_number
-from windlass.core.errors import RecordingError, UsageError
+from windlass.core.errors import RecordingError, UsageError, whole_number
 from windlass.core.files import check_writable, read_bytes, replacing
-from windlass.view.frames import Encoder, Frame, frames_of
-from windlass.view.snapshot import Camera, about
-from windlass.view.wire import DELTA, FULL, HEADER, MAGIC, VERSION, Record, end_record, json_record, parsed, records_of
+from windlass.view.frames import (
+    DELTA,
+    FULL,
+    HEADER,
+    MAGIC,
+    VERSION,
+    Camera,
+    Encoder,
+    Frame,
+    Record,
+    about,
+    end_record,
+    frames_of,
+    json_record,
+    parsed,
+    records_of,
+)
 
 
 class Recorder:

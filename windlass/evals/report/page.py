@@ -2,15 +2,81 @@
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Final
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
 
-from windlass.evals.case import FULL, Header
-from windlass.evals.report.read import LoadedResults
-from windlass.evals.report.style import CSS
-from windlass.evals.report.summaries import Block, SettingRow, TurnRows, over_lengths
+from windlass.core.errors import UsageError
+from windlass.core.files import check_writable, replacing, replacing_folder
+from windlass.evals.report import summaries
+from windlass.evals.report.summaries import (
+    Block,
+    LoadedResults,
+    SettingRow,
+    TurnRows,
+    over_lengths,
+    read_results,
+    verdict,
+)
+from windlass.evals.results import FULL, Case, Header
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+CSS: Final = """\
+:root { color-scheme: light dark; --paper: #fff; --ink: #1b1b1b; --faint: #555; --mark: #0072b2;
+  --plot-0: #0072b2; --plot-1: #d55e00; --plot-2: #009e73; --plot-3: #cc79a7; --plot-4: #5b5b5b; --plot-5: #e69f00;
+  --plot-6: #56b4e9; --plot-7: #1b1b1b; --plot-8: #d0d0d0; }
+@media (prefers-color-scheme: dark) { :root { --paper: #16181b; --ink: #e6e3dd; --faint: #a5a19a; --mark: #6fb7ea;
+  --plot-0: #5aaef0; --plot-1: #ff8f4a; --plot-2: #35c99f; --plot-3: #e8a3ca; --plot-4: #b5b5b5; --plot-5: #f2b43c;
+  --plot-6: #8fd0f7; --plot-7: #e6e3dd; --plot-8: #3d4146; } }
+body { max-width: 47rem; margin: 3.5rem auto 5rem; padding: 0 1.25rem; background: var(--paper); color: var(--ink);
+  font: 17px/1.5 Charter, "Bitstream Charter", "Iowan Old Style", "Source Serif 4", Palatino, "Palatino Linotype",
+  Georgia, "Liberation Serif", serif; }
+h1 { font-size: 1.9rem; font-weight: 600; line-height: 1.15; margin: 0; overflow-wrap: anywhere; }
+h1 + p { margin: .3rem 0 1.6rem; font-style: italic; color: var(--faint); }
+h2 { font-size: 1.35rem; font-weight: 600; margin: 3.2rem 0 .4rem; padding-top: .7rem;
+  border-top: 2px solid var(--ink); }
+h3 { font-size: 1.1rem; font-weight: 600; margin: 2.4rem 0 .6rem; overflow-wrap: anywhere; }
+a { color: inherit; text-decoration-thickness: 1px; text-underline-offset: .15em; }
+dl { display: grid; grid-template-columns: max-content 1fr; gap: .25rem 1.2rem; margin: 0; font-size: .92rem; }
+dt { font-style: italic; color: var(--faint); }
+dd { margin: 0; overflow-wrap: anywhere; }
+nav { margin-top: 1.4rem; font-size: .92rem; }
+nav p { margin: .15rem 0; }
+.note { margin: 1.1rem 0 0; padding-left: .8rem; border-left: 3px solid var(--ink); font-size: .92rem;
+  overflow-wrap: anywhere; }
+.verdict { margin: 0 0 1.8rem; padding: .9rem 1.1rem; border: 1px solid var(--mark); border-left-width: 5px;
+  font-size: 1.12rem; overflow-wrap: anywhere; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(100%, 20.5rem), 1fr)); gap: 0 1.6rem; }
+figure { margin: 1.1rem 0 1.6rem; }
+svg { display: block; width: 100%; max-width: 34rem; height: auto; }
+svg * { stroke-linejoin: round; stroke-linecap: butt; }
+tbody tr[title]:hover { background: color-mix(in srgb, var(--mark) 14%, transparent); }
+figcaption, caption { font-size: .86rem; font-style: italic; color: var(--faint); text-align: left; }
+figcaption { margin-top: .4rem; }
+caption { padding-bottom: .45rem; }
+.wide { overflow-x: auto; margin: 1.2rem 0 1.8rem; }
+table { border-collapse: collapse; width: 100%; font-size: .84rem; line-height: 1.3;
+  font-variant-numeric: lining-nums tabular-nums; border-bottom: 1px solid var(--ink); }
+thead tr { border-top: 1px solid var(--ink); border-bottom: 1px solid var(--ink); }
+th { font-weight: 400; font-style: italic; vertical-align: bottom; }
+th, td { padding: .22rem 0 .22rem .9rem; text-align: right; white-space: nowrap; }
+th:first-child, td:first-child { padding-left: 0; text-align: left; white-space: normal; overflow-wrap: anywhere;
+  min-width: 8.5rem; }
+td { vertical-align: baseline; }
+.group th { padding-top: .7rem; font-weight: 600; font-style: normal; }
+.full td { font-style: italic; border-bottom: 1px dotted #888; }
+footer { margin-top: 2.5rem; font-size: .86rem; font-style: italic; color: var(--faint); }
+@media (max-width: 30rem) { body { margin-top: 1.5rem; padding: 0 .8rem; font-size: 16px; }
+  dl { grid-template-columns: 1fr; gap: 0; } dd { margin-bottom: .5rem; } table { font-size: .8rem; }
+  th, td { padding-left: .55rem; } th:first-child, td:first-child { min-width: 5.5rem; } }
+@media print { body { max-width: none; margin: 0; padding: 0; font-size: 10.5pt; }
+  figure, tr { break-inside: avoid; } .wide { overflow: visible; } }
+"""
+
 
 NONE: Final = "\N{EN DASH}"
 MODES: Final = {
@@ -295,3 +361,154 @@ def _cells(tag: str, texts: Sequence[str], kind: str = "", told: str = "") -> st
     cells = "".join(f"<{tag}>{escape(text).replace('(', '(<wbr>')}</{tag}>" for text in texts)
     attributes = (f' class="{kind}"' if kind else "") + (f' title="{escape(told)}"' if told else "")
     return f"<tr{attributes}>{cells}</tr>"
+
+
+TEXT, NUMBER = "---", "---:"  # what a column's rule says: numbers align at the right
+
+
+def row(cells: Sequence[str]) -> str:
+    """One line of a table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def table(
+    heads: Sequence[str], rows: Sequence[Sequence[str]], text_columns: int | None = None, number: str = NUMBER
+) -> str:
+    """A table whose first `text_columns` columns are text and the others numbers, by default all text."""
+    return "\n".join([*top(heads, text_columns, number), *map(row, rows)])
+
+
+def top(heads: Sequence[str], text_columns: int | None = None, number: str = NUMBER) -> list[str]:
+    """The first two lines of a `table` whose rows come later."""
+    texts = len(heads) if text_columns is None else text_columns
+    return [row(heads), row([TEXT] * texts + [number] * (len(heads) - texts))]
+
+
+def padded(lines: Sequence[Mapping[str, str]], numbers: Collection[str]) -> str:
+    """A table of at least one line, whose columns are the keys of the lines, padded so that it reads as plain text too.
+
+    The columns in `numbers` align at the right. A bar in a cell is escaped.
+    """
+    cells = [[text.replace("|", "\\|") for text in line.values()] for line in lines]
+    heads = list(lines[0])
+    widths = [max(map(len, column)) for column in zip(heads, *cells, strict=True)]
+
+    def placed(texts: Sequence[str]) -> str:
+        columns = zip(texts, heads, widths, strict=True)
+        return row([text.rjust(width) if head in numbers else text.ljust(width) for text, head, width in columns])
+
+    rule = row(
+        ["-" * (width - 1) + ":" if head in numbers else "-" * width for head, width in zip(heads, widths, strict=True)]
+    )
+    return "\n".join([placed(heads), rule, *map(placed, cells)])
+
+
+SUFFIXES: Final = (".html", ".htm")
+
+
+@dataclass(frozen=True)
+class Written:
+    """What a report came to: `folder` holds `figures` PNG files, and is not there without any."""
+
+    page: Path
+    folder: Path
+    cases: int
+    figures: int
+    notes: tuple[str, ...]
+
+
+def write_report(files: Sequence[Path], output: Path) -> Written:
+    """Write the page to `output`, and its figures into a folder beside it, `report_files` for `report.html`.
+
+    Files of the same names are replaced; the page holds its figures itself and does not need the folder.
+
+    Raises: UsageError when `output` is no HTML file or cannot be written, when the results cannot be read or have no
+    cases, and when matplotlib is not installed.
+    """
+    _check_output(output)
+    results = read_results(files)
+    modes = _modes(results.cases)
+    folder = output.with_name(f"{output.stem}_files")
+    text = page(results, verdict(results.cases), modes, [file.name for file in files], f"{folder.name}/")
+    pictures = [picture for mode in modes for task in mode.tasks for picture in task.pictures]
+    try:
+        with replacing(output) as file:
+            file.write_text(text, encoding="utf-8", errors="replace")
+            if pictures:
+                with replacing_folder(folder) as new:
+                    for picture in pictures:
+                        (new / picture.name).write_bytes(picture.png)
+    except OSError as error:
+        raise UsageError(f"output {output} cannot be written: {error.strerror}; nothing was") from None
+    return Written(output, folder, len(results.cases), len(pictures), results.notes)
+
+
+def _check_output(output: Path) -> None:
+    if output.suffix.lower() not in SUFFIXES:
+        raise UsageError(f"output {output} must end in .html, so that no results file is written over")
+    check_writable(output, "output")
+
+
+def _modes(cases: Sequence[Case]) -> list[ModePart]:
+    labels = summaries.labels(cases)
+    taken: set[str] = set()
+    modes = []
+    for is_aware in MODES:
+        of_mode = [case for case in cases if case.is_aware is is_aware]
+        if not of_mode:
+            continue
+        tasks = dict.fromkeys(case.task for case in of_mode)
+        parts = [_task(task, [case for case in of_mode if case.task == task], labels, taken) for task in tasks]
+        modes.append(ModePart(is_aware, tuple(summaries.settings(of_mode)), tuple(parts)))
+    return modes
+
+
+def _task(task: str, cases: Sequence[Case], labels: Sequence[str], taken: set[str]) -> TaskPart:
+    """One task in one mode; the names of its figures are added to `taken`."""
+    try:
+        from windlass.evals.report import plots
+    except ImportError as error:
+        raise UsageError(
+            f"a report is drawn with matplotlib, which cannot be imported ({error}); "
+            "install it: pip install 'matplotlib>=3.9,<4', or '.[report]' in the folder that windlass came from"
+        ) from None
+
+    scores, losses = summaries.score_blocks(cases), summaries.loss_blocks(cases)
+    maps = summaries.depth_maps(cases)
+    mode = MODES[cases[0].is_aware][0].lower()
+    drawn: list[tuple[str, str, list[Figure]]] = [
+        (
+            "score",
+            "score against bytes held; upright strokes are 95 % intervals",
+            plots.curves(scores, labels, plots.SCORE),
+        ),
+        (
+            "depth",
+            "score in percent by the needle's depth and the text's length; dark is lost, hatched was not run",
+            [] if maps is None else plots.heat_maps(maps),
+        ),
+        (
+            "nll",
+            "negative log-likelihood against bytes held, lower is better; upright strokes are one standard error",
+            plots.curves(losses, labels, plots.LOSS),
+        ),
+    ]
+    pictures = []
+    for kind, caption, figures in drawn:
+        for number, figure in enumerate(figures, 1):
+            place = f", {number} of {len(figures)}" if len(figures) > 1 else ""
+            shown = without_folders(task)
+            name = _file_name(f"{mode.removeprefix('question-')}-{shown}-{kind}", taken)
+            told = f"{shown}, {mode}{place}: {caption}."
+            pictures.append(Picture(name, plots.png(figure), plots.svg(figure, name), told))
+    return TaskPart(task, scores, summaries.turns(cases), losses, tuple(pictures))
+
+
+def _file_name(name: str, taken: set[str]) -> str:
+    """A name that every system takes, and that no other figure has; it is added to `taken`."""
+    stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:80]
+    number = 1
+    while (found := f"{stem}-{number}.png" if number > 1 else f"{stem}.png") in taken:
+        number += 1
+    taken.add(found)
+    return found

@@ -18,8 +18,8 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.patches import Rectangle
 
-from windlass.evals.case import FULL
 from windlass.evals.report.summaries import Block, DepthMap, DepthMaps, SettingRow
+from windlass.evals.results import FULL
 
 MOST_LINES: Final = 12  # in one figure, as many as there are markers
 MOST_MAPS: Final = 12  # heat maps in one figure

@@ -2,16 +2,20 @@
 
 import itertools
 import statistics
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
-from windlass.evals.budgets import ALL, Budget
 from windlass.evals.grid import axes_of
-from windlass.evals.speed.workloads import BenchLists, Workload, setups_of, workloads_of
+from windlass.evals.speed.workloads import BenchLists, Workload, check_subject, setups_of, workloads_of
+from windlass.evals.task import ALL, Budget
+from windlass.hf.kv_cache import LayerShape
 from windlass.policies import Recent
 from windlass.positions.modes import Original
 
@@ -114,3 +118,113 @@ def _slots(budget: Budget) -> int | None:
     if budget.divisor is not None:
         raise UsageError(f"--budget {budget.asked!r} is a part of a text; a benchmark takes a number of tokens, or all")
     return budget.slots
+
+
+CPU = torch.device("cpu")
+BLOCK = 1_000_003  # random numbers that are drawn; a prime, so that no two rows of a matrix are alike
+
+
+@dataclass(frozen=True)
+class Shape:
+    """The sizes of a model: a type of transformers' configs, its number of layers, and other options of the config.
+
+    Its head over the vocabulary has weights of its own.
+    """
+
+    model_type: str
+    layers: int
+    options: Mapping[str, Any]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """For transformers."""
+        fixed = {"max_position_embeddings": 131072, "tie_word_embeddings": False, "bos_token_id": 0, "eos_token_id": 0}
+        return AutoConfig.for_model(self.model_type, num_hidden_layers=self.layers, **fixed, **self.options)
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        with torch.device("meta"):
+            return sum(each.numel() for each in AutoModelForCausalLM.from_config(self.config).parameters())
+
+    def cached_layers(self, dtype: torch.dtype) -> list[LayerShape]:
+        """What the layers that attend hand to a cache."""
+        config = self.config
+        types = getattr(config, "layer_types", None) or ["full_attention"] * self.layers
+        heads, latent = config.num_attention_heads, getattr(config, "kv_lora_rank", None) or 0
+        if latent:
+            own = LayerShape(heads, 1, config.qk_rope_head_dim + latent, latent, dtype, None, latent)
+        else:
+            own = LayerShape(heads, config.num_key_value_heads, config.head_dim, config.head_dim, dtype, None)
+        return [own for each in types if each == "full_attention"]
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, mlp: int, vocabulary: int) -> Shape:
+    sizes = {"num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": head_dim}
+    return Shape("llama", layers, {"hidden_size": hidden, "intermediate_size": mlp, "vocab_size": vocabulary, **sizes})
+
+
+SHAPES = {
+    "tiny": _llama(2, 60, 15, 3, 8, 52, 97),
+    "1b": _llama(16, 2048, 32, 8, 64, 8192, 32000),
+    "8b": _llama(32, 4096, 32, 8, 128, 14336, 128256),
+    "7b-mha": _llama(32, 4096, 32, 32, 128, 11008, 32000),
+    # Qwen3-Next 80B-A3B has 48 layers: of every four, three are recurrent. Each has 3.2 GB of weights.
+    "qwen3-next": Shape("qwen3_next", 4, {}),
+    # DeepSeek V3 has 61 layers, of which only the first three are without experts; here all are.
+    "dsv3": Shape("deepseek_v3", 3, {"first_k_dense_replace": 61}),
+}
+WHOLE: Final[Mapping[str, int]] = {"qwen3-next": 48, "dsv3": 61}  # layers of the models that these are a part of
+
+
+def shape_of(name: str, layers: int | None) -> tuple[Shape, str]:
+    """The shape that `name` names, with so many layers instead of its own, and how a table calls it.
+
+    Raises: UsageError for an unknown name.
+    """
+    check_subject(None, name, layers, SHAPES)
+    shape = SHAPES[name]
+    layers = shape.layers if layers is None else layers
+    if layers == WHOLE.get(name, shape.layers):
+        return replace(shape, layers=layers), name
+    return replace(shape, layers=layers), f"{name} ({layers} layer{'s' if layers > 1 else ''})"
+
+
+@torch.no_grad()
+def random_model(shape: Shape, dtype: torch.dtype, device: torch.device = CPU) -> PreTrainedModel:
+    """A model of this shape in eval mode, made where it is to be; the same numbers at every call and place.
+
+    Each matrix repeats one block of random numbers, scaled so that states neither grow nor vanish:
+    the speed of a matrix product does not depend on what is in it.
+    """
+    config = shape.config
+    with torch.device("meta"):
+        model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    model.to_empty(device=device)
+    # What is not among the weights was lost with the meta device.
+    for buffer in model.buffers():
+        buffer.zero_()
+    rotary = model.get_decoder().rotary_emb
+    model.get_decoder().rotary_emb = type(rotary)(config).to(device)
+    block = torch.randn(BLOCK, generator=torch.Generator().manual_seed(0))
+    scaled: dict[float, Tensor] = {}
+    start = 0
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.fill_(1.0)  # of norms
+            continue
+        deviation = 1.0 if "embed_tokens" in name else parameter.shape[-1] ** -0.5
+        if deviation not in scaled:
+            scaled[deviation] = (block * deviation).to(device, dtype)
+        _repeat(scaled[deviation], start, parameter.view(-1))
+        start = (start + parameter.numel()) % BLOCK
+    model.eval()
+    return model
+
+
+def _repeat(block: Tensor, start: int, target: Tensor) -> None:
+    """Fill `target` with `block` from `start` on, over and over."""
+    rest = block[start:][: len(target)]
+    target[: len(rest)] = rest
+    for part in target[len(rest) :].split(len(block)):
+        part.copy_(block[: len(part)])

@@ -8,8 +8,8 @@ from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 
-from windlass.core.units import in_units
-from windlass.evals.report.markdown import padded
+from windlass.core.parse import in_units
+from windlass.evals.report.page import padded
 from windlass.evals.speed.rows import AXES, BenchRow, BenchSetup
 from windlass.kernels import cpu
 

@@ -4,10 +4,8 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from windlass.core.close_names import use_one_of
 from windlass.core.errors import UsageError
-from windlass.core.limits import MAX_NUMBER
-from windlass.core.spec import int_parser, parse_list
+from windlass.core.parse import MAX_NUMBER, int_parser, parse_list, use_one_of
 
 STORAGES: Final = ("unrotated", "rotated")
 GRAPHS: Final = ("off", "on")

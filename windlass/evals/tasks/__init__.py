@@ -1,13 +1,12 @@
 """The tasks that are shipped: one family a file, all named in `NAMES`."""
 
-from windlass.evals.filler import NOISE, NOVEL, Novel
 from windlass.evals.task import Task
-from windlass.evals.tasks.multiturn import Multiturn
-from windlass.evals.tasks.niah import ABOVE, Needles
+from windlass.evals.tasks.niah import ABOVE, Multiturn, Needles
 from windlass.evals.tasks.passkey import PassKey
 from windlass.evals.tasks.perplexity import Perplexity
 from windlass.evals.tasks.vt import Variables
 from windlass.evals.tasks.words import CommonWords, FrequentWords
+from windlass.evals.texts import NOISE, NOVEL, Novel
 
 NAMES: dict[str, Task] = {
     "passkey": PassKey(),

@@ -5,10 +5,9 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from windlass.evals import keys
-from windlass.evals.filler import NOISE, Filler, from_file, hide
+from windlass.evals import texts as keys
 from windlass.evals.task import Sample, Task, Turn
-from windlass.evals.texts import BEFORE, HIDDEN, PREFIX, QUESTION
+from windlass.evals.texts import BEFORE, HIDDEN, NOISE, PREFIX, QUESTION, Filler, from_file, hide
 
 MOST_KEY = 50_000
 

@@ -4,8 +4,8 @@ import random
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from windlass.evals.filler import Novel, from_file
 from windlass.evals.task import Sample, Task
+from windlass.evals.texts import Novel, from_file
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 import random
 from dataclasses import dataclass
 
-from windlass.evals import keys
-from windlass.evals.filler import NOISE_LINES, hide
+from windlass.evals import texts as keys
 from windlass.evals.task import Sample, Task, Turn
+from windlass.evals.texts import NOISE_LINES, hide
 
 BEFORE = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
 QUESTION = "\nQuestion: Find all variables that are assigned the value {value} in the text above."

@@ -5,9 +5,9 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from windlass.evals import keys
-from windlass.evals.filler import NOVEL
+from windlass.evals import texts as keys
 from windlass.evals.task import Sample, Task, Turn
+from windlass.evals.texts import NOVEL
 
 COMMON = 10  # words that are asked for in `CommonWords`
 LONG = 4096  # tokens from which on words repeat more often

@@ -8,20 +8,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from windlass.core.attention import AttentionInput, Mass
 from windlass.core.errors import UsageError
-from windlass.core.linear import LinearInput, LinearLayer, Nibbles
-from windlass.core.packed import PackedStates
-from windlass.core.shapes import (
-    Attended,
-    LinearOutputs,
-    PerSlot,
-    Queries,
-    RotaryKeys,
-    RotaryTable,
-    SlotPositions,
-)
-from windlass.kernels.cpu.arguments import (
+from windlass.core.inputs import AttentionInput, LinearInput, LinearLayer, Mass, Nibbles, PackedStates
+from windlass.core.types import Attended, LinearOutputs, PerSlot, Queries, RotaryKeys, RotaryTable, SlotPositions
+from windlass.kernels.cpu.tensors import (
     FLOATS,
     address,
     branch_positions,
@@ -29,10 +19,10 @@ from windlass.kernels.cpu.arguments import (
     format_of,
     linear_arguments,
     state_arguments,
+    steady_arguments,
     table_arguments,
     visibility_arguments,
 )
-from windlass.kernels.cpu.steady import steady_arguments
 
 WHY_MISSING = ""
 try:

@@ -1,13 +1,28 @@
-"""Which slots are free, which go, and putting new tokens into them: the compiled functions, see `kernels.reference`."""
+"""Slots, codes and recalled tokens in C++. `kernels.reference` defines what each function returns."""
+
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from windlass.core.attention import EvictionInput, Writes
-from windlass.core.shapes import SlotIndex, SlotPositions
+from windlass.core.inputs import (
+    TILE,
+    WORD,
+    BestPages,
+    Digests,
+    EvictionInput,
+    PageInput,
+    ReadInput,
+    RecallSlots,
+    TiledKeys,
+    WriteInput,
+    Writes,
+)
+from windlass.core.parse import PAGE
+from windlass.core.types import SlotIndex, SlotPositions
 from windlass.kernels import reference
-from windlass.kernels.cpu import native
-from windlass.kernels.cpu.arguments import NO_LIMIT, address
+from windlass.kernels.cpu import MAX_CHANNELS, instruction_set, knows, native
+from windlass.kernels.cpu.tensors import FLOATS, NO_LIMIT, address, format_of
 
 
 def first_free(positions: SlotPositions, count: int) -> SlotIndex:
@@ -66,3 +81,151 @@ def write(states: Tensor, index: SlotIndex, new: Tensor) -> None:
     sizes = (batch, kv_heads, index.shape[1], index.shape[2], slots, width * states.itemsize)
     strides = tuple(stride * new.itemsize for stride in new.stride()[:3])
     native.write(sizes, strides, index.data_ptr(), new.data_ptr(), states.data_ptr())
+
+
+def can_encode(states: Tensor, bits: int) -> bool:
+    """Whether `encode` knows the type of these numbers, which are in a CPU's memory, and how many there are."""
+    width = states.shape[-1]
+    return states.dtype in FLOATS and 0 < width <= MAX_CHANNELS and width * bits % 8 == 0
+
+
+def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Tensor]:
+    """See `reference.encode`."""
+    batch, kv_heads, tokens, width = states.shape
+    if states.stride(-1) != 1:
+        states = states.contiguous()
+    means = None if means is None else means.float().contiguous()
+    codes = states.new_empty(batch, kv_heads, tokens, width * bits // 8, dtype=torch.int8 if bits == 8 else torch.uint8)
+    scales = states.new_empty(batch, kv_heads, tokens, 1, dtype=torch.float16)
+    native.encode(
+        (batch, kv_heads, tokens, width, bits),
+        FLOATS[states.dtype],
+        states.data_ptr(),
+        states.stride()[:3],
+        address(means),
+        codes.data_ptr(),
+        scales.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return codes, scales
+
+
+def can_scan(pieces: Sequence[TiledKeys]) -> bool:
+    """Whether `best_pages` knows these keys, which are in a CPU's memory: it takes two tiles at a time."""
+    states = [piece.states for piece in pieces]
+    return all(piece.tiles.shape[2] % 2 == 0 for piece in pieces) and all(
+        format_of(each) >= 0 and each.first == 0 and each.held_channels <= MAX_CHANNELS and each.full_precision is None
+        for each in states
+    )
+
+
+def can_recall(store: RecallSlots) -> bool:
+    """Whether a decode step knows this recall store."""
+    is_known = [knows(piece.values) and piece.values.full_precision is None for piece in store.pieces]
+    return can_scan([*(piece.keys for piece in store.pieces), *keys_of(store.digests)]) and all(is_known)
+
+
+def keys_of(digests: Sequence[Digests]) -> list[TiledKeys]:
+    """What digests hold as keys."""
+    return [keys for each in digests for keys in (each.largest, each.least)]
+
+
+def tile_arguments(keys: TiledKeys) -> tuple[int, int, int]:
+    """Addresses of tiles and scales, and how many tiles there are."""
+    return keys.tiles.data_ptr(), address(keys.states.scales), keys.tiles.shape[2]
+
+
+def digest_arguments(digests: Digests) -> tuple[int, int, int, int, int]:
+    """The same of both, which have as many tiles."""
+    return *tile_arguments(digests.largest)[:2], *tile_arguments(digests.least)
+
+
+def best_pages(call: PageInput) -> BestPages:
+    """See `reference_recall.best_pages`."""
+    queries, is_query, positions = (
+        call.queries.float().contiguous(),
+        call.is_query.contiguous(),
+        call.positions.to(torch.int32).contiguous(),
+    )
+    kept, states = call.kept_index.contiguous(), call.pieces[0].states
+    (batch, heads, tokens, channels), (_, score_heads, slots) = queries.shape, kept.shape
+    kv_heads, words = call.pieces[0].tiles.shape[1], call.pieces[0].tiles.shape[3]
+    pages = torch.empty(batch, kv_heads, call.count, dtype=torch.int64)
+    is_read = torch.empty(batch, kv_heads, call.count * PAGE, dtype=torch.bool)
+    native.best_pages(
+        (batch, kv_heads, score_heads, heads // kv_heads * tokens, tokens, channels, words, slots, call.count),
+        format_of(states),
+        (queries.data_ptr(), is_query.data_ptr()),
+        list(map(tile_arguments, call.pieces)),
+        list(map(digest_arguments, call.digests)),
+        call.candidates,
+        (positions.data_ptr(), kept.data_ptr()),
+        (pages.data_ptr(), is_read.data_ptr()),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return BestPages(pages, is_read)
+
+
+def read_tokens(call: ReadInput) -> Tensor:
+    """See `reference_recall.read_tokens`."""
+    first, index = call.pieces[0], call.index.contiguous()
+    width = first.shape[3]
+    out = first.new_empty(*index.shape, width)
+    tokens = [each.shape[2] * (TILE if call.is_tiled else 1) for each in call.pieces]
+    native.read_tokens(
+        (
+            index.shape[0] * index.shape[1],
+            index.shape[2],
+            width * (WORD if call.is_tiled else first.itemsize),
+            call.is_tiled,
+        ),
+        [(each.data_ptr(), count) for each, count in zip(call.pieces, tokens, strict=True)],
+        index.data_ptr(),
+        out.data_ptr(),
+        instruction_set(),
+        torch.get_num_threads(),
+    )
+    return out
+
+
+def write_tokens(call: WriteInput) -> None:
+    """See `reference_recall.write_tokens`."""
+    told = call.index.tolist()
+    is_alike = all(each == told[0] for each in told)
+    groups = [(slice(None), told[0])] if is_alike else [(slice(row, row + 1), each) for row, each in enumerate(told)]
+    for rows, index in groups:
+        for first, last in _runs(index):
+            _write_run(call, rows, call.rows[rows, :, first:last], index[first])
+
+
+def _runs(index: list[int]) -> Iterator[tuple[int, int]]:
+    """From where to where each number is the one before it and one more; negative ones are left out."""
+    if index and index[0] >= 0 and index == list(range(index[0], index[0] + len(index))):
+        yield 0, len(index)
+        return
+    first = 0
+    for at in range(1, len(index) + 1):
+        if at == len(index) or index[at] != index[at - 1] + 1 or index[at - 1] < 0:
+            if index[first] >= 0:
+                yield first, at
+            first = at
+
+
+def _write_run(call: WriteInput, rows: slice, new: Tensor, index: int) -> None:
+    """Write tokens of some rows that stand side by side, from `index` on."""
+    count, start = new.shape[2], 0
+    for piece in call.pieces:
+        size = piece.shape[2] * (TILE if call.is_tiled else 1)
+        first, last = max(index, start), min(index + count, start + size)
+        if first < last:
+            own, part = piece[rows], new[:, :, first - index : last - index]
+            if not call.is_tiled:
+                own[:, :, first - start : last - start] = part
+            elif last - first == 1:
+                own[:, :, (first - start) // TILE, :, (first - start) % TILE] = part[:, :, 0]
+            else:
+                at = torch.arange(first - start, last - start)
+                own.permute(2, 4, 0, 1, 3)[at // TILE, at % TILE] = part.permute(2, 0, 1, 3)
+        start += size

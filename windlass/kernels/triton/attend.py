@@ -16,30 +16,154 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.core.attention import AttentionInput, Mass
-from windlass.core.packed import PackedStates
-from windlass.core.shapes import Attended, ObservedColumns, Queries
-from windlass.kernels.triton import plan
-from windlass.kernels.triton.arguments import (
+from windlass.core.inputs import AttentionInput, Mass, PackedStates
+from windlass.core.types import Attended, ObservedColumns, PerSlot, Queries, SlotPositions
+from windlass.kernels import reference
+from windlass.kernels.triton import tiles as plan
+from windlass.kernels.triton.tiles import (
     FLOATS,
     LogitArgs,
     PackedTensors,
     Strided,
-    knows,
-    pack_logit_args,
-    packed_tensors,
-)
-from windlass.kernels.triton.mass import mass_kernel
-from windlass.kernels.triton.tiles import (
+    as_plane,
     at_head,
     compute_logits,
+    knows,
     load_keys,
     load_queries,
     load_states,
+    pack_logit_args,
+    packed_tensors,
     product,
     seen_by_any,
     with_sinks,
 )
+
+
+@triton.jit
+@no_type_check
+def mass_kernel(
+    queries,
+    keys,
+    logit_args,
+    lse,  # (batch, heads, tokens)
+    logits_buf,  # (batch, kv_heads, tokens x group, slots) logits, or None: they are computed again
+    observed,  # (batch, columns)
+    is_other,  # (batch, tokens), or None
+    rows,  # (batch, kv_heads, columns, slots)
+    rest,  # (batch, kv_heads, slots), or None
+    batch,
+    kv_heads,
+    tokens,
+    slots,
+    columns,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    BITS: tl.constexpr,
+    NUMBER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One program serves one block of slots of a row and kv head."""
+    i = tl.program_id(0)
+    i_head = i % kv_heads
+    i_batch = (i // kv_heads % batch).to(tl.int64)
+    index = i_batch * kv_heads + i_head
+    o_slots = i // kv_heads // batch * BLOCK + tl.arange(0, BLOCK)
+    m_slots = o_slots < slots
+    positions = tl.load(at_head(logit_args.slots, i_batch, i_head) + o_slots, mask=m_slots, other=-1).to(tl.int32)
+    k = positions
+    if logits_buf is None:
+        m_held = m_slots & (positions >= 0)
+        k = load_keys(
+            keys, logit_args, index, i_batch, i_head, o_slots, m_held, slots, WIDTH, PAIRS, HALF, REST, BITS, NUMBER
+        )
+
+    # A row is a column of queries and one of its heads; heads are filled up to a power of two.
+    o_rows = tl.arange(0, COLUMNS * PADDED)
+    o_columns = tl.arange(0, COLUMNS)
+    m_heads = o_rows % PADDED < GROUP
+    for start in range(0, columns, COLUMNS):
+        column = start + o_rows // PADDED
+        o_tokens = tl.load(observed + i_batch * columns + column, mask=m_heads & (column < columns), other=-1)
+        mass = column_mass(
+            queries, k, logit_args, lse, logits_buf, index, i_batch, i_head, o_tokens.to(tl.int32), o_rows % PADDED,
+            positions, o_slots, m_slots, kv_heads, tokens, slots,
+            GROUP, PADDED, COLUMNS, WIDTH, PAIRS, HALF, REST, NUMBER, BLOCK,
+        )  # fmt: skip
+        at = index * columns + start + o_columns
+        m_rows = (start + o_columns < columns)[:, None] & m_slots[None, :]
+        tl.store(rows + at[:, None] * slots + o_slots[None, :], mass, mask=m_rows)
+    if rest is not None:
+        total = tl.zeros((BLOCK,), tl.float32)
+        for start in range(0, tokens, COLUMNS):
+            column = start + o_rows // PADDED
+            other = tl.load(is_other + i_batch * tokens + column, mask=m_heads & (column < tokens), other=0)
+            mass = column_mass(
+                queries, k, logit_args, lse, logits_buf, index, i_batch, i_head, tl.where(other != 0, column, -1),
+                o_rows % PADDED, positions, o_slots, m_slots, kv_heads, tokens, slots,
+                GROUP, PADDED, COLUMNS, WIDTH, PAIRS, HALF, REST, NUMBER, BLOCK,
+            )  # fmt: skip
+            total += tl.sum(mass, 0)
+        tl.store(rest + index * slots + o_slots, total, mask=m_slots)
+
+
+@triton.jit
+@no_type_check
+def column_mass(
+    queries,
+    k,
+    logit_args,
+    lse,
+    logits_buf,
+    index,
+    i_batch,
+    i_head,
+    o_tokens,
+    o_group,
+    positions,
+    o_slots,
+    m_slots,
+    kv_heads,
+    tokens,
+    slots,
+    GROUP: tl.constexpr,
+    PADDED: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PAIRS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    NUMBER: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """(columns, slots): attention of some columns of queries, summed over the heads of the group."""
+    m_rows = o_tokens >= 0
+    o_heads = i_head * GROUP + o_group
+    q_positions = tl.load(at_head(logit_args.queries, i_batch, i_head) + o_tokens, mask=m_rows, other=-1).to(tl.int32)
+    mass = tl.zeros((COLUMNS * PADDED, BLOCK), tl.float32)
+    m_seen = seen_by_any(q_positions, positions, logit_args) & m_slots
+    if tl.max(m_seen.to(tl.int32), 0) > 0:
+        if logits_buf is not None:
+            at = (index * tokens * GROUP + o_tokens * GROUP + o_group)[:, None] * slots + o_slots[None, :]
+            logits = tl.load(logits_buf + at, mask=m_rows[:, None] & m_seen[None, :], other=float("-inf"))
+        else:
+            q = load_queries(
+                queries, logit_args, i_batch, i_head, o_tokens, o_heads, m_rows, WIDTH, PAIRS, HALF, REST, NUMBER
+            )
+            rows: tl.constexpr = COLUMNS * PADDED
+            logits = compute_logits(
+                q, k, logit_args, i_batch, i_head, q_positions, positions, o_slots, m_seen, PAIRS, REST, rows, BLOCK
+            )
+        at = (i_batch * kv_heads * GROUP + o_heads) * tokens + o_tokens
+        row_lse = tl.load(lse + at, mask=m_rows, other=0)
+        mass = tl.exp(logits - row_lse[:, None])
+    return tl.sum(tl.reshape(mass, (COLUMNS, PADDED, BLOCK)), 1)
+
 
 MIN_TILE: Final = 16  # channels or rows that a tensor core takes at once
 
@@ -292,3 +416,102 @@ def join_kernel(
     if lse is not None:
         i_batch = index // kv_heads
         tl.store(lse + (i_batch * kv_heads * GROUP + i_head) * tokens + i_row // GROUP, total_lse)
+
+
+MIN_NORM = tl.constexpr(reference.MIN_NORM)
+
+
+def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
+    """See `reference.mean_key_cosine`; asks the device nothing, so that a CUDA graph can hold it."""
+    batch, kv_heads, slots = keys.data.shape[:3]
+    at = plan.stream_plan(keys.channels)
+    splits, each = plan.splits(batch * kv_heads, slots, at, positions.device)
+    out = torch.empty(batch, kv_heads, slots, dtype=torch.float32, device=positions.device)
+    partials = torch.empty(batch, kv_heads, splits, keys.channels, dtype=torch.float32, device=positions.device)
+    tensors, grid = packed_tensors(keys), (batch * kv_heads * splits,)
+    sizes = {"WIDTH": keys.channels, "CHANNELS": triton.next_power_of_2(keys.channels), "BITS": keys.bits}
+    with torch.cuda.device_of(positions):
+        sums_kernel[grid](
+            tensors, as_plane(positions), partials, out, kv_heads, slots, splits, each, **sizes, BLOCK=at.block,
+            num_warps=at.warps, num_stages=at.stages,
+        )  # fmt: skip
+        cosines_kernel[grid](
+            tensors, partials, out, kv_heads, slots, splits, each, **sizes, BLOCK=at.block,
+            SOME=min(16, triton.next_power_of_2(splits)), num_warps=at.warps, num_stages=at.stages,
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
+@no_type_check
+def sums_kernel(
+    keys,
+    positions,
+    partials,  # (batch, kv_heads, splits, channels)
+    scales,  # (batch, kv_heads, slots)
+    kv_heads,
+    slots,
+    splits,
+    each,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """The sum of the directions of one split of the slots; a key times its scale is its direction."""
+    index = (tl.program_id(0) // splits).to(tl.int64)
+    i_split = tl.program_id(0) % splits
+    i_batch, i_head = index // kv_heads, index % kv_heads
+    o_channels = tl.arange(0, CHANNELS)
+    m_channels = o_channels < WIDTH
+    sums = tl.zeros((BLOCK, CHANNELS), tl.float32)
+    last = tl.minimum(i_split * each + each, slots)
+    for start in range(i_split * each, last, BLOCK):
+        o_slots = start + tl.arange(0, BLOCK)
+        m_slots = o_slots < last
+        m_held = tl.load(at_head(positions, i_batch, i_head) + o_slots, mask=m_slots, other=-1) >= 0
+        k = load_states(keys, index, i_head, o_slots, m_held, o_channels, m_channels, slots, WIDTH, BITS).to(tl.float32)
+        norms = tl.maximum(tl.sqrt(tl.sum(k * k, 1)), MIN_NORM)
+        b_scales = tl.where(m_held, 1 / norms, 0.0)
+        tl.store(scales + index * slots + o_slots, b_scales, mask=m_slots)
+        sums += k * b_scales[:, None]
+    tl.store(partials + (index * splits + i_split) * WIDTH + o_channels, tl.sum(sums, 0), mask=m_channels)
+
+
+@triton.jit
+@no_type_check
+def cosines_kernel(
+    keys,
+    partials,
+    out,  # scales, overwritten by the cosines
+    kv_heads,
+    slots,
+    splits,
+    each,
+    WIDTH: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    BITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
+):
+    """The cosines of one split of the slots with the sum over all splits."""
+    index = (tl.program_id(0) // splits).to(tl.int64)
+    i_split = tl.program_id(0) % splits
+    i_head = index % kv_heads
+    o_channels = tl.arange(0, CHANNELS)
+    m_channels = o_channels < WIDTH
+    sums = tl.zeros((SOME, CHANNELS), tl.float32)
+    for start in range(0, splits, SOME):
+        o_some = start + tl.arange(0, SOME)
+        mask = (o_some < splits)[:, None] & m_channels[None, :]
+        sums += tl.load(partials + (index * splits + o_some)[:, None] * WIDTH + o_channels[None, :], mask=mask, other=0)
+    anchor = tl.sum(sums, 0)
+    anchor = anchor / tl.maximum(tl.sqrt(tl.sum(anchor * anchor, 0)), MIN_NORM)
+    last = tl.minimum(i_split * each + each, slots)
+    for start in range(i_split * each, last, BLOCK):
+        o_slots = start + tl.arange(0, BLOCK)
+        m_slots = o_slots < last
+        scales = tl.load(out + index * slots + o_slots, mask=m_slots, other=0)
+        m_held = scales != 0
+        k = load_states(keys, index, i_head, o_slots, m_held, o_channels, m_channels, slots, WIDTH, BITS).to(tl.float32)
+        tl.store(out + index * slots + o_slots, tl.sum(k * anchor[None, :], 1) * scales, mask=m_slots)

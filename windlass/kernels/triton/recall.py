@@ -11,11 +11,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from windlass.core.limits import PAGE
-from windlass.core.packed import PackedStates
-from windlass.core.recall import (
+from windlass.core.inputs import (
     TILE,
     BestPages,
+    PackedStates,
     PageInput,
     ReadInput,
     TiledKeys,
@@ -23,7 +22,8 @@ from windlass.core.recall import (
     rows_of,
     tokens_of,
 )
-from windlass.kernels.reference_recall import best_of, grouped_queries, products_of, recallable
+from windlass.core.parse import PAGE
+from windlass.kernels.reference import best_of, grouped_queries, products_of, recallable
 from windlass.kernels.triton.tiles import product
 
 ELEMENTS: Final = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # as which rows are moved

@@ -7,10 +7,17 @@ alias another one, so that every return has five values; the compiler drops what
 Names: `i_` one number, `o_` numbers along a tile's axis, `m_` a mask.
 """
 
-from typing import no_type_check
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, NamedTuple, no_type_check
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from windlass.core.inputs import AttentionInput, Format, PackedStates
+from windlass.core.positions import RotaryBranch
 
 
 @triton.jit
@@ -244,3 +251,178 @@ def with_sinks(top, total, sink_logits, o_heads, m_rows):
     is_any = total > 0
     total_exp = tl.where(is_any, total, 1.0)
     return tl.where(is_any, 1 / total_exp, 0.0), tl.where(is_any, top + tl.log(total_exp), 0.0)
+
+
+FLOATS: Final = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+LOW_BIT: Final = (Format.INT8, Format.INT4)
+MAX_CHANNELS: Final = 1024
+
+
+class Plane(NamedTuple):
+    """A tensor (batch, heads, n) with a stride of 1 along n, and of 0 along heads where they share it."""
+
+    start: Tensor
+    batch: int
+    head: int
+
+
+class Strided(NamedTuple):
+    """Queries with any strides."""
+
+    start: Tensor
+    batch: int
+    head: int
+    token: int
+    channel: int
+
+
+class PackedTensors(NamedTuple):
+    """The tensors of `PackedStates`, all contiguous."""
+
+    data: Tensor
+    scales: Tensor | None
+    means: Tensor | None
+    full_precision: Tensor | None
+    ring_index: Tensor | None
+    ring_entries: int
+
+
+class LogitArgs(NamedTuple):
+    """What logits depend on beside queries and keys, see `AttentionInput`.
+
+    No argument of a kernel may be called `params`: Triton's own launcher has a variable of that name.
+    """
+
+    slots: Plane  # positions
+    queries: Plane  # positions
+    cos: Tensor | None
+    sin: Tensor | None
+    query_gain: Tensor | None
+    near_keys: Plane | None
+    near_queries: Plane | None
+    far_keys: Plane | None
+    far_queries: Plane | None
+    near_window: int
+    log_counts: Plane | None
+    scale: float
+    softcap: float | None
+    sliding_window: int | None
+    reach: int | None
+    sinks: int
+    attention_chunk: int | None
+
+
+def knows(states: PackedStates) -> bool:
+    """Whether the kernels can read it."""
+    is_known = states.data.dtype in FLOATS if states.format is Format.FLOAT else states.format in LOW_BIT
+    return is_known and states.channels <= MAX_CHANNELS
+
+
+def as_plane(tensor: Tensor) -> Plane:
+    """A tensor of (batch, 1 or as many heads, n), as kernels take it."""
+    if tensor.shape[2] > 1 and tensor.stride(2) != 1:
+        tensor = tensor.contiguous()
+    return Plane(tensor, tensor.stride(0), 0 if tensor.shape[1] == 1 else tensor.stride(1))
+
+
+def packed_tensors(states: PackedStates) -> PackedTensors:
+    """Keys or values, as kernels take them."""
+    scales, means, ring, ring_index = (
+        None if part is None else part.contiguous()
+        for part in (states.scales, states.means, states.full_precision, states.ring_index)
+    )
+    entries = 0 if ring is None else ring.shape[2]
+    return PackedTensors(states.data.contiguous(), scales, means, ring, ring_index, entries)
+
+
+def pack_logit_args(call: AttentionInput) -> LogitArgs:
+    """What the logits of `call` depend on beside its queries and keys, as kernels take it."""
+    near: RotaryBranch | None = None
+    far: RotaryBranch | None = None
+    cos = sin = None
+    if call.rotary_index is not None and call.tables is not None:
+        near, far = call.rotary_index.near, call.rotary_index.far
+        cos, sin = (table.contiguous() for table in call.tables)
+    return LogitArgs(
+        as_plane(call.slot_positions),
+        as_plane(call.query_positions[:, None]),
+        cos,
+        sin,
+        None if call.query_gain is None else call.query_gain.float().contiguous(),
+        None if near is None else as_plane(near.keys),
+        None if near is None else as_plane(near.queries),
+        None if far is None else as_plane(far.keys),
+        None if far is None else as_plane(far.queries),
+        0 if call.rotary_index is None else call.rotary_index.near_window,
+        None if call.log_counts is None else as_plane(call.log_counts),
+        call.scale,
+        call.softcap,
+        call.visibility.sliding_window,
+        call.visibility.reach,
+        call.visibility.sinks,
+        call.visibility.attention_chunk,
+    )
+
+
+DEFAULT_MULTIPROCESSORS = 132  # of an H200, and of a device that can't be asked
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A program's rows of queries and block of slots, and what the compiler makes of them."""
+
+    rows: int
+    block: int
+    warps: int
+    stages: int
+    programs: int = 1  # that a multiprocessor has room for at once
+
+
+def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
+    """For `rows` queries (heads of a group x tokens) of `width` channels, which the store holds in `bits` each."""
+    wide = width * itemsize
+    if width > 256:  # latents; not tuned
+        return Plan(16, 16, 8, 1) if itemsize == 4 else Plan(16 if rows <= 16 else 32, 32, 8, 2)
+    if rows <= 32:
+        # Bound by bytes: as many as possible on their way. Keys and rows of the table wait for positions, which is
+        # why five stages hold two blocks of them, and a block is what four programs can hold twice each. Codes become
+        # floats in registers, of which two programs then take all.
+        padded = 16 if rows <= 16 else 32
+        if wide > 512:
+            return Plan(padded, 16, 8, 3)
+        return Plan(padded, 64 if wide <= 128 else 32, 4, 5, 4 if bits == 16 and wide <= 256 else 2)
+    if itemsize == 4:
+        # No tensor core multiplies float32 as such, and its tiles take twice the room.
+        return Plan(32, 32, 4, 2, 2) if width <= 64 else Plan(16, 32 if width <= 128 else 16, 8, 1)
+    if width > 128:
+        return Plan(32, 32, 4, 2, 2)
+    # Bound by products: keys are rotated once per block of rows, so rows are as many as eight warps' registers hold.
+    return Plan(128 if rows > 64 else 64, 64, 8, 2)
+
+
+def mass_plan(rows: int, width: int, itemsize: int) -> Plan:
+    """For the mass of some slots; blocks of `rows` queries come by one after the other, keys stay in registers."""
+    wide = width * itemsize
+    return Plan(16 if rows <= 32 or wide > 256 else 64, 64 if wide <= 128 else 32, 4 if wide <= 256 else 8, 2)
+
+
+def stream_plan(width: int) -> Plan:
+    """For keys of `width` channels that are read one by one. No program fetches ahead: others run while it waits."""
+    return Plan(1, max(8, 4096 // triton.next_power_of_2(width)), 4, 1, 4)
+
+
+def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[int, int]:
+    """In how many splits the slots are read, and how many slots each has, where `programs` would read all of them."""
+    blocks = -(-slots // at.block)
+    # No more than run at once: a few that are left over would take as long as all before them.
+    wanted = max(1, at.programs * multiprocessors(device) // programs)
+    each = -(-blocks // min(wanted, blocks))
+    return -(-blocks // each), each * at.block
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of the device, or as many as a usual one has."""
+    if device.type != "cuda":
+        return DEFAULT_MULTIPROCESSORS
+    return torch.cuda.get_device_properties(device).multi_processor_count

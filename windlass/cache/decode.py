@@ -1,0 +1,322 @@
+"""A decode step of a layer in one call of a kernel."""
+
+import copy
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple, final
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+
+from windlass import kernels
+from windlass.cache.layer_config import LayerRules
+from windlass.cache.recall import DISTANCE, TOKEN_INDEX
+from windlass.cache.shares import Heads
+from windlass.cache.slot_table import SlotTable
+from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Format, RecallSlots, Retention
+from windlass.core.parse import MAX_NUMBER
+from windlass.core.step import AttentionCall, Step, StepRecord
+from windlass.core.types import SlotIndex
+from windlass.policies.base import TOKEN, Policy
+from windlass.policies.calls import initial_state
+from windlass.policies.wrapper import changes_keys, ranking_of
+from windlass.positions.modes import PositionMode
+from windlass.positions.rotary import Rotary
+
+if TYPE_CHECKING:
+    from windlass.kernels.cpu.decode import Decode, Planned
+
+Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free, and what stood there
+
+
+class LayerStep(NamedTuple):
+    """A step of a layer, or of some kv heads: slots and rules, new queries, keys and values, and how they are read.
+
+    `has_evicted`: whether any token of any row may have left its slot before the step.
+    """
+
+    table: SlotTable
+    rules: LayerRules
+    rotary: Rotary | None
+    states: tuple[Tensor, Tensor, Tensor]
+    step: Step
+    mode: PositionMode
+    call: AttentionCall
+    layer: int
+    heads: Heads | None
+    has_evicted: bool
+
+    @property
+    def bound(self) -> int:
+        """Tokens of any row at most once the new ones are written."""
+        return self.table.occupancy_bound + max(self.step.lengths)
+
+    @property
+    def is_recalling(self) -> bool:
+        """Whether tokens are to be looked for that were evicted, of whichever row.
+
+        The lengths of rows do not tell: slots that one row fills hide how many tokens another one has lost. A row that
+        has lost none finds none.
+        """
+        # A graph serves steps before and after the first eviction: until then all that it finds is in slots. The step
+        # that comes before a graph is recorded recalls as well, so that all kernels are there.
+        is_recorded = self.step.is_captured or self.step.graph_headroom > 0
+        recall = self.table.recall
+        if recall is None or not (is_recorded or self.has_evicted):
+            return False
+        # Tokens that joined have left their slots, too, and are in those of others until the budget evicts.
+        return not self.rules.joins or max(recall.lengths, default=0) > (self.rules.budget or MAX_NUMBER)
+
+    def split(self, parts: Sequence[Step]) -> list["LayerStep"]:
+        """The step in parts of it, one after the other."""
+        if len(parts) == 1:
+            return [self._replace(step=parts[0])]
+        columns = [part.positions.shape[1] for part in parts]
+        pieces = zip(*(each.split(columns, 2) for each in self.states), strict=True)
+        each = zip(pieces, parts, self.call.split(columns), strict=True)
+        return [self._replace(states=states, step=step, call=call) for states, step, call in each]
+
+    def fits(self, reserved: int, reserve_hint: int, longest_decode: int) -> bool:
+        """Whether it is one token per row, and the table, with so many slots reserved, is as it should be for it."""
+        table, rules = self.table, self.rules
+        slots, held = table.slots, table.occupancy_bound
+        if not self.step.is_token or slots - held - reserved <= rules.recall_room or not rules.knows(self.call):
+            return False
+        return slots == rules.slots_for(1, slots, held, reserve_hint, longest_decode, False)
+
+    def given(self, is_observed: bool, is_evicting: bool = False, released: Released = ()) -> DecodeInput:
+        """What a kernel is given."""
+        (queries, keys, values), table, step = self.states, self.table, self.step
+        recall, sinks = table.recall, self.rules.row_sinks(step)
+        return DecodeInput(
+            queries,
+            keys,
+            values,
+            step.positions,
+            table.positions,
+            tuple(table.state.values()),
+            step.next_positions,
+            is_observed=is_observed,
+            is_evicting=is_evicting,
+            released=released,
+            remembered=None if recall is None else torch.tensor(recall.lengths),
+            is_recalling=self.is_recalling,
+            row_sinks=None if sinks is None else sinks.tensor,
+        )
+
+    def remembered(self) -> dict[str, Tensor]:
+        """What a kernel tells the slots of the new tokens of the recall store."""
+        recall = self.table.recall
+        if recall is None:
+            return {}
+        return {TOKEN_INDEX: torch.tensor(recall.lengths)[:, None, None].float()}
+
+
+class Prepared(NamedTuple):
+    """A kernel, and what it was prepared for: it serves as long as all of it is the same."""
+
+    kernel: "Decode"
+    retention: Retention | None  # that the kernel sees to
+    end: int  # of the longest text
+    tensors: tuple[ReferenceType[Tensor], ...]  # weak: what a layer, or the rotary, gives up must not be kept alive
+    rules: LayerRules
+    rotary: Rotary | None
+    mode: PositionMode
+    numbers: tuple[object, ...]
+
+    def is_all(self, asked: LayerStep) -> bool:
+        """Whether the kernel does all there is to do in this step: no policy has to be asked."""
+        budget, policy = asked.rules.budget, asked.rules.policy
+        over = 0 if budget is None else asked.bound - budget
+        return over <= 1 if self.retention is not None else over <= 0 and policy.observed_queries == 0
+
+    def serves(self, asked: LayerStep) -> bool:
+        """Whether the kernel was prepared for a step like this one."""
+        tensors = _tensors(asked.table, asked.rotary)
+        if (
+            tensors is None
+            or self.end < asked.step.end
+            or self.rules is not asked.rules
+            or self.rotary is not asked.rotary
+            or self.mode is not asked.mode
+            or self.numbers != _numbers(asked)
+            or len(self.tensors) != len(tensors)
+        ):
+            return False
+        return all(map(operator.is_, [weak() for weak in self.tensors], tensors))
+
+
+@final
+class DecodeKernel:
+    """The kernel for steps of one token per row of one layer, prepared when such a step comes.
+
+    It serves keys and values that are stored as they are, in texts whose tokens are read at their own positions: not
+    merged or counted tokens, pictures, an indexer, policies that change keys or ask for token ids, or norms after RoPE.
+    It observes and evicts for policies that tell it how, and for all others writes and attends.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._prepared: Prepared | None = None
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "DecodeKernel":
+        """That of a copied layer, whose slots are elsewhere."""
+        return DecodeKernel(copy.deepcopy(self._policy, memo))
+
+    def of(self, asked: LayerStep) -> Prepared | None:
+        """The kernel for this step; None where the step is none that it serves."""
+        step, call, (queries, keys, values) = asked.step, asked.call, asked.states
+        if not step.is_token or not kernels.has_decode(queries.device.type):
+            return None
+        if call.sees_to is not None or call.picker is not None or call.sink_logits is not None:
+            return None
+        if queries.stride(-1) != 1 or keys.stride(-1) != 1 or values.stride(-1) != 1:
+            return None
+        if (recall := asked.table.recall) is not None:
+            if recall.is_empty:
+                return None
+            recall.make_room()
+        prepared = self._prepared
+        if prepared is None or not prepared.serves(asked):
+            prepared = self._prepared = self._prepare(asked)
+        return prepared
+
+    def _prepare(self, asked: LayerStep) -> Prepared | None:
+        """A kernel for steps like this one; None where it can't be served."""
+        table, rules, rotary, (queries, keys, values), step, mode, call, *_ = asked
+        held, end, tables = table.store.in_place(), MAX_NUMBER, None
+        if held is None or rules.merge is not None or TOKEN in table.state or changes_keys(self._policy):
+            return None
+        if (keys.dtype, values.dtype) != (held[0].dtype, held[1].dtype):
+            return None
+        if rotary is not None:
+            if rotary.norm_weights is not None:
+                return None
+            trained_length = rotary.trained_length if rules.sliding_window is None else None
+            end = mode.within(trained_length, rules.budget is not None).stands_until()
+            if step.end > end or rotary.table_changes_at(step.end):
+                return None
+            tables = rotary.tables(step.end, queries.device, kernels.table_dtype(queries))
+            end = min(end, tables[0].shape[0])
+        recall = None
+        if table.recall is not None and (recall := _recall(table, rotary, held[0], step.end)) is None:
+            return None
+        retention, heads = _retention(rules), table.score_heads
+        visible = rules.visibility if step.sinks is None else replace(rules.visibility, reach=None, sinks=0)
+        slots = DecodeSlots(*held, heads, tables, call.scale, visible, call.softcap, retention, recall)
+        kernel, tensors = kernels.decode_of(slots, queries), _tensors(table, rotary)
+        if kernel is None or tensors is None:
+            return None
+        return Prepared(kernel, retention, end, tuple(map(ref, tensors)), rules, rotary, mode, _numbers(asked))
+
+
+class PlannedStep(NamedTuple):
+    """A step that a kernel does all of, before it is taken; nothing has happened yet."""
+
+    prepared: Prepared
+    asked: LayerStep
+    planned: "Planned"
+    is_kept: bool  # what is observed
+    is_continued: bool
+
+    @classmethod
+    def of(
+        cls, prepared: Prepared, asked: LayerStep, released: Released = (), is_continued: bool = False
+    ) -> "PlannedStep":
+        """One token of one row is rolled back as a whole; of several rows what was observed is kept."""
+        retention, budget = prepared.retention, asked.rules.budget
+        is_over = budget is not None and asked.bound > budget
+        is_observed = retention is not None and retention.ranking.observe != "nothing"
+        is_kept = is_observed and len(asked.step.lengths) > 1
+        return cls(
+            prepared, asked, prepared.kernel.planned(asked.given(is_kept, is_over, released)), is_kept, is_continued
+        )
+
+    def taken(self) -> "PlannedStep":
+        """Now that the kernel has run."""
+        self.prepared.kernel.take(self.planned)
+        return self
+
+    @property
+    def output(self) -> DecodeOutput:
+        """What the step leaves, which no table has yet."""
+        return self.planned.output
+
+    def put(self) -> StepRecord:
+        """Let the table have what the step leaves; returns how that is undone."""
+        table, step, done, budget = self.asked.table, self.asked.step, self.output, self.asked.rules.budget
+        evicted_count = int(budget is not None and self.asked.bound > budget)
+        initial = put_initial_state(self.asked, done)
+        record = StepRecord(
+            step,
+            (0,) * len(step.lengths),
+            table.occupancy_bound,
+            table.statistics,
+            done.written,
+            table.state,
+            initial_state=initial,
+            observed=step.first_columns if self.is_kept else None,
+            mass=done.mass,
+            queries=self.asked.states[0].detach() if self.is_kept else None,
+            evicted=done.evicted,
+            evicted_positions=done.evicted_positions,
+            evicted_count=evicted_count,
+            is_continued=self.is_continued,
+        )
+        table.replace(done.slot_positions, done.state, self.asked.bound - evicted_count, step)
+        return record
+
+
+def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]:
+    """Let the tokens of a step have the state that the policy gives them, where a kernel gave them 0; returns it.
+
+    They stand in the window, so that no kernel has ranked them yet.
+    """
+    queries, keys, _ = asked.states
+    initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
+    for name, tensor in zip(asked.table.state, done.state, strict=True):
+        if name in initial:
+            tensor.scatter_(-1, done.written, initial[name])  # of padding to a slot that stays free
+    return initial | asked.remembered()
+
+
+def _retention(rules: LayerRules) -> Retention | None:
+    """What the kernel observes and evicts in the place of the policy; None where the policy has to be asked."""
+    ranking = ranking_of(rules.policy)
+    if ranking is None:
+        return None
+    return Retention(ranking, MAX_NUMBER if rules.budget is None else rules.budget, *rules.protected)
+
+
+def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor, end: int) -> RecallSlots | None:
+    """The recall store as a kernel reads it, beside slots with `keys`, in a text up to `end`; None where it can't."""
+    recall, turn = table.recall, None
+    assert recall is not None, "a table that recalls nothing"
+    pieces, names = recall.pieces(), tuple(table.state)
+    states = [each for piece in pieces for each in (piece.keys.states, piece.values)]
+    if any(each.format is Format.FLOAT and each.data.dtype != keys.dtype for each in states):
+        return None
+    if rotary is not None:
+        cos, sin = rotary.turn_at(DISTANCE, end, keys.device)
+        turn = cos.clone(), sin.clone()
+    text, digests = (recall.positions, recall.last_recalled), (recall.digests.tiled(), recall.candidates)
+    return RecallSlots(pieces, *text, recall.page_count, turn, names.index(TOKEN_INDEX), *digests)
+
+
+def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | None:
+    """Whose memory a kernel knows: keys, values, and tables. None where keys and values are not all that is held."""
+    held: tuple[Tensor, ...] | None = table.store.in_place()
+    if held is None:
+        return None
+    # The positions of a recall store are another tensor whenever its memory is another.
+    held = held if table.recall is None else (*held, table.recall.positions)
+    return held if rotary is None else (*held, *rotary.built.get(torch.float32, ()))
+
+
+def _numbers(asked: LayerStep) -> tuple[object, ...]:
+    """What else is the same in all steps that one kernel serves."""
+    (queries, keys, values), call = asked.states, asked.call
+    sizes = queries.shape, keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype
+    return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None

@@ -1,0 +1,190 @@
+"""The interface of a layer's memory, and the rules by which a layer keeps tokens."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Final
+
+from torch import Tensor
+
+from windlass.cache.merging import Merge
+from windlass.cache.recall import TOKEN_INDEX
+from windlass.core.inputs import Visibility, most_visible
+from windlass.core.positions import PLACES
+from windlass.core.step import HEADROOM, AttentionCall, Limits, RowSinks, Step
+from windlass.policies.base import ACCUMULATES, Policy
+from windlass.policies.recent import Recent
+from windlass.policies.wrapper import keeps_newest
+
+
+class Layer(ABC):
+    """The memory of one layer. A step changes it for good only when it is committed."""
+
+    index: int
+
+    @property
+    @abstractmethod
+    def is_empty(self) -> bool:
+        """Whether nothing was ever written."""
+
+    @abstractmethod
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything allocated, by name."""
+
+    @abstractmethod
+    def commit(self) -> None:
+        """The pass has completed: what it takes to undo an interrupted step is no longer needed."""
+
+    @abstractmethod
+    def take_back(self, step: Step) -> None:
+        """Be as before `step`, however far it came. Nothing happens where it never began, or others came after it."""
+
+    @abstractmethod
+    def can_roll_back(self, counts: Sequence[int]) -> bool:
+        """Whether the newest `counts` tokens of each row can be rolled back, with all that they changed."""
+
+    @abstractmethod
+    def roll_back(self, counts: Sequence[int], here: Step) -> None:
+        """Roll the newest `counts` tokens of each row back; `here` tells where the rows then stand.
+
+        Evictions that these tokens caused are undone, those of the tokens before them are not.
+        """
+
+    @abstractmethod
+    def select_rows(self, rows: Tensor) -> None:
+        """Keep the batch rows at `rows`, which may repeat; earlier steps can't be rolled back after it."""
+
+    @abstractmethod
+    def copy_row(self, source: int, target: int) -> None:
+        """Overwrite row `target` with row `source`; earlier steps can't be rolled back after it."""
+
+
+GROWTH: Final = 64  # slots of an unbounded layer grow by half, and to a multiple of this
+
+
+@dataclass(frozen=True)
+class LayerRules:
+    """Which tokens a layer keeps at this moment, and where the others go.
+
+    A layer whose sliding window, or chunk of attention, fits in the budget holds just as many tokens, whatever it was
+    configured with: no others are visible to the next token.
+    """
+
+    policy: Policy
+    merge: Merge | None
+    limits: Limits
+    budget: int | None
+    """Most tokens at rest: that of the limits, or a sliding window."""
+    sliding_window: int | None = None
+    """The model's own."""
+    attention_chunk: int | None = None
+    """Likewise; see `Visibility`."""
+    has_places: bool = False
+    """Whether the text has pictures, so that it is kept of each token where it is read."""
+
+    def with_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> LayerRules:
+        """Those of a layer that attends to its newest `sliding_window` tokens, or within an `attention_chunk`."""
+        rules = replace(self, sliding_window=sliding_window, attention_chunk=attention_chunk)
+        most = rules.most_visible
+        if most is None or (self.budget is not None and most > self.budget):
+            return rules
+        return replace(rules, policy=Recent(), merge=None, budget=most)
+
+    def knows(self, call: AttentionCall) -> bool:
+        """Whether the model's own limits are those of `call`."""
+        return (self.sliding_window, self.attention_chunk) == (call.sliding_window, call.attention_chunk)
+
+    def with_budget(self, budget: int | None) -> LayerRules:
+        """With another budget."""
+        return replace(self, limits=replace(self.limits, budget=budget), budget=budget)
+
+    @cached_property
+    def most_visible(self) -> int | None:
+        """The most tokens that a query sees, its own among them; None where there is no limit."""
+        return most_visible(self.sliding_window, self.attention_chunk)
+
+    @cached_property
+    def recalls(self) -> bool:
+        """Whether what is evicted may be read again: not where the model itself no longer sees it."""
+        return self.limits.recall > 0 and self.most_visible is None
+
+    @cached_property
+    def recall_room(self) -> int:
+        """Slots that stay free, so that a step may put there what it recalls."""
+        return self.limits.recall if self.recalls else 0
+
+    @cached_property
+    def is_whole_window(self) -> bool:
+        """Whether the budget is the sliding window, or the chunk of attention."""
+        return self.most_visible is not None and self.budget == self.most_visible
+
+    @cached_property
+    def state(self) -> tuple[str, ...]:
+        """What is kept per slot: the policy's state, what merging needs, and where tokens are read."""
+        own = self.policy.needs.state if self.merge is None else (*self.policy.needs.state, *self.merge.state)
+        own = (*own, TOKEN_INDEX) if self.recalls else own
+        return (*own, *PLACES) if self.has_places else own
+
+    @cached_property
+    def joins(self) -> bool:
+        """Whether tokens that the policy says so join the one before them as they come."""
+        return self.merge is not None and ACCUMULATES in self.policy.needs.state
+
+    @cached_property
+    def is_lossless(self) -> bool:
+        """Whether a token that is not evicted leaves nothing but its own slot."""
+        return not (self.policy.needs.state or self.policy.needs.statistics)
+
+    @cached_property
+    def headroom(self) -> int:
+        """Slots beyond the budget at rest: for the next tokens, and for those that may be rolled back."""
+        return HEADROOM + self.limits.rollback
+
+    def slots_for(
+        self, tokens: int, slots: int, held: int, reserve_hint: int, longest_decode: int, defer_eviction: bool
+    ) -> int:
+        """Slots that a layer with `slots` of them, `held` in use, should have before `tokens` more come.
+
+        In decode no pass is longer than `longest_decode` tokens; 0 says that they are a chunk of a prompt.
+        """
+        needed, own = held + tokens, slots - self.recall_room
+        if self.budget is not None and not defer_eviction:
+            # A prompt's steps leave room for the next one; decode gives that room back.
+            room = max(tokens, self.limits.chunk, own - self.budget)
+            if longest_decode:
+                room = longest_decode + self.limits.rollback
+            return max(self.budget + room, needed) + self.recall_room
+        if needed <= own:
+            return slots
+        grown = reserve_hint if reserve_hint >= needed else max(needed, own * 3 // 2)
+        return -(-grown // GROWTH) * GROWTH + self.recall_room
+
+    @cached_property
+    def protected(self) -> tuple[int, int]:
+        """Sinks and newest tokens that are never evicted; of a whole window all is needed by the next token."""
+        return (0, 0) if self.is_whole_window else (self.limits.sinks, self.limits.window)
+
+    def row_sinks(self, step: Step) -> RowSinks | None:
+        """Sinks of each row, where `protected` does not tell those of all."""
+        return None if self.is_whole_window else step.sinks
+
+    def visible_in(self, step: Step) -> Visibility:
+        """`visibility` with the sinks of a step's rows. Where rows differ, no reach: `seen_until` tells it."""
+        visible, sinks = self.visibility, step.sinks
+        if sinks is None or visible.reach is None or self.budget is None:
+            return visible
+        count, *others = {*sinks.counts}
+        return replace(visible, reach=None if others else self.budget - count + 1, sinks=0 if others else count)
+
+    @cached_property
+    def visibility(self) -> Visibility:
+        """Which of the held tokens a query may see, beyond causality."""
+        if self.recalls:  # what is recalled is read, however far back it stands
+            return Visibility()
+        if keeps_newest(self.policy) and self.budget is not None and self.merge is None and not self.is_whole_window:
+            reach = self.budget - self.limits.sinks + 1
+            return Visibility(self.sliding_window, reach, self.limits.sinks, self.attention_chunk)
+        return Visibility(self.sliding_window, attention_chunk=self.attention_chunk)

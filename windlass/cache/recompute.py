@@ -1,0 +1,332 @@
+"""Tokens computed again where they stand: rewrites, second passes, fitted values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Final, NamedTuple, NoReturn, final
+
+import torch
+from torch import Tensor
+
+from windlass import kernels
+from windlass.cache.attention import attend
+from windlass.cache.layer import SlotLayer
+from windlass.cache.slot_table import TableView
+from windlass.core.inputs import Mass
+from windlass.core.positions import EMPTY
+from windlass.core.step import AttentionCall, Step, no_inference_mode
+from windlass.core.types import (
+    Attended,
+    NewKeys,
+    NewValues,
+    Queries,
+    QueryPositions,
+    SlotIndex,
+    SlotPositions,
+    SlotValues,
+)
+from windlass.policies.base import Observation
+from windlass.policies.calls import initial_state, observe, preprocess
+from windlass.policies.wrapper import scoring_chunk
+from windlass.positions.modes import PositionMode
+
+
+class Standing(NamedTuple):
+    """Where some tokens stand in a layer's slots, found by their positions."""
+
+    columns: Tensor  # (batch, score_heads, slots): which of the tokens a slot holds, -1 for none
+    is_held: Tensor  # (batch, score_heads, tokens): whether any slot holds it
+
+    @classmethod
+    def of(cls, slots: SlotPositions, tokens: QueryPositions) -> Standing:
+        """Of the tokens at these positions, EMPTY for padding."""
+        ordered, order = tokens.long().sort(1)
+        rows, heads = slots.shape[:2]
+        ordered, order = (each[:, None].expand(-1, heads, -1).contiguous() for each in (ordered, order))
+        at = slots.long().contiguous()
+        found = torch.searchsorted(ordered, at).clamp(max=tokens.shape[1] - 1)
+        columns = order.gather(-1, found).where((ordered.gather(-1, found) == at) & (at >= 0), -1)
+        is_held = torch.zeros(rows, heads, tokens.shape[1] + 1, dtype=torch.bool, device=slots.device)
+        is_held.scatter_(-1, columns.where(columns >= 0, tokens.shape[1]), True)
+        return cls(columns, is_held[..., :-1])
+
+    @property
+    def slots(self) -> SlotIndex:
+        """(batch, score_heads, tokens): the slot of each token that is held; 0 for another."""
+        found = torch.zeros(*self.columns.shape[:2], self.is_held.shape[-1] + 1, dtype=torch.long)
+        found = found.to(self.columns.device)
+        every = torch.arange(self.columns.shape[-1], device=found.device).expand_as(self.columns)
+        return found.scatter_(-1, self.columns.where(self.columns >= 0, found.shape[-1] - 1), every)[..., :-1]
+
+
+def rewrite(
+    layer: SlotLayer,
+    queries: Queries,
+    keys: NewKeys,
+    values: NewValues,
+    step: Step,
+    mode: PositionMode,
+    call: AttentionCall,
+) -> Attended:
+    """What the queries of tokens read that stand in the layer already, and now have these keys and values there.
+
+    Its policy observes nothing, and nothing is evicted. Until `commit`, `take_back` undoes it: no byte of what the
+    layer held is overwritten before then, for the tokens get free slots and leave those that they had.
+    """
+    before = layer.protect(step)
+    layer.make_room(keys, values, is_decode=False, defer_eviction=True)
+    table = layer.table
+    before.table.copies.extend((tensor, tensor.clone()) for tensor in table.state.values())
+    queries, standing, written = _put(layer, queries, keys, values, step, call)
+    held = table.occupancy_bound
+    table.occupancy_bound = held + int((~standing.is_held & (step.positions >= 0)[:, None]).sum(-1).max())
+    view = TableView.of(table, layer.rules, step)
+    if layer.is_shared:
+        layer.views.append(view.kept())
+    out, _ = attend(view, layer.rules, layer.rotary, queries, mode, call, None)
+    _let_go(layer, standing, written, held)
+    return out
+
+
+def write_over(
+    layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
+) -> None:
+    """Let the tokens of `step` that the layer holds have these keys and values, without a pass of the model."""
+    layer.make_room(keys, values, is_decode=False, defer_eviction=True)
+    held = layer.table.occupancy_bound
+    _, standing, written = _put(layer, queries, keys, values, step, call)
+    _let_go(layer, standing, written, held)
+
+
+def _put(
+    layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
+) -> tuple[Queries, Standing, SlotIndex]:
+    """Write the tokens of `step` into free slots, and free those that they had; returns the queries as they read."""
+    table = layer.table
+    queries, keys, state = preprocess(layer.configured_policy, layer.index, queries, keys, step.ids)
+    state |= initial_state(layer.policy, layer.index, layer.heads, queries, keys)
+    standing = Standing.of(table.positions, step.positions)
+    written = kernels.first_free(table.positions, keys.shape[2])
+    positions = step.positions[:, None].expand(-1, table.score_heads, -1)
+    table.write(written, keys, values, positions, state, call.index_keys)
+    table.positions.masked_fill_(standing.columns >= 0, EMPTY)
+    return queries, standing, written
+
+
+def _let_go(layer: SlotLayer, standing: Standing, written: SlotIndex, held: int) -> None:
+    """Free what was written of tokens that the layer had evicted; earlier steps can't be rolled back."""
+    table = layer.table
+    now = table.positions.gather(-1, written)
+    table.positions.scatter_(-1, written, now.where(standing.is_held, EMPTY))
+    table.occupancy_bound = held
+    layer.forget_steps(0)
+
+
+def second_pass(
+    layer: SlotLayer,
+    queries: Queries,
+    keys: NewKeys,
+    values: NewValues,
+    step: Step,
+    mode: PositionMode,
+    call: AttentionCall,
+) -> Attended:
+    """What the queries read, as in a step; afterwards the layer holds what it held, but for what its policy noted."""
+    with written_beside(layer, queries, keys, values, step, call) as (view, queries):
+        outs, peaks = [], []
+        for out, mass in by_member(layer, view, queries, mode, call):
+            outs.append(out)
+            peaks.append(mass.rows.amax(2))
+        if scoring_chunk(layer.policy):
+            seen = Observation(torch.stack(peaks).amax(0), queries.flip(2), step.positions.flip(1))
+            observe(layer.policy, layer.index, layer.slots_at(step), seen)
+    return torch.stack(outs, 2).flatten(1, 2)
+
+
+@contextmanager
+def written_beside(
+    layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
+) -> Iterator[tuple[TableView, Queries]]:
+    """While it lasts, the layer holds the step's tokens beside its own: what queries find there, and the queries."""
+    before = layer.protect(step)
+    layer.make_room(keys, values, step.is_decode, step.defer_eviction)
+    table = layer.table
+    before.table.copies.extend((tensor, tensor.clone()) for tensor in table.state.values())
+    queries, keys, initial_state = preprocess(layer.configured_policy, layer.index, queries, keys, step.ids)
+    positions = step.positions[:, None].expand(-1, table.score_heads, -1)
+    held, ring = table.occupancy_bound, table.store.full_precision.tensors
+    written = kernels.first_free(table.positions, keys.shape[2])
+    table.write(written, keys, values, positions, initial_state, call.index_keys)
+    table.occupancy_bound += max(step.lengths)
+    view = TableView.of(table, layer.rules, step)
+    if layer.is_shared:
+        layer.views.append(view.kept())
+    yield view, queries
+    table.free(written)
+    table.occupancy_bound, table.store.full_precision.tensors = held, ring
+
+
+def by_member(
+    layer: SlotLayer, view: TableView, queries: Queries, mode: PositionMode, call: AttentionCall
+) -> Iterator[tuple[Attended, Mass]]:
+    """What the queries of one head of each kv head read, and what each of them gave each slot; then the next.
+
+    The query heads that share a kv head are taken one after the other: their mass comes as a sum.
+    """
+    members = queries.shape[1] // layer.store.layout[0]
+    columns = torch.arange(queries.shape[2], device=queries.device).where(view.step.positions >= 0, -1)
+    sinks = None if call.sink_logits is None else call.sink_logits.view(-1, members)
+    for member in range(members):
+        own = replace(call, sink_logits=None if sinks is None else sinks[:, member])
+        member_queries = queries[:, member::members]
+        out, mass = attend(view, layer.rules, layer.rotary, member_queries, mode, own, columns)
+        assert mass is not None, "attention that nobody observed"
+        yield out, mass
+
+
+RIDGE: Final = 1e-2  # of the mean square of a kept token's probabilities: what holds a value to what it was
+
+
+@dataclass
+class LayerSums:
+    """What the queries of the second reading found in one layer, summed.
+
+    `square` (batch, kv_heads, n, n) are products of the probabilities of the n slots of the layer that was cut, each
+    with each; `missing` (batch, kv_heads, n, channels) products with what attention to them lacks of what it was.
+    """
+
+    kept: SlotLayer
+    square: Tensor | None = None
+    missing: Tensor | None = None
+
+    def add(self, shares: Tensor, wanted: Tensor) -> None:
+        """Queries (batch, kv_heads, queries, n) with what they read before the cut; zeros for a query that is none."""
+        lacking = wanted - shares @ self.kept.store.values().float()
+        square, missing = shares.mT @ shares, shares.mT @ lacking
+        self.square = square if self.square is None else self.square.add_(square)
+        self.missing = missing if self.missing is None else self.missing.add_(missing)
+
+    def values(self) -> SlotValues:
+        """The values nearest to what they were that make the sum of all squared errors, of outputs and values, least.
+
+        So the outputs' error is never more than before, and slots that no query saw stay as they are.
+        """
+        values = self.kept.store.values()
+        if self.square is None or self.missing is None:
+            return values
+        square, missing = self.square.double(), self.missing.double()
+        diagonal = square.diagonal(dim1=-2, dim2=-1)
+        seen = (diagonal > 0).sum(-1).clamp(min=1)
+        penalty = (RIDGE * diagonal.sum(-1) / seen).clamp(min=torch.finfo(torch.float32).tiny)
+        square = square + torch.diag_embed(penalty[..., None].expand_as(diagonal))
+        fitted: SlotValues = (values.double() + torch.linalg.solve(square, missing)).to(values.dtype)
+        return fitted
+
+
+@dataclass(frozen=True)
+class Fitting:
+    """A second reading of a text, beside what a cut of it would leave.
+
+    `layers` are those of the cache that still holds the text, `ends` the length of each row's text. `sums` has None for
+    a layer from which the cut takes nothing.
+    """
+
+    layers: Sequence[SlotLayer]
+    ends: Tensor
+    sums: Sequence[LayerSums | None]
+
+    @classmethod
+    def beside(cls, layers: Sequence[SlotLayer], cut: Sequence[SlotLayer], ends: Tensor) -> Fitting:
+        """Before the text is read again; `cut` are copies of `layers`, after the cut."""
+        pairs = zip(layers, cut, strict=True)
+        return cls(layers, ends, [LayerSums(kept) if _is_cut(layer, kept) else None for layer, kept in pairs])
+
+    def second_pass(
+        self,
+        layer: SlotLayer,
+        queries: Queries,
+        keys: NewKeys,
+        values: NewValues,
+        step: Step,
+        mode: PositionMode,
+        call: AttentionCall,
+    ) -> Attended:
+        """What the queries read, as in `windlass.cache.recompute`; what they find in the cut layer is summed."""
+        its = next(sums for own, sums in zip(self.layers, self.sums, strict=True) if own is layer)
+        if its is None:
+            return second_pass(layer, queries, keys, values, step, mode, call)
+        outs, kept, new = [], its.kept, (queries, keys, values)
+        with (
+            written_beside(layer, *new, step, call) as (view, own),
+            written_beside(kept, *new, step, call) as (kept_view, _),
+        ):
+            pairs = zip(
+                by_member(layer, view, own, mode, call), by_member(kept, kept_view, own, mode, call), strict=True
+            )
+            for (out, mass), (_, kept_mass) in pairs:
+                outs.append(out)
+                text, found = self._shares(view, mass), self._shares(kept_view, kept_mass)
+                is_seen = found.sum(-1, keepdim=True) > 0
+                its.add(found, (text @ layer.store.values().float()).where(is_seen, 0.0))
+        kept.commit()
+        return torch.stack(outs, 2).flatten(1, 2)
+
+    def _shares(self, view: TableView, mass: Mass) -> Tensor:
+        """What each query gives the slots of the text, of all that it gives them; zeros where that is nothing."""
+        is_text = (view.positions >= 0) & (view.positions < self.ends[:, None, None])
+        rows = mass.rows * is_text[:, :, None]
+        total = rows.sum(-1, keepdim=True)
+        return rows / total.where(total > 0, 1.0)
+
+
+def _is_cut(layer: SlotLayer, kept: SlotLayer) -> bool:
+    return kept.table.occupancy_bound < layer.table.occupancy_bound
+
+
+class Reached(Exception):
+    """A pass has come to the layer that is looked at, and is not to go on."""
+
+
+class _Found(NamedTuple):
+    queries: Queries
+    keys: NewKeys
+    values: NewValues
+    step: Step
+    call: AttentionCall
+
+
+@final
+class Divergence:
+    """What passes that end at attention layer `index` of the model bring to it; `layer` are its slots."""
+
+    def __init__(self, index: int, layer: SlotLayer) -> None:
+        self.index, self._layer = index, layer
+        self._found: list[_Found] = []
+
+    def reached(self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall) -> NoReturn:
+        """Note what comes to the layer. Raises: Reached, which takes the pass back."""
+        self._found.append(_Found(queries.clone(), keys.clone(), values.clone(), step, call))
+        raise Reached
+
+    def of_row(self, row: int) -> Tensor:
+        """The squared distance of each token's new value from the one that is held, summed over heads, in order.
+
+        What a head has evicted counts 0.
+        """
+        store, distances = self._layer.store, []
+        held = store.values()
+        for found in self._found:
+            standing = Standing.of(self._layer.positions, found.step.positions)
+            before = kernels.read(held, standing.slots).float()
+            after = found.keys[..., -store.latent :] if store.latent else found.values
+            squares = (after.float() - before).square().sum(-1) * standing.is_held
+            distances.append(squares.sum(1)[row, found.step.positions[row] >= 0])
+        return torch.cat(distances)
+
+    @no_inference_mode
+    def keep(self) -> None:
+        """Let the layer have the new keys and values of all tokens, which are those of a text read anew."""
+        for found in self._found:
+            write_over(self._layer, found.queries, found.keys, found.values, found.step, found.call)

@@ -1,0 +1,1 @@
+"""`windlass chat`: a conversation on one cache."""

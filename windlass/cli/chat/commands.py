@@ -1,0 +1,187 @@
+"""What a chat does for a line that begins with a slash."""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+from windlass.cli.chat.dialogue import Dialogue, kept
+from windlass.cli.terminal import note, say
+from windlass.core.errors import UsageError
+from windlass.core.parse import did_you_mean
+
+COMMAND: Final = re.compile(r"/([a-z]+|\?)(?:\s+(.*))?", re.DOTALL)
+HINT: Final = "/help lists the commands"
+KEYS: Final = (
+    "A message that begins with a slash and a word has two slashes: //help. /etc/passwd needs none.",
+    "Alt-Enter, or \\ at a line's end, begins a new line; a text that is pasted is one message.",
+    "Ctrl-C clears the line, or ends a reply; on an empty line twice, or Ctrl-D, it ends the chat.",
+)
+
+
+class Ended(Exception):
+    """The user ends the chat."""
+
+
+@dataclass(frozen=True)
+class Command:
+    """`takes` is what follows its name, in brackets where it may be left out; `does` its line of help."""
+
+    takes: str
+    does: str
+    run: Callable[["Commands", str], None]
+
+
+def command_of(line: str) -> tuple[str, str] | None:
+    """Name and text of a command; None for a message. `//` and `/etc/passwd` begin messages, `/word` a command."""
+    found = COMMAND.fullmatch(line.strip())
+    return None if found is None else (found[1], (found[2] or "").strip())
+
+
+def message_of(line: str) -> str:
+    """A line that is no command, without the slash that says so."""
+    return line[1:] if line.startswith("//") else line
+
+
+class Commands:
+    """The commands of one chat, by name; each takes what follows its name."""
+
+    def __init__(self, dialogue: Dialogue) -> None:
+        self._dialogue = dialogue
+
+    def obey(self, name: str, text: str) -> None:
+        """Do what a command says; one that is unknown is told.
+
+        Raises: WindlassError when it cannot be done; Ended at the end of the chat.
+        """
+        command = COMMANDS.get(SYNONYMS.get(name, name))
+        if command is None:
+            note(f"/{name} is no command; {did_you_mean(name, COMMANDS)}{HINT}; //{name} sends it to the model")
+        elif text and not command.takes:
+            note(f"/{name} takes nothing after it; //{name} ... sends it to the model")
+        elif not text and command.takes and not command.takes.startswith("["):
+            note(f"/{name} takes {command.takes}: {command.does}")
+        else:
+            command.run(self, text)
+
+    def help(self, text: str) -> None:
+        width = max(len(f"/{name} {command.takes}") for name, command in COMMANDS.items())
+        for name, command in COMMANDS.items():
+            note(f"{f'/{name} {command.takes}':{width}}  {command.does}")
+        note(f"Also {', '.join(f'/{name} for /{other}' for name, other in SYNONYMS.items())}.")
+        for line in KEYS:
+            note(line)
+
+    def save(self, text: str) -> None:
+        path = Path(text).expanduser()
+        self._dialogue.save(path)
+        note(f"{path} written; /load {path}, or --load {path}, goes on from it")
+
+    def load(self, text: str) -> None:
+        note(self._dialogue.load(Path(text).expanduser()))
+
+    def undo(self, text: str) -> None:
+        note(self._dialogue.undo())
+
+    def retry(self, text: str) -> None:
+        self._dialogue.retry()
+
+    def system(self, text: str) -> None:
+        if not text:
+            told = self._dialogue.conversation.system
+            note("there is no system text; /system TEXT sets one" if told is None else told)
+            return
+        is_read_again = self._dialogue.tell(None if text == "-" else text)
+        note("the system text is changed" + ("; the conversation was read again under it" if is_read_again else ""))
+
+    def set(self, text: str) -> None:
+        name, *values = re.split(r"[\s=]+", text, maxsplit=1)
+        name, value = name.strip("-").replace("-", "_"), "".join(values)
+        settings = self._settings()
+        if name and name not in settings:
+            raise UsageError(f"/set knows no {name!r}; {did_you_mean(name, settings)}it sets {', '.join(settings)}")
+        if value:
+            self._set(name, value)
+        for each, now in self._settings().items():
+            if name in ("", each):
+                note(f"{each} {now}")
+
+    def tokens(self, text: str) -> None:
+        turns, cache = self._dialogue.conversation.turns, self._dialogue.cache
+        say(f"seen   {cache.tokens_seen[0]:,} tokens; {len(turns):,} turn{'' if len(turns) == 1 else 's'}\n")
+        budget = "no budget" if cache.budget is None else f"a budget of {cache.budget:,}"
+        say(f"kept   {kept(cache):,} in a layer, under {budget}\n")
+        if turns:
+            say(f"latest {len(turns[-1].prompt):,} of the message, {len(turns[-1].tokens):,} of the reply\n")
+
+    def cache(self, text: str) -> None:
+        say(self._dialogue.cache.describe() + "\n")
+
+    def reset(self, text: str) -> None:
+        self._dialogue.reset()
+        note("the cache is empty")
+
+    def resume(self, text: str) -> None:
+        if text not in ("", "no"):
+            raise UsageError(f"/resume takes nothing, or no, got {text!r}")
+        found = self._dialogue.journal.found()
+        if found is None:
+            note("there is no conversation to go on with")
+            return
+        path, chat = found
+        if not text:
+            note(self._dialogue.take(chat))
+            if chat.pending is not None:
+                note(f"its last message has no reply, send it again: {chat.pending.line}")
+        path.unlink(missing_ok=True)
+        if text:
+            note(f"the conversation of {len(chat.turns)} turns is deleted")
+
+    def quit(self, text: str) -> None:
+        raise Ended
+
+    def _numbers(self) -> dict[str, Any]:
+        return {"max_tokens": self._dialogue.max_tokens, **vars(self._dialogue.sampling)}
+
+    def _settings(self) -> dict[str, Any]:
+        return {**self._numbers(), "positions": self._dialogue.cache.positions}
+
+    def _set(self, name: str, value: str) -> None:
+        """Raises: UsageError for a value out of its range, or of another kind; nothing is then changed."""
+        if name == "positions":
+            self._dialogue.cache.positions = value
+            return
+        kind = type(self._numbers()[name])
+        try:
+            number = kind(value)
+        except ValueError:
+            wanted = "a whole number" if kind is int else "a number"
+            raise UsageError(f"{name} must be {wanted}, got {value!r}") from None
+        if name != "max_tokens":
+            self._dialogue.sampling = replace(self._dialogue.sampling, **{name: number})
+        elif number < 1:
+            raise UsageError(f"max_tokens must be at least 1, got {number}")
+        else:
+            self._dialogue.max_tokens = number
+
+
+COMMANDS: Final = {
+    "help": Command("", "lists the commands", Commands.help),
+    "save": Command("FILE", "writes the conversation, to go on from later", Commands.save),
+    "load": Command("FILE", "goes on from there, in place of this conversation", Commands.load),
+    "undo": Command("", "takes back the last message and its reply", Commands.undo),
+    "retry": Command("", "writes the last reply anew, under another seed", Commands.retry),
+    "system": Command(
+        "[TEXT]", "changes what the model is told first, -: nothing; the rest is read again", Commands.system
+    ),
+    "set": Command("[NAME VALUE]", "changes temperature, max_tokens, ...; alone it lists them", Commands.set),
+    "tokens": Command("", "counts tokens: seen, kept, of the latest turn", Commands.tokens),
+    "cache": Command("", "describes the cache", Commands.cache),
+    "reset": Command("", "forgets everything but the system text", Commands.reset),
+    "resume": Command(
+        "[no]", "goes on with an unfinished conversation, or the last one; no: deletes it", Commands.resume
+    ),
+    "quit": Command("", "ends the chat", Commands.quit),
+}
+SYNONYMS: Final = {"?": "help", "describe": "cache", "exit": "quit"}

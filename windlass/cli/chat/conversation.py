@@ -1,0 +1,356 @@
+"""A conversation as messages, and the text of it that a model has not read yet."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from pathlib import Path
+from typing import IO, Any, Final
+from uuid import uuid4
+
+from transformers import PreTrainedTokenizerBase
+
+from windlass.cli.terminal import note, private_file
+from windlass.core.errors import UsageError
+from windlass.core.files import read_bytes
+from windlass.engine import templates
+from windlass.engine.text import encode
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A message of the user and the reply to it, as text and as the token ids that were fed.
+
+    `prompt` holds what was fed before the reply, `tokens` the reply itself. `ended_with` is the text of the reply's
+    last token where it ended by itself, which is no part of `reply`.
+    """
+
+    line: str
+    reply: str
+    prompt: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    ended_with: str = ""
+
+
+class Conversation:
+    """Turns on one text, and what each of them adds to it.
+
+    With a chat template, that is the template from the end of the last reply up to the start of the next; without
+    one, the message itself, begun on a new line. `start` are the ids of a text that came before the first turn; where
+    it ends within a message, the first turn goes on with that.
+
+    Raises: UsageError as `tell` does.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, start: Sequence[int] = (), system: str | None = None
+    ) -> None:
+        self._tokenizer = tokenizer
+        self.start, self.turns = list(start), list[Turn]()
+        self.system: str | None = None
+        if system is not None:
+            self.tell(system)
+
+    @property
+    def has_template(self) -> bool:
+        """Whether the model was made for chat."""
+        return templates.has_template(self._tokenizer)
+
+    @property
+    def ids(self) -> list[int]:
+        """Of the whole text: what came before, and every turn."""
+        return [*self.start, *(token for turn in self.turns for token in (*turn.prompt, *turn.tokens))]
+
+    def tell(self, system: str | None) -> None:
+        """Change what the model is told before the first message, and the ids of all prompts with it; None: nothing.
+
+        Raises: UsageError where the model's template has no place for it, or fails; nothing is then changed.
+        """
+        if system is not None:
+            if self.start:
+                raise UsageError("a system text stands at the start, and this conversation goes on from a prompt cache")
+            first = [*templates.of_system(system), templates.message("user", "?")]
+            if system.strip() not in templates.opening(self._tokenizer, first):
+                raise UsageError("this model's chat template leaves the system text out; put it in a message")
+        before, self.system = self.system, system
+        try:
+            self.encode_again()
+        except UsageError:
+            self.system = before
+            raise
+
+    def encoded(self, line: str) -> tuple[str, list[int]]:
+        """The text to feed for `line`, and its ids. Raises: UsageError as `missing` does."""
+        text = self.missing(line)
+        return text, encode(self._tokenizer, text, is_start=not self.ids)
+
+    def missing(self, line: str, after: int | None = None) -> str:
+        """The text to feed for `line` after the first `after` turns, by default all; nothing is changed.
+
+        Raises: UsageError for a chat template that fails, or does not show earlier replies as they were.
+        """
+        earlier = self.turns[:after]
+        if not self.has_template:
+            return f"\n{line}" if earlier else line
+        messages = templates.of_system(self.system)
+        for turn in earlier:
+            messages += [templates.message("user", turn.line), templates.message("assistant", turn.reply)]
+        messages.append(templates.message("user", line))
+        if earlier:
+            return templates.following(self._tokenizer, messages, earlier[-1].ended_with)
+        if not self.start:
+            return templates.opening(self._tokenizer, messages)
+        standing, ended_with = templates.standing(self._tokenizer, self.start)
+        if standing == "user":  # the start is a text that this message ends
+            return templates.rest(self._tokenizer, line)
+        if standing == "reply":
+            before = [templates.message("user", ""), templates.message("assistant", "")]
+            return templates.following(self._tokenizer, [*before, *messages], ended_with)
+        return templates.opening(self._tokenizer, messages)
+
+    def encode_again(self) -> None:
+        """Make the ids of all prompts anew; replies keep theirs, where they have any.
+
+        Raises: UsageError as `missing` does; nothing is then changed.
+        """
+        texts = [self.missing(turn.line, after) for after, turn in enumerate(self.turns)]
+        for at, (turn, text) in enumerate(zip(self.turns, texts, strict=True)):
+            prompt = encode(self._tokenizer, text, is_start=at == 0 and not self.start)
+            tokens = turn.tokens or encode(self._tokenizer, turn.reply + turn.ended_with, is_start=False)
+            self.turns[at] = replace(turn, prompt=prompt, tokens=tokens)
+
+
+KIND: Final = "windlass chat"
+VERSION: Final = 1
+
+
+@dataclass(frozen=True)
+class Origin:
+    """The model that a conversation was held with: its folder's name, and its fingerprint."""
+
+    model: str
+    fingerprint: str
+
+
+@dataclass(frozen=True)
+class SavedChat:
+    """A conversation as a file has it.
+
+    `pending` is a message that has no reply yet, with an empty one. `skipped` lines could not be read.
+    """
+
+    origin: Origin
+    time: datetime
+    system: str | None
+    start: list[int]
+    turns: list[Turn]
+    pending: Turn | None = None
+    skipped: int = 0
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether the token ids of all that was said are there."""
+        return not self.skipped and all(turn.prompt and turn.tokens for turn in self.turns)
+
+
+def lines_of(origin: Origin, conversation: Conversation) -> Iterator[str]:
+    """The lines of a whole conversation."""
+    yield _line(
+        {
+            "kind": KIND,
+            "version": VERSION,
+            "model": origin.model,
+            "fingerprint": origin.fingerprint,
+            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
+            "system": conversation.system,
+            "start": conversation.start,
+        }
+    )
+    for turn in conversation.turns:
+        yield asked(turn)
+        yield replied(turn)
+
+
+def asked(turn: Turn) -> str:
+    """The line of a user's message."""
+    return _line({"role": "user", "content": turn.line, "tokens": turn.prompt})
+
+
+def replied(turn: Turn) -> str:
+    """The line of a model's reply."""
+    return _line({"role": "assistant", "content": turn.reply, "tokens": turn.tokens, "end": turn.ended_with})
+
+
+def taken_back() -> str:
+    """The line that takes back the latest message of the user, and the reply to it."""
+    return _line({"event": "undo"})
+
+
+def read(path: Path) -> SavedChat:
+    """The conversation in a file.
+
+    Raises: UsageError when it cannot be read, is none, or is of a newer version.
+    """
+    what = f"conversation {path}"
+    chat: SavedChat | None = None
+    skipped = 0
+    for raw in read_bytes(path, what).splitlines():
+        record = _record(raw)
+        if record.get("kind") == KIND:
+            chat = _begun(record, what)
+        elif chat is not None and record.get("event") == "undo":
+            turns = chat.turns if chat.pending is not None else chat.turns[:-1]
+            chat = replace(chat, turns=turns, pending=None)
+        elif chat is not None and isinstance(record.get("content"), str):
+            chat = _with(chat, record)
+        else:
+            skipped += 1
+    if chat is None:
+        raise UsageError(f"{what} is not one that windlass saved; give a file that /save wrote")
+    return replace(chat, skipped=skipped)
+
+
+def _begun(record: dict[str, Any], what: str) -> SavedChat:
+    version, system = record.get("version"), record.get("system")
+    if version != VERSION:
+        raise UsageError(f"{what} has format version {version!r}, this windlass reads {VERSION}; use the one it is of")
+    try:
+        time = datetime.fromisoformat(str(record.get("time")))
+    except ValueError:
+        time = datetime.fromtimestamp(0)
+    origin = Origin(str(record.get("model")), str(record.get("fingerprint")))
+    return SavedChat(origin, time, system if isinstance(system, str) else None, _ids(record.get("start")), [])
+
+
+def _with(chat: SavedChat, record: dict[str, Any]) -> SavedChat:
+    """With one more message. One whose reply was lost has none; a reply whose message was lost answers nothing."""
+    text, tokens = str(record["content"]), _ids(record.get("tokens"))
+    if record.get("role") == "user":
+        unanswered = [] if chat.pending is None else [chat.pending]
+        return replace(chat, turns=[*chat.turns, *unanswered], pending=Turn(text, "", tokens))
+    answered = replace(chat.pending or Turn("", ""), reply=text, tokens=tokens, ended_with=str(record.get("end", "")))
+    return replace(chat, turns=[*chat.turns, answered], pending=None)
+
+
+def _record(raw: bytes) -> dict[str, Any]:
+    """One line; empty where it is no JSON object."""
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _ids(found: object) -> list[int]:
+    """A list of token ids; empty where it is none."""
+    is_right = isinstance(found, list) and all(type(each) is int and each >= 0 for each in found)
+    return found if isinstance(found, list) and is_right else []
+
+
+def _line(record: dict[str, Any]) -> str:
+    return json.dumps(record, ensure_ascii=False) + "\n"
+
+
+class Journal:
+    """Written line by line, each of them safe on the disk before the next step; nothing at all where `folder` is None.
+
+    A folder that cannot be written is told once, and the conversation goes on without a journal.
+    """
+
+    def __init__(self, folder: Path | None, origin: Origin) -> None:
+        self.origin = origin
+        self._folder = folder
+        self._file: IO[str] | None = None
+        self._path = Path()
+
+    def begin(self, conversation: Conversation) -> None:
+        """From here on the conversation is this one; one that was never spoken leaves no file."""
+        if self._file is None and not conversation.turns:
+            return
+        self._write("".join(lines_of(self.origin, conversation)))
+
+    def asked(self, conversation: Conversation, turn: Turn) -> None:
+        """A message of the user, before there is a reply to it."""
+        begun = "" if self._file is not None else "".join(lines_of(self.origin, conversation))
+        self._write(begun + asked(turn))
+
+    def replied(self, turn: Turn) -> None:
+        """The reply to it."""
+        self._write(replied(turn))
+
+    def taken_back(self) -> None:
+        """The latest message of the user is taken back, and the reply to it."""
+        self._write(taken_back())
+
+    def close(self) -> None:
+        """The conversation has ended as it should: it becomes the last one, which `/resume` still finds."""
+        if self._file is None:
+            return
+        with suppress(OSError):
+            if _first([self._path]) is None:
+                self._path.unlink()
+            else:
+                self._path.replace(self._last())
+        self._file.close()
+        self._file = None
+
+    def unfinished(self) -> tuple[Path, SavedChat] | None:
+        """The newest conversation with this model whose process has died."""
+        if self._folder is None:
+            return None
+        left = [path for path in self._folder.glob(f"{self._prefix()}-*.jsonl") if _is_left_behind(path)]
+        return _first(sorted(left, key=_written_at, reverse=True))
+
+    def found(self) -> tuple[Path, SavedChat] | None:
+        """The conversation to resume: an unfinished one, or else the last that has ended."""
+        return self.unfinished() or (None if self._folder is None else _first([self._last()]))
+
+    def _prefix(self) -> str:
+        return self.origin.fingerprint[:16]
+
+    def _last(self) -> Path:
+        return (self._folder or Path()) / f"{self._prefix()}.last.jsonl"
+
+    def _write(self, lines: str) -> None:
+        if self._folder is None:
+            return
+        try:
+            if self._file is None:
+                self._path = self._folder / f"{self._prefix()}-{uuid4().hex}.jsonl"
+                self._file = private_file(self._path).open("a", encoding="utf-8", errors="replace")
+                fcntl.flock(self._file, fcntl.LOCK_EX)  # others hold it for a moment only, to see whether it is held
+            self._file.write(lines)
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        except OSError as error:
+            note(f"windlass: note: no journal of this conversation is kept: {error.strerror}")
+            self._folder = None
+
+
+def _first(paths: Sequence[Path]) -> tuple[Path, SavedChat] | None:
+    """The first in which something was said."""
+    for path in paths:
+        with suppress(UsageError):
+            chat = read(path)
+            if chat.turns or chat.pending is not None:
+                return path, chat
+    return None
+
+
+def _is_left_behind(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _written_at(path: Path) -> float:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return 0.0

@@ -1,0 +1,258 @@
+"""Chat: lines from a terminal or a pipe, each a message to the model or a command."""
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from datetime import datetime
+from pathlib import Path
+
+from prompt_toolkit import PromptSession
+from prompt_toolkit.buffer import Buffer
+from prompt_toolkit.completion import WordCompleter
+from prompt_toolkit.formatted_text import FormattedText
+from prompt_toolkit.history import FileHistory, History, InMemoryHistory
+from prompt_toolkit.input import Input
+from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
+from prompt_toolkit.output import ColorDepth, Output
+from prompt_toolkit.styles import Style
+
+from windlass.cli import terminal as state
+from windlass.cli.chat import conversation as chat_file
+from windlass.cli.chat.commands import COMMANDS, HINT, Commands, Ended, command_of, message_of
+from windlass.cli.chat.conversation import Journal, Origin
+from windlass.cli.chat.dialogue import Dialogue, cache_beside
+from windlass.cli.options import ChatArguments
+from windlass.cli.session import Session
+from windlass.cli.terminal import INTERRUPTED, note, say, unechoed
+from windlass.core.errors import UsageError, WindlassError
+from windlass.core.files import BYTE_ORDER_MARK
+from windlass.engine.generate import Stream
+from windlass.engine.sampling import Sampling
+from windlass.hf.weights import fingerprint
+
+
+def chat(
+    session: Session,
+    max_tokens: int,
+    sampling: Sampling,
+    arguments: ChatArguments,
+    stop: list[str] | None = None,
+    system: str | None = None,
+) -> int:
+    """Answer lines from the terminal or a pipe until /quit or their end; returns the exit code.
+
+    At a terminal Ctrl-C clears the line or ends a reply, and what cannot be done is told; in a pipe either ends the
+    chat. A pipe gets no editing, no colours and no journal.
+    """
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    folder = _folder() if is_terminal and arguments.has_history else None
+    source = Path(str(session.model.name_or_path))  # a folder, also one like `.`, or a name on the hub
+    origin = Origin((source.resolve() if source.exists() else source).name, fingerprint(session.model))
+    journal = Journal(None if folder is None else folder / "chats", origin)
+    dialogue = Dialogue(session, max_tokens, sampling, journal, system, show_reply if is_terminal else None, stop)
+    if arguments.conversation is not None:
+        saved = chat_file.read(arguments.conversation)
+        dialogue.check_own(saved, arguments.conversation)
+        with unechoed():
+            note(dialogue.take(saved, session.cache))
+    if not dialogue.conversation.has_template:
+        note("windlass: note: this model has no chat template: it goes on with your text, it does not answer")
+    code = at_terminal(dialogue, folder) if is_terminal else _from_pipe(dialogue)
+    journal.close()
+    return code
+
+
+def cache_to_load(arguments: ChatArguments, prompt_cache: Path | None) -> Path | None:
+    """The prompt cache that a chat begins with: the one given, or that of the conversation.
+
+    Raises: UsageError for both, or a conversation that cannot be read.
+    """
+    if arguments.conversation is None:
+        return prompt_cache
+    if prompt_cache is not None:
+        raise UsageError("both --load and --prompt-cache were given; a conversation has a cache of its own, use one")
+    chat_file.read(arguments.conversation)
+    beside = cache_beside(arguments.conversation)
+    return beside if beside.exists() else None
+
+
+def _from_pipe(dialogue: Dialogue) -> int:
+    while (line := _next_line()) is not None:
+        try:
+            code = _do(dialogue, line)
+        except Ended:
+            break
+        if code:
+            return code
+    return 0
+
+
+def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
+    """Answer what is typed, whose history is kept in `folder`; returns the exit code. What is wrong is told."""
+
+    screen = Screen(_history(folder), [f"/{name}" for name in COMMANDS])
+    note(f"{HINT}; Ctrl-D ends the chat")
+    offer(dialogue.journal)
+    while True:
+        try:
+            line = screen.ask(dialogue.status())
+        except KeyboardInterrupt:
+            return INTERRUPTED
+        try:
+            if line is None:
+                return 0
+            with unechoed():
+                _do(dialogue, line)
+        except Ended:
+            return 0
+        except KeyboardInterrupt:
+            note("interrupted")
+        except WindlassError as error:
+            note(f"windlass: error: {' '.join(str(error).split())}")
+
+
+def _do(dialogue: Dialogue, line: str) -> int:
+    """Obey a command, or answer a message; returns an exit code where the reply was interrupted."""
+    line = line.removeprefix(BYTE_ORDER_MARK)
+    command = command_of(line)
+    if command is not None:
+        Commands(dialogue).obey(*command)
+        return 0
+    return dialogue.answer(message_of(line)) if line.strip() else 0
+
+
+def show_reply(stream: Stream) -> int:
+    """Show a reply with its words whole at the screen's edge; returns the exit code. Ctrl-C ends the reply alone."""
+    from windlass.cli.terminal import Page
+
+    page = Page(say, lambda: shutil.get_terminal_size().columns)
+    try:
+        for piece in stream:
+            page.push(piece)
+    except KeyboardInterrupt:
+        page.cut()
+        return INTERRUPTED
+    page.end()
+    return 0
+
+
+def offer(journal: Journal) -> None:
+    """Tell of a conversation that a crash has ended, where there is one."""
+    found = journal.unfinished()
+    if found is not None:
+        _, saved = found
+        is_today = saved.time.date() == datetime.now().date()
+        since = saved.time.strftime("%H:%M" if is_today else "%Y-%m-%d %H:%M")
+        turns = len(saved.turns) + (saved.pending is not None)
+        note(
+            f"an unfinished conversation of {turns} turn{'' if turns == 1 else 's'} from {since} is there; "
+            "/resume goes on with it"
+        )
+
+
+def _folder() -> Path | None:
+    try:
+        return state.state_folder()
+    except OSError as error:
+        note(f"windlass: note: no history is kept: {error}")
+        return None
+
+
+def _history(folder: Path | None) -> Path | None:
+    if folder is None:
+        return None
+    try:
+        return state.private_file(folder / "history")
+    except OSError as error:
+        note(f"windlass: note: no history is kept in {folder}: {error.strerror}")
+        return None
+
+
+def _next_line() -> str | None:
+    line = sys.stdin.buffer.readline()
+    try:
+        return line.decode("utf-8").removesuffix("\n").removesuffix("\r") if line else None
+    except UnicodeDecodeError:
+        raise UsageError("a line on stdin is not UTF-8 text; convert it first") from None
+
+
+STYLE = Style.from_dict({"": "ansigreen", "prompt": "ansigreen bold", "bottom-toolbar": "noreverse ansibrightblack"})
+AGAIN = "Ctrl-C again, or Ctrl-D, ends the chat"
+
+
+class Screen:
+    """Asks for messages: Enter sends one, Alt-Enter or a backslash at its end begins a new line.
+
+    A text that is pasted comes as one message, whatever lines it has. `history` is a file, None keeps no history;
+    `commands` complete with Tab. Without `input` and `output` the terminal is used.
+    """
+
+    def __init__(
+        self,
+        history: Path | None,
+        commands: Sequence[str] = (),
+        input: Input | None = None,
+        output: Output | None = None,
+    ) -> None:
+        self._status = ""
+        self._is_warned = False
+        kept: History = InMemoryHistory() if history is None else FileHistory(str(history))
+        self._session: PromptSession[str] = PromptSession(
+            FormattedText([("class:prompt", "> ")]),
+            multiline=True,
+            prompt_continuation="  ",
+            history=kept,
+            completer=WordCompleter(list(commands), sentence=True),
+            complete_while_typing=False,
+            enable_suspend=True,
+            key_bindings=self._keys(),
+            bottom_toolbar=lambda: AGAIN if self._is_warned else self._status,
+            style=STYLE,
+            color_depth=ColorDepth.MONOCHROME if os.environ.get("NO_COLOR") else None,
+            input=input,
+            output=output,
+        )
+        self._session.default_buffer.on_text_changed += self._typed
+
+    def ask(self, status: str, default: str = "") -> str | None:
+        """The next message; None at Ctrl-D. `status` is shown below it, `default` is there to be edited.
+
+        Raises: KeyboardInterrupt at the second Ctrl-C on an empty line.
+        """
+        self._status, self._is_warned = status, False
+        try:
+            return self._session.prompt(default=default)
+        except EOFError:
+            return None
+
+    def _typed(self, buffer: Buffer) -> None:
+        self._is_warned = False
+
+    def _keys(self) -> KeyBindings:
+        keys = KeyBindings()
+
+        @keys.add("enter")
+        def send(event: KeyPressEvent) -> None:
+            buffer = event.current_buffer
+            if buffer.document.is_cursor_at_the_end and buffer.text.endswith("\\"):
+                buffer.delete_before_cursor()
+                buffer.newline(copy_margin=False)
+            else:
+                buffer.validate_and_handle()
+
+        @keys.add("escape", "enter")
+        def newline(event: KeyPressEvent) -> None:
+            event.current_buffer.newline(copy_margin=False)
+
+        @keys.add("c-c")
+        @keys.add("<sigint>")
+        def clear(event: KeyPressEvent) -> None:
+            if event.current_buffer.text:
+                event.current_buffer.reset()
+            elif self._is_warned:
+                event.app.exit(exception=KeyboardInterrupt, style="class:aborting")
+            else:
+                self._is_warned = True
+
+        return keys

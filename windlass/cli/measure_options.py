@@ -1,0 +1,292 @@
+"""The options of the commands that measure."""
+
+import re
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any, Final
+
+from typer import Argument, Option
+from typer.core import TyperCommand
+
+from windlass.cli.options import PositionModes, Samples, Seed, StoreSpecs
+from windlass.core.errors import UsageError
+
+EvalTasks = Annotated[
+    str,
+    Option(
+        "--tasks",
+        metavar="LIST",
+        help="What is asked: passkey, niah_single, vt, multiturn, perplexity(text.txt), ..., or file.py:Class.",
+    ),
+]
+EvalPolicies = Annotated[str, Option("--policies", metavar="LIST", help="Which tokens to keep, as in `generate`.")]
+EvalBudgets = Annotated[
+    str, Option("--budgets", metavar="LIST", help="Most tokens that a layer keeps: 64, all, or 4x: a quarter of them.")
+]
+EvalLengths = Annotated[
+    str, Option("--lengths", metavar="LIST", help="Tokens of a text with its question and the room for an answer.")
+]
+EvalMerges = Annotated[
+    str, Option("--merge", metavar="LIST", help="What happens to evicted tokens, as in `generate`; none drops them.")
+]
+EvalShares = Annotated[
+    str,
+    Option("--shares", metavar="LIST", help="How much each layer and head gets, as in `generate`; none: as much."),
+]
+EvalRecall = Annotated[
+    str, Option("--recall", metavar="LIST", help="Evicted tokens that each step reads again, as in `generate`.")
+]
+EvalRecallStores = Annotated[
+    str, Option("--recall-store", metavar="LIST", help="How evicted tokens are held for --recall: plain, int8, int4.")
+]
+EvalDepths = Annotated[
+    str | None,
+    Option(
+        "--depth",
+        metavar="LIST",
+        help="Where in the text the answer stands, from 0 to 1; by default anywhere. Only tasks with one place for it.",
+        show_default=False,
+    ),
+]
+EvalBatch = Annotated[
+    int,
+    Option(
+        "--batch",
+        min=1,
+        max=65_536,
+        help="Most texts that are read side by side, which is faster; the answers are the same. Texts that share no "
+        "budget, or ask nothing, are read alone.",
+    ),
+]
+IsAware = Annotated[
+    bool,
+    Option(
+        "--aware/--blind",
+        help="Whether the question is read with the text, or comes when the text has been read and compressed.",
+    ),
+]
+ResultsOut = Annotated[
+    Path,
+    Option("--output", "-o", metavar="FILE", help="A line of JSON per answer; what is there already is not run again."),
+]
+
+
+@dataclass(frozen=True)
+class EvalLists:
+    """Lists of everything that an evaluation combines."""
+
+    tasks: EvalTasks = "passkey"
+    policies: EvalPolicies = "recent,key_diff"
+    budgets: EvalBudgets = "all,4x"
+    lengths: EvalLengths = "500"
+    depth: EvalDepths = None
+    merge: EvalMerges = "none"
+    positions: PositionModes = "original"
+    store: StoreSpecs = "plain"
+    shares: EvalShares = "none"
+    recall: EvalRecall = "0"
+    recall_store: EvalRecallStores = "int4"
+
+    @property
+    def of_cache(self) -> dict[str, str]:
+        """Those of the cache's options, by the names of their flags."""
+        return {name: typed for name, typed in vars(self).items() if name not in ("tasks", "lengths", "depth")}
+
+
+TuneText = Annotated[Path, Option("--file", "-f", metavar="FILE", help="A UTF-8 text like those that will be read.")]
+TuneSize = Annotated[
+    str,
+    Option(
+        "--bytes",
+        metavar="SIZE",
+        help="Most bytes that the cache holds once a text is read, as 64MiB; a chunk that is being read comes on top.",
+    ),
+]
+Positions = Annotated[
+    str | None,
+    Option(
+        "--positions",
+        metavar="LIST",
+        help="Where they are read, as in `generate`; by default as the trained length asks for.",
+    ),
+]
+SampleLength = Annotated[
+    int | None,
+    Option("--length", min=1, max=2**30, help="Tokens of a sample; by default 2048 or more, as far as the text goes."),
+]
+TuneOut = Annotated[
+    Path | None,
+    Option(
+        "--output",
+        "-o",
+        metavar="FILE",
+        help="A line of JSON per answer, as `eval` writes it; by default tune-MODEL.jsonl.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class TuneArguments:
+    """Lists of what may be combined into candidates: the more, the longer it takes."""
+
+    tasks: EvalTasks = "passkey_novel,perplexity"
+    policies: EvalPolicies = "recent,key_diff,snapkv"
+    store: StoreSpecs = "plain,int8,int4"
+    merge: EvalMerges = "none"
+    positions: Positions = None
+    samples: Samples = 10
+    length: SampleLength = None
+    seed: Seed = 0
+    output: TuneOut = None
+
+    @property
+    def of_cache(self) -> dict[str, str]:
+        """Lists of the cache's options that were asked for, by the names of their flags."""
+        lists = {"policies": self.policies, "store": self.store, "merge": self.merge, "positions": self.positions}
+        return {name: typed for name, typed in lists.items() if typed is not None}
+
+
+CalibrationText = Annotated[
+    Path, Argument(metavar="TEXT", help="A UTF-8 text like those that will be read.", show_default=False)
+]
+CalibrationOut = Annotated[Path, Option("--output", "-o", metavar="FILE", help="The file to write.")]
+IsOfShares = Annotated[
+    bool,
+    Option(
+        "--shares",
+        help="Measure how much of a budget each layer and each kv head gets, for `--shares FILE` of other commands.",
+    ),
+]
+IsOfScorer = Annotated[
+    bool,
+    Option(
+        "--scorer",
+        help="Fit weights that say of each token, as it comes, how much it will be read, for "
+        '`--policy "LinearScorer(FILE)"`; on texts like those to come.',
+    ),
+]
+Tokens = Annotated[
+    int | None,
+    Option(
+        "--tokens",
+        min=1,
+        max=1_000_000_000,
+        help="Pairs: tokens of the text to measure, each with the next one; by default 20,000.",
+    ),
+]
+Texts = Annotated[
+    int | None,
+    Option("--texts", min=1, max=100_000, help="Shares, scorer: how many texts to read; by default 50, and 100."),
+]
+Length = Annotated[
+    int | None,
+    Option(
+        "--length",
+        min=1,
+        max=2**30,
+        help="Shares, scorer: tokens of each text; by default 500. A stretch of TEXT is one.",
+    ),
+]
+TextTasks = Annotated[
+    str | None,
+    Option(
+        "--tasks",
+        metavar="LIST",
+        help="Shares, scorer: texts of these tasks, as in `eval`, made of TEXT, in place of stretches.",
+    ),
+]
+AtBudget = Annotated[
+    str | None,
+    Option("--budget", metavar="BUDGET", help="Shares: 64, or a part of the text; by default 4x, a quarter."),
+]
+ByPolicy = Annotated[
+    str | None, Option("--policy", metavar="NAME", help="Shares: whose scores decide; by default key_diff.")
+]
+Groups = Annotated[
+    int | None,
+    Option(
+        "--groups",
+        min=1,
+        max=1024,
+        help="Shares: most sizes that the heads of a layer have; by default 4. 1: only layers differ.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class TextsArguments:
+    """On which texts shares are measured, or a scorer is fitted, and how shares are; None stands for the default."""
+
+    texts: Texts = None
+    length: Length = None
+    tasks: TextTasks = None
+    budget: AtBudget = None
+    policy: ByPolicy = None
+    groups: Groups = None
+
+    @property
+    def given(self) -> list[str]:
+        """The options that were typed."""
+        return [f"--{name}" for name, value in vars(self).items() if value is not None]
+
+    @property
+    def of_shares(self) -> list[str]:
+        """Those of them that only shares take."""
+        return [name for name in self.given if name in ("--budget", "--policy", "--groups")]
+
+
+LOCAL: Final = "local"
+RAY: Final = "--ray"
+
+RayAddress = Annotated[
+    str | None,
+    Option(
+        RAY,
+        metavar="[ADDRESS]",
+        help="Spread it over workers, each with a model of its own: those of the Ray cluster at HOST:PORT, of the one "
+        "that runs here (auto), or without an address processes of this machine. Needs windlass[ray].",
+    ),
+]
+Workers = Annotated[
+    int | None,
+    Option(
+        "--workers",
+        min=1,
+        max=65_536,
+        help="How many, with --ray; by default one per GPU, or as many as there are processors for --threads each.",
+    ),
+]
+
+
+@dataclass(frozen=True)
+class RayArguments:
+    """Where workers run, and how many."""
+
+    ray: RayAddress = None
+    workers: Workers = None
+
+
+class WithRay(TyperCommand):
+    """A command whose `--ray` may stand without an address, which Typer has no word for."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        at = args.index(RAY) + 1 if RAY in args else None
+        if at is not None and (at == len(args) or args[at].startswith("-")):
+            args = [*args[:at], LOCAL, *args[at:]]
+        return super().parse_args(ctx, args)
+
+
+def check_ray(asked: RayArguments) -> None:
+    """Raises: UsageError for what is no address, workers of nothing, or where Ray is not installed."""
+    if asked.ray is None:
+        if asked.workers is not None:
+            raise UsageError(f"--workers {asked.workers} goes with --ray; give that, too, or leave it out")
+        return
+    if asked.ray not in (LOCAL, "auto") and not re.fullmatch(r"[^\s/]+:[0-9]{1,5}", asked.ray):
+        raise UsageError(
+            f"--ray {asked.ray} is no address; write HOST:PORT, or auto, or put --ray last, and without one, for "
+            "processes of this machine"
+        )
+    if find_spec("ray") is None:
+        raise UsageError("--ray needs Ray; pip install 'windlass[ray]'")

@@ -1,0 +1,269 @@
+"""The commands `serve` and `view`."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from typer import Argument, Option
+
+from windlass.cli import options as take
+from windlass.cli import options as text
+from windlass.cli import terminal as parallel
+from windlass.cli.measure_options import LOCAL, RayAddress, RayArguments, check_ray
+from windlass.cli.options import CacheArguments, LoadOptions, the_model
+from windlass.cli.parameters import Unset, expanded
+from windlass.cli.terminal import loading, note
+from windlass.core.errors import UsageError
+from windlass.core.parse import SYSTEM, parse_bytes
+
+if TYPE_CHECKING:
+    from windlass.serve.run import ServeOptions
+
+NEEDED: Final = ("starlette", "uvicorn", "llguidance", "prometheus_client")
+BUDGET: Final = 1024
+
+Rows = Annotated[int, Option("--rows", min=1, max=1024, envvar="WINDLASS_ROWS", help="Texts that are served at once.")]
+Kinds = Annotated[
+    list[str] | None,
+    Option(
+        "--kind",
+        metavar="ROWS",
+        help="Further rows, as rows=2,budget=4096,policy=snapkv: what is not named is as in the others; repeatable.",
+    ),
+]
+Host = Annotated[str, Option("--host", help="The address to listen on; others than this machine's need a key.")]
+Port = Annotated[int, Option("--port", min=0, max=65535, help="The port to listen on; 0: any that is free.")]
+Keys = Annotated[
+    list[str] | None,
+    Option(
+        "--api-key",
+        metavar="KEY",
+        envvar="WINDLASS_API_KEY",
+        help="Ask for this key with each request; repeatable. Better in the environment, where others do not see it.",
+    ),
+]
+Origins = Annotated[
+    list[str] | None,
+    Option(
+        "--allow-origin",
+        metavar="ORIGIN",
+        help="Let pages of this origin, as https://app.example, read answers in a browser; repeatable; *: all pages.",
+    ),
+]
+Name = Annotated[str | None, Option("--name", help="The model's name for clients; by default that of its folder.")]
+Queue = Annotated[int, Option("--queue", min=0, max=100_000, help="Requests that may wait for a row.")]
+MostTokens = Annotated[int, Option("--max-tokens", "-n", min=1, help="Most tokens that a request may write.")]
+MostSeconds = Annotated[
+    float | None,
+    Option("--max-seconds", min=0.001, max=1e6, help="Longest time of a request, the queue included; by default any."),
+]
+MostPrompt = Annotated[int, Option("--max-prompt", min=1, help="Most tokens that a prompt may have.")]
+Reuse = Annotated[
+    str | None,
+    Option("--reuse", metavar="SIZE", help="Memory for the beginnings of prompts, as 64MiB: each is then read once."),
+]
+ReuseFolder = Annotated[
+    Path | None,
+    Option("--reuse-folder", metavar="DIR", help="Keep them in files of this folder, too; the next server has them."),
+]
+Disk = Annotated[
+    str | None, Option("--disk", metavar="SIZE", help="Most bytes of all files in --reuse-folder; by default 1GiB.")
+]
+IsShown = Annotated[
+    bool, Option("--view", help="Show on the page at / what each text's cache holds, to all who may send requests.")
+]
+Replicas = Annotated[
+    int | None,
+    Option(
+        "--replicas",
+        min=1,
+        max=4096,
+        help="As many processes, each with a model of its own, behind one address; through Ray, see --ray.",
+    ),
+]
+StopSeconds = Annotated[
+    float, Option("--stop-seconds", min=0, max=3600, help="Time for requests under way, once the server is to end.")
+]
+
+
+@dataclass(frozen=True)
+class ServeArguments:
+    """Where is listened, and how much is taken."""
+
+    rows: Rows = 4
+    kinds: Kinds = None
+    host: Host = "127.0.0.1"
+    port: Port = 8000
+    keys: Keys = None
+    called: Name = None
+    queue: Queue = 64
+    max_tokens: MostTokens = 32_768
+    max_prompt: MostPrompt = 1_000_000
+    max_seconds: MostSeconds = None
+    reuse: Reuse = None
+    stop_seconds: StopSeconds = 10.0
+    is_shown: IsShown = False
+    reuse_folder: ReuseFolder = None
+    disk: Disk = None
+    replicas: Replicas = None
+    ray: RayAddress = None
+    origins: Origins = None
+
+
+@expanded
+def serve(
+    unset: Unset,
+    named: text.ModelArguments,
+    limits: CacheArguments,
+    *,
+    asked: ServeArguments,
+    load: take.LoadOptions,
+    is_quiet: text.IsQuiet = False,
+    is_parallel: take.TensorParallel = False,
+) -> int:
+    """Answer many clients at once, over HTTP as OpenAI's API has it, in memory that is known beforehand.
+
+    Each of --rows texts has a cache of --budget tokens, by default 1024; --kind adds rows of other
+    options. Needs the packages of the extra `serve`.
+    """
+    model = the_model(named.name, named.model, "model" in unset)
+    check_extra()
+    launch = parallel.launch_of(is_parallel, prompt="")
+    is_quiet = parallel.is_quiet(launch, is_quiet)
+    check_replicas(asked, is_parallel)
+    from windlass.cli import checks, terminal
+
+    checks.check_session(model, load, limits)
+    with loading(is_quiet):
+        from windlass.hf.load import load as load_model
+        from windlass.serve import run
+        from windlass.serve import run as together
+
+    options = options_of(model, limits, asked)
+    if asked.replicas is not None:
+        with terminal.quiet(is_quiet):
+            return serve_replicas(model, load, options, asked.replicas, asked.ray or LOCAL)
+    with loading(is_quiet):
+        loaded = load_model(model, load.dtype, load.device, load.weights, is_parallel)
+    if load.threads is not None:
+        import torch
+
+        torch.set_num_threads(load.threads)
+    say: Callable[[str], None] = terminal.note
+    with terminal.quiet(is_quiet), parallel.first_speaks(launch):
+        if launch is None:
+            return run.serve(*loaded, options, say=say)
+        return parallel.parted(launch, together.serve_together(*loaded, options, say))
+
+
+def check_extra() -> None:
+    """Raises: UsageError where the packages that serve are not installed."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise UsageError(f"`windlass serve` needs {', '.join(missing)}; pip install 'windlass[serve]'")
+
+
+def check_replicas(asked: ServeArguments, is_parallel: bool) -> None:
+    """Raises: UsageError for options of replicas that do not go together."""
+    if asked.replicas is None:
+        if asked.ray is not None:
+            raise UsageError("--ray goes with --replicas; say how many")
+        return
+    check_ray(RayArguments(asked.ray or LOCAL))
+    if asked.is_shown:
+        raise UsageError("--view shows one server, and --replicas makes several; leave one of them out")
+    if asked.reuse_folder is not None:
+        raise UsageError("--reuse-folder is of one server, and --replicas makes several; leave one of them out")
+    if is_parallel:
+        raise UsageError("--tensor-parallel and --replicas can't be combined; leave one of them out")
+
+
+def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "ServeOptions":
+    """What was typed, as the server takes it. Raises: UsageError for what cannot be honoured."""
+    from windlass.cache.options import CacheOptions
+    from windlass.cli.session import kinds_of
+    from windlass.engine.request import EngineLimits
+    from windlass.serve.run import ServeOptions
+
+    first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits.given()
+    options, kinds = CacheOptions(**first), kinds_of(asked.kinds or (), first)
+    engine = EngineLimits(
+        queue=asked.queue, max_tokens=asked.max_tokens, prompt_tokens=asked.max_prompt, seconds=asked.max_seconds
+    )
+    name = asked.called or (Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model)
+    keys = tuple(asked.keys or ())
+    reuse_bytes = 0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse)
+    if asked.disk is not None and asked.reuse_folder is None:
+        raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder; name a folder, or leave it out")
+    files = asked.reuse_folder, parse_bytes("--disk", asked.disk or "1GiB")
+    listens = asked.host, asked.port, keys, asked.stop_seconds
+    return ServeOptions(
+        name,
+        asked.rows,
+        options,
+        engine,
+        *listens,
+        reuse_bytes,
+        asked.is_shown,
+        kinds,
+        *files,
+        tuple(asked.origins or ()),
+    )
+
+
+def serve_replicas(model: str, load: LoadOptions, options: "ServeOptions", count: int, address: str) -> int:
+    """Serve through `count` replicas until a signal; returns the exit code. Raises: WindlassError as `serve` does."""
+    is_local = address == LOCAL
+    if not (is_local or options.keys):
+        raise UsageError(
+            f"replicas of the cluster at {address} can be reached from other machines, and there is no key; give "
+            "--api-key KEY"
+        )
+    from windlass.evals.ray_cluster import connected
+
+    threads = load.threads or (max(1, (os.cpu_count() or 1) // count) if is_local else 1)
+    with connected(address, count * threads if is_local else None):
+        with loading():
+            from windlass.evals.ray import Crew
+            from windlass.serve.replicas import ReplicaOptions
+            from windlass.serve.replicas import serve_replicas as run
+
+        crew = Crew.of(count, threads, load.device, "--replicas")
+        device = "cuda" if crew.gpus else load.device
+        asked = ReplicaOptions(
+            model, load.dtype, device, load.weights, crew.threads, options, str(Path.cwd()), is_local
+        )
+        return run(asked, count, crew.gpus, note, note)
+
+
+RecordingFile = Annotated[
+    Path, Argument(metavar="FILE", help="A recording, of `windlass generate --record`.", show_default=False)
+]
+PagePort = Annotated[int, Option("--port", min=0, max=65535, help="Of 127.0.0.1; 0 takes any that is free.")]
+Record = Annotated[
+    Path | None,
+    Option("--record", metavar="FILE", help="Record what the cache holds after each step, for `windlass view`."),
+]
+
+
+def view(file: RecordingFile, port: PagePort = 0) -> int:
+    """Show a recording of a cache in the browser, without its model, until Ctrl-C.
+
+    The page is served on this machine alone.
+    """
+    from windlass.cli.terminal import note, say
+
+    with loading():
+        from windlass.view.server import RecordingServer
+
+    with RecordingServer(file, port) as server:
+        say(f"{server.address}\n")
+        note("Ctrl-C ends it")
+        try:
+            server.serve_forever()
+        except KeyboardInterrupt:
+            note("")
+    return 0

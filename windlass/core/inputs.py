@@ -1,0 +1,572 @@
+"""The records that kernels take and return, the same for every backend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from enum import Enum, IntEnum, unique
+from typing import Final, Literal, NamedTuple
+
+import torch
+from jaxtyping import Bool, Float32, Int32, Int64
+from torch import Tensor
+from torch.nn.functional import pad
+
+from windlass.core.parse import PAGE
+from windlass.core.positions import RotaryIndex
+from windlass.core.types import (
+    Attended,
+    Bias,
+    CodeScales,
+    GroupPairs,
+    KeyMeans,
+    LinearInputs,
+    LinearWeights,
+    NewKeys,
+    NewValues,
+    NibbleCodes,
+    NormWeights,
+    ObservedColumns,
+    PerSlot,
+    PickedSlots,
+    Queries,
+    QueryPositions,
+    RotaryTable,
+    RowCounts,
+    Scales,
+    Scores,
+    SlotIndex,
+    SlotKeys,
+    SlotPositions,
+    SlotValues,
+)
+
+MIDDLE = 8  # the code of 4 bits that is worth its zero point
+
+
+@dataclass(frozen=True)
+class Nibbles:
+    """Weights of 4 bits, as PyTorch packs them for a CPU: in blocks of so many outputs, a multiple of which there are.
+
+    A block holds its inputs one after the other. Byte j of an input has the code of output j in its low nibble and
+    that of output j + block / 2 in its high one. A code is worth (code - 8) * scale + zero point; `pairs` holds the two
+    for each `group` of inputs.
+    """
+
+    codes: NibbleCodes
+    pairs: GroupPairs
+    group: int
+    block: int
+
+    @property
+    def in_features(self) -> int:
+        """Of the layer."""
+        return 2 * self.codes.shape[1]
+
+    def floats(self, dtype: torch.dtype) -> LinearWeights:
+        """What the codes are worth."""
+        outputs, width = self.codes.shape[0], self.in_features
+        packed = self.codes.view(outputs // self.block, width, self.block // 2)
+        codes = torch.cat([packed & 15, packed >> 4], -1).transpose(1, 2).reshape(outputs, width)
+        scales, zeros = self.pairs.to(dtype).repeat_interleave(self.group, 0).unbind(-1)
+        return (codes.to(dtype) - MIDDLE) * scales.T + zeros.T
+
+
+@dataclass(frozen=True)
+class LinearLayer:
+    """Weights, and a bias (None: 0).
+
+    `weights` are floats of the inputs' dtype; or int8 codes, of which each is worth itself times the scale of its
+    output; or codes of 4 bits.
+    """
+
+    weights: LinearWeights | Nibbles
+    bias: Bias | None = None
+    scales: CodeScales | None = None  # of int8 codes
+
+    @property
+    def addresses(self) -> list[int]:
+        """Of the memory that is read."""
+        held = (self.weights.codes, self.weights.pairs) if isinstance(self.weights, Nibbles) else (self.weights,)
+        return [each.data_ptr() for each in (*held, self.bias, self.scales) if each is not None]
+
+    @property
+    def in_features(self) -> int:
+        """Of an input."""
+        return self.weights.in_features if isinstance(self.weights, Nibbles) else self.weights.shape[1]
+
+    @property
+    def out_features(self) -> int:
+        """Of an output."""
+        return self.weights.codes.shape[0] if isinstance(self.weights, Nibbles) else self.weights.shape[0]
+
+
+@dataclass(frozen=True)
+class LinearInput:
+    """Inputs times the transposed weights of a layer, plus its bias."""
+
+    inputs: LinearInputs
+    layer: LinearLayer
+
+    @property
+    def rows(self) -> int:
+        """Of the inputs, all leading dimensions counted."""
+        return self.inputs.numel() // self.inputs.shape[-1]
+
+
+@unique
+class Rounding(IntEnum):
+    """How a norm of 16-bit numbers rounds; the numbers are those of `Norm::Kind` in `call.hpp`."""
+
+    NARROW = 0  # numbers are rounded, then multiplied with the weights, and rounded
+    ONE_MORE = 1  # they are multiplied with weights + 1, then rounded
+    WIDE = 2  # they are multiplied with the weights, then rounded
+
+
+@unique
+class Activation(IntEnum):
+    """Of the gate; the numbers are those of `DecoderLayer::Activation` in `call.hpp`."""
+
+    SILU = 0
+    GELU_TANH = 1
+
+
+@dataclass(frozen=True, eq=False)
+class Norm:
+    """Numbers over the root of the mean of their squares plus `epsilon`, times weights."""
+
+    weights: NormWeights
+    epsilon: float
+    rounding: Rounding
+
+
+@dataclass(frozen=True, eq=False)
+class DecoderLayer:
+    """Attention and gated feed-forward layers, each behind a norm and added to what came before.
+
+    `query_norm` and `key_norm` are of the channels of a head; None for none.
+    """
+
+    first_norm: Norm
+    query: LinearLayer
+    key: LinearLayer
+    value: LinearLayer
+    query_norm: Norm | None
+    key_norm: Norm | None
+    output: LinearLayer
+    second_norm: Norm
+    gate: LinearLayer
+    up: LinearLayer
+    down: LinearLayer
+    activation: Activation
+    head_dim: int  # channels of a head, the same of queries, keys and values
+
+    @property
+    def linears(self) -> tuple[LinearLayer, ...]:
+        """In the order in which they are read."""
+        return self.query, self.key, self.value, self.output, self.gate, self.up, self.down
+
+    @property
+    def norms(self) -> tuple[Norm | None, ...]:
+        """Of what goes into attention, and into the feed-forward layers; of queries and keys."""
+        return self.first_norm, self.second_norm, self.query_norm, self.key_norm
+
+
+class Format(Enum):
+    """How a number is stored. Kernels decode the formats named here and no others.
+
+    A store with a format of its own hands over decoded floats: slower to read, and correct.
+    """
+
+    FLOAT = "float"  # the tensor's own dtype
+    INT8 = "int8"  # one signed byte for each channel
+    INT4 = "int4"  # channel j, plus 8, in the low half of byte j, channel j + channels / 2 in its high half
+
+
+@dataclass(frozen=True)
+class PackedStates:
+    """Keys or values of all slots: `data` (batch, kv_heads, slots, width) in a `format`.
+
+    A number of INT8 or INT4 is code * scale + mean: one scale for each slot and head, one mean for each
+    channel (None: 0). Some slots are also held at full precision and are read from there: slot s at entry
+    `ring_index[s]` of `full_precision`, -1 for none.
+
+    `last`: only the last so many channels are meant, as in values that are a part of their keys; None: all of them.
+    """
+
+    data: Tensor
+    format: Format = Format.FLOAT
+    scales: Scales | None = None
+    means: KeyMeans | None = None
+    full_precision: Tensor | None = None  # (batch, kv_heads, entries, channels)
+    ring_index: Tensor | None = None  # (batch, kv_heads, slots) int32
+    last: int | None = None
+
+    @property
+    def held_channels(self) -> int:
+        """Numbers per slot and head that lie in memory."""
+        return self.data.shape[-1] * (2 if self.format is Format.INT4 else 1)
+
+    @property
+    def channels(self) -> int:
+        """Numbers per slot and head."""
+        return self.held_channels if self.last is None else self.last
+
+    @property
+    def first(self) -> int:
+        """The first of the channels that are meant."""
+        return self.held_channels - self.channels
+
+    @property
+    def bits(self) -> int:
+        """Bits per number."""
+        return 4 if self.format is Format.INT4 else 8 * self.data.itemsize
+
+    def floats(self) -> Tensor:
+        """The decoded numbers, float32; floats come as they are."""
+        return self._held()[..., self.first :]
+
+    def _held(self) -> Tensor:
+        if self.scales is None:
+            return self.data
+        codes = self.data
+        if self.format is Format.INT4:
+            codes = torch.cat((codes & 15, codes >> 4), -1).to(torch.int8) - 8
+        floats = codes.float() * self.scales.float()
+        if self.means is not None:
+            floats = floats + self.means[:, None]
+        if self.full_precision is None or self.ring_index is None:
+            return floats
+        entries = self.ring_index.long().clamp(min=0)[..., None].expand_as(floats)
+        return torch.where(self.ring_index[..., None] >= 0, self.full_precision.float().gather(2, entries), floats)
+
+
+# What to overwrite, (batch, heads, slots) or (batch, heads, slots, width), and the new content: a tensor with
+# tokens in the place of slots, or one number for all of them.
+Writes = Sequence[tuple[Tensor, Tensor | float]]
+
+
+@dataclass(frozen=True)
+class Visibility:
+    """Which of the earlier tokens a query may see; None lifts a limit.
+
+    `sliding_window`: only keys at distances below it (the model's own window).
+    `reach`: likewise, but the first `sinks` positions of the text are exempt.
+    `attention_chunk`: only keys of the same chunk of the text, which are so many positions, the first from 0 on.
+    """
+
+    sliding_window: int | None = None
+    reach: int | None = None
+    sinks: int = 0
+    attention_chunk: int | None = None
+
+
+def most_visible(sliding_window: int | None, attention_chunk: int | None) -> int | None:
+    """The most tokens of a text that a query sees under the model's own limits, its own token among them."""
+    return min((each for each in (sliding_window, attention_chunk) if each is not None), default=None)
+
+
+@dataclass(frozen=True)
+class AttentionInput:
+    """One call of `attend`: queries, the slots they read, and how.
+
+    Queries and keys come un-rotated. `rotary_index` gives the rotary position of each, which are rows of
+    `tables` (cos, sin); where either is None nothing is rotated. A query sees slots at or before its own
+    position, as far as `visibility` allows; a slot with a negative position is never seen.
+    `query_gain` (head_dim) multiplies each query once it is rotated: weights of the model's norms after RoPE.
+
+    Logits are multiplied by `scale`, then capped: `softcap * tanh(logit / softcap)`. `log_counts` are added
+    to the logits of their slots: a slot that stands for n tokens counts n times. `sink_logits` (one per head)
+    join each softmax and take their share away.
+
+    `sees_to` is the last position that each query sees, where some see later ones than their own (in a picture, say);
+    it lies nowhere before a query's own. Distances within `visibility` are still those from its own position.
+
+    `seen_until` is the position of the last query that sees each slot; None: all later ones do.
+
+    `picked`: the only slots that each query reads, of those that it sees; None: all of these.
+
+    `observed` names the query columns whose attention mass is returned row by row (-1: none, a row of zeros);
+    `is_rest_wanted` asks for the sum over all other queries, too.
+    """
+
+    queries: Queries
+    keys: PackedStates
+    values: PackedStates
+    slot_positions: SlotPositions
+    query_positions: QueryPositions
+    rotary_index: RotaryIndex | None
+    tables: tuple[RotaryTable, RotaryTable] | None
+    scale: float
+    visibility: Visibility
+    softcap: float | None = None
+    sink_logits: Tensor | None = None
+    log_counts: Scores | None = None
+    observed: ObservedColumns | None = None
+    is_rest_wanted: bool = False
+    sees_to: QueryPositions | None = None
+    query_gain: Tensor | None = None
+    picked: PickedSlots | None = None
+    seen_until: SlotPositions | None = None
+
+
+@dataclass(frozen=True)
+class Mass:
+    """Attention probability per slot, summed over the query heads that share a kv head.
+
+    `rows` holds one entry per observed query, `rest` the sum over all other queries, or None when
+    it was not asked for. Both are float32 and 0 in free slots.
+    """
+
+    rows: Tensor  # (batch, kv_heads, observed, slots)
+    rest: PerSlot | None
+
+
+@dataclass(frozen=True)
+class EvictionInput:
+    """One call of `evict`: free `count` slots of each row and head, those of the lowest `score`.
+
+    The first `sinks` tokens of the text and the newest `window` tokens before `next_positions` (the position of each
+    row's next token) come last, whatever their score; `row_sinks` are the `sinks` of each row, where these differ.
+    Tokens that no later query sees, because of the model's own `sliding_window` or `attention_chunk` (None: there is
+    none), come first.
+    """
+
+    score: Scores
+    positions: SlotPositions
+    next_positions: RowCounts
+    sinks: int
+    window: int
+    sliding_window: int | None
+    count: int
+    attention_chunk: int | None = None
+    row_sinks: RowCounts | None = None
+
+
+TILE: Final = 16
+"""Tokens whose keys are interleaved by words, so that a vector of a kernel holds the same channels of all of them."""
+WORD: Final = 4  # bytes
+WORTH_STEPS: Final = 256
+"""Steps of a page's worth, a logarithm, to 1: two shares of attention that differ by less may count as equal."""
+
+Tiles = Int32[Tensor, "batch kv_heads tiles words 16"]
+Remembered = Int32[Tensor, "batch remembered"]
+
+
+def words_of(rows: Tensor) -> Tensor:
+    """Rows (batch, kv_heads, tokens, width) as words (batch, kv_heads, tokens, words), the last one filled up by 0."""
+    per_word = WORD // rows.itemsize
+    return pad(rows, (0, -rows.shape[3] % per_word)).contiguous().view(torch.int32)
+
+
+def rows_of(words: Tensor, width: int, dtype: torch.dtype) -> Tensor:
+    """The inverse of `words_of`, for rows of this width and dtype."""
+    return words.new_empty(words.shape).copy_(words).view(dtype)[..., :width]  # strides as `view` wants them
+
+
+@dataclass(frozen=True)
+class TiledKeys:
+    """Un-rotated keys in tiles: those of `states` but for its data, which has no slots, and tells width and dtype."""
+
+    tiles: Tiles
+    states: PackedStates
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of each row and head."""
+        return self.tiles.shape[2] * TILE
+
+    def packed(self) -> PackedStates:
+        """The same, token by token."""
+        data = self.states.data
+        words = self.tiles.transpose(3, 4).flatten(2, 3)
+        return replace(self.states, data=rows_of(words, data.shape[3], data.dtype))
+
+
+@dataclass(frozen=True)
+class Digests:
+    """The largest and the least number of each channel among the keys of each page, both as keys are held.
+
+    No token of a page has a larger product with a query than its positive numbers have with the largest and its
+    negative ones with the least, but for what rounding of codes adds.
+
+    Source: Quest, Tang et al. 2024 (arXiv:2406.10774). Differs: keys are held before RoPE.
+    """
+
+    largest: TiledKeys
+    least: TiledKeys
+
+
+@dataclass(frozen=True)
+class PageInput:
+    """One call of `best_pages`: queries, the keys of a recall store, piece by piece, and what is left out of them.
+
+    `is_query` tells which of the queries count. `positions` are negative where a token is no part of the text.
+    `kept_index` are the tokens in slots, by their number among all pieces' tokens, negative in the slots of none.
+
+    `digests` are those of each page, with room for more behind the last one; only the `candidates` pages whose digests
+    promise most are looked at then, which are at least `count`. Without digests all are.
+    """
+
+    queries: Queries
+    is_query: Bool[Tensor, "batch tokens"]
+    pieces: tuple[TiledKeys, ...]
+    positions: Remembered
+    kept_index: Scores
+    count: int
+    digests: tuple[Digests, ...] = ()
+    candidates: int = 0
+
+
+class BestPages(NamedTuple):
+    """Pages, the best first, and which of the tokens in them are evicted and still part of the text."""
+
+    pages: Int64[Tensor, "batch kv_heads count"]
+    is_read: Bool[Tensor, "batch kv_heads recalled"]
+
+
+def tokens_of(pages: Tensor) -> SlotIndex:
+    """The numbers of the tokens of pages (batch, kv_heads, count), page by page."""
+    return (pages[..., None] * PAGE + torch.arange(PAGE, device=pages.device)).flatten(2)
+
+
+@dataclass(frozen=True)
+class ReadInput:
+    """One call of `read_tokens`: rows (batch, kv_heads, tokens, width) piece by piece, or their tiles, and an index."""
+
+    pieces: tuple[Tensor, ...]
+    index: SlotIndex
+    is_tiled: bool
+
+
+@dataclass(frozen=True)
+class WriteInput:
+    """One call of `write_tokens`: pieces as `ReadInput` has them, and the rows that tokens get there.
+
+    Each token is written at its `index` in all heads of its batch row; nowhere where that is negative.
+    """
+
+    pieces: tuple[Tensor, ...]
+    index: Int64[Tensor, "batch tokens"]
+    rows: Tensor
+    is_tiled: bool
+
+
+@dataclass(frozen=True)
+class RecallPiece:
+    """Keys and values of some tokens of a recall store."""
+
+    keys: TiledKeys
+    values: PackedStates
+
+
+@dataclass(frozen=True, eq=False)
+class RecallSlots:
+    """A recall store that decode steps write to and read: what stays the same from one step to the next.
+
+    `positions` are negative where a token is no part of the text. `count` pages are read at most. Each step that reads
+    any writes their tokens' positions to `last_recalled`, EMPTY for those it left out. `turn` (cos, sin) is
+    what queries are rotated by before they are multiplied with keys; None: not at all. `state`: which of the slots'
+    tensors has the number of each slot's token. Of a page that gets a new token the digest is written anew; pages are
+    chosen by digests where `candidates` is not 0.
+    """
+
+    pieces: tuple[RecallPiece, ...]
+    positions: Remembered
+    last_recalled: Int32[Tensor, "batch kv_heads recalled"]
+    count: int
+    turn: tuple[Float32[Tensor, " pairs"], Float32[Tensor, " pairs"]] | None
+    state: int
+    digests: tuple[Digests, ...] = ()
+    candidates: int = 0
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """How a policy observes one query per row and scores slots, where a kernel can do it.
+
+    `observe`: what the mass of the query does to the policy's one tensor of state. It is added ("sum"), or takes its
+    place, summed over kv heads ("last"), or the state is multiplied by `1 - share` and `share` of it added ("fade").
+    A padding query does nothing.
+
+    `score`: the positions of the tokens, the state, the state pooled over `pool` neighbours in the text ("pooled"; by
+    the mean where `is_mean`, else by the most; that of the window counts as 0), or how little a key is like the mean
+    direction of all ("novelty": minus `mean_key_cosine` in steps of 2**-16).
+    """
+
+    observe: Literal["nothing", "sum", "last", "fade"]
+    score: Literal["position", "state", "pooled", "novelty"]
+    share: float = 0.0
+    pool: int = 1
+    is_mean: bool = False
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which tokens stay: at most `budget` per row and head, ranked by `ranking`. `sinks`, `window`: `EvictionInput`."""
+
+    ranking: Ranking
+    budget: int
+    sinks: int
+    window: int
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeSlots:
+    """Slots that decode steps write to and read: what stays the same from one step to the next.
+
+    `tables` (cos, sin) have a row for each position of the text; None: nothing is rotated. `retention`: None where the
+    kernel is to observe and evict nothing. `recall`: None where nothing is recalled. The other fields are those of
+    `AttentionInput`.
+    """
+
+    keys: SlotKeys
+    values: SlotValues
+    score_heads: int
+    tables: tuple[RotaryTable, RotaryTable] | None
+    scale: float
+    visibility: Visibility
+    softcap: float | None = None
+    retention: Retention | None = None
+    recall: RecallSlots | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeInput:
+    """The queries, keys and values of one new token per row, at `positions`, which are negative for padding.
+
+    `slot_positions` and `state`, which is 0 for new tokens, are of before the step, and stay as they are.
+    `is_observed`: whether the mass of the queries is returned. `is_evicting`: whether each row that is then over budget
+    evicts the lowest of its tokens; `next_positions` are of after the step. `released`: pairs of slots and positions
+    that an earlier step gave as `evicted`; they are free after this one. `remembered`: tokens of each row in the recall
+    store, which the new one is added to. `is_recalling`: whether the best pages of it are read beside the slots.
+    `row_sinks`: see `EvictionInput`.
+    """
+
+    queries: Queries
+    keys: NewKeys
+    values: NewValues
+    positions: QueryPositions
+    slot_positions: SlotPositions
+    state: tuple[Scores, ...]
+    next_positions: RowCounts
+    is_observed: bool = False
+    is_evicting: bool = False
+    released: Sequence[tuple[SlotIndex, SlotIndex]] = ()
+    remembered: RowCounts | None = None
+    is_recalling: bool = False
+    row_sinks: RowCounts | None = None
+
+
+class DecodeOutput(NamedTuple):
+    """What a decode step leaves. `slot_positions` and `state` are in memory of their own.
+
+    `written` and `evicted` (batch, score_heads, 1) are slots, `evicted_positions` what stood there: negative, and the
+    slot any, where nothing was evicted; both are None where nothing was to be.
+    """
+
+    written: SlotIndex
+    out: Attended
+    mass: Mass | None
+    slot_positions: SlotPositions
+    state: tuple[Scores, ...]
+    evicted: SlotIndex | None
+    evicted_positions: SlotIndex | None

@@ -1,0 +1,184 @@
+"""The processes that hold one model together, and the few things that they tell one another."""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Mapping
+from copy import copy
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, Final, TypeVar, final
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from windlass.core.errors import UsageError
+from windlass.core.launch import START, Launch
+
+Value = TypeVar("Value")
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether `error` is what PyTorch raises where another rank has died, or has not answered in time."""
+    return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
+
+
+@final
+class Ranks:
+    """All processes of PyTorch's default process group: `size` of them, of which this one is `number`.
+
+    Every method is a collective call: all ranks make it, in the same order, or each of them waits for the others until
+    the group's timeout. What is of the host travels through a group of its own where the default one is of a device.
+
+    Raises: RuntimeError from PyTorch, here and in all methods, where a rank has died or the timeout is over.
+    """
+
+    def __init__(self) -> None:
+        self.number, self.size = dist.get_rank(), dist.get_world_size()
+        self._host = dist.group.WORLD if dist.get_backend() == "gloo" else dist.new_group(backend="gloo")
+
+    def __deepcopy__(self, memo: Mapping[int, object]) -> "Ranks":
+        """Itself: processes can't be copied."""
+        return self
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is rank 0, which alone writes files and speaks."""
+        return self.number == 0
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all ranks, a new tensor, the same bit by bit on each of them."""
+        total = tensor.clone()
+        dist.all_reduce(total, group=self._group(total))
+        return total
+
+    def of_first(self, tensor: Tensor) -> Tensor:
+        """What `tensor` is on rank 0, of the same shape and dtype on all of them."""
+        sent = tensor.contiguous().clone()
+        dist.broadcast(sent, 0, group=self._group(sent))
+        return sent
+
+    def gathered(self, value: Value) -> list[Value]:
+        """What `value`, which can be pickled, is on each rank, in their order."""
+        values: list[Any] = [None] * self.size
+        dist.all_gather_object(values, value, group=self._host)
+        return values
+
+    def gathered_by_first(self, value: Value) -> list[Value]:
+        """The same on rank 0; the others get nothing, an empty list."""
+        values: list[Any] | None = [None] * self.size if self.is_first else None
+        dist.gather_object(value, values, 0, group=self._host)
+        return values or []
+
+    def told_by_first(self, value: Value) -> Value:
+        """What `value`, which can be pickled, is on rank 0."""
+        values = [copy(value)]
+        dist.broadcast_object_list(values, 0, group=self._host)
+        return values[0]
+
+    def _group(self, tensor: Tensor) -> Any:
+        return self._host if tensor.device.type == "cpu" else dist.group.WORLD
+
+
+@dataclass(frozen=True)
+class RankHeads:
+    """What this rank has of each attention layer: `kv_heads` of them, in the order of the cache's layers.
+
+    `is_split`: the kv heads of all ranks together are those of a layer, rank 0 has the first; else each rank has all of
+    them, with the same keys. `has_all_queries`: each rank has all query heads; else some, with or without split kv
+    heads.
+    """
+
+    ranks: Ranks
+    kv_heads: tuple[int, ...]
+    is_split: bool
+    has_all_queries: bool
+
+    def heads(self, layer: int) -> tuple[int, ...] | None:
+        """The numbers in the model of the kv heads that this rank has of a layer; None: all of them."""
+        if not self.is_split:
+            return None
+        count = self.kv_heads[layer]
+        return tuple(range(self.ranks.number * count, (self.ranks.number + 1) * count))
+
+    def in_all(self, count: int) -> int:
+        """How many heads a layer has of which this rank has `count`."""
+        return count * self.ranks.size if self.is_split else count
+
+    @property
+    def label(self) -> str:
+        """What `KVCache.describe` says of it."""
+        own = f"rank {self.ranks.number} of {self.ranks.size}"
+        if self.is_split:
+            counts = sorted({*self.kv_heads})
+            each = " or ".join(f"{count} of {self.in_all(count)}" for count in counts)
+            return f"{own}, with {each} kv heads"
+        return f"{own}, with all kv heads: this model's plan gives each rank the keys and values of all of them"
+
+
+SECONDS: Final = 600  # that a rank waits for the others; one that has died is noticed at once
+INTERFACE: Final = "GLOO_SOCKET_IFNAME"  # read by PyTorch: the network interface on which processes listen
+BACKENDS: Final = {"cpu": "gloo", "cuda": "nccl"}
+
+
+def join(launch: Launch) -> None:
+    """Make PyTorch's process group, which later calls find; returns once all processes are there.
+
+    Where they meet at a loopback address, they talk over the loopback interface alone, unless the environment names
+    another one. A GPU of CUDA becomes the process's current one.
+
+    Raises: UsageError where they do not meet, or for a device of another kind.
+    """
+    if dist.is_initialized():
+        return
+    kind = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else torch.device("cpu")
+    if kind is None or kind.type not in BACKENDS:
+        raise UsageError(f"--tensor-parallel works on CPUs and on GPUs of CUDA, and this machine has {kind}")
+    if kind.type == "cuda":
+        torch.cuda.set_device(launch.local)
+    if is_loopback(launch.address):
+        os.environ.setdefault(INTERFACE, loopback_interface())
+    try:
+        dist.init_process_group(BACKENDS[kind.type], timeout=timedelta(seconds=SECONDS))
+    except (RuntimeError, ValueError) as error:
+        first = str(error).partition("\n")[0]
+        raise UsageError(f"--tensor-parallel: the {launch.size} processes do not meet: {first}; {START}") from error
+
+
+def leave() -> None:
+    """Wait for the others, and part, so that nobody is left in the middle of a call; nothing where nobody met."""
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def is_loopback(address: str) -> bool:
+    """Whether an address, or the name of one, is that of this machine alone."""
+    try:
+        return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
+    except (OSError, ValueError):
+        return False
+
+
+def loopback_interface() -> str:
+    """What this system calls the interface that reaches no other machine: `lo`, or `lo0`."""
+    names = [name for _, name in socket.if_nameindex()]
+    return next((name for name in names if name in ("lo", "lo0")), "lo")
+
+
+def is_spread(tensor: object) -> bool:
+    """Whether `tensor` is one of which each process has a part."""
+    if not dist.is_available():
+        return False
+    from torch.distributed.tensor import DTensor
+
+    return isinstance(tensor, DTensor)
+
+
+def whole_of(tensor: Tensor) -> Tensor:
+    """All of a tensor: where it is spread a copy, and a collective call; else itself."""
+    if not is_spread(tensor):
+        return tensor
+    whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]  # a DTensor
+    return whole

@@ -1,0 +1,263 @@
+"""Prefill: the passes that read a prompt, whole or chunk by chunk."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from windlass.cache.compress import cut_to_budget
+from windlass.core.errors import UsageError
+from windlass.core.parse import SYSTEM
+from windlass.core.positions import EMPTY
+from windlass.core.step import PROMPT, Pass, Step
+from windlass.engine.prefix_cache import Snapshots
+from windlass.engine.request import Logprob, Request
+from windlass.engine.sampler import logprobs_of
+from windlass.hf.forward import forward
+from windlass.hf.kv_cache import KVCache
+from windlass.policies.base import OneShot
+from windlass.policies.wrapper import find, scoring_chunk
+
+
+@torch.no_grad()
+def feed(model: PreTrainedModel, cache: KVCache, pieces: list[list[int]], columns: list[int], how: Pass) -> Tensor:
+    """One step of the model over rows of different lengths; logits of `columns` only."""
+    width = max(map(len, pieces))
+    ids = torch.tensor([piece + [0] * (width - len(piece)) for piece in pieces], device=cache.device)
+    mask = None
+    if any(len(piece) < width for piece in pieces):
+        mask = torch.tensor([[1] * len(piece) + [0] * (width - len(piece)) for piece in pieces], device=cache.device)
+    return forward(model, ids, mask, cache, columns, how=how)
+
+
+@torch.no_grad()
+def feed_tokens(model: PreTrainedModel, cache: KVCache, tokens: Mapping[int, int]) -> Tensor:
+    """One more token of some rows, by row, while the others idle; returns (batch, vocabulary) logits."""
+    rows, device = cache.rows, cache.device
+    each = [[tokens[row]] if row in tokens else [] for row in range(cache.batch_size)]
+    ids = torch.tensor([own or [0] for own in each], device=device)
+    is_fed = torch.tensor([bool(own) for own in each], device=device)
+    starts = torch.tensor(rows.next_positions, device=device)
+    step = Step(
+        starts.where(is_fed, EMPTY)[:, None],
+        tuple(map(len, each)),
+        starts + is_fed,
+        torch.tensor(rows.prompt_ends, device=device),
+        max(rows.next_positions) + 1,
+        ids,
+        sinks=rows.sinks(device),
+    )
+    return forward(model, ids, None, cache, [0], Pass(step, each))[:, 0]
+
+
+def end_of_text(model: PreTrainedModel) -> list[int]:
+    """The tokens that end a text, as the model's generation config names them."""
+    config = model.generation_config
+    ends = None if config is None else config.eos_token_id
+    return [] if ends is None else [ends] if isinstance(ends, int) else list(ends)
+
+
+Progress = Callable[[int, int], None]
+Look = Callable[[int, Tensor], None]
+"""Is told at which token a pass begins, and shown the (batch, tokens, vocabulary) logits of all of it."""
+Passes = Generator[tuple[int, int], None, Tensor]
+"""Tells after each pass how many tokens are done, of how many; returns the (batch, vocabulary) logits of each row's
+last token. Nothing is left to do once all are done."""
+
+
+def passes(
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    how: Pass = PROMPT,
+    look: Look | None = None,
+) -> Passes:
+    """Feed the prompts in chunks; with a `look`, the logits of all tokens are computed."""
+    longest = max(map(len, prompts))
+    cache.reserve(longest + scoring_chunk(cache.policy))
+    last: dict[int, Tensor] = {}
+    for start, stop in _spans(cache, [*map(len, prompts)]):
+        pieces = [list(prompt[start:stop]) for prompt in prompts]
+        ends = {row: len(piece) - 1 for row, piece in enumerate(pieces) if 0 < len(prompts[row]) - start <= len(piece)}
+        columns = sorted(set(ends.values())) if look is None else [*range(stop - start)]
+        logits = feed(model, cache, pieces, columns, how)
+        if look is not None:
+            look(start, logits)
+        for row, column in ends.items():
+            last[row] = logits[row, columns.index(column)]
+        yield stop, longest
+    return torch.stack([last[row] for row in range(len(prompts))])
+
+
+def whole_passes(
+    model: PreTrainedModel,
+    cache: KVCache,
+    prompts: Sequence[Sequence[int]],
+    how: Pass,
+    look: Look | None = None,
+) -> Passes:
+    """Feed the prompts in chunks to an empty cache, and a second time, its `scoring_chunk` at once, where the policy
+    wants it; each is then half of the way. A `look` is shown the logits of the first time."""
+    tokens = scoring_chunk(cache.policy)
+    if not tokens:
+        return (yield from passes(model, cache, prompts, how, look))
+    first, longest, done = passes(model, cache, prompts, how, look), max(map(len, prompts)), 0
+    while done < longest:
+        done, _ = next(first)
+        yield done // 2, longest
+    logits = rest_of(first)
+    for start in range(0, longest, tokens):
+        pieces = [list(prompt[start : start + tokens]) for prompt in prompts]
+        feed(model, cache, pieces, [], replace(how, is_second_pass=True))
+        yield (longest + min(start + tokens, longest)) // 2, longest
+    return logits
+
+
+def rest_of(left: Passes, progress: Progress | None = None) -> Tensor:
+    """Take all passes that are left; `progress` is told of each."""
+    while True:
+        try:
+            told = next(left)
+        except StopIteration as end:
+            logits: Tensor = end.value
+            return logits
+        if progress is not None:
+            progress(*told)
+
+
+def _spans(cache: KVCache, lengths: Sequence[int]) -> list[tuple[int, int]]:
+    """The columns [start, stop) of each pass over prompts of these lengths.
+
+    With recurrent layers, which read no padding, no row ends in the middle of a pass: it idles in the next one.
+    """
+    longest = max(lengths)
+    stops = {*range(cache.chunk, longest, cache.chunk), longest, *(lengths if cache.recurrent else ())}
+    return list(pairwise([0, *sorted(stops)]))
+
+
+class PromptReader(ABC):
+    """One prompt that is read into `cache`; `read` reads one more chunk of it."""
+
+    def __init__(self, cache: KVCache) -> None:
+        self.cache = cache
+        self.cached = self.done = cache.tokens_seen[0]
+        """Tokens that were not read for this request; those that are done by now."""
+        self.recomputed = 0
+        """Tokens of parts that were read again in their place."""
+        self.is_whole = False
+        """Whether the cache holds all that was read until the end, when it is cut."""
+        self.logprobs: list[tuple[Logprob, ...]] = []
+        """Of each token but the first, as far as the prompt is read; none where they are not asked for."""
+        self.logits: Tensor | None = None
+        """(vocabulary,) of the last token, once all is read."""
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the whole prompt is read."""
+        return self.logits is not None
+
+    @property
+    def seen(self) -> int:
+        """Tokens that the cache has read; `done` is less where it reads them twice."""
+        return self.cache.tokens_seen[0]
+
+    @abstractmethod
+    def read(self) -> None:
+        """Read one more chunk: as many tokens as the cache's options say, or less.
+
+        Of a prompt that is read twice, the second time, as many as its policy says.
+
+        Raises: UsageError for what cannot be read so.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back what is held for the rest of the prompt, which nobody reads any more. May be repeated."""
+
+
+@final
+class Reader(PromptReader):
+    """A prompt that is read from its beginning on. What `snapshots` have of it is not read again."""
+
+    def __init__(self, model: PreTrainedModel, request: Request, snapshots: Snapshots) -> None:
+        self._model, self.request, self._snapshots = model, request, snapshots
+        is_whole = find(request.options.policy, OneShot) is not None
+        kept = None if is_whole or request.scores_prompt else snapshots.longest(request)
+        super().__init__(empty_cache(model, request) if kept is None else kept.cache)
+        self._known_logits = None if kept is None else kept.logits
+        self.is_whole = is_whole
+        if request.options.budget is None:  # grows once, as its bytes were counted
+            self.cache.reserve(len(request.prompt) + request.max_tokens)
+        self._pass_ends = request.pass_ends
+        self._stops = frozenset[int]() if is_whole else snapshots.wanted(request)
+        how = replace(PROMPT, defer_eviction=request.options.budget is not None)
+        look = self._score if request.scores_prompt else None
+        self._passes = whole_passes(model, self.cache, [request.prompt], how, look)
+
+    def read(self) -> None:
+        if self.is_done:
+            raise UsageError("the prompt is read; nothing is left")
+        if self._known_logits is not None:
+            self.logits = self._known_logits.clone()  # a writer may change what it is given
+            return
+        if self.is_whole:
+            self._read_whole()
+            return
+        stop = next(end for end in self._pass_ends if end > self.done)
+        piece = list(self.request.prompt[self.done : stop])
+        is_last = stop == len(self.request.prompt)
+        columns = [*range(len(piece))] if self.request.scores_prompt else [len(piece) - 1] if is_last else []
+        logits = feed(self._model, self.cache, [piece], columns, PROMPT)
+        if self.request.scores_prompt:
+            self._score(self.done, logits)
+        self.done += len(piece)
+        forget(self.cache)
+        if self._snapshots.packs:
+            pack(self.cache)
+        if is_last:
+            self.logits = logits[0, -1]
+        if self.done in self._stops:
+            self._snapshots.put(self.request, self.done, self.cache, self.logits)
+
+    def _score(self, start: int, logits: Tensor) -> None:
+        """Note what tokens behind `start` are given by (1, tokens, vocabulary) logits of those before them."""
+        told = self.request.prompt[start + 1 : start + 1 + logits.shape[1]]
+        self.logprobs += logprobs_of(logits[0], told, self.request.top_logprobs or 0)
+
+    def _read_whole(self) -> None:
+        self.done, total = next(self._passes)
+        forget(self.cache)
+        if self.done == total:
+            if self.cache.budget is not None:
+                cut_to_budget(self.cache)
+            self.logits = rest_of(self._passes)[0]
+
+    def close(self) -> None:
+        pass  # nothing is held
+
+
+def empty_cache(model: PreTrainedModel, request: Request) -> KVCache:
+    """A cache of one row for a request's prompt, which knows its system text."""
+    cache = KVCache.from_options(model, request.options)
+    if request.options.sinks == SYSTEM:
+        cache.set_sinks(request.head)
+    return cache
+
+
+def forget(cache: KVCache) -> None:
+    """Let nothing of the latest step be rolled back: a server never does, and it would take memory."""
+    for layer in cache.layers:
+        layer.forget_steps(0)
+
+
+def pack(cache: KVCache) -> None:
+    """Let tokens lie in the first slots, with none free behind them, as a file has them. Asks the device."""
+    for layer in cache.layers:
+        if not layer.is_empty:
+            layer.table.count()
+            layer.resize(max(layer.table.occupancy_bound, 1))

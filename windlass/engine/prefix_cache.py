@@ -1,0 +1,557 @@
+"""Caches of prompts' prefixes, in memory and in files, for requests to come."""
+
+from __future__ import annotations
+
+import copy
+import fcntl
+import hashlib
+import hmac
+import json
+import logging
+import os
+import re
+import secrets
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from threading import Condition, Lock, Thread
+from typing import Final, Literal, final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from windlass.cache.options import CacheOptions
+from windlass.core.errors import PromptCacheError, UsageError, WindlassError
+from windlass.core.files import check_folder
+from windlass.core.parse import SYSTEM
+from windlass.engine.request import Request, owner_of
+from windlass.hf import prompt_cache
+from windlass.hf.kv_cache import KVCache
+from windlass.hf.weights import fingerprint
+
+Kind = Literal["prefix", "part"]
+Labels = tuple[int | str | None, ...]
+
+
+@dataclass(frozen=True)
+class Key:
+    """What two requests must have in common to share a cache.
+
+    `kind`: the beginning of a prompt, or a part that was read behind the tokens of `prefix`. `labels` are those of the
+    cache's options, and the tokens of the system text where these are its sinks.
+    """
+
+    kind: Kind
+    tenant: str
+    name: str
+    labels: Labels
+    prefix: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, kind: Kind, request: Request, options: CacheOptions, prefix: tuple[int, ...] = ()) -> Key:
+        """That of a request's own caches with these options."""
+        sinks = request.head if options.sinks == SYSTEM else None
+        return cls(kind, request.tenant, request.reuse.name, (*options.labels().values(), sinks), prefix)
+
+
+@dataclass(frozen=True, eq=False)
+class Kept:
+    """A cache of one row that has read `tokens`; nobody writes into it. `number` names it to its owner.
+
+    `passes`: where the passes ended in which a prefix was read, of which only the same ones give the same state.
+    `logits`: (vocabulary,) of the last token, where the prefix is a whole prompt.
+    """
+
+    key: Key
+    tokens: tuple[int, ...]
+    cache: KVCache
+    bytes: int
+    passes: tuple[int, ...] = ()
+    logits: Tensor | None = None
+    number: str = field(default_factory=lambda: secrets.token_hex(8))
+
+    @property
+    def stored(self) -> Stored:
+        """What its owner is told of it."""
+        return Stored(self.number, self.key.kind, self.key.name, len(self.tokens), self.bytes, "memory")
+
+
+@dataclass(frozen=True)
+class Stored:
+    """What an owner is told of a cache that is kept for it."""
+
+    id: str
+    kind: Kind
+    name: str | None
+    """None: not known any more, for it was written by an earlier run of the server."""
+    tokens: int
+    bytes: int
+    place: Literal["memory", "disk"]
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """Which of its caches an owner means: all, those of one `name`, or the one with this `id`."""
+
+    owner: str
+    name: str | None = None
+    id: str | None = None
+
+    def has(self, key: Key, number: str) -> bool:
+        """Whether a cache is among them."""
+        is_own = owner_of(key.tenant) == self.owner
+        return is_own and self.name in (None, key.name) and self.id in (None, number)
+
+
+@final
+class KeptCaches:
+    """Caches of at most `limit` bytes in all; those that were used longest ago leave first. Safe in any thread.
+
+    What is being made counts too: `reserve` gives it room before it is there. `may_leave` says of a cache that it need
+    not stay.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.may_leave: Callable[[Kept], bool] = lambda _: True
+        self._held: list[Kept] = []  # the one used last at the end
+        self._reserved: dict[int, int] = {}
+        self._lock = Lock()
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all of them, and those that are reserved; never more than `limit`."""
+        with self._lock:
+            return self._bytes
+
+    @property
+    def _bytes(self) -> int:
+        return sum(each.bytes for each in self._held) + sum(self._reserved.values())
+
+    def of(self, key: Key) -> list[Kept]:
+        """Those with this key."""
+        with self._lock:
+            return [each for each in self._held if each.key == key]
+
+    def use(self, kept: Kept) -> None:
+        """Note that a cache was used, so that it stays longer than others."""
+        with self._lock:
+            if kept in self._held:
+                self._held.remove(kept)
+                self._held.append(kept)
+
+    def add(self, kept: Kept, place: int | None = None) -> bool:
+        """Keep a cache, in a reserved `place` or where others leave; returns whether there was room.
+
+        A reserved place is given back in any case.
+        """
+        with self._lock:
+            if place is not None:
+                self._reserved.pop(place, None)
+            if not self._make_room(kept.bytes):
+                return False
+            self._held.append(kept)
+            return True
+
+    def reserve(self, size: int) -> int | None:
+        """A place of so many bytes, to be given to `add` or `release`; None: there is none for now.
+
+        There will be one once others have been given back, unless `size` exceeds the limit.
+        """
+        with self._lock:
+            if not self._make_room(size):
+                return None
+            place = max(self._reserved, default=0) + 1
+            self._reserved[place] = size
+            return place
+
+    def release(self, place: int) -> None:
+        """Give a reserved place back. May be repeated."""
+        with self._lock:
+            self._reserved.pop(place, None)
+
+    def forget(self, wanted: Wanted) -> list[Stored]:
+        """Let go of these; returns what they were."""
+        with self._lock:
+            found = [each for each in self._held if wanted.has(each.key, each.number)]
+            self._held = [each for each in self._held if each not in found]
+        return [each.stored for each in found]
+
+    def stored(self, wanted: Wanted) -> list[Stored]:
+        """What is to be told of these, the one used last first."""
+        with self._lock:
+            return [each.stored for each in reversed(self._held) if wanted.has(each.key, each.number)]
+
+    def _make_room(self, size: int) -> bool:
+        """Let others leave until there is room for `size` bytes; none does where that would not be enough."""
+        leaving, free = list[Kept](), self.limit - self._bytes
+        for each in self._held:
+            if free >= size:
+                break
+            if self.may_leave(each):
+                leaving.append(each)
+                free += each.bytes
+        if free < size:
+            return False
+        self._held = [each for each in self._held if each not in leaving]
+        return True
+
+
+LOG: Final = logging.getLogger("windlass.engine")
+NAME: Final = re.compile(r"([0-9a-f]{16})-([0-9a-f]{16})-(\d{1,10})-([0-9a-f]{32})\.safetensors")
+LOCK, SALT, SALT_BYTES = "windlass.lock", "windlass.salt", 32
+LAYER_BYTES: Final = 4096  # of a file's header, and more than each layer and its tensors take there
+FILE_BYTES: Final = 1 << 16
+
+
+def salt_of(folder: Path) -> bytes:
+    """The secret of a folder, by which its names are made; a new one where it has none.
+
+    Raises: UsageError for what is no folder, and for a secret that is damaged.
+    """
+    path = check_folder(folder, "the folder for caches") / SALT
+    try:
+        if not path.exists():
+            new = folder / f".windlass-{secrets.token_hex(8)}.tmp"
+            new.touch(mode=0o600)
+            new.write_bytes(secrets.token_bytes(SALT_BYTES))
+            with suppress(FileExistsError):  # another server made one just now
+                os.link(new, path)
+            new.unlink()
+        salt = path.read_bytes()
+    except OSError as error:
+        raise UsageError(f"{path} cannot be made or read: {error.strerror}; give another folder") from error
+    if len(salt) != SALT_BYTES:
+        raise UsageError(f"{path} is damaged; delete it, and the files beside it, which nobody can find any more")
+    return salt
+
+
+@dataclass
+class File:
+    """One cache in the folder."""
+
+    owner: str
+    shelf: str
+    tokens: int
+    id: str
+    bytes: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.owner}-{self.shelf}-{self.tokens}-{self.id}.safetensors"
+
+
+@final
+class DiskTier:
+    """The caches in a folder, in files of at most `limit` bytes in all; those used longest ago are deleted first.
+
+    A thread of its own writes. Until a cache is written, it is `pending`. Other files of the folder are left alone.
+
+    Raises: UsageError for what is no folder, or one that another server has.
+    """
+
+    def __init__(self, folder: Path, limit: int, model: PreTrainedModel) -> None:
+        self._salt, self._folder, self.limit, self._model = salt_of(folder), folder, limit, model
+        self._model_hash = fingerprint(model)
+        self._lock_file = (folder / LOCK).open("w")
+        try:
+            fcntl.flock(self._lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._lock_file.close()
+            raise UsageError(
+                f"the folder {folder} is that of a server that runs; give each a folder of its own"
+            ) from None
+        for left in folder.glob(".windlass-*.tmp"):  # of a server that was killed
+            left.unlink(missing_ok=True)
+        self._changed, self._writes = Condition(), Lock()
+        self._files = {each.id: each for each in self._found()}  # the one used last at the end
+        self._pending: dict[str, Kept] = {}
+        self._names: dict[str, str] = {}
+        self._is_closed = False
+        self._make_room(0)
+        self._thread = Thread(target=self._run, name="windlass-disk", daemon=True)
+        self._thread.start()
+
+    @property
+    def bytes(self) -> int:
+        """Of all files; never more than `limit`."""
+        with self._changed:
+            return self._bytes
+
+    @property
+    def _bytes(self) -> int:
+        return sum(each.bytes for each in self._files.values())
+
+    def id_of(self, key: Key, tokens: tuple[int, ...], passes: tuple[int, ...]) -> str:
+        """What a cache of these tokens, which were read in these passes, is called."""
+        return self._ids(key, tokens, passes, [len(tokens)])[0]
+
+    def is_pending(self, kept: Kept) -> bool:
+        """Whether a cache is still to be written."""
+        with self._changed:
+            return kept.number in self._pending
+
+    def put(self, kept: Kept) -> None:
+        """Write a cache soon, unless there is a file of it, or it is larger than the limit."""
+        with self._changed:
+            if kept.number not in self._files and not self._is_closed and _most_bytes(kept) <= self.limit:
+                self._pending[kept.number] = kept
+                self._changed.notify_all()
+
+    def longest(self, request: Request, key: Key, beyond: int) -> Kept | None:
+        """The longest cache that the prompt goes beyond, of more than `beyond` tokens; None: there is none.
+
+        A file that does not hold what its name says is deleted, and the log tells it.
+        """
+        prompt = request.prompt
+        shelf = self._hash("shelf", owner_of(key.tenant), key.name)
+        with self._changed:
+            lengths = {each.tokens for each in self._files.values() if each.shelf == shelf}
+        passes = request.pass_ends
+        fitting = [each for each in passes[:-1] if each > beyond and each in lengths]
+        for length, number in reversed([*zip(fitting, self._ids(key, prompt, passes, fitting), strict=True)]):
+            with self._changed:
+                file = self._files.get(number)
+            if file is None:
+                continue
+            cache = self._loaded(file, request, prompt[:length])
+            if cache is not None:
+                read = tuple(each for each in passes if each <= length)
+                return Kept(key, prompt[:length], cache, cache.bytes_held, read, number=number)
+        return None
+
+    def stored(self, wanted: Wanted) -> list[Stored]:
+        """What is to be told of these files, the one used last first."""
+        with self._changed:
+            return [self._told(each) for each in reversed(self._files.values()) if self._is(wanted, each)]
+
+    def forget(self, wanted: Wanted) -> list[Stored]:
+        """Delete these files, and write none of these that are pending; returns what they were."""
+        with self._writes, self._changed:  # not while one is written, which would appear afterwards
+            for number, kept in list(self._pending.items()):
+                if wanted.has(kept.key, number):
+                    del self._pending[number]
+            found = [each for each in self._files.values() if self._is(wanted, each)]
+            for each in found:
+                self._delete(each)
+            return [self._told(each) for each in found]
+
+    def close(self) -> None:
+        """Write what is pending, and let others have the folder. May be repeated."""
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify_all()
+        self._thread.join()
+        self._lock_file.close()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._pending or self._is_closed)
+                if not self._pending:
+                    return
+            with self._writes:
+                with self._changed:
+                    kept = next(iter(self._pending.values()), None)
+                if kept is None:
+                    continue
+                try:
+                    self._write(kept)
+                except WindlassError as error:
+                    LOG.warning("a cache was not written: %s", error)
+                except Exception:
+                    LOG.exception("a cache was not written")
+                with self._changed:
+                    self._pending.pop(kept.number, None)
+                del kept
+
+    @torch.no_grad()
+    def _write(self, kept: Kept) -> None:
+        owner = self._hash("owner", owner_of(kept.key.tenant))
+        shelf = self._hash("shelf", owner_of(kept.key.tenant), kept.key.name)
+        file = File(owner, shelf, len(kept.tokens), kept.number, _most_bytes(kept))
+        with self._changed:
+            self._make_room(file.bytes)
+        path = self._folder / file.name
+        prompt_cache.save(kept.cache, path, self._model)
+        path.chmod(0o600)  # it holds the ids of a prompt
+        file.bytes = path.stat().st_size
+        with self._changed:
+            self._files[file.id], self._names[file.id] = file, kept.key.name
+            self._make_room(0)
+
+    def _loaded(self, file: File, request: Request, tokens: tuple[int, ...]) -> KVCache | None:
+        """The cache of a file, once it is known to be the state after `tokens` in a row like the request's."""
+        path = self._folder / file.name
+        try:
+            cache = prompt_cache.load(path, self._model, request.options.policy)
+            ours, its = (each.labels() | {"rollback": each.rollback} for each in (request.options, cache.options))
+            if cache.tokens != [list(tokens)] or its != ours:
+                raise PromptCacheError(f"{path} holds another text, or has other options than its name says")
+        except WindlassError as error:
+            LOG.warning("a cache on disk is not used, and was deleted: %s", error)
+            with self._changed:
+                self._delete(file)
+            return None
+        with self._changed:
+            if file.id in self._files:
+                self._files[file.id] = self._files.pop(file.id)
+                with suppress(OSError):
+                    os.utime(path)  # so that the next server knows the order
+        return cache
+
+    def _found(self) -> Iterable[File]:
+        """The files of the folder, the one used last at the end."""
+        found = []
+        for path in self._folder.iterdir():
+            match, status = NAME.fullmatch(path.name), path.lstat()
+            if match is not None and path.is_file() and not path.is_symlink():
+                owner, shelf, tokens, number = match.groups()
+                found.append((status.st_mtime_ns, File(owner, shelf, int(tokens), number, status.st_size)))
+        return [file for _, file in sorted(found, key=lambda each: each[0])]
+
+    def _make_room(self, size: int) -> None:
+        """Delete files until there is room for so many bytes."""
+        while self._files and self._bytes + size > self.limit:
+            self._delete(next(iter(self._files.values())))
+
+    def _delete(self, file: File) -> None:
+        self._files.pop(file.id, None)
+        self._names.pop(file.id, None)
+        with suppress(OSError):
+            (self._folder / file.name).unlink()
+
+    def _is(self, wanted: Wanted, file: File) -> bool:
+        is_own = file.owner == self._hash("owner", wanted.owner) and wanted.id in (None, file.id)
+        return is_own and (wanted.name is None or file.shelf == self._hash("shelf", wanted.owner, wanted.name))
+
+    def _told(self, file: File) -> Stored:
+        return Stored(file.id, "prefix", self._names.get(file.id), file.tokens, file.bytes, "disk")
+
+    def _hash(self, *said: str) -> str:
+        return hmac.new(self._salt, json.dumps(said).encode(), hashlib.sha256).hexdigest()[:16]
+
+    def _ids(self, key: Key, tokens: tuple[int, ...], passes: tuple[int, ...], lengths: list[int]) -> list[str]:
+        """What caches of the first tokens are called, for `lengths` that rise, read in passes that end at `passes`."""
+        said = ["cache", self._model_hash, key.kind, key.tenant, key.name, key.labels]
+        digest, ids, at = hmac.new(self._salt, json.dumps(said).encode() + b"\n", hashlib.sha256), [], 0
+        ends = frozenset(passes)
+        for length in lengths:
+            pieces = enumerate(tokens[at:length], at + 1)
+            digest.update("".join(f"{token} {'| ' * (end in ends)}" for end, token in pieces).encode())
+            ids.append(digest.copy().hexdigest()[:32])
+            at = length
+        return ids
+
+
+def _most_bytes(kept: Kept) -> int:
+    """What a file of a cache takes at most."""
+    return kept.bytes + 4 * len(kept.tokens) + LAYER_BYTES * len(kept.cache.layers) + FILE_BYTES
+
+
+@final
+class Snapshots:
+    """Snapshots among what is `kept` in memory, and on `disk` too, if there is one."""
+
+    def __init__(self, kept: KeptCaches, disk: DiskTier | None = None) -> None:
+        self.kept, self._disk = kept, disk
+        if disk is not None:
+            kept.may_leave = lambda each: not disk.is_pending(each)
+
+    @property
+    def packs(self) -> bool:
+        """Whether caches are packed as they are read: as a file has them, so that a hit goes on in the same slots."""
+        return self._disk is not None
+
+    def longest(self, request: Request) -> Kept | None:
+        """The longest cache that the request's prompt begins with, as a copy; None: there is none, or the request looks
+        none up. One of the whole prompt has its logits."""
+        if not request.reuse.lookup:
+            return None
+        fitting = [each for each in self._of(request) if _serves(each, request)]
+        best = max(fitting, key=lambda each: len(each.tokens), default=None)
+        if self._disk is not None:
+            found = self._disk.longest(request, _key(request), 0 if best is None else len(best.tokens))
+            if found is not None:
+                self.kept.add(replace(found, cache=copy.deepcopy(found.cache)))
+                return found
+        if best is None:
+            return None
+        self.kept.use(best)
+        return replace(best, cache=copy.deepcopy(best.cache))
+
+    def wanted(self, request: Request) -> frozenset[int]:
+        """After how many tokens of this prompt snapshots are to be taken: where a message ends, where the last pass
+        begins, and where it parts from a prompt of before. A prompt of one pass is kept as a whole."""
+        if self.kept.limit == 0 or request.options.recall or not request.reuse.store:
+            return frozenset()
+        prompt, passes, known = request.prompt, request.pass_ends, self._of(request)
+        shared = max((_shared(each.tokens, prompt) for each in known), default=0)
+        ends = {*request.ends, *passes[-2:][:1], *[each for each in passes if each <= shared][-1:]}
+        return frozenset(ends - {len(each.tokens) for each in known if _serves(each, request)})
+
+    def put(self, request: Request, tokens: int, cache: KVCache, logits: Tensor | None) -> None:
+        """Keep a copy of `cache`, which has read `tokens` of the prompt, unless there is no room for it.
+
+        `logits`: those of the last token, where that is all of the prompt.
+        """
+        key, read = _key(request), request.prompt[:tokens]
+        passes = tuple(each for each in request.pass_ends if each <= tokens)
+        size = cache.bytes_held + (0 if logits is None else logits.nbytes)
+        place = self.kept.reserve(size)
+        if place is None:
+            return
+        try:
+            kept = Kept(key, read, copy.deepcopy(cache), size, passes, None if logits is None else logits.clone())
+            is_written = self._disk is not None and logits is None  # a file holds no logits
+            if self._disk is not None and is_written:
+                kept = replace(kept, number=self._disk.id_of(key, read, passes))
+            if self.kept.add(kept, place) and self._disk is not None and is_written:
+                self._disk.put(kept)
+        finally:
+            self.kept.release(place)
+
+    def stored(self, wanted: Wanted) -> list[Stored]:
+        """What is kept of these: first that in memory."""
+        held = self.kept.stored(wanted)
+        return held + _others(held, [] if self._disk is None else self._disk.stored(wanted))
+
+    def forget(self, wanted: Wanted) -> list[Stored]:
+        """Let go of what is kept of these; returns what that was."""
+        gone = [] if self._disk is None else self._disk.forget(wanted)
+        held = self.kept.forget(wanted)
+        return held + _others(held, gone)
+
+    def close(self) -> None:
+        """Nothing more is kept; what is still to be written is. May be repeated."""
+        if self._disk is not None:
+            self._disk.close()
+
+    def _of(self, request: Request) -> list[Kept]:
+        return self.kept.of(_key(request))
+
+
+def _others(held: Sequence[Stored], files: Sequence[Stored]) -> list[Stored]:
+    """Those files whose caches are not in memory, too."""
+    numbers = {each.id for each in held}
+    return [each for each in files if each.id not in numbers]
+
+
+def _key(request: Request) -> Key:
+    return Key.of("prefix", request, request.options)
+
+
+def _serves(kept: Kept, request: Request) -> bool:
+    """Whether a prompt begins with what a cache has read, in the same passes."""
+    size, passes = len(kept.tokens), kept.passes
+    is_whole = size == len(request.prompt)
+    is_alike = request.prompt[:size] == kept.tokens and request.pass_ends[: len(passes)] == passes
+    return is_alike and (not is_whole or kept.logits is not None)
+
+
+def _shared(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(one, other, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))

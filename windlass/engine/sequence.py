@@ -1,0 +1,348 @@
+"""One request under way: its row, its tokens, its events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from windlass.cache.edits import arrange_rows
+from windlass.cache.options import CacheOptions
+from windlass.core.errors import UsageError
+from windlass.core.ranks import Ranks
+from windlass.engine.chunks import PartsReader
+from windlass.engine.generate import WrittenRow
+from windlass.engine.prefill import PromptReader, Reader, feed_tokens, forget
+from windlass.engine.prefix_cache import Snapshots
+from windlass.engine.recompute import Everything
+from windlass.engine.request import (
+    Failed,
+    Finished,
+    Logprob,
+    Phase,
+    Piece,
+    Progress,
+    PromptLogprobs,
+    Request,
+    RowStatus,
+    Ticket,
+    Usage,
+)
+from windlass.engine.sampler import Sampler, agreed_token, logprobs_of, weakened
+from windlass.engine.sampling import FinishReason
+from windlass.engine.text import TextStream
+from windlass.hf.kv_cache import KVCache
+from windlass.policies.base import OneShot
+from windlass.policies.wrapper import find
+
+
+class Writer:
+    """Chooses the tokens of one request, by a generator of its own: they are the same in any batch.
+
+    Of a model on several `ranks`, rank 0 chooses for all of them.
+    """
+
+    def __init__(
+        self,
+        request: Request,
+        tokenizer: PreTrainedTokenizerBase,
+        device: torch.device,
+        ranks: Ranks | None = None,
+    ) -> None:
+        self.request, self._ranks = request, ranks
+        # Its repetition penalty is part of the logits whose log probabilities are told: `_adjusted` has it.
+        self._sampler = Sampler(replace(request.sampling, repetition_penalty=1.0), [request.prompt], device)
+        self._row = WrittenRow(TextStream.after(tokenizer, request.prompt, request.stops), request.max_tokens)
+        self._counts = Counter[int]()
+        self._seen: Tensor | None = None  # (vocabulary,) bool: tokens of the prompt and the text, for the penalty
+
+    @property
+    def written(self) -> int:
+        """Tokens so far."""
+        return len(self._row.tokens)
+
+    @property
+    def reason(self) -> FinishReason:
+        """Why the text has ended; "interrupted" while it goes on."""
+        return self._row.reason
+
+    @property
+    def token(self) -> int:
+        """The latest token."""
+        return self._row.tokens[-1]
+
+    def choose(self, logits: Tensor) -> Piece:
+        """The next token, out of its (vocabulary,) logits.
+
+        Raises: UsageError where the grammar allows no token.
+        """
+        logprobs: tuple[Logprob, ...] = ()
+
+        def chosen() -> int:
+            nonlocal logprobs
+            scores = self._adjusted(logits.float())
+            self._sampler.prepare()
+            token = int(self._sampler.choose(scores[None]))
+            if self._seen is not None:
+                self._seen[token] = True
+            if self.request.grammar is not None:
+                self.request.grammar.accept(token)
+            logprobs = self._logprobs(scores, token)
+            return token
+
+        token, offset = agreed_token(self._ranks, chosen), self._row.length
+        self._counts[token] += 1
+        return Piece(token, self._row.taken(self._row.step(token)), logprobs, offset)
+
+    def _adjusted(self, scores: Tensor) -> Tensor:
+        """With biases, then the repetition penalty, which counts the prompt, then the penalties that OpenAI defines,
+        which do not, and the tokens alone that the grammar allows."""
+        request, repetition = self.request, self.request.sampling.repetition_penalty
+        scores = _added(scores, request.logit_bias)
+        if repetition != 1.0:
+            if self._seen is None:
+                self._seen = torch.zeros_like(scores, dtype=torch.bool)
+                self._seen[torch.tensor(request.prompt, device=scores.device)] = True
+            scores = weakened(scores, self._seen, repetition)
+        if request.presence_penalty or request.frequency_penalty:
+            penalties = {
+                token: -request.presence_penalty - count * request.frequency_penalty
+                for token, count in self._counts.items()
+            }
+            scores = _added(scores, penalties)
+        if request.grammar is not None:
+            allowed = request.grammar.allowed().to(scores.device)
+            if not bool(allowed.any()):
+                raise UsageError(
+                    "the grammar allows no token here; let the schema allow an end, or ask for another one"
+                )
+            scores = scores.masked_fill(~allowed[: len(scores)], -torch.inf)
+        return scores
+
+    def _logprobs(self, scores: Tensor, token: int) -> tuple[Logprob, ...]:
+        if self.request.top_logprobs is None:
+            return ()
+        return logprobs_of(scores[None], [token], self.request.top_logprobs)[0]
+
+
+def _added(scores: Tensor, numbers: Mapping[int, float]) -> Tensor:
+    """Logits with a number more for some tokens."""
+    if not numbers:
+        return scores
+    ids = torch.tensor(list(numbers), device=scores.device)
+    return scores.index_add(0, ids, torch.tensor(list(numbers.values()), device=scores.device).float())
+
+
+PATIENCE: Final = 32  # steps in a row that fewer rows would have served, after which there are fewer
+
+
+class Lane:
+    """`options.batch` rows, each free or of one request.
+
+    A step computes every row that the cache has, so it has as many as write: 1, 2, 4 and so on up to all. They lie in
+    its first rows, which is why a row of the lane may stand at different indices of the cache at different times. Rows
+    are moved when one more is needed, and when half of them were idle for `PATIENCE` steps.
+
+    `is_alone`: the only row is of one request, whose options no other lane has. It takes over the cache it was read
+    into; so does the only row of a policy whose layers keep what each text makes of the budget.
+    """
+
+    def __init__(self, model: PreTrainedModel, options: CacheOptions, is_alone: bool = False) -> None:
+        self._model, self.options, self.is_alone = model, options, is_alone
+        self.cache = KVCache.from_options(model, replace(options, batch=1))
+        self.free = list(range(options.batch))
+        self._takes_over = is_alone or shares_budget(options)
+        self._index: dict[int, int] = {}  # in the cache, of each row that was put there
+        self._idle_steps = 0
+        self._is_moving = False
+
+    def serves(self, options: CacheOptions) -> bool:
+        """Whether a request with these options may take a row."""
+        return is_alike(options, self.options)
+
+    def take(self) -> int | None:
+        """A free row, from now on taken; None: there is none."""
+        return self.free.pop(0) if self.free else None
+
+    def index(self, row: int) -> int:
+        """Where in the cache a row stands that was put there."""
+        return self._index[row]
+
+    def put(self, row: int, cache: KVCache) -> None:
+        """Let the row go on with what a cache of one row has read."""
+        if self._takes_over:
+            self.cache, self._index = cache, {row: 0}
+            return
+        if self._is_moving and not self._index:  # nobody is left who could be told
+            self.reset()
+        rows = self._rows_for(len(self._index) + 1)
+        if rows > self.cache.batch_size or (rows < self.cache.batch_size and not self._index):
+            self._arrange(rows)
+        taken = set(self._index.values())
+        index = self._index[row] = next(each for each in range(self.cache.batch_size) if each not in taken)
+        self.cache.put_row(index, cache)
+
+    def release(self, row: int) -> None:
+        """Clear a row that was taken; it is free again."""
+        index = self._index.pop(row, None)
+        if index is not None and self._takes_over:
+            self.reset()
+        elif index is not None and not self._is_moving:  # else `reset` will
+            self.cache.clear_row(index)
+        self.give_back(row)
+
+    def give_back(self, row: int) -> None:
+        """Let a row that was taken, and not written to, be free again."""
+        self.free.append(row)
+        self.free.sort()
+
+    def step(self, tokens: Mapping[int, int]) -> dict[int, Tensor]:
+        """Feed one token to each of some rows; returns the (vocabulary,) logits of each.
+
+        Raises: RuntimeError where rows were lost, because an error ended a move of them.
+        """
+        if self._is_moving:
+            raise RuntimeError("the rows were lost while they were moved")
+        rows = self._rows_for(len(self._index))
+        self._idle_steps = self._idle_steps + 1 if rows < self.cache.batch_size else 0
+        if self._idle_steps > PATIENCE:
+            self._arrange(rows)
+        logits = feed_tokens(self._model, self.cache, {self._index[row]: token for row, token in tokens.items()})
+        forget(self.cache)
+        return {row: logits[self._index[row]] for row in tokens}
+
+    def reset(self) -> None:
+        """After an error: let all rows be empty, those that are taken, too."""
+        self.cache.reset()
+        self._index, self._idle_steps, self._is_moving = {}, 0, False
+
+    def _rows_for(self, count: int) -> int:
+        """How many rows the cache is to have, for so many that write."""
+        return min(1 << max(count - 1, 0).bit_length(), self.options.batch)
+
+    def _arrange(self, rows: int) -> None:
+        """Let the cache have so many rows, those that write first."""
+        kept = sorted(self._index, key=self._index.__getitem__)
+        self._is_moving = True
+        arrange_rows(self.cache, [*map(self.index, kept), *[None] * (rows - len(kept))])
+        self._is_moving = False
+        self._index = {row: index for index, row in enumerate(kept)}
+        self._idle_steps = 0
+
+
+def is_alike(one: CacheOptions, other: CacheOptions) -> bool:
+    """Whether two requests with these options may share a cache."""
+    return one.labels() == other.labels()
+
+
+def shares_budget(options: CacheOptions) -> bool:
+    """Whether each text decides how much of the budget each layer keeps, which rows of one cache cannot."""
+    one_shot = find(options.policy, OneShot)
+    return one_shot is not None and one_shot.shares_budget
+
+
+class Task:
+    """A ticket that has a row. `is_over` once its row may be released."""
+
+    def __init__(
+        self,
+        ticket: Ticket,
+        lane: Lane,
+        row: int,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        snapshots: Snapshots,
+    ) -> None:
+        self.ticket, self.lane, self.row = ticket, lane, row
+        self.reader: PromptReader | None = _reader_of(model, ticket.request, snapshots)
+        self.cached, self.recomputed = self.reader.cached, 0
+        heads = lane.cache.heads
+        self.writer = Writer(ticket.request, tokenizer, lane.cache.device, None if heads is None else heads.ranks)
+        self.is_over = False
+        self.seen = self.cached
+        """Tokens that were read and written so far."""
+
+    def read(self) -> None:
+        """Read one more chunk of the prompt; after the last one, choose the first token."""
+        reader = self.reader
+        assert reader is not None, "a prompt that was read before"
+        reader.read()
+        self.seen, self.cached, self.recomputed = reader.seen, reader.cached, reader.recomputed
+        self.ticket.put(Progress(reader.done, len(self.ticket.request.prompt)))
+        if reader.logits is None:
+            return
+        if self.ticket.request.scores_prompt:
+            self.ticket.put(PromptLogprobs(tuple(reader.logprobs)))
+        if not self.ticket.request.max_tokens:
+            self.is_over = True
+            self.ticket.put(Finished("length", self.usage()))
+        else:
+            self.lane.put(self.row, reader.cache)
+            self.reader = None
+            self.take(reader.logits)
+
+    def take(self, logits: torch.Tensor) -> None:
+        """Choose the next token out of its (vocabulary,) logits; a text that ends with it tells what it took."""
+        self.ticket.put(self.writer.choose(logits))
+        self.seen += self.writer.written > 1  # the token before this one was fed
+        if self.writer.reason != "interrupted":
+            self.is_over = True
+            self.ticket.put(Finished(self.writer.reason, self.usage()))
+
+    def fail(self, message: str, is_ours: bool) -> None:
+        """End with an error."""
+        self.is_over = True
+        self.ticket.put(Failed(message, is_ours))
+
+    def close(self) -> None:
+        """Give back what is held for the rest of its prompt."""
+        if self.reader is not None:
+            self.reader.close()
+
+    @property
+    def cache(self) -> KVCache:
+        """What holds the text."""
+        return self.lane.cache if self.reader is None else self.reader.cache
+
+    @property
+    def index(self) -> int:
+        """Which row of `cache` does."""
+        return self.lane.index(self.row) if self.reader is None else 0
+
+    def usage(self) -> Usage:
+        """What it took until now; asks the device."""
+        cache, row = self.cache, self.index
+        held = [layer.positions[row] for layer in cache.layers if not layer.is_empty]
+        kept = max((int((positions >= 0).sum(-1).max()) for positions in held), default=0)
+        evicted = max(self.seen - kept, 0)
+        recalled = min(cache.options.recall, evicted)
+        prompt = len(self.ticket.request.prompt)
+        size = cache.bytes_held // cache.batch_size + cache.recall_bytes
+        own = self.seen, kept, evicted, recalled, size, self.recomputed
+        return Usage(prompt, self.writer.written, self.cached, *own)
+
+    def status(self, size: int) -> RowStatus:
+        """What a status says of a row of so many bytes, without asking the device."""
+        phase: Phase = "writing" if self.reader is None else "reading"
+        return RowStatus(self.ticket.number, phase, repr(self.lane.options.policy), self.seen, self.kept, size)
+
+    @property
+    def kept(self) -> int:
+        """The most that a layer holds of `seen`: what the budget allows."""
+        budget, is_held_whole = self.lane.options.budget, self.reader is not None and self.reader.is_whole
+        return self.seen if budget is None or is_held_whole else min(self.seen, budget)
+        budget = self.lane.options.budget
+        return self.seen if budget is None else min(self.seen, budget)
+
+
+def _reader_of(model: PreTrainedModel, request: Request, snapshots: Snapshots) -> PromptReader:
+    """What reads its prompt: parts of which every token is read again are text like any other."""
+    parts = request.parts
+    if parts is None or isinstance(parts.recompute, Everything):
+        return Reader(model, request, snapshots)
+    return PartsReader(model, request, parts, snapshots.kept)

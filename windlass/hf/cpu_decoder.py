@@ -1,0 +1,566 @@
+"""Decoder layers of an attached model for passes of few tokens, in compiled kernels where their code is known."""
+
+from __future__ import annotations
+
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from importlib import import_module
+from types import CodeType
+from typing import TYPE_CHECKING, Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules import module as torch_modules
+from transformers import PreTrainedModel
+from transformers.activations import ACT2FN
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from windlass import kernels
+from windlass.cache.cache import TextCache
+from windlass.core.errors import UsageError
+from windlass.core.inputs import Activation, DecoderLayer, LinearLayer, Norm, Rounding
+from windlass.core.ranks import RankHeads
+from windlass.core.step import AttentionCall
+from windlass.hf.indexer import Indexer
+from windlass.hf.latent import Latent
+from windlass.hf.mask import Mask
+from windlass.hf.model_cache import ModelCache
+from windlass.hf.model_facts import ordinary_ids
+from windlass.hf.mrope import Turn, turn_of
+from windlass.hf.passes import CACHE_NAMES, Replaced, WholePass, our_cache
+from windlass.hf.probe import QueryScale, eval_mode
+from windlass.hf.recurrent import LayerKinds
+from windlass.hf.self_check import ROUNDING
+from windlass.hf.weights import FewRows, linears_of
+from windlass.kernels.cpu import MAX_ROWS
+from windlass.positions.rotary import Rotary
+
+if TYPE_CHECKING:
+    from windlass.kernels.cpu.decode import FewTokens
+
+Method = tuple[str, str, str]  # a family of transformers, a class of it, a method
+
+LAYER: Final[Method] = ("llama", "LlamaDecoderLayer", "forward")
+MLP: Final[Method] = ("llama", "LlamaMLP", "forward")
+# They differ in what they tell the attention function about windows, which ours takes from the mask.
+ATTENTION: Final[tuple[Method, ...]] = tuple(
+    (family, f"{family.capitalize()}Attention", "forward") for family in ("llama", "qwen2", "mistral")
+)
+NORMED_ATTENTION: Final[Method] = ("qwen3", "Qwen3Attention", "forward")
+# How norms round, and the name that they give to epsilon.
+NORMS: Final[tuple[tuple[tuple[Method, ...], Rounding, str], ...]] = (
+    ((("llama", "LlamaRMSNorm", "forward"),), Rounding.NARROW, "variance_epsilon"),
+    ((("gemma", "GemmaRMSNorm", "forward"), ("gemma", "GemmaRMSNorm", "_norm")), Rounding.ONE_MORE, "eps"),
+    ((("olmo2", "Olmo2RMSNorm", "forward"),), Rounding.WIDE, "variance_epsilon"),
+)
+
+
+def has_code_of(module: nn.Module, *methods: Method) -> bool:
+    """Whether each of these methods is, in the module's class, the same code."""
+    return all(_is_same(getattr(type(module), name, None), _known(family, of, name)) for family, of, name in methods)
+
+
+def rounding_of(module: nn.Module) -> tuple[Rounding, float] | None:
+    """How a norm rounds, and its epsilon; None for a module that is no known norm."""
+    for methods, rounding, epsilon in NORMS:
+        if has_code_of(module, *methods):
+            return rounding, float(getattr(module, epsilon))
+    return None
+
+
+def epsilon_of(module: nn.Module) -> str:
+    """The name that a known norm gives to its epsilon."""
+    return next(epsilon for methods, _, epsilon in NORMS if has_code_of(module, *methods))
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """The activation that a module is; None for others."""
+    kind = type(module)
+    if kind is nn.SiLU or kind is type(ACT2FN["silu"]):
+        return Activation.SILU
+    is_tanh = kind is nn.GELU and getattr(module, "approximate", None) == "tanh"
+    return Activation.GELU_TANH if is_tanh or kind is type(ACT2FN["gelu_pytorch_tanh"]) else None
+
+
+def global_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """What a name outside of it means in the `forward` of a module's class."""
+    found: Callable[..., Any] = inspect.unwrap(type(module).forward).__globals__[name]
+    return found
+
+
+def _known(family: str, of: str, name: str) -> Any:
+    return getattr(getattr(import_module(f"transformers.models.{family}.modeling_{family}"), of, None), name, None)
+
+
+def _is_same(ours: Callable[..., Any] | None, known: Callable[..., Any] | None) -> bool:
+    if ours is None or known is None:
+        return False
+    one, other = _code(ours), _code(known)
+    return one is not None and other is not None and _facts(one) == _facts(other)
+
+
+def _code(function: Callable[..., Any]) -> CodeType | None:
+    code = getattr(inspect.unwrap(function), "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def _facts(code: CodeType) -> tuple[object, ...]:
+    """What a function does: its instructions, and what they name."""
+    return code.co_code, code.co_names, code.co_varnames, code.co_consts, code.co_freevars, code.co_flags
+
+
+ROUNDINGS: Final = 32  # between a layer's inputs and its outputs, at most
+
+
+@final
+class Proof:
+    """A layer's own code, run while what it hands to attention, and what it gets from there, is noted."""
+
+    def __init__(self, module: nn.Module, own: Callable[..., Any], kernel: FewTokens) -> None:
+        self._own, self._kernel = own, kernel
+        self._attention = module.get_submodule("self_attn")
+        self._states: dict[str, Tensor] = {}
+        self._attended: Tensor | None = None
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """What the layer's own code returns."""
+        inside = self._attention._modules
+        with ExitStack() as stack:
+            for name in "qkv":
+                module = inside.get(f"{name}_norm") or inside[f"{name}_proj"]
+                assert module is not None
+                stack.callback(module.register_forward_hook(partial(self._note_states, name)).remove)
+            last = self._attention.get_submodule("o_proj")
+            stack.callback(last.register_forward_pre_hook(self._note_attended).remove)
+            return self._own(*args, **kwargs)
+
+    def is_near(self, hidden: Tensor, output: Tensor) -> bool:
+        """Whether the kernel, given the same, gives the same but for rounding."""
+        states = [states.transpose(1, 2) for states in self._kernel.before_attention(hidden)]
+        pairs = [(ours, self._states[name].view(ours.shape)) for ours, name in zip(states, "qkv", strict=True)]
+        if self._attended is None:
+            return False
+        attended = self._attended.reshape(states[0].shape)
+        pairs.append((self._kernel.after_attention(hidden, attended.contiguous()), output))
+        return all(_is_near(ours, own) for ours, own in pairs)
+
+    def _note_states(self, name: str, module: nn.Module, args: object, output: Tensor) -> None:
+        self._states[name] = output
+
+    def _note_attended(self, module: nn.Module, args: tuple[Tensor, ...]) -> None:
+        self._attended = args[0]
+
+
+def _is_near(ours: Tensor, own: Tensor) -> bool:
+    """Number by number. Nothing is near what is no number."""
+    step = ROUNDINGS * ROUNDING[own.dtype]
+    ours, own = ours.float(), own.float()
+    return bool(((ours - own).abs() <= step * (own.abs() + own.abs().median())).all())
+
+
+# Whose layers are given what the layer before returned, and all the same mask where they are of one type.
+DECODERS: Final[tuple[Method, ...]] = tuple(
+    (family, f"{family.capitalize()}Model", "forward") for family in ("llama", "mistral", "qwen2", "qwen3")
+)
+
+
+class Attachment(ABC):
+    """What is asked of the `AttachedModel`."""
+
+    attended: set[int]
+    heads: RankHeads | None
+    kinds: LayerKinds
+    rotaries: list[Rotary | None]
+    query_scales: dict[int, QueryScale]
+    latents: dict[nn.Module, Latent]
+    indexers: list[Indexer]
+
+    @abstractmethod
+    def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
+        """What a layer is asked for under this mask."""
+
+
+class KnownLayer(ABC):
+    """A decoder layer whose code is known: `module`, with an attention module that scales its scores by `scale`."""
+
+    module: nn.Module
+
+    @property
+    @abstractmethod
+    def is_alone(self) -> bool:
+        """Whether nothing is called beside the layer, or in its place."""
+
+    @property
+    @abstractmethod
+    def scale(self) -> float:
+        """Of its attention."""
+
+    @property
+    @abstractmethod
+    def attachment(self) -> Attachment:
+        """What `attach` left on the model."""
+
+    @abstractmethod
+    def kernel_of(self, hidden: Tensor) -> FewTokens | None:
+        """That which was prepared for the pass; None where there is none."""
+
+
+@final
+class WholeDecoder:
+    """All layers of a decoder, when the first one is called in a pass of one token per row.
+
+    The others then return what they are given, which is what the last one would.
+    """
+
+    def __init__(self, decoder: nn.Module, layers: Sequence[KnownLayer]) -> None:
+        self.decoder, self._layers = decoder, layers
+        self._is_known = any(has_code_of(decoder, each) for each in DECODERS)
+        self._done: tuple[object, Tensor, object] | None = None  # a pass's step, what the layers gave, their mask
+
+    def result(self, layer: KnownLayer, hidden: Tensor, cache: TextCache, mask: object) -> Tensor | None:
+        """What a layer returns in this way; None where it is to be called by itself.
+
+        Raises: UsageError where the layers turn out to be called in another order than the decoder's code says.
+        """
+        step = cache.text.pending
+        if self._done is not None and self._done[0] is step:
+            if layer is self._layers[0] or hidden is not self._done[1] or mask is not self._done[2]:
+                raise UsageError(
+                    "decoder layers were called in another order, or with other masks, than their model's code says"
+                )
+            return hidden
+        self._done = None
+        if layer is not self._layers[0] or step is None or not step.is_token or turn_of(cache) is not Turn.NONE:
+            return None
+        if not self._can_be_whole():
+            return None
+        out = self._decoded(hidden, cache, mask)
+        self._done = None if out is None else (step, out, mask)
+        return out
+
+    def _can_be_whole(self) -> bool:
+        """Whether the decoder calls just these layers, one after the other, and nothing else is called beside them."""
+        decoder: Any = self.decoder
+        count = decoder.config.num_hidden_layers if self._is_known else 0
+        if count != len(self._layers) or len(set(getattr(decoder.config, "layer_types", None) or [None])) > 1:
+            return False
+        each = zip(decoder.layers[:count], self._layers, strict=True)
+        return all(layer.is_alone and layer.module is module for module, layer in each)
+
+    def _decoded(self, hidden: Tensor, cache: TextCache, mask: object) -> Tensor | None:
+        """What the last layer returns; None, and nothing has happened, where a layer takes more than a kernel."""
+        attachment = self._layers[0].attachment
+        if not isinstance(mask, Mask) or not _is_simple(attachment):
+            return None
+        plans, layers = [], []
+        for number, layer in enumerate(self._layers):
+            kernel = layer.kernel_of(hidden)
+            if kernel is None:
+                return None
+            states = kernel.states(hidden)
+            plan = cache.planned(number, *states, attachment.call(number, mask, layer.scale, None, None))
+            if plan is None:
+                return None
+            plans.append(plan)
+            layers.append(kernel.planned(states, plan.prepared.kernel, plan.planned, torch.empty_like(hidden)))
+        attachment.attended.update(range(len(plans)))
+        kernels.decode_layers(layers, hidden)
+        for number, plan in enumerate(plans):
+            cache.keep_decoded(number, plan)
+        return layers[-1].result
+
+
+def _is_simple(attachment: Attachment) -> bool:
+    """Whether layers hand our attention nothing but queries, keys and values as a cache takes them, each its own."""
+    rotaries = [rotary for rotary in attachment.rotaries if rotary is not None]
+    is_plain = all(each.norm_weights is None and not each.layout.is_interleaved for each in rotaries)
+    kinds = attachment.kinds
+    has_more = kinds.sources or kinds.is_recurrent or attachment.latents or attachment.indexers
+    return is_plain and not has_more and not attachment.query_scales
+
+
+ROTATION: Final = "apply_rotary_pos_emb"  # of the module that defines a layer, by which its code rotates
+METHODS: Final = ("forward", "_norm")  # those whose code a kernel stands in for, see `known_code`
+
+
+@dataclass(frozen=True, eq=False)
+class LayerPart:
+    """A module inside of a layer, where it was found, its class, and what stood in for its `forward` then."""
+
+    parent: nn.Module
+    name: str
+    module: nn.Module
+    kind: type[nn.Module]
+    forward: object
+
+    @classmethod
+    def of(cls, parent: nn.Module, name: str) -> LayerPart:
+        module = parent.get_submodule(name)
+        return cls(parent, name, module, type(module), vars(module).get("forward"))
+
+    @property
+    def is_as_found(self) -> bool:
+        """Whether it is still there, and nothing else is called in its place, or beside it."""
+        module = self.module
+        is_same = self.parent._modules.get(self.name) is module and type(module) is self.kind
+        is_same = is_same and vars(module).get("forward") is self.forward
+        return is_same and not module._forward_hooks and not module._forward_pre_hooks
+
+
+def code_of(classes: Sequence[type[nn.Module]]) -> list[object]:
+    """The methods of classes as they are now, and the function by which the module of each rotates."""
+    methods = [getattr(kind, name, None) for kind in classes for name in METHODS]
+    rotations = [getattr(method, "__globals__", {}).get(ROTATION) for method in methods]
+    return [*methods, *rotations]
+
+
+MASK, TABLES = "attention_mask", "position_embeddings"
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+GATED = ("gate_proj", "up_proj", "down_proj")
+HEAD_NORMS = ("q_norm", "k_norm")
+
+
+@dataclass(frozen=True, eq=False)
+class _Prepared:
+    """A kernel, and what it was prepared for: the addresses and number type of weights, and numbers of the modules."""
+
+    kernel: FewTokens | None
+    made_of: list[object]
+    dtype: torch.dtype
+
+    def __deepcopy__(self, memo: dict[int, object]) -> None:
+        """Nothing is prepared for a copied layer, whose weights are elsewhere."""
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        """Nothing is prepared for a layer out of a file."""
+        return type(None), ()
+
+
+@final
+class KnownLayers:
+    """All layers of a model that a kernel serves.
+
+    They are looked at together, when the first of them is called in a pass: between two layers the CPU's caches lose
+    what the look needs, and it takes several times as long.
+    """
+
+    def __init__(self, decoder: nn.Module) -> None:
+        self.layers: list[FewTokensLayer] = []
+        self.whole = WholeDecoder(decoder, self.layers)
+        self._step: object = None  # of the pass for which they were prepared
+        self._classes: list[type[nn.Module]] = []  # of all that they compute
+        self._code: list[object] = []
+        self.is_proving = False
+
+    def note_code(self) -> None:
+        """Note the code whose place kernels take: what others put in its place later is called instead."""
+        modules = [self.whole.decoder, *(module for layer in self.layers for module in layer.modules)]
+        self._classes = list(dict.fromkeys(map(type, modules)))
+        self._code = code_of(self._classes)
+
+    def prove(self, model: PreTrainedModel, cache: ModelCache) -> None:
+        """Read a token with an empty cache, in which each layer compares its kernel with its own code.
+
+        A layer in which they differ, as it may under another release of transformers, is left to its own code.
+        """
+        if not self.layers:
+            return
+        self.is_proving = True
+        try:
+            with torch.no_grad(), eval_mode(model):
+                ids = ordinary_ids(model, 1)
+                model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=True, past_key_values=cache)
+        finally:
+            self.is_proving = False
+
+    def prepare(self, step: object, hidden: Tensor) -> None:
+        """Prepare all layers for the pass that takes this step, once."""
+        if self._step is step:
+            return
+        has_hooks = bool(torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks)
+        has_hooks = has_hooks or code_of(self._classes) != self._code
+        for layer in self.layers:
+            layer.prepare(hidden, has_hooks)
+        self._step = step
+
+
+@final
+class FewTokensLayer(KnownLayer):
+    """The forward pass of one decoder layer: our kernel's for few tokens of a pass that is served, else its own.
+
+    Its own, too, where gradients are wanted, or a module inside is hooked or replaced.
+    """
+
+    def __init__(self, module: nn.Module, whole: WholePass, attention_name: str, layers: KnownLayers) -> None:
+        self.module, self._whole, self._name, self._all = module, whole, attention_name, layers
+        mlp = module.get_submodule("mlp")
+        self._attention: Any = module.get_submodule("self_attn")
+        names = "input_layernorm", "post_attention_layernorm", "self_attn", "mlp"
+        norms = [LayerPart.of(self._attention, name) for name in HEAD_NORMS if name in self._attention._modules]
+        self._own, self._linears = (
+            [*(LayerPart.of(module, name) for name in names), LayerPart.of(mlp, "act_fn"), *norms],
+            [
+                *(LayerPart.of(self._attention, name) for name in PROJECTIONS),
+                *(LayerPart.of(mlp, name) for name in GATED),
+            ],
+        )
+        self._norms = [*(part.module for part in self._own[:2]), *(part.module for part in norms)]
+        self._rotate = global_of(self._attention, ROTATION)
+        self._numbers = [(norm, epsilon_of(norm)) for norm in self._norms]
+        self._prepared: _Prepared | None = None
+        self._is_proved = False  # whether the kernel was seen to give what the layer's own code gives
+        self.replaced = Replaced(module, "forward", self.forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer returns; the arguments are its own."""
+        kernel = None if torch.compiler.is_compiling() else self._kernel(args, kwargs)
+        if kernel is None:
+            return self.replaced.original(*args, **kwargs)
+        hidden: Tensor = args[0]
+        if self._all.is_proving:
+            proof = Proof(self.module, self.replaced.original, kernel)
+            out = proof.output(args, kwargs)
+            self._is_proved = proof.is_near(hidden, out)
+            return out
+        if not self._is_proved:
+            return self.replaced.original(*args, **kwargs)
+        cache = our_cache(kwargs)
+        assert cache is not None, "a kernel without a cache"
+        if (out := self._all.whole.result(self, hidden, cache, kwargs.get(MASK))) is not None:
+            return out
+        attend = ALL_ATTENTION_FUNCTIONS[self._name]
+        others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, *CACHE_NAMES)}
+        queries, keys, values = kernel.before_attention(hidden)
+        if turn_of(cache) is not Turn.NONE:
+            queries, keys = self._rotate(queries, keys, *kwargs[TABLES])
+        attended, _ = attend(
+            self._attention, queries, keys, values, kwargs.get(MASK), scaling=self._attention.scaling, **others
+        )
+        return kernel.after_attention(hidden, attended)
+
+    def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FewTokens | None:
+        """The kernel of a pass with these arguments; None where it is none that it serves."""
+        if not self._whole.is_served or len(args) != 1 or type(args[0]) is not Tensor:
+            return None
+        hidden, cache = args[0], our_cache(kwargs)
+        if hidden.ndim != 3 or not 0 < hidden.shape[0] * hidden.shape[1] <= MAX_ROWS or not hidden.is_contiguous():
+            return None
+        if torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or hidden.device.type != "cpu":
+            return None
+        if cache is None or cache.text.pending is None or cache.text.pending.is_captured:
+            return None
+        if self._attention.config._attn_implementation != self._name:
+            return None
+        self._all.prepare(cache.text.pending, hidden)
+        prepared = self._prepared
+        return None if prepared is None or prepared.dtype is not hidden.dtype else prepared.kernel
+
+    def kernel_of(self, hidden: Tensor) -> FewTokens | None:
+        """That which was prepared for the pass; None where there is none."""
+        prepared = self._prepared if self._is_proved else None
+        return None if prepared is None or prepared.dtype is not hidden.dtype else prepared.kernel
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether nothing is called beside the layer, or in its place."""
+        module = self.module
+        is_own = vars(module).get("forward") == self.forward
+        return is_own and not module._forward_hooks and not module._forward_pre_hooks
+
+    @property
+    def attachment(self) -> Attachment:
+        """What `attach` left on the model."""
+        found: Attachment = getattr(self._attention, self._name)
+        return found
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layer, and all modules in it that a kernel computes."""
+        return [self.module, *(part.module for part in (*self._own, *self._linears))]
+
+    @property
+    def scale(self) -> float:
+        """Of its attention."""
+        return float(self._attention.scaling)
+
+    def prepare(self, hidden: Tensor, has_hooks: bool) -> None:
+        """Look up the weights, and prepare a kernel where they are elsewhere than before.
+
+        `has_hooks`: all modules have, or classes have other code, so that each of them is to be called.
+        """
+        if has_hooks or not all(part.is_as_found for part in (*self._own, *self._linears)):
+            self._prepared = None
+            return
+        layers = [layer_of(part) for part in self._linears]
+        made_of: list[object] = [address for layer in layers if layer is not None for address in layer.addresses]
+        made_of += [norm.get_parameter("weight").data_ptr() for norm in self._norms]
+        made_of += [getattr(norm, name) for norm, name in self._numbers]
+        made_of.append(getattr(self._own[4].module, "approximate", None))
+        prepared = self._prepared
+        if prepared is None or prepared.made_of != made_of or prepared.dtype is not hidden.dtype:
+            layer = self._layer([layer for layer in layers if layer is not None])
+            kernel = None if layer is None else kernels.decoder_layer_of(layer, hidden)
+            self._prepared = _Prepared(kernel, made_of, hidden.dtype)
+
+    def _layer(self, linears: list[LinearLayer]) -> DecoderLayer | None:
+        """The layer as a kernel takes it; None where a part is not known any more."""
+        activation, norms = activation_of(self._own[4].module), [_norm(each) for each in self._norms]
+        first, second, *of_heads = norms
+        if len(linears) < len(self._linears) or activation is None or first is None or second is None:
+            return None
+        query_norm, key_norm = of_heads or (None, None)
+        if of_heads and (query_norm is None or key_norm is None):
+            return None
+        query, key, value, output, gate, up, down = linears
+        before = first, query, key, value, query_norm, key_norm
+        return DecoderLayer(*before, output, second, gate, up, down, activation, self._attention.head_dim)
+
+
+def layer_of(part: LayerPart) -> LinearLayer | None:
+    """The weights of a linear layer as our kernel takes them; None where they are not of a kind that it knows."""
+    own = getattr(part.forward, "__self__", None)
+    return own.layer() if isinstance(own, FewRows) else None
+
+
+def _norm(module: nn.Module) -> Norm | None:
+    found = rounding_of(module)
+    return None if found is None else Norm(module.get_parameter("weight"), found[1], found[0])
+
+
+def _is_known(module: nn.Module) -> bool:
+    """Whether the kernel computes what a module does."""
+    if not has_code_of(module, LAYER):
+        return False
+    parts = module._modules
+    attention, mlp = parts.get("self_attn"), parts.get("mlp")
+    if attention is None or mlp is None or not has_code_of(mlp, MLP):
+        return False
+    norms = [parts.get("input_layernorm"), parts.get("post_attention_layernorm")]
+    if has_code_of(attention, NORMED_ATTENTION):
+        norms += [attention._modules.get(name) for name in HEAD_NORMS]
+    elif not any(has_code_of(attention, each) for each in ATTENTION):
+        return False
+    if any(norm is None or rounding_of(norm) is None for norm in norms):
+        return False
+    linears = [*(attention._modules.get(name) for name in PROJECTIONS), *(mlp._modules.get(name) for name in GATED)]
+    return all(each is not None and isinstance(_own(each), FewRows) for each in linears)
+
+
+def _own(module: nn.Module) -> object:
+    return getattr(vars(module).get("forward"), "__self__", None)
+
+
+def few_rows_of(
+    model: nn.Module, decoder: nn.Module, whole: WholePass, attention_name: str, is_wanted: bool
+) -> tuple[KnownLayers, list[Replaced]]:
+    """Those of the model's linear layers, and of its decoder layers, that our kernels serve, each now installed."""
+    linears = linears_of(model, whole) if is_wanted else []
+    known = [each for each in model.modules() if linears and "forward" not in vars(each) and _is_known(each)]
+    layers = KnownLayers(decoder)
+    layers.layers += [FewTokensLayer(each, whole, attention_name, layers) for each in known]
+    layers.note_code()
+    return layers, [*(each.replaced for each in layers.layers), *linears]

@@ -1,0 +1,175 @@
+"""Facts of a model that its config and its parameters tell: kind, trained length, device, ordinary tokens."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel, __version__
+
+from windlass.core.errors import UnsupportedModel, UsageError
+from windlass.core.parse import MAX_NUMBER
+from windlass.core.ranks import is_spread
+from windlass.hf.mask import Mask
+from windlass.hf.recurrent import keeps_states, layer_kinds, unknown_types
+
+
+def has_no_weights(model: PreTrainedModel) -> bool:
+    """Whether weights are missing that accelerate does not bring from elsewhere when a layer runs."""
+    is_offloaded = any("_hf_hook" in vars(module) for module in model.modules())
+    return not is_offloaded and any(parameter.is_meta for parameter in model.parameters())
+
+
+def device_of_inputs(model: PreTrainedModel) -> torch.device:
+    """The device of the model's weights; of weights that are offloaded, the one that they are run on.
+
+    Raises: UsageError for a model without weights.
+    """
+    device = model.device
+    if device.type != "meta":
+        return device
+    hook = getattr(model.get_input_embeddings(), "_hf_hook", None)  # accelerate's
+    runs_on = getattr(hook, "execution_device", None)
+    if runs_on is None:
+        raise UsageError(
+            f"{type(model).__name__} has weights on the meta device, and accelerate brings them from nowhere; "
+            "load all of them"
+        )
+    return torch.device(runs_on)
+
+
+CANDIDATES = 4  # per token that is wanted
+
+
+def ordinary_ids(model: PreTrainedModel, count: int) -> Tensor:
+    """(1, count) ids, the same at every call, spread over the vocabulary.
+
+    No token that a config names: those of images, padding and the like are read in ways of their own. None whose
+    embedding is all zeros. Ids repeat only in a vocabulary too small for that.
+    """
+    weight = model.get_input_embeddings().weight
+    assert isinstance(weight, Tensor)
+    vocabulary = weight.shape[0]
+    step = max(vocabulary // (CANDIDATES * count + 1), 1)
+    named = _named_ids(model)
+    candidates = [each for each in range(step, vocabulary, step) if each not in named] or [0]
+    real = candidates
+    if not weight.is_meta:  # offloaded
+        is_real = _embedded(model, torch.tensor(candidates, device=weight.device)).any(-1).tolist()
+        real = [each for each, is_one in zip(candidates, is_real, strict=True) if is_one] or candidates
+    picked = [real[(index * len(real)) // count % len(real)] for index in range(count)]
+    return torch.tensor([picked], device=device_of_inputs(model))
+
+
+@torch.no_grad()
+def _embedded(model: PreTrainedModel, ids: Tensor) -> Tensor:
+    """The embeddings of some tokens; those that are spread over processes come together in a pass of their module."""
+    embeddings = model.get_input_embeddings()
+    weight = embeddings.weight
+    assert isinstance(weight, Tensor)
+    found: Tensor = embeddings(ids[None])[0] if is_spread(weight) else weight[ids]
+    return found
+
+
+def _named_ids(model: PreTrainedModel) -> set[int]:
+    """The ids that the model's configs name: `pad_token_id`, `image_token_index`, several `eos_token_id`."""
+    configs = (vars(module).get("config") for module in model.modules())
+    found: set[int] = set()
+    for config in {id(each): each for each in configs if isinstance(each, PreTrainedConfig)}.values():
+        for name, value in vars(config).items():
+            if name.endswith(("_token_id", "_token_index")):
+                found.update(each for each in (value if isinstance(value, list) else [value]) if isinstance(each, int))
+    return found
+
+
+# With these schemes `max_position_embeddings` stays what it was before the window was extended by `factor`, as
+# transformers asks; where a config tells the original length, too, the scheme does not matter.
+KEEPS_LENGTH: Final = ("linear", "dynamic")
+
+
+def trained_length(config: PreTrainedConfig, layer_type: str | None = None) -> int | None:
+    """Tokens of the longest text that the model can read as it is, an extended window in full; None if it is not told.
+
+    Of several readings of a config the longest counts: reading a text as the model does is what happened before.
+    """
+    longest = _whole(getattr(config, "max_position_embeddings", None))
+    if longest is None:
+        return None
+    shared = getattr(config, "rope_parameters", None) or {}
+    own = shared.get(layer_type)
+    parameters = own if isinstance(own, dict) else shared
+    factor, original = parameters.get("factor"), _whole(parameters.get("original_max_position_embeddings"))
+    if parameters.get("rope_type") == "longrope":  # extended in any case; its original length may be made up
+        return longest
+    if parameters is not own and parameters.get("rope_type") in KEEPS_LENGTH:
+        original = original or longest
+    if original is None or not isinstance(factor, int | float) or not factor >= 1:
+        return longest
+    return max(longest, int(min(original * factor, MAX_NUMBER)))
+
+
+def _whole(number: object) -> int | None:
+    return number if type(number) is int and 0 < number <= MAX_NUMBER else None
+
+
+# Layer types of configs. A class of which some models are recurrent says so of all: then these decide.
+ATTENTION: Final = frozenset({"full_attention", "sliding_attention", "chunked_attention"})
+STATES_SINCE: Final = (5, 22)  # a version of transformers: before it, models reach into the layers of their caches
+COMPRESSED: Final = "keeps one entry for several tokens ({types}), none of which can be evicted by itself"
+BLOCKS: Final = "picks blocks of columns of its cache ({types}), which are other tokens once any is evicted"
+PREFILL: Final = (
+    "keeps whatever came in the first pass of a text, and slides over what came later ({types}): what a token sees "
+    "depends on how the text was fed, and not on positions, by which a KVCache decides it"
+)
+# Layer types that no eviction can serve, and why.
+REFUSED: Final[Mapping[str, str]] = {
+    "compressed_sparse_attention": COMPRESSED,
+    "heavily_compressed_attention": COMPRESSED,
+    "minimax_m3_sparse": BLOCKS,
+    "reference_sliding_attention": PREFILL,
+}
+
+
+def check_kind_of_model(model: PreTrainedModel) -> None:
+    """Return for a model that may work. Raises: UnsupportedModel, with the reason."""
+    config = model.config.get_text_config()
+    kinds = set(getattr(config, "layer_types", None) or ())
+    reason, refused = None, sorted(kinds & REFUSED.keys())
+    if model.config.is_encoder_decoder:
+        reason = "is an encoder-decoder: its cross-attention has no text positions"
+    elif refused:
+        reason = REFUSED[refused[0]].format(types=", ".join(refused))
+    elif getattr(model, "_is_stateful", False) and not keeps_states(config) and not (kinds and kinds <= ATTENTION):
+        reason = "is recurrent, or keeps other states, in layers that its config's layer_types don't tell of"
+    elif keeps_states(config) and tuple(map(int, __version__.split(".")[:2])) < STATES_SINCE:
+        since = ".".join(map(str, STATES_SINCE))
+        reason = f"has recurrent layers, which are served with transformers {since} or newer; this is {__version__}"
+    elif unknown := unknown_types(config):
+        reason = f"has recurrent layers, and others of types that transformers' own cache does not know: {unknown}"
+    elif keeps_states(config) and not layer_kinds(model).attention:
+        reason = "is recurrent in all layers: no layer attends, so there are no keys to keep"
+    elif has_no_weights(model):
+        reason = "has weights on the meta device, not loaded; attach runs the model, so load all of them"
+    if reason is not None:
+        raise UnsupportedModel(reason)
+
+
+def refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModel:
+    """What to raise for a model that `error` kept from being attached: its name, and the reason."""
+    name = type(model).__name__
+    if isinstance(error, UnsupportedModel):
+        return UnsupportedModel(f"{name} {error}")
+    if isinstance(error, UsageError):
+        return UnsupportedModel(f"{name}: {error}")
+    if isinstance(error, AttributeError) and isinstance(error.obj, Mask):
+        return UnsupportedModel(f"{name} makes its own attention mask")
+    return UnsupportedModel(f"{name} can't be run with attention replaced: {type(error).__name__}: {error}")
+
+
+def shown_name(name: str | os.PathLike[str]) -> str:
+    """The name of a model's folder, without the path to it; a name on the hub as it is."""
+    folder = Path(name).expanduser()
+    # Links stay: what a user called it says more than where it lies.
+    return (folder.absolute().name or str(name)) if folder.exists() else str(name)

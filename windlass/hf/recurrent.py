@@ -1,0 +1,213 @@
+"""Recurrent layers: which layers of a model keep a state, and that state in transformers' own classes."""
+
+import inspect
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, final
+
+import torch
+from torch import Tensor, nn
+from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import (
+    DYNAMIC_LAYER_TYPE_MAPPING,
+    LinearAttentionCacheLayerMixin,
+    LinearAttentionLayer,
+)
+
+from windlass.cache.recurrent import RecurrentLayer
+from windlass.core.errors import UsageError
+from windlass.hf.passes import CACHE_NAMES, Replaced
+from windlass.policies import Policy
+from windlass.policies.wrapper import changes_keys, scoring_chunk
+
+# The types of a config's `layer_types` that keep a state, and those that keep nothing at all.
+RECURRENT: Final = frozenset({"conv", "linear_attention", "hybrid", "hybrid_sliding"})
+WITHOUT_MEMORY: Final = frozenset({"moe", "mlp"})
+STATE_PREFIX: Final = "states."  # begins the names of states in a file
+CONV: Final = "conv."  # begins the names of such tensors
+STATE: Final = "state."
+
+
+@dataclass(frozen=True)
+class LayerKinds:
+    """Which of a model's layers have keys and values, by their numbers, and which keep how many states, of what kind.
+
+    `sources` has, for each layer that attends to keys and values of another layer, that layer's number; `latents`, for
+    each that attends over latents (MLA), how many channels those have; `indexed`, for each that reads what an indexer
+    picks, how many channels the indexer's keys have.
+    """
+
+    attention: tuple[int, ...]
+    recurrent: tuple[tuple[int, int, str], ...] = ()  # number, states, kind
+    latents: Mapping[int, int] = field(default_factory=dict)
+    sources: Mapping[int, int] = field(default_factory=dict)
+    indexed: Mapping[int, int] = field(default_factory=dict)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether any layer keeps a state."""
+        return bool(self.recurrent)
+
+    @property
+    def shared(self) -> frozenset[int]:
+        """Those that other layers share, counted among the layers with keys and values."""
+        return frozenset(map(self.place, self.sources.values()))
+
+    def place(self, layer: int) -> int:
+        """Which of the layers with keys and values has those that `layer` attends to."""
+        return self.attention.index(self.sources.get(layer, layer))
+
+    def with_sources(self, sources: Mapping[int, int]) -> "LayerKinds":
+        """Once it is known which layers have no keys and values of their own."""
+        own = tuple(layer for layer in self.attention if layer not in sources)
+        return replace(self, attention=own, sources=dict(sources))
+
+
+def layer_kinds(model: PreTrainedModel) -> LayerKinds:
+    """What each layer of `model` keeps, as its config tells; all attend where it tells nothing."""
+    config = model.config.get_text_config()
+    types = _types(config)
+    if not (RECURRENT | WITHOUT_MEMORY) & set(types):
+        return LayerKinds(tuple(range(config.num_hidden_layers)))
+    layers = DynamicCache(config=config).layers
+    states = {
+        number: layer
+        for number, layer in enumerate(layers)
+        if isinstance(layer, LinearAttentionCacheLayerMixin) and types[number] not in WITHOUT_MEMORY
+    }
+    return LayerKinds(
+        tuple(
+            number
+            for number, layer in enumerate(layers)
+            if types[number] not in WITHOUT_MEMORY and (number not in states or types[number].startswith("hybrid"))
+        ),
+        tuple((number, layer.number_of_states, types[number]) for number, layer in states.items()),
+    )
+
+
+def keeps_states(config: PreTrainedConfig) -> bool:
+    """Whether a config's layer types tell which layers keep a state, so that a cache can be made for them."""
+    return bool(RECURRENT & set(_types(config)))
+
+
+def unknown_types(config: PreTrainedConfig) -> list[str]:
+    """The layer types of a config with recurrent layers for which transformers has no cache."""
+    known = WITHOUT_MEMORY | DYNAMIC_LAYER_TYPE_MAPPING.keys()
+    return sorted({*_types(config)} - known) if keeps_states(config) else []
+
+
+def _types(config: PreTrainedConfig) -> Sequence[str]:
+    return getattr(config, "layer_types", None) or []
+
+
+def check_policy(kinds: LayerKinds, policy: Policy) -> None:
+    """Return for a policy that fits these layers.
+
+    Raises: UsageError for one that reads a text twice, where a state would have read it twice, too; and for one that
+    was trained with the model, where layers share keys that it would change.
+    """
+    if kinds.sources and changes_keys(policy):
+        layer, source = next(iter(kinds.sources.items()))
+        raise UsageError(
+            f"{policy!r} changes the keys and queries of every layer, and layer {layer} has no keys but those of layer "
+            f"{source}; take a policy that needs no training, such as key_diff"
+        )
+    if kinds.is_recurrent and scoring_chunk(policy):
+        number, _, kind = kinds.recurrent[0]
+        raise UsageError(
+            f"{policy!r} reads a text twice, and layer {number} ({kind}) keeps a state that would read it twice, too; "
+            "take a policy that reads it once, such as key_diff"
+        )
+
+
+def state_name(layer: int, name: str) -> str:
+    """What a file calls a layer's state of this name."""
+    return f"{STATE_PREFIX}{layer}.{name}"
+
+
+def meta_states(layers: Sequence[RecurrentLayer]) -> dict[str, Tensor]:
+    """Their states by the names that a file has for them, without numbers."""
+    named = [(layer, *each) for layer in layers for each in layer.tensors().items()]
+    return {state_name(layer.index, name): state.to("meta") for layer, name, state in named}
+
+
+@final
+class LinearLayer(RecurrentLayer):
+    """A recurrent layer of a model, in transformers' own `LinearAttentionLayer`, which the model's code writes into."""
+
+    def __init__(self, index: int, states: int, kind: str) -> None:
+        super().__init__(index)
+        self.kind, self._count = kind, states
+        self.own = LinearAttentionLayer(number_of_states=states)
+
+    def tensors(self) -> dict[str, Tensor]:
+        held = [(CONV, self.own.conv_states), (STATE, self.own.recurrent_states)]
+        return {
+            f"{name}{number}": state
+            for name, states in held
+            for number, state in states.items()
+            if state is not None and self.own.has_previous_state[number]
+        }
+
+    def load(self, states: dict[str, Tensor]) -> None:
+        own = LinearAttentionLayer(number_of_states=self._count)
+        for name, state in states.items():
+            part, _, number = name.partition(".")
+            at = int(number)
+            own.has_previous_state[at] = True
+            own.dtype, own.device = state.dtype, state.device  # type: ignore[assignment]  # None until now
+            if part + "." == CONV:
+                own.conv_states[at], own.is_conv_states_initialized[at] = state, True
+                own.conv_kernel_size[at] = state.shape[-1]
+            else:
+                own.recurrent_states[at], own.is_recurrent_states_initialized[at] = state, True
+        self.own = own
+
+
+STATES: Final = "hidden_states"
+MASK: Final = "attention_mask"
+CACHES: Final = frozenset({*CACHE_NAMES, "cache_params"})  # what models call the cache that they hand to a layer
+
+
+@final
+class Columns:
+    """Calls a module for one token after the other where its layer has read a token: then `states_of` has states.
+
+    Padding leaves the states of its row as they are.
+    """
+
+    def __init__(self, module: nn.Module, states_of: Callable[[int], Sequence[Tensor]]) -> None:
+        self._module, self._states_of = module, states_of
+        self._signature = inspect.signature(module.forward)
+        self.replaced = Replaced(module, "forward", self.forward)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        """What the module returns for each token, side by side. The arguments are its own."""
+        given = dict(self._signature.bind(*args, **kwargs).arguments)
+        given |= given.pop("kwargs", {})
+        inputs, mask, layer = given[STATES], given.get(MASK), self._module.layer_idx
+        assert isinstance(layer, int), "a recurrent layer without a number"
+        if inputs.shape[1] == 1 or not self._states_of(layer):
+            whole: Tensor = self.replaced.original(*args, **kwargs)
+            return whole
+        is_token = inputs.new_ones(inputs.shape[:2]) if mask is None else mask[:, -inputs.shape[1] :]
+        outs = []
+        for column, tokens in enumerate(inputs.split(1, 1)):
+            before = [state.clone() for state in self._states_of(layer)]
+            outs.append(self.replaced.original(**{**given, STATES: tokens, MASK: None}))
+            for state, was in zip(self._states_of(layer), before, strict=True):
+                is_read = is_token[:, column].bool().view(-1, *[1] * (state.ndim - 1))
+                state.copy_(state.where(is_read, was))
+        return torch.cat(outs, 1)
+
+
+def columns_of(
+    modules: Iterable[nn.Module], layers: Iterable[int], states_of: Callable[[int], Sequence[Tensor]]
+) -> list[Columns]:
+    """Those of the modules that hold the states of these layers, each now installed."""
+    numbers, found = set(layers), []
+    for module in modules:
+        names = inspect.signature(module.forward).parameters.keys()
+        if module.layer_idx in numbers and STATES in names and MASK in names and names & CACHES:
+            found.append(Columns(module, states_of))
+    return found

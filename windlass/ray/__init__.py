@@ -1,1 +1,0 @@
-"""Many processes, on one machine or more, through Ray: evaluations that are spread over workers."""

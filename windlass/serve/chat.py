@@ -1,0 +1,314 @@
+"""The documents of the two routes that write: a chat's, and a completion's."""
+
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+from windlass.engine.request import Finished, Piece, Usage
+from windlass.serve.errors import DONE, ApiError, event
+from windlass.serve.parsers import Call, CallReader, Said, ThoughtReader
+from windlass.serve.prompts import Echo, Words
+
+LEAST: Final = -9999.0  # OpenAI's for what cannot be; JSON has no infinity
+
+Pieces = Sequence[Piece]
+
+
+def of_chat(pieces: Pieces, words: Words, top: int) -> dict[str, Any]:
+    """`logprobs` of a choice of a chat, or of a part of it."""
+
+    def one(token: int, value: float) -> dict[str, Any]:
+        text, codes = words.shown(token)
+        return {"token": text, "logprob": max(value, LEAST), "bytes": codes}
+
+    return {
+        "content": [
+            one(own.token, own.value) | {"top_logprobs": [one(each.token, each.value) for each in others[:top]]}
+            for own, *others in (piece.logprobs for piece in pieces if piece.logprobs)
+        ],
+        "refusal": None,
+    }
+
+
+def of_completion(pieces: Pieces, words: Words, top: int) -> dict[str, Any]:
+    """`logprobs` of a choice of a completion, or of a part of it; a prompt's first token has none."""
+    tops: list[dict[str, float] | None] = []
+    for piece in pieces:
+        if not piece.logprobs:
+            tops.append(None)
+            continue
+        own, *others = piece.logprobs
+        # OpenAI shows the token that was taken among the likeliest, though it be none of them. Of two with one text,
+        # the likelier is shown.
+        each = [own, *(other for other in others[:top] if other.token != own.token)]
+        tops.append({_name(one.token, words): max(one.value, LEAST) for one in sorted(each, key=lambda one: one.value)})
+    return {
+        "tokens": [_name(piece.token, words) for piece in pieces],
+        "token_logprobs": [max(piece.logprobs[0].value, LEAST) if piece.logprobs else None for piece in pieces],
+        "top_logprobs": tops,
+        "text_offset": [piece.offset for piece in pieces],
+    }
+
+
+def _name(token: int, words: Words) -> str:
+    """A token's text, or, of a part of a character, its bytes as OpenAI writes them, which have no other place."""
+    text, codes = words.shown(token)
+    if codes is None or bytes(codes) == text.encode():
+        return text
+    return "bytes:" + "".join(f"\\x{code:02x}" for code in codes)
+
+
+Options = Mapping[str, int | str | None]
+
+
+def windlass_of(usages: Sequence[Usage], options: Options, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """The tokens that the cache read, keeps and has evicted, summed over texts, and its options.
+
+    `left_out` has a note for each part of the request that the answer is without.
+    """
+    names = ("seen", "kept", "evicted", "recalled", "recomputed", "bytes")
+    notes = {"left_out": [*left_out]} if left_out else {}
+    return {name: sum(getattr(each, name) for each in usages) for name in names} | {"options": dict(options)} | notes
+
+
+def usage_of(usages: Sequence[Usage], choices: int, options: Options, left_out: Sequence[str] = ()) -> dict[str, Any]:
+    """OpenAI's usage of an answer; `choices` texts share a prompt, which counts once."""
+    firsts = usages[::choices]
+    prompt, written = sum(each.prompt for each in firsts), sum(each.written for each in usages)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": written,
+        "total_tokens": prompt + written,
+        "prompt_tokens_details": {"cached_tokens": sum(each.cached for each in firsts)},
+        "windlass": windlass_of(usages, options, left_out),
+    }
+
+
+@dataclass
+class Written:
+    """One text so far.
+
+    `thoughts` parts it from what the model thinks before it, and `calls` reads calls of functions out of the rest; it
+    begins with the prompt where there is an `echo`.
+    """
+
+    calls: CallReader | None = None
+    echo: Echo | None = None
+    thoughts: ThoughtReader | None = None
+    text: str = ""
+    thought: str = ""
+    thought_tokens: int = 0
+    """Up to the end of the thought, its marks among them; 0 where there is none."""
+    pieces: list[Piece] = field(default_factory=list)
+    called: list[Call] = field(default_factory=list)
+    finished: Finished | None = None
+
+    def add(self, pieces: Sequence[Piece]) -> Said:
+        """Note new pieces; what they give out."""
+        self.pieces += pieces
+        if self.thoughts is None:
+            return self._note(Said("".join(piece.text for piece in pieces)))
+        said, tokens = Said(), 0
+        for piece in pieces:
+            tokens += not self.thoughts.is_over
+            said = said.then(self.thoughts.feed(piece.text))
+        self.thought_tokens += tokens
+        return self._note(said)
+
+    def end(self, finished: Finished) -> Said:
+        """Note the end; what was held back for it."""
+        self.finished = finished
+        text, thought = self._note(Said() if self.thoughts is None else self.thoughts.end())
+        if self.calls is not None:
+            rest, self.called = self.calls.end()
+            self.text += rest
+            text += rest
+        self.thought_tokens *= bool(self.thought)
+        return Said(text, thought)
+
+    def _note(self, said: Said) -> Said:
+        said = said if self.calls is None else Said(self.calls.feed(said.text), said.thought)
+        self.text += said.text
+        self.thought += said.thought
+        return said
+
+    @property
+    def reason(self) -> str:
+        """OpenAI's word for why it ended."""
+        assert self.finished is not None
+        return "tool_calls" if self.called else self.finished.reason
+
+    @property
+    def usage(self) -> Usage:
+        assert self.finished is not None
+        return self.finished.usage
+
+
+@dataclass(frozen=True)
+class Head:
+    """What the documents of one answer share. `top_logprobs`: None where no log probabilities were asked for."""
+
+    words: Words
+    model: str
+    options: Options
+    choices: int
+    top_logprobs: int | None
+    has_usage: bool
+    left_out: tuple[str, ...] = ()
+    number: str = field(default_factory=lambda: secrets.token_hex(12))
+    created: int = field(default_factory=lambda: int(time.time()))
+
+
+class Form(ABC):
+    """The documents of a route."""
+
+    head: Head
+
+    @abstractmethod
+    def opening(self, at: int) -> list[dict[str, Any]]:
+        """The first chunks of text `at`, which come before its text."""
+
+    @abstractmethod
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        """Chunks with a part of text `at`."""
+
+    @abstractmethod
+    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+        """The last chunks of text `at`."""
+
+    @abstractmethod
+    def ending(self, texts: Sequence[Written]) -> bytes:
+        """The last bytes of a stream, once all texts have ended."""
+
+    @abstractmethod
+    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+        """The whole answer at once."""
+
+    def wire(self, document: dict[str, Any]) -> bytes:
+        """A chunk as it is sent."""
+        return event(document)
+
+    def failure(self, error: ApiError) -> bytes:
+        """The last bytes of a stream that fails."""
+        return event(error.document())
+
+
+class _Documents:
+    """What stands around the choices."""
+
+    def __init__(self, head: Head, prefix: str, kind: str) -> None:
+        self.head, self._kind = head, kind
+        self._common = {"id": prefix + head.number, "created": head.created, "model": head.model}
+
+    def chunk(self, kind: str, choice: dict[str, Any]) -> dict[str, Any]:
+        usage = {"usage": None} if self.head.has_usage else {}
+        return {**self._common, "object": kind, "choices": [choice], **usage}
+
+    def whole(self, kind: str, choices: list[dict[str, Any]], texts: Sequence[Written]) -> dict[str, Any]:
+        head = self.head
+        usage = usage_of([each.usage for each in texts], head.choices, head.options, head.left_out)
+        if any(each.thoughts is not None for each in texts):
+            usage["completion_tokens_details"] = {"reasoning_tokens": sum(each.thought_tokens for each in texts)}
+        return {**self._common, "object": kind, "choices": choices, "usage": usage}
+
+    def ending(self, kind: str, texts: Sequence[Written]) -> bytes:
+        """What all texts took, if it was asked for, and the end."""
+        return (event(self.whole(kind, [], texts)) if self.head.has_usage else b"") + DONE
+
+    def closed(self, chunk: dict[str, Any], written: Written) -> dict[str, Any]:
+        """With what the cache holds, which a client is told with or without usage."""
+        return {**chunk, "windlass": windlass_of([written.usage], self.head.options, self.head.left_out)}
+
+
+class ChatForm(Form):
+    """`chat.completion`, and its chunks."""
+
+    def __init__(self, head: Head) -> None:
+        self.head, self._documents = head, _Documents(head, "chatcmpl-", "chat.completion")
+
+    def opening(self, at: int) -> list[dict[str, Any]]:
+        return [self._chunk(at, {"role": "assistant", "content": "", "refusal": None})]
+
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        thought = {"reasoning_content": said.thought} if said.thought else {}
+        text = {"content": said.text} if said.text or not thought else {}
+        return [self._chunk(at, thought | text, self._logprobs(pieces))]
+
+    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+        calls = [{"index": number, **_call(each)} for number, each in enumerate(written.called)]
+        before = [self._chunk(at, {"tool_calls": calls})] if calls else []
+        return [*before, self._documents.closed(self._chunk(at, {}, None, written.reason), written)]
+
+    def ending(self, texts: Sequence[Written]) -> bytes:
+        return self._documents.ending("chat.completion.chunk", texts)
+
+    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+        choices = [
+            {
+                "index": at,
+                "message": _message(each),
+                "logprobs": self._logprobs(each.pieces),
+                "finish_reason": each.reason,
+            }
+            for at, each in enumerate(texts)
+        ]
+        return self._documents.whole("chat.completion", choices, texts)
+
+    def _chunk(
+        self, at: int, delta: dict[str, Any], found: dict[str, Any] | None = None, reason: str | None = None
+    ) -> dict[str, Any]:
+        choice = {"index": at, "delta": delta, "logprobs": found, "finish_reason": reason}
+        return self._documents.chunk("chat.completion.chunk", choice)
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        top = self.head.top_logprobs
+        return None if top is None else of_chat(pieces, self.head.words, top)
+
+
+class CompletionForm(Form):
+    """`text_completion`; its chunks have the same name."""
+
+    def __init__(self, head: Head) -> None:
+        self.head, self._documents = head, _Documents(head, "cmpl-", "text_completion")
+
+    def opening(self, at: int) -> list[dict[str, Any]]:
+        return []
+
+    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+        choice = {"index": at, "text": said.text, "logprobs": self._logprobs(pieces), "finish_reason": None}
+        return [self._documents.chunk("text_completion", choice)]
+
+    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+        choice = {"index": at, "text": "", "logprobs": None, "finish_reason": written.reason}
+        return [self._documents.closed(self._documents.chunk("text_completion", choice), written)]
+
+    def ending(self, texts: Sequence[Written]) -> bytes:
+        return self._documents.ending("text_completion", texts)
+
+    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+        choices = [
+            {"index": at, "text": each.text, "logprobs": self._logprobs(each.pieces), "finish_reason": each.reason}
+            for at, each in enumerate(texts)
+        ]
+        return self._documents.whole("text_completion", choices, texts)
+
+    def _logprobs(self, pieces: Sequence[Piece]) -> dict[str, Any] | None:
+        top = self.head.top_logprobs
+        return None if top is None else of_completion(pieces, self.head.words, top)
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def _message(written: Written) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
+    if written.thought:
+        message["reasoning_content"] = written.thought
+    if written.called:
+        message |= {"content": written.text or None, "tool_calls": [_call(each) for each in written.called]}
+    return message

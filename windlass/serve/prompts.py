@@ -1,0 +1,535 @@
+"""Prompts: messages of a chat, templates, and the tokens of a text."""
+
+import codecs
+import json
+import logging
+import re
+import secrets
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from inspect import signature
+from threading import Lock
+from types import MappingProxyType
+from typing import Any, Final
+
+from transformers import PreTrainedTokenizerBase
+
+from windlass.core.errors import shown
+from windlass.engine.request import Event, Logprob, Piece, PromptLogprobs
+from windlass.engine.templates import Form, has_template, head_tokens, message_ends, rendered, renderer, without_start
+from windlass.engine.text import Stops, encode, stops_of, token_bytes, token_text
+from windlass.serve.errors import ApiError, BadField, Check, RequestLimits, listed, mapping, one_of, record, text
+from windlass.serve.parsers import THOUGHT_CLOSE, THOUGHT_OPEN
+
+ANSWER_TEXTS: Final = ("text", "output_text")  # types of a part, which `text` is the text of
+REFUSAL: Final = "refusal"
+THOUGHTS: Final = ("thinking", "reasoning", "reasoning_text")
+CALLS: Final = ("tool_use", "tool_call", "tool-call")
+THOUGHT_FIELDS: Final = ("reasoning_content", "reasoning")
+CALL_NAMES, CALL_IDS = ("name", "toolName"), ("id", "toolCallId")
+CALL_ARGUMENTS: Final = ("input", "args", "arguments")
+
+
+def assistant_message(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The content, the thought and the calls of a message, each where there is one.
+
+    Arguments of a call are an object, or a string where they are none. A refusal is the text of an answer that has no
+    other.
+
+    Raises: BadField for a content or calls of another kind of JSON.
+    """
+    parts = _parts(name, given.get("content"))
+    content = [part for part in map(_shown_part, parts) if part is not None]
+    if not any(part["text"] for part in content) and isinstance(given.get(REFUSAL), str):
+        content = [{"type": "text", "text": given[REFUSAL]}]
+    thoughts = [_first_string(part, ("thinking", "reasoning", "text")) for part in parts if _kind(part) in THOUGHTS]
+    thought = _first_string(given, THOUGHT_FIELDS) or "".join(thoughts)
+    calls = _calls(name, given) or [_call_of_part(part) for part in parts if _kind(part) in CALLS]
+    found: dict[str, Any] = {"role": "assistant", "content": content}
+    if thought:
+        found["reasoning_content"] = thought
+    if calls:
+        found["tool_calls"] = calls
+    if isinstance(given.get("name"), str):
+        found["name"] = given["name"]
+    return found
+
+
+def called(number: Any, function: str, arguments: Any) -> dict[str, Any]:
+    """A call as templates take it: arguments that are an object of JSON as an object, all others as a string."""
+    made = {"type": "function", "function": {"name": function, "arguments": _object_or_string(arguments)}}
+    return {"id": number, **made} if isinstance(number, str) else made
+
+
+def _parts(name: str, content: Any) -> list[Any]:
+    if content is None:
+        return []
+    if isinstance(content, str):
+        return [content]
+    if not isinstance(content, list):
+        raise BadField(f"{name}.content", f"must be a string or a list of parts, got {shown(content)}")
+    return content
+
+
+def _kind(part: Any) -> Any:
+    return part.get("type", "text") if isinstance(part, Mapping) else None
+
+
+def _shown_part(part: Any) -> dict[str, Any] | None:
+    """A part of the text, or None for a part of another kind."""
+    if isinstance(part, str):
+        return {"type": "text", "text": part}
+    kind = _kind(part)
+    text = part.get(REFUSAL if kind == REFUSAL else "text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        return None
+    if kind == "chunk":
+        return {"type": kind, "text": text}
+    return {"type": "text", "text": text} if kind in (*ANSWER_TEXTS, REFUSAL) else None
+
+
+def _calls(name: str, given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    calls, old = given.get("tool_calls"), given.get("function_call")
+    if calls is not None and not isinstance(calls, list):
+        raise BadField(f"{name}.tool_calls", f"must be a list, got {shown(calls)}")
+    if calls:
+        return [_call(mapping(f"{name}.tool_calls.{at}", each)) for at, each in enumerate(calls)]
+    return [_call({"function": old})] if isinstance(old, Mapping) else []
+
+
+def _call(given: Mapping[str, Any]) -> dict[str, Any]:
+    custom, function = given.get("custom"), given.get("function")
+    if isinstance(custom, Mapping):
+        return called(given.get("id"), _first_string(custom, CALL_NAMES), {"input": custom.get("input")})
+    parts = function if isinstance(function, Mapping) else given
+    return called(given.get("id"), _first_string(parts, CALL_NAMES), parts.get("arguments"))
+
+
+def _call_of_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    arguments = next((part[name] for name in CALL_ARGUMENTS if part.get(name) is not None), None)
+    return called(_first_string(part, CALL_IDS) or None, _first_string(part, CALL_NAMES), arguments)
+
+
+def _first_string(given: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    return next((given[name] for name in names if isinstance(given.get(name), str)), "")
+
+
+def _object_or_string(arguments: Any) -> Any:
+    if isinstance(arguments, Mapping):
+        return arguments
+    if not isinstance(arguments, str):
+        return {} if arguments is None else json.dumps(arguments)
+    try:
+        found = json.loads(arguments or "{}")
+    except (ValueError, RecursionError):
+        return arguments
+    return found if isinstance(found, dict) else arguments
+
+
+CHUNK: Final = "chunk"
+TEXTS: Final = ("text", CHUNK)  # types of a part of a message
+ROLES: Final = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+    "function": "tool",
+}
+INERT: Final = ("annotations", "cache_control", "id", "index", "logprobs")  # of a message and a part, dropped
+OF_RESULTS: Final = ("name", "tool_call_id")  # of a message of a tool; all others are dropped
+
+
+Messages = Iterable[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a message that is read once, wherever it stands."""
+
+    text: str
+
+
+def written(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str, Any]]:
+    """The messages as templates take them, with all text in strings: that of a chunk is what `chunk` says."""
+
+    def joined(content: tuple[str | Chunk, ...]) -> str:
+        return "".join(chunk(each) if isinstance(each, Chunk) else each for each in content)
+
+    return [{**each, "content": joined(each["content"])} for each in messages]
+
+
+def chunks_of(messages: Messages) -> list[Chunk]:
+    """All chunks, in the order of the text."""
+    return [part for each in messages for part in each["content"] if isinstance(part, Chunk)]
+
+
+def messages(limits: RequestLimits) -> Check:
+    """A check for a list of messages. The content of each becomes a tuple of texts and chunks; see `written`.
+
+    A message of the system or the user has the fields that are known, or is refused. One of the assistant or a tool
+    has been sent back, and what is not known of it is dropped.
+    """
+    string = text(limits.characters)
+    asked = record({"content": lambda name, value: _content(name, value, string), "name": text(256)}, ("content",))
+
+    def check(name: str, value: Any) -> dict[str, Any]:
+        given = mapping(name, value)
+        if given.get("role") is None:
+            raise BadField(f"{name}.role", "is missing", "missing_required_parameter")
+        role = ROLES[one_of(tuple(ROLES))(f"{name}.role", given["role"])]
+        if role == "assistant":
+            found = assistant_message(name, given)
+            listed(mapping, limits.tools)(f"{name}.tool_calls", found.get("tool_calls", []))
+            return {**found, "content": _content(f"{name}.content", found["content"], string)}
+        if role == "tool":
+            result = _result(f"{name}.content", given.get("content"), string)
+            named = {field: given[field] for field in OF_RESULTS if isinstance(given.get(field), str)}
+            return {"role": role, **named, "content": result}
+        for field in ("tool_calls", "reasoning_content"):
+            if given.get(field) is not None:
+                raise BadField(f"{name}.{field}", f"is for messages of the assistant, not of role {role}")
+        if given.get("tool_call_id") is not None:
+            raise BadField(f"{name}.tool_call_id", f"is for messages of role tool, not {role}")
+        known = {field: one for field, one in given.items() if field not in ("role", *INERT)}
+        return {"role": role, **asked(name, known)}
+
+    def check_all(name: str, value: Any) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = listed(check, limits.messages, least=1)(name, value)
+        texts = written(found, lambda chunk: chunk.text)
+        size = sum(len(each["content"]) + len(each.get("reasoning_content", "")) for each in texts)
+        if size > limits.characters:
+            raise BadField(name, f"must have at most {limits.characters} characters in all, got {size}")
+        if len(chunks_of(found)) > limits.chunks:
+            raise BadField(name, f"must have at most {limits.chunks} parts of type chunk in all")
+        return found
+
+    return check_all
+
+
+def _content(name: str, value: Any, string: Check) -> tuple[str | Chunk, ...]:
+    """The texts and chunks of a message, out of one string or parts."""
+    if isinstance(value, str):
+        return (str(string(name, value)),)
+    if not isinstance(value, list):
+        raise BadField(name, f"must be a string or a list of parts, got {shown(value)}")
+    found: list[str | Chunk] = []
+    for at, part in enumerate(value):
+        if isinstance(part, str):
+            found.append(str(string(f"{name}.{at}", part)))
+            continue
+        kind = mapping(f"{name}.{at}", part).get("type")
+        if kind not in TEXTS:
+            raise BadField(f"{name}.{at}.type", f"must be text or chunk, got {shown(kind)}", "unsupported_parameter")
+        known = {field: one for field, one in part.items() if field not in INERT}
+        given = str(record({"type": text(16), "text": string}, needed=("text",))(f"{name}.{at}", known)["text"])
+        if kind == CHUNK and not given:
+            raise BadField(f"{name}.{at}.text", "of a chunk must have some text")
+        found.append(Chunk(given) if kind == CHUNK else given)
+    return tuple(found)
+
+
+def _result(name: str, value: Any, string: Check) -> tuple[str | Chunk, ...]:
+    """The content of a tool's message: nothing for null, and JSON for what is neither a string nor parts."""
+    if value is None:
+        return ()
+    return _content(name, value if isinstance(value, str | list) else json.dumps(value, ensure_ascii=False), string)
+
+
+# Tokens before the prefix, before the suffix, and before what is written between the two.
+MARKS: Final = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),  # Qwen, CodeGemma
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),  # StarCoder, Granite, Stable Code
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),  # SantaCoder
+    ("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),  # noqa: RUF001  # DeepSeek
+    ("<|fim_begin|>", "<|fim_hole|>", "<|fim_end|>"),  # Yi-Coder, Seed-Coder
+    ("▁<PRE>", "▁<SUF>", "▁<MID>"),  # CodeLlama
+    ("<PRE>", "<SUF>", "<MID>"),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),  # GLM
+    ("<|prefix|>", "<|suffix|>", "<|middle|>"),  # Falcon
+)
+SUFFIX_FIRST: Final = ("[PREFIX]", "[SUFFIX]")  # Codestral, which has the suffix before the prefix and no third mark
+# Tokens with which these models end what they write there, beside those that end any text.
+ENDS: Final = (
+    *("▁<EOT>", "<EOT>", "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<fim-pad>", "<|file_separator|>"),
+    *("<|file_sep|>", "<file_sep>", "<|repo_name|>", "<repo_name>"),
+)
+PROBE: Final = "☺"  # which tokenizers of SentencePiece join to no text behind it
+
+
+@dataclass(frozen=True)
+class Infill:
+    """How a tokenizer marks a gap. `middle` is None where the suffix comes first; tokens of `ends` end the text."""
+
+    prefix: int
+    suffix: int
+    middle: int | None
+    ends: frozenset[int]
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase) -> "Infill | None":
+        """Found by the names of tokens; None where there are none of these."""
+        ids = tokenizer.get_vocab()
+        marks = next((each for each in (*MARKS, SUFFIX_FIRST) if all(name in ids for name in each)), None)
+        if marks is None:
+            return None
+        prefix, suffix, *middle = (ids[name] for name in marks)
+        ends = {ids[name] for name in ENDS if name in ids}
+        return cls(prefix, suffix, middle[0] if middle else None, frozenset({prefix, suffix, *middle, *ends}))
+
+    def prompt(self, before: Sequence[int], after: Sequence[int]) -> list[int]:
+        """The tokens of both texts with the marks, up to where the model is to write."""
+        if self.middle is None:
+            return [self.suffix, *after, self.prefix, *before]
+        return [self.prefix, *before, self.suffix, *after, self.middle]
+
+
+def encode_inside(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Token ids of a text that goes on from another one: without the space that some tokenizers put before a text."""
+    probe, both = encode(tokenizer, PROBE, False), encode(tokenizer, PROBE + text, False)
+    if token_text(tokenizer, probe[0]).startswith(" ") and both[: len(probe)] == probe:
+        return both[len(probe) :]
+    return encode(tokenizer, text, False)
+
+
+@dataclass(frozen=True)
+class Echo:
+    """The text of a prompt and its tokens, with how many characters of the text stand before each."""
+
+    text: str
+    tokens: tuple[int, ...]
+    offsets: tuple[int, ...]
+
+    @classmethod
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, text: str | None, tokens: tuple[int, ...], lead: tuple[int, ...]
+    ) -> "Echo":
+        """That of a prompt whose first tokens, `lead`, no text shows; `text` is None for a prompt of token ids."""
+        decoder, read, offsets = codecs.getincrementaldecoder("utf-8")("replace"), "", []
+        before = lead if tokens[: len(lead)] == lead else ()
+        for token in tokens[len(before) :]:
+            offsets.append(len(read))
+            codes = token_bytes(tokenizer, token)
+            read += decoder.decode(token_text(tokenizer, token).encode() if codes is None else codes)
+        shown = (read if text is None else text).removeprefix(_added_space(tokenizer, tokens[len(before) :], text))
+        moved = len(read) - len(shown)
+        return cls(shown, tokens, (0,) * len(before) + tuple(max(each - moved, 0) for each in offsets))
+
+    @property
+    def piece(self) -> Piece:
+        """The prompt as if its first token had given out all of its text."""
+        return Piece(self.tokens[0], self.text)
+
+    def scored(self, logprobs: Sequence[tuple[Logprob, ...]]) -> list[Event]:
+        """The prompt as if it were written, token by token; the first one has no log probabilities."""
+        rest = zip(self.tokens[1:], logprobs, self.offsets[1:], strict=True)
+        return [self.piece, *(Piece(token, "", each, offset) for token, each, offset in rest)]
+
+    def before(self, event: Event) -> list[Event]:
+        """An event of the engine as that of a text which the prompt begins."""
+        if isinstance(event, PromptLogprobs):
+            return self.scored(event.logprobs)
+        if isinstance(event, Piece):
+            return [replace(event, offset=event.offset + len(self.text))]
+        return [event]
+
+
+def _added_space(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[int], text: str | None) -> str:
+    """The space that a tokenizer puts before a text, which is not the text's, if there is one."""
+    if not tokens or text is not None:
+        return ""
+    alone = str(tokenizer.decode([tokens[0]]))
+    return " " if token_text(tokenizer, tokens[0]) == f" {alone}" else ""
+
+
+LOG: Final = logging.getLogger("windlass.serve")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Token ids, and which of them are chunks: `spans` [start, stop).
+
+    `has_begun_thought`: whether what follows continues a thought; None where the model is not known to think.
+    """
+
+    ids: tuple[int, ...]
+    spans: tuple[tuple[int, int], ...] = ()
+    has_begun_thought: bool | None = None
+    ends: tuple[int, ...] = ()
+    """See `Request`, as of `head`."""
+    head: int = 0
+
+    @classmethod
+    def of(cls, texts: Sequence[tuple[int, ...]], chunks: Sequence[tuple[int, ...]]) -> "Prompt":
+        """Texts with a chunk between each two."""
+        ids, spans = list(texts[0]), list[tuple[int, int]]()
+        for chunk, after in zip(chunks, texts[1:], strict=True):
+            spans.append((len(ids), len(ids) + len(chunk)))
+            ids += [*chunk, *after]
+        return cls(tuple(ids), tuple(spans))
+
+
+class Words:
+    """A tokenizer; one text is encoded at a time. `ends`: the model's end-of-text tokens; `vocabulary`: its logits.
+
+    `marks_messages`: prompts tell where their messages end, so that prefixes are kept there.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], vocabulary: int, marks_messages: bool = True
+    ) -> None:
+        own = tokenizer.eos_token_id
+        self.tokenizer, self.vocabulary = tokenizer, vocabulary
+        self.ends = tuple(ends) or (() if own is None else (int(own),))
+        self.infill, self._marks_messages = Infill.of(tokenizer), marks_messages
+        self._lock, self._told = Lock(), set[str]()
+        # The first call may change settings of the tokenizer; while others decode with it, it could not.
+        encode(tokenizer, "a", True)
+
+    def encoded(self, text: str, has_special: bool = True) -> tuple[int, ...]:
+        """The token ids of a text, with those that a text begins with if `has_special`."""
+        with self._lock:
+            return tuple(encode(self.tokenizer, text, has_special))
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """The text of token ids. Raises: BadField for an id outside of the vocabulary."""
+        self.check("tokens", tokens)
+        return str(self.tokenizer.decode(list(tokens)))
+
+    def check(self, name: str, tokens: Sequence[int]) -> None:
+        """Raises: BadField for an id outside of the vocabulary."""
+        wrong = next((token for token in tokens if not 0 <= token < self.vocabulary), None)
+        if wrong is not None:
+            raise BadField(name, f"has the token id {wrong}, but ids are from 0 to {self.vocabulary - 1}")
+
+    def chat(
+        self,
+        messages: Messages,
+        tools: Sequence[Mapping[str, Any]],
+        variables: Mapping[str, Any] = MappingProxyType({}),
+    ) -> Prompt:
+        """The token ids of a conversation, up to the start of the reply, and which of them are chunks.
+
+        `variables` are of the template, beside messages and tools.
+
+        Raises: ApiError for a model without a chat template, messages that it refuses, or variables that it has not.
+        """
+        if not has_template(self.tokenizer):
+            raise ApiError(
+                400, "this model has no chat template; send a prompt to /v1/completions", "messages", "no_chat_template"
+            )
+        # A mark stands for each chunk, so that the template cannot join its tokens with those around it.
+        mark, chunks = secrets.token_hex(16), chunks_of(messages)
+        numbers = iter(range(len(chunks)))
+        given = written(messages, lambda _: f"<{mark}-{next(numbers)}>")
+        with self._lock:
+            source, text, form = self._rendered(given, tools, variables)
+            has_begun_thought = text.rstrip().endswith(THOUGHT_OPEN) if THOUGHT_CLOSE in source else None
+            text = without_start(self.tokenizer, text)
+            render = renderer(self.tokenizer, form, tools, variables)
+            ends = () if chunks or not self._marks_messages else message_ends(self.tokenizer, render, given, text)
+            head = head_tokens(self.tokenizer, render, given, text)
+            texts = []
+            for number in range(len(chunks)):
+                before, *behind = text.split(f"<{mark}-{number}>")
+                if len(behind) != 1 or mark in before:
+                    raise ApiError(
+                        400,
+                        "this model's chat template does not show each chunk once, in its order; send them as text",
+                        "messages",
+                        "chat_template_failed",
+                    )
+                texts.append(before)
+                text = behind[0]
+            prompt = Prompt.of(self._pieces([*texts, text]), [self._chunk(each) for each in chunks])
+            return replace(prompt, has_begun_thought=has_begun_thought, ends=ends, head=head)
+
+    def reads(self, name: str) -> bool:
+        """Whether the chat template reads a variable of this name."""
+        return re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)) is not None
+
+    def behind(self, chunks: Sequence[Chunk], prompt: Prompt) -> Prompt:
+        """A prompt that chunks stand before: behind the tokens that a text begins with, where it has them."""
+        with self._lock:
+            lead = self._lead()
+            has_lead = bool(lead) and prompt.ids[: len(lead)] == lead
+            texts: list[tuple[int, ...]] = [lead if has_lead else (), *((),) * (len(chunks) - 1)]
+            rest = prompt.ids[len(lead) * has_lead :]
+            return Prompt.of([*texts, rest], [self._chunk(each) for each in chunks])
+
+    def around(self, prompt: tuple[int, ...], suffix: str) -> tuple[int, ...]:
+        """A prompt with a gap behind it, and `suffix` behind the gap.
+
+        Raises: BadField where the tokenizer marks none.
+        """
+        if self.infill is None:
+            raise BadField(
+                "suffix",
+                "needs a tokenizer with tokens around a gap, such as <|fim_prefix|>; leave it out",
+                "unsupported_parameter",
+            )
+        with self._lock:
+            lead = self._lead()
+            before = prompt[len(lead) :] if prompt[: len(lead)] == lead else prompt
+            return (*lead, *self.infill.prompt(before, encode_inside(self.tokenizer, suffix)))
+
+    def echo(self, text: str | None, tokens: tuple[int, ...]) -> Echo:
+        """A prompt as an answer begins with it; `text` is None where it came as token ids."""
+        with self._lock:
+            return Echo.of(self.tokenizer, text, tokens, self._lead())
+
+    def _lead(self) -> tuple[int, ...]:
+        """The tokens that a text begins with, whatever it is."""
+        bare, start = encode(self.tokenizer, "a", False), encode(self.tokenizer, "a", True)
+        return tuple(start[: len(start) - len(bare)] if start[-len(bare) :] == bare else ())
+
+    def _pieces(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        return [tuple(encode(self.tokenizer, text, is_start=not at)) for at, text in enumerate(texts)]
+
+    def _chunk(self, chunk: Chunk) -> tuple[int, ...]:
+        ids = tuple(encode(self.tokenizer, chunk.text, False))
+        if not ids:
+            raise BadField("chunks", f"must have tokens, and {shown(chunk.text)} has none")
+        return ids
+
+    def _rendered(
+        self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
+    ) -> tuple[str, str, Form]:
+        """The template, what it makes of a conversation, and in which form it was given that."""
+        given: Any = [dict(each) for each in tools] or None
+        try:
+            source = self.tokenizer.get_chat_template(tools=given)
+            _check_variables(variables, source)
+            text, form = rendered(self.tokenizer, messages, tools, variables)
+        except BadField:
+            raise
+        except Exception as error:  # a template is a program of the model's authors, and raises what it likes
+            gist = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ApiError(
+                400, f"this model's chat template fails: {gist}", "messages", "chat_template_failed"
+            ) from error
+        for line in form.told():
+            if line not in self._told:
+                self._told.add(line)
+                LOG.warning("this model's chat template %s", line)
+        return source, text, form
+
+    def stops(self, strings: Sequence[str]) -> Stops:
+        """What ends a text: the model's own tokens, and these strings."""
+        return stops_of(list(strings) or None, self.tokenizer, self.ends, self.vocabulary)
+
+    def shown(self, token: int) -> tuple[str, list[int] | None]:
+        """A token's text and its own bytes, of which the text of a part of a character shows nothing.
+
+        Never waits for a text of others.
+        """
+        codes = token_bytes(self.tokenizer, token)
+        return token_text(self.tokenizer, token), None if codes is None else list(codes)
+
+
+def _check_variables(variables: Mapping[str, Any], template: str) -> None:
+    """Raises: BadField for a name that the template does not read, or that is the tokenizer's own."""
+    own = {*signature(PreTrainedTokenizerBase.apply_chat_template).parameters, "messages"}
+    for name in variables:
+        if name in own or re.search(rf"\b{re.escape(name)}\b", template) is None:
+            raise BadField(f"chat_template_kwargs.{name}", "is nothing that this model's chat template reads")
