@@ -65,7 +65,7 @@ def degrees(arguments: str) -> str:
 
 
 def question(turn: int) -> str:
-    """What the user says in `turn`."""
+    """The question of the user in `turn`."""
     return f"Question {turn + 1}: how warm is it in {PLACES[turn]}?"
 
 

@@ -38,7 +38,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
 
 
 def read(codes: bytes, is_whole: bool = False) -> str:
-    """What `codes` say, without a character that they end in the middle of."""
+    """The text of `codes`, without an incomplete character at its end."""
     return codecs.getincrementaldecoder("utf-8")("replace").decode(codes, is_whole)
 
 

@@ -1,4 +1,4 @@
-"""What queries read of one layer of the model of a cache: its lists, and evicted tokens that they recall."""
+"""Reads of one layer in the model of a cache: attention to its lists and to the evicted tokens that it recalls."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -42,7 +42,7 @@ class Reader(Held):
         self.memory[row] = Memory(places, *parts, *self.digests(was, parts[0]))
 
     def digests(self, was: Memory, keys: Array) -> tuple[Array, Array]:
-        """Of the pages of a row, some of which get new tokens: the largest and the least number of each channel."""
+        """Return the largest and the least number of each channel, for the pages of a row. Some get new tokens."""
         if not self.configured.has_digests:
             return was.largest, was.least
         assert self.recall_codec is not None
@@ -58,7 +58,7 @@ class Reader(Held):
         return found[0], found[1]
 
     def recalled(self, row: int, queries: Array, lists: Sequence[Tokens]) -> list[Recalled] | None:
-        """What each head reads beside its `lists`, by the queries (kv_heads, group, n, head_dim) of a step."""
+        """Return the tokens that each head reads beside its `lists`, by a step's queries (kv_heads, group, n, head_dim)."""
         if not self.recalls or self.memory[row].tokens <= min(map(len, lists)):  # all of it is held
             return None
         kind, memory, noted = self.this_pass or self.kind, self.memory[row], self.seen
@@ -86,7 +86,7 @@ class Reader(Held):
         self, queries: Array, new: Tokens, tokens: Tokens, row: int, own: slice, fullest: int,
         recalled: list[Recalled] | None,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """What queries (heads, group, n, head_dim) of the `new` tokens read, and the mass that they give `tokens`.
+        """Attention of the queries (heads, group, n, head_dim) of the `new` tokens, and the mass that `tokens` receive.
 
         `fullest` tokens are read by that head of the row that reads most.
         """
@@ -112,7 +112,7 @@ class Reader(Held):
         self, queries: Array, new: Tokens, tokens: Tokens, held: Array, keys: Array, values: Array, own: slice,
         fullest: int,
     ) -> tuple[Array, Array]:  # fmt: skip
-        """That to `keys` and `values` at the positions `held`: those of `tokens`, then those that are recalled."""
+        """Attention to `keys` and `values` at the positions `held`: first the `tokens`, then the recalled ones."""
         kind, rules = self.this_pass or self.kind, self.rules
         assert kind is not None
         asked = np.array([t.position for t in new])

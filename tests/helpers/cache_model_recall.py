@@ -1,4 +1,4 @@
-"""What the model of a cache remembers of evicted tokens, and which of them a step may read again."""
+"""The evicted tokens that the model of a cache remembers, and the choice of those that a step reads again."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -16,7 +16,7 @@ STEPS = 256  # of a logarithm of a share to 1: closer ones count as equal
 
 
 class Noted(NamedTuple):
-    """What the cache had after a step: the positions that it held, and those that the step recalled, page by page.
+    """A cache after a step: the positions that it held, and the positions that the step recalled, page by page.
 
     `candidates` pages were looked at token by token; 0: all.
     """
@@ -88,7 +88,7 @@ class Search(NamedTuple):
     is_coded: bool
 
     def chosen(self, held: Sequence[int], noted: list[int] | None) -> Choice:
-        """What is recalled where the head has the tokens `held`; `noted` positions are what the cache recalled.
+        """Tokens that a head with the tokens `held` recalls. `noted` are the positions that the cache recalled.
 
         Raises: NotAChoice.
         """
