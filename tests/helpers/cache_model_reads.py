@@ -58,7 +58,7 @@ class Reader(Held):
         return found[0], found[1]
 
     def recalled(self, row: int, queries: Array, lists: Sequence[Tokens]) -> list[Recalled] | None:
-        """Return the tokens that each head reads beside its `lists`, by a step's queries (kv_heads, group, n, head_dim)."""
+        """Tokens that each head reads beside its `lists`, by queries (kv_heads, group, n, head_dim) of a step."""
         if not self.recalls or self.memory[row].tokens <= min(map(len, lists)):  # all of it is held
             return None
         kind, memory, noted = self.this_pass or self.kind, self.memory[row], self.seen
