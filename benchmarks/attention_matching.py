@@ -37,7 +37,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass import KeyDiff, KVCache, KVzip, Slots, SnapKV
 from windlass.cache.merging import MERGED, merge_of
 from windlass.cache.options import CacheOptions
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals.grid import SampleSpec, fit, load_task
 from windlass.evals.report.summaries import wilson
@@ -198,7 +198,7 @@ def asked(
     hits: list[list[float]] = [[] for _ in rows]
     for turn in sample.turns:
         again = copy.deepcopy(cache) if len(sample.turns) > 1 else cache
-        results = engine.generate(
+        results = generate.generate(
             model, tokenizer, [turn.question + turn.prefix] * len(rows), again, task.answer_tokens
         )
         for row, result in enumerate(results):

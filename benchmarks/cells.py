@@ -20,7 +20,7 @@ from machine import machine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
-from windlass.evals.grid import Fitted, SampleSpec, Settings, fit
+from windlass.evals.grid import SampleSpec, Settings, SizedSample, fit
 from windlass.evals.report.summaries import wilson
 from windlass.evals.run import answered, cache_of
 from windlass.evals.task import Budget, Task
@@ -42,7 +42,7 @@ class Cells:
         self.model, self.tokenizer, self.length, self.samples = model, tokenizer, length, samples
         self.texts = cache(self._texts)
 
-    def _texts(self, label: str) -> list[Fitted]:
+    def _texts(self, label: str) -> list[SizedSample]:
         specs = (SampleSpec(TASKS[label], label, self.length, 0, number) for number in range(self.samples))
         return [fit(spec, self.tokenizer) for spec in specs]
 

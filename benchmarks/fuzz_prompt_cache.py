@@ -26,7 +26,7 @@ from tests.helpers.prompt_cache_files import honest_files
 from tests.helpers.prompt_cache_judge import LOADED, REFUSED, SILENT, TRACEBACK, verdict
 from tests.helpers.prompt_cache_mutations import mutated
 from windlass import attach
-from windlass.hf import prompt_cache as prompt_cache_memory
+from windlass.hf import prompt_cache
 from windlass.testing import tiny_model
 
 MOST_BYTES = 16 * 2**30  # of a process: what asks for more fails at once, and is seen
@@ -42,7 +42,7 @@ def work(first: int, mutations: int) -> None:
     """Judge these mutations; prints a line for each before and after, so that the last one is known after a crash."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_BYTES, MOST_BYTES))
     torch.set_num_threads(1)
-    prompt_cache_memory.memory_of = _memory_of
+    prompt_cache.memory_of = _memory_of
     models = {family: attach(tiny_model(family)) for family in ("llama", "gemma2")}
     with tempfile.TemporaryDirectory() as folder:
         files = honest_files(models.__getitem__, Path(folder))

@@ -35,7 +35,7 @@ from windlass.engine.text import encode
 from windlass.evals.grid import SampleSpec, fit
 from windlass.hf.load import load
 from windlass.policies import Needs, Slots
-from windlass.policies.base import ACCUMULATES, NewTokens, Trained, scatter_sorted
+from windlass.policies.base import ACCUMULATES, ModelSpecific, NewTokens, scatter_sorted
 
 HARM = "gate_harm"  # state: what the gate says of joining the token before, less is better
 MARGIN = 0.9  # of the budget that a gate is set to: heads differ from text to text
@@ -70,7 +70,7 @@ def table_of(file: str) -> Table:
 
 
 @dataclass(frozen=True)
-class Gate(Policy, Trained):
+class Gate(Policy, ModelSpecific):
     """Joins tokens as they come; what is over budget all the same goes oldest first.
 
     Source: append or accumulate, Nawrot et al. 2024 (arXiv:2403.09636). Differs: see the module.
@@ -91,7 +91,7 @@ class Gate(Policy, Trained):
 
 
 @dataclass(frozen=True)
-class GateOrder(Policy, Trained):
+class GateOrder(Policy, ModelSpecific):
     """Evicts tokens in the order in which the gate would join the next one with them.
 
     Source: as `Gate`. Differs: the budget decides how many.

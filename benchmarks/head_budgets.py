@@ -26,7 +26,7 @@ from windlass.cache.compress import shared_budgets
 from windlass.cache.options import CacheOptions, policy_of
 from windlass.cli.demo import MODEL
 from windlass.core.step import Limits
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals.grid import SampleSpec, fit, load_task
 from windlass.evals.report.summaries import wilson
@@ -39,7 +39,7 @@ FLOOR = 0.2  # of the mean budget, which each head of a layer is sure of
 
 def scores(model: PreTrainedModel, cache: KVCache, ids: list[int]) -> list[Tensor]:
     """Read a text into an empty cache without budget; per layer the rank (heads, tokens) of each of its tokens."""
-    engine.prefill(model, cache, [ids])
+    generate.prefill(model, cache, [ids])
     here = cache.rows.standstill(cache.device)
     ranks = []
     for layer in cache.layers:
@@ -173,7 +173,7 @@ def asked(
             )
         )
     turn = sample.turns[0]
-    results = engine.generate(model, tokenizer, [turn.question + turn.prefix] * len(rows), cache, task.answer_tokens)
+    results = generate.generate(model, tokenizer, [turn.question + turn.prefix] * len(rows), cache, task.answer_tokens)
     return [
         (row, task.score(turn, result.text), sizes(model, mask))
         for row, result, mask in zip(rows, results, masks, strict=True)

@@ -23,7 +23,7 @@ from machine import machine
 from windlass import KVCache
 from windlass.cache.options import CacheOptions
 from windlass.cli.demo import ANSWER_TOKENS, MODEL, fitted
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals.texts import ASKED, BEFORE, HIDDEN, in_words, novel
 from windlass.hf.load import load
@@ -63,14 +63,14 @@ def main() -> None:
             start = time.perf_counter()
             depth = (number + 0.5) / options.depths
             place = min(ends, key=lambda end: abs(end - depth * len(ids)))
-            engine.prefill(model, cache, [ids[read:place]])
+            generate.prefill(model, cache, [ids[read:place]])
             read = place
             keys = [f"{draw.randrange(10**5):05}" for _ in range(options.keys)]
             rows = copy.deepcopy(cache)
             rows.select_rows(torch.zeros(len(keys), dtype=torch.long))
             told = [encode(tokenizer, HIDDEN.format(key=key), is_start=False) for key in keys]
-            engine.prefill(model, rows, [sentence + ids[place:] for sentence in told])
-            results = engine.generate(model, tokenizer, [ASKED] * len(keys), rows, ANSWER_TOKENS)
+            generate.prefill(model, rows, [sentence + ids[place:] for sentence in told])
+            results = generate.generate(model, tokenizer, [ASKED] * len(keys), rows, ANSWER_TOKENS)
             answers = [result.text.strip() for result in results]
             hits = [
                 answer.startswith(key) and not answer[len(key) :][:1].isdigit()

@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from windlass.cli.demo import MODEL
 from windlass.core.types import NewKeys, NewValues
-from windlass.evals.report import page as markdown
+from windlass.evals.report import page
 from windlass.evals.texts import ASKED, BEFORE, HIDDEN, in_words, novel
 from windlass.hf.attach import attached
 from windlass.hf.forward import vocabulary_of
@@ -238,7 +238,7 @@ def main(
     benches = large, small, biased(large, novel())
     heads = ["bits, scale, and more", "of bf16", "width 16", "keys", "values", "both"]
     heads += ["width 16: keys", "values", "both", "bias", "pass keys", "in 64 slots"]
-    print("\n".join(markdown.top(heads, 1)))
+    print("\n".join(page.top(heads, 1)))
     schemes = [Scheme(8, fit) for fit in ("symmetric", "extreme", "offset")]
     schemes += [Scheme(4, fit) for fit in ("symmetric", "extreme", "offset", "searched")]
     schemes += [Scheme(4, fit, group=32) for fit in ("extreme", "offset")]
@@ -285,7 +285,7 @@ def row(
     cells += [f"{bench.nats(store, chunk):.1e}" if store else "" for bench in (large, small) for store in stores]
     cells += [f"{bias.nats(stores[2], chunk):.1e}", str(large.pass_keys(stores[2], None))]
     cells += [str(large.pass_keys(stores[2], SLOTS))]
-    return markdown.row([label, *cells])
+    return page.row([label, *cells])
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from windlass import InGroups, KeyDiff, KeyNorm, KVCache, Leverage, Pairs, Polic
 from windlass.cache.merging import MERGES
 from windlass.cli.demo import ANSWER_TOKENS, MODEL
 from windlass.core.types import Scores
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals.report.summaries import wilson
 from windlass.evals.texts import ASKED, hide_pass_key, in_words, novel
@@ -101,8 +101,8 @@ def found(
             positions=positions,
             window=window,
         )
-        engine.prefill(model, cache, [ids for _, ids in some])
-        results = engine.generate(model, tokenizer, [ASKED] * len(some), cache, ANSWER_TOKENS)
+        generate.prefill(model, cache, [ids for _, ids in some])
+        results = generate.generate(model, tokenizer, [ASKED] * len(some), cache, ANSWER_TOKENS)
         for (key, _), result in zip(some, results, strict=True):
             answer = result.text.strip()
             total += answer.startswith(key) and not answer[len(key) :][:1].isdigit()

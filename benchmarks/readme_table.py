@@ -17,7 +17,17 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cli.demo import MODEL, FactsRow, Row, Setup, facts_in, fitted, memories, read_and_ask, read_and_ask_all
+from windlass.cli.demo import (
+    MODEL,
+    DemoRow,
+    FactsRow,
+    Setup,
+    facts_in,
+    fitted,
+    memories,
+    read_and_ask,
+    read_and_ask_all,
+)
 from windlass.core.parse import in_units
 from windlass.evals.report.page import table
 from windlass.evals.report.summaries import wilson
@@ -116,9 +126,9 @@ def setups_of(folder: Path) -> list[Setup]:
 
 def keys_of(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setups: list[Setup], options: argparse.Namespace
-) -> list[list[Row]]:
+) -> list[list[DemoRow]]:
     """What each cache answered to each text."""
-    rows: list[list[Row]] = [[] for _ in setups]
+    rows: list[list[DemoRow]] = [[] for _ in setups]
     draw = random.Random(options.seed)
     for index in range(options.texts):
         key, text = task(tokenizer, draw, options.tokens)
@@ -139,7 +149,7 @@ def task(tokenizer: PreTrainedTokenizerBase, draw: random.Random, tokens: int) -
     return key, hide_pass_key(piece[: offsets[tokens][0]], key, draw.random())
 
 
-def keys_measured(rows: list[list[Row]], setups: list[Setup]) -> str:
+def keys_measured(rows: list[list[DemoRow]], setups: list[Setup]) -> str:
     """The table in Markdown, one line per cache."""
     shown = []
     for done, setup in zip(rows, setups, strict=True):
@@ -152,7 +162,7 @@ def keys_measured(rows: list[list[Row]], setups: list[Setup]) -> str:
     return table(["cache", "positions", "pass key found", "tokens held", "bytes", "tokens/s"], shown, 2)
 
 
-def keys_conditions(rows: list[list[Row]], trained: str, machine: str) -> str:
+def keys_conditions(rows: list[list[DemoRow]], trained: str, machine: str) -> str:
     """What the numbers hold for."""
     lengths = [row.tokens_read for row in rows[0]]
     return (

@@ -24,7 +24,7 @@ from windlass.engine.generate import prefill
 from windlass.evals.calibrate import fitted
 from windlass.evals.speed.rows import random_model, shape_of
 from windlass.hf.load import load
-from windlass.policies import linear_scorer as scorer_file
+from windlass.policies import linear_scorer
 
 FITTED = 600  # tokens of the text that the scorer is fitted to
 
@@ -79,7 +79,7 @@ def main() -> None:
     ids = torch.randint(3, model.config.vocab_size, (1, max(options.tokens, FITTED)), generator=draw)
     with torch.inference_mode(), tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "scorer.safetensors"
-        scorer_file.write(fitted(model, ids[:, :FITTED].tolist(), lambda *_: None), file)
+        linear_scorer.write(fitted(model, ids[:, :FITTED].tolist(), lambda *_: None), file)
         policies = {"key_diff": windlass.KeyDiff(), "linear_scorer": windlass.LinearScorer(str(file))}
         shares = {"key_diff": None, "linear_scorer": shares_of(model, options.groups)}
         found: dict[str, list[list[float]]] = {name: [] for name in policies}

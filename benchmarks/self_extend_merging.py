@@ -26,7 +26,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass import KVCache, Policy
 from windlass.cache.compress import cut_to_budget
 from windlass.core.types import Scores
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals.grid import SampleSpec, fit
 from windlass.evals.report.summaries import wilson
@@ -75,7 +75,7 @@ def read(
     )
     grouped, shortest = 0, min(map(len, prompts))
     for start in range(0, shortest - chunk, chunk):
-        engine.prefill(model, cache, [ids[start : start + chunk] for ids in prompts])
+        generate.prefill(model, cache, [ids[start : start + chunk] for ids in prompts])
         if rule in ("full", "halved"):
             continue
         cache.shift(grouped, grouped + chunk, (group - 1) * grouped)
@@ -83,7 +83,7 @@ def read(
         grouped += chunk // group
         if rule != "apart":
             cut(cache, grouped + (group - 1) * sinks, room)
-    engine.prefill(model, cache, [ids[start + chunk :] for ids in prompts])
+    generate.prefill(model, cache, [ids[start + chunk :] for ids in prompts])
     return cache
 
 
@@ -124,7 +124,7 @@ def main() -> None:
                 cache = read(model, prompts, rule, options.group, options.chunk, sinks)
                 held = max(held, *(int((layer.positions >= 0).sum(-1).max()) for layer in cache.layers))
                 asked = [each.turns[0].question + each.turns[0].prefix for each in some]
-                results = engine.generate(model, tokenizer, asked, cache, task.answer_tokens)
+                results = generate.generate(model, tokenizer, asked, cache, task.answer_tokens)
                 hits += sum(task.score(each.turns[0], got.text) for each, got in zip(some, results, strict=True))
             line = {"kind": "self_extend_merging", **machine(options.threads), "model": options.model.split("/")[-1]}
             line |= {"merge": rule, "sinks": sinks, "group": options.group, "tokens": length, "chunk": options.chunk}

@@ -3,7 +3,7 @@
 import random
 from dataclasses import dataclass
 
-from windlass.evals import Sample, Task, Turn
+from windlass.evals import Question, Sample, Task
 from windlass.evals import texts as keys
 from windlass.evals.tasks.niah import ABOVE, RULER, Needle, Needles
 from windlass.evals.texts import BEFORE, HIDDEN, PREFIX, QUESTION, Filler, hide
@@ -22,7 +22,7 @@ class AnyKey(Task):
         key = keys.triple(draw) if self.is_words else "".join(draw.choices("0123456789", k=digits))
         text, (stood,) = hide(self.filler.pieces(draw, units), [HIDDEN.format(key=key)], [draw.random()])
         before = BEFORE if draw.random() < 0.8 else ""
-        return Sample(before + text, (Turn(QUESTION, PREFIX, (key,), stood),))
+        return Sample(before + text, (Question(QUESTION, PREFIX, (key,), stood),))
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Again(Task):
         start = self.needles.wording.needle.partition(" {value}")[0]
         many = self.needles.value_kind
         draw.shuffle(found)
-        turns = (Turn("", joint + start.format(many=many, key=each.key), each.values, each.depth) for each in found)
+        turns = (Question("", joint + start.format(many=many, key=each.key), each.values, each.depth) for each in found)
         return Sample(context, tuple(turns))
 
 
@@ -60,7 +60,7 @@ class Mixed(Task):
             turns.append(kinds[kind].ask([needle]))
         key = "".join(draw.choices("0123456789", k=draw.choice((3, 4, 5, 5, 6))))
         lines.append(HIDDEN.format(key=key))
-        turns.append(Turn(QUESTION, PREFIX, (key,), None))
+        turns.append(Question(QUESTION, PREFIX, (key,), None))
         draw.shuffle(turns)
         depths = [draw.random() for _ in lines]
         before = BEFORE if draw.random() < 0.5 else ""

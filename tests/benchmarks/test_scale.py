@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of
 from windlass.engine.prefill import Reader
-from windlass.engine.scheduler import Scheduler, Turn
+from windlass.engine.scheduler import Scheduler, StepInput
 from windlass.engine.sequence import Lane
 
 FREE = Costs(0.0, 0.0, 0.0, 0.0)
@@ -26,7 +26,7 @@ def test_the_simulation_takes_the_turns_of_the_scheduler(
     turns: list[tuple[int, int]] = []
     step, read, turn = Lane.step, Reader.read, Scheduler._turn
 
-    def counted_turn(scheduler: Scheduler, begun: Turn) -> None:
+    def counted_turn(scheduler: Scheduler, begun: StepInput) -> None:
         turns.append((0, 0))
         turn(scheduler, begun)
 

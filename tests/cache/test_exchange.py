@@ -15,9 +15,9 @@ from tests.helpers.shares import APART
 from windlass import KVCache, Shares, UsageError
 from windlass.cache.edits import arrange_rows, clear_row, put_row
 from windlass.policies import NAMES, Policy
-from windlass.policies.base import Trained
+from windlass.policies.base import ModelSpecific
 
-POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, Trained)]
+POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, ModelSpecific)]
 TOLERANCE: dict[str, Any] = {"atol": 2e-5, "rtol": 0}
 LENGTHS = (37, 9, 52)
 

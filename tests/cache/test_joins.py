@@ -15,7 +15,7 @@ from tests.helpers.models import Models, Text, read
 from windlass import DMC, KVCache, Policy, Recent, UsageError, prompt_cache
 from windlass.core.step import HEADROOM
 from windlass.policies import Needs, Slots
-from windlass.policies.base import ACCUMULATES, NewTokens, Trained
+from windlass.policies.base import ACCUMULATES, ModelSpecific, NewTokens
 from windlass.testing import tiny_model
 
 Run = list[int]
@@ -229,7 +229,7 @@ def test_edits_begin_new_runs(attached_model: Models, text: Text) -> None:
 
 
 @dataclass(frozen=True)
-class OfLayers(Policy, Trained):
+class OfLayers(Policy, ModelSpecific):
     """Joins all tokens in layers of odd number."""
 
     needs = Needs(state=(ACCUMULATES,), per_head=False)

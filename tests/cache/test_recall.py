@@ -13,10 +13,10 @@ from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
 from tests.helpers.shares import APART
 from windlass import H2O, KVCache, Shares, UsageError
 from windlass.policies import NAMES, Policy
-from windlass.policies.base import Trained
+from windlass.policies.base import ModelSpecific
 from windlass.testing import TRAINED_LENGTH
 
-POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, Trained)]
+POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, ModelSpecific)]
 
 
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)

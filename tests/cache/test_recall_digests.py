@@ -12,7 +12,7 @@ from windlass import KVCache, kernels, prompt_cache
 from windlass.cache import recall
 from windlass.core.inputs import BestPages, PageInput
 from windlass.core.parse import PAGE
-from windlass.kernels import reference as reference_recall
+from windlass.kernels import reference
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
@@ -41,7 +41,7 @@ def test_single_tokens_choose_by_digests_in_one_call_and_step_by_step(
 
     def best_pages(call: PageInput) -> BestPages:
         asked.append(call)
-        return reference_recall.best_pages(call)
+        return reference.best_pages(call)
 
     for at in range(380, 400):
         outputs = [read(model, caches[0], ids[:, at : at + 1], 1)]

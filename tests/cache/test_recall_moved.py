@@ -9,7 +9,7 @@ import torch
 from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
 from windlass import KVCache, prompt_cache
-from windlass.cache import recall as recall_of_cache
+from windlass.cache import recall
 from windlass.core.parse import PAGE
 
 
@@ -93,7 +93,7 @@ def test_a_row_without_tokens_is_saved_spliced_and_joined(
 def test_many_tokens_are_taken_over_bit_by_bit(
     attached_model: Models, text: Text, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recall_of_cache, "MOVED", 37)
+    monkeypatch.setattr(recall, "MOVED", 37)
     model = attached_model("llama")
     cache, other = (recalling(model, batch=2, recall_store="int8") for _ in range(2))
     mask = torch.ones(2, 120, dtype=torch.bool)

@@ -9,12 +9,10 @@ from torch import Tensor
 from windlass import kernels
 from windlass.cache.recall import RecallMemory, RecallStore
 from windlass.core.inputs import PageInput, ReadInput, WriteInput
+from windlass.kernels.triton import recall, slots
 from windlass.stores.formats import store_of
 
 pytest.importorskip("triton", reason="Triton is not installed")
-
-from windlass.kernels.triton import recall as kernel
-from windlass.kernels.triton import slots as codes
 
 
 @dataclass
@@ -47,10 +45,10 @@ class Moves:
 def moves(monkeypatch: pytest.MonkeyPatch) -> Moves:
     made = Moves()
     monkeypatch.setattr(kernels, "_has_triton", lambda device: device == "meta")
-    monkeypatch.setattr(kernel, "read_tokens", made.read_tokens)
-    monkeypatch.setattr(kernel, "write_tokens", made.write_tokens)
-    monkeypatch.setattr(kernel, "_allowed", made.allowed)
-    monkeypatch.setattr(codes, "encode", made.encode)
+    monkeypatch.setattr(recall, "read_tokens", made.read_tokens)
+    monkeypatch.setattr(recall, "write_tokens", made.write_tokens)
+    monkeypatch.setattr(recall, "_allowed", made.allowed)
+    monkeypatch.setattr(slots, "encode", made.encode)
     return made
 
 

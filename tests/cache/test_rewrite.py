@@ -11,7 +11,7 @@ import windlass
 from tests.helpers.contents import check_every_line, content, is_same
 from tests.helpers.models import Models, Text
 from windlass import H2O, CacheOptions, KVCache, UsageError
-from windlass.cache.recompute import Standing
+from windlass.cache.recompute import SlotLookup
 from windlass.core.step import Pass, Step
 from windlass.hf.forward import forward
 
@@ -27,7 +27,7 @@ def step_at(cache: KVCache, ids: Tensor, positions: Tensor) -> Step:
 def test_where_tokens_stand() -> None:
     slots = torch.tensor([[[7, -1, 3, 5, -2], [3, 7, -1, -1, 4]], [[0, 1, 2, -2, 9], [9, -1, 5, 2, 0]]])
     tokens = torch.tensor([[5, 7, -1], [2, 9, 4]])
-    standing = Standing.of(slots, tokens)
+    standing = SlotLookup.of(slots, tokens)
     assert standing.columns.tolist() == [
         [[1, -1, -1, 0, -1], [-1, 1, -1, -1, -1]],
         [[-1, -1, 0, -1, 1], [1, -1, -1, 0, -1]],

@@ -14,7 +14,7 @@ from tests.helpers.models import Models
 from windlass import H2O, KeyDiff, KVCache, KVzip, Recent, UsageError
 from windlass.core.step import AttentionCall, Pass
 from windlass.policies import Policy
-from windlass.policies.base import Trained
+from windlass.policies.base import ModelSpecific
 
 STEPS = [40, 3, 9, 1, 1, 16, 5]
 ROWS, HEADS, KV_HEADS, HEAD_DIM = 2, 15, 3, 8
@@ -65,7 +65,7 @@ def check(cache: KVCache, steps: list[int], drafts: int = 0) -> None:
         start += size
 
 
-@pytest.mark.parametrize("policy", [each for each in POLICIES if not isinstance(each, Trained)], ids=repr)
+@pytest.mark.parametrize("policy", [each for each in POLICIES if not isinstance(each, ModelSpecific)], ids=repr)
 def test_every_policy(attached_model: Models, policy: Policy) -> None:
     check(shared_cache(attached_model, policy=policy), STEPS)
 

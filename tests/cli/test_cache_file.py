@@ -17,7 +17,7 @@ from tests.helpers.models import MODEL
 from tests.helpers.prompt_cache_files import CacheFile
 from windlass.cli import session
 from windlass.cli.app import main
-from windlass.hf import prompt_cache as prompt_cache_file
+from windlass.hf import prompt_cache
 from windlass.hf.forward import forward
 
 run, loaded_once = cli.run, cli.loaded_once  # fixtures
@@ -124,7 +124,7 @@ def test_a_file_that_is_not_finished_stays_as_it_was(
     assert (ran.code, file.read_bytes()) == (130, before)
     assert f"{file} stays as it was" in ran.err
     with monkeypatch.context() as patched:
-        patched.setattr(prompt_cache_file, "save_file", Mock(side_effect=OSError(28, "No space left")))
+        patched.setattr(prompt_cache, "save_file", Mock(side_effect=OSError(28, "No space left")))
         assert_refused(run(*append), "the older file there is unchanged")
     assert file.read_bytes() == before
     assert [each.name for each in tmp_path.iterdir()] == ["file"]

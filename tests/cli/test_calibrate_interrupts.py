@@ -12,15 +12,14 @@ from tests.helpers.models import MODEL
 from windlass.cache.shares import shares_of
 from windlass.cli.terminal import Bar
 from windlass.evals.texts import novel
-from windlass.policies import linear_scorer as scorer_file
-from windlass.policies import pairs as pair_table
+from windlass.policies import linear_scorer, pairs
 
 run = cli.run  # a fixture
 SHARES, SCORER = ("--shares", "--texts", "3", "--length", "200"), ("--scorer", "--texts", "4", "--length", "600")
 TEXTS_READ: dict[tuple[str, ...], Callable[[Path], int]] = {
     SHARES: lambda file: shares_of(file).texts,
-    SCORER: lambda file: scorer_file.read(file).texts,
-    ("--tokens", "369"): lambda file: pair_table.read(file).tokens // 123,
+    SCORER: lambda file: linear_scorer.read(file).texts,
+    ("--tokens", "369"): lambda file: pairs.read(file).tokens // 123,
 }
 
 

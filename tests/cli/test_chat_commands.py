@@ -5,7 +5,7 @@ import pytest
 import windlass
 from tests.helpers import chats, cli
 from tests.helpers.chats import FIRST, SAMPLING, SECOND, Make, after
-from windlass.cli.chat.commands import Commands
+from windlass.cli.chat.commands import ChatCommands
 from windlass.engine.sampling import Sampling
 
 model, dialogue = cli.model, chats.dialogue  # fixtures
@@ -25,7 +25,7 @@ model, dialogue = cli.model, chats.dialogue  # fixtures
 def test_set_checks_values_as_the_options_do(dialogue: Make, text: str, says: str):
     talk = dialogue()
     with pytest.raises(windlass.UsageError) as refused:
-        Commands(talk).obey("set", text)
+        ChatCommands(talk).obey("set", text)
     assert says in str(refused.value)
     assert (talk.sampling, talk.max_tokens) == (Sampling(), 5)
 
@@ -33,10 +33,10 @@ def test_set_checks_values_as_the_options_do(dialogue: Make, text: str, says: st
 def test_set_changes_the_next_reply(dialogue: Make, capsys: pytest.CaptureFixture[str]):
     talk = after(dialogue(), FIRST)
     for text in ("temperature=1.5", "seed 3", "--max-tokens 3", "positions compact"):
-        Commands(talk).obey("set", text)
+        ChatCommands(talk).obey("set", text)
     assert (talk.sampling, talk.max_tokens, str(talk.cache.positions)) == (SAMPLING, 3, "compact")
     capsys.readouterr()
-    Commands(talk).obey("set", "")
+    ChatCommands(talk).obey("set", "")
     assert "temperature 1.5\n" in capsys.readouterr().err
     assert len(after(talk, SECOND).conversation.turns[-1].tokens) == 3
 
@@ -44,7 +44,7 @@ def test_set_changes_the_next_reply(dialogue: Make, capsys: pytest.CaptureFixtur
 def test_tokens_are_counted(dialogue: Make, capsys: pytest.CaptureFixture[str]):
     talk = after(dialogue(budget=20), FIRST, SECOND)
     capsys.readouterr()
-    Commands(talk).obey("tokens", "")
+    ChatCommands(talk).obey("tokens", "")
     last = talk.conversation.turns[-1]
     assert capsys.readouterr().out == (
         f"seen   {len(talk.conversation.ids)} tokens; 2 turns\n"

@@ -6,14 +6,14 @@ import pytest
 
 import windlass
 from tests.helpers.chats import TEMPLATE, with_template
-from windlass.cli.chat.conversation import Conversation, Turn
+from windlass.cli.chat.conversation import Conversation, Exchange
 
 TURNS = (("Hello?", "Yes, here."), ("And now?", "Still\nhere."), ("Bye", ""))
 ALTERNATE = "{% if messages|length > 1 %}{{ raise_exception('roles must alternate') }}{% endif %}" + TEMPLATE
 
 
 def after(conversation: Conversation, turns: Sequence[tuple[str, str]] = TURNS, ended_with: str = "") -> Conversation:
-    conversation.turns += [Turn(line, reply, ended_with=ended_with) for line, reply in turns]
+    conversation.turns += [Exchange(line, reply, ended_with=ended_with) for line, reply in turns]
     return conversation
 
 
@@ -69,7 +69,7 @@ def test_a_template_that_fails_later_changes_nothing(template: str, says: str):
         conversation.missing("b")
     with pytest.raises(windlass.UsageError):
         conversation.tell("Be brief.")
-    assert (conversation.system, conversation.turns) == (None, [Turn(*each) for each in TURNS[:2]])
+    assert (conversation.system, conversation.turns) == (None, [Exchange(*each) for each in TURNS[:2]])
 
 
 def test_a_system_text_without_a_place_is_refused():

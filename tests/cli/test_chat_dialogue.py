@@ -17,11 +17,11 @@ import windlass
 from tests.helpers import chats, cli
 from tests.helpers.chats import FIRST, SAMPLING, SECOND, THIRD, Make, after, held
 from windlass.cli import session
-from windlass.cli.chat import conversation as chat_file
+from windlass.cli.chat import conversation
 from windlass.cli.chat.dialogue import Dialogue, Show, cache_beside
 from windlass.cli.chat.run import at_terminal, show_reply
 from windlass.cli.terminal import INTERRUPTED
-from windlass.engine import generate as engine
+from windlass.engine import generate
 
 model, dialogue = cli.model, chats.dialogue  # fixtures
 
@@ -58,7 +58,7 @@ def test_undo_past_what_can_be_rolled_back_reads_again(dialogue: Make, model: Pr
     talk = after(dialogue(**options), FIRST, SECOND, THIRD)
     assert talk.undo() == "the last turn is taken back: the text before it was read again; 2 turns left"
     twin = windlass.KVCache(model, **options)
-    engine.prefill(model, twin, [talk.conversation.ids])
+    generate.prefill(model, twin, [talk.conversation.ids])
     assert (talk.cache.tokens, held(talk.cache)) == (twin.tokens, held(twin))
     text, _ = talk.conversation.encoded("Then?")
     wanted = "".join(windlass.stream(model, talk.session.tokenizer, text, twin, 5))
@@ -216,7 +216,7 @@ def test_saving_replaces_conversations_only(dialogue: Make, tmp_path: Path):
     assert not cache_beside(notes).exists()
     talk.save(tmp_path / "talk")
     after(talk, SECOND).save(tmp_path / "talk")
-    assert len(chat_file.read(tmp_path / "talk").turns) == 2
+    assert len(conversation.read(tmp_path / "talk").turns) == 2
     with pytest.raises(windlass.UsageError, match="does not exist; make it first"):
         talk.save(tmp_path / "none" / "talk")
 
@@ -224,7 +224,7 @@ def test_saving_replaces_conversations_only(dialogue: Make, tmp_path: Path):
 def test_ids_that_the_model_lacks_are_made_from_the_text(dialogue: Make, tmp_path: Path):
     talk = after(dialogue(), FIRST)
     talk.save(tmp_path / "talk")
-    saved = chat_file.read(tmp_path / "talk")
+    saved = conversation.read(tmp_path / "talk")
     turn = replace(saved.turns[0], tokens=[10**9])
     other = dialogue()
     other.take(replace(saved, turns=[turn]))

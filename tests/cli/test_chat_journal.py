@@ -17,9 +17,9 @@ from tests.helpers import chats, cli
 from tests.helpers.chats import FIRST, SECOND, THIRD, Make
 from tests.helpers.cli import START
 from tests.helpers.models import MODEL
-from windlass.cli.chat import conversation as chat_file
-from windlass.cli.chat.commands import Commands
-from windlass.cli.chat.conversation import Journal, SavedChat, Turn
+from windlass.cli.chat import conversation
+from windlass.cli.chat.commands import ChatCommands
+from windlass.cli.chat.conversation import Exchange, Journal, SavedChat
 from windlass.cli.chat.dialogue import Dialogue
 from windlass.cli.chat.run import offer
 
@@ -42,7 +42,7 @@ def chat_of(found: tuple[Path, SavedChat] | None) -> SavedChat:
     return found[1]
 
 
-def said(turns: list[Turn]) -> list[tuple[str, str]]:
+def said(turns: list[Exchange]) -> list[tuple[str, str]]:
     return [(turn.line, turn.reply) for turn in turns]
 
 
@@ -56,7 +56,7 @@ def test_what_was_left_behind_goes_on(dialogue: Make, tmp_path: Path):
     left_behind(talk)
     other = dialogue()
     assert chat_of(other.journal.found()).turns == talk.conversation.turns
-    Commands(other).obey("resume", "")
+    ChatCommands(other).obey("resume", "")
     assert other.conversation.ids == talk.conversation.ids
     assert other.cache.tokens == [talk.conversation.ids]
     assert other.conversation.system == "Be brief."
@@ -72,8 +72,8 @@ def test_chats_at_once_keep_their_journals_apart(dialogue: Make, tmp_path: Path)
         talk.answer(line)
         other.answer(line.upper())
     files = journals(tmp_path)
-    assert {chat_file.read(file).turns[0].line for file in files} == {FIRST, FIRST.upper()}
-    assert [len(chat_file.read(file).turns) for file in files] == [2, 2]
+    assert {conversation.read(file).turns[0].line for file in files} == {FIRST, FIRST.upper()}
+    assert [len(conversation.read(file).turns) for file in files] == [2, 2]
     assert {stat.S_IMODE(file.stat().st_mode) for file in files} == {0o600}
     assert stat.S_IMODE(files[0].parent.stat().st_mode) == 0o700
 
@@ -89,14 +89,14 @@ def test_a_chat_that_ended_is_not_offered_but_found(dialogue: Make, tmp_path: Pa
     other.reset()
     other.journal.close()  # nothing was said since: what ended before stays
     assert said(chat_of(dialogue().journal.found()).turns) == said(talk.conversation.turns)
-    Commands(dialogue()).obey("resume", "no")
+    ChatCommands(dialogue()).obey("resume", "no")
     assert journals(tmp_path) == []
     assert dialogue().journal.found() is None
 
 
 def test_another_model_is_offered_nothing(dialogue: Make, tmp_path: Path):
     talk = left_behind_after(dialogue)
-    other = Journal(tmp_path / "chats", chat_file.Origin("other", "0" * 64))
+    other = Journal(tmp_path / "chats", conversation.Origin("other", "0" * 64))
     assert other.found() is None
     assert chat_of(dialogue().journal.unfinished()).turns == talk.conversation.turns
 
@@ -116,7 +116,7 @@ def test_bad_lines_lose_nothing_but_themselves(dialogue: Make, tmp_path: Path):
     file = journals(tmp_path)[0]
     header, *lines = file.read_bytes().splitlines()
     file.write_bytes(b"\n".join([*BAD, header, *(each for pair in zip(BAD, lines, strict=False) for each in pair)]))
-    saved = chat_file.read(file)
+    saved = conversation.read(file)
     assert said(saved.turns) == said(talk.conversation.turns)
     assert saved.skipped == len(BAD) + len(lines)
     other = dialogue()
@@ -128,12 +128,12 @@ def test_every_cut_of_a_journal_is_read(dialogue: Make, tmp_path: Path):
     """Wherever a crash has cut it, the lines before the cut are there."""
     left_behind_after(dialogue)
     data = journals(tmp_path)[0].read_bytes()
-    whole = chat_file.read(journals(tmp_path)[0])
+    whole = conversation.read(journals(tmp_path)[0])
     ends = [at for at, byte in enumerate(data) if byte == ord("\n")]
     cut = tmp_path / "cut"
     for end in range(ends[0], len(data), 37):
         cut.write_bytes(data[:end])
-        saved = chat_file.read(cut)
+        saved = conversation.read(cut)
         messages = 2 * len(saved.turns) + (saved.pending is not None)
         assert messages >= sum(at <= end for at in ends) - 1
         assert saved.turns == whole.turns[: len(saved.turns)]
@@ -152,7 +152,7 @@ def test_a_lost_message_costs_no_other(dialogue: Make, tmp_path: Path):
     for at, turns in enumerate(wanted):
         file = tmp_path / f"lost-{at}"
         file.write_text("\n".join([header, *lines[:at], *lines[at + 1 :]]))
-        saved = chat_file.read(file)
+        saved = conversation.read(file)
         assert said(saved.turns) == turns
         assert (saved.pending is not None) == (at == 3)
         other = dialogue()
@@ -224,7 +224,7 @@ def test_a_killed_chat_is_offered_again(dialogue: Make, tmp_path: Path, capsys: 
     twin.max_tokens = 7
     for line in (FIRST, SECOND):
         twin.answer(line)
-    assert chat_file.read(left).turns == twin.conversation.turns
+    assert conversation.read(left).turns == twin.conversation.turns
     assert stat.S_IMODE((folder / "history").stat().st_mode) == 0o600
 
     journal = Journal(folder / "chats", twin.journal.origin)
@@ -235,9 +235,9 @@ def test_a_killed_chat_is_offered_again(dialogue: Make, tmp_path: Path, capsys: 
     )
     other = dialogue(template=None)
     other.journal = journal
-    Commands(other).obey("resume", "")
+    ChatCommands(other).obey("resume", "")
     assert other.cache.tokens == twin.cache.tokens
     journal.close()
     (ended,) = journals(folder)
     assert ended.name.endswith(".last.jsonl")
-    assert chat_file.read(ended).turns == twin.conversation.turns
+    assert conversation.read(ended).turns == twin.conversation.turns

@@ -16,7 +16,7 @@ from tests.helpers.models import MODEL
 from tests.helpers.results import HEADER, case, write
 from windlass.cli.app import main
 from windlass.core import files
-from windlass.policies import pairs as pair_table
+from windlass.policies import pairs
 
 run = cli.run  # fixture
 DEEP = "[" * 100_000 + "]" * 100_000
@@ -112,7 +112,7 @@ def test_deep_results_are_told(run: Callable[..., Ran], tmp_path: Path):
 
 def test_a_deep_or_huge_table_of_pairs_is_told(run: Callable[..., Ran], tmp_path: Path):
     file = tmp_path / "pairs.json"
-    head = {"kind": pair_table.KIND, "version": 1, "model": "m", "fingerprint": "f", "merge": "mean", "tokens": 1}
+    head = {"kind": pairs.KIND, "version": 1, "model": "m", "fingerprint": "f", "merge": "mean", "tokens": 1}
     file.write_text(DEEP)
     assert_refused(run(*generate(PROMPT, "--policy", f"Pairs({file})")), "is not a file of `windlass calibrate`")
     file.write_text(json.dumps({**head, "seed": 0, "pairs": [[1, 2, 3, 10**400]]}))

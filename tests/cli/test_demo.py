@@ -218,7 +218,7 @@ def test_answers_end_where_they_stop(answer: str, shown: str):
     assert demo.trimmed(answer) == shown
 
 
-ROW = demo.Row("any", 1, 1, 1, 1.0, "[bold]48213", True)
+ROW = demo.DemoRow("any", 1, 1, 1, 1.0, "[bold]48213", True)
 FACTS_ROW = demo_facts.FactsRow("[bold]any", 1, 1, 8, 1, 1, 1.0, 1.0, 3, 40)
 
 

@@ -15,7 +15,7 @@ import windlass
 from tests.helpers.cli import START, rest_of
 from tests.helpers.models import MODEL
 from windlass.cache.merging import MERGES, TARGETS
-from windlass.cli import checks as declared
+from windlass.cli import checks
 from windlass.cli.terminal import CLEAR, loading
 from windlass.evals.speed.rows import SHAPES
 from windlass.policies import NAMES, WRAPPERS
@@ -61,14 +61,14 @@ def test_help_and_the_catalogue_do_not_import_torch() -> None:
 
 
 def test_what_is_declared_is_what_there_is() -> None:
-    assert list(declared.policies()) == [*NAMES, *WRAPPERS]
-    assert {name for name, kind in declared.policies().items() if declared.is_wrapper(kind)} == {*WRAPPERS}
+    assert list(checks.policies()) == [*NAMES, *WRAPPERS]
+    assert {name for name, kind in checks.policies().items() if checks.is_wrapper(kind)} == {*WRAPPERS}
     live = {name: [each.name for each in fields(kind)] for name, kind in MODES.items()}
-    assert {name: [*numbers] for name, numbers in declared.positions().items()} == live
-    assert declared.stores() == {name: [*kind.parameters] for name, kind in STORES.items()}
-    assert sorted(declared.merges()) == sorted(MERGES)
-    assert declared.merge_targets() == list(TARGETS)
-    assert declared.shapes() == list(SHAPES)
+    assert {name: [*numbers] for name, numbers in checks.positions().items()} == live
+    assert checks.stores() == {name: [*kind.parameters] for name, kind in STORES.items()}
+    assert sorted(checks.merges()) == sorted(MERGES)
+    assert checks.merge_targets() == list(TARGETS)
+    assert checks.shapes() == list(SHAPES)
 
 
 def test_a_clamp_needs_its_limit() -> None:

@@ -14,7 +14,7 @@ from tests.helpers.schedulers import options_of, request_of, rows_of, wait_for
 from windlass import UsageError
 from windlass.core.errors import PromptCacheError
 from windlass.engine.prefill import Reader
-from windlass.engine.prefix_cache import LOCK, NAME, SALT, DiskTier, KeptCaches, Snapshots, Wanted, salt_of
+from windlass.engine.prefix_cache import LOCK, NAME, SALT, DiskTier, EntrySelector, PrefixCache, Snapshots, salt_of
 from windlass.engine.request import Reuse
 from windlass.hf import prompt_cache
 
@@ -27,7 +27,7 @@ def opened(
 ) -> Iterator[tuple[Snapshots, DiskTier]]:
     """What a server has; at the end all is written."""
     disk = DiskTier(folder, limit, model)
-    snapshots = Snapshots(KeptCaches(memory), disk)
+    snapshots = Snapshots(PrefixCache(memory), disk)
     try:
         yield snapshots, disk
     finally:
@@ -75,7 +75,7 @@ def test_a_hit_equals_a_miss_bit_by_bit(
     with opened(tmp_path, model) as (snapshots, _):
         misses = [read(model, ids[:60], snapshots, **given)]
         for prompt in (ids, ids[:53] + ends):
-            alone = Snapshots(KeptCaches(0), snapshots._disk)
+            alone = Snapshots(PrefixCache(0), snapshots._disk)
             misses.append(read(model, prompt, alone, reuse=Reuse(lookup=False), **given))
     with opened(tmp_path, model) as (snapshots, _):
         assert not snapshots.kept.bytes
@@ -211,18 +211,18 @@ def test_an_owner_sees_and_deletes_files(model: PreTrainedModel, ids: list[int],
     with opened(tmp_path, model) as (snapshots, _):
         for tenant, name in (("me/anna", "novel"), ("me/", ""), ("you/", "novel")):
             read(model, ids, snapshots, tenant=tenant, reuse=Reuse(name=name))
-        told = snapshots.stored(Wanted("me"))
+        told = snapshots.stored(EntrySelector("me"))
         assert [(each.place, each.name) for each in told] == [("memory", ""), ("memory", "novel")]
     with opened(tmp_path, model) as (snapshots, _):
-        again = snapshots.stored(Wanted("me"))
+        again = snapshots.stored(EntrySelector("me"))
         assert [(each.place, each.name, each.tokens) for each in again] == [("disk", None, 52)] * 2
         assert {each.id for each in again} == {each.id for each in told}
-        assert [each.place for each in snapshots.stored(Wanted("me", name="novel"))] == ["disk"]
-        assert len(snapshots.forget(Wanted("me", name="novel"))) == 1
-        assert len(snapshots.forget(Wanted("me", id=again[0].id)) + snapshots.forget(Wanted("me"))) == 1
+        assert [each.place for each in snapshots.stored(EntrySelector("me", name="novel"))] == ["disk"]
+        assert len(snapshots.forget(EntrySelector("me", name="novel"))) == 1
+        assert len(snapshots.forget(EntrySelector("me", id=again[0].id)) + snapshots.forget(EntrySelector("me"))) == 1
         assert read(model, ids, snapshots, tenant="me/").cached == 0
         assert read(model, ids, snapshots, tenant="you/", reuse=Reuse(name="novel")).cached == 52
-        assert len(snapshots.forget(Wanted("me"))) == 1  # pending, or written by now
+        assert len(snapshots.forget(EntrySelector("me"))) == 1  # pending, or written by now
     assert len(files(tmp_path)) == 1
 
 

@@ -14,7 +14,7 @@ from tests.helpers.policies import made_by_default
 from tests.helpers.recorded import BUDGET, ENDS, PROMPT, begun, same, write
 from tests.helpers.tape import Tape
 from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Recent, Sampling, SnapKV, UsageError, kernels
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.cuda_graph import CudaGraph, Graph
 from windlass.evals.speed.measure import RotatedStorage
 from windlass.hf.cpu_decoder import FewTokensLayer
@@ -121,7 +121,7 @@ def test_a_table_is_long_enough_for_all_steps_that_one_graph_serves(positions: s
     # Tables have 256 rows, or twice as many, and a model that others used has long ones.
     model, ids = windlass.attach(tiny_model("llama")), text(250)[0].tolist()
     ours, theirs = (KVCache(model, budget=300, positions=positions, rollback=0, policy=Recent()) for _ in range(2))
-    logits, others = (engine.prefill(model, cache, [ids]) for cache in (ours, theirs))
+    logits, others = (generate.prefill(model, cache, [ids]) for cache in (ours, theirs))
     tape = Tape()
     assert write(model, ours, logits, tape) == write(model, theirs, others, None)
     assert tape.captured == 1
@@ -196,7 +196,7 @@ def test_the_engine_writes_from_a_graph_where_there_is_one(monkeypatch: pytest.M
     stop, prompts = tokenizer(",")["input_ids"][-1:], ["There were four of us--George, and", "He said"]
     texts, caches, tape = [], [], Tape()
     for graph in (tape, None):
-        monkeypatch.setattr(engine, "graph_for", lambda _, graph=graph: graph)
+        monkeypatch.setattr(generate, "graph_for", lambda _, graph=graph: graph)
         caches.append(KVCache(model, budget=16, policy=SnapKV(), batch=2, rollback=0))
         texts.append([windlass.generate(model, tokenizer, prompts, caches[-1], 25, SAMPLED, stop) for _ in range(2)])
     assert tape.replayed > 10

@@ -13,9 +13,9 @@ from tests.helpers.tape import Tape
 from windlass import H2O, TOVA, KeyDiff, KVCache, Sampling, SnapKV, kernels
 from windlass.cache import cache as memory_of_cache
 from windlass.cache import recall
-from windlass.cache.recall import Recalled, RecallMemory, RecallStore
+from windlass.cache.recall import RecallMemory, RecallStore, RecallTokens
 from windlass.core.parse import PAGE
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.cuda_graph import CudaGraph
 from windlass.engine.decode import Decoder
 from windlass.engine.sampler import Sampler
@@ -71,7 +71,7 @@ def test_a_recall_store_grows_between_two_recordings(
         written.append(write(model, cache, logits, graph, steps=130))
         cache.rollback(1)
         cache.drop(20, 31)
-        logits = engine.prefill(model, cache, [[3, 5, 6]])
+        logits = generate.prefill(model, cache, [[3, 5, 6]])
         written.append(write(model, cache, logits, graph, steps=12))
         caches.append(cache)
     assert written[:2] == written[2:]
@@ -88,7 +88,7 @@ def test_what_is_recorded_before_anything_can_be_recalled_recalls_later(
     model, tape, caches, written = attached_model("llama"), Tape(), [], []
     choose, recordings = RecallStore.choose, list[int]()
 
-    def counted(store: RecallStore, *asked: torch.Tensor) -> Recalled:
+    def counted(store: RecallStore, *asked: torch.Tensor) -> RecallTokens:
         recordings.append(tape.captured)
         return choose(store, *asked)
 
@@ -96,7 +96,7 @@ def test_what_is_recorded_before_anything_can_be_recalled_recalls_later(
     prompts = [text(24)[0].tolist(), text(23, seed=4)[0].tolist()]
     for graph in (tape, None):
         cache = KVCache(model, budget=24, batch=2, recall=8, recall_store="plain", policy=KeyDiff(), rollback=0)
-        logits = engine.prefill(model, cache, prompts)
+        logits = generate.prefill(model, cache, prompts)
         decoder = Decoder(model, cache, Sampler(Sampling(), [[1], [1]], cache.device), logits, graph)
         for step in range(16):
             written.append(decoder.next_tokens()[1])

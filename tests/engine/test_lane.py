@@ -16,7 +16,7 @@ from windlass.cache.edits import arrange_rows, clear_row, select_rows
 from windlass.cache.options import CacheOptions
 from windlass.cache.state import CacheState
 from windlass.core.positions import EMPTY
-from windlass.engine.request import Failed
+from windlass.engine.request import Failure
 from windlass.engine.row_bytes import RowBytes, Sizes, replace_batch
 from windlass.engine.sequence import PATIENCE, Lane
 from windlass.hf.attach import attached
@@ -200,7 +200,7 @@ def test_rows_that_are_lost_while_they_are_moved_are_told(
         second = engine.submit(request_of(other, 300))
         for ticket in (first, second):
             last = events_of(ticket)[-1]
-            assert isinstance(last, Failed)
+            assert isinstance(last, Failure)
             assert last.is_ours
         monkeypatch.setattr(MOVER, arrange_rows)
         tickets = [engine.submit(request_of(ids, 7)) for ids in (third, one)]

@@ -23,9 +23,7 @@ from windlass import DMC, KeyDiff, KVCache, LinearScorer, Pairs, Recent
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import MERGES, TARGETS, Merge, merge_of
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.policies import NAMES, WRAPPERS, Policy
-from windlass.policies import linear_scorer as scorer_file
-from windlass.policies import pairs as pair_table
+from windlass.policies import NAMES, WRAPPERS, Policy, linear_scorer, pairs
 from windlass.policies.pairs import PairTable
 from windlass.positions.modes import PositionMode, Windowed, position_mode
 from windlass.stores.formats import store_of
@@ -109,12 +107,12 @@ def test_no_wrapper_waits(run: Callable[..., None], name: str) -> None:
 
 
 def test_a_pair_table_does_not_wait(run: Callable[..., None], tmp_path: Path) -> None:
-    pair_table.write(PairTable("any", "any", "mean_count(next)", 1, 0, [(3, 4, 1, 0.5)]), tmp_path / "pairs")
+    pairs.write(PairTable("any", "any", "mean_count(next)", 1, 0, [(3, 4, 1, 0.5)]), tmp_path / "pairs")
     run(Pairs(str(tmp_path / "pairs")), merge="mean_count(next)")
 
 
 def test_a_scorer_does_not_wait(run: Callable[..., None], tmp_path: Path) -> None:
-    scorer_file.write(drawn(), tmp_path / "scorer")
+    linear_scorer.write(drawn(), tmp_path / "scorer")
     run(LinearScorer(str(tmp_path / "scorer")))
 
 

@@ -17,9 +17,9 @@ from tests.helpers.schedulers import events_of, options_of, request_of, running,
 from windlass import KVCache, UsageError, chunks
 from windlass.engine.chunks import PartsReader, part_options
 from windlass.engine.prefill import PromptReader
-from windlass.engine.prefix_cache import Kept, KeptCaches, Key, Wanted
+from windlass.engine.prefix_cache import CacheEntry, CacheKey, EntrySelector, PrefixCache
 from windlass.engine.recompute import recompute_of
-from windlass.engine.request import Failed, Finished, Piece, PromptParts, Request, Reuse
+from windlass.engine.request import Failure, Finish, Piece, PromptParts, Request, Reuse
 from windlass.engine.row_bytes import RowBytes
 from windlass.engine.scheduler import Scheduler
 from windlass.testing import tiny_model
@@ -54,7 +54,7 @@ def all_read(reader: PromptReader) -> PromptReader:
     return reader
 
 
-def read(model: PreTrainedModel, request: Request, kept: KeptCaches) -> PromptReader:
+def read(model: PreTrainedModel, request: Request, kept: PrefixCache) -> PromptReader:
     assert request.parts is not None
     return all_read(PartsReader(model, request, request.parts, kept))
 
@@ -66,7 +66,7 @@ def test_parts_are_joined_as_transformers_itself_would(
 ) -> None:
     """Each was read alone, and what is read again is written over, where it stands."""
     own = texts(3, SIZES)[1:]
-    kept = KeptCaches(PLENTY)
+    kept = PrefixCache(PLENTY)
     reader = read(attached_model(family), prompt_of(own, [True, True, True, False], recompute), kept)
     count = {"none": 0, "first(4)": 4, "first(40)": 40}[recompute]
     starts = ((23, 31), (54, 9))  # the first part is exact
@@ -82,7 +82,7 @@ def test_text_before_between_and_behind(attached_model: Models, recompute: str) 
     """As `windlass.chunks` joins them, group by group; a part is read behind the first token of the prompt."""
     model, own = attached_model("qwen3"), texts(5, (4, 17, 8, 11, 6, 3))
     request = prompt_of(own, [False, True, True, False, True, False], recompute)
-    reader = read(model, request, KeptCaches(PLENTY))
+    reader = read(model, request, PrefixCache(PLENTY))
     options = request.options
     parts = {at: chunks.encode(model, own[at], part_options(options), prefix=own[0][:1]) for at in (1, 2, 4)}
     whole = KVCache.from_options(model, options)
@@ -99,18 +99,18 @@ def test_text_before_between_and_behind(attached_model: Models, recompute: str) 
 
 def test_what_was_read_once_is_not_read_again(attached_model: Models) -> None:
     """In any order, and to the bit as if it had been read."""
-    model, kept = attached_model("llama"), KeptCaches(PLENTY)
+    model, kept = attached_model("llama"), PrefixCache(PLENTY)
     first = read(model, usual(), kept)
     assert (first.cached, first.recomputed) == (0, 12)
     for order in ((1, 2, 3), (3, 1, 2), (2, 3), (2, 2)):
         request = usual(order=order)
-        again, fresh = read(model, request, kept), read(model, request, KeptCaches(PLENTY))
+        again, fresh = read(model, request, kept), read(model, request, PrefixCache(PLENTY))
         size = sum(SIZES[at] for at in order)
         assert (again.cached, again.recomputed) == (size - 4 * len(order), 4 * len(order))
         assert again.logits is not None
         assert fresh.logits is not None
         assert again.logits.equal(fresh.logits)
-    assert len(list(kept.stored(Wanted("")))) == 3
+    assert len(list(kept.stored(EntrySelector("")))) == 3
 
 
 @pytest.mark.parametrize(
@@ -127,15 +127,15 @@ def test_what_was_read_once_is_not_read_again(attached_model: Models) -> None:
 )
 def test_who_shares_parts(attached_model: Models, other: dict[str, Any], cached: int) -> None:
     """A part evicts nothing, so that it fits rows of any budget; all else must be alike."""
-    model, kept = attached_model("llama"), KeptCaches(PLENTY)
+    model, kept = attached_model("llama"), PrefixCache(PLENTY)
     read(model, usual(), kept)
     assert read(model, usual(**other), kept).cached == cached
 
 
 def test_what_is_not_to_be_stored_is_not(attached_model: Models) -> None:
-    kept = KeptCaches(PLENTY)
+    kept = PrefixCache(PLENTY)
     read(attached_model("llama"), usual(reuse=Reuse(store=False)), kept)
-    assert (kept.bytes, list(kept.stored(Wanted("")))) == (0, [])
+    assert (kept.bytes, list(kept.stored(EntrySelector("")))) == (0, [])
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -145,7 +145,7 @@ def test_bytes_stay_within_what_was_said(attached_model: Models, family: str, st
     model, request = attached_model(family), usual("all", (2, 1, 3), options=options_of(budget=72, store=store))
     assert request.parts is not None
     limit = RowBytes.of(model, part_options(request.options)).reading(32) + 500
-    kept, most = KeptCaches(limit), RowBytes.of(model, request.options).joining(0)
+    kept, most = PrefixCache(limit), RowBytes.of(model, request.options).joining(0)
     reader = PartsReader(model, request, request.parts, kept)
     made = list[int]()
     real = kept.reserve
@@ -168,7 +168,7 @@ def test_bytes_stay_within_what_was_said(attached_model: Models, family: str, st
 @given(limit=st.integers(0, 90), sizes=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 2)), max_size=25))
 def test_the_limit_holds_after_every_call(limit: int, sizes: list[tuple[int, int]]) -> None:
     """Whatever is reserved, added and given back; what is there is room enough for what fits."""
-    kept, places = KeptCaches(limit), list[tuple[int, int]]()
+    kept, places = PrefixCache(limit), list[tuple[int, int]]()
     for size, what in sizes:
         if what == 0 and places:
             place, reserved = places.pop()
@@ -187,8 +187,8 @@ def empty() -> KVCache:
     return KVCache(windlass.attach(tiny_model("llama")))
 
 
-def _of_bytes(size: int) -> Kept:
-    return Kept(Key("part", "", "", ()), (), empty(), size)
+def _of_bytes(size: int) -> CacheEntry:
+    return CacheEntry(CacheKey("part", "", "", ()), (), empty(), size)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
@@ -197,7 +197,7 @@ def test_a_part_as_large_as_the_budget(attached_model: Models, family: str) -> N
     own, options = texts(9, (3, 190, 4)), options_of(budget=200)
     request = prompt_of(own, [False, True, False], "all", options=options)
     assert request.parts is not None
-    reader = PartsReader(model, request, request.parts, KeptCaches(PLENTY))
+    reader = PartsReader(model, request, request.parts, PrefixCache(PLENTY))
     most = 0
     while not reader.is_done:
         reader.read()
@@ -209,7 +209,7 @@ def test_a_part_as_large_as_the_budget(attached_model: Models, family: str) -> N
 def test_two_that_need_the_same_room_take_turns(attached_model: Models) -> None:
     model, request = attached_model("llama"), usual("none")
     assert request.parts is not None
-    kept = KeptCaches(RowBytes.of(model, part_options(request.options)).reading(32) + 500)
+    kept = PrefixCache(RowBytes.of(model, part_options(request.options)).reading(32) + 500)
     readers = [PartsReader(model, request, request.parts, kept) for _ in range(2)]
     for _ in range(50):
         for reader in readers:
@@ -223,7 +223,7 @@ def test_two_that_need_the_same_room_take_turns(attached_model: Models) -> None:
 
 @pytest.mark.parametrize("turns", [1, 2, 3])
 def test_a_reader_that_is_closed_gives_its_room_back(attached_model: Models, turns: int) -> None:
-    request, kept = usual(), KeptCaches(PLENTY)
+    request, kept = usual(), PrefixCache(PLENTY)
     assert request.parts is not None
     reader = PartsReader(attached_model("llama"), request, request.parts, kept)
     for _ in range(turns):
@@ -260,7 +260,7 @@ def test_a_request_that_ends_early_gives_its_room_back(
     with running(model, tokenizer, reuse_bytes=1 << 17, kinds=[(2, options_of(budget=700))]) as engine:
         long = prompt_of(texts(7, (5, 300, 300, 5)), [False, True, True, False], options=engine.options)
         failed = events_of(engine.submit(long))[-1]
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, Failure)
         assert failed.message.startswith("chunks: a part of 300 tokens takes")
         small = prompt_of(texts(8, (5, 60, 60, 5)), [False, True, True, False], options=engine.options)
         tokens_of(engine.submit(small))
@@ -270,9 +270,9 @@ def test_a_request_that_ends_early_gives_its_room_back(
         assert not engine._snapshots.kept._reserved
 
 
-def _taken(engine: Scheduler, request: Request) -> tuple[list[int], Finished]:
+def _taken(engine: Scheduler, request: Request) -> tuple[list[int], Finish]:
     events = events_of(engine.submit(request))
-    assert isinstance(events[-1], Finished)
+    assert isinstance(events[-1], Finish)
     return [event.token for event in events if isinstance(event, Piece)], events[-1]
 
 
@@ -286,5 +286,5 @@ def _taken(engine: Scheduler, request: Request) -> tuple[list[int], Finished]:
 def test_rows_that_read_nothing_again(attached_model: Models, options: dict[str, Any], said: str) -> None:
     request = usual(options=options_of(budget=90, **options))
     with pytest.raises(UsageError, match=said.replace("(", r"\(")):
-        read(attached_model("llama"), request, KeptCaches(PLENTY))
-    assert read(attached_model("llama"), usual("none", options=request.options), KeptCaches(PLENTY)).recomputed == 0
+        read(attached_model("llama"), request, PrefixCache(PLENTY))
+    assert read(attached_model("llama"), usual("none", options=request.options), PrefixCache(PLENTY)).recomputed == 0

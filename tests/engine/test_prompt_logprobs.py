@@ -13,7 +13,7 @@ from tests.helpers.schedulers import events_of, options_of, request_of, rows_of,
 from windlass import KVCache, Sampling, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.engine.recompute import Nothing
-from windlass.engine.request import Event, Finished, Piece, PromptLogprobs, PromptParts
+from windlass.engine.request import Event, Finish, Piece, PromptLogprobs, PromptParts
 from windlass.engine.scheduler import Scheduler
 from windlass.policies import KVzip
 
@@ -69,7 +69,7 @@ def test_those_of_a_prompt_that_is_held_are_the_models_own(
         assert told(events, top=2) == pytest.approx(wanted, abs=2e-4)
         assert not any(isinstance(each, Piece) for each in events)
         last = events[-1]
-        assert isinstance(last, Finished)
+        assert isinstance(last, Finish)
         assert (last.reason, last.usage.prompt, last.usage.written, last.usage.seen) == ("length", 37, 0, 37)
         wait_for(lambda: engine.status().free_rows == 2)
         more = asked(engine, ids, WIDE, max_tokens=3)
@@ -116,7 +116,7 @@ def test_a_prompt_that_is_kept_is_read_again(
     with running(attached_model("llama"), tokenizer, kinds=[(1, WIDE)], reuse_bytes=1 << 24) as engine:
         first = told(asked(engine, ids, WIDE), top=2)
         plain = events_of(engine.submit(request_of(ids, 1, options=WIDE)))[-1]
-        assert isinstance(plain, Finished)
+        assert isinstance(plain, Finish)
         assert plain.usage.cached > 0
         assert told(asked(engine, ids, WIDE), top=2) == first
 

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass.core.errors import UsageError
-from windlass.engine.request import EngineLimits, Finished, QueueFullError, Request, Ticket
+from windlass.engine.request import EngineLimits, Finish, QueueFullError, Request, Ticket
 from windlass.engine.scheduler import Scheduler
 
 ROWS = 4
@@ -67,7 +67,7 @@ def test_requests_one_after_the_other_need_no_queue(
     (ids,) = rows_of(text, 45)  # longer than its memory
     with running(model, tokenizer, rows=1, limits=EngineLimits(queue=0)) as engine:
         for _ in range(20):
-            assert isinstance(events_of(engine.submit(request_of(ids, 2)))[-1], Finished)
+            assert isinstance(events_of(engine.submit(request_of(ids, 2)))[-1], Finish)
 
 
 @pytest.mark.parametrize("is_reading", [True, False])
@@ -133,5 +133,5 @@ def test_a_request_that_cannot_begin_leaves_its_row(
     with running(model, tokenizer, rows=1, limits=EngineLimits(queue=0)) as engine:
         with monkeypatch.context() as patched:
             patched.setattr("windlass.engine.scheduler.Task", fails)
-            assert not isinstance(events_of(engine.submit(request_of(ids)))[-1], Finished)
+            assert not isinstance(events_of(engine.submit(request_of(ids)))[-1], Finish)
         assert len(tokens_of(engine.submit(request_of(ids)))) == 6

@@ -21,13 +21,13 @@ from tests.helpers.schedulers import (
     wait_for,
 )
 from windlass import KVCache, Sampling
-from windlass.engine import sequence as lane
-from windlass.engine.request import EngineLimits, Finished, Grammar, Piece, Ticket
+from windlass.engine import sequence
+from windlass.engine.request import EngineLimits, Finish, Grammar, Piece, Ticket
 from windlass.engine.text import Stops
 from windlass.policies import NAMES, Policy
-from windlass.policies.base import Trained
+from windlass.policies.base import ModelSpecific
 
-POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, Trained)]
+POLICIES = [policy() for policy in NAMES.values() if not issubclass(policy, ModelSpecific)]
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +43,7 @@ def test_a_row_beside_others_writes_what_it_writes_alone(
     text: Text,
     policy: Policy,
 ) -> None:
-    monkeypatch.setattr(lane, "PATIENCE", 1)  # so that rows are moved often
+    monkeypatch.setattr(sequence, "PATIENCE", 1)  # so that rows are moved often
     model, options = attached_model("llama"), options_of(policy=policy)
     prompts = rows_of(text, 41, 7, 30, 52, 1)
     truth = [alone(model, ids, options, 9 + number) for number, ids in enumerate(prompts)]
@@ -74,7 +74,7 @@ def test_other_options_have_a_cache_of_their_own(
     for ids, kind, own in zip(prompts, kinds, events, strict=True):
         assert [event.token for event in own if isinstance(event, Piece)] == alone(model, ids, kind, 8)
         last = own[-1]
-        assert isinstance(last, Finished)
+        assert isinstance(last, Finish)
         usage, seen = last.usage, len(ids) + 7
         assert (usage.prompt, usage.written, usage.seen) == (len(ids), 8, seen)
         assert usage.kept == (seen if kind.budget is None else kind.budget)
@@ -204,8 +204,8 @@ def test_stops_and_grammars(attached_model: Models, tokenizer: PreTrainedTokeniz
         assert [piece.token for piece in stopped] == free[: free.index(free[4]) + 1]
 
 
-def _pieces(ticket: Ticket) -> tuple[list[Piece], Finished]:
+def _pieces(ticket: Ticket) -> tuple[list[Piece], Finish]:
     events = events_of(ticket)
     last = events[-1]
-    assert isinstance(last, Finished)
+    assert isinstance(last, Finish)
     return [event for event in events if isinstance(event, Piece)], last

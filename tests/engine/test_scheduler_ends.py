@@ -9,7 +9,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import UsageError
-from windlass.engine.request import EngineDeadError, EngineLimits, Failed, Piece, Progress, QueueFullError
+from windlass.engine.request import EngineDeadError, EngineLimits, Failure, Piece, Progress, QueueFullError
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_what_is_too_large_alone_is_refused(
     model, (ids,) = attached_model("llama"), rows_of(text, 30)
     with running(model, tokenizer, limits=EngineLimits(alone_bytes=20_000)) as engine:
         failed = events_of(engine.submit(request_of(ids, options=options_of(budget=400))))[-1]
-        assert isinstance(failed, Failed)
+        assert isinstance(failed, Failure)
         assert not failed.is_ours
         assert "20,000" in failed.message
         assert len(tokens_of(engine.submit(request_of(ids)))) == 6
@@ -109,7 +109,7 @@ def test_a_slow_reader_is_dropped_and_holds_nobody_back(
         assert len(tokens_of(engine.submit(request_of(other, 50)))) == 50
         wait_for(lambda: not engine.status().rows)
         last = slow.take(0.0)[-1]
-        assert isinstance(last, Failed)
+        assert isinstance(last, Failure)
         assert "not taken" in last.message
 
 
@@ -119,7 +119,7 @@ def test_a_request_that_takes_too_long_ends(
     model, (ids,) = attached_model("llama"), rows_of(text, 30)
     with running(model, tokenizer, limits=EngineLimits(max_tokens=10**6)) as engine:
         last = events_of(engine.submit(request_of(ids, 10**6, seconds=0.1)))[-1]
-        assert isinstance(last, Failed)
+        assert isinstance(last, Failure)
         assert "longer than 0.1 seconds" in last.message
 
 
@@ -138,10 +138,10 @@ def test_time_counts_from_the_arrival(
         now[0] = 15.0
         stays = engine.submit(request_of(other, 7, seconds=30.0))
         now[0] = 21.0
-        assert events_of(waits) == [Failed("the request took longer than 20 seconds", is_ours=False)]
+        assert events_of(waits) == [Failure("the request took longer than 20 seconds", is_ours=False)]
         assert engine.status().free_rows == 0
         now[0] = 41.0
-        assert events_of(writes)[-1] == Failed("the request took longer than 40 seconds", is_ours=False)
+        assert events_of(writes)[-1] == Failure("the request took longer than 40 seconds", is_ours=False)
         assert tokens_of(stays) == alone(model, other, options_of(), 7)
 
 
@@ -154,7 +154,7 @@ def test_stop_ends_all_and_takes_nothing_more(
         writing.take(10.0)
         engine.stop()
         for ticket in (writing, waiting):
-            assert isinstance(events_of(ticket)[-1], Failed)
+            assert isinstance(events_of(ticket)[-1], Failure)
         with pytest.raises(EngineDeadError):
             engine.submit(request_of(ids))
 

@@ -10,10 +10,9 @@ from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import alone, events_of, options_of, request_of, rows_of, running, tokens_of, wait_for
 from windlass import UsageError
 from windlass.cache.state import CacheState
-from windlass.engine import scheduler
+from windlass.engine import scheduler, sequence
 from windlass.engine import scheduler as turns
-from windlass.engine import sequence as task
-from windlass.engine.request import EngineDeadError, EngineLimits, Failed, Piece
+from windlass.engine.request import EngineDeadError, EngineLimits, Failure, Piece
 from windlass.engine.scheduler import Scheduler, Watcher
 from windlass.engine.sequence import Lane
 
@@ -34,22 +33,22 @@ def test_an_error_fails_its_own_requests_and_the_engine_goes_on(
         wait_for(lambda: [row.phase for row in engine.status().rows] == ["writing"])
         if where == "step":
             fails = iter([True])
-            real = task.Task.take
+            real = sequence.ActiveRequest.take
 
-            def take(self: task.Task, logits: Tensor) -> None:
+            def take(self: sequence.ActiveRequest, logits: Tensor) -> None:
                 if self.writer.written > 3 and next(fails, False):
                     raise RuntimeError("out of luck")
                 real(self, logits)
 
-            monkeypatch.setattr(task.Task, "take", take)
+            monkeypatch.setattr(sequence.ActiveRequest, "take", take)
             events = events_of(ticket)
         else:
-            monkeypatch.setattr(task.Task, "read", lambda _: 1 / 0)
+            monkeypatch.setattr(sequence.ActiveRequest, "read", lambda _: 1 / 0)
             bad = engine.submit(request_of(other))
             events = events_of(bad)
             monkeypatch.undo()
             engine.cancel(ticket)
-        assert isinstance(events[-1], Failed)
+        assert isinstance(events[-1], Failure)
         assert events[-1].is_ours
         assert tokens_of(engine.submit(request_of(third, 7))) == alone(model, third, options_of(), 7)
         wait_for(lambda: engine.status().free_rows == 3)
@@ -63,10 +62,10 @@ def test_three_errors_in_a_row_are_the_end_and_all_are_told(
     model = attached_model("llama")
     prompts = rows_of(text, *range(10, 16))
     with running(model, tokenizer, rows=1) as engine:
-        monkeypatch.setattr(task.Task, "read", lambda _: 1 / 0)
+        monkeypatch.setattr(sequence.ActiveRequest, "read", lambda _: 1 / 0)
         tickets = [engine.submit(request_of(ids)) for ids in prompts]
         last = [events_of(ticket)[-1] for ticket in tickets]
-        assert all(isinstance(event, Failed) and event.is_ours for event in last)
+        assert all(isinstance(event, Failure) and event.is_ours for event in last)
         wait_for(lambda: not engine.status().is_alive)
         with pytest.raises(EngineDeadError):
             engine.submit(request_of(prompts[0]))
@@ -99,9 +98,9 @@ def test_three_failed_steps_are_the_end_though_all_else_is_well(
         for _ in range(3):
             events = events_of(engine.submit(request_of(ids, 4, options=options)))
             assert any(isinstance(event, Piece) for event in events)
-            assert isinstance(events[-1], Failed)
+            assert isinstance(events[-1], Failure)
         wait_for(lambda: not engine.status().is_alive)
-        assert isinstance(events_of(beside)[-1], Failed)
+        assert isinstance(events_of(beside)[-1], Failure)
 
 
 def test_a_request_that_cannot_begin_is_told_and_no_other(
@@ -109,10 +108,10 @@ def test_a_request_that_cannot_begin_is_told_and_no_other(
 ) -> None:
     model, (ids, other) = attached_model("llama"), rows_of(text, 19, 30)
     with running(model, tokenizer, rows=2) as engine:
-        monkeypatch.setattr(task, "Writer", lambda *_: 1 / 0)
+        monkeypatch.setattr(sequence, "Writer", lambda *_: 1 / 0)
         last = events_of(engine.submit(request_of(ids)))[-1]
         monkeypatch.undo()
-        assert isinstance(last, Failed)
+        assert isinstance(last, Failure)
         assert last.is_ours
         assert tokens_of(engine.submit(request_of(other, 7))) == alone(model, other, options_of(), 7)
         wait_for(lambda: engine.status().free_rows == 2)
@@ -133,7 +132,7 @@ def test_a_request_for_which_no_row_can_be_made_is_told_and_no_other(
     with running(model, tokenizer, rows=2) as engine:
         monkeypatch.setattr(scheduler, "Lane", broken)
         last = events_of(engine.submit(request_of(ids, options=options_of(budget=23))))[-1]
-        assert isinstance(last, Failed)
+        assert isinstance(last, Failure)
         assert last.is_ours == isinstance(error, RuntimeError)
         assert tokens_of(engine.submit(request_of(other, 7))) == alone(model, other, options_of(), 7)
         wait_for(lambda: engine.status().free_rows == 2)
@@ -147,7 +146,7 @@ def test_an_engine_that_ends_by_an_error_of_its_own_tells_all(
     with running(model, tokenizer, rows=1) as engine:
         monkeypatch.setattr(turns, "_late", lambda *_: 1 / 0)
         for ticket in [engine.submit(request_of(ids, 50)) for ids in prompts]:
-            assert isinstance(events_of(ticket)[-1], Failed)
+            assert isinstance(events_of(ticket)[-1], Failure)
         wait_for(lambda: not engine.status().is_alive)
 
 
@@ -158,8 +157,8 @@ def test_errors_of_single_requests_count_as_well(
     with running(model, tokenizer, rows=3) as engine:
         tickets = [engine.submit(request_of(ids, 10**3)) for ids in prompts]
         wait_for(lambda: [row.phase for row in engine.status().rows] == ["writing"] * 3)
-        monkeypatch.setattr(task.Task, "take", lambda *_: 1 / 0)
-        assert all(isinstance(events_of(ticket)[-1], Failed) for ticket in tickets)
+        monkeypatch.setattr(sequence.ActiveRequest, "take", lambda *_: 1 / 0)
+        assert all(isinstance(events_of(ticket)[-1], Failure) for ticket in tickets)
         wait_for(lambda: not engine.status().is_alive)
 
 

@@ -14,14 +14,14 @@ import windlass
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.schedulers import events_of, options_of, request_of, rows_of, running, wait_for
 from windlass.engine.prefill import Reader
-from windlass.engine.prefix_cache import KeptCaches, Snapshots
-from windlass.engine.request import Finished, Piece, Ticket
+from windlass.engine.prefix_cache import PrefixCache, Snapshots
+from windlass.engine.request import Finish, Piece, Ticket
 from windlass.engine.scheduler import Scheduler
 from windlass.policies import NAMES, Policy
-from windlass.policies.base import OneShot, Trained
+from windlass.policies.base import ModelSpecific, OneShot
 from windlass.testing import tiny_model
 
-STREAMING = [policy() for policy in NAMES.values() if not issubclass(policy, Trained | OneShot)]
+STREAMING = [policy() for policy in NAMES.values() if not issubclass(policy, ModelSpecific | OneShot)]
 
 
 @pytest.fixture(scope="module")
@@ -46,11 +46,11 @@ def read(model: PreTrainedModel, prompt: list[int], snapshots: Snapshots, **give
 def test_a_hit_equals_a_miss_bit_by_bit(attached_model: Models, text: Text, policy: Policy) -> None:
     model, options = attached_model("llama"), options_of(policy=policy)
     ids, ends = rows_of(text, 70, 29)
-    snapshots = Snapshots(KeptCaches(1 << 30))
+    snapshots = Snapshots(PrefixCache(1 << 30))
     read(model, ids[:60], snapshots, options=options)
     for prompt, cached in ((ids, 52), (ids[:53] + ends, 52), (ids[:52], 0)):
         hit = read(model, prompt, snapshots, options=options)
-        miss = read(model, prompt, Snapshots(KeptCaches(0)), options=options)
+        miss = read(model, prompt, Snapshots(PrefixCache(0)), options=options)
         assert hit.cached == cached
         assert hit.logits is not None
         assert miss.logits is not None
@@ -72,12 +72,12 @@ def test_the_end_of_each_message_is_kept(
     model, options = attached_model("llama"), options_of(policy=policy)
     ids, other = rows_of(text, 80, 40)
     ends = tuple(accumulate(lengths))
-    snapshots = Snapshots(KeptCaches(1 << 30))
+    snapshots = Snapshots(PrefixCache(1 << 30))
     read(model, ids[: ends[-1] + 2], snapshots, options=options, ends=ends)
     for end in ends:
         prompt, own = ids[:end] + other, (*(each for each in ends if each <= end), end + 7)
         hit = read(model, prompt, snapshots, options=options, ends=own)
-        miss = read(model, prompt, Snapshots(KeptCaches(0)), options=options, ends=own)
+        miss = read(model, prompt, Snapshots(PrefixCache(0)), options=options, ends=own)
         assert hit.cached == end
         assert hit.logits is not None
         assert miss.logits is not None
@@ -89,7 +89,7 @@ def test_the_end_of_each_message_is_kept(
 def test_a_prompt_that_was_read_in_other_passes_is_read_again(attached_model: Models, text: Text) -> None:
     """After an eviction its state is another."""
     model, (ids,) = attached_model("llama"), rows_of(text, 60)
-    snapshots = Snapshots(KeptCaches(1 << 30))
+    snapshots = Snapshots(PrefixCache(1 << 30))
     read(model, ids, snapshots, ends=(20, 45))
     assert read(model, ids[:45] + ids, snapshots).cached == 0
     assert read(model, ids[:45] + ids, snapshots, ends=(20,)).cached == 20
@@ -110,7 +110,7 @@ def test_a_whole_prompt_within_a_chunk_is_read_once(
 def test_where_prompts_part_is_kept_when_it_is_seen_again(attached_model: Models, text: Text) -> None:
     model = attached_model("llama")
     shared, *ends = rows_of(text, 30, 31, 32, 33)
-    snapshots = Snapshots(KeptCaches(1 << 30))
+    snapshots = Snapshots(PrefixCache(1 << 30))
     cached = [read(model, shared + end, snapshots).cached for end in ends]
     assert cached == [0, 0, 26]  # two chunks of 13
 
@@ -120,7 +120,7 @@ def test_where_prompts_part_is_kept_when_it_is_seen_again(attached_model: Models
 )
 def test_who_may_not_share_does_not(attached_model: Models, text: Text, other: dict[str, object]) -> None:
     model, (ids,) = attached_model("llama"), rows_of(text, 60)
-    snapshots = Snapshots(KeptCaches(1 << 30))
+    snapshots = Snapshots(PrefixCache(1 << 30))
     read(model, ids, snapshots)
     assert read(model, ids, snapshots, **other).cached == 0
     assert read(model, ids, snapshots).cached == 52
@@ -129,7 +129,7 @@ def test_who_may_not_share_does_not(attached_model: Models, text: Text, other: d
 def test_a_copy_is_given_out(attached_model: Models, text: Text) -> None:
     """What one request makes of a snapshot, no other one sees."""
     model, (ids,) = attached_model("llama"), rows_of(text, 60)
-    snapshots = Snapshots(KeptCaches(1 << 30))
+    snapshots = Snapshots(PrefixCache(1 << 30))
     read(model, ids, snapshots)
     one = read(model, ids, snapshots)
     for layer in one.cache.layers:
@@ -145,7 +145,7 @@ def test_a_copy_is_given_out(attached_model: Models, text: Text) -> None:
 )
 def test_the_limit_holds_after_every_call(lengths: list[int], limit: int, seed: int) -> None:
     model, draw = bound(), torch.Generator().manual_seed(seed)
-    snapshots = Snapshots(KeptCaches(limit))
+    snapshots = Snapshots(PrefixCache(limit))
     for length in lengths:
         reader = Reader(model, request_of(torch.randint(0, 3, (length,), generator=draw).tolist()), snapshots)
         while not reader.is_done:
@@ -165,8 +165,8 @@ def test_the_engine_tells_what_it_did_not_read_again(
         wait_for(lambda: engine.status().cached_tokens_total == 52)
 
 
-def _taken(engine: Scheduler, ids: list[int]) -> tuple[list[int], Finished]:
+def _taken(engine: Scheduler, ids: list[int]) -> tuple[list[int], Finish]:
     ticket: Ticket = engine.submit(request_of(ids, 9))
     events = events_of(ticket)
-    assert isinstance(events[-1], Finished)
+    assert isinstance(events[-1], Finish)
     return [event.token for event in events if isinstance(event, Piece)], events[-1]

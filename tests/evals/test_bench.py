@@ -109,7 +109,7 @@ def test_rows_take_turns(capsys: pytest.CaptureFixture[str]):
     times = squares()
     lists = BenchLists("7", "3", "0,20", storage="unrotated,rotated", threads="1")
     request = bench.BenchRequest(None, "tiny", None, lists, 512, 3, "auto")
-    assert cli_bench.bench(request, None, cli_bench.Form("json"), lambda: next(times)) == 0
+    assert cli_bench.bench(request, None, cli_bench.OutputFormat("json"), lambda: next(times)) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(each["test"], each["storage"]) for each in rows[:3]] == [
         ("pp7", "unrotated"),

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.tape import Tape
 from windlass import kernels
-from windlass.evals.speed import measure as bench_timer
+from windlass.evals.speed import measure
 from windlass.evals.speed.measure import Timer
 from windlass.evals.speed.rows import SHAPES, random_model, rows_of
 from windlass.evals.speed.workloads import BenchLists
@@ -63,7 +63,7 @@ def test_a_graph_is_recorded_before_the_clock_is_read(
         replayed.append((tape.captured, tape.replayed))
         return 0.0
 
-    monkeypatch.setattr(bench_timer, "graph_for", lambda _: tape)
+    monkeypatch.setattr(measure, "graph_for", lambda _: tape)
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)  # compiled kernels would hide from the tape
     [each] = rows_of(
         BenchLists("0", "6", str(depth), {"budget": budget, "policy": policy}, storage, batch="2", graph="on"), 32
@@ -73,14 +73,14 @@ def test_a_graph_is_recorded_before_the_clock_is_read(
     for turn in range(3):
         assert timer.cache.next_positions == [depth] * 2
         timer.run(clock)
-        assert timer.cache.next_positions == [depth + bench_timer.RECORDED + 6] * 2
+        assert timer.cache.next_positions == [depth + measure.RECORDED + 6] * 2
         (captured, before), (captured_then, after) = replayed[-2:]
         assert (captured_then, after - before) == (captured, 6), f"run {turn} records while it is timed"
         timer.take_back()
 
 
 def test_what_cannot_be_recorded_is_not_timed_as_a_graph(model: PreTrainedModel, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(bench_timer, "graph_for", lambda _: Tape())
+    monkeypatch.setattr(measure, "graph_for", lambda _: Tape())
     monkeypatch.setattr(Tape, "capture", Mock(side_effect=RuntimeError("a reason")))
     [each] = rows_of(BenchLists("0", "6", graph="on"), 32)
     with pytest.raises(windlass.UsageError, match=r"--graph on: a step of .* a reason; leave it out, or use off"):
@@ -96,7 +96,7 @@ def test_the_clock_waits_for_the_device(model: PreTrainedModel, monkeypatch: pyt
 
     [each] = rows_of(BenchLists("0", "3"), 512)
     timer = Timer(model, layer_shapes(model), each)
-    monkeypatch.setattr(bench_timer, "wait_for", lambda device: order.append(f"wait for {device}"))
-    monkeypatch.setattr(bench_timer, "prefill", lambda *_: order.append("step"))
+    monkeypatch.setattr(measure, "wait_for", lambda device: order.append(f"wait for {device}"))
+    monkeypatch.setattr(measure, "prefill", lambda *_: order.append("step"))
     timer.run(clock)
     assert order == ["wait for cpu", "clock", "step", "step", "step", "wait for cpu", "clock"]

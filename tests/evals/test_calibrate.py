@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 from tests.helpers.models import MODEL, Models, Text
 from windlass import KVCache, UsageError
 from windlass.cli.app import main
-from windlass.evals import calibrate as pair_costs
+from windlass.evals import calibrate
 from windlass.hf.load import load
-from windlass.policies import pairs as pair_table
+from windlass.policies import pairs
 from windlass.policies.pairs import PairTable
 
 TEXT = "It was the best of times, it was the worst of times, it was the age of wisdom. " * 40
@@ -24,7 +24,7 @@ TABLE = PairTable("LlamaForCausalLM", "0abc", "mean_count(next)", 12, 3, [(5, 2*
 
 def by_hand(model: PreTrainedModel, ids: Tensor, first: int) -> float:
     """The cost in a cache that merges nothing: both of the pair become two equal tokens at the place of the second."""
-    end = pair_costs.CONTEXT + 1
+    end = calibrate.CONTEXT + 1
     following = []
     for is_merged in (False, True):
         cache = KVCache(model)
@@ -46,10 +46,10 @@ def by_hand(model: PreTrainedModel, ids: Tensor, first: int) -> float:
 def test_the_cost_of_a_pair_is_that_of_merging_it_by_hand(
     attached_model: Models, text: Text, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pair_costs, "CONTEXT", 40)
-    monkeypatch.setattr(pair_costs, "ROWS", 3)
+    monkeypatch.setattr(calibrate, "CONTEXT", 40)
+    monkeypatch.setattr(calibrate, "ROWS", 3)
     model, ids = attached_model(family), text(48)
-    costs = pair_costs.pair_costs(model, ids[0].tolist(), range(31, 38))
+    costs = calibrate.pair_costs(model, ids[0].tolist(), range(31, 38))
     expected = [by_hand(model, ids, first) for first in range(31, 38)]
     assert min(expected) > 1e-5
     assert costs == pytest.approx(expected, rel=2e-3)
@@ -64,9 +64,9 @@ def test_a_table_is_the_mean_over_all_that_was_met(monkeypatch: pytest.MonkeyPat
         met.extend(found)
         return [cost for _, cost in found]
 
-    monkeypatch.setattr(pair_costs, "pair_costs", costs)
+    monkeypatch.setattr(calibrate, "pair_costs", costs)
     steps: list[tuple[int, int]] = []
-    table = pair_costs.measure_pair_costs(model, tokenizer, TEXT, 300, 5, lambda *step: steps.append(step))
+    table = calibrate.measure_pair_costs(model, tokenizer, TEXT, 300, 5, lambda *step: steps.append(step))
     assert len(met) == table.tokens == 123 * 3
     assert steps[0][0] == 0
     assert steps[-1] == (369, 369)
@@ -78,17 +78,17 @@ def test_a_table_is_the_mean_over_all_that_was_met(monkeypatch: pytest.MonkeyPat
     assert (table.model, table.merge, table.seed) == ("LlamaForCausalLM", "mean_count(next)", 5)
     one = [pair for pair, _ in met]
     met.clear()
-    pair_costs.measure_pair_costs(model, tokenizer, TEXT, 300, 5, lambda *_: None)
+    calibrate.measure_pair_costs(model, tokenizer, TEXT, 300, 5, lambda *_: None)
     assert [pair for pair, _ in met] == one
     with pytest.raises(UsageError, match="the text has 5 tokens; give one of at least 160"):
-        pair_costs.measure_pair_costs(model, tokenizer, "A short text.", 300, 5, lambda *_: None)
+        calibrate.measure_pair_costs(model, tokenizer, "A short text.", 300, 5, lambda *_: None)
 
 
 def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
     path = tmp_path / "pairs.json"
     path.write_text("an older file")
-    pair_table.write(TABLE, path)
-    assert pair_table.read(path) == TABLE
+    pairs.write(TABLE, path)
+    assert pairs.read(path) == TABLE
     assert json.loads(path.read_text())["version"] == 1
     assert [each.name for each in tmp_path.iterdir()] == ["pairs.json"]
 
@@ -110,30 +110,30 @@ def test_a_file_gives_back_what_was_written(tmp_path: Path) -> None:
 )
 def test_a_damaged_file_is_told_in_one_line(tmp_path: Path, change: Callable[[str], str], words: str) -> None:
     path = tmp_path / "pairs.json"
-    pair_table.write(TABLE, path)
+    pairs.write(TABLE, path)
     path.write_text(change(path.read_text()))
     with pytest.raises(UsageError, match=words) as caught:
-        pair_table.read(path)
+        pairs.read(path)
     assert str(path) in str(caught.value)
     assert "\n" not in str(caught.value)
     path.write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UsageError, match="is not a file of `windlass calibrate`"):
-        pair_table.read(path)
+        pairs.read(path)
     with pytest.raises(UsageError, match="cannot be read: No such file"):
-        pair_table.read(tmp_path / "nothing.json")
+        pairs.read(tmp_path / "nothing.json")
 
 
 def test_what_cannot_be_written_leaves_the_older_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "pairs.json"
-    pair_table.write(TABLE, path)
+    pairs.write(TABLE, path)
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)
     with pytest.raises(UsageError, match=r"pairs\.json cannot be written: No space left on device; give another name"):
-        pair_table.write(replace(TABLE, tokens=9), path)
-    assert pair_table.read(path) == TABLE
+        pairs.write(replace(TABLE, tokens=9), path)
+    assert pairs.read(path) == TABLE
     assert [each.name for each in tmp_path.iterdir()] == ["pairs.json"]
 
 
@@ -146,7 +146,7 @@ def test_the_command_writes_a_table_that_the_policy_reads(tmp_path: Path, capsys
     assert "pairs of 123 tokens; of those met more than once the cheapest" in shown.out
     assert "nats" in shown.out
     assert "note: the text has room for 123 tokens only" in shown.err
-    assert pair_table.read(table).seed == 3
+    assert pairs.read(table).seed == 3
     ask = ["generate", MODEL, TEXT[:640], "--budget", "90", "--merge", "mean_count(next)", "--max-tokens", "2"]
     assert main([*ask, "--policy", f"Pairs({table})", "--dtype", "float32"]) == 0
     capsys.readouterr()

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerBase
 
 from tests.helpers import models
 from windlass.core.errors import UsageError
-from windlass.evals.grid import Lists, SampleSpec, fit, grid_of, load_task
+from windlass.evals.grid import ListOptions, SampleSpec, fit, grid_of, load_task
 from windlass.evals.tasks import NAMES
 
 tokenizer = models.tokenizer  # fixture
@@ -101,7 +101,7 @@ def test_a_length_that_is_too_short_is_told(name: str, tokenizer: PreTrainedToke
 
 def test_lists_make_every_combination():
     grid = grid_of(
-        Lists(
+        ListOptions(
             "vt,fwe,vt",
             "80,90,80",
             {
@@ -130,7 +130,9 @@ def test_lists_make_every_combination():
 
 def test_rules_of_merging_are_a_list_too_and_a_cache_without_budget_has_none():
     grid = grid_of(
-        Lists("vt", "80", {"policies": "key_diff", "budgets": "all,4x", "merge": "none,mean_count,mean_count(next)"})
+        ListOptions(
+            "vt", "80", {"policies": "key_diff", "budgets": "all,4x", "merge": "none,mean_count,mean_count(next)"}
+        )
     )
     assert [(each.labels["policy"], each.labels["asked_budget"], each.labels["merge"]) for each in grid.settings] == [
         ("Recent()", "all", "none"),
@@ -143,20 +145,20 @@ def test_rules_of_merging_are_a_list_too_and_a_cache_without_budget_has_none():
 @pytest.mark.parametrize(
     ("lists", "says"),
     [
-        (Lists("vt", "80", {"budgets": "64,"}), "--budgets '64,' has an empty value"),
+        (ListOptions("vt", "80", {"budgets": "64,"}), "--budgets '64,' has an empty value"),
         (
-            Lists("vt", "80", {"budgets": "0.5x"}),
+            ListOptions("vt", "80", {"budgets": "0.5x"}),
             "--budgets '0.5x' is not a part of the text; write 4x for a quarter of it",
         ),
-        (Lists("vt", "80", {"budgets": "x"}), "--budgets 'x' is not a part of the text"),
-        (Lists("vt", "80", {"budgets": "many"}), "--budgets 'many' is not a whole number from 1 to 1073741824"),
-        (Lists("vt", "1k", {}), "--lengths '1k' is not a whole number from 1 to 1073741824"),
-        (Lists("vt", "80", {"merge": "mean_count,d2o"}), "merge='d2o' is not a rule; use one of: mean_count"),
-        (Lists("vt", "80", {"merge": "blur"}), "merge='blur' is not a rule; use one of: mean_count"),
-        (Lists("passkey,,vt", "80", {}), "--tasks 'passkey,,vt' has an empty value"),
+        (ListOptions("vt", "80", {"budgets": "x"}), "--budgets 'x' is not a part of the text"),
+        (ListOptions("vt", "80", {"budgets": "many"}), "--budgets 'many' is not a whole number from 1 to 1073741824"),
+        (ListOptions("vt", "1k", {}), "--lengths '1k' is not a whole number from 1 to 1073741824"),
+        (ListOptions("vt", "80", {"merge": "mean_count,d2o"}), "merge='d2o' is not a rule; use one of: mean_count"),
+        (ListOptions("vt", "80", {"merge": "blur"}), "merge='blur' is not a rule; use one of: mean_count"),
+        (ListOptions("passkey,,vt", "80", {}), "--tasks 'passkey,,vt' has an empty value"),
     ],
 )
-def test_wrong_lists_are_told(lists: Lists, says: str):
+def test_wrong_lists_are_told(lists: ListOptions, says: str):
     with pytest.raises(UsageError) as caught:
         grid_of(lists)
     assert says in str(caught.value)

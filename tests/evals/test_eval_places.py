@@ -6,7 +6,7 @@ import re
 import pytest
 
 from windlass.core.errors import UsageError
-from windlass.evals.grid import Lists, grid_of
+from windlass.evals.grid import ListOptions, grid_of
 from windlass.evals.tasks import NAMES
 
 NEEDLE = re.compile(r"One of the special magic numbers for ([\w-]+) is: (\d+)\.")
@@ -36,11 +36,11 @@ def test_an_answer_stands_at_the_depth_that_is_asked_for(name: str, depth: float
 
 
 def test_depths_make_a_task_each():
-    grid = grid_of(Lists("passkey,niah_multikey", "80", {}, "0,0.25,0.250,1"))
+    grid = grid_of(ListOptions("passkey,niah_multikey", "80", {}, "0,0.25,0.250,1"))
     names = ["passkey", "niah_multikey"]
     assert list(grid.tasks) == [f"{name}@{depth}" for name in names for depth in ("0", "0.25", "1")]
     assert list(grid.tasks.values()) == [NAMES[name].at(depth) for name in names for depth in (0.0, 0.25, 1.0)]
-    assert grid_of(Lists("passkey", "80", {})).tasks == {"passkey": NAMES["passkey"]}
+    assert grid_of(ListOptions("passkey", "80", {})).tasks == {"passkey": NAMES["passkey"]}
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_depths_make_a_task_each():
 )
 def test_a_place_that_cannot_be_is_told(tasks: str, depths: str, says: str):
     with pytest.raises(UsageError) as caught:
-        grid_of(Lists(tasks, "80", {}, depths))
+        grid_of(ListOptions(tasks, "80", {}, depths))
     assert says in str(caught.value)
 
 

@@ -10,13 +10,15 @@ from tests.helpers import cli
 from tests.helpers.cli import Ran
 from tests.helpers.models import MODEL
 from windlass import UsageError
-from windlass.evals.grid import Lists, grid_of
+from windlass.evals.grid import ListOptions, grid_of
 
 run = cli.run  # fixture
 
 
-def lists(recall: str, store: str = "int8") -> Lists:
-    return Lists("passkey", "90", {"policies": "recent", "budgets": "all,16", "recall": recall, "recall_store": store})
+def lists(recall: str, store: str = "int8") -> ListOptions:
+    return ListOptions(
+        "passkey", "90", {"policies": "recent", "budgets": "all,16", "recall": recall, "recall_store": store}
+    )
 
 
 def test_a_full_cache_recalls_nothing() -> None:

@@ -17,10 +17,10 @@ import windlass
 from tests.helpers import cli
 from tests.helpers.cli import Ran, assert_refused
 from tests.helpers.models import MODEL
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.text import encode
-from windlass.evals import Sample, Turn
-from windlass.evals.grid import Fitted, Lists, PlannedCase, SampleSpec, fit, grid_of
+from windlass.evals import Question, Sample
+from windlass.evals.grid import CasePlan, ListOptions, SampleSpec, SizedSample, fit, grid_of
 from windlass.evals.results import Case
 from windlass.evals.run import STRIDE, Runner, answered, cache_of, predicted
 from windlass.evals.tasks import NAMES
@@ -41,7 +41,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def setting(**lists: str) -> Any:
-    return grid_of(Lists("passkey", "500", lists)).settings[0]
+    return grid_of(ListOptions("passkey", "500", lists)).settings[0]
 
 
 @pytest.fixture
@@ -107,13 +107,13 @@ def test_texts_side_by_side_are_answered_as_alone(
     run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ):
     rows: list[int] = []
-    read = engine.prefill
+    read = generate.prefill
 
     def counted(model: PreTrainedModel, cache: windlass.KVCache, prompts: Any, progress: Any = None) -> Any:
         rows.append(len(prompts))
         return read(model, cache, prompts, progress)
 
-    monkeypatch.setattr(engine, "prefill", counted)
+    monkeypatch.setattr(generate, "prefill", counted)
     found = {}
     for batch in ("1", "3"):
         rows.clear()
@@ -149,7 +149,7 @@ def test_a_batch_is_gone_on_with(run: Callable[..., Ran], output: Path, monkeypa
     given = ("eval", MODEL, *QUICK, "--budgets", "24", "--policies", "recent", "--samples", "5", "-o", str(output))
     ask, batches = Runner.measured, []
 
-    def interrupted(runner: Runner, batch: list[PlannedCase]) -> list[Case]:
+    def interrupted(runner: Runner, batch: list[CasePlan]) -> list[Case]:
         batches.append([case.spec.number for case in batch])
         if len(batches) == 2:
             raise KeyboardInterrupt
@@ -166,7 +166,7 @@ def test_a_batch_is_gone_on_with(run: Callable[..., Ran], output: Path, monkeypa
 def test_an_interrupt_leaves_whole_lines(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
     ask, count = Runner.measured, []
 
-    def interrupted(runner: Runner, batch: list[PlannedCase]) -> list[Case]:
+    def interrupted(runner: Runner, batch: list[CasePlan]) -> list[Case]:
         count.append(1)
         if len(count) == 3:
             raise KeyboardInterrupt
@@ -191,8 +191,8 @@ def test_the_question_is_read_with_the_text_or_after_it(
     text = encode(tokenizer, fitted.sample.context, is_start=True)
     asked = [encode(tokenizer, turn.question, is_start=False) for turn in fitted.sample.turns]
     begun = [encode(tokenizer, turn.prefix, is_start=False) for turn in fitted.sample.turns]
-    read = Mock(wraps=engine.prefill)
-    monkeypatch.setattr(engine, "prefill", read)
+    read = Mock(wraps=generate.prefill)
+    monkeypatch.setattr(generate, "prefill", read)
     for is_aware in (False, True):
         read.reset_mock()
         cache = cache_of(model, setting(budgets="64"), 64, True)
@@ -208,18 +208,18 @@ def test_each_question_finds_the_cache_as_the_text_left_it(model: PreTrainedMode
     context = PassKey(NOVEL).compose(random.Random(0), 300, 90).context
     context += " One of the special magic numbers for quiet-river is: 73519."
     asked = " What is the special magic number for quiet-river mentioned above?"
-    magic = Turn(asked, " The special magic number for quiet-river is:", ("73519",))
+    magic = Question(asked, " The special magic number for quiet-river is:", ("73519",))
     sample = Sample(context, (key, magic, replace(key, question=" He looked at the river."), key))
     settings = setting(policies="key_diff", budgets="90", positions="compact")
     cache = cache_of(model, settings, 90, True)
-    fitted = [Fitted(sample, 90, 0, 0)]
+    fitted = [SizedSample(sample, 90, 0, 0)]
     [outcomes] = answered(model, tokenizer, cache, "any", PassKey(answer_tokens=6), fitted, False)
     assert len({outcome.output for outcome in outcomes}) >= 2
     assert outcomes[0].output == outcomes[3].output
     for outcome, turn in zip(outcomes, sample.turns, strict=True):
         alone = windlass.KVCache(model, 90, windlass.KeyDiff(), chunk=90, positions="compact")
-        engine.prefill(model, alone, [encode(tokenizer, context, is_start=True)])
-        result = engine.generate(model, tokenizer, [turn.question + turn.prefix], alone, 6)[0]
+        generate.prefill(model, alone, [encode(tokenizer, context, is_start=True)])
+        result = generate.generate(model, tokenizer, [turn.question + turn.prefix], alone, 6)[0]
         assert outcome.output == result.text
         assert outcome.turn == turn
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerBase
 
 from tests.helpers import models
-from windlass.evals import Sample, Turn
+from windlass.evals import Question, Sample
 from windlass.evals.grid import SampleSpec, fit
 from windlass.evals.tasks import NAMES
 from windlass.evals.tasks.niah import Needles
@@ -243,7 +243,7 @@ def test_frequent_words_are_the_three_most_frequent(units: int):
     ],
 )
 def test_scores_worked_by_hand(name: str, expected: tuple[str, ...], output: str, score: float):
-    assert NAMES[name].score(Turn("?", " A", expected), output) == score
+    assert NAMES[name].score(Question("?", " A", expected), output) == score
 
 
 def test_fillers_are_what_they_say():

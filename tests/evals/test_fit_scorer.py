@@ -15,10 +15,10 @@ from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.scorers import GROUP, HEAD_DIM, KV_HEADS, drawn, projected
 from windlass import KVCache, KVzip, LinearScorer, PolicyError, UsageError
 from windlass.cli.app import main
-from windlass.evals import calibrate as fit_scorer
+from windlass.evals import calibrate
 from windlass.evals.calibrate import LEAST, RIDGE, SINKS, Moments, calibration_texts
 from windlass.hf.load import load
-from windlass.policies import linear_scorer as scorer_file
+from windlass.policies import linear_scorer
 from windlass.policies.linear_scorer import Scorer
 
 PROSE = "The boat went up the river, and nobody said a word. Then it rained for an hour. " * 60
@@ -53,7 +53,7 @@ def test_weights_are_those_of_a_second_reading(attached_model: Models, text: Tex
     """From what the projections of the model gave in the first reading, and where the second one looked."""
     model = attached_model("llama")
     texts, told = [text(70, seed=seed)[0].tolist() for seed in (1, 2)], list[tuple[int, int]]()
-    found = fit_scorer.fitted(model, texts, lambda *numbers: told.append(numbers), "novel.txt", "magic_single")
+    found = calibrate.fitted(model, texts, lambda *numbers: told.append(numbers), "novel.txt", "magic_single")
     assert told == [(0, 2), (1, 2), (2, 2)]
     assert (found.texts, found.tokens, found.text, found.tasks) == (2, 140, "novel.txt", "magic_single")
     assert found.model == "LlamaForCausalLM"
@@ -89,25 +89,25 @@ def test_weights_are_those_of_a_second_reading(attached_model: Models, text: Tex
 
 
 def test_a_layer_with_its_own_window_has_no_weights(attached_model: Models, text: Text) -> None:
-    found = fit_scorer.fitted(attached_model("gemma3"), [text(70)[0].tolist()], lambda *_: None)
+    found = calibrate.fitted(attached_model("gemma3"), [text(70)[0].tolist()], lambda *_: None)
     assert sorted(found.layers) == [1, 3]
     with pytest.raises(UsageError, match=r"all layers of this model attend to a window of their own"):
-        fit_scorer.fitted(attached_model("mistral"), [text(70)[0].tolist()], lambda *_: None)
+        calibrate.fitted(attached_model("mistral"), [text(70)[0].tolist()], lambda *_: None)
 
 
 def test_what_cannot_be_fitted_is_refused(attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = attached_model("llama"), text(WIDTH + SINKS)[0].tolist()
     with pytest.raises(UsageError, match="scorer: 48 tokens are too few to fit 48 weights in each head; raise --texts"):
-        fit_scorer.fitted(model, [ids], lambda *_: None)
-    monkeypatch.setattr(fit_scorer, "MAX_FEATURES", 40)
+        calibrate.fitted(model, [ids], lambda *_: None)
+    monkeypatch.setattr(calibrate, "MAX_FEATURES", 40)
     with pytest.raises(UsageError, match="a kv head of layer 0 has 48 numbers a token, in its queries and key, and at"):
-        fit_scorer.fitted(model, [ids], lambda *_: None)
+        calibrate.fitted(model, [ids], lambda *_: None)
 
 
 def test_a_file_of_a_scorer_comes_back(tmp_path: Path) -> None:
     ours = drawn((0, 4))
-    scorer_file.write(ours, tmp_path / "scorer")
-    again = scorer_file.read(tmp_path / "scorer")
+    linear_scorer.write(ours, tmp_path / "scorer")
+    again = linear_scorer.read(tmp_path / "scorer")
     assert {**vars(again), "layers": None} == {**vars(ours), "layers": None}
     for layer, own in ours.layers.items():
         assert torch.equal(again.layers[layer].weights, own.weights)
@@ -145,12 +145,12 @@ def changed(data: bytes, change: Callable[[dict[str, Any]], object]) -> bytes:
 )
 def test_a_damaged_file_is_refused(tmp_path: Path, change: Callable[[bytes], bytes], says: str) -> None:
     file = tmp_path / "scorer"
-    scorer_file.write(drawn(), file)
+    linear_scorer.write(drawn(), file)
     file.write_bytes(change(file.read_bytes()))
     with pytest.raises(
         UsageError, match=f"^scorer {file}.*{says}.*; make it with `windlass calibrate MODEL TEXT --sco"
     ):
-        scorer_file.read(file)
+        linear_scorer.read(file)
     with pytest.raises(PolicyError, match=says):
         LinearScorer(str(file))
 
@@ -174,8 +174,8 @@ def test_the_command_fits_what_the_library_does_and_the_file_serves(
     )
     model, tokenizer = load(MODEL, "float32", "cpu")
     texts = calibration_texts(tokenizer, tmp_path / "text.txt", None, 3, 90, 5)
-    expected: Scorer = fit_scorer.fitted(model, texts, lambda *_: None, "text.txt")
-    read = scorer_file.read(output)
+    expected: Scorer = calibrate.fitted(model, texts, lambda *_: None, "text.txt")
+    read = linear_scorer.read(output)
     assert {**vars(read), "layers": None} == {**vars(expected), "layers": None}
     assert all(torch.equal(own.weights, expected.layers[layer].weights) for layer, own in read.layers.items())
     spec = f"LinearScorer({output})"

@@ -20,7 +20,7 @@ from windlass.evals.grid import Settings
 from windlass.evals.task import Budget
 from windlass.evals.texts import novel
 from windlass.evals.tune import (
-    Ranked,
+    CandidateResult,
     Records,
     budget_within,
     bytes_of,
@@ -132,12 +132,14 @@ def test_rounds() -> None:
 
 def ranked(
     policy: str, found: list[float], nll: float | list[float], positions: str = "original", store: str = "plain"
-) -> Ranked:
+) -> CandidateResult:
     nlls = nll if isinstance(nll, list) else [nll] * len(found)
     of_text = [("task", 500, 0, sample, None) for sample in range(len(found))]
     options = CacheOptions(policy=policy_of(policy), chunk=128, positions=positions, store=store)
     settings = Settings(Budget("1812", 1812), options)
-    return Ranked(settings, dict(zip(of_text, found, strict=True)), dict(zip(of_text, nlls, strict=True)), None, 900)
+    return CandidateResult(
+        settings, dict(zip(of_text, found, strict=True)), dict(zip(of_text, nlls, strict=True)), None, 900
+    )
 
 
 def test_the_best_that_is_surely_better() -> None:

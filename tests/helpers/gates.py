@@ -14,7 +14,7 @@ from windlass.engine.scheduler import Scheduler, Service, Watcher
 from windlass.hf.attach import attached
 from windlass.serve.app import Server
 from windlass.serve.errors import ServerSettings
-from windlass.serve.prompts import Words
+from windlass.serve.prompts import PromptTokenizer
 from windlass.serve.run import HttpServer, bound
 
 PATIENCE = 30.0  # seconds; nothing here takes as long
@@ -98,7 +98,7 @@ def listening(service: Service, tokenizer: PreTrainedTokenizerBase, vocabulary: 
     """The port of a server over `service`, which ends with the block."""
     jaxtyping.config.update("jaxtyping_disable", True)  # of the engine's thread, which reads one setting for all
     listener = bound("127.0.0.1", 0)
-    http = HttpServer(Server(service, Words(tokenizer, [1], vocabulary), ServerSettings(name)))
+    http = HttpServer(Server(service, PromptTokenizer(tokenizer, [1], vocabulary), ServerSettings(name)))
     listener.listen()  # clients may come before the thread runs
     thread = threading.Thread(target=http.run, args=([listener],))
     thread.start()

@@ -104,7 +104,7 @@ def fresh(model: PreTrainedModel, ids: list[int], question: list[int], options: 
 
 def joined(
     model: PreTrainedModel, parts: list[Part], mode: str, options: CacheOptions | None = None
-) -> tuple[KVCache, chunks.Joined]:
+) -> tuple[KVCache, chunks.JoinReport]:
     """A new cache with `parts`."""
     cache = KVCache.from_options(model, options or CacheOptions())
     return cache, chunks.join(model, cache, parts, mode)

@@ -5,7 +5,7 @@ from pathlib import Path
 from transformers import PreTrainedModel
 
 from windlass.hf.weights import fingerprint
-from windlass.policies import pairs as pair_table
+from windlass.policies import pairs
 from windlass.policies.pairs import PairTable
 
 
@@ -15,5 +15,5 @@ def table_of(path: Path, model: PreTrainedModel, costs: dict[tuple[int, int], fl
     table = PairTable(
         type(model).__name__, fingerprint(model), "mean_count(next)", 7, 0, sorted(rows, key=lambda row: -row[3])
     )
-    pair_table.write(table, path)
+    pairs.write(table, path)
     return str(path)

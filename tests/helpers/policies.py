@@ -9,7 +9,7 @@ import torch
 from tests.helpers.slots import slots_of
 from windlass import Policy
 from windlass.core.types import Scores
-from windlass.policies import H2O, NAMES, WRAPPERS, KeyDiff, Needs, Slots, Trained
+from windlass.policies import H2O, NAMES, WRAPPERS, KeyDiff, ModelSpecific, Needs, Slots
 
 ALL_POLICIES: list[Policy] = [*(kind() for kind in NAMES.values()), *(kind(H2O()) for kind in WRAPPERS.values())]
 """Each policy, and each wrapper around one that keeps state."""
@@ -33,7 +33,7 @@ def policy(
 ) -> Policy:
     """An instance of a policy class made of `score` and `attributes`."""
     names = {"score": score, "__doc__": "Made up.\n\nSource: none.\nDiffers: none.", **attributes}
-    usual = (Policy, Trained) if "preprocess" in attributes else (Policy,)
+    usual = (Policy, ModelSpecific) if "preprocess" in attributes else (Policy,)
     made: Any = type("Made", bases or usual, names)
     return dataclass(frozen=is_frozen)(made)()
 

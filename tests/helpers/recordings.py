@@ -18,8 +18,8 @@ from windlass.view.frames import (
     NOTHING,
     VERSION,
     Encoder,
-    Plane,
     RecalledPlane,
+    SlotGroup,
     Snapshot,
     end_record,
     json_record,
@@ -53,7 +53,7 @@ def tokenizer_of(words: Sequence[str]) -> PreTrainedTokenizerBase:
 
 def moment(
     seen: int,
-    planes: Sequence[Plane],
+    planes: Sequence[SlotGroup],
     held: Sequence[Sequence[int]],
     words: int = 1,
     told: int = 0,

@@ -11,7 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 import windlass
 from tests.helpers.models import Text
 from windlass.cache.options import CacheOptions
-from windlass.engine.request import EngineLimits, EngineStatus, Event, Failed, Finished, Piece, Request, Ticket
+from windlass.engine.request import EngineLimits, EngineStatus, Event, Failure, Finish, Piece, Request, Ticket
 from windlass.engine.scheduler import Scheduler
 from windlass.engine.text import Stops
 from windlass.hf.kv_cache import KVCache
@@ -51,7 +51,7 @@ def running(
 def events_of(ticket: Ticket) -> list[Event]:
     """All of them, once the last one is there."""
     events: list[Event] = []
-    while not events or not isinstance(events[-1], Finished | Failed):
+    while not events or not isinstance(events[-1], Finish | Failure):
         more = ticket.take(PATIENCE)
         assert more, "the engine gives no events"
         events += more
@@ -61,7 +61,7 @@ def events_of(ticket: Ticket) -> list[Event]:
 def tokens_of(ticket: Ticket) -> list[int]:
     """The tokens of a request that must not fail."""
     events = events_of(ticket)
-    assert isinstance(events[-1], Finished), events[-1]
+    assert isinstance(events[-1], Finish), events[-1]
     return [event.token for event in events if isinstance(event, Piece)]
 
 

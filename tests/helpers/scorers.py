@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from windlass.hf.weights import fingerprint
-from windlass.policies import linear_scorer as scorer_file
+from windlass.policies import linear_scorer
 from windlass.policies.linear_scorer import STEPS, ZERO, LayerWeights, Scorer
 
 KV_HEADS, GROUP, HEAD_DIM = 3, 5, 8  # of a tiny llama
@@ -31,7 +31,7 @@ def drawn(layers: Sequence[int] = (0, 1), model: str = "any", mark: str = "any",
 
 def scorer_of(path: Path, model: PreTrainedModel, layers: Sequence[int] = (0, 1), heads: int = KV_HEADS) -> str:
     """The name of a file with a scorer that serves `model`."""
-    scorer_file.write(drawn(layers, type(model).__name__, fingerprint(model), heads), path)
+    linear_scorer.write(drawn(layers, type(model).__name__, fingerprint(model), heads), path)
     return str(path)
 
 

@@ -16,7 +16,7 @@ from windlass.engine.request import EngineLimits
 from windlass.engine.scheduler import Scheduler
 from windlass.serve.app import Server
 from windlass.serve.errors import ServerSettings
-from windlass.serve.prompts import Words
+from windlass.serve.prompts import PromptTokenizer
 from windlass.serve.run import HttpServer, bound
 
 OPTIONS = CacheOptions(budget=48, policy="recent", chunk=16)
@@ -38,7 +38,7 @@ def engine_served(
     engine = Scheduler(model, tokenizer, [(2, options)], limits, reuse_bytes, disk=disk)
     engine.start()
     listener = bound("127.0.0.1", 0)
-    http = HttpServer(Server(engine, Words(tokenizer, [1], 2048), ServerSettings(NAME, **settings)))
+    http = HttpServer(Server(engine, PromptTokenizer(tokenizer, [1], 2048), ServerSettings(NAME, **settings)))
     listener.listen()  # clients may come before the thread runs
     thread = threading.Thread(target=http.run, args=([listener],))
     thread.start()

@@ -10,7 +10,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.helpers.models import MODEL
 from tests.helpers.schedulers import events_of, options_of, request_of, wait_for
-from windlass.engine.request import Failed, Grammar, Piece, Request
+from windlass.engine.request import Failure, Grammar, Piece, Request
 from windlass.engine.sampling import Sampling
 from windlass.engine.scheduler import Scheduler
 from windlass.hf.attach import attached
@@ -66,7 +66,7 @@ def served(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
     for ticket in tickets:
         events = events_of(ticket)
         found += [event.token for event in events if isinstance(event, Piece)]
-        found.append(-2 if isinstance(events[-1], Failed) else -1)
+        found.append(-2 if isinstance(events[-1], Failure) else -1)
     wait_for(lambda: engine.status().free_rows == 2)
     engine.stop()
     return found

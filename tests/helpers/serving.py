@@ -20,8 +20,8 @@ from windlass.engine.request import (
     EngineLimits,
     EngineStatus,
     Event,
-    Failed,
-    Finished,
+    Failure,
+    Finish,
     Piece,
     Progress,
     QueueFullError,
@@ -33,7 +33,7 @@ from windlass.engine.request import (
 from windlass.engine.scheduler import Service
 from windlass.serve.app import Server
 from windlass.serve.errors import ServerSettings
-from windlass.serve.prompts import Words
+from windlass.serve.prompts import PromptTokenizer
 from windlass.serve.run import HttpServer, bound
 
 TOOLS = "{% if tools %}[tools]{{ tools | tojson }}\n{% endif %}"
@@ -43,9 +43,9 @@ Script = Callable[[Request], Iterator[Event | None]]
 
 
 @cache
-def words() -> Words:
+def words() -> PromptTokenizer:
     """The shipped model's, under a template that knows tools."""
-    return Words(with_template(TEMPLATE.replace("{% for", TOOLS + "{% for", 1)), [1], VOCABULARY)
+    return PromptTokenizer(with_template(TEMPLATE.replace("{% for", TOOLS + "{% for", 1)), [1], VOCABULARY)
 
 
 def usage(request: Request, written: int) -> Usage:
@@ -63,7 +63,7 @@ def says(text: str) -> Script:
         yield Progress(total, total)
         for at, sign in enumerate(text[: request.max_tokens]):
             yield Piece(10 + at, sign)
-        yield Finished("stop" if len(text) <= request.max_tokens else "length", usage(request, len(text)))
+        yield Finish("stop" if len(text) <= request.max_tokens else "length", usage(request, len(text)))
 
     return script
 
@@ -119,7 +119,7 @@ class ScriptedService(Service):
         while self._under_way and monotonic() < until:
             sleep(0.01)
         for ticket in list(self._under_way.values()):
-            ticket.put(Failed("the server ends", is_ours=True))
+            ticket.put(Failure("the server ends", is_ours=True))
         self.is_alive = False
 
     def release(self) -> None:
@@ -172,7 +172,7 @@ class Served:
 
 
 @contextmanager
-def serving(service: ScriptedService, known: Words | None = None, **settings: Any) -> Iterator[Served]:
+def serving(service: ScriptedService, known: PromptTokenizer | None = None, **settings: Any) -> Iterator[Served]:
     """A server on a free port of loopback, until the end of the block; with other words if they are given."""
     listener = bound("127.0.0.1", 0)
     server = Server(service, known or words(), ServerSettings(NAME, **settings))

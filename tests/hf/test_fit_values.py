@@ -13,7 +13,7 @@ from tests.helpers.caches import assert_same, held
 from tests.helpers.models import Models, Text, read
 from windlass import KeyDiff, KeyNorm, KVCache, KVzip, Policy, UsageError
 from windlass.cache.recompute import RIDGE
-from windlass.hf import kv_cache as fit_values
+from windlass.hf import kv_cache
 from windlass.testing import SLIDING_WINDOW, tiny_hybrid
 
 KV_HEADS, GROUP = 3, 5
@@ -22,7 +22,7 @@ KV_HEADS, GROUP = 3, 5
 @pytest.fixture
 def pieces_of_7(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that a short text is read again in several passes."""
-    monkeypatch.setattr(fit_values, "CHUNK", 7)
+    monkeypatch.setattr(kv_cache, "CHUNK", 7)
 
 
 def filled(

@@ -10,7 +10,7 @@ from tests.helpers.hybrids import KINDS, bound, plain
 from tests.helpers.models import Text, masked, read
 from windlass import KVCache, Recent
 from windlass.engine.generate import prefill
-from windlass.hf import model_facts as refusal
+from windlass.hf import model_facts
 from windlass.testing import HYBRIDS, tiny_hybrid
 
 TOKENS, ROOMY = 45, 60
@@ -164,7 +164,7 @@ def test_bytes_do_not_grow_with_the_text(family: str, text: Text) -> None:
 
 
 def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(refusal, "__version__", "5.21.1")
+    monkeypatch.setattr(model_facts, "__version__", "5.21.1")
     with pytest.raises(windlass.UnsupportedModel, match=r"transformers 5\.22 or newer; this is 5\.21\.1"):
         windlass.attach(tiny_hybrid("lfm2"))
 

@@ -12,7 +12,7 @@ from tests.helpers.models import Text, logits_at, read
 from windlass import KVCache, Recent, UsageError
 from windlass.cache.layer import SlotLayer
 from windlass.hf import prompt_cache
-from windlass.hf.indexer import SeenPicks, indexed_layers
+from windlass.hf.indexer import IndexerObservation, indexed_layers
 from windlass.hf.recurrent import LayerKinds
 
 PICKED, TOKENS = 13, 45
@@ -209,7 +209,7 @@ def test_what_can_not_be_done_is_refused_by_name(text: Text) -> None:
 
 
 def test_layers_that_share_keys_and_pick_are_not_served() -> None:
-    seen, kinds = SeenPicks(layers={0: None}), LayerKinds((0, 1), sources={1: 0})
+    seen, kinds = IndexerObservation(layers={0: None}), LayerKinds((0, 1), sources={1: 0})
     found = indexed_layers(kinds, [], seen, seen, torch.zeros(2, 1), 1e-4)
     assert found.unserved == "layer 1 attends to the keys of layer 0, and picks for itself"
     found = indexed_layers(LayerKinds((0,)), [], seen, seen, torch.zeros(2, 1), 1e-4)

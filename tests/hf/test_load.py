@@ -9,7 +9,7 @@ from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progr
 from transformers.utils import logging
 
 import windlass
-from windlass.hf import load as load_module
+from windlass.hf import load
 
 FOLDER = Path(windlass.__file__).parent / "assets" / "finder-3m"
 
@@ -74,7 +74,7 @@ def test_the_hub_shows_its_downloads_where_its_user_wants_them(is_off: bool, mon
         seen.append((are_progress_bars_disabled(), logging.is_progress_bar_enabled()))
         raise windlass.UsageError("seen")
 
-    monkeypatch.setattr(load_module, "_from_folder_or_hub", loaded)
+    monkeypatch.setattr(load, "_from_folder_or_hub", loaded)
     logging.enable_progress_bar()  # the hub's, too
     (disable_progress_bars if is_off else enable_progress_bars)()
     try:

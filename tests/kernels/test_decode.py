@@ -10,8 +10,7 @@ from torch import Tensor
 
 from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Ranking, Retention, Visibility
 from windlass.core.positions import EMPTY, RESERVED
-from windlass.kernels import cpu
-from windlass.kernels import reference as reference_decode
+from windlass.kernels import cpu, reference
 
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
@@ -109,7 +108,7 @@ def test_steps_equal_the_reference(
     kernel = Decode(ours.fixed, ours.new_token(0, dtype, False).queries)
     for step in range(3):
         done, wanted = kernel(ours.new_token(step, dtype, step != 2)), None
-        wanted = reference_decode.decode(truth.fixed, truth.new_token(step, dtype, step != 2))
+        wanted = reference.decode(truth.fixed, truth.new_token(step, dtype, step != 2))
         assert_attended(done, wanted, ours.new_token(step, dtype, False), dtype)
         ours.take(done)
         truth.take(wanted)
@@ -141,7 +140,7 @@ def test_rows_over_budget_evict_what_the_reference_evicts(
     for step in range(5):
         new = replace(truth.new_token(step, dtype, step % 2 == 0, is_evicting=step != 2), released=released)
         done = kernel(new)
-        wanted = reference_decode.decode(truth.fixed, new)
+        wanted = reference.decode(truth.fixed, new)
         assert_attended(done, wanted, new, dtype)
         close = {"atol": 1e-2 * TOLERANCE[dtype] ** 0.5, "rtol": 1e-2}
         for its, one in zip(done.state, wanted.state, strict=True):
@@ -187,7 +186,7 @@ def test_slots_come_in_the_order_of_the_text_whatever_the_last_step_had() -> Non
     kernel = Decode(held[0].fixed, held[0].new_token(0, torch.float32, False).queries)
     for slots in (*held, held[1]):
         new = slots.new_token(0, torch.float32, False, is_evicting=True)
-        done, wanted = kernel(new), reference_decode.decode(held[0].fixed, new)
+        done, wanted = kernel(new), reference.decode(held[0].fixed, new)
         assert done.slot_positions.equal(wanted.slot_positions)
         assert done.evicted is not None
         assert wanted.evicted is not None

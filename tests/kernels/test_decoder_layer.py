@@ -10,8 +10,7 @@ from torch import Tensor
 
 from tests.helpers.linears import made
 from windlass.core.inputs import Activation, DecoderLayer, LinearLayer, Nibbles, Norm, Rounding
-from windlass.kernels import cpu
-from windlass.kernels import reference as reference_layer
+from windlass.kernels import cpu, reference
 
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
@@ -123,10 +122,10 @@ def test_it_equals_plain_pytorch_in_float64(
             exact(layer),
             inputs_of(layer, batch, tokens, dtype),
         )
-        theirs = reference_layer.before_attention(truth, hidden.double())
+        theirs = reference.before_attention(truth, hidden.double())
         for ours, expected in zip(kernel.before_attention(hidden), theirs, strict=True):
             assert_near(ours, expected, dtype)
-        expected = reference_layer.after_attention(truth, hidden.double(), attended.double())
+        expected = reference.after_attention(truth, hidden.double(), attended.double())
         assert_near(kernel.after_attention(hidden, attended), expected, dtype)
 
 
@@ -137,8 +136,8 @@ def test_it_rounds_where_transformers_rounds(rounding: Rounding, activation: Act
     layer = layer_of((128, 64, 2, 1, 192), torch.bfloat16, ("floats", rounding, activation, True))
     kernel, (hidden, attended) = FewTokens(layer, torch.bfloat16), inputs_of(layer, 2, 4, torch.bfloat16)
     ours = (*kernel.before_attention(hidden), kernel.after_attention(hidden, attended))
-    before = reference_layer.before_attention(layer, hidden)
-    theirs = (*before, reference_layer.after_attention(layer, hidden, attended))
+    before = reference.before_attention(layer, hidden)
+    theirs = (*before, reference.after_attention(layer, hidden, attended))
     for one, other in zip(ours, theirs, strict=True):
         assert (one == other).float().mean() > 0.9
 

@@ -27,7 +27,7 @@ from tests.helpers.attention_cases import BATCH, TOLERANCE, Case, cast, compare,
 from tests.helpers.interpreted import interpret_quickly
 from tests.helpers.models import Models, Text
 from windlass.kernels import triton
-from windlass.kernels.triton import tiles as plan
+from windlass.kernels.triton import tiles
 
 DEVICES: list[Any] = ["cpu"] if not torch.cuda.is_available() else []
 DEVICES = [*DEVICES, pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -43,10 +43,10 @@ def _interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def plans(monkeypatch: pytest.MonkeyPatch, rows: int, block: int, multiprocessors: int) -> None:
     """Blocks as large as the interpreter likes them, which takes the same time for a large one as for a small one."""
-    at = plan.Plan(rows, block, 4, 2)
-    monkeypatch.setattr(plan, "attend_plan", lambda *_: at)
-    monkeypatch.setattr(plan, "mass_plan", lambda *_: at)
-    monkeypatch.setattr(plan, "multiprocessors", lambda _: multiprocessors)
+    at = tiles.Plan(rows, block, 4, 2)
+    monkeypatch.setattr(tiles, "attend_plan", lambda *_: at)
+    monkeypatch.setattr(tiles, "mass_plan", lambda *_: at)
+    monkeypatch.setattr(tiles, "multiprocessors", lambda _: multiprocessors)
 
 
 def on(device: str, call: AttentionInput) -> AttentionInput:
@@ -185,13 +185,13 @@ def test_a_type_that_no_kernel_knows_is_refused() -> None:
 
 
 def test_parts_of_the_slots_fill_the_multiprocessors_but_once() -> None:
-    decode, device = plan.attend_plan(4, 128, 2, 16), torch.device("cpu")
+    decode, device = tiles.attend_plan(4, 128, 2, 16), torch.device("cpu")
     for programs, slots in ((8, 4096), (128, 65536), (3, 70), (10**6, 9)):
-        count, each = plan.splits(programs, slots, decode, device)
+        count, each = tiles.splits(programs, slots, decode, device)
         assert (count - 1) * each < slots <= count * each
         assert each % decode.block == 0
-        assert count == 1 or programs * count <= decode.programs * plan.DEFAULT_MULTIPROCESSORS
-    assert plan.splits(128, 4608, plan.attend_plan(2048, 128, 2, 16), device)[0] == 1
+        assert count == 1 or programs * count <= decode.programs * tiles.DEFAULT_MULTIPROCESSORS
+    assert tiles.splits(128, 4608, tiles.attend_plan(2048, 128, 2, 16), device)[0] == 1
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="they are run")

@@ -21,7 +21,7 @@ from windlass.cache import cache as memory_of_cache
 from windlass.cache import recall as recall_of_cache
 from windlass.cache.recall import RecallMemory
 from windlass.core.inputs import BestPages, ReadInput, WriteInput
-from windlass.kernels import reference as reference_recall
+from windlass.kernels import reference
 from windlass.kernels.triton import recall
 
 one_layer = models.one_layer  # fixture
@@ -75,7 +75,7 @@ def test_best_pages_are_those_of_the_reference(
     on: str, format: str, channels: int, queries: int, score_heads: int, candidates: int
 ) -> None:
     call = call_of(format, channels, queries, score_heads, candidates=candidates)
-    ours, truth = recall.best_pages(moved(call, on)), reference_recall.best_pages(call)
+    ours, truth = recall.best_pages(moved(call, on)), reference.best_pages(call)
     ours = BestPages(ours.pages.cpu(), ours.is_read.cpu())
     assert ours.pages.sort().values.equal(truth.pages.sort().values)
     assert read_of(ours).equal(read_of(truth))
@@ -86,14 +86,14 @@ def test_of_equal_pages_the_earlier_are_the_better(on: str) -> None:
     pieces = tuple(replace(each, tiles=torch.ones_like(each.tiles)) for each in call.pieces)
     call = replace(call, pieces=pieces, count=4)
     pages = recall.best_pages(moved(call, on)).pages.cpu()
-    assert pages.equal(reference_recall.best_pages(call).pages)
+    assert pages.equal(reference.best_pages(call).pages)
     assert pages.diff(dim=-1).gt(0).all()
 
 
 def test_what_digests_allow_is_that_of_the_reference(on: str) -> None:
     for format in FORMATS:
         call = call_of(format, 10, 3, candidates=21)
-        queries = reference_recall.grouped_queries(call)
+        queries = reference.grouped_queries(call)
         largest, least = (
             torch.cat([getattr(each, name).packed().floats().float() for each in call.digests], 2)[:, :, None, :140]
             for name in ("largest", "least")
@@ -114,14 +114,14 @@ def test_rows_are_read_and_written_as_the_reference_does(
     generator = torch.Generator().manual_seed(5)
     index = torch.randint(sum(SIZES), (2, 3, 41), generator=generator)
     read = ReadInput(states, index, is_tiled)
-    assert recall.read_tokens(moved(read, on)).cpu().equal(reference_recall.read_tokens(read))
+    assert recall.read_tokens(moved(read, on)).cpu().equal(reference.read_tokens(read))
     index = torch.stack([torch.randperm(sum(SIZES), generator=generator)[:41] for _ in range(2)])
     index[0, 3:9] = index[1, 40] = -1
-    rows = reference_recall.read_tokens(replace(read, index=index.clamp(min=0).flip(1)[:, None].expand(-1, 3, -1)))
+    rows = reference.read_tokens(replace(read, index=index.clamp(min=0).flip(1)[:, None].expand(-1, 3, -1)))
     ours, truth = (tuple(piece.clone() for piece in states) for _ in range(2))
     ours = tuple(hosted(piece, on) for piece in ours)
     recall.write_tokens(replace(moved(WriteInput((), index, rows, is_tiled), on), pieces=ours))
-    reference_recall.write_tokens(WriteInput(truth, index, rows, is_tiled))
+    reference.write_tokens(WriteInput(truth, index, rows, is_tiled))
     if on == "cuda":
         torch.cuda.synchronize()
     for mine, true, before in zip(ours, truth, states, strict=True):
@@ -131,9 +131,9 @@ def test_rows_are_read_and_written_as_the_reference_does(
 
 def test_the_reference_writes_where_the_index_says() -> None:
     rows, pieces = torch.arange(1.0, 13).view(1, 2, 3, 2), tuple(torch.zeros(1, 2, size, 2) for size in (32, 16))
-    reference_recall.write_tokens(WriteInput(pieces, torch.tensor([[35, -1, 7]]), rows, is_tiled=False))
+    reference.write_tokens(WriteInput(pieces, torch.tensor([[35, -1, 7]]), rows, is_tiled=False))
     tiles = tuple(tiles_of(torch.zeros(1, 2, size, 2)) for size in (32, 16))
-    reference_recall.write_tokens(WriteInput(tiles, torch.tensor([[35, -1, 7]]), rows.view(torch.int32), True))
+    reference.write_tokens(WriteInput(tiles, torch.tensor([[35, -1, 7]]), rows.view(torch.int32), True))
     for first, second in (pieces, [each.transpose(3, 4).flatten(2, 3).view(torch.float32) for each in tiles]):
         assert first[0, :, 7].tolist() == [[5.0, 6.0], [11.0, 12.0]]
         assert second[0, :, 3].tolist() == [[1.0, 2.0], [7.0, 8.0]]

@@ -61,11 +61,11 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(cpu, "instruction_set", lambda: request.param)
         return cpu.mean_key_cosine
     from windlass.kernels import triton
-    from windlass.kernels.triton import tiles as plan
+    from windlass.kernels.triton import tiles
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    monkeypatch.setattr(plan, "stream_plan", lambda _: plan.Plan(1, 64, 4, 2))
-    monkeypatch.setattr(plan, "multiprocessors", lambda _: 30)  # two or three parts for each row and head
+    monkeypatch.setattr(tiles, "stream_plan", lambda _: tiles.Plan(1, 64, 4, 2))
+    monkeypatch.setattr(tiles, "multiprocessors", lambda _: 30)  # two or three parts for each row and head
 
     def mean_key_cosine(keys: PackedStates, where: Tensor) -> Tensor:
         parts = vars(keys).items()
@@ -155,10 +155,10 @@ def test_equal_calls_give_equal_bits(backend: Backend) -> None:
 def test_slots_may_be_read_in_any_number_of_parts(
     backend: Backend, multiprocessors: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from windlass.kernels.triton import tiles as plan
+    from windlass.kernels.triton import tiles
 
-    monkeypatch.setattr(plan, "stream_plan", lambda _: plan.Plan(1, 16, 4, 2))
-    monkeypatch.setattr(plan, "multiprocessors", lambda _: multiprocessors)
+    monkeypatch.setattr(tiles, "stream_plan", lambda _: tiles.Plan(1, 16, 4, 2))
+    monkeypatch.setattr(tiles, "multiprocessors", lambda _: multiprocessors)
     keys, where = keys_of(Case(slots=301, is_per_head=False))  # 19 parts: more than are added up at once
     check(backend(keys, where), by_loops(keys.data, where), where)
 

@@ -11,9 +11,8 @@ from tests.helpers.recalls import digests_of
 from windlass import kernels
 from windlass.core.inputs import BestPages, Digests, PackedStates, PageInput, ReadInput, TiledKeys, WriteInput
 from windlass.core.parse import PAGE
-from windlass.kernels import cpu
-from windlass.kernels import reference as reference_recall
-from windlass.kernels.cpu import slots as recall
+from windlass.kernels import cpu, reference
+from windlass.kernels.cpu import slots
 
 
 @pytest.mark.parametrize("instructions", cpu.instruction_sets())
@@ -31,10 +30,10 @@ def test_kernels_match_the_reference(
     score_heads: int,
     candidates: int,
 ) -> None:
-    monkeypatch.setattr(recall, "instruction_set", lambda: instructions)
+    monkeypatch.setattr(slots, "instruction_set", lambda: instructions)
     call = call_of(format, channels, queries, score_heads, candidates=candidates)
-    assert recall.can_scan((*call.pieces, *recall.keys_of(call.digests)))
-    ours, truth = recall.best_pages(call), reference_recall.best_pages(call)
+    assert slots.can_scan((*call.pieces, *slots.keys_of(call.digests)))
+    ours, truth = slots.best_pages(call), reference.best_pages(call)
     # Some are worth the same but for rounding, so their order may differ.
     assert ours.pages.sort().values.equal(truth.pages.sort().values)
     assert read_of(ours).equal(read_of(truth))
@@ -46,13 +45,13 @@ def test_a_digest_has_the_largest_and_the_least_of_the_tokens_of_a_page() -> Non
     is_token = torch.ones(2, 3, 4, PAGE, dtype=torch.bool)
     is_token[1, :, 2, 3:] = False
     is_token[0, :, 1, 1:] = False
-    largest, least = reference_recall.digest_of(keys, is_token)
+    largest, least = reference.digest_of(keys, is_token)
     for row, page, tokens in ((0, 0, 8), (0, 1, 1), (0, 2, 8), (1, 1, 8), (1, 2, 3), (1, 3, 8)):
         assert largest[row, :, page].equal(keys[row, :, page, :tokens].max(1).values)
         assert least[row, :, page].equal(keys[row, :, page, :tokens].min(1).values)
 
 
-@pytest.mark.parametrize("best_pages", [recall.best_pages, reference_recall.best_pages])
+@pytest.mark.parametrize("best_pages", [slots.best_pages, reference.best_pages])
 def test_no_page_has_more_than_its_digest_allows(best_pages: Callable[[PageInput], BestPages]) -> None:
     """So the page of the largest product is the best one, as soon as few others are allowed more."""
     keys = torch.randn(1, 1, 1024, 12, generator=torch.Generator().manual_seed(9))
@@ -78,20 +77,20 @@ def test_rows_are_read_out_of_tiles_and_pieces(format: str) -> None:
     for is_tiled in (True, False):
         states = tuple(each.tiles if is_tiled else each.packed().data.contiguous() for each in pieces)
         call = ReadInput(states, index, is_tiled)
-        assert recall.read_tokens(call).equal(reference_recall.read_tokens(call))
+        assert slots.read_tokens(call).equal(reference.read_tokens(call))
 
 
 def test_an_odd_number_of_tiles_is_left_to_the_reference() -> None:
     call = call_of("bfloat16", 10, 1)
     odd = piece(48, "bfloat16", 10, 1, None)
-    assert not recall.can_scan((*call.pieces, odd))
+    assert not slots.can_scan((*call.pieces, odd))
 
 
 def test_a_page_with_a_poor_digest_is_not_looked_at() -> None:
     call = call_of("float32", 10, 1, candidates=20)
-    of_all = reference_recall.best_pages(replace(call, digests=()))
-    assert reference_recall.best_pages(replace(call, candidates=140)).pages.equal(of_all.pages)
-    assert not reference_recall.best_pages(call).pages.equal(of_all.pages)
+    of_all = reference.best_pages(replace(call, digests=()))
+    assert reference.best_pages(replace(call, candidates=140)).pages.equal(of_all.pages)
+    assert not reference.best_pages(call).pages.equal(of_all.pages)
 
 
 def test_the_reference_by_hand() -> None:
@@ -104,13 +103,13 @@ def test_the_reference_by_hand() -> None:
     pieces = (TiledKeys(tiles_of(keys), PackedStates(keys[:, :, :0])),)
     # Without token 5, which is kept: the pages' peaks are 5, 4, 0, 0 for query 0 of head 0, and 0, 0, 0, 1 for head 1.
     is_query = torch.tensor([[True, False]])
-    best = reference_recall.best_pages(PageInput(queries, is_query, pieces, positions, kept, 3))
+    best = reference.best_pages(PageInput(queries, is_query, pieces, positions, kept, 3))
     assert best.pages.tolist() == [[[0, 3, 1]]]
     is_read = [[True] * 5 + [False] + [True] * 2, [True] * 7 + [False], [True] * 8]
     assert best.is_read.view(3, PAGE).tolist() == is_read
 
 
-@pytest.mark.parametrize("best_pages", [recall.best_pages, reference_recall.best_pages])
+@pytest.mark.parametrize("best_pages", [slots.best_pages, reference.best_pages])
 def test_pages_that_are_all_but_certain_are_told_apart(best_pages: Callable[[PageInput], BestPages]) -> None:
     """Each is the only one that matters to a query: its share is 1 in float32, and the surest comes first."""
     keys, sure = torch.zeros(1, 1, 32, 4), torch.tensor([19.0, 25.0, 17.0, 23.0])
@@ -125,7 +124,7 @@ def test_pages_that_are_all_but_certain_are_told_apart(best_pages: Callable[[Pag
     ]
 
 
-@pytest.mark.parametrize("best_pages", [recall.best_pages, reference_recall.best_pages])
+@pytest.mark.parametrize("best_pages", [slots.best_pages, reference.best_pages])
 def test_one_page_alone_may_be_recalled(best_pages: Callable[[PageInput], BestPages]) -> None:
     call = call_of("float32", 64, 2)
     positions = torch.full_like(call.positions, -1)
@@ -138,8 +137,8 @@ def test_one_page_alone_may_be_recalled(best_pages: Callable[[PageInput], BestPa
 @pytest.mark.parametrize("format", FORMATS)
 def test_the_fast_kernels_are_those_that_are_called(monkeypatch: pytest.MonkeyPatch, format: str) -> None:
     call = call_of(format, 64, 1)
-    monkeypatch.setattr(reference_recall, "best_pages", None)
-    monkeypatch.setattr(reference_recall, "read_tokens", None)
+    monkeypatch.setattr(reference, "best_pages", None)
+    monkeypatch.setattr(reference, "read_tokens", None)
     assert kernels.best_pages(call).pages.shape == (2, 3, 20)
     assert kernels.read_tokens(ReadInput((call.pieces[0].tiles,), torch.zeros(2, 3, 4, dtype=torch.long), True)).any()
 
@@ -154,9 +153,9 @@ def test_rows_are_written_into_tiles_and_pieces(format: str, is_tiled: bool) -> 
     for other in (runs, [-1] * 19, [-1, *range(1100, 1118)], [*range(19)], [0, 1, 2, -1, *range(4, 19)]):
         index = torch.tensor([runs, other])
         source = torch.randint(1120, (2, 3, 19), generator=torch.Generator().manual_seed(5))
-        rows = reference_recall.read_tokens(ReadInput(states, source, is_tiled))
+        rows = reference.read_tokens(ReadInput(states, source, is_tiled))
         ours, truth = (tuple(piece.clone() for piece in states) for _ in range(2))
         kernels.write_tokens(WriteInput(ours, index, rows, is_tiled))
-        reference_recall.write_tokens(WriteInput(truth, index, rows, is_tiled))
+        reference.write_tokens(WriteInput(truth, index, rows, is_tiled))
         for mine, true in zip(ours, truth, strict=True):
             assert mine.equal(true)

@@ -26,7 +26,7 @@ from windlass.core.parse import PAGE
 from windlass.core.positions import EMPTY
 from windlass.kernels import cpu, reference
 from windlass.kernels import reference as reference_decode
-from windlass.kernels.cpu import slots as recall
+from windlass.kernels.cpu import slots
 from windlass.kernels.cpu.decode import Decode
 
 BATCH, KV_HEADS, GROUP, SLOTS, HELD, HEAD_DIM, VALUE_DIM, PAIRS = 2, 3, 5, 71, 19, 36, 20, 7
@@ -109,7 +109,7 @@ class Draw:
         assert self.fixed.recall is not None
         held = [(piece.keys.tiles, piece.keys.states.scales) for piece in self.fixed.recall.pieces]
         held += [(piece.values.data, piece.values.scales) for piece in self.fixed.recall.pieces]
-        held += [(each.tiles, each.states.scales) for each in recall.keys_of(self.fixed.recall.digests)]
+        held += [(each.tiles, each.states.scales) for each in slots.keys_of(self.fixed.recall.digests)]
         return [tensor for pair in held for tensor in pair if tensor is not None]
 
 

@@ -11,10 +11,10 @@ from tests.helpers.recall_calls import tiles_of
 from windlass import kernels
 from windlass.core.inputs import BestPages, Digests, PackedStates, PageInput, TiledKeys
 from windlass.core.parse import PAGE
-from windlass.kernels import reference as reference_recall
+from windlass.kernels import reference
 
 ROWS, HEADS, TOKENS, CHANNELS, COUNT = 9, 3, 640, 24, 20
-BACKENDS = [reference_recall.best_pages, kernels.best_pages]
+BACKENDS = [reference.best_pages, kernels.best_pages]
 
 
 def tiled(keys: Tensor) -> TiledKeys:
@@ -60,7 +60,7 @@ def test_rounding_decides_nothing_among_pages_of_repeated_tokens(
     best_pages: Callable[[PageInput], BestPages], candidates: int
 ) -> None:
     """The same pages, whatever the last bits of keys and products are, and however many rows there are."""
-    exact = reference_recall.best_pages(repeated(0.0, candidates)).pages.sort(-1).values
+    exact = reference.best_pages(repeated(0.0, candidates)).pages.sort(-1).values
     for noise in (0.0, 1e-7, -1e-7):
         call = repeated(noise, candidates)
         together = best_pages(call).pages.sort(-1).values

@@ -15,7 +15,7 @@ from tests.helpers.pair_tables import table_of
 from tests.helpers.policies import made_by_default
 from tests.helpers.scorers import scorer_of
 from windlass import KeyNorm, KVCache, LagKV, LinearScorer, Pairs, Policy, Recent
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.policies import FROM_FILES, NAMES, WRAPPERS
 from windlass.testing import VOCABULARY
 
@@ -41,7 +41,7 @@ OF_FILES: dict[str, Callable[[Path, PreTrainedModel], Policy]] = {"pairs": of_pa
 def scores(model: PreTrainedModel, policy: Policy, ids: list[int], chunk: int) -> list[Tensor]:
     """Scores of the tokens of each layer, in the order of the text, once all were read and before any is evicted."""
     cache = KVCache(model, 40 * len(ids), policy, chunk=chunk)  # the top layer of `Pyramid` gets a 20th
-    engine.prefill(model, cache, [ids])
+    generate.prefill(model, cache, [ids])
     found = []
     for layer in cache.layers:
         slots = layer.slots_at(cache.rows.standstill(cache.device))
@@ -86,7 +86,7 @@ def test_tokens_kept_where_each_step_evicts(
     kept = []
     for chunk in (LAG, LAG // 2, 1):
         cache = KVCache(model, 5 * LAG - 3, policy, sinks=0, chunk=chunk)
-        engine.prefill(model, cache, [ids])
+        generate.prefill(model, cache, [ids])
         kept.append(held(cache))
     assert kept[1:] == kept[:1] * 2
     assert name == "recent" or min(kept[0][0]) < len(ids) - 5 * LAG, "some are older than the newest"

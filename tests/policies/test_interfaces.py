@@ -32,7 +32,18 @@ from windlass import (
 from windlass.core.types import ModelInfo, NewKeys, Queries, Scores
 from windlass.hf.prompt_cache_format import PolicyNote, noted_policy
 from windlass.hf.weights import fingerprint
-from windlass.policies import FROM_FILES, NAMES, WRAPPERS, Budgeter, Initializer, Needs, OneShot, Slots, Trained, find
+from windlass.policies import (
+    FROM_FILES,
+    NAMES,
+    WRAPPERS,
+    Budgeter,
+    Initializer,
+    ModelSpecific,
+    Needs,
+    OneShot,
+    Slots,
+    find,
+)
 from windlass.policies.base import PerToken
 from windlass.policies.wrapper import changes_keys, keeps_newest, scoring_chunk
 from windlass.testing import check_policy
@@ -93,7 +104,7 @@ def test_what_nothing_would_use_is_named(attributes: dict[str, object], words: s
 
 
 @dataclass(frozen=True)
-class Asking(Policy, Trained):
+class Asking(Policy, ModelSpecific):
     """Keeps what it is told of a model. Source: none. Differs: none."""
 
     told: list[ModelInfo] = field(default_factory=list)

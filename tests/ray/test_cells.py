@@ -4,17 +4,17 @@ import json
 from pathlib import Path
 
 from tests.helpers.models import MODEL
-from windlass.evals.grid import Lists, PlannedCase
+from windlass.evals.grid import CasePlan, ListOptions
 from windlass.evals.ray_cluster import Cell, Cells
 from windlass.evals.run import EvalOptions, EvalWork, Sweep
 
 
 def options(budgets: str, samples: int, batch: int, tasks: str = "passkey", output: str = "a") -> EvalOptions:
-    lists = Lists(tasks, "200", {"policies": "recent", "budgets": budgets})
+    lists = ListOptions(tasks, "200", {"policies": "recent", "budgets": budgets})
     return EvalOptions(MODEL, lists, samples, 0, False, Path(output), "float32", 1, batch=batch)
 
 
-def planned(budgets: str, samples: int, tasks: str = "passkey") -> list[PlannedCase]:
+def planned(budgets: str, samples: int, tasks: str = "passkey") -> list[CasePlan]:
     from windlass.evals.grid import grid_of
 
     asked = options(budgets, samples, 1, tasks)

@@ -25,7 +25,7 @@ from tests.helpers.serving import (
     soon,
     usage,
 )
-from windlass.engine.request import EngineLimits, Event, Finished, Piece, Request
+from windlass.engine.request import EngineLimits, Event, Finish, Piece, Request
 
 pytest.importorskip("aiohttp")
 
@@ -231,7 +231,7 @@ def test_a_client_that_takes_nothing_is_given_up_by_the_replica() -> None:
 
 def pausing(request: Request) -> Iterator[Event | None]:
     """Writes a sign, and the next once it is released."""
-    yield from (Piece(5, "a"), None, Piece(6, "b"), Finished("stop", usage(request, 2)))
+    yield from (Piece(5, "a"), None, Piece(6, "b"), Finish("stop", usage(request, 2)))
 
 
 def test_a_death_under_way_is_an_error_that_can_be_retried() -> None:

@@ -18,9 +18,9 @@ from tests.helpers.cli import Ran, assert_refused
 from tests.helpers.models import MODEL
 from tests.helpers.processes import descendants, is_alive
 from tests.helpers.serving import soon
-from windlass.cli import measure_options as ray_options
+from windlass.cli import measure_options
 from windlass.core.errors import UsageError
-from windlass.evals.grid import Lists
+from windlass.evals.grid import ListOptions
 from windlass.evals.run import EvalOptions, Sweep
 from windlass.evals.tune import TuneOptions, Tuning
 
@@ -35,7 +35,7 @@ def _ray(ray: None) -> None:
 
 
 def options(output: Path, tasks: str, samples: int, batch: int = 1, threads: int | None = 1) -> EvalOptions:
-    lists = Lists(tasks, str(LENGTH), CACHE)
+    lists = ListOptions(tasks, str(LENGTH), CACHE)
     return EvalOptions(MODEL, lists, samples, 0, False, output, "float32", threads, batch=batch)
 
 
@@ -190,7 +190,7 @@ def test_options_that_do_not_go_together(run: Callable[..., Ran], tmp_path: Path
 
 
 def test_an_address_may_be_left_out(run: Callable[..., Ran], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray_options, "find_spec", lambda _: None)
+    monkeypatch.setattr(measure_options, "find_spec", lambda _: None)
     for given in (("--ray",), ("--ray", "--workers", "2"), ("--ray", "auto"), ("--ray", "10.0.0.1:6379")):
         ran = run("eval", MODEL, "-o", str(tmp_path / "a"), *given)
         assert_refused(ran, "--ray needs Ray; pip install 'windlass[ray]'")

@@ -17,7 +17,7 @@ from windlass.engine.request import Request
 from windlass.engine.scheduler import Scheduler
 from windlass.hf.load import load
 from windlass.serve.errors import ApiError
-from windlass.serve.prompts import Chunk, Words
+from windlass.serve.prompts import Chunk, PromptTokenizer
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 SEA = "The sea was calm, and nobody was there."
@@ -114,7 +114,7 @@ def test_a_bad_chunk_before_a_prompt(served: Served, given: Any) -> None:
 )
 def test_a_template_that_does_not_show_each_chunk_once(template: str) -> None:
     with pytest.raises(ApiError, match="does not show each chunk once"):
-        Words(with_template(template), [1], 2048).chat([{"role": "user", "content": ("a", Chunk(SEA))}], [])
+        PromptTokenizer(with_template(template), [1], 2048).chat([{"role": "user", "content": ("a", Chunk(SEA))}], [])
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from pydantic import BaseModel
 
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, ask, says, serving
-from windlass.serve.prompts import Words
+from windlass.serve.prompts import PromptTokenizer
 
 PATH = "/v1/chat/completions"
 USER: dict[str, Any] = {"role": "user", "content": "Time?"}
@@ -32,7 +32,7 @@ class Zone(BaseModel):
 def served() -> Iterator[Served]:
     template = TEMPLATE.replace("[{{ message.role }}]", LINE).replace("<|eos|>", CALLS + "<|eos|>")
     template = template.replace("{% for message", SHOWN_TOOLS + "{% for message")
-    with serving(ScriptedService(says("")), Words(with_template(template), [1], VOCABULARY)) as server:
+    with serving(ScriptedService(says("")), PromptTokenizer(with_template(template), [1], VOCABULARY)) as server:
         yield server
 
 
@@ -167,7 +167,7 @@ def test_a_result_in_many_dialects(served: Served, role: str, message: dict[str,
 
 def test_tools_that_the_template_hides_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """The prompt has them, and a call that the model writes is read."""
-    with serving(ScriptedService(says(CALL)), Words(with_template(TEMPLATE), [1], VOCABULARY)) as server:
+    with serving(ScriptedService(says(CALL)), PromptTokenizer(with_template(TEMPLATE), [1], VOCABULARY)) as server:
         for _ in range(2):
             with server.openai_client() as client:
                 asked: Any = {"model": NAME, "messages": [{"role": "system", "content": "Be short."}, USER]}
@@ -184,7 +184,7 @@ def test_tools_that_the_template_hides_are_told_once(caplog: pytest.LogCaptureFi
 
 def test_a_system_text_that_the_template_forbids(caplog: pytest.LogCaptureFixture) -> None:
     refuse = "{% if message.role == 'system' %}{{ raise_exception('no system') }}{% endif %}[{{ message.role }}]"
-    words = Words(with_template(TEMPLATE.replace("[{{ message.role }}]", refuse)), [1], VOCABULARY)
+    words = PromptTokenizer(with_template(TEMPLATE.replace("[{{ message.role }}]", refuse)), [1], VOCABULARY)
     with serving(ScriptedService(says("Late.")), words) as server:
         asked = [{"role": "system", "content": "Be short."}, {"role": "developer", "content": "In English."}, USER]
         assert ask(server.port, PATH, {"model": NAME, "messages": asked}).status == 200

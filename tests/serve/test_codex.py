@@ -8,8 +8,8 @@ import pytest
 
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, Answer, ScriptedService, Served, ask, events, says, serving
-from windlass.engine.request import Failed, Piece
-from windlass.serve.prompts import Words
+from windlass.engine.request import Failure, Piece
+from windlass.serve.prompts import PromptTokenizer
 
 PATH = "/v1/responses"
 HEADERS = {"originator": "codex_cli_rs", "session_id": "0193a5e4", "conversation_id": "0193a5e4"}
@@ -76,7 +76,7 @@ def served() -> Iterator[Served]:
     template = template.replace(
         "{% for message", "{# </think> #}{% if tools %}{{ tools | tojson }}\n{% endif %}{% for message", 1
     )
-    with serving(ScriptedService(says("")), Words(with_template(template), [1], VOCABULARY)) as server:
+    with serving(ScriptedService(says("")), PromptTokenizer(with_template(template), [1], VOCABULARY)) as server:
         yield server
 
 
@@ -199,7 +199,7 @@ def test_items_that_cannot_be_read_are_noted(served: Served) -> None:
 
 
 def test_a_failure_has_a_message_that_codex_shows(served: Served) -> None:
-    served.service.script = events(Piece(5, "a"), Failed("it took too long", is_ours=False))
+    served.service.script = events(Piece(5, "a"), Failure("it took too long", is_ours=False))
     found = events_of(ask(served.port, PATH, request(START), **HEADERS))
     [failed] = [each["response"] for each in found if each["type"] == "response.failed"]
     assert (failed["status"], failed["error"]["message"]) == ("failed", "it took too long")

@@ -9,7 +9,7 @@ import openai
 import pytest
 
 from tests.helpers.serving import NAME, ScriptedService, Served, says, serving, usage
-from windlass.engine.request import Event, Finished, Logprob, Piece, Request
+from windlass.engine.request import Event, Finish, Logprob, Piece, Request
 
 TEXT = "It is late."
 MESSAGES: Any = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "What time is it?"}]
@@ -111,7 +111,7 @@ def test_several_choices_and_prompts(served: Served, client: openai.OpenAI) -> N
     def numbered(request: Request) -> Iterator[Event | None]:
         text = f"{request.prompt[-1]}/{request.sampling.seed}"
         yield Piece(5, text)
-        yield Finished("stop", usage(request, 1))
+        yield Finish("stop", usage(request, 1))
 
     served.service.script = numbered
     answer = client.completions.create(model=NAME, prompt=[[7, 8], [9]], n=2, seed=40)
@@ -131,7 +131,7 @@ def likely(request: Request) -> Iterator[Event | None]:
     for token, text in ((65, ""), (66, "ab"), (67, "c")):
         others = tuple(Logprob(each, -float(each)) for each in (token, 90, 91)[: request.top_logprobs])
         yield Piece(token, text, (Logprob(token, -0.5 if token != 67 else float("-inf")), *others))
-    yield Finished("length", usage(request, 3))
+    yield Finish("length", usage(request, 3))
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])

@@ -19,7 +19,7 @@ from tests.helpers.serving import (
     soon,
     usage,
 )
-from windlass.engine.request import EngineLimits, Event, Finished, Piece, Progress, Request
+from windlass.engine.request import EngineLimits, Event, Finish, Piece, Progress, Request
 from windlass.serve.stream import ClientGone, unless_gone
 
 PHASES: dict[str, tuple[Event | None, ...]] = {
@@ -87,7 +87,7 @@ def test_a_client_that_does_not_read_is_given_up() -> None:
         for _ in range(200):
             yield Piece(5, "x" * 100_000)
         yield None
-        yield Finished("stop", usage(request, 200))
+        yield Finish("stop", usage(request, 200))
 
     service = ScriptedService(endless, EngineLimits(unread_seconds=0.3))
     with serving(service, ping_seconds=0.05) as served:
@@ -103,7 +103,7 @@ def test_a_slow_reader_holds_nobody_up(served: Served) -> None:
     def much(request: Request) -> Iterator[Event | None]:
         for _ in range(100):
             yield Piece(5, "x" * 100_000)
-        yield Finished("stop", usage(request, 100))
+        yield Finish("stop", usage(request, 100))
 
     served.service.script = much
     slow = RawClient(served.port, buffer=4096)

@@ -10,7 +10,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.helpers.serving import RawClient, ScriptedService, Served, ask, chat, complete, events, says, serving, soon
-from windlass.engine.request import Failed, Piece, Progress
+from windlass.engine.request import Failure, Piece, Progress
 
 ROUTES = ("/v1/chat/completions", "/v1/completions")
 
@@ -65,7 +65,7 @@ def test_an_engine_that_dies_without_a_word(served: Served, is_streamed: bool) -
 @pytest.mark.parametrize(("is_ours", "status"), [(True, 500), (False, 400)])
 def test_a_text_that_fails(served: Served, is_ours: bool, status: int) -> None:
     message = 'it took "too long"\n\\ and more'
-    served.service.script = events(Piece(5, "a"), Failed(message, is_ours))
+    served.service.script = events(Piece(5, "a"), Failure(message, is_ours))
     answer = ask(served.port, ROUTES[0], chat())
     assert (answer.status, answer.document["error"]["message"]) == (status, message)
     streamed = ask(served.port, ROUTES[0], chat(stream=True))
@@ -77,7 +77,7 @@ def test_a_text_that_fails(served: Served, is_ours: bool, status: int) -> None:
 
 
 def test_one_text_that_fails_ends_the_others(served: Served) -> None:
-    scripts = iter([events(Failed("no", True)), events(Piece(5, "a"), None)])
+    scripts = iter([events(Failure("no", True)), events(Piece(5, "a"), None)])
     served.service.script = lambda request: next(scripts)(request)
     assert ask(served.port, ROUTES[1], complete(n=2)).status == 500
     assert served.service.is_idle()
@@ -85,7 +85,7 @@ def test_one_text_that_fails_ends_the_others(served: Served) -> None:
 
 
 def test_a_silent_stream_lives(served: Served) -> None:
-    served.service.script = events(Progress(3, 9), None, Piece(5, "a"), Failed("end", True))
+    served.service.script = events(Progress(3, 9), None, Piece(5, "a"), Failure("end", True))
     client = RawClient(served.port)
     client.post(ROUTES[0], chat(stream=True))
     assert b": read 3 of 9\n\n" in client.until(b": waiting\n\n")

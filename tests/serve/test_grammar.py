@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers.serving import VOCABULARY, ScriptedService, Served, ask, chat, serving, usage, words
-from windlass.engine.request import Event, Finished, Grammar, Piece, Request
+from windlass.engine.request import Event, Finish, Grammar, Piece, Request
 from windlass.engine.text import TextStream
 from windlass.serve.errors import BadField
 from windlass.serve.grammar import MOST_KEPT, Grammars
@@ -45,7 +45,7 @@ def draws(request: Request) -> Iterator[Event | None]:
         stream, written = stream.pushed(token), written + 1
         yield Piece(token, stream.piece)
     yield Piece(0, stream.ended().piece)
-    yield Finished("stop" if reason == "stop" else "length", usage(request, written))
+    yield Finish("stop" if reason == "stop" else "length", usage(request, written))
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,8 @@ import pytest
 
 from tests.helpers.serving import RawClient, ScriptedService, Served, ask, chat, complete, events, says, serving, soon
 from windlass.core.errors import UsageError
-from windlass.engine.request import Failed, Request
-from windlass.serve import run as listen
+from windlass.engine.request import Failure, Request
+from windlass.serve import run
 from windlass.serve.errors import RequestLimits
 from windlass.serve.run import check_address, hosts_of
 
@@ -85,7 +85,7 @@ def test_a_body_that_does_not_come(guarded: Served) -> None:
 
 
 def test_a_head_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(listen, "HEAD_SECONDS", 0.2)
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.2)
     service = ScriptedService(says("fine"))
     with serving(service) as served:
         silent, half = RawClient(served.port), RawClient(served.port)
@@ -128,7 +128,7 @@ def test_a_key_that_is_none(key: str) -> None:
 
 
 def test_a_log_has_no_text_of_a_request(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    service = ScriptedService(events(Failed("a step failed", is_ours=True)))
+    service = ScriptedService(events(Failure("a step failed", is_ours=True)))
 
     secret = str(3**40)  # the log has lines of code, and none of them has this number
 

@@ -8,7 +8,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tests.helpers.models import MODEL
 from tests.helpers.serving import Answer, ScriptedService, ask, complete, says, serving
-from windlass.serve.prompts import MARKS, SUFFIX_FIRST, Words
+from windlass.serve.prompts import MARKS, SUFFIX_FIRST, PromptTokenizer
 
 STORIES = Path(__file__).parents[1] / "models" / "stories260K"
 PREFIX, SUFFIX = "def area(r):\n    return ", " * r\n"
@@ -28,7 +28,7 @@ def with_tokens(path: Path | str, *names: str) -> PreTrainedTokenizerBase:
 def asked(tokenizer: PreTrainedTokenizerBase, **fields: Any) -> tuple[ScriptedService, Answer]:
     """A completion of one or more prompts, and what the engine was asked for."""
     service = ScriptedService(says("pi"))
-    with serving(service, Words(tokenizer, [1], len(tokenizer))) as served:
+    with serving(service, PromptTokenizer(tokenizer, [1], len(tokenizer))) as served:
         return service, ask(served.port, "/v1/completions", complete(**{"prompt": PREFIX} | fields))
 
 

@@ -14,7 +14,7 @@ from windlass.cli.serve import ServeArguments, options_of
 from windlass.cli.session import kinds_of
 from windlass.core.errors import UsageError
 from windlass.engine.scheduler import Scheduler
-from windlass.serve import requests as asked
+from windlass.serve import requests
 
 __all__ = ["loaded_once", "run"]
 
@@ -84,7 +84,7 @@ def test_a_request_gets_the_smallest_rows_that_are_as_it_asks(attached_model: Mo
     )
 
     def given(**own: Any) -> dict[str, int | str | None]:
-        return asked.options_of(own, engine.options, engine.kinds).labels()
+        return requests.options_of(own, engine.options, engine.kinds).labels()
 
     assert given() == first.labels()
     assert given(policy="snapkv") == small.labels()

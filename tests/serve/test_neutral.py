@@ -7,7 +7,7 @@ import pytest
 
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, ask, says, serving
-from windlass.serve.prompts import Words
+from windlass.serve.prompts import PromptTokenizer
 
 ROUTES: dict[str, dict[str, Any]] = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": "Time?"}]},
@@ -105,7 +105,7 @@ def test_no_effort_switches_a_thought_off(effort: dict[str, Any]) -> None:
     """Where the template has the variable; a value that the client gives itself comes first."""
     template = "{% if enable_thinking is false %}[quick]{% endif %}" + TEMPLATE
     route = "/v1/responses" if "reasoning" in effort else "/v1/chat/completions"
-    with serving(ScriptedService(says("Late.")), Words(with_template(template), [1], VOCABULARY)) as server:
+    with serving(ScriptedService(says("Late.")), PromptTokenizer(with_template(template), [1], VOCABULARY)) as server:
         prompts = []
         for given in (effort, {}, effort | {"chat_template_kwargs": {"enable_thinking": True}}):
             assert ask(server.port, route, {"model": NAME, **ROUTES[route], **given}).status == 200

@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, says, serving
-from windlass.serve.prompts import Words
+from windlass.serve.prompts import PromptTokenizer
 
 CLOCK: Any = {"type": "function", "name": "clock", "description": "The time.", "parameters": {"type": "object"}}
 CALL = '<tool_call>{"name": "clock", "arguments": {"zone": "CET"}}</tool_call>'
@@ -22,7 +22,7 @@ CALLS = (
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     template = TEMPLATE.replace("[{{ message.role }}]", LINE).replace("<|eos|>", CALLS + "<|eos|>")
-    with serving(ScriptedService(says("")), Words(with_template(template), [1], VOCABULARY)) as server:
+    with serving(ScriptedService(says("")), PromptTokenizer(with_template(template), [1], VOCABULARY)) as server:
         yield server
 
 

@@ -8,7 +8,7 @@ import openai
 import pytest
 
 from tests.helpers.serving import NAME, ScriptedService, Served, ask, events, says, serving
-from windlass.engine.request import Failed, Piece
+from windlass.engine.request import Failure, Piece
 
 TEXT = "It is late."
 CLOCK: Any = {"type": "function", "name": "clock", "description": "The time.", "parameters": {"type": "object"}}
@@ -167,7 +167,7 @@ def test_what_null_stands_for(served: Served) -> None:
 
 
 def test_a_stream_that_fails(served: Served) -> None:
-    served.service.script = events(Piece(5, "a"), Failed("it took too long", is_ours=False))
+    served.service.script = events(Piece(5, "a"), Failure("it took too long", is_ours=False))
     *_, failed, last = ask(served.port, PATH, {"input": "x", "stream": True}).body.strip().split(b"\n\n")
     response = json.loads(failed.partition(b"\ndata: ")[2])["response"]
     assert failed.startswith(b"event: response.failed\n")

@@ -1,4 +1,4 @@
-"""A process that serves: its address, its signals, and its command."""
+"""A process that serves: its address, its signals, and its serve."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ import pytest
 from tests.helpers.cli import Ran, loaded_once, run
 from tests.helpers.models import MODEL
 from tests.helpers.serving import RawClient, complete
-from windlass.cli import serve as command
+from windlass.cli import serve
 from windlass.cli.options import CacheArguments
 from windlass.cli.serve import ServeArguments, options_of
 from windlass.core.errors import UsageError
@@ -121,7 +121,7 @@ def test_the_extra_is_named_where_it_is_missing(run: Callable[..., Ran], monkeyp
     def found(name: str) -> Any:
         return None if name in ("uvicorn", "llguidance") else find_spec(name)
 
-    monkeypatch.setattr(command, "find_spec", found)
+    monkeypatch.setattr(serve, "find_spec", found)
     ran = run("serve", MODEL)
     assert ran.code == 2
     assert ran.err.endswith("`windlass serve` needs uvicorn, llguidance; pip install 'windlass[serve]'\n")
@@ -130,7 +130,7 @@ def test_the_extra_is_named_where_it_is_missing(run: Callable[..., Ran], monkeyp
 def test_nothing_of_it_is_imported_by_the_library() -> None:
     code = (
         "import sys, windlass, windlass.cli.app; "
-        f"print([name for name in {[*command.NEEDED, 'windlass.serve']} if name in sys.modules])"
+        f"print([name for name in {[*serve.NEEDED, 'windlass.serve']} if name in sys.modules])"
     )
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert ran.stdout == "[]\n", ran.stderr

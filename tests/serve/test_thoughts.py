@@ -10,29 +10,29 @@ from hypothesis import strategies as st
 
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.serving import NAME, VOCABULARY, ScriptedService, Served, says, serving
-from windlass.serve.parsers import Said, ThoughtReader
-from windlass.serve.prompts import Words
+from windlass.serve.parsers import TextPart, ThoughtReader
+from windlass.serve.prompts import PromptTokenizer
 
 CASES = {
     # Whether the prompt began a thought, what is written after it, and what that is.
-    (False, "It is late."): Said("It is late."),
-    (False, " It is late.\n"): Said(" It is late.\n"),
-    (False, "<think>\nA clock?\n\nNo.\n</think>\n\nLate.\n"): Said("Late.\n", "A clock?\n\nNo."),
-    (False, "\n<think>a</think>b</think> <think>c"): Said("b</think> <think>c", "a"),
-    (False, "<think>\n\n</think>\n\nLate."): Said("Late."),
-    (False, "<think>a < b, </thin ice"): Said("", "a < b, </thin ice"),
-    (False, "<think> cut off </th"): Said("", "cut off </th"),
-    (False, "<thinking> is a word"): Said("<thinking> is a word"),
-    (False, "a <think>b</think>"): Said("a <think>b</think>"),
-    (False, "<thi"): Said("<thi"),
-    (False, "  "): Said("  "),
-    (True, "\nA clock?\n</think>\nLate."): Said("Late.", "A clock?"),
-    (True, "<think>A clock?</think>Late."): Said("Late.", "A clock?"),
-    (True, "A clock?\n\n"): Said("", "A clock?"),
-    (True, "</think>Late."): Said("Late."),
-    (True, "<thi"): Said("", "<thi"),
-    (True, ""): Said(),
-    (False, ""): Said(),
+    (False, "It is late."): TextPart("It is late."),
+    (False, " It is late.\n"): TextPart(" It is late.\n"),
+    (False, "<think>\nA clock?\n\nNo.\n</think>\n\nLate.\n"): TextPart("Late.\n", "A clock?\n\nNo."),
+    (False, "\n<think>a</think>b</think> <think>c"): TextPart("b</think> <think>c", "a"),
+    (False, "<think>\n\n</think>\n\nLate."): TextPart("Late."),
+    (False, "<think>a < b, </thin ice"): TextPart("", "a < b, </thin ice"),
+    (False, "<think> cut off </th"): TextPart("", "cut off </th"),
+    (False, "<thinking> is a word"): TextPart("<thinking> is a word"),
+    (False, "a <think>b</think>"): TextPart("a <think>b</think>"),
+    (False, "<thi"): TextPart("<thi"),
+    (False, "  "): TextPart("  "),
+    (True, "\nA clock?\n</think>\nLate."): TextPart("Late.", "A clock?"),
+    (True, "<think>A clock?</think>Late."): TextPart("Late.", "A clock?"),
+    (True, "A clock?\n\n"): TextPart("", "A clock?"),
+    (True, "</think>Late."): TextPart("Late."),
+    (True, "<thi"): TextPart("", "<thi"),
+    (True, ""): TextPart(),
+    (False, ""): TextPart(),
 }
 
 
@@ -44,21 +44,21 @@ def test_a_text_in_pieces(case: tuple[bool, str], data: st.DataObject) -> None:
     reader = ThoughtReader(is_open)
     said = [reader.feed(text[start:stop]) for start, stop in zip([0, *cuts], [*cuts, len(text)], strict=True)]
     said.append(reader.end())
-    assert Said("".join(each.text for each in said), "".join(each.thought for each in said)) == CASES[case]
+    assert TextPart("".join(each.text for each in said), "".join(each.thought for each in said)) == CASES[case]
 
 
 def test_each_part_is_given_out_as_soon_as_it_is_certain() -> None:
     reader = ThoughtReader(is_open=False)
     pieces = ("<th", "ink>\n", "A ", "clock", "? </", "b> </think", ">", "\n", "Late", ".")
     assert [reader.feed(piece) for piece in pieces] == [
-        *((Said(),) * 2),
-        Said(thought="A"),
-        Said(thought=" clock"),
-        Said(thought="?"),
-        Said(thought=" </b>"),
-        *((Said(),) * 2),
-        Said("Late"),
-        Said("."),
+        *((TextPart(),) * 2),
+        TextPart(thought="A"),
+        TextPart(thought=" clock"),
+        TextPart(thought="?"),
+        TextPart(thought=" </b>"),
+        *((TextPart(),) * 2),
+        TextPart("Late"),
+        TextPart("."),
     ]
 
 
@@ -72,7 +72,7 @@ WROTE = "Two\nclocks. </think>\n\nIt is late."
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
     template = THINKS.replace("[assistant]{%", f"[assistant]{SWITCH}{{%")
-    with serving(ScriptedService(says(WROTE)), Words(with_template(template), [1], VOCABULARY)) as server:
+    with serving(ScriptedService(says(WROTE)), PromptTokenizer(with_template(template), [1], VOCABULARY)) as server:
         yield server
 
 

@@ -14,11 +14,11 @@ from tests.helpers.asgi import STATUS_NOW, called, scope_of
 from tests.helpers.models import Models, Text
 from windlass import KVCache
 from windlass.view.frames import DELTA, FULL, HEADER, STATUS, Record, end_record, frames_of, records_of
-from windlass.view.server import MOST_VIEWERS, ViewApp, Watch, page_files
+from windlass.view.server import MOST_VIEWERS, SchedulerWatcher, ViewApp, page_files
 
 
 def test_the_page_is_whole_and_comes_from_here_alone() -> None:
-    app = ViewApp(Watch(), None)
+    app = ViewApp(SchedulerWatcher(), None)
     status, headers, page = called(app, "/")
     assert status == 200
     assert headers["content-security-policy"].startswith("default-src 'self'")
@@ -43,7 +43,7 @@ def test_the_page_has_no_outside_address_and_makes_no_code_of_text() -> None:
 
 
 def test_what_is_not_there_is_not_given() -> None:
-    app = ViewApp(Watch(), None)
+    app = ViewApp(SchedulerWatcher(), None)
     for path in ("/view/", "/view/../frames.py", "/view/index.html", "/etc/passwd", "//", "/view/main.js/"):
         assert called(app, path)[0] == 404
     assert called(app, "/", method="POST")[0] == 405
@@ -55,7 +55,7 @@ def test_what_is_not_there_is_not_given() -> None:
 
 
 def test_prompts_may_be_kept_from_everybody() -> None:
-    app = ViewApp(Watch(), None, tells_prompts=False)
+    app = ViewApp(SchedulerWatcher(), None, tells_prompts=False)
     assert called(app, "/view/frames")[0] == 403
     assert json.loads(called(app, "/view/mode")[2])["live"] is False
 
@@ -94,7 +94,7 @@ class Client:
 def test_frames_come_while_a_client_reads(attached_model: Models, text: Text) -> None:
     model = attached_model("llama")
     cache = KVCache(model, budget=12, sinks=1, window=2, chunk=9)
-    watch = Watch()
+    watch = SchedulerWatcher()
     app = ViewApp(watch, None, lambda: STATUS_NOW)
 
     async def look() -> Client:
@@ -127,7 +127,7 @@ def test_frames_come_while_a_client_reads(attached_model: Models, text: Text) ->
 
 
 def test_so_many_may_look_and_no_more() -> None:
-    watch = Watch()
+    watch = SchedulerWatcher()
     app = ViewApp(watch, None)
 
     async def look() -> list[int]:
@@ -149,4 +149,4 @@ def test_other_scopes_are_none_of_ours(kind: str) -> None:
     async def never(*_: Any) -> Any:
         raise AssertionError
 
-    asyncio.run(ViewApp(Watch(), None)({"type": kind, "path": "/"}, never, never))
+    asyncio.run(ViewApp(SchedulerWatcher(), None)({"type": kind, "path": "/"}, never, never))

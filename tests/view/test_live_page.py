@@ -24,7 +24,7 @@ from windlass.hf.load import load
 from windlass.view import server as watch
 from windlass.view.frames import about
 from windlass.view.recording import Recorder, recording_of
-from windlass.view.server import ViewApp, Watch
+from windlass.view.server import SchedulerWatcher, ViewApp
 
 browser = chromium.browser  # fixture
 KEY = "a key"
@@ -36,7 +36,7 @@ class Server:
 
     def __init__(self, is_key_needed: bool = False) -> None:
         self.model, self.tokenizer = load(MODEL, "float32")
-        self.watch, self.asked, self._is_key_needed = Watch(), list[dict[str, Any]](), is_key_needed
+        self.watch, self.asked, self._is_key_needed = SchedulerWatcher(), list[dict[str, Any]](), is_key_needed
         self.view = ViewApp(self.watch, self.tokenizer, lambda: replace(STATUS_NOW, steps_total=len(self.asked)))
 
     async def __call__(self, scope: Mapping[str, Any], receive: Callable[..., Any], send: Callable[..., Any]) -> None:

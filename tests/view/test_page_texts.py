@@ -9,7 +9,7 @@ from tests.helpers import chromium
 from tests.helpers.chromium import Browser
 from tests.helpers.pages import SHOWN, kinds, seek
 from tests.helpers.recordings import moment, serving, write
-from windlass.view.frames import Plane, RecalledPlane
+from windlass.view.frames import RecalledPlane, SlotGroup
 
 browser = chromium.browser  # fixture
 SENTENCES = "The river was quiet, and the boat lay by the bank. Harris said that he was hungry.\n\n"
@@ -17,7 +17,7 @@ SENTENCES = "The river was quiet, and the boat lay by the bank. Harris said that
 
 def test_the_text_of_a_model_is_never_code(browser: Browser, tmp_path: Path) -> None:
     bad = "<img src=x onerror=\"document.body.dataset.bad = 'yes'\"><script>document.body.dataset.bad = 'yes'</script>"
-    planes = [Plane(0, (0,), 12)]
+    planes = [SlotGroup(0, (0,), 12)]
     path = tmp_path / "<b>bad.view"
     write(path, [moment(5, planes, [range(5)])], [bad], model=bad, policy=bad)
     with serving(path) as server:
@@ -31,7 +31,7 @@ def test_the_text_of_a_model_is_never_code(browser: Browser, tmp_path: Path) -> 
 
 
 def test_tokens_that_come_back_are_lit(browser: Browser, tmp_path: Path) -> None:
-    planes = [Plane(0, (0, 1), 12), Plane(1, (0,), 12), Plane(1, (1,), 12)]
+    planes = [SlotGroup(0, (0, 1), 12), SlotGroup(1, (0,), 12), SlotGroup(1, (1,), 12)]
     first = moment(20, planes, [range(12), range(12), range(12)], words=30)
     second = moment(21, planes, [[*range(10), 15, 20], range(12), range(12)], words=30, told=20)
     path = tmp_path / "a.view"
@@ -49,7 +49,7 @@ def test_tokens_that_come_back_are_lit(browser: Browser, tmp_path: Path) -> None
 
 def test_recalled_tokens_are_lit(browser: Browser, tmp_path: Path) -> None:
     """Those that any head read in the newest step, or, where a head is chosen, those that it read."""
-    planes = [Plane(0, (0, 1), 6), Plane(1, (0,), 6), Plane(1, (1,), 6)]
+    planes = [SlotGroup(0, (0, 1), 6), SlotGroup(1, (0,), 6), SlotGroup(1, (1,), 6)]
     held = [range(14, 20)] * 3
     recalled = [(RecalledPlane(0, (0, 1), 2), [3, 4, 4, -1]), (RecalledPlane(1, (1,), 1), [9])]
     moments = [moment(20, planes, held, words=30, recalled=recalled), moment(20, planes, held, words=30, told=20)]
@@ -76,7 +76,7 @@ def test_recalled_tokens_are_lit(browser: Browser, tmp_path: Path) -> None:
 def test_a_long_text_has_few_elements(browser: Browser, tmp_path: Path) -> None:
     """200,000 tokens, of which 128 heads hold 1,024 each: the page stays quick, and every token can be reached."""
     tokens, slots = 200_000, 1024
-    planes = [Plane(layer, (head,), slots) for layer in range(16) for head in range(8)]
+    planes = [SlotGroup(layer, (head,), slots) for layer in range(16) for head in range(8)]
     draw = torch.Generator().manual_seed(0)
     held = [sorted(torch.randperm(tokens, generator=draw)[:slots].tolist()) for _ in planes]
     later = [[*own[1:], tokens] for own in held]
@@ -107,7 +107,7 @@ def test_a_long_text_has_few_elements(browser: Browser, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("tokens", [0, 1, 20])
 def test_a_short_text_is_shown_too(browser: Browser, tmp_path: Path, tokens: int) -> None:
-    planes = [Plane(0, (0,), 12), Plane(0, (1,), 12)] if tokens else []
+    planes = [SlotGroup(0, (0,), 12), SlotGroup(0, (1,), 12)] if tokens else []
     path = tmp_path / "a.view"
     write(path, [moment(tokens, planes, [range(min(tokens, 12))] * len(planes))], ["word "])
     with serving(path) as server:

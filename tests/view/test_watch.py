@@ -10,7 +10,7 @@ import torch
 
 from tests.helpers.models import Models, Text
 from windlass import KVCache
-from windlass.view import server as watched
+from windlass.view import server
 from windlass.view.frames import (
     HEADER,
     MAGIC,
@@ -22,7 +22,7 @@ from windlass.view.frames import (
     json_record,
     records_of,
 )
-from windlass.view.server import Watch
+from windlass.view.server import SchedulerWatcher
 
 
 @pytest.fixture
@@ -37,14 +37,14 @@ def cache(attached_model: Models, text: Text) -> KVCache:
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     """The time, which stands still until it is set."""
     now = [100.0]
-    monkeypatch.setattr(watched, "monotonic", lambda: now[0])
+    monkeypatch.setattr(server, "monotonic", lambda: now[0])
     return now
 
 
 def test_nothing_is_copied_while_nobody_looks(cache: KVCache, monkeypatch: pytest.MonkeyPatch) -> None:
     copies: list[object] = []
     monkeypatch.setattr(Camera, "snapshot", lambda *given: copies.append(given))
-    watch = Watch()
+    watch = SchedulerWatcher()
     assert not watch.is_watched
     watch.step(cache)
     viewer = watch.attach()
@@ -56,7 +56,7 @@ def test_nothing_is_copied_while_nobody_looks(cache: KVCache, monkeypatch: pytes
 
 
 def test_five_frames_a_second_at_most(cache: KVCache, clock: list[float]) -> None:
-    watch = Watch()
+    watch = SchedulerWatcher()
     viewer = watch.attach()
     assert watch.is_watched
     taken = []
@@ -80,7 +80,7 @@ def test_a_copy_that_takes_long_is_made_less_often(
         return plain(camera, text_from)
 
     monkeypatch.setattr(Camera, "snapshot", slow)
-    watch = Watch()
+    watch = SchedulerWatcher()
     viewer = watch.attach()
     taken = 0
     began = clock[0]
@@ -92,10 +92,10 @@ def test_a_copy_that_takes_long_is_made_less_often(
 
 
 def test_a_viewer_sees_the_text_it_asked_for_or_the_newest(cache: KVCache, clock: list[float]) -> None:
-    watch = Watch()
+    watch = SchedulerWatcher()
     newest, third = watch.attach(), watch.attach(3)
 
-    def numbers(viewer: watched.Viewer, *stepped: int) -> list[int]:
+    def numbers(viewer: server.Viewer, *stepped: int) -> list[int]:
         found = []
         for number in stepped:
             clock[0] += 1.0
@@ -116,7 +116,7 @@ def test_a_slow_viewer_gets_whole_frames(
     cache: KVCache, clock: list[float], attached_model: Models, text: Text
 ) -> None:
     """What it did not take is replaced; what it takes leads to what the cache holds."""
-    watch, encoder = Watch(), Encoder(None)
+    watch, encoder = SchedulerWatcher(), Encoder(None)
     viewer = watch.attach()
     frames, wanted = [], []
     for step, piece in enumerate(text(40, rows=2, seed=5).split(1, 1)):
@@ -139,7 +139,7 @@ def test_a_slow_viewer_gets_whole_frames(
 
 
 def test_no_cache_is_kept_for_a_viewer_who_has_left(attached_model: Models) -> None:
-    watch, made = Watch(), KVCache(attached_model("llama"), budget=12)
+    watch, made = SchedulerWatcher(), KVCache(attached_model("llama"), budget=12)
     alive = weakref.ref(made)
     viewer = watch.attach()
     watch.step(made)
@@ -157,7 +157,7 @@ def test_no_cache_is_kept_for_a_viewer_who_has_left(attached_model: Models) -> N
 
 
 def test_viewers_come_and_go_while_steps_run(cache: KVCache) -> None:
-    watch, errors, is_over = Watch(), list[BaseException](), threading.Event()
+    watch, errors, is_over = SchedulerWatcher(), list[BaseException](), threading.Event()
 
     def looks() -> None:
         try:

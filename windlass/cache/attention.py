@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from windlass import kernels
 from windlass.cache.decode import LayerStep
 from windlass.cache.history import History
-from windlass.cache.layer_config import LayerRules
+from windlass.cache.layer_config import LayerConfig
 from windlass.cache.merging import MERGED
 from windlass.cache.recall import DECIDING, DISTANCE, TOKEN_INDEX
 from windlass.cache.shares import Heads
@@ -22,7 +22,7 @@ from windlass.core.errors import UsageError
 from windlass.core.inputs import AttentionInput, Mass, PackedStates
 from windlass.core.parse import MAX_NUMBER
 from windlass.core.positions import EMPTY, RESERVED, rotate
-from windlass.core.step import HEADROOM, AttentionCall, Limits, Settled, Step, StepRecord
+from windlass.core.step import HEADROOM, AttentionCall, Limits, PolicyCheckpoint, Step, StepRecord
 from windlass.core.types import (
     Attended,
     IndexKeys,
@@ -73,7 +73,9 @@ def queries_at(queries: Queries, columns: ObservedColumns) -> Tensor:
     return queries.detach().transpose(1, 2)[rows, columns.clamp(min=0)].transpose(1, 2)
 
 
-def settle(policy: Policy, layer: int, slots: Callable[[], Slots], queries: Queries, step: Step) -> Settled | None:
+def settle(
+    policy: Policy, layer: int, slots: Callable[[], Slots], queries: Queries, step: Step
+) -> PolicyCheckpoint | None:
     """Let a policy that asks for all queries, and not for their mass, observe those of them that no record keeps.
 
     These stand as long as any token of the step can be rolled back alone. Returns what the policy has noted by
@@ -84,7 +86,7 @@ def settle(policy: Policy, layer: int, slots: Callable[[], Slots], queries: Quer
     columns, seen = newest_columns(step)[:, HEADROOM:], slots()
     positions = step.positions.gather(1, columns.clamp(min=0)).where(columns >= 0, EMPTY)
     observe(policy, layer, seen, Observation(_no_mass(queries), queries_at(queries, columns), positions))
-    return Settled({name: tensor.clone() for name, tensor in seen.state.items()}, dict(seen.statistics))
+    return PolicyCheckpoint({name: tensor.clone() for name, tensor in seen.state.items()}, dict(seen.statistics))
 
 
 def _no_mass(queries: Queries) -> Tensor:
@@ -139,14 +141,14 @@ DISTANCE_BYTES = 64 * 2**20  # most bytes of distances alive at once
 
 
 @dataclass(frozen=True)
-class Picks:
+class IndexerState:
     """A layer's indexer, and its keys of all slots."""
 
     picker: Picker
     keys: IndexKeys
 
     @classmethod
-    def of(cls, view: TableView, call: AttentionCall) -> Picks | None:
+    def of(cls, view: TableView, call: AttentionCall) -> IndexerState | None:
         """None where the indexer would pick all that any query sees.
 
         Raises: UsageError in a text with pictures.
@@ -162,12 +164,12 @@ class Picks:
             )
         return cls(picker, view.index_keys)
 
-    def columns(self, start: int, stop: int) -> Picks:
+    def columns(self, start: int, stop: int) -> IndexerState:
         """The same for some of the step's columns."""
         return replace(self, picker=self.picker.columns(start, stop))
 
 
-def picked(call: AttentionInput, picks: Picks) -> AttentionInput:
+def picked(call: AttentionInput, picks: IndexerState) -> AttentionInput:
     """`call`, whose queries read no other slots than those picked for them.
 
     Raises: UsageError where far keys have another rotary position than near ones.
@@ -202,7 +204,7 @@ def _seen(call: AttentionInput) -> Tensor:
     return torch.cat(blocks, 1)
 
 
-class NewTokens(NamedTuple):
+class StepTokens(NamedTuple):
     """A step's tokens as they are written: keys, values, and the state that they start with."""
 
     keys: NewKeys
@@ -210,7 +212,7 @@ class NewTokens(NamedTuple):
     initial: Parts
 
 
-def joined(table: SlotTable, rules: LayerRules, step: Step, new: NewTokens) -> NewTokens:
+def joined(table: SlotTable, rules: LayerConfig, step: Step, new: StepTokens) -> StepTokens:
     """The step's tokens, those that join as the mean of their run up to them; `initial` says which did.
 
     Sinks are joined by none, nor is a token that is gone: the next one begins a run.
@@ -238,7 +240,7 @@ def joined(table: SlotTable, rules: LayerRules, step: Step, new: NewTokens) -> N
     ]
     keys, values = (_columns(each[:, :, 1:], back) for each in states)
     initial = {name: _columns(total[..., 1:], back).float() for name, total in totals.items()}
-    return NewTokens(keys, values, new.initial | initial | {ACCUMULATES: _columns(joins, back).float()})
+    return StepTokens(keys, values, new.initial | initial | {ACCUMULATES: _columns(joins, back).float()})
 
 
 def view_joined(view: TableView, written: SlotIndex, initial: Parts) -> TableView:
@@ -252,7 +254,7 @@ def view_joined(view: TableView, written: SlotIndex, initial: Parts) -> TableVie
     return replace(view, positions=positions, seen_until=until)
 
 
-def let_go(table: SlotTable, rules: LayerRules, record: StepRecord) -> StepRecord:
+def let_go(table: SlotTable, rules: LayerConfig, record: StepRecord) -> StepRecord:
     """Reserve the slots of tokens that newer ones of the step took in; returns the record with what was there."""
     if not rules.joins or record.written.shape[-1] == 0:
         return record
@@ -265,14 +267,14 @@ def let_go(table: SlotTable, rules: LayerRules, record: StepRecord) -> StepRecor
 
 def slots_wanted(
     table: SlotTable,
-    rules: LayerRules,
+    rules: LayerConfig,
     history: History,
     tokens: int,
     reserve_hint: int,
     longest_decode: int,
     defer_eviction: bool,
 ) -> int:
-    """Slots that a layer should have before `tokens` more come; see `LayerRules.slots_for`.
+    """Slots that a layer should have before `tokens` more come; see `LayerConfig.slots_for`.
 
     Where tokens join and no budget limits them, the device is asked how many slots are in use, once when decode
     begins, and then before the layer grows.
@@ -420,7 +422,7 @@ def _turned(queries: Queries, asked: LayerStep, occupancy: int) -> Tensor:
     return turned * asked.call.scale
 
 
-class Written(NamedTuple):
+class WriteResult(NamedTuple):
     """The slots that got a step's tokens, what its queries read, and what is to be known of both."""
 
     slots: SlotIndex
@@ -430,7 +432,9 @@ class Written(NamedTuple):
     initial_state: dict[str, Tensor]
 
 
-def write_and_attend(asked: LayerStep, policy: Policy, weighed: ObservedColumns | None) -> tuple[Written, TableView]:
+def write_and_attend(
+    asked: LayerStep, policy: Policy, weighed: ObservedColumns | None
+) -> tuple[WriteResult, TableView]:
     """Write and attend, in whatever step; the table counts the tokens already. Returns what was found in it, too.
 
     `policy` is the one that the layer was configured with.
@@ -442,7 +446,7 @@ def write_and_attend(asked: LayerStep, policy: Policy, weighed: ObservedColumns 
         initial |= step.known_places.state
     initial |= table.remember(keys, values, step.positions, step.lengths)
     if rules.joins:
-        keys, values, initial = joined(table, rules, step, NewTokens(keys, values, initial))
+        keys, values, initial = joined(table, rules, step, StepTokens(keys, values, initial))
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     index = kernels.first_free(table.positions, keys.shape[2])
     table.write(index, keys, values, positions, initial, call.index_keys)
@@ -453,12 +457,12 @@ def write_and_attend(asked: LayerStep, policy: Policy, weighed: ObservedColumns 
         view = view.within_reach(rules)
     view = with_recalled(view, asked, queries)
     out, mass = attend(view, rules, rotary, queries, mode, call, weighed)
-    return Written(index, out, of_tokens(mass, view, table), queries, initial), view
+    return WriteResult(index, out, of_tokens(mass, view, table), queries, initial), view
 
 
 def attend(
     view: TableView,
-    rules: LayerRules,
+    rules: LayerConfig,
     rotary: Rotary | None,
     queries: Queries,
     mode: PositionMode,
@@ -492,7 +496,7 @@ def attend(
         query_gain=None if rotary is None else rotary.query_gain(),
         seen_until=view.seen_until,
     )
-    picks = Picks.of(view, call)
+    picks = IndexerState.of(view, call)
     if rotary is None:
         return kernels.attend(whole if picks is None else picked(whole, picks))
     # Distances within a sliding window are those that the model was trained on, however long the text.
@@ -520,7 +524,9 @@ def attend(
     return _joined(whole, [each.start for each in readings], [out for out, _ in parts], [mass for _, mass in parts])
 
 
-def _read(whole: AttentionInput, reading: Reading, rotary: Rotary, picks: Picks | None) -> tuple[Attended, Mass | None]:
+def _read(
+    whole: AttentionInput, reading: Reading, rotary: Rotary, picks: IndexerState | None
+) -> tuple[Attended, Mass | None]:
     """What the queries of one reading read; zeros for the others of its columns."""
     dtype = kernels.table_dtype(whole.queries)
     tables = rotary.tables(reading.bound, whole.queries.device, dtype, reading.length)

@@ -16,7 +16,7 @@ from windlass.core.positions import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
 from windlass.core.types import NewKeys, PerSlot, Queries, Scores
 from windlass.policies import Needs, NewTokens, Observation, Policy, Slots
-from windlass.policies.base import Budgeter, Initializer, OneShot, PerToken, Recency, Trained
+from windlass.policies.base import Budgeter, Initializer, ModelSpecific, OneShot, PerToken, Recency
 from windlass.policies.wrapper import Wrapper, find, keeps_newest, scoring_chunk
 from windlass.positions.modes import Original
 from windlass.stores.formats import Plain
@@ -24,7 +24,7 @@ from windlass.stores.formats import Plain
 HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 15, 3, 8, 6
 LIMITS = Limits(budget=12, sinks=2, window=3, chunk=7, rollback=0)
 MAX_ID = 97  # of the token ids of a step
-INTERFACES = (OneShot, Budgeter, Trained, Initializer, Recency)
+INTERFACES = (OneShot, Budgeter, ModelSpecific, Initializer, Recency)
 # Tokens of each of two rows in every step: whole and ragged chunks, an idle row, then decode.
 STEPS = ((7, 7), (4, 7), (7, 0), (5, 3), *((1, 1),) * 6, (0, 1), (1, 0), (7, 5), (1, 1))
 
@@ -37,7 +37,7 @@ def check_policy(policy: Policy) -> None:
     Raises: PolicyError, naming the rule that is broken.
     """
     _check_declaration(policy)
-    checked = _Checked(policy)
+    checked = _CheckingPolicy(policy)
     layer = SlotLayer(0, LIMITS, checked, None, Plain())
     draw = torch.Generator().manual_seed(0)
     at, prompt_ends = [0, 0], [0, 0]
@@ -97,7 +97,7 @@ def _check_declaration(policy: Policy) -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class _Checked(Wrapper, Trained, Initializer, Recency):
+class _CheckingPolicy(Wrapper, ModelSpecific, Initializer, Recency):
     """Checks the policy that it wraps at every call; the cache treats it as it would treat that one."""
 
     def __repr__(self) -> str:
@@ -108,7 +108,7 @@ class _Checked(Wrapper, Trained, Initializer, Recency):
         return keeps_newest(self.policy)
 
     def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:
-        trained = find(self.policy, Trained)
+        trained = find(self.policy, ModelSpecific)
         if trained is None:
             return NewTokens(queries, keys)
         before = queries.clone(), keys.clone()

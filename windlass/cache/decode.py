@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.cache.layer_config import LayerRules
+from windlass.cache.layer_config import LayerConfig
 from windlass.cache.recall import DISTANCE, TOKEN_INDEX
 from windlass.cache.shares import Heads
 from windlass.cache.slot_table import SlotTable
@@ -38,7 +38,7 @@ class LayerStep(NamedTuple):
     """
 
     table: SlotTable
-    rules: LayerRules
+    rules: LayerConfig
     rotary: Rotary | None
     states: tuple[Tensor, Tensor, Tensor]
     step: Step
@@ -114,14 +114,14 @@ class LayerStep(NamedTuple):
         return {TOKEN_INDEX: torch.tensor(recall.lengths)[:, None, None].float()}
 
 
-class Prepared(NamedTuple):
+class KernelHandle(NamedTuple):
     """A kernel, and what it was prepared for: it serves as long as all of it is the same."""
 
     kernel: "Decode"
     retention: Retention | None  # that the kernel sees to
     end: int  # of the longest text
     tensors: tuple[ReferenceType[Tensor], ...]  # weak: what a layer, or the rotary, gives up must not be kept alive
-    rules: LayerRules
+    rules: LayerConfig
     rotary: Rotary | None
     mode: PositionMode
     numbers: tuple[object, ...]
@@ -159,13 +159,13 @@ class DecodeKernel:
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._prepared: Prepared | None = None
+        self._prepared: KernelHandle | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DecodeKernel":
         """That of a copied layer, whose slots are elsewhere."""
         return DecodeKernel(copy.deepcopy(self._policy, memo))
 
-    def of(self, asked: LayerStep) -> Prepared | None:
+    def of(self, asked: LayerStep) -> KernelHandle | None:
         """The kernel for this step; None where the step is none that it serves."""
         step, call, (queries, keys, values) = asked.step, asked.call, asked.states
         if not step.is_token or not kernels.has_decode(queries.device.type):
@@ -183,7 +183,7 @@ class DecodeKernel:
             prepared = self._prepared = self._prepare(asked)
         return prepared
 
-    def _prepare(self, asked: LayerStep) -> Prepared | None:
+    def _prepare(self, asked: LayerStep) -> KernelHandle | None:
         """A kernel for steps like this one; None where it can't be served."""
         table, rules, rotary, (queries, keys, values), step, mode, call, *_ = asked
         held, end, tables = table.store.in_place(), MAX_NUMBER, None
@@ -209,13 +209,13 @@ class DecodeKernel:
         kernel, tensors = kernels.decode_of(slots, queries), _tensors(table, rotary)
         if kernel is None or tensors is None:
             return None
-        return Prepared(kernel, retention, end, tuple(map(ref, tensors)), rules, rotary, mode, _numbers(asked))
+        return KernelHandle(kernel, retention, end, tuple(map(ref, tensors)), rules, rotary, mode, _numbers(asked))
 
 
 class PlannedStep(NamedTuple):
     """A step that a kernel does all of, before it is taken; nothing has happened yet."""
 
-    prepared: Prepared
+    prepared: KernelHandle
     asked: LayerStep
     planned: "Planned"
     is_kept: bool  # what is observed
@@ -223,7 +223,7 @@ class PlannedStep(NamedTuple):
 
     @classmethod
     def of(
-        cls, prepared: Prepared, asked: LayerStep, released: Released = (), is_continued: bool = False
+        cls, prepared: KernelHandle, asked: LayerStep, released: Released = (), is_continued: bool = False
     ) -> "PlannedStep":
         """One token of one row is rolled back as a whole; of several rows what was observed is kept."""
         retention, budget = prepared.retention, asked.rules.budget
@@ -282,7 +282,7 @@ def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]
     return initial | asked.remembered()
 
 
-def _retention(rules: LayerRules) -> Retention | None:
+def _retention(rules: LayerConfig) -> Retention | None:
     """What the kernel observes and evicts in the place of the policy; None where the policy has to be asked."""
     ranking = ranking_of(rules.policy)
     if ranking is None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from windlass.cache.compress import cut_to_budget
 from windlass.cache.layer import SlotLayer
 from windlass.cache.recurrent import RecurrentLayer, refuse_edit
-from windlass.cache.rows import Row, RowTable
+from windlass.cache.rows import RowState, RowTable
 from windlass.cache.slot_table import SlotTable
 from windlass.cache.state import CacheState
 from windlass.core.errors import UsageError, check_kind, whole_number
@@ -63,7 +63,7 @@ def has_places(cache: CacheState) -> bool:
     return any(layer.rules.has_places for layer in cache.layers)
 
 
-def shifted(row: Row, start: int, end: int, by: int) -> tuple[Picture, ...]:
+def shifted(row: RowState, start: int, end: int, by: int) -> tuple[Picture, ...]:
     """The pictures of a row whose positions from `start` up to `end` move by `by`.
 
     Raises: UsageError where a picture would be torn, or the text after the range stays.
@@ -361,7 +361,7 @@ def clear_row(cache: CacheState, row: int) -> None:
         recurrent.forget_steps()
         for tensor in recurrent.tensors().values():
             tensor[row] = 0
-    cache.rows = cache.rows.changed(lambda *_: Row(ids=[]), row)
+    cache.rows = cache.rows.changed(lambda *_: RowState(ids=[]), row)
 
 
 @no_inference_mode
@@ -472,7 +472,7 @@ def begin_after(cache: CacheState, prefix: int, ids: Sequence[int]) -> None:
         drop(cache, 0, prefix)
         shift(cache, prefix, end, -prefix)
     tokens = len(ids)
-    cache.rows = RowTable((Row(tokens, tokens, tokens, 0, ((0, tokens),), list(ids), tokens),))
+    cache.rows = RowTable((RowState(tokens, tokens, tokens, 0, ((0, tokens),), list(ids), tokens),))
     if cache.options.budget is not None:
         cut_to_budget(cache)
     for layer in cache.layers:

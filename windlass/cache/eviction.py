@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from windlass import kernels
 from windlass.cache.history import Checkpoint
-from windlass.cache.layer_config import LayerRules
+from windlass.cache.layer_config import LayerConfig
 from windlass.cache.merging import LayerView, plan_merge
 from windlass.cache.slot_table import SlotTable
 from windlass.core.inputs import EvictionInput
@@ -14,7 +14,7 @@ from windlass.policies.base import Slots
 from windlass.policies.calls import scores_of
 
 
-def parts_of(table: SlotTable, rules: LayerRules, step: Step, is_recalling: bool) -> tuple[Step, ...]:
+def parts_of(table: SlotTable, rules: LayerConfig, step: Step, is_recalling: bool) -> tuple[Step, ...]:
     """`step.parts`, unless nothing depends on it: no token is evicted, recalled, observed or held in another precision.
 
     `is_recalling`: whether tokens that were evicted are to be looked for.
@@ -24,7 +24,7 @@ def parts_of(table: SlotTable, rules: LayerRules, step: Step, is_recalling: bool
     return step.parts if (is_evicting or is_recalling or is_observing) and not step.defer_eviction else (step,)
 
 
-def scores_over_budget(table: SlotTable, rules: LayerRules, layer: int, slots: Slots) -> Scores:
+def scores_over_budget(table: SlotTable, rules: LayerConfig, layer: int, slots: Slots) -> Scores:
     """The policy's scores of a layer in which some row is over budget.
 
     State that the policy moves while it scores is put back in the other rows: alone, they would not be scored.
@@ -40,7 +40,7 @@ def scores_over_budget(table: SlotTable, rules: LayerRules, layer: int, slots: S
 
 
 def evict(
-    table: SlotTable, rules: LayerRules, record: StepRecord, score: Scores, checkpoint: Checkpoint | None
+    table: SlotTable, rules: LayerConfig, record: StepRecord, score: Scores, checkpoint: Checkpoint | None
 ) -> StepRecord:
     """Reserve the slots of the tokens over budget whose `score` is lowest, and merge the tokens if the rules say so.
 
@@ -65,7 +65,7 @@ def evict(
     return record if rules.merge is None else _merged(table, rules, record, checkpoint)
 
 
-def _merged(table: SlotTable, rules: LayerRules, record: StepRecord, checkpoint: Checkpoint | None) -> StepRecord:
+def _merged(table: SlotTable, rules: LayerConfig, record: StepRecord, checkpoint: Checkpoint | None) -> StepRecord:
     """Merge the tokens that `record` evicted into kept slots; `checkpoint` is told before these are overwritten."""
     assert rules.merge is not None, "a merge without a rule"
     assert record.evicted is not None, "a merge without an eviction"

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from windlass.cache.layer_config import LayerRules
+from windlass.cache.layer_config import LayerConfig
 from windlass.cache.merging import MergePlan
 from windlass.cache.slot_table import SlotTable, TableSnapshot, free_reserved
 from windlass.core.step import HEADROOM, Step, StepRecord
@@ -21,7 +21,7 @@ class Checkpoint(NamedTuple):
 
     step: Step
     table: TableSnapshot
-    rules: LayerRules
+    rules: LayerConfig
     history: History
     merged: list[MergePlan]
 

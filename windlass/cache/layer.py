@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass.cache.attention import (
-    Written,
+    WriteResult,
     attend,
     let_go,
     observation,
@@ -23,7 +23,7 @@ from windlass.cache.attention import (
 from windlass.cache.decode import DecodeKernel, LayerStep, PlannedStep, put_initial_state
 from windlass.cache.eviction import evict, parts_of, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
-from windlass.cache.layer_config import Layer, LayerRules
+from windlass.cache.layer_config import Layer, LayerConfig
 from windlass.cache.merging import Merge
 from windlass.cache.recall import RecallStore
 from windlass.cache.shares import Heads
@@ -59,7 +59,7 @@ class SlotLayer(Layer):
         self.index, self.layers, self.heads, self.rotary, self.is_shared = index, layers, heads, rotary, is_shared
         self.table = SlotTable(store, recall)
         self.configured_policy, self.configured_merge = policy, merge
-        self.rules = LayerRules(policy, merge, limits, limits.budget)
+        self.rules = LayerConfig(policy, merge, limits, limits.budget)
         self.longest_decode = HEADROOM  # tokens of one pass
         self.reserve_hint = 0  # slots that are known to be needed soon, so that a layer without budget grows once
         self.history = History()
@@ -156,7 +156,7 @@ class SlotLayer(Layer):
         weighed = observed if policy.needs.mass else None
         if prepared is not None and prepared.retention is None:
             done = prepared.kernel(asked.given(weighed is not None, False))
-            written = Written(done.written, done.out, done.mass, asked.states[0], put_initial_state(asked, done))
+            written = WriteResult(done.written, done.out, done.mass, asked.states[0], put_initial_state(asked, done))
             table.replace(done.slot_positions, done.state, asked.bound, step)
         else:
             state = table.copied_state()
@@ -286,7 +286,7 @@ class SlotLayer(Layer):
         self.forget_steps(0)
         self.table.edit(change, slice(None) if row is None else slice(row, row + 1))
 
-    def load(self, tensors: dict[str, Tensor], rules: LayerRules, has_evicted: bool, seen: Sequence[int]) -> None:
+    def load(self, tensors: dict[str, Tensor], rules: LayerConfig, has_evicted: bool, seen: Sequence[int]) -> None:
         """Take what `tensors` gave, of a layer that has `seen` tokens and kept them by `rules`, into an empty one."""
         self.rules, self.table.recall = rules, self.table.recall if rules.recalls else None
         self.table.load(tensors, rules.state, seen)
@@ -337,12 +337,12 @@ def attend_shared(layer: SlotLayer, queries: Queries, mode: PositionMode, call: 
             f"keys and values of slots {layer.index} are shared through a sliding window of {call.sliding_window}, and "
             f"their own layer has {layer.sliding_window}; a KVCache needs the same in both"
         )
-    views, outs, left, merges = list(layer.views), list[Tensor](), queries.shape[2], list[_Unmerged]()
+    views, outs, left, merges = list(layer.views), list[Tensor](), queries.shape[2], list[_MergeUndo]()
     widths = [view.step.positions.shape[1] for view in views]
     calls = call.split(widths)
     while left:  # from the newest part back, so that each merge is undone on the way
         view, its, width = views.pop(), calls.pop(), widths.pop()
-        merges.extend(_Unmerged(layer, record) for record in layer.history.records if record.step is view.step)
+        merges.extend(_MergeUndo(layer, record) for record in layer.history.records if record.step is view.step)
         columns = min(left, width)
         piece = queries[:, :, left - columns : left]
         if its.sees_to is not None:
@@ -354,7 +354,7 @@ def attend_shared(layer: SlotLayer, queries: Queries, mode: PositionMode, call: 
     return outs[0] if len(outs) == 1 else torch.cat(outs[::-1], 2)
 
 
-class _Unmerged:
+class _MergeUndo:
     """A layer without what a step merged, until `redo`. An interrupt in between leaves it to the checkpoint."""
 
     def __init__(self, layer: SlotLayer, record: StepRecord) -> None:

@@ -66,7 +66,7 @@ GROWTH: Final = 64  # slots of an unbounded layer grow by half, and to a multipl
 
 
 @dataclass(frozen=True)
-class LayerRules:
+class LayerConfig:
     """Which tokens a layer keeps at this moment, and where the others go.
 
     A layer whose sliding window, or chunk of attention, fits in the budget holds just as many tokens, whatever it was
@@ -85,7 +85,7 @@ class LayerRules:
     has_places: bool = False
     """Whether the text has pictures, so that it is kept of each token where it is read."""
 
-    def with_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> LayerRules:
+    def with_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> LayerConfig:
         """Those of a layer that attends to its newest `sliding_window` tokens, or within an `attention_chunk`."""
         rules = replace(self, sliding_window=sliding_window, attention_chunk=attention_chunk)
         most = rules.most_visible
@@ -97,7 +97,7 @@ class LayerRules:
         """Whether the model's own limits are those of `call`."""
         return (self.sliding_window, self.attention_chunk) == (call.sliding_window, call.attention_chunk)
 
-    def with_budget(self, budget: int | None) -> LayerRules:
+    def with_budget(self, budget: int | None) -> LayerConfig:
         """With another budget."""
         return replace(self, limits=replace(self.limits, budget=budget), budget=budget)
 

@@ -82,7 +82,7 @@ NO_POSITION: Final = 2**31 - 1  # above any position
 
 
 @dataclass(frozen=True)
-class Candidates:
+class MergeCandidates:
     """Evicted tokens, and the kept slots that may take them.
 
     `keys` are those of all slots, before RoPE. `positions` are those before the eviction.
@@ -94,7 +94,7 @@ class Candidates:
     evicted: SlotIndex
 
 
-def next_target(candidates: Candidates) -> SlotIndex:
+def next_target(candidates: MergeCandidates) -> SlotIndex:
     """For each evicted token the first target at or after its position, else the last one."""
     positions, order = candidates.positions.where(candidates.is_target, NO_POSITION).sort(dim=-1, stable=True)
     rank = torch.searchsorted(positions, candidates.positions.gather(-1, candidates.evicted))
@@ -102,7 +102,7 @@ def next_target(candidates: Candidates) -> SlotIndex:
     return order.gather(-1, torch.minimum(rank, last).clamp(min=0))
 
 
-def nearest_target(candidates: Candidates) -> SlotIndex:
+def nearest_target(candidates: MergeCandidates) -> SlotIndex:
     """For each evicted token the target whose key has the largest cosine with its own; of equal ones the newest.
 
     Where the policy ranks all heads of a row alike, the mean cosine over the heads decides.
@@ -125,7 +125,7 @@ def nearest_target(candidates: Candidates) -> SlotIndex:
     return targets.gather(-1, count - torch.cat(best, -1).long())
 
 
-Target = Callable[[Candidates], SlotIndex]
+Target = Callable[[MergeCandidates], SlotIndex]
 TARGETS: dict[str, Target] = {"nearest": nearest_target, "next": next_target}
 """A target slot for each evicted token. Where a row and head has no target at all, any slot."""
 
@@ -292,7 +292,7 @@ def plan_merge(merge: Merge, layer: LayerView, evicted: SlotIndex, evicted_posit
     is_target &= layer.positions < ends - layer.window
     is_merged = (evicted_positions >= 0) & (evicted_positions >= oldest) & is_target.any(-1, keepdim=True)
     positions = layer.positions.scatter(-1, evicted, evicted_positions)
-    candidates = Candidates(layer.store.keys(), positions, is_target, evicted)
+    candidates = MergeCandidates(layer.store.keys(), positions, is_target, evicted)
     targets = TARGETS[merge.target](candidates)
     if merge.threshold > -1:
         is_merged &= cosine_with_target(candidates.keys, evicted, targets) >= merge.threshold - 1 / COSINE_STEPS
@@ -300,7 +300,7 @@ def plan_merge(merge: Merge, layer: LayerView, evicted: SlotIndex, evicted_posit
     return _plan_of(merge, layer, candidates, groups)
 
 
-def _plan_of(merge: Merge, layer: LayerView, candidates: Candidates, groups: TokenGroups) -> MergePlan:
+def _plan_of(merge: Merge, layer: LayerView, candidates: MergeCandidates, groups: TokenGroups) -> MergePlan:
     keys, values, evicted, targets = candidates.keys, layer.store.values(), candidates.evicted, groups.targets
     heads, head_dim = keys.shape[1], keys.shape[3]
     adds = {MERGED: layer.state[MERGED] + 1}

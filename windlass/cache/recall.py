@@ -253,7 +253,7 @@ MOVED: Final = 4096  # tokens that are taken over at once
 DECIDING: Final = 16  # the newest queries of a step, which decide what all of its queries recall
 
 
-class Recalled(NamedTuple):
+class RecallTokens(NamedTuple):
     """Tokens to be read beside the slots: their parts in a store, and their positions, EMPTY for none."""
 
     parts: Parts
@@ -327,7 +327,7 @@ class RecallStore:
         """Have these lengths, which the device knows: a recorded step has changed them, or has not yet."""
         self.lengths = self._ended = tuple(lengths)
 
-    def choose(self, queries: Queries, is_query: Tensor, kept: Scores) -> Recalled:
+    def choose(self, queries: Queries, is_query: Tensor, kept: Scores) -> RecallTokens:
         """The evicted tokens of the pages that matter most to the queries.
 
         `queries` (turned as attention turns them) are weighed where `is_query` (batch, tokens). `kept`
@@ -339,7 +339,7 @@ class RecallStore:
         index = tokens_of(best.pages)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
         positions = self.last_recalled.copy_(positions.where(best.is_read, EMPTY))
-        return Recalled(self.memory.read(index, self.memory.names), positions.clone())
+        return RecallTokens(self.memory.read(index, self.memory.names), positions.clone())
 
     @property
     def page_count(self) -> int:

@@ -33,14 +33,14 @@ from windlass.policies.wrapper import scoring_chunk
 from windlass.positions.modes import PositionMode
 
 
-class Standing(NamedTuple):
+class SlotLookup(NamedTuple):
     """Where some tokens stand in a layer's slots, found by their positions."""
 
     columns: Tensor  # (batch, score_heads, slots): which of the tokens a slot holds, -1 for none
     is_held: Tensor  # (batch, score_heads, tokens): whether any slot holds it
 
     @classmethod
-    def of(cls, slots: SlotPositions, tokens: QueryPositions) -> Standing:
+    def of(cls, slots: SlotPositions, tokens: QueryPositions) -> SlotLookup:
         """Of the tokens at these positions, EMPTY for padding."""
         ordered, order = tokens.long().sort(1)
         rows, heads = slots.shape[:2]
@@ -102,12 +102,12 @@ def write_over(
 
 def _put(
     layer: SlotLayer, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall
-) -> tuple[Queries, Standing, SlotIndex]:
+) -> tuple[Queries, SlotLookup, SlotIndex]:
     """Write the tokens of `step` into free slots, and free those that they had; returns the queries as they read."""
     table = layer.table
     queries, keys, state = preprocess(layer.configured_policy, layer.index, queries, keys, step.ids)
     state |= initial_state(layer.policy, layer.index, layer.heads, queries, keys)
-    standing = Standing.of(table.positions, step.positions)
+    standing = SlotLookup.of(table.positions, step.positions)
     written = kernels.first_free(table.positions, keys.shape[2])
     positions = step.positions[:, None].expand(-1, table.score_heads, -1)
     table.write(written, keys, values, positions, state, call.index_keys)
@@ -115,7 +115,7 @@ def _put(
     return queries, standing, written
 
 
-def _let_go(layer: SlotLayer, standing: Standing, written: SlotIndex, held: int) -> None:
+def _let_go(layer: SlotLayer, standing: SlotLookup, written: SlotIndex, held: int) -> None:
     """Free what was written of tokens that the layer had evicted; earlier steps can't be rolled back."""
     table = layer.table
     now = table.positions.gather(-1, written)
@@ -285,11 +285,11 @@ def _is_cut(layer: SlotLayer, kept: SlotLayer) -> bool:
     return kept.table.occupancy_bound < layer.table.occupancy_bound
 
 
-class Reached(Exception):
+class StopAtLayer(Exception):
     """A pass has come to the layer that is looked at, and is not to go on."""
 
 
-class _Found(NamedTuple):
+class _LookupResult(NamedTuple):
     queries: Queries
     keys: NewKeys
     values: NewValues
@@ -303,12 +303,12 @@ class Divergence:
 
     def __init__(self, index: int, layer: SlotLayer) -> None:
         self.index, self._layer = index, layer
-        self._found: list[_Found] = []
+        self._found: list[_LookupResult] = []
 
     def reached(self, queries: Queries, keys: NewKeys, values: NewValues, step: Step, call: AttentionCall) -> NoReturn:
         """Note what comes to the layer. Raises: Reached, which takes the pass back."""
-        self._found.append(_Found(queries.clone(), keys.clone(), values.clone(), step, call))
-        raise Reached
+        self._found.append(_LookupResult(queries.clone(), keys.clone(), values.clone(), step, call))
+        raise StopAtLayer
 
     def of_row(self, row: int) -> Tensor:
         """The squared distance of each token's new value from the one that is held, summed over heads, in order.
@@ -318,7 +318,7 @@ class Divergence:
         store, distances = self._layer.store, []
         held = store.values()
         for found in self._found:
-            standing = Standing.of(self._layer.positions, found.step.positions)
+            standing = SlotLookup.of(self._layer.positions, found.step.positions)
             before = kernels.read(held, standing.slots).float()
             after = found.keys[..., -store.latent :] if store.latent else found.values
             squares = (after.float() - before).square().sum(-1) * standing.is_held

@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from windlass.cache.layer_config import Layer
-from windlass.cache.rows import Row
+from windlass.cache.rows import RowState
 from windlass.core.errors import UsageError
 from windlass.core.step import Step
 from windlass.core.types import TokenMask
 
 
-class Before(NamedTuple):
+class PriorState(NamedTuple):
     """What a state was before `step`, by name; no tensors where no token had come."""
 
     step: Step
@@ -29,7 +29,7 @@ class RecurrentLayer(Layer):
     def __init__(self, index: int) -> None:
         self.index = index
         self._copies: dict[str, Tensor] = {}  # kept from pass to pass: their memory is taken once
-        self.before: Before | None = None
+        self.before: PriorState | None = None
 
     @abstractmethod
     def load(self, states: dict[str, Tensor]) -> None:
@@ -57,7 +57,7 @@ class RecurrentLayer(Layer):
             self._copies = {name: torch.empty_like(state) for name, state in states.items()}
         for name, state in states.items():
             self._copies[name].copy_(state)
-        self.before = Before(step, {name: self._copies[name] for name in states})
+        self.before = PriorState(step, {name: self._copies[name] for name in states})
 
     def settle(self, step: Step) -> None:
         """Let rows that got no token in `step` have the state that they had before it, and no gradients be kept."""
@@ -109,7 +109,7 @@ class RecurrentLayer(Layer):
                 state[row] = 0 if before is None else before[row]
 
 
-def check_columns(layers: Sequence[RecurrentLayer], rows: Sequence[Row], mask: TokenMask | None) -> None:
+def check_columns(layers: Sequence[RecurrentLayer], rows: Sequence[RowState], mask: TokenMask | None) -> None:
     """Return where no row's state would read padding in a pass of (batch, columns) `mask`.
 
     A row may be padding as a whole, when it keeps its state, or begin with padding before its first token: zeros leave

@@ -61,7 +61,7 @@ def check_mask(paddings: Sequence[Padding], mask: TokenMask) -> None:
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
+class RowState:
     """Where the text of one row stands.
 
     `columns` counts what it was fed, padding included, and `since_edit` the tokens after its last edit, which
@@ -90,7 +90,7 @@ class Row:
 
     def __eq__(self, other: object) -> bool:
         """Whether both stand alike; what lies in `ids` beyond `known_ids` does not count."""
-        return isinstance(other, Row) and self._key == other._key
+        return isinstance(other, RowState) and self._key == other._key
 
     @property
     def _key(self) -> tuple[object, ...]:
@@ -112,7 +112,7 @@ class Row:
         """One past the last position that came in a step of several tokens."""
         return self.prompts[-1][1] if self.prompts else 0
 
-    def fed(self, tokens: int, columns: int, prompt: int, is_token: Sequence[bool] | None = None) -> Row:
+    def fed(self, tokens: int, columns: int, prompt: int, is_token: Sequence[bool] | None = None) -> RowState:
         """After `tokens` more, in `columns` at once, the first `prompt` a prompt's; their ids are told to `told`.
 
         `is_token` tells which columns they are, where some are and some are not.
@@ -122,7 +122,7 @@ class Row:
             is_continued = bool(prompts) and prompts[-1][1] == start
             first = prompts[-1][0] if is_continued else start
             prompts = (*(prompts[:-1] if is_continued else prompts), (first, start + prompt))
-        return Row(
+        return RowState(
             self.tokens_seen + tokens,
             start + tokens,
             self.columns + columns,
@@ -135,7 +135,7 @@ class Row:
             self.sinks,
         )
 
-    def told(self, ids: Sequence[int] | None) -> Row:
+    def told(self, ids: Sequence[int] | None) -> RowState:
         """With the ids of the tokens that were fed last.
 
         The list grows in place and is shared with the row before, which counts fewer of its entries: a row that
@@ -146,7 +146,7 @@ class Row:
         self.ids[self.known_ids :] = ids
         return replace(self, known_ids=self.known_ids + len(ids))
 
-    def moved_to(self, end: int) -> Row:
+    def moved_to(self, end: int) -> RowState:
         """Going on at position `end`. Raises: UsageError for one inside of a picture."""
         for start, stop, _ in self.pictures:
             if start < end < stop:
@@ -158,7 +158,7 @@ class Row:
         pictures = tuple(picture for picture in self.pictures if picture.stop <= end)
         return replace(self, next_position=end, prompts=prompts, pictures=pictures)
 
-    def rolled_back(self, tokens: int) -> Row:
+    def rolled_back(self, tokens: int) -> RowState:
         """Without its newest `tokens`."""
         left = self.columns - tokens
         is_known = self.padding is not None and all(end <= left for _, end in self.padding)
@@ -171,11 +171,11 @@ class Row:
             padding=self.padding if is_known else None,
         )
 
-    def copied(self) -> Row:
+    def copied(self) -> RowState:
         """The same with a list of ids of its own."""
         return replace(self, ids=self.tokens)
 
-    def joined(self, other: Row, at: int) -> Row:
+    def joined(self, other: RowState, at: int) -> RowState:
         """With the text of `other` at position `at`, and what stood there and behind it moved to behind that.
 
         Its ids get there, too, if those of this row stand at their positions; else behind them.
@@ -198,17 +198,17 @@ class Row:
 class RowTable:
     """All rows of a batch. A change gives another table: a cache goes from one to the next in one assignment."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[RowState, ...]
 
     @classmethod
     def at_start(cls, batch: int) -> RowTable:
         """Nothing read yet."""
-        return cls(tuple(Row(ids=[]) for _ in range(batch)))
+        return cls(tuple(RowState(ids=[]) for _ in range(batch)))
 
     @classmethod
     def after_prompt(cls, batch: int, tokens: int) -> RowTable:
         """Each row has read `tokens` tokens of unknown ids, in one step."""
-        return cls((Row(tokens, tokens, tokens, tokens, ((0, tokens),)),) * batch)
+        return cls((RowState(tokens, tokens, tokens, tokens, ((0, tokens),)),) * batch)
 
     @property
     def tokens_seen(self) -> list[int]:
@@ -364,12 +364,12 @@ class RowTable:
         """Without the newest `counts` tokens of each row."""
         return self.changed(lambda index, one: one.rolled_back(counts[index]), None)
 
-    def changed(self, change: Callable[[int, Row], Row], row: int | None) -> RowTable:
+    def changed(self, change: Callable[[int, RowState], RowState], row: int | None) -> RowTable:
         """With `change` of one row, or of all."""
         pairs = enumerate(self.rows)
         return RowTable(tuple(change(at, one) if row is None or at == row else one for at, one in pairs))
 
-    def spliced(self, added: Row, row: int, position: int) -> RowTable:
+    def spliced(self, added: RowState, row: int, position: int) -> RowTable:
         """With the text of `added` at a `position` of that of one row; the columns it came in count for all."""
         return self.changed(
             lambda at, one: (
@@ -405,7 +405,7 @@ class RowTable:
         columns = columns or [told["columns_seen"]] * len(told["tokens_seen"])
         return cls(
             tuple(
-                Row(
+                RowState(
                     seen,
                     told["next_positions"][row],
                     columns[row],

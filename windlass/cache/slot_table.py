@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from windlass import kernels
-from windlass.cache.layer_config import LayerRules
+from windlass.cache.layer_config import LayerConfig
 from windlass.cache.merging import log_counts
 from windlass.cache.recall import TOKEN_INDEX, RecallSnapshot, RecallStore
 from windlass.core.inputs import PackedStates
@@ -323,7 +323,7 @@ class TableView:
     _tails: dict[int, Step] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
-    def of(cls, table: SlotTable, rules: LayerRules, step: Step) -> TableView:
+    def of(cls, table: SlotTable, rules: LayerConfig, step: Step) -> TableView:
         """That of a table which holds the tokens of `step` already."""
         store, occupancy = table.store, min(table.occupancy_bound + step.graph_headroom, table.slots)
         counts = log_counts(rules.merge, table.state)
@@ -334,7 +334,7 @@ class TableView:
         """Tokens of the fullest row and head; asks the device."""
         return int((self.positions >= 0).sum(-1).max())
 
-    def within_reach(self, rules: LayerRules) -> TableView:
+    def within_reach(self, rules: LayerConfig) -> TableView:
         """With the last query that sees each slot, in rows of different sinks that keep these and the newest tokens."""
         assert self.step.sinks is not None, "rows that are alike"
         assert rules.budget is not None, "a reach without a budget"

@@ -13,16 +13,12 @@ from typing import Annotated
 import typer
 from typer import Option
 
-from windlass.cli import generate as text_commands
-from windlass.cli import measure_options as calibration
-from windlass.cli import measure_options as evals
+from windlass.cli import generate, measure_options, serve
 from windlass.cli import options as take
 from windlass.cli import options as text
-from windlass.cli import serve as serving
-from windlass.cli import serve as view_command
-from windlass.cli.measure_options import RayArguments, TuneArguments, TuneSize, TuneText, WithRay, check_ray
+from windlass.cli.measure_options import RayArguments, RayOptionCommand, TuneArguments, TuneSize, TuneText, check_ray
 from windlass.cli.options import Chunk, the_model
-from windlass.cli.parameters import Commands, Unset, expanded
+from windlass.cli.parameters import CommandGroup, Unset, expanded
 from windlass.cli.terminal import INTERRUPTED, INTERRUPTED_LINE, loading
 from windlass.core.errors import UsageError, WindlassError
 
@@ -31,12 +27,12 @@ from windlass.core.errors import UsageError, WindlassError
 def evaluate(
     unset: Unset,
     named: text.ModelArguments,
-    output: evals.ResultsOut,
-    lists: evals.EvalLists,
+    output: measure_options.ResultsOut,
+    lists: measure_options.EvalLists,
     *,
     samples: take.Samples = 20,
-    is_aware: evals.IsAware = False,
-    batch: evals.EvalBatch = 1,
+    is_aware: measure_options.IsAware = False,
+    batch: measure_options.EvalBatch = 1,
     seed: take.Seed = 0,
     load: take.LoadOptions,
     spread: RayArguments,
@@ -53,15 +49,15 @@ def evaluate(
     checks.check_model(model, load)
     check_ray(spread)
     with loading():
-        from windlass.cli import measure as evaluation
-        from windlass.evals.grid import Lists
+        from windlass.cli import measure
+        from windlass.evals.grid import ListOptions
         from windlass.evals.run import EvalOptions
 
-    typed = Lists(lists.tasks, lists.lengths, lists.of_cache, lists.depth)
+    typed = ListOptions(lists.tasks, lists.lengths, lists.of_cache, lists.depth)
     with terminal.quiet(is_quiet):
         loaded = load.dtype, load.threads, load.device, batch, load.weights
         options = EvalOptions(model, typed, samples, seed, is_aware, output, *loaded)
-        return evaluation.evaluate(options, spread)
+        return measure.evaluate(options, spread)
 
 
 @expanded
@@ -110,7 +106,7 @@ def report(results: take.Results, output: take.Page = Path("report.html")) -> in
 
 
 app = typer.Typer(
-    cls=Commands,
+    cls=CommandGroup,
     help="Reads and writes texts far longer than a model's memory, in a cache of fixed size.",
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -204,10 +200,10 @@ def demo(
     return run.demo(run.Options(depth, budget, policy, text, seed, threads, length), is_json)
 
 
-for each in (text_commands.generate, text_commands.chat, view_command.view):
+for each in (generate.generate, generate.chat, serve.view):
     app.command()(each)
-app.command("cache")(text_commands.cache)
-app.command(cls=WithRay)(serving.serve)
+app.command("cache")(generate.cache)
+app.command(cls=RayOptionCommand)(serve.serve)
 
 
 @app.command()
@@ -250,17 +246,17 @@ def bench(
     checks.check_limits({"chunk": tokens})
     checks.check_bench(model, shape, layers, lists, take.LoadOptions(dtype, device, None, weights), output)
     with loading():
-        from windlass.cli import measure as show
+        from windlass.cli import measure
         from windlass.evals.speed.measure import BenchRequest
 
-    form = show.Form("json" if is_json else table, has_ratios)
+    form = measure.OutputFormat("json" if is_json else table, has_ratios)
     request = BenchRequest(model, shape, layers, lists, tokens, repetitions, dtype, device, weights)
     with terminal.quiet(is_quiet):
-        return show.bench(request, output, form)
+        return measure.bench(request, output, form)
 
 
-app.command("eval", cls=WithRay)(evaluate)
-app.command("tune", cls=WithRay)(tune)
+app.command("eval", cls=RayOptionCommand)(evaluate)
+app.command("tune", cls=RayOptionCommand)(tune)
 app.command()(report)
 
 
@@ -268,13 +264,13 @@ app.command()(report)
 @expanded
 def calibrate(
     model: text.ModelName,
-    source: calibration.CalibrationText,
-    output: calibration.CalibrationOut,
+    source: measure_options.CalibrationText,
+    output: measure_options.CalibrationOut,
     *,
-    is_of_shares: calibration.IsOfShares = False,
-    is_of_scorer: calibration.IsOfScorer = False,
-    tokens: calibration.Tokens = None,
-    asked: calibration.TextsArguments,
+    is_of_shares: measure_options.IsOfShares = False,
+    is_of_scorer: measure_options.IsOfScorer = False,
+    tokens: measure_options.Tokens = None,
+    asked: measure_options.TextsArguments,
     seed: take.Seed = 0,
     load: take.LoadOptions,
     is_quiet: text.IsQuiet = False,

@@ -29,7 +29,7 @@ from windlass.cli.terminal import INTERRUPTED, Bar, as_interrupts, loading, note
 from windlass.core.errors import UsageError
 from windlass.core.files import read_text
 from windlass.core.parse import PAGE, in_units
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals.grid import SampleSpec, fit
 from windlass.evals.task import Sample, Task
@@ -130,14 +130,14 @@ def read_and_ask_all(
     ids = encode(tokenizer, sample.context, is_start=True)
     started = time.perf_counter()
     with Bar(f"{memory.label}:", len(ids)) as bar:
-        engine.prefill(model, cache, [ids], bar)
+        generate.prefill(model, cache, [ids], bar)
     read = time.perf_counter()
     slots = max(layer.table.occupancy_bound for layer in cache.layers)
     found = bytes_held = 0
     with progress("questions") as questions:
         for turn in questions.track(sample.turns, description=f"{memory.label}:"):
             asking = [turn.question + turn.prefix]
-            [result] = engine.generate(model, tokenizer, asking, copy.deepcopy(cache), facts.task.answer_tokens)
+            [result] = generate.generate(model, tokenizer, asking, copy.deepcopy(cache), facts.task.answer_tokens)
             found += facts.task.score(turn, result.text) == 1
             bytes_held = max(bytes_held, result.bytes_held)
     return FactsRow(
@@ -213,7 +213,7 @@ class Setup:
 
 
 @dataclass(frozen=True)
-class Row:
+class DemoRow:
     """One row of the table.
 
     `slots` counts those in use by a kv head, the mean of all of them; `bytes_held` all that the cache keeps alive.
@@ -260,7 +260,7 @@ def demo(options: Options, is_json: bool) -> int:
         _cache(model, setup)
     source = "Three Men in a Boat" if options.text is None else options.text
     facts_rows: list[FactsRow] = []
-    rows: list[Row] = []
+    rows: list[DemoRow] = []
     if not is_json:
         note(f"{facts.asked} numbers with names are hidden in {source} and asked for one by one, once it is read.")
     is_whole = _run(facts_rows, (partial(read_and_ask_all, model, tokenizer, memory, facts) for memory in caches))
@@ -295,15 +295,15 @@ def beginning(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int = SHORT
     return text[: offsets[wanted][0]] if len(offsets) > wanted else text
 
 
-def read_and_ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setup: Setup, key: str) -> Row:
+def read_and_ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, setup: Setup, key: str) -> DemoRow:
     """Read all of the text, then ask."""
     cache = _cache(model, setup)
     ids = encode(tokenizer, setup.text, is_start=True)
     with Bar(f"{setup.label}:", len(ids)) as bar:
-        engine.prefill(model, cache, [ids], bar)
-    stream = engine.stream(model, tokenizer, ASKED, cache, ANSWER_TOKENS)
+        generate.prefill(model, cache, [ids], bar)
+    stream = generate.stream(model, tokenizer, ASKED, cache, ANSWER_TOKENS)
     answer = "".join(stream).strip()
-    return Row(
+    return DemoRow(
         label=setup.label,
         tokens_read=len(ids),
         slots=round(fmean(fmean((layer.positions[0] >= 0).sum(-1).tolist()) for layer in cache.layers)),
@@ -314,7 +314,7 @@ def read_and_ask(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, set
     )
 
 
-def table(rows: list[Row]) -> Table:
+def table(rows: list[DemoRow]) -> Table:
     """The rows side by side."""
     shown = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     shown.add_column("cache", min_width=18, overflow="fold")

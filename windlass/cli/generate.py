@@ -2,8 +2,7 @@
 
 from dataclasses import replace
 
-from windlass.cli import options as take
-from windlass.cli import options as text
+from windlass.cli import options
 from windlass.cli import terminal as parallel
 from windlass.cli.options import CacheArguments, file_of_info, model_and_prompt, the_model
 from windlass.cli.parameters import Unset, as_typed, expanded
@@ -16,20 +15,20 @@ from windlass.core.parse import SYSTEM
 @expanded
 def generate(
     unset: Unset,
-    words: text.TextArguments,
+    words: options.TextArguments,
     limits: CacheArguments,
     *,
-    prompt_cache: take.PromptCache = None,
-    template: text.TemplateArguments,
-    max_tokens: take.MaxTokens = 256,
-    sampling: take.SamplingArguments,
-    stop: take.Stop = None,
-    load: take.LoadOptions,
-    loudness: text.Loudness,
-    is_json: text.Json = False,
-    is_json_stream: text.JsonStream = False,
+    prompt_cache: options.PromptCache = None,
+    template: options.TemplateArguments,
+    max_tokens: options.MaxTokens = 256,
+    sampling: options.SamplingArguments,
+    stop: options.Stop = None,
+    load: options.LoadOptions,
+    loudness: options.Verbosity,
+    is_json: options.Json = False,
+    is_json_stream: options.JsonStream = False,
     record: Record = None,
-    is_parallel: take.TensorParallel = False,
+    is_parallel: options.TensorParallel = False,
 ) -> int:
     """Write the text that follows a prompt, or the reply to it where the model has a chat template.
 
@@ -54,8 +53,14 @@ def generate(
         from windlass.cli import session
         from windlass.cli import session as detail
 
-    asked = session.Asked(template.system, template.is_raw, False, max_tokens, how, stop)
-    shown = session.Shown.JSON_STREAM if is_json_stream else session.Shown.JSON if is_json else session.Shown.TEXT
+    asked = session.PromptInput(template.system, template.is_raw, False, max_tokens, how, stop)
+    shown = (
+        session.OutputMode.JSON_STREAM
+        if is_json_stream
+        else session.OutputMode.JSON
+        if is_json
+        else session.OutputMode.TEXT
+    )
     with terminal.quiet(is_quiet), parallel.first_speaks(launch):
         opened = session.open_session(model, given_cache, load, prompt_cache, is_parallel)
         if loudness.is_verbose:
@@ -69,17 +74,17 @@ def generate(
 @expanded
 def chat(
     unset: Unset,
-    named: text.ModelArguments,
+    named: options.ModelArguments,
     limits: CacheArguments,
     *,
-    prompt_cache: take.PromptCache = None,
-    system: text.System = None,
-    max_tokens: take.MaxTokens = 256,
-    sampling: take.SamplingArguments,
-    stop: take.Stop = None,
-    kept: take.ChatArguments,
-    load: take.LoadOptions,
-    loudness: text.Loudness,
+    prompt_cache: options.PromptCache = None,
+    system: options.System = None,
+    max_tokens: options.MaxTokens = 256,
+    sampling: options.SamplingArguments,
+    stop: options.Stop = None,
+    kept: options.ChatArguments,
+    load: options.LoadOptions,
+    loudness: options.Verbosity,
 ) -> int:
     """Talk to a model, many turns on one cache; /help there lists what else can be done."""
     model = the_model(named.name, named.model, "model" in unset)
@@ -104,23 +109,23 @@ def chat(
         given_cache = limits if file is None else as_typed(limits, unset)
         opened = session.open_session(model, given_cache, load, file)
         if loudness.is_verbose:
-            detail.say_chosen(opened, session.Asked())
+            detail.say_chosen(opened, session.PromptInput())
         return run.chat(opened, max_tokens, how, kept, stop, system)
 
 
 @expanded
 def cache(
     unset: Unset,
-    words: text.TextArguments,
+    words: options.TextArguments,
     limits: CacheArguments,
     *,
-    prompt_cache: take.PromptCacheOut = None,
-    is_appended: text.IsAppended = False,
-    template: text.TemplateArguments,
-    load: take.LoadOptions,
-    loudness: text.Loudness,
-    is_json: text.Json = False,
-    is_parallel: take.TensorParallel = False,
+    prompt_cache: options.PromptCacheOut = None,
+    is_appended: options.IsAppended = False,
+    template: options.TemplateArguments,
+    load: options.LoadOptions,
+    loudness: options.Verbosity,
+    is_json: options.Json = False,
+    is_parallel: options.TensorParallel = False,
 ) -> int:
     """Read a prompt once, into a file that `generate` and `chat` go on from.
 
@@ -147,7 +152,7 @@ def cache(
         from windlass.cli import session as caching
         from windlass.cli import session as detail
 
-    asked = session.Asked(template.system, template.is_raw, is_begun=True)
+    asked = session.PromptInput(template.system, template.is_raw, is_begun=True)
     with terminal.quiet(is_quiet), parallel.first_speaks(launch):
         opened = session.open_session(model, given_cache, load, prompt_cache if is_appended else None, is_parallel)
         if loudness.is_verbose:
@@ -158,6 +163,6 @@ def cache(
         return parallel.parted(launch, code)
 
 
-def _model_and_prompt(unset: Unset, words: text.TextArguments) -> tuple[str, str | None]:
+def _model_and_prompt(unset: Unset, words: options.TextArguments) -> tuple[str, str | None]:
     is_default = "model" in unset
     return model_and_prompt(words.name, words.prompt, words.model, words.file is not None, is_default)

@@ -24,9 +24,7 @@ from windlass.cli.terminal import INTERRUPTED, Bar, as_interrupts, loading, note
 from windlass.core.errors import UsageError
 from windlass.core.files import check_regular, check_writable, read_text
 from windlass.core.parse import in_units, parse_bytes, use_one_of
-from windlass.evals import calibrate as fit_scorer
-from windlass.evals import calibrate as measure_shares
-from windlass.evals import calibrate as pair_costs
+from windlass.evals import calibrate
 from windlass.evals.calibrate import calibration_texts
 from windlass.evals.report.summaries import verdict, wilson
 from windlass.evals.run import EvalOptions, Executor, Sweep, summary
@@ -34,10 +32,9 @@ from windlass.evals.speed.measure import Benchmark, BenchRequest, Clock
 from windlass.evals.speed.rows import BenchRow
 from windlass.evals.speed.table import NUMBERS, Conditions, as_json, footnote, in_common, ratios, table, varied
 from windlass.evals.task import budget_of
-from windlass.evals.tune import Ranked, TuneOptions, Tuning, command, sentence
+from windlass.evals.tune import CandidateResult, TuneOptions, Tuning, command, sentence
 from windlass.hf.load import load
-from windlass.policies import linear_scorer as scorer_file
-from windlass.policies import pairs as pair_table
+from windlass.policies import linear_scorer, pairs
 from windlass.policies.linear_scorer import Scorer
 from windlass.policies.pairs import PairTable
 
@@ -49,7 +46,7 @@ PIPE_WIDTH: Final = 240
 
 
 @dataclass(frozen=True)
-class Form:
+class OutputFormat:
     """How rows are printed: one of `FORMATS`, and whether ratios follow them.
 
     Raises: UsageError for another format, and for ratios with JSON.
@@ -65,7 +62,7 @@ class Form:
             raise UsageError("--ratios go with --format table or md; JSON has the samples of which they are made")
 
 
-def bench(request: BenchRequest, output: Path | None, form: Form, clock: Clock = time.perf_counter) -> int:
+def bench(request: BenchRequest, output: Path | None, form: OutputFormat, clock: Clock = time.perf_counter) -> int:
     """Measure all rows in turn and show them; returns the exit code. Ctrl-C shows what was measured.
 
     `output` gets one JSON object per row after what is already there.
@@ -99,7 +96,7 @@ def bench(request: BenchRequest, output: Path | None, form: Form, clock: Clock =
     return code
 
 
-def _show(benchmark: Benchmark, output: Path | None, form: Form) -> None:
+def _show(benchmark: Benchmark, output: Path | None, form: OutputFormat) -> None:
     """The table and, where they are wanted, the ratios, or JSON objects, on stdout; JSON objects in the file."""
     rows, conditions = [row for row in benchmark.rows if row.samples_s], benchmark.conditions
     if not rows:
@@ -183,11 +180,11 @@ def calibrate_pairs(options: CalibrationOptions) -> int:
     table, code, output = _measured(
         Bar("measuring", options.tokens),
         options.output,
-        lambda bar: pair_costs.measure_pair_costs(model, tokenizer, text, options.tokens, options.seed, bar),
+        lambda bar: calibrate.measure_pair_costs(model, tokenizer, text, options.tokens, options.seed, bar),
     )
     if table is None:
         return code
-    pair_table.write(table, output)
+    pairs.write(table, output)
     if table.tokens < options.tokens and not code:
         note(f"windlass: note: the text has room for {table.tokens:,} tokens only")
     say(_pairs(table, tokenizer, output))
@@ -204,9 +201,7 @@ def calibrate_shares(options: CalibrationOptions, asked: TextsArguments) -> int:
         options,
         asked,
         SHARES_TEXTS,
-        lambda model, texts, bar: measure_shares.measure_shares(
-            model, texts, policy, budget, asked.groups or GROUPS, bar
-        ),
+        lambda model, texts, bar: calibrate.measure_shares(model, texts, policy, budget, asked.groups or GROUPS, bar),
         shares_file.write,
         _shares_table,
     )
@@ -222,8 +217,8 @@ def calibrate_scorer(options: CalibrationOptions, asked: TextsArguments) -> int:
         options,
         asked,
         SCORER_TEXTS,
-        lambda model, texts, bar: fit_scorer.fitted(model, texts, bar, source, tasks),
-        scorer_file.write,
+        lambda model, texts, bar: calibrate.fitted(model, texts, bar, source, tasks),
+        linear_scorer.write,
         _scorer_table,
     )
     if code == 0:
@@ -426,7 +421,7 @@ def tune(options: TuneOptions, spread: RayArguments) -> int:
         say(
             f"{in_units(options.size)} hold all of a text of {tuning.length:,} tokens, in store "
             f"{whole.options.store.name}: nothing is evicted, and there is nothing to choose. For longer texts give "
-            f"one, and --length.\n\n    {_command(options, Ranked(whole, {}, {}, None, 0))}\n"
+            f"one, and --length.\n\n    {_command(options, CandidateResult(whole, {}, {}, None, 0))}\n"
         )
         return 0
     ranking, full = tuning.ranking, tuning.full
@@ -440,14 +435,14 @@ def tune(options: TuneOptions, spread: RayArguments) -> int:
     return 0
 
 
-def _command(options: TuneOptions, best: Ranked) -> str:
+def _command(options: TuneOptions, best: CandidateResult) -> str:
     loading = [] if options.dtype == "auto" else ["--dtype", options.dtype]
     loading += [] if options.device == "cpu" else ["--device", options.device]
     loading += [] if options.weights == "auto" else ["--weights", options.weights]
     return command(options.model, str(options.text), best, loading)
 
 
-def _table(ranking: list[Ranked], full: Ranked | None) -> Table:
+def _table(ranking: list[CandidateResult], full: CandidateResult | None) -> Table:
     """One row per candidate, the best first; then the full cache."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("policy", "store", "positions"):

@@ -267,7 +267,7 @@ class RayArguments:
     workers: Workers = None
 
 
-class WithRay(TyperCommand):
+class RayOptionCommand(TyperCommand):
     """A command whose `--ray` may stand without an address, which Typer has no word for."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:

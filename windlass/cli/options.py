@@ -297,7 +297,7 @@ class TemplateArguments:
 
 
 @dataclass(frozen=True)
-class Loudness:
+class Verbosity:
     """How much is said on stderr."""
 
     is_quiet: IsQuiet = False

@@ -78,7 +78,7 @@ def _parameter(name: str, annotation: Any, default: Any) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-class Commands(TyperGroup):
+class CommandGroup(TyperGroup):
     """All commands. Ctrl-C that none of them takes for itself reaches whoever called."""
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:

@@ -42,7 +42,7 @@ from windlass.hf import prompt_cache as prompt_cache_file
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load as load_model
 from windlass.hf.load import load_tokenizer
-from windlass.hf.prompt_cache_check import POSITIONS, Layout
+from windlass.hf.prompt_cache_check import POSITIONS, TensorSpec
 from windlass.hf.prompt_cache_format import AGAIN, Contents, InconsistentFile, parsed, shown
 from windlass.hf.weights import labelled, parameter_count
 from windlass.policies.base import OneShot
@@ -107,7 +107,7 @@ def dtype_note(asked: str, dtype: torch.dtype, device: torch.device) -> str | No
     return f"computed in {HALF[dtype]}, as the weights are stored; --dtype float32 is more exact"
 
 
-class Shown(Enum):
+class OutputMode(Enum):
     """What goes to stdout: the text, one JSON object at the end, or one for each piece as well."""
 
     TEXT = "text"
@@ -116,7 +116,7 @@ class Shown(Enum):
 
 
 @dataclass(frozen=True)
-class Asked:
+class PromptInput:
     """What is wanted of a prompt. `is_begun`: it is read as the beginning of a message that goes on later."""
 
     system: str | None = None
@@ -190,7 +190,7 @@ def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, obj
 
 
 def generate(
-    session: Session, prompt: str, asked: Asked, shown: Shown, record: Path | None = None
+    session: Session, prompt: str, asked: PromptInput, shown: OutputMode, record: Path | None = None
 ) -> tuple[int, Result]:
     """Write what follows `prompt` to stdout; returns the exit code, and what was written.
 
@@ -216,16 +216,16 @@ def generate(
             progress,
         )
         with Bar("reading", stream.result.prompt_tokens) as bar:
-            code = write(_each(stream, write_frame), shown is not Shown.JSON, shown is Shown.JSON_STREAM)
-    if shown is not Shown.TEXT:
-        done = {"done": True} if shown is Shown.JSON_STREAM else {}
+            code = write(_each(stream, write_frame), shown is not OutputMode.JSON, shown is OutputMode.JSON_STREAM)
+    if shown is not OutputMode.TEXT:
+        done = {"done": True} if shown is OutputMode.JSON_STREAM else {}
         say(json.dumps(asdict(stream.result) | labels(session.cache) | done, ensure_ascii=False) + "\n")
     Choices(session.cache, session.given).tell()
     note(("interrupted; " if code else "") + speeds(stream.result, bar))
     return code, stream.result
 
 
-def fed(session: Session, prompt: str, asked: Asked) -> str:
+def fed(session: Session, prompt: str, asked: PromptInput) -> str:
     """The text to read for `prompt`: with the model's chat template, if it has one and `asked` does not leave it out.
 
     After a prompt cache it goes on with the user's message that ends the text there, or begins the next one.
@@ -297,7 +297,7 @@ def labels(cache: KVCache) -> dict[str, object]:
     return {"tokens_seen": cache.tokens_seen[0], **cache.options.labels()}
 
 
-def say_chosen(session: Session, asked: Asked) -> None:
+def say_chosen(session: Session, asked: PromptInput) -> None:
     """The model and where it runs, the cache's options, and what becomes of a prompt."""
     model = session.model
     name = labelled(Path(str(model.config.name_or_path)).name or "model", model)
@@ -326,7 +326,7 @@ def say_done(session: Session, result: Result) -> None:
     note(session.cache.describe())
 
 
-def save_cache(session: Session, prompt: str, asked: Asked, path: Path, is_json: bool) -> int:
+def save_cache(session: Session, prompt: str, asked: PromptInput, path: Path, is_json: bool) -> int:
     """Read `prompt` into a prompt-cache file; returns the exit code.
 
     The session's cache may hold the beginning of the text. Ctrl-C and SIGTERM write what was read so far, but to no
@@ -444,7 +444,7 @@ def show(path: Path, tokenizer: str | None, is_json: bool) -> int:
     return 0
 
 
-def _checked(text: str, version: int, found: Mapping[str, Layout]) -> Contents:
+def _checked(text: str, version: int, found: Mapping[str, TensorSpec]) -> Contents:
     """The document, when the tensors that are looked at are of their kind: a file need not come from a friend."""
     for name, layout in found.items():
         kind = (1, torch.int32) if name == IDS else (3, torch.int32) if _is_positions(name) else None

@@ -216,7 +216,7 @@ class AttentionCall:
         return parts
 
 
-class Settled(NamedTuple):
+class PolicyCheckpoint(NamedTuple):
     """What a policy had noted of a step when it had observed all queries but those of the record."""
 
     state: dict[str, Tensor]
@@ -242,7 +242,7 @@ class StepRecord:
     observed: ObservedColumns | None = None
     mass: Mass | None = None
     queries: Queries | None = None  # the observed ones, newest first; None for a policy that observes nothing
-    settled: Settled | None = None
+    settled: PolicyCheckpoint | None = None
     evicted: Tensor | None = None  # (batch, score_heads, evicted) slots
     evicted_positions: Tensor | None = None
     evicted_count: int = 0  # the most of any row

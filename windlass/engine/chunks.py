@@ -22,7 +22,7 @@ from windlass.core.errors import UsageError, check_kind, whole_number
 from windlass.core.step import PROMPT
 from windlass.engine.generate import check_reading, checked_prompts, read_whole
 from windlass.engine.prefill import Progress, PromptReader, empty_cache, feed, forget
-from windlass.engine.prefix_cache import Kept, KeptCaches, Key
+from windlass.engine.prefix_cache import CacheEntry, CacheKey, PrefixCache
 from windlass.engine.recompute import Divergent as Divergent
 from windlass.engine.recompute import Everything as Everything
 from windlass.engine.recompute import First as First
@@ -59,7 +59,7 @@ class Part:
 
 @final
 @dataclass(frozen=True)
-class Joined:
+class JoinReport:
     """What `join` did: the positions [start, stop) of each part, and those that were read again, in order."""
 
     spans: tuple[tuple[int, int], ...]
@@ -111,7 +111,7 @@ def join(
     recompute: str | Recompute = "none",
     row: int = 0,
     at: int | None = None,
-) -> Joined:
+) -> JoinReport:
     """Put `parts` behind each other into a row of `cache`: after its text, or at position `at`.
 
     `recompute` says which of their tokens are read again: "none", "first(16)" of each part, "divergent(0.16)" of all
@@ -155,7 +155,7 @@ def join(
                 cache.shift(at + done, end + done, -done, row)
         cache.rows = before.rows
         raise
-    return Joined(tuple((span.start, span.stop) for span in spans), tuple(positions))
+    return JoinReport(tuple((span.start, span.stop) for span in spans), tuple(positions))
 
 
 @torch.no_grad()
@@ -260,7 +260,7 @@ class PartsReader(PromptReader):
     Errors of what cannot be honoured begin with `chunks`.
     """
 
-    def __init__(self, model: PreTrainedModel, request: Request, parts: PromptParts, kept: KeptCaches) -> None:
+    def __init__(self, model: PreTrainedModel, request: Request, parts: PromptParts, kept: PrefixCache) -> None:
         super().__init__(empty_cache(model, request))
         self._model, self._request, self._parts, self._kept = model, request, parts, kept
         self._begins = begin_of_text(model)
@@ -328,7 +328,7 @@ class PartsReader(PromptReader):
         """Put one part where it stands. It is held for the moment of the splice only, so that it may leave."""
         request, (start, stop) = self._request, piece
         ids, prefix = request.prompt[start:stop], request.prompt[: self._lead]
-        key = Key.of("part", request, part_options(request.options), prefix)
+        key = CacheKey.of("part", request, part_options(request.options), prefix)
         found = [each for each in self._kept.of(key) if each.tokens == ids] if request.reuse.lookup else []
         if found:
             self._kept.use(found[0])
@@ -338,7 +338,7 @@ class PartsReader(PromptReader):
             return
         yield from self._encoded(key, ids, start)
 
-    def _encoded(self, key: Key, ids: tuple[int, ...], start: int) -> Iterator[None]:
+    def _encoded(self, key: CacheKey, ids: tuple[int, ...], start: int) -> Iterator[None]:
         """Read a part alone, put it where it stands, and keep it."""
         options = part_options(self._request.options)
         needed = RowBytes.of(self._model, options).reading(len(key.prefix) + len(ids))
@@ -362,7 +362,7 @@ class PartsReader(PromptReader):
             begin_after(cache, len(key.prefix), ids)
             self.cache.splice(cache)
             if self._request.reuse.store and not any(each.tokens == ids for each in self._kept.of(key)):
-                self._kept.add(Kept(key, ids, cache, cache.bytes_held), place)
+                self._kept.add(CacheEntry(key, ids, cache, cache.bytes_held), place)
         finally:
             self._kept.release(place)
         yield

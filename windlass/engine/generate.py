@@ -91,7 +91,7 @@ class RowStep:
     reason: FinishReason
 
 
-class WrittenRow:
+class RowText:
     """The tokens and the text of a row. `reason` is "interrupted" while it goes on."""
 
     def __init__(self, stream: TextStream, max_tokens: int) -> None:
@@ -269,7 +269,7 @@ class _Run:
         ]
         checked_prompts(model, cache, self._prompts)
         self._sampling = Sampling() if sampling is None else sampling
-        self._rows = [WrittenRow(TextStream.after(tokenizer, prompt, stops), most) for prompt in self._prompts]
+        self._rows = [RowText(TextStream.after(tokenizer, prompt, stops), most) for prompt in self._prompts]
         self._prefill_s = self._decode_s = 0.0
 
     def __iter__(self) -> Iterator[list[str]]:

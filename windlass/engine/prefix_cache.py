@@ -36,7 +36,7 @@ Labels = tuple[int | str | None, ...]
 
 
 @dataclass(frozen=True)
-class Key:
+class CacheKey:
     """What two requests must have in common to share a cache.
 
     `kind`: the beginning of a prompt, or a part that was read behind the tokens of `prefix`. `labels` are those of the
@@ -50,21 +50,21 @@ class Key:
     prefix: tuple[int, ...] = ()
 
     @classmethod
-    def of(cls, kind: Kind, request: Request, options: CacheOptions, prefix: tuple[int, ...] = ()) -> Key:
+    def of(cls, kind: Kind, request: Request, options: CacheOptions, prefix: tuple[int, ...] = ()) -> CacheKey:
         """That of a request's own caches with these options."""
         sinks = request.head if options.sinks == SYSTEM else None
         return cls(kind, request.tenant, request.reuse.name, (*options.labels().values(), sinks), prefix)
 
 
 @dataclass(frozen=True, eq=False)
-class Kept:
+class CacheEntry:
     """A cache of one row that has read `tokens`; nobody writes into it. `number` names it to its owner.
 
     `passes`: where the passes ended in which a prefix was read, of which only the same ones give the same state.
     `logits`: (vocabulary,) of the last token, where the prefix is a whole prompt.
     """
 
-    key: Key
+    key: CacheKey
     tokens: tuple[int, ...]
     cache: KVCache
     bytes: int
@@ -73,13 +73,13 @@ class Kept:
     number: str = field(default_factory=lambda: secrets.token_hex(8))
 
     @property
-    def stored(self) -> Stored:
+    def stored(self) -> EntryInfo:
         """What its owner is told of it."""
-        return Stored(self.number, self.key.kind, self.key.name, len(self.tokens), self.bytes, "memory")
+        return EntryInfo(self.number, self.key.kind, self.key.name, len(self.tokens), self.bytes, "memory")
 
 
 @dataclass(frozen=True)
-class Stored:
+class EntryInfo:
     """What an owner is told of a cache that is kept for it."""
 
     id: str
@@ -92,21 +92,21 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class Wanted:
+class EntrySelector:
     """Which of its caches an owner means: all, those of one `name`, or the one with this `id`."""
 
     owner: str
     name: str | None = None
     id: str | None = None
 
-    def has(self, key: Key, number: str) -> bool:
+    def has(self, key: CacheKey, number: str) -> bool:
         """Whether a cache is among them."""
         is_own = owner_of(key.tenant) == self.owner
         return is_own and self.name in (None, key.name) and self.id in (None, number)
 
 
 @final
-class KeptCaches:
+class PrefixCache:
     """Caches of at most `limit` bytes in all; those that were used longest ago leave first. Safe in any thread.
 
     What is being made counts too: `reserve` gives it room before it is there. `may_leave` says of a cache that it need
@@ -115,8 +115,8 @@ class KeptCaches:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self.may_leave: Callable[[Kept], bool] = lambda _: True
-        self._held: list[Kept] = []  # the one used last at the end
+        self.may_leave: Callable[[CacheEntry], bool] = lambda _: True
+        self._held: list[CacheEntry] = []  # the one used last at the end
         self._reserved: dict[int, int] = {}
         self._lock = Lock()
 
@@ -130,19 +130,19 @@ class KeptCaches:
     def _bytes(self) -> int:
         return sum(each.bytes for each in self._held) + sum(self._reserved.values())
 
-    def of(self, key: Key) -> list[Kept]:
+    def of(self, key: CacheKey) -> list[CacheEntry]:
         """Those with this key."""
         with self._lock:
             return [each for each in self._held if each.key == key]
 
-    def use(self, kept: Kept) -> None:
+    def use(self, kept: CacheEntry) -> None:
         """Note that a cache was used, so that it stays longer than others."""
         with self._lock:
             if kept in self._held:
                 self._held.remove(kept)
                 self._held.append(kept)
 
-    def add(self, kept: Kept, place: int | None = None) -> bool:
+    def add(self, kept: CacheEntry, place: int | None = None) -> bool:
         """Keep a cache, in a reserved `place` or where others leave; returns whether there was room.
 
         A reserved place is given back in any case.
@@ -172,21 +172,21 @@ class KeptCaches:
         with self._lock:
             self._reserved.pop(place, None)
 
-    def forget(self, wanted: Wanted) -> list[Stored]:
+    def forget(self, wanted: EntrySelector) -> list[EntryInfo]:
         """Let go of these; returns what they were."""
         with self._lock:
             found = [each for each in self._held if wanted.has(each.key, each.number)]
             self._held = [each for each in self._held if each not in found]
         return [each.stored for each in found]
 
-    def stored(self, wanted: Wanted) -> list[Stored]:
+    def stored(self, wanted: EntrySelector) -> list[EntryInfo]:
         """What is to be told of these, the one used last first."""
         with self._lock:
             return [each.stored for each in reversed(self._held) if wanted.has(each.key, each.number)]
 
     def _make_room(self, size: int) -> bool:
         """Let others leave until there is room for `size` bytes; none does where that would not be enough."""
-        leaving, free = list[Kept](), self.limit - self._bytes
+        leaving, free = list[CacheEntry](), self.limit - self._bytes
         for each in self._held:
             if free >= size:
                 break
@@ -267,7 +267,7 @@ class DiskTier:
             left.unlink(missing_ok=True)
         self._changed, self._writes = Condition(), Lock()
         self._files = {each.id: each for each in self._found()}  # the one used last at the end
-        self._pending: dict[str, Kept] = {}
+        self._pending: dict[str, CacheEntry] = {}
         self._names: dict[str, str] = {}
         self._is_closed = False
         self._make_room(0)
@@ -284,23 +284,23 @@ class DiskTier:
     def _bytes(self) -> int:
         return sum(each.bytes for each in self._files.values())
 
-    def id_of(self, key: Key, tokens: tuple[int, ...], passes: tuple[int, ...]) -> str:
+    def id_of(self, key: CacheKey, tokens: tuple[int, ...], passes: tuple[int, ...]) -> str:
         """What a cache of these tokens, which were read in these passes, is called."""
         return self._ids(key, tokens, passes, [len(tokens)])[0]
 
-    def is_pending(self, kept: Kept) -> bool:
+    def is_pending(self, kept: CacheEntry) -> bool:
         """Whether a cache is still to be written."""
         with self._changed:
             return kept.number in self._pending
 
-    def put(self, kept: Kept) -> None:
+    def put(self, kept: CacheEntry) -> None:
         """Write a cache soon, unless there is a file of it, or it is larger than the limit."""
         with self._changed:
             if kept.number not in self._files and not self._is_closed and _most_bytes(kept) <= self.limit:
                 self._pending[kept.number] = kept
                 self._changed.notify_all()
 
-    def longest(self, request: Request, key: Key, beyond: int) -> Kept | None:
+    def longest(self, request: Request, key: CacheKey, beyond: int) -> CacheEntry | None:
         """The longest cache that the prompt goes beyond, of more than `beyond` tokens; None: there is none.
 
         A file that does not hold what its name says is deleted, and the log tells it.
@@ -319,15 +319,15 @@ class DiskTier:
             cache = self._loaded(file, request, prompt[:length])
             if cache is not None:
                 read = tuple(each for each in passes if each <= length)
-                return Kept(key, prompt[:length], cache, cache.bytes_held, read, number=number)
+                return CacheEntry(key, prompt[:length], cache, cache.bytes_held, read, number=number)
         return None
 
-    def stored(self, wanted: Wanted) -> list[Stored]:
+    def stored(self, wanted: EntrySelector) -> list[EntryInfo]:
         """What is to be told of these files, the one used last first."""
         with self._changed:
             return [self._told(each) for each in reversed(self._files.values()) if self._is(wanted, each)]
 
-    def forget(self, wanted: Wanted) -> list[Stored]:
+    def forget(self, wanted: EntrySelector) -> list[EntryInfo]:
         """Delete these files, and write none of these that are pending; returns what they were."""
         with self._writes, self._changed:  # not while one is written, which would appear afterwards
             for number, kept in list(self._pending.items()):
@@ -368,7 +368,7 @@ class DiskTier:
                 del kept
 
     @torch.no_grad()
-    def _write(self, kept: Kept) -> None:
+    def _write(self, kept: CacheEntry) -> None:
         owner = self._hash("owner", owner_of(kept.key.tenant))
         shelf = self._hash("shelf", owner_of(kept.key.tenant), kept.key.name)
         file = File(owner, shelf, len(kept.tokens), kept.number, _most_bytes(kept))
@@ -423,17 +423,17 @@ class DiskTier:
         with suppress(OSError):
             (self._folder / file.name).unlink()
 
-    def _is(self, wanted: Wanted, file: File) -> bool:
+    def _is(self, wanted: EntrySelector, file: File) -> bool:
         is_own = file.owner == self._hash("owner", wanted.owner) and wanted.id in (None, file.id)
         return is_own and (wanted.name is None or file.shelf == self._hash("shelf", wanted.owner, wanted.name))
 
-    def _told(self, file: File) -> Stored:
-        return Stored(file.id, "prefix", self._names.get(file.id), file.tokens, file.bytes, "disk")
+    def _told(self, file: File) -> EntryInfo:
+        return EntryInfo(file.id, "prefix", self._names.get(file.id), file.tokens, file.bytes, "disk")
 
     def _hash(self, *said: str) -> str:
         return hmac.new(self._salt, json.dumps(said).encode(), hashlib.sha256).hexdigest()[:16]
 
-    def _ids(self, key: Key, tokens: tuple[int, ...], passes: tuple[int, ...], lengths: list[int]) -> list[str]:
+    def _ids(self, key: CacheKey, tokens: tuple[int, ...], passes: tuple[int, ...], lengths: list[int]) -> list[str]:
         """What caches of the first tokens are called, for `lengths` that rise, read in passes that end at `passes`."""
         said = ["cache", self._model_hash, key.kind, key.tenant, key.name, key.labels]
         digest, ids, at = hmac.new(self._salt, json.dumps(said).encode() + b"\n", hashlib.sha256), [], 0
@@ -446,7 +446,7 @@ class DiskTier:
         return ids
 
 
-def _most_bytes(kept: Kept) -> int:
+def _most_bytes(kept: CacheEntry) -> int:
     """What a file of a cache takes at most."""
     return kept.bytes + 4 * len(kept.tokens) + LAYER_BYTES * len(kept.cache.layers) + FILE_BYTES
 
@@ -455,7 +455,7 @@ def _most_bytes(kept: Kept) -> int:
 class Snapshots:
     """Snapshots among what is `kept` in memory, and on `disk` too, if there is one."""
 
-    def __init__(self, kept: KeptCaches, disk: DiskTier | None = None) -> None:
+    def __init__(self, kept: PrefixCache, disk: DiskTier | None = None) -> None:
         self.kept, self._disk = kept, disk
         if disk is not None:
             kept.may_leave = lambda each: not disk.is_pending(each)
@@ -465,7 +465,7 @@ class Snapshots:
         """Whether caches are packed as they are read: as a file has them, so that a hit goes on in the same slots."""
         return self._disk is not None
 
-    def longest(self, request: Request) -> Kept | None:
+    def longest(self, request: Request) -> CacheEntry | None:
         """The longest cache that the request's prompt begins with, as a copy; None: there is none, or the request looks
         none up. One of the whole prompt has its logits."""
         if not request.reuse.lookup:
@@ -504,7 +504,7 @@ class Snapshots:
         if place is None:
             return
         try:
-            kept = Kept(key, read, copy.deepcopy(cache), size, passes, None if logits is None else logits.clone())
+            kept = CacheEntry(key, read, copy.deepcopy(cache), size, passes, None if logits is None else logits.clone())
             is_written = self._disk is not None and logits is None  # a file holds no logits
             if self._disk is not None and is_written:
                 kept = replace(kept, number=self._disk.id_of(key, read, passes))
@@ -513,12 +513,12 @@ class Snapshots:
         finally:
             self.kept.release(place)
 
-    def stored(self, wanted: Wanted) -> list[Stored]:
+    def stored(self, wanted: EntrySelector) -> list[EntryInfo]:
         """What is kept of these: first that in memory."""
         held = self.kept.stored(wanted)
         return held + _others(held, [] if self._disk is None else self._disk.stored(wanted))
 
-    def forget(self, wanted: Wanted) -> list[Stored]:
+    def forget(self, wanted: EntrySelector) -> list[EntryInfo]:
         """Let go of what is kept of these; returns what that was."""
         gone = [] if self._disk is None else self._disk.forget(wanted)
         held = self.kept.forget(wanted)
@@ -529,21 +529,21 @@ class Snapshots:
         if self._disk is not None:
             self._disk.close()
 
-    def _of(self, request: Request) -> list[Kept]:
+    def _of(self, request: Request) -> list[CacheEntry]:
         return self.kept.of(_key(request))
 
 
-def _others(held: Sequence[Stored], files: Sequence[Stored]) -> list[Stored]:
+def _others(held: Sequence[EntryInfo], files: Sequence[EntryInfo]) -> list[EntryInfo]:
     """Those files whose caches are not in memory, too."""
     numbers = {each.id for each in held}
     return [each for each in files if each.id not in numbers]
 
 
-def _key(request: Request) -> Key:
-    return Key.of("prefix", request, request.options)
+def _key(request: Request) -> CacheKey:
+    return CacheKey.of("prefix", request, request.options)
 
 
-def _serves(kept: Kept, request: Request) -> bool:
+def _serves(kept: CacheEntry, request: Request) -> bool:
     """Whether a prompt begins with what a cache has read, in the same passes."""
     size, passes = len(kept.tokens), kept.passes
     is_whole = size == len(request.prompt)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from windlass.cache.recompute import Divergence, Reached
+from windlass.cache.recompute import Divergence, StopAtLayer
 from windlass.core.errors import UsageError, check_kind, real_number, whole_number
 from windlass.core.parse import MAX_NUMBER, near_to, parse_spec
 from windlass.core.positions import EMPTY
@@ -204,7 +204,7 @@ def divergence(
     cache.divergence = found
     try:
         for step in passes(cache, positions, ids, row):
-            with suppress(Reached):
+            with suppress(StopAtLayer):
                 read_step(model, cache, step)
     finally:
         cache.divergence = None

@@ -158,7 +158,7 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Finished:
+class Finish:
     """The text has ended."""
 
     reason: FinishReason
@@ -166,14 +166,14 @@ class Finished:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failure:
     """The text will not go on. `is_ours`: by an error of the engine, not by what was asked for."""
 
     message: str
     is_ours: bool
 
 
-Event = Progress | PromptLogprobs | Piece | Finished | Failed
+Event = Progress | PromptLogprobs | Piece | Finish | Failure
 
 
 class Ticket:
@@ -198,7 +198,7 @@ class Ticket:
             if isinstance(event, Progress) and self._events and isinstance(self._events[-1][1], Progress):
                 self._events.pop()
             self._events.append((monotonic(), event))
-            self._is_over = isinstance(event, Finished | Failed)
+            self._is_over = isinstance(event, Finish | Failure)
             self._changed.notify_all()
         if self._notify is not None:
             self._notify()
@@ -227,12 +227,12 @@ class Ticket:
         with self._changed:
             return len(self._events), monotonic() - self._events[0][0] if self._events else 0.0
 
-    def late(self, seconds: float | None) -> Failed | None:
+    def late(self, seconds: float | None) -> Failure | None:
         """How it ends where it took too long: longer than it asked for, or else than so many seconds."""
         most = seconds if self.request.seconds is None else self.request.seconds
         if most is None or monotonic() - self._arrived <= most:
             return None
-        return Failed(f"the request took longer than {most:g} seconds", is_ours=False)
+        return Failure(f"the request took longer than {most:g} seconds", is_ours=False)
 
 
 Phase = Literal["waiting", "reading", "writing"]

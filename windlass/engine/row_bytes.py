@@ -11,7 +11,7 @@ import torch
 from transformers import PreTrainedModel
 
 from windlass.cache.layer import SlotLayer
-from windlass.cache.layer_config import GROWTH, LayerRules
+from windlass.cache.layer_config import GROWTH, LayerConfig
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall import PIECE
 from windlass.core.parse import SYSTEM
@@ -30,7 +30,7 @@ STEP_BYTES: Final = 64  # of each token of the latest pass: its positions, its i
 class LayerBytes:
     """Of one layer: bytes of a slot, and of a token that may be recalled."""
 
-    rules: LayerRules
+    rules: LayerConfig
     of_slot: int
     of_recalled: float
 

@@ -26,10 +26,10 @@ from windlass.cache.state import CacheState
 from windlass.core.errors import WindlassError
 from windlass.core.ranks import Ranks
 from windlass.engine.admission import Admission, check_alone, check_kinds, check_request
-from windlass.engine.prefix_cache import DiskTier, KeptCaches, Snapshots, Stored, Wanted
-from windlass.engine.request import EngineDeadError, EngineLimits, EngineStatus, Failed, Request, Ticket
+from windlass.engine.prefix_cache import DiskTier, EntryInfo, EntrySelector, PrefixCache, Snapshots
+from windlass.engine.request import EngineDeadError, EngineLimits, EngineStatus, Failure, Request, Ticket
 from windlass.engine.row_bytes import RowBytes, Sizes, most_held, replace_batch
-from windlass.engine.sequence import Lane, Task
+from windlass.engine.sequence import ActiveRequest, Lane
 from windlass.hf.kv_cache import KVCache
 
 
@@ -76,11 +76,11 @@ class Service(ABC):
     def status(self) -> EngineStatus:
         """What the engine is between two steps, as of the latest one."""
 
-    def stored(self, wanted: Wanted) -> Sequence[Stored]:
+    def stored(self, wanted: EntrySelector) -> Sequence[EntryInfo]:
         """What is kept of earlier requests, the latest used first; an engine that keeps nothing says so."""
         return ()
 
-    def forget(self, wanted: Wanted) -> Sequence[Stored]:
+    def forget(self, wanted: EntrySelector) -> Sequence[EntryInfo]:
         """Let go of what is kept, and say what that was; requests under way have copies of their own."""
         return ()
 
@@ -101,7 +101,7 @@ class Totals:
     steps: int = 0
     evicted: int = 0
 
-    def count(self, task: Task) -> None:
+    def count(self, task: ActiveRequest) -> None:
         """Add a request that is over."""
         self.prompt += min(task.seen, len(task.ticket.request.prompt))
         self.cached += task.cached
@@ -120,7 +120,7 @@ ALL: Final = "all"  # that is done; beside it, the steps of each lane are counte
 ALONE: Final = "alone"  # lanes of one request, all together
 
 
-class Guard:
+class ErrorCounter:
     """Does work, and counts errors in a row: of all work, and of the steps of each lane. So prompts that are read well
     do not hide a lane whose steps fail. `is_fatal`: the first error of ours is raised, for other ranks may stand
     elsewhere then."""
@@ -134,7 +134,7 @@ class Guard:
         """Whether there were too many errors."""
         return any(count >= ERRORS for count in self._in_a_row.values())
 
-    def do(self, tasks: Sequence[Task], work: Callable[[], None], lane: Lane | None = None) -> bool:
+    def do(self, tasks: Sequence[ActiveRequest], work: Callable[[], None], lane: Lane | None = None) -> bool:
         """Let an error of `work` be one of the `tasks`, and of no other; `lane`: what it is a step of.
 
         False where it was an error of ours.
@@ -165,7 +165,7 @@ BEAT: Final = 1.0  # seconds between two turns of an engine that has nothing to 
 
 
 @dataclass(frozen=True)
-class Turn:
+class StepInput:
     """`tickets` wait for a row, the first first; `cancelled` are numbers of requests that nobody waits for, and `late`
     those of requests that have failed, with the reasons. `is_over`: there is no turn any more."""
 
@@ -180,16 +180,16 @@ class Turn:
         is_over: bool,
         tickets: Sequence[Ticket],
         cancelled: Iterable[int],
-        tasks: Sequence[Task],
+        tasks: Sequence[ActiveRequest],
         limits: EngineLimits,
-    ) -> Turn:
+    ) -> StepInput:
         """The one that begins now, with so many waiting and under way."""
         reasons = {task.ticket.number: _late(task, limits) for task in tasks}
         reasons |= {ticket.number: ticket.late(limits.seconds) for ticket in tickets}
         late = {number: failed.message for number, failed in reasons.items() if failed is not None}
         return cls(is_over, list(tickets), frozenset(cancelled), late)
 
-    def drop(self, tasks: Sequence[Task], waiting: Admission) -> int:
+    def drop(self, tasks: Sequence[ActiveRequest], waiting: Admission) -> int:
         """Let go what was cancelled, in whatever phase, and what is late; returns how many were cancelled."""
         gone = [task for task in tasks if task.ticket.number in self.cancelled]
         for task in gone:
@@ -202,7 +202,7 @@ class Turn:
         for ticket in unread + late:
             waiting.remove(ticket)
         for ticket in late:
-            ticket.put(Failed(self.late[ticket.number], is_ours=False))
+            ticket.put(Failure(self.late[ticket.number], is_ours=False))
         return len(gone) + len(unread)
 
     @property
@@ -212,7 +212,7 @@ class Turn:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _StepMessage:
     """A turn as it travels: of tickets those that are new, without what only rank 0 goes by."""
 
     is_over: bool
@@ -238,17 +238,17 @@ class Lockstep:
         """Whether clients come to this rank."""
         return self._ranks.is_first
 
-    def tell(self, turn: Turn) -> None:
+    def tell(self, turn: StepInput) -> None:
         """Let the others take the turn that rank 0 begins."""
         new = tuple((each.number, _bare(each.request)) for each in turn.tickets if each.number > self._newest)
         self._newest = max([self._newest, *(number for number, _ in new)])
-        self._ranks.told_by_first(_Told(turn.is_over, new, turn.cancelled, turn.late))
+        self._ranks.told_by_first(_StepMessage(turn.is_over, new, turn.cancelled, turn.late))
 
-    def take(self, waiting: list[Ticket]) -> Turn:
+    def take(self, waiting: list[Ticket]) -> StepInput:
         """The turn that rank 0 begins; what is new there is added to those that are `waiting`."""
-        told = self._ranks.told_by_first(_Told(False, (), frozenset()))
+        told = self._ranks.told_by_first(_StepMessage(False, (), frozenset()))
         waiting += [Ticket(number, request) for number, request in told.arrived]
-        return Turn(told.is_over, list(waiting), told.cancelled, told.late)
+        return StepInput(told.is_over, list(waiting), told.cancelled, told.late)
 
 
 def _bare(request: Request) -> Request:
@@ -256,11 +256,11 @@ def _bare(request: Request) -> Request:
     return replace(request, grammar=None, top_logprobs=None, logit_bias={})
 
 
-def _late(task: Task, limits: EngineLimits) -> Failed | None:
+def _late(task: ActiveRequest, limits: EngineLimits) -> Failure | None:
     """Why a request is not to go on, if it took too long."""
     count, seconds = task.ticket.waiting
     if count > limits.unread_events and seconds > limits.unread_seconds:
-        return Failed("its events were not taken", is_ours=False)
+        return Failure("its events were not taken", is_ours=False)
     return task.ticket.late(limits.seconds)
 
 
@@ -292,12 +292,12 @@ class Scheduler(Service):
         self.row_bytes = tuple(RowBytes.of(model, kind) for kind in kinds)
         self._lanes = [Lane(model, kind) for kind in kinds]
         self._lockstep = Lockstep.of(self._lanes[0].cache)
-        self._tasks: list[Task] = []
-        self._reading = deque[Task]()
+        self._tasks: list[ActiveRequest] = []
+        self._reading = deque[ActiveRequest]()
         self._waiting = Admission(self.limits, kinds)
-        self._snapshots, self._totals = Snapshots(KeptCaches(reuse_bytes), disk), Totals()
+        self._snapshots, self._totals = Snapshots(PrefixCache(reuse_bytes), disk), Totals()
         self._changed, self._cancelled = Condition(), set[int]()
-        self._guard, self._number = Guard(self._totals, self._lockstep is not None), 0
+        self._guard, self._number = ErrorCounter(self._totals, self._lockstep is not None), 0
         self._stops_at: float | None = None
         self._is_dead = False
         self._sizes, self._limit = Sizes(), self.bytes_limit
@@ -350,10 +350,10 @@ class Scheduler(Service):
     def status(self) -> EngineStatus:
         return self._status
 
-    def stored(self, wanted: Wanted) -> Sequence[Stored]:
+    def stored(self, wanted: EntrySelector) -> Sequence[EntryInfo]:
         return self._snapshots.stored(wanted)
 
-    def forget(self, wanted: Wanted) -> Sequence[Stored]:
+    def forget(self, wanted: EntrySelector) -> Sequence[EntryInfo]:
         return self._snapshots.forget(wanted)
 
     def stop(self, seconds: float = 0.0) -> None:
@@ -391,7 +391,7 @@ class Scheduler(Service):
                 return "the engine has failed; see its log"
             self._status = self._told()
 
-    def _next_turn(self) -> Turn:
+    def _next_turn(self) -> StepInput:
         """Wait until there is something to do, here or on rank 0, which then says what."""
         lockstep = self._lockstep
         if lockstep is not None and not lockstep.leads:
@@ -400,7 +400,7 @@ class Scheduler(Service):
             beat = None if lockstep is None else BEAT
             self._changed.wait_for(lambda: self._has_work or self._stops_at is not None, beat)
             is_over = self._stops_at is not None and (monotonic() >= self._stops_at or not self._has_work)
-            turn = Turn.of(is_over, self._waiting.tickets, self._cancelled, self._tasks, self.limits)
+            turn = StepInput.of(is_over, self._waiting.tickets, self._cancelled, self._tasks, self.limits)
             self._cancelled.clear()
         if lockstep is not None:
             lockstep.tell(turn)
@@ -411,7 +411,7 @@ class Scheduler(Service):
         return bool(self._tasks or self._waiting.tickets or self._cancelled)
 
     @torch.no_grad()
-    def _turn(self, turn: Turn) -> None:
+    def _turn(self, turn: StepInput) -> None:
         self._admit(turn)
         for lane in {id(task.lane): task.lane for task in self._tasks}.values():
             writing = [task for task in self._tasks if task.lane is lane and task.reader is None]
@@ -425,7 +425,7 @@ class Scheduler(Service):
                 self._reading.append(task)
         self._retire()
 
-    def _write(self, lane: Lane, writing: Sequence[Task]) -> None:
+    def _write(self, lane: Lane, writing: Sequence[ActiveRequest]) -> None:
         """One token more of each text in a lane; what the lane holds is lost by an error of ours."""
 
         def step() -> None:
@@ -438,7 +438,7 @@ class Scheduler(Service):
         if not self._guard.do(writing, step, lane):
             lane.reset()
 
-    def _show(self, task: Task) -> None:
+    def _show(self, task: ActiveRequest) -> None:
         """Let whoever looks see what a request's row holds."""
         if self._watcher is not None and self._watcher.is_watched:
             try:
@@ -447,7 +447,7 @@ class Scheduler(Service):
                 LOG.exception("nothing is shown any more")
                 self._watcher = None
 
-    def _admit(self, turn: Turn) -> None:
+    def _admit(self, turn: StepInput) -> None:
         """Give rows to those that wait, the first first; who waits for one kind holds nobody back of another."""
         for ticket in turn.wanted:
             if len(self._reading) >= self.limits.reading:
@@ -458,7 +458,7 @@ class Scheduler(Service):
                 row = None if lane is None else lane.take()
                 if lane is None or row is None:
                     continue
-                task = Task(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
+                task = ActiveRequest(ticket, lane, row, self._model, self._tokenizer, self._snapshots)
                 self._tasks.append(task)
                 self._reading.append(task)
                 with self._changed:
@@ -470,7 +470,7 @@ class Scheduler(Service):
                 if is_ours:
                     LOG.exception("a request could not begin")
                     self._totals.errors += 1
-                ticket.put(Failed(f"the engine failed: {type(error).__name__}" if is_ours else str(error), is_ours))
+                ticket.put(Failure(f"the engine failed: {type(error).__name__}" if is_ours else str(error), is_ours))
                 if lane is not None and row is not None:
                     lane.give_back(row)
                 with self._changed:
@@ -507,7 +507,7 @@ class Scheduler(Service):
         for task in self._tasks:
             task.fail(why, is_ours=True)
         for ticket in waiting:
-            ticket.put(Failed(why, is_ours=True))
+            ticket.put(Failure(why, is_ours=True))
         self._retire()
         self._status = self._told()
 

@@ -16,13 +16,13 @@ from windlass.cache.options import CacheOptions
 from windlass.core.errors import UsageError
 from windlass.core.ranks import Ranks
 from windlass.engine.chunks import PartsReader
-from windlass.engine.generate import WrittenRow
+from windlass.engine.generate import RowText
 from windlass.engine.prefill import PromptReader, Reader, feed_tokens, forget
 from windlass.engine.prefix_cache import Snapshots
 from windlass.engine.recompute import Everything
 from windlass.engine.request import (
-    Failed,
-    Finished,
+    Failure,
+    Finish,
     Logprob,
     Phase,
     Piece,
@@ -57,7 +57,7 @@ class Writer:
         self.request, self._ranks = request, ranks
         # Its repetition penalty is part of the logits whose log probabilities are told: `_adjusted` has it.
         self._sampler = Sampler(replace(request.sampling, repetition_penalty=1.0), [request.prompt], device)
-        self._row = WrittenRow(TextStream.after(tokenizer, request.prompt, request.stops), request.max_tokens)
+        self._row = RowText(TextStream.after(tokenizer, request.prompt, request.stops), request.max_tokens)
         self._counts = Counter[int]()
         self._seen: Tensor | None = None  # (vocabulary,) bool: tokens of the prompt and the text, for the penalty
 
@@ -246,7 +246,7 @@ def shares_budget(options: CacheOptions) -> bool:
     return one_shot is not None and one_shot.shares_budget
 
 
-class Task:
+class ActiveRequest:
     """A ticket that has a row. `is_over` once its row may be released."""
 
     def __init__(
@@ -280,7 +280,7 @@ class Task:
             self.ticket.put(PromptLogprobs(tuple(reader.logprobs)))
         if not self.ticket.request.max_tokens:
             self.is_over = True
-            self.ticket.put(Finished("length", self.usage()))
+            self.ticket.put(Finish("length", self.usage()))
         else:
             self.lane.put(self.row, reader.cache)
             self.reader = None
@@ -292,12 +292,12 @@ class Task:
         self.seen += self.writer.written > 1  # the token before this one was fed
         if self.writer.reason != "interrupted":
             self.is_over = True
-            self.ticket.put(Finished(self.writer.reason, self.usage()))
+            self.ticket.put(Finish(self.writer.reason, self.usage()))
 
     def fail(self, message: str, is_ours: bool) -> None:
         """End with an error."""
         self.is_over = True
-        self.ticket.put(Failed(message, is_ours))
+        self.ticket.put(Failure(message, is_ours))
 
     def close(self) -> None:
         """Give back what is held for the rest of its prompt."""

@@ -45,7 +45,7 @@ For each function call, return a json object with function name and arguments wi
 
 
 @dataclass(frozen=True)
-class Form:
+class TemplateLayout:
     """How the parts of a conversation are given to a template."""
 
     calls: str = AS_GIVEN
@@ -87,7 +87,7 @@ class Form:
 
 
 FORMS: Final = tuple(
-    Form(calls, has_results, has_tools, system, is_joined)
+    TemplateLayout(calls, has_results, has_tools, system, is_joined)
     for (system, is_joined), calls, has_results, has_tools in product(
         ((AS_GIVEN, False), (SYSTEM_FIRST, False), (SYSTEM_FIRST, True), (FOLDED, False), (FOLDED, True)),
         (AS_GIVEN, WRAPPED, AS_STRINGS, AS_TEXT),
@@ -102,7 +102,7 @@ def rendered(
     messages: Messages,
     tools: Tools = (),
     variables: Mapping[str, Any] = MappingProxyType({}),
-) -> tuple[str, Form]:
+) -> tuple[str, TemplateLayout]:
     """The text up to the start of the reply, by the first form that the chat template shows whole, and this form.
 
     A template that shows no form whole is given the conversation as it is, and what it raises then is raised.
@@ -363,7 +363,7 @@ Render = Callable[[Sequence[AnyMessage]], str]
 
 def renderer(
     tokenizer: PreTrainedTokenizerBase,
-    form: Form,
+    form: TemplateLayout,
     tools: Sequence[AnyMessage] = (),
     variables: AnyMessage | None = None,
 ) -> Render:

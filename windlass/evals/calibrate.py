@@ -257,7 +257,7 @@ MAX_FEATURES: Final = 4096  # of a head: its products with each other are held i
 
 
 @dataclass(frozen=True)
-class Noting(Wrapper, Initializer):
+class FeatureRecorder(Wrapper, Initializer):
     """The policy that it wraps; notes the features of the tokens of each layer, in pieces, as they come.
 
     Source: none.
@@ -372,7 +372,7 @@ def _together(found: LayerMoments, own: LayerMoments) -> LayerMoments:
 
 def moments_of(model: PreTrainedModel, ids: Sequence[int]) -> LayerMoments:
     """Of each layer what one text adds to the sums, and the shape of a head's weights: (group + 1, head_dim)."""
-    noting = Noting(TEACHER)
+    noting = FeatureRecorder(TEACHER)
     cache = KVCache(model, policy=noting, chunk=512, rollback=0)
     prefill(model, cache, [list(ids)])
     (peak,) = TEACHER.needs.state

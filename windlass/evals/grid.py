@@ -45,7 +45,7 @@ class SampleSpec:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class SizedSample:
     """A sample and its size.
 
     `context_tokens` are those of the text alone, `total_tokens` with the longest question and room for its answer.
@@ -57,14 +57,14 @@ class Fitted:
     total_tokens: int
 
 
-def fit(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> Fitted:
+def fit(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> SizedSample:
     """The sample with as many units as fit: text, question and answer take up to `spec.length` tokens.
 
     Raises: UsageError as `shortest` does, and for a length that there is not enough filler for.
     Source: length and search as in RULER, Hsieh et al. 2024 (arXiv:2404.06654).
     """
     fits = shortest(spec, tokenizer)
-    over: Fitted | None = None
+    over: SizedSample | None = None
     while over is None or over.units - fits.units > 1:
         if over is None:
             units = _more(fits.units, spec.task.most_units)
@@ -82,7 +82,7 @@ def fit(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> Fitted:
     return fits
 
 
-def shortest(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> Fitted:
+def shortest(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> SizedSample:
     """The same sample with as few units as the task allows.
 
     Raises: UsageError when even that is longer than `spec.length`; or for a task that fails.
@@ -96,13 +96,13 @@ def shortest(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> Fitted:
     return made
 
 
-def _sample(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, units: int) -> Fitted:
+def _sample(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase, units: int) -> SizedSample:
     with task_errors(spec.label):
         draw = random.Random(f"{spec.seed} {spec.label} {spec.length} {spec.number}")
         sample = spec.task.compose(draw, spec.length, units)
     context = len(encode(tokenizer, sample.context, is_start=True))
     asking = [len(encode(tokenizer, turn.question + turn.prefix, is_start=False)) for turn in sample.turns]
-    return Fitted(sample, units, context, context + max(asking, default=0) + spec.task.answer_tokens)
+    return SizedSample(sample, units, context, context + max(asking, default=0) + spec.task.answer_tokens)
 
 
 @contextmanager
@@ -120,7 +120,7 @@ def _more(units: int, most: int | None) -> int:
     return 2 * units + 1 if most is None else min(2 * units + 1, most)
 
 
-def _all_of_it(fits: Fitted, spec: SampleSpec) -> Fitted:
+def _all_of_it(fits: SizedSample, spec: SampleSpec) -> SizedSample:
     """What all there is makes, where that is just enough."""
     if fits.total_tokens < spec.length:
         raise UsageError(
@@ -163,7 +163,7 @@ OPTIONS = {"budgets": "budget", "policies": "policy"}  # of flags that are not c
 
 
 @dataclass(frozen=True)
-class Lists:
+class ListOptions:
     """What was typed; values are separated by commas.
 
     `options` holds lists of values of the cache's options by the name of their flag, such as `policies`. An option
@@ -200,7 +200,7 @@ class Grid:
     settings: list[Settings]
 
 
-def grid_of(lists: Lists) -> Grid:
+def grid_of(lists: ListOptions) -> Grid:
     """The product of all lists; what was named twice is run once.
 
     A budget of `all` evicts nothing under any policy or rule, so it is run once, under the default ones.
@@ -225,7 +225,7 @@ def grid_of(lists: Lists) -> Grid:
     )
 
 
-def tasks_of(lists: Lists) -> dict[str, Task]:
+def tasks_of(lists: ListOptions) -> dict[str, Task]:
     """Each task at each depth, by label: `passkey`, or `passkey@0.5` where depths were typed.
 
     Raises: UsageError for what cannot be found, read or made, and for a task that has no one place for an answer.
@@ -278,7 +278,7 @@ PARSERS = {
 
 
 @dataclass(frozen=True)
-class PlannedCase:
+class CasePlan:
     """One sample under one setting, before it is run. It gives a `Case` for each of its questions."""
 
     spec: SampleSpec
@@ -303,10 +303,10 @@ class PlannedCase:
         return [(*(labels[name] for name in IDENTITY), turn) for turn in self.turns]
 
 
-def planned(grid: Grid, samples: int, seed: int, is_aware: bool = False) -> list[PlannedCase]:
+def planned(grid: Grid, samples: int, seed: int, is_aware: bool = False) -> list[CasePlan]:
     """Every combination; cases with the same text are neighbours."""
     return [
-        PlannedCase(SampleSpec(task, label, length, seed, sample), settings, is_aware)
+        CasePlan(SampleSpec(task, label, length, seed, sample), settings, is_aware)
         for sample in range(samples)
         for label, task in grid.tasks.items()
         for length in grid.lengths

@@ -11,10 +11,10 @@ import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from windlass.core.errors import UsageError, WindlassError
-from windlass.evals.grid import PlannedCase
+from windlass.evals.grid import CasePlan
 from windlass.evals.ray_cluster import Cell, Cells
 from windlass.evals.results import Case, Identity
-from windlass.evals.run import EvalOptions, EvalWork, Executor, Facts, Started, Work
+from windlass.evals.run import EvalOptions, EvalSession, EvalWork, Executor, Facts, Started
 from windlass.evals.tune import TuneOptions, TuneWork
 
 Options = EvalOptions | TuneOptions
@@ -26,7 +26,7 @@ class Worker:
     """What runs in a process of Ray's."""
 
     def __init__(self) -> None:
-        self._work: Work[Any] | None = None
+        self._work: EvalSession[Any] | None = None
 
     def load(self, options: Options, folder: str) -> int:
         """Load the model, once; returns the process's id. Raises: WindlassError as the command itself would."""
@@ -107,8 +107,8 @@ class RayExecutor(Executor[Facts], Generic[Facts]):
         return self._facts
 
     def measure(
-        self, cases: Sequence[PlannedCase], batch: int, started: Started
-    ) -> Iterator[tuple[Sequence[PlannedCase], list[Case]]]:
+        self, cases: Sequence[CasePlan], batch: int, started: Started
+    ) -> Iterator[tuple[Sequence[CasePlan], list[Case]]]:
         cells = Cells.of(cases, batch)
         running: Running = {loaded: (each, None) for each, loaded in self._workers.items()}
         while not cells.is_empty or any(cell for _, cell in running.values()):
@@ -160,7 +160,7 @@ def _told(error: RayTaskError) -> BaseException:
     return cause if isinstance(cause, WindlassError | MemoryError | RuntimeError) else error
 
 
-def _finished(running: Running) -> Iterator[tuple[Sequence[PlannedCase], list[Case]]]:
+def _finished(running: Running) -> Iterator[tuple[Sequence[CasePlan], list[Case]]]:
     """What is there at an interrupt."""
     ready, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
     for each in ready:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final
 
 from windlass.core.errors import UsageError
-from windlass.evals.grid import PlannedCase
+from windlass.evals.grid import CasePlan
 from windlass.evals.run import POOL
 
 LOCAL: Final = "local"
@@ -74,7 +74,7 @@ ATTEMPTS: Final = 2  # workers that may die over a cell
 class Cell:
     """What a worker is sent at once: a case, or those of one setting among the texts of a batch."""
 
-    cases: list[PlannedCase]
+    cases: list[CasePlan]
     deaths: int = 0
 
     @property
@@ -95,7 +95,7 @@ class Cells:
     _taken: dict[object, deque[Cell]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cases: Sequence[PlannedCase], batch: int) -> "Cells":
+    def of(cls, cases: Sequence[CasePlan], batch: int) -> "Cells":
         """All of them, in the order of `cases`; `batch` is the most texts that are read side by side."""
         pool = 1 if batch == 1 else batch * POOL
         texts: deque[deque[Cell]] = deque()

@@ -22,15 +22,15 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass.core.errors import UsageError
 from windlass.core.parse import in_units
 from windlass.core.step import PROMPT
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals.grid import (
-    Fitted,
+    CasePlan,
     Grid,
-    Lists,
-    PlannedCase,
+    ListOptions,
     SampleSpec,
     Settings,
+    SizedSample,
     fit,
     grid_of,
     planned,
@@ -39,7 +39,7 @@ from windlass.evals.grid import (
 )
 from windlass.evals.report.summaries import wilson
 from windlass.evals.results import Case, Header, Identity, open_results
-from windlass.evals.task import Task, Turn
+from windlass.evals.task import Question, Task
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache, LayerShape, layer_shapes
 from windlass.hf.load import load
@@ -61,7 +61,7 @@ class Outcome:
     allocated afterwards, at rest.
     """
 
-    turn: Turn | None
+    turn: Question | None
     output: str
     score: float | None
     measures: dict[str, float | None]
@@ -88,7 +88,7 @@ def answered(
     cache: KVCache,
     label: str,
     task: Task,
-    fitted: Sequence[Fitted],
+    fitted: Sequence[SizedSample],
     is_aware: bool,
 ) -> list[list[Outcome]]:
     """The model's answers, greedy, to every question on each text; one text per row of the cache.
@@ -101,13 +101,13 @@ def answered(
     if is_aware:
         for each, prompt in zip(fitted, prompts, strict=True):
             prompt += encode(tokenizer, each.sample.turns[0].question, is_start=False)
-    engine.prefill(model, cache, prompts)
+    generate.prefill(model, cache, prompts)
     slots_held = _slots_held(cache)
     outcomes: list[list[Outcome]] = [[] for _ in fitted]
     for number, turns in enumerate(zip(*(each.sample.turns for each in fitted), strict=True)):
         asked = copy.deepcopy(cache) if len(fitted[0].sample.turns) > 1 else cache
         asking = [turn.prefix if is_aware and number == 0 else turn.question + turn.prefix for turn in turns]
-        results = engine.generate(model, tokenizer, asking, asked, task.answer_tokens)
+        results = generate.generate(model, tokenizer, asking, asked, task.answer_tokens)
         with task_errors(label):
             scores = [float(task.score(turn, result.text)) for turn, result in zip(turns, results, strict=True)]
         now = time.perf_counter()
@@ -166,7 +166,7 @@ class Runner:
     def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
         self._model, self._tokenizer, self._seed = model, tokenizer, seed
         self._shapes = layer_shapes(model)
-        self._made: dict[tuple[str, int, int], Fitted] = {}
+        self._made: dict[tuple[str, int, int], SizedSample] = {}
         self._pool: tuple[int, int] | None = None  # which texts those are
 
     def check(self, grid: Grid, samples: int, is_aware: bool) -> None:
@@ -185,7 +185,7 @@ class Runner:
                 for settings in grid.settings:
                     self._check(settings, fitted, f"task {label} at length {length}")
 
-    def batches(self, cases: Iterable[PlannedCase], batch: int) -> Iterator[list[PlannedCase]]:
+    def batches(self, cases: Iterable[CasePlan], batch: int) -> Iterator[list[CasePlan]]:
         """`cases` in their order, but up to `batch` of them together, which can share a cache.
 
         Those have the same task, length and setting, and a budget that comes to as many slots, so that each is read
@@ -196,14 +196,14 @@ class Runner:
             if (pool, number) != self._pool:
                 self._made.clear()
                 self._pool = pool, number
-            groups: dict[tuple[object, ...], list[PlannedCase]] = {}
+            groups: dict[tuple[object, ...], list[CasePlan]] = {}
             for case in texts:
                 key = case.spec.label, case.spec.length, *case.settings.labels.values(), *self._apart(case)
                 groups.setdefault(key, []).append(case)
             for group in groups.values():
                 yield from (group[start : start + batch] for start in range(0, len(group), batch))
 
-    def measured(self, batch: Sequence[PlannedCase]) -> list[Case]:
+    def measured(self, batch: Sequence[CasePlan]) -> list[Case]:
         """Run cases that can share a cache; returns a case per question, text by text."""
         planned, fitted = batch[0], [self._fitted(case.spec) for case in batch]
         has_questions = bool(fitted[0].sample.turns)
@@ -221,7 +221,7 @@ class Runner:
         ]
 
     def _case(
-        self, planned: PlannedCase, fitted: Fitted, budget: int | None, number: int | None, outcome: Outcome
+        self, planned: CasePlan, fitted: SizedSample, budget: int | None, number: int | None, outcome: Outcome
     ) -> Case:
         turn = outcome.turn
         return Case(
@@ -246,7 +246,7 @@ class Runner:
             seed=planned.spec.seed,
         )
 
-    def _apart(self, case: PlannedCase) -> tuple[object, ...]:
+    def _apart(self, case: CasePlan) -> tuple[object, ...]:
         """What cases of one batch must share beside their task, length and setting."""
         fitted, settings = self._fitted(case.spec), case.settings
         budget = settings.budget.of(fitted.context_tokens)
@@ -256,20 +256,20 @@ class Runner:
         is_alone = not fitted.sample.turns or is_shared
         return budget, case.spec.number if is_alone else None
 
-    def _predicted(self, cache: KVCache, fitted: Fitted) -> Outcome:
+    def _predicted(self, cache: KVCache, fitted: SizedSample) -> Outcome:
         """A text that is predicted, with a full cache beside it while the model was trained on texts as long."""
         ids = encode(self._tokenizer, fitted.sample.context, is_start=True)
         is_long = len(ids) > (trained_length(self._model.config.get_text_config()) or FULL_TOKENS)
         full = None if is_long else KVCache(self._model, chunk=cache.chunk)
         return predicted(self._model, cache, ids, full)
 
-    def _fitted(self, spec: SampleSpec) -> Fitted:
+    def _fitted(self, spec: SampleSpec) -> SizedSample:
         key = spec.label, spec.length, spec.number
         if key not in self._made:
             self._made[key] = fit(spec, self._tokenizer)
         return self._made[key]
 
-    def _check(self, settings: Settings, fitted: Fitted, where: str) -> None:
+    def _check(self, settings: Settings, fitted: SizedSample, where: str) -> None:
         """Raises: UsageError, as the cache does, for a budget that it cannot have."""
         budget = settings.budget
         try:
@@ -302,13 +302,13 @@ def header_of(name: str, seed: int, model: PreTrainedModel) -> Header:
 
 
 Facts = TypeVar("Facts")
-Started = Callable[[PlannedCase], None]
+Started = Callable[[CasePlan], None]
 
 
-class Work(ABC, Generic[Facts]):
+class EvalSession(ABC, Generic[Facts]):
     """A model that is loaded, and every case that may be asked of it."""
 
-    def __init__(self, runner: Runner, cases: Sequence[PlannedCase]) -> None:
+    def __init__(self, runner: Runner, cases: Sequence[CasePlan]) -> None:
         self.runner = runner
         self.cases = cases
         self._by_name = {case.identities[0]: case for case in cases}
@@ -336,8 +336,8 @@ class Executor(ABC, Generic[Facts]):
 
     @abstractmethod
     def measure(
-        self, cases: Sequence[PlannedCase], batch: int, started: Started
-    ) -> Iterator[tuple[Sequence[PlannedCase], list[Case]]]:
+        self, cases: Sequence[CasePlan], batch: int, started: Started
+    ) -> Iterator[tuple[Sequence[CasePlan], list[Case]]]:
         """Run planned cases, up to `batch` texts side by side; each result comes once, as soon as it is there.
 
         `started` is called with a case when it begins. A case that could not be run does not come.
@@ -349,7 +349,7 @@ class Executor(ABC, Generic[Facts]):
 class InProcess(Executor[Facts]):
     """Runs cases here, one after another, in their order."""
 
-    def __init__(self, work: Work[Facts]) -> None:
+    def __init__(self, work: EvalSession[Facts]) -> None:
         self._work = work
 
     @property
@@ -357,8 +357,8 @@ class InProcess(Executor[Facts]):
         return self._work.facts()
 
     def measure(
-        self, cases: Sequence[PlannedCase], batch: int, started: Started
-    ) -> Iterator[tuple[Sequence[PlannedCase], list[Case]]]:
+        self, cases: Sequence[CasePlan], batch: int, started: Started
+    ) -> Iterator[tuple[Sequence[CasePlan], list[Case]]]:
         for texts in self._work.runner.batches(cases, batch):
             started(texts[0])
             yield texts, self._work.runner.measured(texts)
@@ -369,7 +369,7 @@ class EvalOptions:
     """What the user asked for; `batch` is the most texts that are read side by side."""
 
     model: str
-    lists: Lists
+    lists: ListOptions
     samples: int
     seed: int
     is_aware: bool
@@ -380,12 +380,12 @@ class EvalOptions:
     batch: int = 1
     weights: str = "auto"
 
-    def planned(self, grid: Grid) -> list[PlannedCase]:
+    def planned(self, grid: Grid) -> list[CasePlan]:
         """Every case of it."""
         return planned(grid, self.samples, self.seed, self.is_aware)
 
 
-class EvalWork(Work[Header]):
+class EvalWork(EvalSession[Header]):
     """The model of an evaluation, and its cases."""
 
     def __init__(self, options: EvalOptions, grid: Grid | None = None) -> None:
@@ -432,7 +432,7 @@ class Sweep:
         left = [case for case in self._planned if not self._is_done(case)]
         done = 0
 
-        def started(case: PlannedCase) -> None:
+        def started(case: CasePlan) -> None:
             progress(done, len(left), f"{case.spec.label} {case.settings.labels['asked_budget']}")
 
         try:
@@ -454,7 +454,7 @@ class Sweep:
         """How many cases are done, and of how many."""
         return sum(map(self._is_done, self._planned)), len(self._planned)
 
-    def _is_done(self, case: PlannedCase) -> bool:
+    def _is_done(self, case: CasePlan) -> bool:
         return all(each in self._results.cases for each in case.identities)
 
 

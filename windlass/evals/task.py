@@ -17,7 +17,7 @@ from windlass.core.parse import MAX_NUMBER, PluginKind, int_parser
 
 
 @dataclass(frozen=True)
-class Turn:
+class Question:
     """One question, and the strings that a right answer holds.
 
     `prefix` is the start of the answer, which the model goes on from; it is never empty. Both begin
@@ -36,7 +36,7 @@ class Sample:
     """A text and the questions on it. Without questions, the text itself is to be predicted."""
 
     context: str
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[Question, ...] = ()
 
 
 class Task(ABC):
@@ -64,7 +64,7 @@ class Task(ABC):
         a longer text: the number is found that just fits into `length` tokens.
         """
 
-    def score(self, turn: Turn, output: str) -> float:
+    def score(self, turn: Question, output: str) -> float:
         """0 to 1: the share of the expected strings that the output holds, in whatever case.
 
         Source: `string_match_all` of RULER, Hsieh et al. 2024 (arXiv:2404.06654).

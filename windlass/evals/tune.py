@@ -17,9 +17,9 @@ from windlass.core.errors import UsageError
 from windlass.core.files import read_text
 from windlass.core.parse import MAX_NUMBER, in_units, parse_list
 from windlass.core.step import HEADROOM
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.text import encode
-from windlass.evals.grid import Grid, PlannedCase, Settings, axes_of, load_task, planned
+from windlass.evals.grid import CasePlan, Grid, Settings, axes_of, load_task, planned
 from windlass.evals.report.summaries import (
     SURE,
     Texts,
@@ -32,7 +32,7 @@ from windlass.evals.report.summaries import (
     wilson,
 )
 from windlass.evals.results import Case, Header, open_results
-from windlass.evals.run import CHUNK, FULL_TOKENS, Executor, InProcess, Runner, Work, header_of
+from windlass.evals.run import CHUNK, FULL_TOKENS, EvalSession, Executor, InProcess, Runner, header_of
 from windlass.evals.task import ALL, Budget, Task
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache, LayerShape, layer_shapes
@@ -49,7 +49,7 @@ STEPS = HEADROOM + 8  # of decode in a probe: more than records are kept of
 
 
 @dataclass(frozen=True)
-class LayerBytes:
+class LayerCost:
     """What the slots of a layer take: `fixed` bytes, and `per_slot` for each; at most `most_tokens` are held."""
 
     fixed: int
@@ -74,7 +74,7 @@ class Records:
         return self.fixed + self.per_token * budget
 
 
-def layer_bytes(shape: LayerShape, options: CacheOptions) -> LayerBytes:
+def layer_bytes(shape: LayerShape, options: CacheOptions) -> LayerCost:
     """What one layer of one text takes, by store, policy and merge rule.
 
     Raises: UsageError where the store cannot hold such keys or values.
@@ -89,16 +89,16 @@ def layer_bytes(shape: LayerShape, options: CacheOptions) -> LayerBytes:
     numbers = 1 + len({*needs.state, *(options.merge.state if options.merge is not None else ())})
     heads = shape.kv_heads if needs.per_head else 1
     one, two = sizes
-    return LayerBytes(2 * one - two, two - one + NUMBER_BYTES * heads * numbers, shape.most_visible)
+    return LayerCost(2 * one - two, two - one + NUMBER_BYTES * heads * numbers, shape.most_visible)
 
 
-def bytes_of(layers: Sequence[LayerBytes], options: CacheOptions, budget: int, records: Records = Records()) -> float:
+def bytes_of(layers: Sequence[LayerCost], options: CacheOptions, budget: int, records: Records = Records()) -> float:
     """What a cache of one text takes at rest, once it holds `budget` tokens a layer."""
     return sum(layer.of(budget, options.rollback) for layer in layers) + records.of(budget)
 
 
 def records_of(
-    model: PreTrainedModel, ids: Sequence[int], options: CacheOptions, layers: Sequence[LayerBytes]
+    model: PreTrainedModel, ids: Sequence[int], options: CacheOptions, layers: Sequence[LayerCost]
 ) -> Records:
     """Measured on two small caches that read `ids` over and over: what it takes grows with the budget, if at all."""
     low, high = ((budget, _most_held(model, ids, replace(options, budget=budget))) for budget in PROBES)
@@ -113,8 +113,8 @@ def _most_held(model: PreTrainedModel, ids: Sequence[int], options: CacheOptions
     assert options.budget is not None, "a probe without budget"
     cache = KVCache.from_options(model, options)
     tokens = options.budget + options.chunk
-    engine.prefill(model, cache, [(list(ids) * (1 + tokens // len(ids)))[:tokens]])
-    engine.prefill(model, cache, [list(ids[:ASKED])])
+    generate.prefill(model, cache, [(list(ids) * (1 + tokens // len(ids)))[:tokens]])
+    generate.prefill(model, cache, [list(ids[:ASKED])])
     most = cache.bytes_held
     for token in (list(ids) * STEPS)[:STEPS]:
         forward(model, torch.tensor([[token]], device=model.device), None, cache, [0])
@@ -122,7 +122,7 @@ def _most_held(model: PreTrainedModel, ids: Sequence[int], options: CacheOptions
     return most
 
 
-def budget_within(layers: Sequence[LayerBytes], options: CacheOptions, size: int, records: Records = Records()) -> int:
+def budget_within(layers: Sequence[LayerCost], options: CacheOptions, size: int, records: Records = Records()) -> int:
     """The largest budget with which `bytes_of` is at most `size`.
 
     Raises: UsageError where even the smallest cache is larger.
@@ -256,7 +256,7 @@ def _check_length(tokens: int, asked: int | None) -> None:
 
 
 @dataclass(frozen=True)
-class Ranked:
+class CandidateResult:
     """How one candidate did: per text what it found of what was hidden there (0 to 1), and the nll of what it read.
 
     `kl` is the mean divergence from a full cache, where one was read beside; `bytes_held` the most of any case.
@@ -304,7 +304,7 @@ class Ranked:
         return ", ".join([f"{self.policy} in {labels['store']}", *unusual])
 
 
-def ranked(settings: Sequence[Settings], cases: Sequence[Case], samples: int | None = None) -> list[Ranked]:
+def ranked(settings: Sequence[Settings], cases: Sequence[Case], samples: int | None = None) -> list[CandidateResult]:
     """Those of `settings` that have cases, the best first; only the first `samples` texts of each count."""
     found = []
     for each in settings:
@@ -319,11 +319,11 @@ def ranked(settings: Sequence[Settings], cases: Sequence[Case], samples: int | N
             losses = {text: fmean(values) for text, values in _by_text(own, "nll").items()}
             kls = [case.kl for case in own if case.kl is not None]
             most = max(case.bytes_held for case in own)
-            found.append(Ranked(each, scores, losses, fmean(kls) if kls else None, most))
+            found.append(CandidateResult(each, scores, losses, fmean(kls) if kls else None, most))
     return sorted(found, key=lambda each: each.order)
 
 
-def sentence(results: Sequence[Ranked], full: Ranked | None, size: int) -> str:
+def sentence(results: Sequence[CandidateResult], full: CandidateResult | None, size: int) -> str:
     """The verdict on `results`, the best first, none of which takes more than `size` bytes; `full` evicts nothing."""
     best, *others = results
     finalists = [each for each in others if each.samples == best.samples]
@@ -347,7 +347,7 @@ def sentence(results: Sequence[Ranked], full: Ranked | None, size: int) -> str:
     return told + "."
 
 
-def is_surely_better(one: Ranked, other: Ranked) -> bool:
+def is_surely_better(one: CandidateResult, other: CandidateResult) -> bool:
     """Whether a sign test tells that `one` finds more, or that it predicts better where both find the same."""
     wins, losses = compared(one.found, other.found)
     if wins != losses:
@@ -356,7 +356,7 @@ def is_surely_better(one: Ranked, other: Ranked) -> bool:
     return lower > higher and sign_test(lower, higher) < SURE
 
 
-def command(model: str, text: str, best: Ranked, loading: Sequence[str]) -> str:
+def command(model: str, text: str, best: CandidateResult, loading: Sequence[str]) -> str:
     """The line that reads a text in the cache that did best; `loading` are the options of the model, as typed."""
     labels, options = best.settings.labels, best.settings.options
     words = ["windlass", "generate", model, "--budget", labels["asked_budget"], "--policy", best.policy]
@@ -365,7 +365,7 @@ def command(model: str, text: str, best: Ranked, loading: Sequence[str]) -> str:
     return shlex.join([*words, "--chunk", str(options.chunk), *loading, "--file", text])
 
 
-def _recall(best: Ranked, texts: str) -> list[str]:
+def _recall(best: CandidateResult, texts: str) -> list[str]:
     if best.share_found is None:
         return []
     if best.share_found == 0:
@@ -375,7 +375,7 @@ def _recall(best: Ranked, texts: str) -> list[str]:
     return [f"it found {percent(best.share_found)} of what was hidden in {texts} ({interval})"]
 
 
-def _perplexity(best: Ranked, full: Ranked | None) -> list[str]:
+def _perplexity(best: CandidateResult, full: CandidateResult | None) -> list[str]:
     if best.nll is None:
         return []
     told = f"a perplexity of {math.exp(min(best.nll, 700.0)):.4g}"
@@ -426,7 +426,7 @@ class TuneFacts:
     full: Settings | None
 
 
-class TuneWork(Work[TuneFacts]):
+class TuneWork(EvalSession[TuneFacts]):
     """The model that is tuned for, and every case that a round may ask for."""
 
     def __init__(self, options: TuneOptions, tasks: dict[str, Task] | None = None) -> None:
@@ -493,7 +493,7 @@ class Tuning:
         total, done = sum(each_text) * len(self._tasks), 0
         left: Sequence[Settings] = self.settings
 
-        def started(case: PlannedCase) -> None:
+        def started(case: CasePlan) -> None:
             progress(done, total, f"{case.settings.labels['policy'].partition('(')[0]} {case.spec.label}")
 
         try:
@@ -517,21 +517,21 @@ class Tuning:
         return [case for identity, case in self._results.cases.items() if identity in wanted]
 
     @property
-    def ranking(self) -> list[Ranked]:
+    def ranking(self) -> list[CandidateResult]:
         """The candidates that have cases, the best first."""
         return ranked(self.settings, self.cases)
 
     @property
-    def full(self) -> Ranked | None:
+    def full(self) -> CandidateResult | None:
         """The full cache on the same texts; None where it was not run."""
         return next(iter(ranked([self._full], self.cases)), None) if self._full else None
 
-    def _planned(self, settings: Sequence[Settings], before: int, count: int) -> list[PlannedCase]:
+    def _planned(self, settings: Sequence[Settings], before: int, count: int) -> list[CasePlan]:
         """The cases of texts number `before` up to `count`, those of the full cache first."""
         grid = Grid(self._tasks, [self.length], [*([self._full] if self._full else []), *settings])
         return [case for case in planned(grid, count, self._seed) if case.spec.number >= before]
 
-    def _is_done(self, case: PlannedCase) -> bool:
+    def _is_done(self, case: CasePlan) -> bool:
         return all(each in self._results.cases for each in case.identities)
 
 

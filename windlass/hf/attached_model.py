@@ -21,12 +21,12 @@ from windlass.hf.indexer import IndexedLayers, Indexer, IndexerCall, check_picks
 from windlass.hf.latent import EXPAND, Latent
 from windlass.hf.mask import Mask
 from windlass.hf.model_facts import device_of_inputs
-from windlass.hf.mrope import Axes, RopeDeltas, Turn, tell_deltas, turn_of, turned_by_differences
+from windlass.hf.mrope import Axes, AxisRotation, RopeDeltas, tell_deltas, turn_of, turned_by_differences
 from windlass.hf.passes import (
     BUSY,
     GENERATE,
     POSITIONS,
-    Replaced,
+    AttributePatch,
     RunningPass,
     WholePass,
     at_positions,
@@ -39,7 +39,7 @@ from windlass.hf.passes import (
     token_types,
     with_cache_as,
 )
-from windlass.hf.probe import Decoder, OwnConfigs, Probe, QueryScale, probed_positions, query_scales, run
+from windlass.hf.probe import DecoderModules, OwnConfigs, Probe, QueryScale, probed_positions, query_scales, run
 from windlass.hf.recurrent import Columns, columns_of, layer_kinds, meta_states
 from windlass.hf.rope import rotaries_of, tolerance_of
 from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
@@ -124,7 +124,7 @@ NAME = "windlass"  # of the attention function, and of the attribute on an attac
 class AttachedModel(Attachment):
     """What `attach` found out about a model, and the cache of the pass that is running."""
 
-    def __init__(self, model: PreTrainedModel, decoder: Decoder, own_linear: bool) -> None:
+    def __init__(self, model: PreTrainedModel, decoder: DecoderModules, own_linear: bool) -> None:
         rotary_modules, outer = decoder.rotary_modules, decoder.outer
         self._configs, self.kinds = OwnConfigs(decoder.modules), layer_kinds(model)
         self.model, self.decoder = model, decoder
@@ -135,7 +135,7 @@ class AttachedModel(Attachment):
         self.whole = WholePass(model)
         self._deltas = RopeDeltas(model)
         self.axes = Axes(0, False)
-        self._replaced = Replaced(outer, "forward", self.forward)
+        self._replaced = AttributePatch(outer, "forward", self.forward)
         self.latents = {
             module: Latent(module, self._is_served)
             for module in decoder.attention_modules
@@ -353,10 +353,10 @@ class AttachedModel(Attachment):
         """
         if self.probe is not None:
             return self.probe.rotary_output(module, args, kwargs, output)
-        turn = self._turn() if self._running else Turn.OWN
-        if turn is Turn.OWN:
+        turn = self._turn() if self._running else AxisRotation.OWN
+        if turn is AxisRotation.OWN:
             return output
-        if turn is Turn.DIFFERENCES:
+        if turn is AxisRotation.DIFFERENCES:
             return turned_by_differences(module, args, kwargs)
         return unturned(output)
 
@@ -371,6 +371,6 @@ class AttachedModel(Attachment):
         return self.probe is not None or self._is_served()
 
     @not_compiled
-    def _turn(self) -> Turn:
+    def _turn(self) -> AxisRotation:
         """What the rotary modules do in the pass that runs in this thread."""
         return turn_of(self.current_cache)

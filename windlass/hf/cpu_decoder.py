@@ -30,8 +30,8 @@ from windlass.hf.latent import Latent
 from windlass.hf.mask import Mask
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_facts import ordinary_ids
-from windlass.hf.mrope import Turn, turn_of
-from windlass.hf.passes import CACHE_NAMES, Replaced, WholePass, our_cache
+from windlass.hf.mrope import AxisRotation, turn_of
+from windlass.hf.passes import CACHE_NAMES, AttributePatch, WholePass, our_cache
 from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
 from windlass.hf.self_check import ROUNDING
@@ -117,7 +117,7 @@ ROUNDINGS: Final = 32  # between a layer's inputs and its outputs, at most
 
 
 @final
-class Proof:
+class LayerTrace:
     """A layer's own code, run while what it hands to attention, and what it gets from there, is noted."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any], kernel: FewTokens) -> None:
@@ -234,7 +234,7 @@ class WholeDecoder:
                 )
             return hidden
         self._done = None
-        if layer is not self._layers[0] or step is None or not step.is_token or turn_of(cache) is not Turn.NONE:
+        if layer is not self._layers[0] or step is None or not step.is_token or turn_of(cache) is not AxisRotation.NONE:
             return None
         if not self._can_be_whole():
             return None
@@ -413,7 +413,7 @@ class FewTokensLayer(KnownLayer):
         self._numbers = [(norm, epsilon_of(norm)) for norm in self._norms]
         self._prepared: _Prepared | None = None
         self._is_proved = False  # whether the kernel was seen to give what the layer's own code gives
-        self.replaced = Replaced(module, "forward", self.forward)
+        self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the layer returns; the arguments are its own."""
@@ -422,7 +422,7 @@ class FewTokensLayer(KnownLayer):
             return self.replaced.original(*args, **kwargs)
         hidden: Tensor = args[0]
         if self._all.is_proving:
-            proof = Proof(self.module, self.replaced.original, kernel)
+            proof = LayerTrace(self.module, self.replaced.original, kernel)
             out = proof.output(args, kwargs)
             self._is_proved = proof.is_near(hidden, out)
             return out
@@ -435,7 +435,7 @@ class FewTokensLayer(KnownLayer):
         attend = ALL_ATTENTION_FUNCTIONS[self._name]
         others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, *CACHE_NAMES)}
         queries, keys, values = kernel.before_attention(hidden)
-        if turn_of(cache) is not Turn.NONE:
+        if turn_of(cache) is not AxisRotation.NONE:
             queries, keys = self._rotate(queries, keys, *kwargs[TABLES])
         attended, _ = attend(
             self._attention, queries, keys, values, kwargs.get(MASK), scaling=self._attention.scaling, **others
@@ -556,7 +556,7 @@ def _own(module: nn.Module) -> object:
 
 def few_rows_of(
     model: nn.Module, decoder: nn.Module, whole: WholePass, attention_name: str, is_wanted: bool
-) -> tuple[KnownLayers, list[Replaced]]:
+) -> tuple[KnownLayers, list[AttributePatch]]:
     """Those of the model's linear layers, and of its decoder layers, that our kernels serve, each now installed."""
     linears = linears_of(model, whole) if is_wanted else []
     known = [each for each in model.modules() if linears and "forward" not in vars(each) and _is_known(each)]

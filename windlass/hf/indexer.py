@@ -18,7 +18,7 @@ from windlass.cache.cache import TextCache
 from windlass.core.errors import UsageError
 from windlass.core.positions import rotate
 from windlass.core.types import IndexKeys, PickedSlots, Picker, Turn
-from windlass.hf.passes import Replaced, RunningPass, cache_name, not_compiled
+from windlass.hf.passes import AttributePatch, RunningPass, cache_name, not_compiled
 from windlass.hf.recurrent import LayerKinds
 from windlass.positions.rotary import Rotary
 
@@ -51,7 +51,7 @@ class Indexer:
         self.heads: int = getattr(module, HEADS, 1)
         self.turned: slice | None = None
         """The channels of its keys that RoPE rotates, found at attach; None: none."""
-        self.replaced = Replaced(module, "forward", self.forward)
+        self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """The tokens that each query is to see; none are named in a pass with our cache, where attention asks again.
@@ -208,7 +208,7 @@ def check_picks(indexers: Iterable[Indexer], cache: TextCache, tokens: int, unse
 
 
 @dataclass
-class SeenPicks:
+class IndexerObservation:
     """What a probe of one token saw of the indexers: their keys, and the layers that were given their picks."""
 
     calls: list[IndexerCall] = field(default_factory=list)
@@ -249,8 +249,8 @@ class IndexedLayers:
 def indexed_layers(
     kinds: LayerKinds,
     rotaries: list[Rotary | None],
-    plain: SeenPicks,
-    rotated: SeenPicks,
+    plain: IndexerObservation,
+    rotated: IndexerObservation,
     positions: Tensor,
     tolerance: float,
 ) -> IndexedLayers:

@@ -22,7 +22,7 @@ from windlass.core.inputs import most_visible
 from windlass.core.parse import AUTO, check_recall
 from windlass.core.step import PROMPT, READ, AttentionCall, no_inference_mode
 from windlass.core.types import Attended, NewKeys, NewValues, Queries
-from windlass.hf import model_cache as convert
+from windlass.hf import model_cache
 from windlass.hf.attach import attached
 from windlass.hf.attached_model import AttachedModel
 from windlass.hf.forward import ROWS, measure_key_means, model_info
@@ -31,7 +31,7 @@ from windlass.hf.model_facts import device_of_inputs
 from windlass.hf.passes import check_adapter
 from windlass.hf.recurrent import check_policy
 from windlass.policies import Policy, Recent
-from windlass.policies.base import Trained
+from windlass.policies.base import ModelSpecific
 from windlass.policies.wrapper import find
 from windlass.positions.modes import PositionMode
 from windlass.stores.base import Store
@@ -177,7 +177,7 @@ class KVCache(ModelCache):
         options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge, *newest)
         has_store = options.recall_store.name != DEFAULT_RECALL_STORE
         check_recall(options.recall, options.budget, options.recall_folder is not None, has_store)
-        trained = find(options.policy, Trained)
+        trained = find(options.policy, ModelSpecific)
         if trained is not None:
             trained.check(model_info(model))
         if options.shares is not None:
@@ -233,9 +233,9 @@ class KVCache(ModelCache):
         with the length of the text (dynamic NTK past its window).
         """
         check_kind("options", options, (CacheOptions, type(None)), "CacheOptions or None")
-        options = replace(options or CacheOptions(), batch=convert.rows_of(past_key_values, attached(model).kinds))
+        options = replace(options or CacheOptions(), batch=model_cache.rows_of(past_key_values, attached(model).kinds))
         cache = cls.from_options(model, options)
-        convert.fill_from_rotated(cache, past_key_values, cache.kinds, cache.config)
+        model_cache.fill_from_rotated(cache, past_key_values, cache.kinds, cache.config)
         return cache
 
     def compress(self, budget: int, window: int | None = None, fit: bool = False) -> None:
@@ -264,7 +264,7 @@ class KVCache(ModelCache):
 
         Raises: UsageError when rows or heads do not hold positions 0, 1, 2, ... up to one length.
         """
-        return convert.to_rotated(self, self.config, self.kinds)
+        return model_cache.to_rotated(self, self.config, self.kinds)
 
 
 def _name_of(model: PreTrainedModel) -> str:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from windlass.core.errors import UnsupportedModel
 from windlass.core.types import Attended, Queries
-from windlass.hf.passes import Replaced
+from windlass.hf.passes import AttributePatch
 from windlass.hf.weights import is_plain
 
 EXPAND: Final = "expand_kv"  # what transformers calls the method that makes keys and values out of latents
@@ -36,7 +36,7 @@ class Latent:
         self._width = self._shared = 0  # channels of a head's key that are its own, and of those that all heads share
         self.rank = 0
         """Channels of a latent; 0 until `check` saw one."""
-        self.replaced = Replaced(module, EXPAND, self.expand_kv)
+        self.replaced = AttributePatch(module, EXPAND, self.expand_kv)
 
     def expand_kv(self, latents: Tensor, shared: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of the one kv head where they are to be attended to so, else those of all heads."""

@@ -18,7 +18,7 @@ from windlass.core.errors import UsageError
 from windlass.core.positions import rotate, unrotate
 from windlass.core.step import no_inference_mode
 from windlass.hf.passes import not_compiled, refuse_prefix
-from windlass.hf.recurrent import LayerKinds, LinearLayer
+from windlass.hf.recurrent import LayerKinds, LinearAttentionCache
 from windlass.policies.base import INITIAL_STATE
 from windlass.positions.modes import Auto, Compact
 from windlass.positions.rotary import Rotary
@@ -45,7 +45,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
         self.config, self.kinds, self.shared = config, kinds, kinds.shared
 
     def new_recurrent_layers(self) -> list[RecurrentLayer]:
-        return [LinearLayer(*each) for each in self.kinds.recurrent]
+        return [LinearAttentionCache(*each) for each in self.kinds.recurrent]
 
     def latent_of(self, layer: int) -> int:
         return self.kinds.latents.get(self.kinds.attention[layer], 0)
@@ -73,7 +73,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
         if not self.is_in_step:
             raise UsageError("this model is not attached to windlass; call windlass.attach(model) first")
         layer = next((each for each in self.recurrent if each.index == layer_idx), None)
-        if not isinstance(layer, LinearLayer):
+        if not isinstance(layer, LinearAttentionCache):
             raise UsageError(f"layer {layer_idx} asks for a recurrent state, and its config says that it keeps none")
         return layer.own
 
@@ -112,7 +112,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
         return bool(layers) and all(
             has
             for each in layers
-            if isinstance(each, LinearLayer)
+            if isinstance(each, LinearAttentionCache)
             for number, has in each.own.has_previous_state.items()
             if state_idx in (None, number)
         )

@@ -27,7 +27,7 @@ EXACT: Final = 1e-5
 TRIED: Final = ((3, 9, 4, 30, 7), (5, 2, 4, 31, 90), (11, 6, 4, 0, 8), (1, 12, 5, 3, 2))  # positions, by axis
 
 
-class Turn(Enum):
+class AxisRotation(Enum):
     """What the rotary modules do in a pass: as they do, nothing, or turn by the differences between axes."""
 
     OWN = auto()
@@ -35,13 +35,13 @@ class Turn(Enum):
     DIFFERENCES = auto()
 
 
-def turn_of(cache: TextCache | None) -> Turn:
+def turn_of(cache: TextCache | None) -> AxisRotation:
     """What the rotary modules do in a pass with this cache; None for a pass with no cache of ours."""
     if cache is None or cache.is_rotated:
-        return Turn.OWN
+        return AxisRotation.OWN
     step = cache.text.pending
     has_pictures = step is not None and step.places is not None and step.places.has_pictures
-    return Turn.DIFFERENCES if has_pictures else Turn.NONE
+    return AxisRotation.DIFFERENCES if has_pictures else AxisRotation.NONE
 
 
 @dataclass(frozen=True)

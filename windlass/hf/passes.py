@@ -325,7 +325,7 @@ def _check_whole(types: TokenTypes, mask: Mask) -> None:
 
 
 @final
-class Replaced:
+class AttributePatch:
     """`module.name` is `replacement` from now on."""
 
     def __init__(self, module: nn.Module, name: str, replacement: Callable[..., Any]) -> None:
@@ -360,7 +360,7 @@ class WholePass:
         self._passes: dict[int, list[RunningPass]] = {}  # per thread in which one runs, those of the decoder in it
         self.__signature__ = inspect.signature(model.forward)  # which transformers' `generate` looks at
         self._cache_name = cache_name(model.forward)
-        self.replaced = Replaced(model, "forward", self)
+        self.replaced = AttributePatch(model, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the model returns; the arguments are its own."""

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache, PreTrainedConfig, PreTrainedModel
 
 from windlass.core.errors import UnsupportedModel
-from windlass.hf.indexer import SeenPicks
+from windlass.hf.indexer import IndexerObservation
 from windlass.hf.latent import Latent
 from windlass.hf.mask import Mask
 from windlass.hf.model_facts import device_of_inputs, ordinary_ids
@@ -110,7 +110,7 @@ class Probe:
         self.latents: dict[int, int] = {}  # channels of each layer's latents, where it has them
         self.sources: dict[int, int] = {}  # of a layer that attends to the keys and values of another, that layer
         self.chunks: dict[int, int | None] = {}
-        self.picks = SeenPicks()
+        self.picks = IndexerObservation()
         self.axes = 0  # of positions, where these have several
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
@@ -323,7 +323,7 @@ ROTARY: Final = "RotaryEmbedding"  # how the names of rotary modules end
 
 
 @dataclass(frozen=True)
-class Decoder:
+class DecoderModules:
     """`inner` rotates and attends. A pass with a cache is one of `outer`.
 
     They are the same module, or `outer` calls `inner` with the masks that it made. `first_position` is what it calls
@@ -350,22 +350,24 @@ class Decoder:
         return [*dict.fromkeys((*around, *self.inner.modules()))]
 
 
-def decoder_of(model: PreTrainedModel) -> Decoder:
+def decoder_of(model: PreTrainedModel) -> DecoderModules:
     """The decoder of a model; with the base model around it, where that makes the decoder's masks.
 
     Raises: UnsupportedModel for one that has no positions of its own, in rotation or in recurrent layers.
     """
     inner = _without_head(model.get_decoder()) if model.can_generate() else model
-    if not Decoder(inner, inner).rotary_modules and not layer_kinds(model).is_recurrent:
+    if not DecoderModules(inner, inner).rotary_modules and not layer_kinds(model).is_recurrent:
         raise UnsupportedModel("has no rotary module: its positions are not RoPE, or built in")
     base = model.base_model
     if base is inner or all(module is not inner for module in base.modules()):
-        return Decoder(inner, inner)
+        return DecoderModules(inner, inner)
     given = _given_to(inner, model)
     mask, positions = given.get("attention_mask"), given.get("position_ids")
     if mask is None or (isinstance(mask, Tensor) and mask.ndim == 2):
-        return Decoder(inner, inner)
-    return Decoder(inner, base, int(positions[0, 0]) if isinstance(positions, Tensor) and positions.ndim == 2 else 0)
+        return DecoderModules(inner, inner)
+    return DecoderModules(
+        inner, base, int(positions[0, 0]) if isinstance(positions, Tensor) and positions.ndim == 2 else 0
+    )
 
 
 def _without_head(decoder: PreTrainedModel) -> PreTrainedModel:
@@ -374,7 +376,7 @@ def _without_head(decoder: PreTrainedModel) -> PreTrainedModel:
     return inner[0] if len(inner) == 1 and decoder.get_output_embeddings() is not None else decoder
 
 
-class _Reached(Exception):  # no error: it ends a pass of which nothing more is wanted
+class _DecoderCalled(Exception):  # no error: it ends a pass of which nothing more is wanted
     """The decoder was called."""
 
 
@@ -388,7 +390,7 @@ def _given_to(decoder: nn.Module, model: PreTrainedModel) -> dict[str, Any]:
 
     def note(_module: nn.Module, _args: object, kwargs: dict[str, Any]) -> None:
         given.update(kwargs)
-        raise _Reached
+        raise _DecoderCalled
 
     ids, configs = ordinary_ids(model, 1), OwnConfigs(model.modules())
     with ExitStack() as stack:

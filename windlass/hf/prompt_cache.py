@@ -46,7 +46,7 @@ from windlass.hf.prompt_cache_check import (
     COLUMNS,
     POSITIONS,
     LayerPlan,
-    Layout,
+    TensorSpec,
     check_layer,
     check_rows,
     check_states,
@@ -116,7 +116,9 @@ def _is_full(error: BaseException) -> bool:
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
 
 
-def read(path: Path, check: Callable[[str, int, Mapping[str, Layout]], Checked]) -> tuple[Checked, dict[str, Tensor]]:
+def read(
+    path: Path, check: Callable[[str, int, Mapping[str, TensorSpec]], Checked]
+) -> tuple[Checked, dict[str, Tensor]]:
     """What `check` makes of the document, its version and the layouts of all tensors; then the tensors, copied.
 
     Nothing of the tensors is read before `check` has passed, nor more of the rest than `MAX_HEADER_BYTES`.
@@ -183,12 +185,12 @@ def _version(path: Path, version: str) -> int:
     return int(version)
 
 
-def _layout(name: str, file: Any) -> Layout:
+def _layout(name: str, file: Any) -> TensorSpec:
     """That of a tensor of an open safetensors file."""
     part = file.get_slice(name)
     if part.get_dtype() not in DTYPES:
         raise InconsistentFile(f"tensor {shown(name)} is of type {part.get_dtype()}, which no tensor has")
-    return Layout(tuple(part.get_shape()), DTYPES[part.get_dtype()])
+    return TensorSpec(tuple(part.get_shape()), DTYPES[part.get_dtype()])
 
 
 def check_memory(
@@ -414,7 +416,9 @@ def load(
     path, given = Path(path), None if policy is None else policy_of(policy)
     folder = recall_folder_of(recall_folder)
 
-    def check(text: str, version: int, found: Mapping[str, Layout]) -> tuple[Contents, CacheOptions, list[LayerPlan]]:
+    def check(
+        text: str, version: int, found: Mapping[str, TensorSpec]
+    ) -> tuple[Contents, CacheOptions, list[LayerPlan]]:
         contents = parsed(text, version)
         shapes = layer_shapes(model)
         _check_model(path, contents, model, len(shapes))

@@ -13,7 +13,7 @@ from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from windlass.cache.head_groups import leaves_of
-from windlass.cache.layer_config import LayerRules
+from windlass.cache.layer_config import LayerConfig
 from windlass.cache.merging import MERGED, checked_merge
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall import RECALL
@@ -37,7 +37,7 @@ POSITIONS: Final = "positions"
 
 
 @dataclass(frozen=True)
-class Layout:
+class TensorSpec:
     """Shape and dtype of a tensor."""
 
     shape: tuple[int, ...]
@@ -57,8 +57,8 @@ class LayerPlan:
     index: int
     note: LayerNote
     shape: LayerShape
-    rules: LayerRules
-    layouts: dict[str, Layout]
+    rules: LayerConfig
+    layouts: dict[str, TensorSpec]
 
     @property
     def prefix(self) -> str:
@@ -71,7 +71,7 @@ def layer_plans(
     shapes: Sequence[LayerShape],
     contents: Contents,
     options: CacheOptions,
-    found: Mapping[str, Layout],
+    found: Mapping[str, TensorSpec],
 ) -> list[LayerPlan]:
     """The layers that have tokens, once every tensor of the file is there in its layout, and no other.
 
@@ -84,7 +84,7 @@ def layer_plans(
     shapes = _leaf_shapes(options, shapes)
     _check_options(contents, options, len(shapes))
     rules = _rules(contents, options, shapes, len(attached(model).rotaries))
-    expected: dict[str, Layout] = {}
+    expected: dict[str, TensorSpec] = {}
     plans, most_seen = [], max(contents.standing["tokens_seen"])
     for index, note in enumerate(contents.layers):
         if note is not None:
@@ -97,10 +97,10 @@ def layer_plans(
             expected |= {prefix + name: layout for name, layout in layouts.items()}
     seen = contents.standing["tokens_seen"]
     if contents.has_tokens:
-        expected |= {f"tokens.{row}": Layout((count,), torch.int32) for row, count in enumerate(seen)}
+        expected |= {f"tokens.{row}": TensorSpec((count,), torch.int32) for row, count in enumerate(seen)}
     expected |= _states(model, contents, options.batch)
     if COLUMNS in found:
-        expected[COLUMNS] = Layout((len(seen),), torch.int64)
+        expected[COLUMNS] = TensorSpec((len(seen),), torch.int64)
     _compare(found, expected)
     return plans
 
@@ -133,12 +133,12 @@ def _check_options(contents: Contents, options: CacheOptions, layers: int) -> No
         raise InconsistentFile("a layer has no tokens, though tokens were seen")
 
 
-def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShape], layers: int) -> list[LayerRules]:
+def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShape], layers: int) -> list[LayerConfig]:
     """By which rules each layer keeps tokens, its own budget and sliding window included; the model has `layers`."""
     planned = [leaf.limits for leaf in leaves_of(options, layers)]
     places = contents.has_places
     all_rules = [
-        LayerRules(options.policy, options.merge, limits, limits.budget, has_places=places) for limits in planned
+        LayerConfig(options.policy, options.merge, limits, limits.budget, has_places=places) for limits in planned
     ]
     for index, (note, shape) in enumerate(zip(contents.layers, shapes, strict=True)):
         if note is None:
@@ -158,7 +158,7 @@ def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShap
 
 
 def _slots(
-    index: int, own: Mapping[str, Layout], contents: Contents, rules: LayerRules, shape: LayerShape
+    index: int, own: Mapping[str, TensorSpec], contents: Contents, rules: LayerConfig, shape: LayerShape
 ) -> tuple[int, int]:
     """How many slots a layer has, by the shape of its positions, and for how many heads."""
     most = max(1, *contents.standing["tokens_seen"])
@@ -175,8 +175,8 @@ def _slots(
 
 
 def _layouts(
-    options: CacheOptions, rules: LayerRules, shape: LayerShape, slots: int, score_heads: int, seen: int
-) -> dict[str, Layout]:
+    options: CacheOptions, rules: LayerConfig, shape: LayerShape, slots: int, score_heads: int, seen: int
+) -> dict[str, TensorSpec]:
     """The tensors of a layer, but for the statistics of its policy."""
     batch, own = options.batch, shape.empty_store(type(options.store)())
     _, keys, values = shape.states(torch.device("cpu"))
@@ -184,20 +184,20 @@ def _layouts(
         own.allocate(keys, values, 1)
     except UsageError as error:
         raise InconsistentFile(str(error)) from None
-    layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in own.tensors().items()}
+    layouts = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in own.tensors().items()}
     for name in [name for name in (*own.part_names, INDEX_KEYS) if name in layouts]:
-        layouts[name] = Layout((batch, shape.kv_heads, slots, layouts[name].shape[3]), layouts[name].dtype)
+        layouts[name] = TensorSpec((batch, shape.kv_heads, slots, layouts[name].shape[3]), layouts[name].dtype)
     # On "meta" nothing is allocated, whatever number of tokens the options ask for.
     ring = FullPrecisionRing(options.store.full_precision.sinks, options.store.full_precision.newest)
     ring.allocate(keys.to("meta"), own.stored(values).to("meta"), HEADROOM + options.rollback)
-    layouts |= {name: Layout((batch, *tensor.shape[1:]), tensor.dtype) for name, tensor in ring.tensors.items()}
+    layouts |= {name: TensorSpec((batch, *tensor.shape[1:]), tensor.dtype) for name, tensor in ring.tensors.items()}
     layouts |= _recalled(options, rules, shape, seen)
     per_slot = batch, score_heads, slots
-    layouts[POSITIONS] = Layout(per_slot, torch.int32)
-    return layouts | {STATE + name: Layout(per_slot, torch.float32) for name in rules.state}
+    layouts[POSITIONS] = TensorSpec(per_slot, torch.int32)
+    return layouts | {STATE + name: TensorSpec(per_slot, torch.float32) for name in rules.state}
 
 
-def _recalled(options: CacheOptions, rules: LayerRules, shape: LayerShape, seen: int) -> dict[str, Layout]:
+def _recalled(options: CacheOptions, rules: LayerConfig, shape: LayerShape, seen: int) -> dict[str, TensorSpec]:
     """The tensors of what a layer has evicted and may recall: all of the text's `seen` tokens."""
     if not rules.recalls:
         return {}
@@ -206,11 +206,11 @@ def _recalled(options: CacheOptions, rules: LayerRules, shape: LayerShape, seen:
         codec.allocate(keys, values, 1)
     except UsageError as error:
         raise InconsistentFile(str(error)) from None
-    layouts = {name: Layout(tuple(tensor.shape), tensor.dtype) for name, tensor in codec.tensors().items()}
+    layouts = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in codec.tensors().items()}
     for name in [name for name in codec.part_names if name in layouts]:
         width, dtype = layouts[name].shape[3], layouts[name].dtype
-        layouts[name] = Layout((options.batch, shape.kv_heads, seen, width), dtype)
-    layouts[POSITIONS] = Layout((options.batch, seen), torch.int32)
+        layouts[name] = TensorSpec((options.batch, shape.kv_heads, seen, width), dtype)
+    layouts[POSITIONS] = TensorSpec((options.batch, seen), torch.int32)
     return {RECALL + name: layout for name, layout in layouts.items()}
 
 
@@ -225,7 +225,7 @@ def _statistics(model: PreTrainedModel, options: CacheOptions, shapes: Sequence[
     return [layer.table.statistics for layer in cache.layers]
 
 
-def _states(model: PreTrainedModel, contents: Contents, batch: int) -> dict[str, Layout]:
+def _states(model: PreTrainedModel, contents: Contents, batch: int) -> dict[str, TensorSpec]:
     """The states of recurrent layers, without which no token was seen."""
     states = attached(model).states
     if states and not contents.has_states and max(contents.standing["tokens_seen"]) > 0:
@@ -234,23 +234,23 @@ def _states(model: PreTrainedModel, contents: Contents, batch: int) -> dict[str,
         raise InconsistentFile("it has states of recurrent layers, and the model has none")
     if not contents.has_states:
         return {}
-    return {name: Layout((batch, *state.shape[1:]), state.dtype) for name, state in states.items()}
+    return {name: TensorSpec((batch, *state.shape[1:]), state.dtype) for name, state in states.items()}
 
 
 def _kept(
-    own: Mapping[str, Layout], rules: LayerRules, sample: Mapping[str, Tensor], batch: int, is_ours: bool
-) -> dict[str, Layout]:
+    own: Mapping[str, TensorSpec], rules: LayerConfig, sample: Mapping[str, Tensor], batch: int, is_ours: bool
+) -> dict[str, TensorSpec]:
     """The statistics of a layer's policy: none before it has observed a query."""
     names = [name for name in rules.policy.needs.statistics if STATISTICS + name in own]
     if not names:
         return {}
     if is_ours:
-        return {STATISTICS + name: Layout((batch, *each.shape[1:]), each.dtype) for name, each in sample.items()}
+        return {STATISTICS + name: TensorSpec((batch, *each.shape[1:]), each.dtype) for name, each in sample.items()}
     # Only a policy from elsewhere knows its own shapes.
-    return {STATISTICS + name: Layout((batch, *own[STATISTICS + name].shape[1:]), torch.float32) for name in names}
+    return {STATISTICS + name: TensorSpec((batch, *own[STATISTICS + name].shape[1:]), torch.float32) for name in names}
 
 
-def _compare(found: Mapping[str, Layout], expected: Mapping[str, Layout]) -> None:
+def _compare(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]) -> None:
     for name, layout in expected.items():
         if name not in found:
             raise InconsistentFile(f"tensor {name} is missing")

@@ -16,7 +16,7 @@ from transformers.cache_utils import (
 
 from windlass.cache.recurrent import RecurrentLayer
 from windlass.core.errors import UsageError
-from windlass.hf.passes import CACHE_NAMES, Replaced
+from windlass.hf.passes import CACHE_NAMES, AttributePatch
 from windlass.policies import Policy
 from windlass.policies.wrapper import changes_keys, scoring_chunk
 
@@ -132,7 +132,7 @@ def meta_states(layers: Sequence[RecurrentLayer]) -> dict[str, Tensor]:
 
 
 @final
-class LinearLayer(RecurrentLayer):
+class LinearAttentionCache(RecurrentLayer):
     """A recurrent layer of a model, in transformers' own `LinearAttentionLayer`, which the model's code writes into."""
 
     def __init__(self, index: int, states: int, kind: str) -> None:
@@ -179,7 +179,7 @@ class Columns:
     def __init__(self, module: nn.Module, states_of: Callable[[int], Sequence[Tensor]]) -> None:
         self._module, self._states_of = module, states_of
         self._signature = inspect.signature(module.forward)
-        self.replaced = Replaced(module, "forward", self.forward)
+        self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         """What the module returns for each token, side by side. The arguments are its own."""

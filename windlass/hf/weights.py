@@ -18,7 +18,7 @@ from windlass.core.parse import AUTO_WEIGHTS
 from windlass.core.ranks import whole_of
 from windlass.core.torchao_later import quiet_torchao
 from windlass.core.types import LinearInputs, LinearOutputs
-from windlass.hf.passes import Replaced, WholePass
+from windlass.hf.passes import AttributePatch, WholePass
 from windlass.kernels.cpu import MAX_ROWS, can_read_nibbles
 
 GROUPS: Final = (128, 64, 32)  # inputs of an output that share a scale in 4 bits; the first that divides them
@@ -180,7 +180,7 @@ class FewRows:
         self._module, self._whole = module, whole
         self._codes: Codes | None = None
         self._code = type(module).forward  # whose place the kernel takes
-        self.replaced = Replaced(module, "forward", self.forward)
+        self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, inputs: LinearInputs) -> LinearOutputs:
         """What the module returns."""
@@ -234,7 +234,7 @@ def is_plain(module: nn.Module) -> bool:
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and not is_hooked
 
 
-def linears_of(model: nn.Module, whole: WholePass) -> list[Replaced]:
+def linears_of(model: nn.Module, whole: WholePass) -> list[AttributePatch]:
     """Those of the model that are plain linear layers on a device with a kernel for them, each now installed."""
     plain = (each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each))
     return [FewRows(each, whole).replaced for each in plain if kernels.has_linear(each.weight.device.type)]

@@ -44,7 +44,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 
 
 @dataclass(frozen=True)
-class _Rotated:
+class _BranchInput:
     """Queries and keys at the rotary positions of one branch."""
 
     queries: Tensor  # (batch, heads, tokens, head_dim)
@@ -91,18 +91,18 @@ class _Masks:
             )
 
 
-def _rotated(call: AttentionInput, branch: RotaryBranch | None, used: int) -> _Rotated:
+def _rotated(call: AttentionInput, branch: RotaryBranch | None, used: int) -> _BranchInput:
     queries, gain = call.queries, call.query_gain
     if branch is None or call.tables is None:
         weighed = queries if gain is None else (queries.float() * gain).to(queries.dtype)
-        return _Rotated(weighed, _floats(call.keys, used, queries.dtype))
+        return _BranchInput(weighed, _floats(call.keys, used, queries.dtype))
     cos, sin = call.tables
     at = branch.queries
     if at.shape[1] > 1:
         at = at.repeat_interleave(queries.shape[1] // at.shape[1], 1)
     rotated = rotate(queries.float(), cos[at], sin[at])
     rotated = (rotated if gain is None else rotated * gain).to(queries.dtype)
-    return _Rotated(rotated, cpu.rotated(call.keys, branch.keys, call.tables, used, queries.dtype))
+    return _BranchInput(rotated, cpu.rotated(call.keys, branch.keys, call.tables, used, queries.dtype))
 
 
 def _floats(states: PackedStates, used: int, dtype: torch.dtype) -> Tensor:
@@ -113,7 +113,7 @@ def _floats(states: PackedStates, used: int, dtype: torch.dtype) -> Tensor:
 
 
 def _attended(
-    branches: Sequence[_Rotated], values: Tensor, masks: _Masks, scale: float, sink_logits: Tensor | None
+    branches: Sequence[_BranchInput], values: Tensor, masks: _Masks, scale: float, sink_logits: Tensor | None
 ) -> tuple[Attended, Tensor]:
     """The result, and each query's log-sum-exp of logits, (batch, heads, tokens)."""
     outs, lses = [], []
@@ -170,7 +170,7 @@ def _joined(partials: Sequence[tuple[Tensor, Tensor]], sink_logits: Tensor | Non
 
 
 def _mass(
-    branches: Sequence[_Rotated],
+    branches: Sequence[_BranchInput],
     masks: _Masks,
     lse: Tensor,
     scale: float,

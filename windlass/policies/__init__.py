@@ -10,6 +10,7 @@ from typing import Any
 
 from windlass.policies.base import Budgeter as Budgeter
 from windlass.policies.base import Initializer as Initializer
+from windlass.policies.base import ModelSpecific as ModelSpecific
 from windlass.policies.base import Needs as Needs
 from windlass.policies.base import NewTokens as NewTokens
 from windlass.policies.base import Observation as Observation
@@ -17,7 +18,6 @@ from windlass.policies.base import OneShot as OneShot
 from windlass.policies.base import Policy as Policy
 from windlass.policies.base import Recency as Recency
 from windlass.policies.base import Slots as Slots
-from windlass.policies.base import Trained as Trained
 from windlass.policies.wrapper import Wrapper as Wrapper
 from windlass.policies.wrapper import find as find
 

@@ -205,7 +205,7 @@ class NewTokens:
     state: PerToken = field(default_factory=dict)
 
 
-class Trained(ABC):  # noqa: B024  # every member has a default
+class ModelSpecific(ABC):  # noqa: B024  # every member has a default
     """Serves the models that were trained, or measured, for it."""
 
     def check(self, model: ModelInfo) -> None:  # noqa: B027  # not all are bound to one model
@@ -243,7 +243,7 @@ class Recency(ABC):  # noqa: B024  # every member has a default
     keeps_newest: bool = True
 
 
-class Ranked(ABC):
+class KernelPolicy(ABC):
     """Observes one query per row, and scores slots, in a way that kernels know, so that decode is one call of one.
 
     A class that inherits `ranking` may score otherwise, so this interface counts for the class that defines it alone.

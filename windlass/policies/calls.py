@@ -11,7 +11,7 @@ from torch import Tensor
 from windlass.core.errors import PolicyError
 from windlass.core.ranks import RankHeads
 from windlass.core.types import NewKeys, Queries, Scores, SlotPositions, TokenIds
-from windlass.policies.base import TOKEN, WEIGHT, Initializer, Observation, Policy, Slots, Trained
+from windlass.policies.base import TOKEN, WEIGHT, Initializer, ModelSpecific, Observation, Policy, Slots
 from windlass.policies.composite import Composite
 from windlass.policies.in_chunks import InChunks
 from windlass.policies.in_groups import InGroups
@@ -65,7 +65,7 @@ def preprocess(
     Raises: PolicyError for whatever the policy raises, and for queries or keys of another shape.
     """
     ids_state = {} if ids is None else {TOKEN: ids[:, None]}
-    trained = find(policy, Trained)
+    trained = find(policy, ModelSpecific)
     if trained is None:
         return queries, keys, ids_state
     with policy_errors(policy, layer):

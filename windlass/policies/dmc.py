@@ -11,11 +11,11 @@ from windlass.core.types import NewKeys, Queries, Scores
 from windlass.policies.base import (
     ACCUMULATES,
     WEIGHT,
+    ModelSpecific,
     Needs,
     NewTokens,
     Policy,
     Slots,
-    Trained,
     lexsort_ranks,
     scatter_sorted,
 )
@@ -24,7 +24,7 @@ JOINS: Final = "joins"  # state: 1 where a token is to be merged into the one af
 
 
 @dataclass(frozen=True)
-class DMC(Policy, Trained):
+class DMC(Policy, ModelSpecific):
     """Accumulates tokens with the one before them as they come, where the model says so; over budget, the oldest go.
 
     For models that were trained so, with `merge="weighted"`, with a budget or without one: each kv head decides, token

@@ -17,7 +17,7 @@ from windlass.core.errors import PolicyError, UsageError
 from windlass.core.files import read_bytes, replacing
 from windlass.core.inputs import Ranking
 from windlass.core.types import ModelInfo, NewKeys, Queries, Scores
-from windlass.policies.base import Initializer, Needs, PerToken, Policy, Ranked, Slots, Trained
+from windlass.policies.base import Initializer, KernelPolicy, ModelSpecific, Needs, PerToken, Policy, Slots
 
 KIND: Final = "windlass scorer"
 VERSION: Final = 1
@@ -140,7 +140,7 @@ class HeadWeights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Fitted:
+class ScorerWeights:
     """A scorer that was read, and its weights by device and kv heads: a copy at every step would hold up the device."""
 
     scorer: Scorer
@@ -157,7 +157,7 @@ class Fitted:
 
 
 @dataclass(frozen=True)
-class LinearScorer(Policy, Trained, Initializer, Ranked):
+class LinearScorer(Policy, ModelSpecific, Initializer, KernelPolicy):
     """Keeps the tokens that a linear map of their own queries and key puts highest.
 
     `file` is one of `windlass calibrate --scorer`, which fits the map on texts like those to come: to the logarithm of
@@ -180,9 +180,9 @@ class LinearScorer(Policy, Trained, Initializer, Ranked):
         _ = self._fitted  # a file that cannot be read fails here, not in the first step
 
     @cached_property
-    def _fitted(self) -> Fitted:
+    def _fitted(self) -> ScorerWeights:
         try:
-            return Fitted(read(Path(self.file)), {})
+            return ScorerWeights(read(Path(self.file)), {})
         except UsageError as error:
             raise PolicyError(str(error)) from None
 

@@ -14,7 +14,7 @@ from windlass import kernels
 from windlass.core.errors import PolicyError, UsageError
 from windlass.core.files import read_bytes, replacing
 from windlass.core.types import ModelInfo, Scores
-from windlass.policies.base import TOKEN, Needs, Policy, Slots, Trained, lexsort_ranks, scatter_sorted
+from windlass.policies.base import TOKEN, ModelSpecific, Needs, Policy, Slots, lexsort_ranks, scatter_sorted
 
 KIND: Final = "windlass pairs"
 VERSION: Final = 1
@@ -123,7 +123,7 @@ class _Lookup:
 
 
 @dataclass(frozen=True)
-class Pairs(Policy, Trained):
+class Pairs(Policy, ModelSpecific):
     """Evicts the first of two neighbours that `table`, a file of `windlass calibrate`, names: the cheapest first.
 
     With `merge="mean_count(next)"` the two become one merged token. Single tokens are merged into pairs first; then

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from windlass.core.errors import PolicyError
 from windlass.core.inputs import Ranking
-from windlass.policies.base import Needs, Observation, OneShot, Policy, Ranked, Recency, Slots, Trained
+from windlass.policies.base import KernelPolicy, ModelSpecific, Needs, Observation, OneShot, Policy, Recency, Slots
 
 Interface = TypeVar("Interface")
 
@@ -53,10 +53,10 @@ def keeps_newest(policy: Policy) -> bool:
 
 def changes_keys(policy: Policy) -> bool:
     """Whether attention reads other queries and keys than the model's."""
-    trained = find(policy, Trained)
-    return trained is not None and type(trained).preprocess is not Trained.preprocess
+    trained = find(policy, ModelSpecific)
+    return trained is not None and type(trained).preprocess is not ModelSpecific.preprocess
 
 
 def ranking_of(policy: Policy) -> Ranking | None:
     """What a kernel does in the place of a policy's methods; None where it has to be asked itself."""
-    return policy.ranking if isinstance(policy, Ranked) and "ranking" in vars(type(policy)) else None
+    return policy.ranking if isinstance(policy, KernelPolicy) and "ranking" in vars(type(policy)) else None

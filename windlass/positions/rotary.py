@@ -124,7 +124,7 @@ LAYOUTS = (
 
 
 @dataclass
-class _Built:
+class _Tables:
     """The tables in use, how many rows they have, and the length of text that their frequencies are for."""
 
     tables: dict[torch.dtype, tuple[RotaryTable, RotaryTable]]
@@ -154,7 +154,7 @@ class Rotary:
         self._module = _copied(module)
         self.layer_type = layer_type
         self._rope_type, self.constant_length = _scheme(module, layer_type)
-        self._built = _Built({})
+        self._built = _Tables({})
         self.layout = layout
         self.rotary_pairs = rotary_pairs
         self.trained_length = trained_length

@@ -12,21 +12,21 @@ from starlette.requests import Request as HttpRequest
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from windlass.engine.prefix_cache import Wanted
+from windlass.engine.prefix_cache import EntrySelector
 from windlass.engine.request import Grammar, owner_of
 from windlass.engine.scheduler import Service
-from windlass.serve.chat import ChatForm, CompletionForm, Form, Head, Written
+from windlass.serve.chat import AnswerDocuments, AnswerHeader, ChatDocuments, CompletionDocuments, PartialText
 from windlass.serve.errors import ApiError, BadField, JsonAnswer, ServerSettings, from_json, name_of, short, stopping
 from windlass.serve.grammar import Grammars
 from windlass.serve.metrics import Metrics, model_document
-from windlass.serve.middleware import TENANT, BodyLimit, Guard, Watch
+from windlass.serve.middleware import TENANT, Authentication, BodyLimit, RequestLog
 from windlass.serve.neutral import left_out
 from windlass.serve.parsers import CallReader, ThoughtReader, schema_of
-from windlass.serve.prompts import Chunk, Prompt, Words
-from windlass.serve.requests import LEGACY_MAX_TOKENS, Asked, asked_of
-from windlass.serve.responses import ResponseForm, as_chat
+from windlass.serve.prompts import Chunk, Prompt, PromptTokenizer
+from windlass.serve.requests import LEGACY_MAX_TOKENS, GenerationRequest, asked_of
+from windlass.serve.responses import ResponseDocuments, as_chat
 from windlass.serve.schema import checked, table
-from windlass.serve.stream import Answering, EventStream, Gate, Tickets, unless_gone
+from windlass.serve.stream import AnswerStream, EventStream, Gate, Tickets, unless_gone
 from windlass.view.server import ViewApp
 
 Value = TypeVar("Value")
@@ -42,7 +42,7 @@ JSON_TYPE: Final = "application/json"
 class Server:
     """The routes of one model. `gate` is closed to end; what was admitted is then finished."""
 
-    def __init__(self, service: Service, words: Words, settings: ServerSettings) -> None:
+    def __init__(self, service: Service, words: PromptTokenizer, settings: ServerSettings) -> None:
         self.service, self.words, self.settings = service, words, settings
         self.gate, self.metrics = Gate(), Metrics(service)
         self._tables = table(settings.request, settings.cache)
@@ -53,20 +53,20 @@ class Server:
         given = await self._given(http, CHAT, ["messages"])
         asked = await self._beside(partial(self._asked_of_chat, given, http.scope[TENANT]))
         texts = [self._written(given, asked) for _ in asked.requests]
-        return await self._answer(http, asked, ChatForm(self._head(asked, given)), texts)
+        return await self._answer(http, asked, ChatDocuments(self._head(asked, given)), texts)
 
     async def complete(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, COMPLETIONS, ["prompt"])
         asked = await self._beside(partial(self._asked_of_completion, given, http.scope[TENANT]))
         texts = await self._beside(partial(self._echoing, given, asked))
-        return await self._answer(http, asked, CompletionForm(self._head(asked, given)), texts)
+        return await self._answer(http, asked, CompletionDocuments(self._head(asked, given)), texts)
 
     async def respond(self, http: HttpRequest) -> ASGIApp:
         given = await self._given(http, RESPONSES, ["input"])
         chat = as_chat(given)
         asked = await self._beside(partial(self._asked_of_chat, chat, http.scope[TENANT]))
         return await self._answer(
-            http, asked, ResponseForm(self._head(asked, given), given), [self._written(chat, asked)]
+            http, asked, ResponseDocuments(self._head(asked, given), given), [self._written(chat, asked)]
         )
 
     async def tokenize(self, http: HttpRequest) -> ASGIApp:
@@ -131,19 +131,19 @@ class Server:
             raise ApiError(404, "nothing that is kept for you has this id; GET /v1/cache lists all", None, "not_found")
         return await self._forgotten(wanted)
 
-    async def _forgotten(self, wanted: Wanted) -> ASGIApp:
+    async def _forgotten(self, wanted: EntrySelector) -> ASGIApp:
         gone = await self._beside(partial(self.service.forget, wanted))
         deleted, size = [each.id for each in gone], sum(each.bytes for each in gone)
         return JsonAnswer({"object": "cache.deleted", "deleted": deleted, "bytes": size})
 
-    def _wanted(self, http: HttpRequest) -> Wanted:
+    def _wanted(self, http: HttpRequest) -> EntrySelector:
         """What is kept for whoever asks, or of it what has the name that is asked for."""
         given = dict(http.query_params)
         for field in given:
             if field != "name":
                 raise BadField(short(field), "is not supported by this route; name is", "unsupported_parameter")
         name = name_of(self.settings.cache.name)("name", given["name"]) if given else None
-        return Wanted(owner_of(http.scope[TENANT]), name)
+        return EntrySelector(owner_of(http.scope[TENANT]), name)
 
     def _check_alive(self) -> None:
         if not self.service.status().is_alive:
@@ -169,7 +169,7 @@ class Server:
             raise self._other_model()
         return given
 
-    def _asked_of_chat(self, given: dict[str, Any], tenant: str) -> Asked:
+    def _asked_of_chat(self, given: dict[str, Any], tenant: str) -> GenerationRequest:
         tools, choice = given.get("tools", []), given.get("tool_choice", "auto" if "tools" in given else "none")
         if choice not in ("none", "auto") and not tools:
             raise BadField("tool_choice", "needs tools")
@@ -187,12 +187,12 @@ class Server:
             grammars = self._grammars.of("response_format", {"type": "object"}, given.get("n", 1))
         return self._asked(given, [prompt], grammars, self.service.limits.max_tokens, tenant)
 
-    def _written(self, chat: dict[str, Any], asked: Asked) -> Written:
+    def _written(self, chat: dict[str, Any], asked: GenerationRequest) -> PartialText:
         """What reads a text of a chat: its thought, if its model thinks, and calls of the tools that it was given."""
         names, choice = [tool["function"]["name"] for tool in chat.get("tools", [])], chat.get("tool_choice", "auto")
         calls = CallReader(names, choice != "auto") if names and choice != "none" else None
         begun = asked.has_begun_thought
-        return Written(calls, thoughts=None if begun is None else ThoughtReader(begun))
+        return PartialText(calls, thoughts=None if begun is None else ThoughtReader(begun))
 
     def _chat(self, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
         variables, effort = given.get("chat_template_kwargs", {}), given.get("reasoning", {}).get("effort")
@@ -200,7 +200,7 @@ class Server:
             variables = {THINKING: False, **variables}
         return self.words.chat(given["messages"], tools, variables)
 
-    def _asked_of_completion(self, given: dict[str, Any], tenant: str) -> Asked:
+    def _asked_of_completion(self, given: dict[str, Any], tenant: str) -> GenerationRequest:
         chunks = [Chunk(each) for each in given.get("chunks", {}).get("texts", ())]
         written = sum(len(each) for each in given["prompt"]) + sum(len(chunk.text) for chunk in chunks)
         if written > self.settings.request.characters:
@@ -215,14 +215,14 @@ class Server:
             prompts = [self.words.behind(chunks, each) for each in prompts]
         return self._asked(given, prompts, (), LEGACY_MAX_TOKENS, tenant)
 
-    def _echoing(self, given: dict[str, Any], asked: Asked) -> list[Written]:
+    def _echoing(self, given: dict[str, Any], asked: GenerationRequest) -> list[PartialText]:
         """What reads the texts of completions, which begin with their prompts where that is asked for."""
         if not given.get("echo"):
-            return [Written() for _ in asked.requests]
+            return [PartialText() for _ in asked.requests]
         texts = [each if isinstance(each, str) else None for each in given["prompt"]]
         prompts = [each.prompt for each in asked.requests[:: asked.choices]]
         echoes = [self.words.echo(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
-        return [Written(echo=each) for each in echoes for _ in range(asked.choices)]
+        return [PartialText(echo=each) for each in echoes for _ in range(asked.choices)]
 
     def _asked(
         self,
@@ -231,19 +231,21 @@ class Server:
         grammars: Sequence[Grammar],
         default_tokens: int,
         tenant: str,
-    ) -> Asked:
+    ) -> GenerationRequest:
         most = self.settings.request.texts
         return asked_of(given, prompts, grammars, self.service, self.words, default_tokens, tenant, most)
 
-    def _head(self, asked: Asked, given: dict[str, Any]) -> Head:
+    def _head(self, asked: GenerationRequest, given: dict[str, Any]) -> AnswerHeader:
         name, labels, notes = self.settings.name, asked.options.labels(), given[LEFT_OUT]
-        return Head(self.words, name, labels, asked.choices, asked.top_logprobs, asked.has_usage, notes)
+        return AnswerHeader(self.words, name, labels, asked.choices, asked.top_logprobs, asked.has_usage, notes)
 
-    async def _answer(self, http: HttpRequest, asked: Asked, form: Form, texts: list[Written]) -> ASGIApp:
+    async def _answer(
+        self, http: HttpRequest, asked: GenerationRequest, form: AnswerDocuments, texts: list[PartialText]
+    ) -> ASGIApp:
         """Hand the texts to the engine, and answer. Once nobody waits for them, the engine is told to leave them."""
         tickets = Tickets(self.service, self.gate)
         tickets.submit(asked.requests)
-        answering = Answering(tickets, form, texts, self.metrics, self.settings.ping_seconds)
+        answering = AnswerStream(tickets, form, texts, self.metrics, self.settings.ping_seconds)
         if asked.is_streamed:
             return EventStream(answering.chunks(), self.service.limits.unread_seconds, tickets.cancel)
         try:
@@ -295,7 +297,7 @@ class Routes:
 
 
 def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
-    """The whole application, with the `page` that shows caches, if any; an exception of any kind ends in `Watch`."""
+    """The application, with the `page` that shows caches, if any; an exception of any kind ends in `RequestLog`."""
     at: dict[str, dict[str, Answer]] = {
         "/v1/models": {"GET": server.models},
         "/v1/cache": {"GET": server.cache, "DELETE": server.forget},
@@ -312,8 +314,8 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
     settings, routes = server.settings, Routes(at, below, page)
     is_public = ViewApp.is_public if page is not None else _none
     limited = BodyLimit(routes, settings.request.body_bytes)
-    guarded = Guard(limited, settings.keys, settings.hosts, is_public, settings.salt)
-    return with_origins(Watch(guarded, server.metrics, routes.name_of), settings.origins)
+    guarded = Authentication(limited, settings.keys, settings.hosts, is_public, settings.salt)
+    return with_origins(RequestLog(guarded, server.metrics, routes.name_of), settings.origins)
 
 
 def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

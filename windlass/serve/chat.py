@@ -7,17 +7,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from windlass.engine.request import Finished, Piece, Usage
+from windlass.engine.request import Finish, Piece, Usage
 from windlass.serve.errors import DONE, ApiError, event
-from windlass.serve.parsers import Call, CallReader, Said, ThoughtReader
-from windlass.serve.prompts import Echo, Words
+from windlass.serve.parsers import Call, CallReader, TextPart, ThoughtReader
+from windlass.serve.prompts import Echo, PromptTokenizer
 
 LEAST: Final = -9999.0  # OpenAI's for what cannot be; JSON has no infinity
 
 Pieces = Sequence[Piece]
 
 
-def of_chat(pieces: Pieces, words: Words, top: int) -> dict[str, Any]:
+def of_chat(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str, Any]:
     """`logprobs` of a choice of a chat, or of a part of it."""
 
     def one(token: int, value: float) -> dict[str, Any]:
@@ -33,7 +33,7 @@ def of_chat(pieces: Pieces, words: Words, top: int) -> dict[str, Any]:
     }
 
 
-def of_completion(pieces: Pieces, words: Words, top: int) -> dict[str, Any]:
+def of_completion(pieces: Pieces, words: PromptTokenizer, top: int) -> dict[str, Any]:
     """`logprobs` of a choice of a completion, or of a part of it; a prompt's first token has none."""
     tops: list[dict[str, float] | None] = []
     for piece in pieces:
@@ -53,7 +53,7 @@ def of_completion(pieces: Pieces, words: Words, top: int) -> dict[str, Any]:
     }
 
 
-def _name(token: int, words: Words) -> str:
+def _name(token: int, words: PromptTokenizer) -> str:
     """A token's text, or, of a part of a character, its bytes as OpenAI writes them, which have no other place."""
     text, codes = words.shown(token)
     if codes is None or bytes(codes) == text.encode():
@@ -88,7 +88,7 @@ def usage_of(usages: Sequence[Usage], choices: int, options: Options, left_out: 
 
 
 @dataclass
-class Written:
+class PartialText:
     """One text so far.
 
     `thoughts` parts it from what the model thinks before it, and `calls` reads calls of functions out of the rest; it
@@ -104,33 +104,33 @@ class Written:
     """Up to the end of the thought, its marks among them; 0 where there is none."""
     pieces: list[Piece] = field(default_factory=list)
     called: list[Call] = field(default_factory=list)
-    finished: Finished | None = None
+    finished: Finish | None = None
 
-    def add(self, pieces: Sequence[Piece]) -> Said:
+    def add(self, pieces: Sequence[Piece]) -> TextPart:
         """Note new pieces; what they give out."""
         self.pieces += pieces
         if self.thoughts is None:
-            return self._note(Said("".join(piece.text for piece in pieces)))
-        said, tokens = Said(), 0
+            return self._note(TextPart("".join(piece.text for piece in pieces)))
+        said, tokens = TextPart(), 0
         for piece in pieces:
             tokens += not self.thoughts.is_over
             said = said.then(self.thoughts.feed(piece.text))
         self.thought_tokens += tokens
         return self._note(said)
 
-    def end(self, finished: Finished) -> Said:
+    def end(self, finished: Finish) -> TextPart:
         """Note the end; what was held back for it."""
         self.finished = finished
-        text, thought = self._note(Said() if self.thoughts is None else self.thoughts.end())
+        text, thought = self._note(TextPart() if self.thoughts is None else self.thoughts.end())
         if self.calls is not None:
             rest, self.called = self.calls.end()
             self.text += rest
             text += rest
         self.thought_tokens *= bool(self.thought)
-        return Said(text, thought)
+        return TextPart(text, thought)
 
-    def _note(self, said: Said) -> Said:
-        said = said if self.calls is None else Said(self.calls.feed(said.text), said.thought)
+    def _note(self, said: TextPart) -> TextPart:
+        said = said if self.calls is None else TextPart(self.calls.feed(said.text), said.thought)
         self.text += said.text
         self.thought += said.thought
         return said
@@ -148,10 +148,10 @@ class Written:
 
 
 @dataclass(frozen=True)
-class Head:
+class AnswerHeader:
     """What the documents of one answer share. `top_logprobs`: None where no log probabilities were asked for."""
 
-    words: Words
+    words: PromptTokenizer
     model: str
     options: Options
     choices: int
@@ -162,29 +162,29 @@ class Head:
     created: int = field(default_factory=lambda: int(time.time()))
 
 
-class Form(ABC):
+class AnswerDocuments(ABC):
     """The documents of a route."""
 
-    head: Head
+    head: AnswerHeader
 
     @abstractmethod
     def opening(self, at: int) -> list[dict[str, Any]]:
         """The first chunks of text `at`, which come before its text."""
 
     @abstractmethod
-    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def deltas(self, at: int, said: TextPart, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         """Chunks with a part of text `at`."""
 
     @abstractmethod
-    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+    def closing(self, at: int, written: PartialText) -> list[dict[str, Any]]:
         """The last chunks of text `at`."""
 
     @abstractmethod
-    def ending(self, texts: Sequence[Written]) -> bytes:
+    def ending(self, texts: Sequence[PartialText]) -> bytes:
         """The last bytes of a stream, once all texts have ended."""
 
     @abstractmethod
-    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+    def answer(self, texts: Sequence[PartialText]) -> dict[str, Any]:
         """The whole answer at once."""
 
     def wire(self, document: dict[str, Any]) -> bytes:
@@ -199,7 +199,7 @@ class Form(ABC):
 class _Documents:
     """What stands around the choices."""
 
-    def __init__(self, head: Head, prefix: str, kind: str) -> None:
+    def __init__(self, head: AnswerHeader, prefix: str, kind: str) -> None:
         self.head, self._kind = head, kind
         self._common = {"id": prefix + head.number, "created": head.created, "model": head.model}
 
@@ -207,45 +207,45 @@ class _Documents:
         usage = {"usage": None} if self.head.has_usage else {}
         return {**self._common, "object": kind, "choices": [choice], **usage}
 
-    def whole(self, kind: str, choices: list[dict[str, Any]], texts: Sequence[Written]) -> dict[str, Any]:
+    def whole(self, kind: str, choices: list[dict[str, Any]], texts: Sequence[PartialText]) -> dict[str, Any]:
         head = self.head
         usage = usage_of([each.usage for each in texts], head.choices, head.options, head.left_out)
         if any(each.thoughts is not None for each in texts):
             usage["completion_tokens_details"] = {"reasoning_tokens": sum(each.thought_tokens for each in texts)}
         return {**self._common, "object": kind, "choices": choices, "usage": usage}
 
-    def ending(self, kind: str, texts: Sequence[Written]) -> bytes:
+    def ending(self, kind: str, texts: Sequence[PartialText]) -> bytes:
         """What all texts took, if it was asked for, and the end."""
         return (event(self.whole(kind, [], texts)) if self.head.has_usage else b"") + DONE
 
-    def closed(self, chunk: dict[str, Any], written: Written) -> dict[str, Any]:
+    def closed(self, chunk: dict[str, Any], written: PartialText) -> dict[str, Any]:
         """With what the cache holds, which a client is told with or without usage."""
         return {**chunk, "windlass": windlass_of([written.usage], self.head.options, self.head.left_out)}
 
 
-class ChatForm(Form):
+class ChatDocuments(AnswerDocuments):
     """`chat.completion`, and its chunks."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: AnswerHeader) -> None:
         self.head, self._documents = head, _Documents(head, "chatcmpl-", "chat.completion")
 
     def opening(self, at: int) -> list[dict[str, Any]]:
         return [self._chunk(at, {"role": "assistant", "content": "", "refusal": None})]
 
-    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def deltas(self, at: int, said: TextPart, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         thought = {"reasoning_content": said.thought} if said.thought else {}
         text = {"content": said.text} if said.text or not thought else {}
         return [self._chunk(at, thought | text, self._logprobs(pieces))]
 
-    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+    def closing(self, at: int, written: PartialText) -> list[dict[str, Any]]:
         calls = [{"index": number, **_call(each)} for number, each in enumerate(written.called)]
         before = [self._chunk(at, {"tool_calls": calls})] if calls else []
         return [*before, self._documents.closed(self._chunk(at, {}, None, written.reason), written)]
 
-    def ending(self, texts: Sequence[Written]) -> bytes:
+    def ending(self, texts: Sequence[PartialText]) -> bytes:
         return self._documents.ending("chat.completion.chunk", texts)
 
-    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+    def answer(self, texts: Sequence[PartialText]) -> dict[str, Any]:
         choices = [
             {
                 "index": at,
@@ -268,27 +268,27 @@ class ChatForm(Form):
         return None if top is None else of_chat(pieces, self.head.words, top)
 
 
-class CompletionForm(Form):
+class CompletionDocuments(AnswerDocuments):
     """`text_completion`; its chunks have the same name."""
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: AnswerHeader) -> None:
         self.head, self._documents = head, _Documents(head, "cmpl-", "text_completion")
 
     def opening(self, at: int) -> list[dict[str, Any]]:
         return []
 
-    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def deltas(self, at: int, said: TextPart, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         choice = {"index": at, "text": said.text, "logprobs": self._logprobs(pieces), "finish_reason": None}
         return [self._documents.chunk("text_completion", choice)]
 
-    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+    def closing(self, at: int, written: PartialText) -> list[dict[str, Any]]:
         choice = {"index": at, "text": "", "logprobs": None, "finish_reason": written.reason}
         return [self._documents.closed(self._documents.chunk("text_completion", choice), written)]
 
-    def ending(self, texts: Sequence[Written]) -> bytes:
+    def ending(self, texts: Sequence[PartialText]) -> bytes:
         return self._documents.ending("text_completion", texts)
 
-    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+    def answer(self, texts: Sequence[PartialText]) -> dict[str, Any]:
         choices = [
             {"index": at, "text": each.text, "logprobs": self._logprobs(each.pieces), "finish_reason": each.reason}
             for at, each in enumerate(texts)
@@ -305,7 +305,7 @@ def _call(call: Call) -> dict[str, Any]:
     return {"id": call.id, "type": "function", "function": function}
 
 
-def _message(written: Written) -> dict[str, Any]:
+def _message(written: PartialText) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": written.text, "refusal": None}
     if written.thought:
         message["reasoning_content"] = written.thought

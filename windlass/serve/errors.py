@@ -10,7 +10,7 @@ from starlette.responses import Response
 
 from windlass.core.errors import UsageError, shown
 from windlass.core.parse import AUTO
-from windlass.engine.request import EngineDeadError, Failed, QueueFullError
+from windlass.engine.request import EngineDeadError, Failure, QueueFullError
 from windlass.policies import NAMES
 from windlass.positions.modes import MODES
 from windlass.serve.metrics import ModelFacts
@@ -135,7 +135,7 @@ def of_death(error: EngineDeadError) -> ApiError:
     return ApiError(503, str(error), None, "engine_dead")
 
 
-def of_failure(failed: Failed) -> ApiError:
+def of_failure(failed: Failure) -> ApiError:
     """A text that will not go on."""
     if failed.is_ours:
         return ApiError(500, failed.message, None, "engine_error")

@@ -15,7 +15,7 @@ from torch import Tensor
 from windlass.core.errors import UsageError
 from windlass.engine.request import Grammar
 from windlass.serve.errors import BadField
-from windlass.serve.prompts import Words
+from windlass.serve.prompts import PromptTokenizer
 
 # Spaces as models write them, and no more: with any number allowed, a model may write nothing else to the end.
 FORM: Final[Any] = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -47,7 +47,7 @@ class JsonGrammar(Grammar):
 class Grammars:
     """Grammars by their schemas; the latest are kept compiled. To compile takes up to a second: not in the loop."""
 
-    def __init__(self, words: Words, most_bytes: int, most_depth: int) -> None:
+    def __init__(self, words: PromptTokenizer, most_bytes: int, most_depth: int) -> None:
         self._words, self._most_bytes, self._most_depth = words, most_bytes, most_depth
         self._lock, self._kept = Lock(), OrderedDict[bytes, LLMatcher]()
         self._tokenizer: LLTokenizer | None = None

@@ -19,7 +19,7 @@ TENANT: Final = "windlass.tenant"  # in a scope: whose request it is
 LOG: Final = logging.getLogger("windlass.serve")
 
 
-class Watch:
+class RequestLog:
     """Gives each request an id, counts its answer, and answers for what nobody else did.
 
     `route_of` says which route a path is counted under. The log has the id and where an error came from, never its
@@ -69,7 +69,7 @@ def bare_path(scope: Scope) -> str:
     return path if scope["method"] == "DELETE" else path.rstrip("/") or "/"
 
 
-class Guard:
+class Authentication:
     """Lets in who calls the server by a name of its own, and brings one of its keys where it has some.
 
     `is_public`: the paths that ask for none, beside `/health`: they have nothing of anybody.

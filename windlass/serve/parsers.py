@@ -21,15 +21,15 @@ THOUGHT_OPEN: Final = "<think>"
 THOUGHT_CLOSE: Final = "</think>"
 
 
-class Said(NamedTuple):
+class TextPart(NamedTuple):
     """A part of what a model wrote: of its answer, and of the thought before it."""
 
     text: str = ""
     thought: str = ""
 
-    def then(self, after: "Said") -> "Said":
+    def then(self, after: "TextPart") -> "TextPart":
         """This part and the one that follows it."""
-        return Said(self.text + after.text, self.thought + after.thought)
+        return TextPart(self.text + after.text, self.thought + after.thought)
 
 
 class _At(Enum):
@@ -55,7 +55,7 @@ class ThoughtReader:
         """Whether what comes now is the answer, or the white space before it."""
         return self._at in (_At.GAP, _At.ANSWER)
 
-    def feed(self, piece: str) -> Said:
+    def feed(self, piece: str) -> TextPart:
         """What is certain now that `piece` came; what may belong to a mark is held back."""
         self._held += piece
         thought = ""
@@ -69,13 +69,13 @@ class ThoughtReader:
         text = ""
         if self._at is _At.ANSWER:
             text, self._held = self._held, ""
-        return Said(text, thought)
+        return TextPart(text, thought)
 
-    def end(self) -> Said:
+    def end(self) -> TextPart:
         """What was held back. A thought that was cut off is no answer."""
         held, self._held = self._held, ""
         is_thought = self._at is _At.THOUGHT or (self._at is _At.START and self._is_open)
-        return Said(thought=held.rstrip()) if is_thought else Said(held)
+        return TextPart(thought=held.rstrip()) if is_thought else TextPart(held)
 
     def _start(self) -> None:
         given = self._held.lstrip()

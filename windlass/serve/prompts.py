@@ -16,7 +16,15 @@ from transformers import PreTrainedTokenizerBase
 
 from windlass.core.errors import shown
 from windlass.engine.request import Event, Logprob, Piece, PromptLogprobs
-from windlass.engine.templates import Form, has_template, head_tokens, message_ends, rendered, renderer, without_start
+from windlass.engine.templates import (
+    TemplateLayout,
+    has_template,
+    head_tokens,
+    message_ends,
+    rendered,
+    renderer,
+    without_start,
+)
 from windlass.engine.text import Stops, encode, stops_of, token_bytes, token_text
 from windlass.serve.errors import ApiError, BadField, Check, RequestLimits, listed, mapping, one_of, record, text
 from windlass.serve.parsers import THOUGHT_CLOSE, THOUGHT_OPEN
@@ -369,7 +377,7 @@ class Prompt:
         return cls(tuple(ids), tuple(spans))
 
 
-class Words:
+class PromptTokenizer:
     """A tokenizer; one text is encoded at a time. `ends`: the model's end-of-text tokens; `vocabulary`: its logits.
 
     `marks_messages`: prompts tell where their messages end, so that prefixes are kept there.
@@ -494,7 +502,7 @@ class Words:
 
     def _rendered(
         self, messages: list[dict[str, Any]], tools: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]
-    ) -> tuple[str, str, Form]:
+    ) -> tuple[str, str, TemplateLayout]:
         """The template, what it makes of a conversation, and in which form it was given that."""
         given: Any = [dict(each) for each in tools] or None
         try:

@@ -31,7 +31,7 @@ from windlass.serve.run import (
     server_of,
     started_service,
 )
-from windlass.view.server import Watch
+from windlass.view.server import SchedulerWatcher
 
 LOOPBACK = "127.0.0.1"
 LOOK_SECONDS = 1.0  # between two looks whether the engine runs
@@ -70,7 +70,7 @@ class Replica:
         options = replace(asked.serve, host=host, port=0, origins=())  # the front tells browsers
         model, tokenizer = load(asked.model, asked.dtype, asked.device, asked.weights)
         listener = bound(options.host, 0)
-        watch = Watch()
+        watch = SchedulerWatcher()
         self._service = started_service(model, tokenizer, options, watch)
         self._http = server_of(model, tokenizer, options, self._service, watch)
         listener.listen()

@@ -14,7 +14,7 @@ from windlass.engine.sampling import Sampling
 from windlass.engine.scheduler import Service
 from windlass.engine.sequence import is_alike
 from windlass.serve.errors import ApiError, BadField, of_usage
-from windlass.serve.prompts import Prompt, Words
+from windlass.serve.prompts import Prompt, PromptTokenizer
 from windlass.serve.schema import OWN
 
 RECOMPUTE: Final = "first(16)"  # where a request has chunks, and does not say what of them is read again
@@ -26,7 +26,7 @@ Given = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Asked:
+class GenerationRequest:
     """One HTTP request: as many `requests` as there are texts, those of one prompt side by side, `choices` of each."""
 
     requests: tuple[Request, ...]
@@ -128,11 +128,11 @@ def asked_of(
     prompts: Sequence[Prompt],
     grammars: Sequence[Grammar],
     service: Service,
-    words: Words,
+    words: PromptTokenizer,
     default_tokens: int,
     tenant: str,
     most_texts: int,
-) -> Asked:
+) -> GenerationRequest:
     """All of it. `grammars`: one for each text, or none.
 
     Raises: ApiError for what cannot be honoured.
@@ -184,7 +184,7 @@ def asked_of(
         )
         for at, prompt in enumerate(prompt for prompt in prompts for _ in range(choices))
     )
-    return Asked(
+    return GenerationRequest(
         requests,
         choices,
         given.get("stream", False),

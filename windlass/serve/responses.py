@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Final, final
 
 from windlass.engine.request import Piece
-from windlass.serve.chat import Form, Head, Written, usage_of
+from windlass.serve.chat import AnswerDocuments, AnswerHeader, PartialText, usage_of
 from windlass.serve.errors import (
     ApiError,
     BadField,
@@ -20,7 +20,7 @@ from windlass.serve.errors import (
     text,
 )
 from windlass.serve.neutral import NEUTRAL, UNREAD, VERBOSITY
-from windlass.serve.parsers import Call, Said, functions
+from windlass.serve.parsers import Call, TextPart, functions
 from windlass.serve.prompts import messages
 
 ECHOED: Final[dict[str, Any]] = {
@@ -43,13 +43,13 @@ MORE: Final[dict[str, dict[str, Any]]] = {  # what an event, and a part, says of
 
 
 @final
-class ResponseForm(Form):
+class ResponseDocuments(AnswerDocuments):
     """`response`, and its events, which are numbered. Nothing of it is kept: `store` is false.
 
     An answer has a thought, a message and calls of functions, each as an item, and of these what there is.
     """
 
-    def __init__(self, head: Head, given: Mapping[str, Any]) -> None:
+    def __init__(self, head: AnswerHeader, given: Mapping[str, Any]) -> None:
         self.head, self._events = head, 0
         self._begun: list[str] = []  # kinds of items that a stream has begun, of which the last is not over
         self._thought = ""
@@ -64,7 +64,7 @@ class ResponseForm(Form):
             {"type": "response.in_progress", "response": begun},
         ]
 
-    def deltas(self, at: int, said: Said, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
+    def deltas(self, at: int, said: TextPart, pieces: Sequence[Piece]) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = []
         self._thought += said.thought
         for kind, piece in ((THOUGHT, said.thought), (MESSAGE, said.text)):
@@ -73,7 +73,7 @@ class ResponseForm(Form):
                 found.append(self._event(kind, "delta", {"delta": piece}))
         return found
 
-    def closing(self, at: int, written: Written) -> list[dict[str, Any]]:
+    def closing(self, at: int, written: PartialText) -> list[dict[str, Any]]:
         items = self._items(written)
         found = self._begin(MESSAGE) if not self._begun and items[0]["type"] == MESSAGE else []
         if self._begun:
@@ -90,7 +90,7 @@ class ResponseForm(Form):
             ]
         return found
 
-    def ending(self, texts: Sequence[Written]) -> bytes:
+    def ending(self, texts: Sequence[PartialText]) -> bytes:
         done = self.answer(texts)
         return self.wire({"type": f"response.{done['status']}", "response": done})
 
@@ -105,7 +105,7 @@ class ResponseForm(Form):
         self._events += 1
         return named_event(document["type"], numbered)
 
-    def answer(self, texts: Sequence[Written]) -> dict[str, Any]:
+    def answer(self, texts: Sequence[PartialText]) -> dict[str, Any]:
         [written] = texts
         status = _status(written)
         taken = usage_of([written.usage], 1, self.head.options, self.head.left_out)
@@ -137,7 +137,7 @@ class ResponseForm(Form):
             **self._echoed,
         }
 
-    def _items(self, written: Written) -> list[dict[str, Any]]:
+    def _items(self, written: PartialText) -> list[dict[str, Any]]:
         """All that was written; the last item is cut where the text is."""
         texts = [(THOUGHT, written.thought)] if written.thought else []
         if written.text or not (written.thought or written.called):
@@ -196,7 +196,7 @@ def _part_of_answer(kind: str, text: str) -> dict[str, Any]:
     return {"type": EVENTS[kind], "text": text, **more, **MORE[kind]}
 
 
-def _status(written: Written) -> str:
+def _status(written: PartialText) -> str:
     return "incomplete" if written.reason == "length" else "completed"
 
 

@@ -33,8 +33,8 @@ from windlass.hf.forward import vocabulary_of
 from windlass.serve.app import Server, make_app
 from windlass.serve.errors import ServerSettings
 from windlass.serve.metrics import ModelFacts
-from windlass.serve.prompts import Words
-from windlass.view.server import ViewApp, Watch
+from windlass.serve.prompts import PromptTokenizer
+from windlass.view.server import SchedulerWatcher, ViewApp
 
 HEAD_SECONDS: Final = 10.0  # in which the head of a request must have come
 READ_SECONDS: Final = 60.0  # in which a client must have taken what was sent
@@ -243,10 +243,14 @@ def scheduler_of(
 
 
 def server_of(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, service: Service, watch: Watch
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    asked: ServeOptions,
+    service: Service,
+    watch: SchedulerWatcher,
 ) -> HttpServer:
     """The server of an engine that runs, not yet on a socket."""
-    words = Words(tokenizer, end_of_text(model), vocabulary_of(model), marks_messages=asked.reuse_bytes > 0)
+    words = PromptTokenizer(tokenizer, end_of_text(model), vocabulary_of(model), marks_messages=asked.reuse_bytes > 0)
     settings = replace(asked.settings, facts=ModelFacts.of(model))
     return HttpServer(Server(service, words, settings), ViewApp(watch, tokenizer, service.status, asked.is_shown))
 
@@ -264,7 +268,7 @@ def serve(
     """
     listener = bound(asked.host, asked.port)
     with listener:
-        watch = Watch()
+        watch = SchedulerWatcher()
         service = started(model, tokenizer, asked, watch)
         try:
             http = server_of(model, tokenizer, asked, service, watch)

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from windlass.core.errors import shown
 from windlass.core.parse import SYSTEM
-from windlass.serve import responses as response_input
+from windlass.serve import responses
 from windlass.serve.errors import (
     ApiError,
     BadField,
@@ -66,7 +66,7 @@ def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Che
             ),
             "logprobs": logprobs,
         },
-        "/v1/responses": response_input.fields(limits, common, own | {"chat_template_kwargs": _variables}),
+        "/v1/responses": responses.fields(limits, common, own | {"chat_template_kwargs": _variables}),
         "/tokenize": {
             "model": text(256),
             "prompt": strings,

@@ -11,8 +11,8 @@ from windlass.core.errors import UsageError
 from windlass.engine.request import (
     EngineDeadError,
     Event,
-    Failed,
-    Finished,
+    Failure,
+    Finish,
     Piece,
     Progress,
     QueueFullError,
@@ -20,7 +20,7 @@ from windlass.engine.request import (
     Ticket,
 )
 from windlass.engine.scheduler import Service
-from windlass.serve.chat import Form, Written
+from windlass.serve.chat import AnswerDocuments, PartialText
 from windlass.serve.errors import ApiError, comment, of_death, of_failure, of_queue, of_usage, stopping
 from windlass.serve.metrics import Metrics
 
@@ -79,7 +79,7 @@ class Tickets:
             self._wake.clear()
             self._is_woken = False
             found = [(at, event) for at in sorted(left) for event in self._tickets[at].take()]
-            left -= {at for at, event in found if isinstance(event, Finished | Failed)}
+            left -= {at for at, event in found if isinstance(event, Finish | Failure)}
             if found:
                 silent = 0.0
                 yield found
@@ -144,11 +144,16 @@ async def _disconnected(receive: Receive) -> None:
         pass
 
 
-class Answering:
+class AnswerStream:
     """The texts of one HTTP request as they come, in the documents of its route."""
 
     def __init__(
-        self, tickets: Tickets, form: Form, texts: Sequence[Written], metrics: Metrics, ping_seconds: float
+        self,
+        tickets: Tickets,
+        form: AnswerDocuments,
+        texts: Sequence[PartialText],
+        metrics: Metrics,
+        ping_seconds: float,
     ) -> None:
         self._tickets, self._form, self._texts = tickets, form, texts
         self._metrics, self._ping_seconds = metrics, ping_seconds
@@ -197,21 +202,21 @@ class Answering:
                 now = monotonic()
                 self._metrics.wrote(now - (self._latest or self._started), not self._latest)
                 self._latest = now
-            shown = [(at, echoes[at], each) for at, each in found if not isinstance(each, Failed)]
+            shown = [(at, echoes[at], each) for at, each in found if not isinstance(each, Failure)]
             yield [(at, one) for at, echo, each in shown for one in ([each] if echo is None else echo.before(each))]
             for _, each in found:
-                if isinstance(each, Failed):
+                if isinstance(each, Failure):
                     raise of_failure(each)
 
 
-def _by_text(found: list[tuple[int, Event]]) -> list[tuple[int, list[Piece], Finished | None]]:
+def _by_text(found: list[tuple[int, Event]]) -> list[tuple[int, list[Piece], Finish | None]]:
     """The pieces of each text, and its end if it came."""
-    numbers = sorted({at for at, each in found if isinstance(each, Piece | Finished)})
+    numbers = sorted({at for at, each in found if isinstance(each, Piece | Finish)})
     return [
         (
             number,
             [each for at, each in found if at == number and isinstance(each, Piece)],
-            next((each for at, each in found if at == number and isinstance(each, Finished)), None),
+            next((each for at, each in found if at == number and isinstance(each, Finish)), None),
         )
         for number in numbers
     ]

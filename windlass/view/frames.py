@@ -42,7 +42,7 @@ Positions = NDArray[np.int32]
 Numbers = NDArray[np.float32]
 
 
-class Plane(NamedTuple):
+class SlotGroup(NamedTuple):
     """Slots that some kv `heads` of a layer have in common: alike in all of them, or of one head.
 
     `sliding_window` is the model's own there, 0 for none.
@@ -74,7 +74,7 @@ class Snapshot:
     """
 
     number: int
-    planes: tuple[Plane, ...]
+    planes: tuple[SlotGroup, ...]
     positions: Positions
     numbers: dict[str, Numbers]
     text_from: int
@@ -100,7 +100,7 @@ class Camera:
     def __init__(self, cache: CacheState, row: int = 0, number: int = 0) -> None:
         self._cache, self._row, self._number = cache, row, number
         self._slots: list[int] = []
-        self._planes: tuple[Plane, ...] = ()
+        self._planes: tuple[SlotGroup, ...] = ()
         self._measure_at = 0.0
         self._bytes_held, self._formula = 0, ("", 0)
 
@@ -138,7 +138,7 @@ class Camera:
             **self._recalled(layers),
         )
 
-    def _recalled(self, layers: Sequence[SlotLayer]) -> "_Recalled":
+    def _recalled(self, layers: Sequence[SlotLayer]) -> "_RecallTokens":
         planes, found = [], []
         for layer in layers:
             if layer.table.recall is not None:
@@ -161,11 +161,11 @@ class Camera:
         return found
 
 
-def planes_of(layer: SlotLayer) -> list[Plane]:
+def planes_of(layer: SlotLayer) -> list[SlotGroup]:
     """The planes of a layer that has been written, in the order of its positions."""
     heads = heads_of(layer)
     groups = [heads] if layer.table.score_heads == 1 else [(head,) for head in heads]
-    return [Plane(layer.index, own, layer.table.slots, layer.sliding_window or 0) for own in groups]
+    return [SlotGroup(layer.index, own, layer.table.slots, layer.sliding_window or 0) for own in groups]
 
 
 def heads_of(layer: SlotLayer) -> tuple[int, ...]:
@@ -173,7 +173,7 @@ def heads_of(layer: SlotLayer) -> tuple[int, ...]:
     return layer.heads or tuple(range(layer.store.layout[0]))
 
 
-class _Recalled(TypedDict):
+class _RecallTokens(TypedDict):
     recalled_planes: tuple[RecalledPlane, ...]
     recalled: Positions
 
@@ -343,7 +343,7 @@ class Encoder:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._texts = TokenTexts(tokenizer)
-        self._planes: tuple[Plane, ...] | None = None
+        self._planes: tuple[SlotGroup, ...] | None = None
         self._positions = NOTHING
         self._since_full = 0  # bytes of frames: a reader who goes back replays them
         self._until_numbers = 0
@@ -406,7 +406,7 @@ class Frame:
     rows: int
     seconds: float
     formula: tuple[str, int]
-    planes: tuple[Plane, ...]
+    planes: tuple[SlotGroup, ...]
     positions: Positions
     numbers: dict[str, Numbers] = field(default_factory=dict)
     recalled_planes: tuple[RecalledPlane, ...] = ()
@@ -523,7 +523,7 @@ def _recalled_plane(told: Any) -> RecalledPlane:
     return RecalledPlane(layer, tuple(heads), tokens)
 
 
-def _plane(told: Any) -> Plane:
+def _plane(told: Any) -> SlotGroup:
     layer, heads, slots, window = told
     _check(all(type(each) is int and 0 <= each < 2**31 for each in (layer, slots, window, *heads)), "planes")
-    return Plane(layer, tuple(heads), slots, window)
+    return SlotGroup(layer, tuple(heads), slots, window)

@@ -126,7 +126,7 @@ GONE: Final = 2.0  # seconds without a step after which a viewer of the newest t
 TEXTS: Final = 64  # that are remembered
 
 
-class Seen(NamedTuple):
+class RowSnapshot(NamedTuple):
     """What a viewer is given: the header of the text, and what its row holds."""
 
     header: dict[str, Any]
@@ -142,7 +142,7 @@ class Viewer:
     def __init__(self, number: int | None, notify: Callable[[], None] | None) -> None:
         self.number, self.known = number, 0
         self._notify, self._changed = notify, Condition()
-        self._latest: Seen | None = None
+        self._latest: RowSnapshot | None = None
         self._current, self._given, self._due = -1, 0.0, 0.0
 
     def wants(self, number: int, now: float, is_last: bool) -> bool:
@@ -153,7 +153,7 @@ class Viewer:
             is_asked = number >= self._current or now - self._given > GONE
         return is_asked and (is_last or now >= self._due)
 
-    def put(self, seen: Seen, now: float, due: float) -> None:
+    def put(self, seen: RowSnapshot, now: float, due: float) -> None:
         """Have something new to take, in place of what was not taken; nothing more before `due`."""
         with self._changed:
             if seen.snapshot.number != self._current:
@@ -164,7 +164,7 @@ class Viewer:
         if self._notify is not None:
             self._notify()
 
-    def take(self, timeout: float = 0.0) -> Seen | None:
+    def take(self, timeout: float = 0.0) -> RowSnapshot | None:
         """The newest frame that was not taken; None where none comes within `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._latest is not None, timeout)
@@ -178,7 +178,7 @@ class Viewer:
 
 
 @final
-class Watch(Watcher):
+class SchedulerWatcher(Watcher):
     """What a scheduler shows of its rows. `if watch.is_watched: watch.step(...)` is all that it calls, after a step.
 
     A viewer gets at most five frames a second, fewer where copying one takes more than a hundredth of the time.
@@ -188,7 +188,7 @@ class Watch(Watcher):
         self.is_watched = False
         self._viewers: list[Viewer] = []
         self._lock = Lock()
-        self._texts: dict[int, _Watched] = {}
+        self._texts: dict[int, _ViewedText] = {}
 
     def attach(self, number: int | None = None, notify: Callable[[], None] | None = None) -> Viewer:
         """Begin to look; from any thread. `detach` ends it."""
@@ -223,21 +223,21 @@ class Watch(Watcher):
     def _show(self, cache: CacheState, row: int, number: int, wanting: list[Viewer], now: float) -> None:
         known = min(viewer.known if viewer.current == number else 0 for viewer in wanting)
         text = self._text(cache, row, number)
-        seen = Seen(text.header, text.camera.snapshot(known))
+        seen = RowSnapshot(text.header, text.camera.snapshot(known))
         took = monotonic() - now
         for viewer in wanting:
             viewer.put(seen, now, now + max(INTERVAL, took / COST))
 
-    def _text(self, cache: CacheState, row: int, number: int) -> "_Watched":
+    def _text(self, cache: CacheState, row: int, number: int) -> "_ViewedText":
         text = self._texts.get(number)
         if text is None or text.cache is not cache or text.row != row:
             if len(self._texts) >= TEXTS:
                 del self._texts[next(iter(self._texts))]
-            text = self._texts[number] = _Watched(cache, row, about(cache, number), Camera(cache, row, number))
+            text = self._texts[number] = _ViewedText(cache, row, about(cache, number), Camera(cache, row, number))
         return text
 
 
-class _Watched(NamedTuple):
+class _ViewedText(NamedTuple):
     """A text that somebody looks at: where it stands, and what is made of it once."""
 
     cache: CacheState
@@ -264,7 +264,7 @@ class ViewApp:
 
     def __init__(
         self,
-        watch: Watch,
+        watch: SchedulerWatcher,
         tokenizer: PreTrainedTokenizerBase | None,
         status: Callable[[], EngineStatus] | None = None,
         tells_prompts: bool = True,
@@ -353,7 +353,7 @@ class _Texts:
         self._viewer, self._tokenizer = viewer, tokenizer
         self._encoder, self._number = Encoder(tokenizer), -1
 
-    def records(self, seen: Seen) -> bytes:
+    def records(self, seen: RowSnapshot) -> bytes:
         """The next records; a header first where the text is another one."""
         start = b""
         if seen.snapshot.number != self._number:

@@ -20,7 +20,7 @@ KEYS: Final = (
 )
 
 
-class Ended(Exception):
+class EndOfChat(Exception):
     """The user ends the chat."""
 
 
@@ -30,7 +30,7 @@ class Command:
 
     takes: str
     does: str
-    run: Callable[["Commands", str], None]
+    run: Callable[["ChatCommands", str], None]
 
 
 def command_of(line: str) -> tuple[str, str] | None:
@@ -44,7 +44,7 @@ def message_of(line: str) -> str:
     return line[1:] if line.startswith("//") else line
 
 
-class Commands:
+class ChatCommands:
     """The commands of one chat, by name; each takes what follows its name."""
 
     def __init__(self, dialogue: Dialogue) -> None:
@@ -139,7 +139,7 @@ class Commands:
             note(f"the conversation of {len(chat.turns)} turns is deleted")
 
     def quit(self, text: str) -> None:
-        raise Ended
+        raise EndOfChat
 
     def _numbers(self) -> dict[str, Any]:
         return {"max_tokens": self._dialogue.max_tokens, **vars(self._dialogue.sampling)}
@@ -167,21 +167,21 @@ class Commands:
 
 
 COMMANDS: Final = {
-    "help": Command("", "lists the commands", Commands.help),
-    "save": Command("FILE", "writes the conversation, to go on from later", Commands.save),
-    "load": Command("FILE", "goes on from there, in place of this conversation", Commands.load),
-    "undo": Command("", "takes back the last message and its reply", Commands.undo),
-    "retry": Command("", "writes the last reply anew, under another seed", Commands.retry),
+    "help": Command("", "lists the commands", ChatCommands.help),
+    "save": Command("FILE", "writes the conversation, to go on from later", ChatCommands.save),
+    "load": Command("FILE", "goes on from there, in place of this conversation", ChatCommands.load),
+    "undo": Command("", "takes back the last message and its reply", ChatCommands.undo),
+    "retry": Command("", "writes the last reply anew, under another seed", ChatCommands.retry),
     "system": Command(
-        "[TEXT]", "changes what the model is told first, -: nothing; the rest is read again", Commands.system
+        "[TEXT]", "changes what the model is told first, -: nothing; the rest is read again", ChatCommands.system
     ),
-    "set": Command("[NAME VALUE]", "changes temperature, max_tokens, ...; alone it lists them", Commands.set),
-    "tokens": Command("", "counts tokens: seen, kept, of the latest turn", Commands.tokens),
-    "cache": Command("", "describes the cache", Commands.cache),
-    "reset": Command("", "forgets everything but the system text", Commands.reset),
+    "set": Command("[NAME VALUE]", "changes temperature, max_tokens, ...; alone it lists them", ChatCommands.set),
+    "tokens": Command("", "counts tokens: seen, kept, of the latest turn", ChatCommands.tokens),
+    "cache": Command("", "describes the cache", ChatCommands.cache),
+    "reset": Command("", "forgets everything but the system text", ChatCommands.reset),
     "resume": Command(
-        "[no]", "goes on with an unfinished conversation, or the last one; no: deletes it", Commands.resume
+        "[no]", "goes on with an unfinished conversation, or the last one; no: deletes it", ChatCommands.resume
     ),
-    "quit": Command("", "ends the chat", Commands.quit),
+    "quit": Command("", "ends the chat", ChatCommands.quit),
 }
 SYNONYMS: Final = {"?": "help", "describe": "cache", "exit": "quit"}

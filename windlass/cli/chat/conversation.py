@@ -21,7 +21,7 @@ from windlass.engine.text import encode
 
 
 @dataclass(frozen=True)
-class Turn:
+class Exchange:
     """A message of the user and the reply to it, as text and as the token ids that were fed.
 
     `prompt` holds what was fed before the reply, `tokens` the reply itself. `ended_with` is the text of the reply's
@@ -49,7 +49,7 @@ class Conversation:
         self, tokenizer: PreTrainedTokenizerBase, start: Sequence[int] = (), system: str | None = None
     ) -> None:
         self._tokenizer = tokenizer
-        self.start, self.turns = list(start), list[Turn]()
+        self.start, self.turns = list(start), list[Exchange]()
         self.system: str | None = None
         if system is not None:
             self.tell(system)
@@ -146,8 +146,8 @@ class SavedChat:
     time: datetime
     system: str | None
     start: list[int]
-    turns: list[Turn]
-    pending: Turn | None = None
+    turns: list[Exchange]
+    pending: Exchange | None = None
     skipped: int = 0
 
     @property
@@ -174,12 +174,12 @@ def lines_of(origin: Origin, conversation: Conversation) -> Iterator[str]:
         yield replied(turn)
 
 
-def asked(turn: Turn) -> str:
+def asked(turn: Exchange) -> str:
     """The line of a user's message."""
     return _line({"role": "user", "content": turn.line, "tokens": turn.prompt})
 
 
-def replied(turn: Turn) -> str:
+def replied(turn: Exchange) -> str:
     """The line of a model's reply."""
     return _line({"role": "assistant", "content": turn.reply, "tokens": turn.tokens, "end": turn.ended_with})
 
@@ -230,8 +230,10 @@ def _with(chat: SavedChat, record: dict[str, Any]) -> SavedChat:
     text, tokens = str(record["content"]), _ids(record.get("tokens"))
     if record.get("role") == "user":
         unanswered = [] if chat.pending is None else [chat.pending]
-        return replace(chat, turns=[*chat.turns, *unanswered], pending=Turn(text, "", tokens))
-    answered = replace(chat.pending or Turn("", ""), reply=text, tokens=tokens, ended_with=str(record.get("end", "")))
+        return replace(chat, turns=[*chat.turns, *unanswered], pending=Exchange(text, "", tokens))
+    answered = replace(
+        chat.pending or Exchange("", ""), reply=text, tokens=tokens, ended_with=str(record.get("end", ""))
+    )
     return replace(chat, turns=[*chat.turns, answered], pending=None)
 
 
@@ -272,12 +274,12 @@ class Journal:
             return
         self._write("".join(lines_of(self.origin, conversation)))
 
-    def asked(self, conversation: Conversation, turn: Turn) -> None:
+    def asked(self, conversation: Conversation, turn: Exchange) -> None:
         """A message of the user, before there is a reply to it."""
         begun = "" if self._file is not None else "".join(lines_of(self.origin, conversation))
         self._write(begun + asked(turn))
 
-    def replied(self, turn: Turn) -> None:
+    def replied(self, turn: Exchange) -> None:
         """The reply to it."""
         self._write(replied(turn))
 

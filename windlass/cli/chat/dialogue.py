@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Final
 
 from windlass.cli.chat import conversation as chat_file
-from windlass.cli.chat.conversation import Conversation, Journal, SavedChat, Turn
+from windlass.cli.chat.conversation import Conversation, Exchange, Journal, SavedChat
 from windlass.cli.session import Choices, Session, keep_system, write
 from windlass.cli.terminal import Bar, note, per_s, speeds
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import check_writable, replacing
 from windlass.core.parse import in_units
-from windlass.engine import generate as engine
+from windlass.engine import generate
 from windlass.engine.generate import Stream
 from windlass.engine.sampling import Result, Sampling
 from windlass.engine.templates import of_system
@@ -68,11 +68,11 @@ class Dialogue:
         text, prompt = self.conversation.encoded(line)
         before = self.conversation.ids
         self.catch_up()
-        asked = Turn(line, "", prompt)
+        asked = Exchange(line, "", prompt)
         self.journal.asked(self.conversation, asked)
         try:
             with Bar("reading", len(prompt)) as bar:
-                stream = engine.stream(
+                stream = generate.stream(
                     self.session.model,
                     self.session.tokenizer,
                     text,
@@ -217,7 +217,7 @@ class Dialogue:
         rest = wanted[len(self._held()) :]
         if rest:
             with Bar("reading again", len(rest)) as bar:
-                engine.prefill(self.session.model, self.cache, [rest], bar)
+                generate.prefill(self.session.model, self.cache, [rest], bar)
         return bool(rest)
 
     def status(self) -> str:
@@ -230,7 +230,7 @@ class Dialogue:
         """The ids of the text in the cache."""
         return (self.cache.tokens or [[]])[0]
 
-    def _take_last(self) -> Turn:
+    def _take_last(self) -> Exchange:
         if not self.conversation.turns:
             raise UsageError("there is no turn to take back; the conversation has not begun")
         return self.conversation.turns.pop()

@@ -17,9 +17,9 @@ from prompt_toolkit.key_binding import KeyBindings, KeyPressEvent
 from prompt_toolkit.output import ColorDepth, Output
 from prompt_toolkit.styles import Style
 
-from windlass.cli import terminal as state
-from windlass.cli.chat import conversation as chat_file
-from windlass.cli.chat.commands import COMMANDS, HINT, Commands, Ended, command_of, message_of
+from windlass.cli import terminal
+from windlass.cli.chat import conversation
+from windlass.cli.chat.commands import COMMANDS, HINT, ChatCommands, EndOfChat, command_of, message_of
 from windlass.cli.chat.conversation import Journal, Origin
 from windlass.cli.chat.dialogue import Dialogue, cache_beside
 from windlass.cli.options import ChatArguments
@@ -52,7 +52,7 @@ def chat(
     journal = Journal(None if folder is None else folder / "chats", origin)
     dialogue = Dialogue(session, max_tokens, sampling, journal, system, show_reply if is_terminal else None, stop)
     if arguments.conversation is not None:
-        saved = chat_file.read(arguments.conversation)
+        saved = conversation.read(arguments.conversation)
         dialogue.check_own(saved, arguments.conversation)
         with unechoed():
             note(dialogue.take(saved, session.cache))
@@ -72,7 +72,7 @@ def cache_to_load(arguments: ChatArguments, prompt_cache: Path | None) -> Path |
         return prompt_cache
     if prompt_cache is not None:
         raise UsageError("both --load and --prompt-cache were given; a conversation has a cache of its own, use one")
-    chat_file.read(arguments.conversation)
+    conversation.read(arguments.conversation)
     beside = cache_beside(arguments.conversation)
     return beside if beside.exists() else None
 
@@ -81,7 +81,7 @@ def _from_pipe(dialogue: Dialogue) -> int:
     while (line := _next_line()) is not None:
         try:
             code = _do(dialogue, line)
-        except Ended:
+        except EndOfChat:
             break
         if code:
             return code
@@ -104,7 +104,7 @@ def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
                 return 0
             with unechoed():
                 _do(dialogue, line)
-        except Ended:
+        except EndOfChat:
             return 0
         except KeyboardInterrupt:
             note("interrupted")
@@ -117,7 +117,7 @@ def _do(dialogue: Dialogue, line: str) -> int:
     line = line.removeprefix(BYTE_ORDER_MARK)
     command = command_of(line)
     if command is not None:
-        Commands(dialogue).obey(*command)
+        ChatCommands(dialogue).obey(*command)
         return 0
     return dialogue.answer(message_of(line)) if line.strip() else 0
 
@@ -153,7 +153,7 @@ def offer(journal: Journal) -> None:
 
 def _folder() -> Path | None:
     try:
-        return state.state_folder()
+        return terminal.state_folder()
     except OSError as error:
         note(f"windlass: note: no history is kept: {error}")
         return None
@@ -163,7 +163,7 @@ def _history(folder: Path | None) -> Path | None:
     if folder is None:
         return None
     try:
-        return state.private_file(folder / "history")
+        return terminal.private_file(folder / "history")
     except OSError as error:
         note(f"windlass: note: no history is kept in {folder}: {error.strerror}")
         return None

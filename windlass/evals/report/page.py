@@ -141,7 +141,7 @@ class ModePart:
 
 
 @dataclass(frozen=True)
-class Row:
+class TableRow:
     """A row of a table: whether it is what others are compared with, and what is told when somebody points at it."""
 
     cells: Sequence[str]
@@ -260,7 +260,7 @@ def _overview(mode: ModePart) -> str:
         values = [of_task.get((label, asked)) for of_task in means]
         if any(value is not None for value in values):
             cells = [label, asked, *(NONE if each is None else _percent(each) for each in values)]
-            rows.append(Row(cells, label == FULL))
+            rows.append(TableRow(cells, label == FULL))
     heads = ["policy", "budget", *(without_folders(task.task) for task in scored)]
     told = (
         "Mean scores in percent, each length of a task weighing the same; "
@@ -275,7 +275,7 @@ def _score_table(blocks: Sequence[Block]) -> str:
     for block in blocks:
         full = next((row.value for row in block.rows if row.is_full), 0.0)
         rows = [
-            Row(
+            TableRow(
                 [*_shared(row), _percent(row.value), _interval(row), _percent(row.value / full) if full else NONE],
                 row.is_full,
                 row.told,
@@ -291,7 +291,7 @@ def _turn_table(turns: Sequence[TurnRows]) -> str:
     bodies = []
     for length in dict.fromkeys(each.length for each in turns):
         rows = [
-            Row(
+            TableRow(
                 [
                     each.label,
                     each.asked,
@@ -316,7 +316,7 @@ def _loss_table(blocks: Sequence[Block]) -> str:
             error = NONE if row.high is None else f"{row.high - row.value:.4f}"
             over = NONE if full is None else f"{row.value - full:+.4f}".replace("-", "\N{MINUS SIGN}")
             numbers = [f"{row.value:.4f}", error, over, _perplexity(row.value), _divergence(row)]
-            rows.append(Row([*_shared(row), *numbers], row.is_full, row.told))
+            rows.append(TableRow([*_shared(row), *numbers], row.is_full, row.told))
         bodies.append((f"{block.length:,} tokens", rows))
     return _table("Negative log-likelihood, lower is better.", heads, bodies)
 
@@ -344,7 +344,7 @@ def _divergence(row: SettingRow) -> str:
     return f"{row.kl:.4f}" + (f" ({row.kl_count} of {row.count})" if row.kl_count < row.count else "")
 
 
-def _table(told: str, heads: Sequence[str], bodies: Sequence[tuple[str, Sequence[Row]]]) -> str:
+def _table(told: str, heads: Sequence[str], bodies: Sequence[tuple[str, Sequence[TableRow]]]) -> str:
     """A table; each body has a name. Escapes every text."""
     lines = [f'<div class="wide">\n<table>\n<caption>{escape(told)}</caption>', f"<thead>{_cells('th', heads)}</thead>"]
     for name, rows in bodies:
@@ -407,7 +407,7 @@ SUFFIXES: Final = (".html", ".htm")
 
 
 @dataclass(frozen=True)
-class Written:
+class ReportFiles:
     """What a report came to: `folder` holds `figures` PNG files, and is not there without any."""
 
     page: Path
@@ -417,7 +417,7 @@ class Written:
     notes: tuple[str, ...]
 
 
-def write_report(files: Sequence[Path], output: Path) -> Written:
+def write_report(files: Sequence[Path], output: Path) -> ReportFiles:
     """Write the page to `output`, and its figures into a folder beside it, `report_files` for `report.html`.
 
     Files of the same names are replaced; the page holds its figures itself and does not need the folder.
@@ -440,7 +440,7 @@ def write_report(files: Sequence[Path], output: Path) -> Written:
                         (new / picture.name).write_bytes(picture.png)
     except OSError as error:
         raise UsageError(f"output {output} cannot be written: {error.strerror}; nothing was") from None
-    return Written(output, folder, len(results.cases), len(pictures), results.notes)
+    return ReportFiles(output, folder, len(results.cases), len(pictures), results.notes)
 
 
 def _check_output(output: Path) -> None:

@@ -353,7 +353,7 @@ Texts = dict[tuple[object, ...], float]
 
 
 @dataclass(frozen=True)
-class Standing:
+class OverallScore:
     """One setting over all tasks and lengths, each weighing the same: its mean `value` and `share` of bytes.
 
     `texts` has the value of each text. Values are scores, or negative nlls: higher is better.
@@ -417,7 +417,7 @@ def _of_mode(cases: Sequence[Case]) -> str:
     return " ".join(told)
 
 
-def _standings(cases: Sequence[Case], value_of: Callable[[Case], float]) -> list[Standing]:
+def _standings(cases: Sequence[Case], value_of: Callable[[Case], float]) -> list[OverallScore]:
     """Those of the settings that were run on all tasks and lengths of `cases`; the full cache first."""
     places = {_place(case) for case in cases}
     found = []
@@ -431,7 +431,7 @@ def _standings(cases: Sequence[Case], value_of: Callable[[Case], float]) -> list
         shares = [[case.share for case in own if _place(case) == place] for place in places]
         if all(by_place):
             value, share = fmean(map(fmean, by_place)), fmean(map(fmean, shares))
-            found.append(Standing(label, asked, value, share, texts))
+            found.append(OverallScore(label, asked, value, share, texts))
     # Where most texts of a setting were not run, its mean is not one of the same texts.
     most = max((len(each.texts) for each in found), default=0)
     return sorted((each for each in found if 2 * len(each.texts) > most), key=lambda each: each.label != FULL)
@@ -441,7 +441,7 @@ def _place(case: Case) -> tuple[str, int]:
     return case.task, case.length
 
 
-def _of_scores(standings: Sequence[Standing]) -> str:
+def _of_scores(standings: Sequence[OverallScore]) -> str:
     full, others = _full_and_others(standings)
     if full is not None and full.value == 0:
         return "The full cache itself scores 0 %: this model cannot do what is asked, which tells nothing of policies."
@@ -466,7 +466,7 @@ def _of_scores(standings: Sequence[Standing]) -> str:
     return "; ".join([told, *tail]) + "."
 
 
-def _of_losses(standings: Sequence[Standing]) -> str:
+def _of_losses(standings: Sequence[OverallScore]) -> str:
     full, others = _full_and_others(standings)
     if not others:
         return f"The full cache has a perplexity of {math.exp(-standings[0].value):.4g}; no other setting was run."
@@ -485,12 +485,12 @@ def _of_losses(standings: Sequence[Standing]) -> str:
     return "; ".join([told, *tail]) + "."
 
 
-def _full_and_others(standings: Sequence[Standing]) -> tuple[Standing | None, Sequence[Standing]]:
+def _full_and_others(standings: Sequence[OverallScore]) -> tuple[OverallScore | None, Sequence[OverallScore]]:
     has_full = standings[0].label == FULL
     return standings[0] if has_full else None, standings[has_full:]
 
 
-def _cheapest(standings: Sequence[Standing], is_kept: Callable[[Standing], bool]) -> Standing:
+def _cheapest(standings: Sequence[OverallScore], is_kept: Callable[[OverallScore], bool]) -> OverallScore:
     """Of the settings that keep enough the one in the fewest bytes; where none does, the best."""
     kept = [each for each in standings if is_kept(each)]
     if kept:
@@ -498,7 +498,7 @@ def _cheapest(standings: Sequence[Standing], is_kept: Callable[[Standing], bool]
     return max(standings, key=lambda each: (each.value, -each.share))
 
 
-def _beside(best: Standing, others: Sequence[Standing]) -> tuple[list[str], Standing | None]:
+def _beside(best: OverallScore, others: Sequence[OverallScore]) -> tuple[list[str], OverallScore | None]:
     """Who at the same budget cannot be told from `best`, in words, and the worst of those who can."""
     rivals = [each for each in others if each.asked == best.asked and each is not best]
     apart = [each for each in rivals if sign_test(*compared(best.texts, each.texts)) < SURE and each.value < best.value]
@@ -507,7 +507,7 @@ def _beside(best: Standing, others: Sequence[Standing]) -> tuple[list[str], Stan
     return told, min(apart, key=lambda each: each.value, default=None)
 
 
-def _above(one: Standing, other: Standing) -> str:
+def _above(one: OverallScore, other: OverallScore) -> str:
     """Of perplexities: `"1.2 % above"`."""
     change = math.expm1(min(other.value - one.value, 20.0))
     return f"{abs(100 * change):.1f} % {'below' if change < 0 else 'above'}"

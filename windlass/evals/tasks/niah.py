@@ -5,12 +5,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from windlass.evals import texts as keys
-from windlass.evals.task import Sample, Task, Turn
+from windlass.evals import texts
+from windlass.evals.task import Question, Sample, Task
 from windlass.evals.texts import NOISE_LINES, Filler, from_file, hide
 
 DEPTHS = 40  # places in a text, evenly from its start to its end
-MAKERS: dict[str, Callable[[random.Random], str]] = {"words": keys.pair, "numbers": keys.number, "uuids": keys.uuid4}
+MAKERS: dict[str, Callable[[random.Random], str]] = {"words": texts.pair, "numbers": texts.number, "uuids": texts.uuid4}
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class Needles(Task):
     def most_units(self) -> int | None:
         if self.haystack is not None:
             return self.haystack.most
-        return keys.PAIRS - self.keys if self.key_kind == "words" else None
+        return texts.PAIRS - self.keys if self.key_kind == "words" else None
 
     def compose(self, draw: random.Random, length: int, units: int) -> Sample:
         context, needles = self.hidden(draw, units, self.asked * self.values)
@@ -100,7 +100,7 @@ class Needles(Task):
             depths[0] = self.depth
         values = [tuple(make(draw) for _ in range(self.values)) for _ in range(self.keys)]
         is_among = self.haystack is None
-        names = keys.distinct(draw, MAKERS[self.key_kind], self.keys + (units if is_among else 0))
+        names = texts.distinct(draw, MAKERS[self.key_kind], self.keys + (units if is_among else 0))
         if self.haystack is None:
             joint = "\n" if self.wording is RULER else " "
             pieces = [joint + self.told(name, make(draw)) for name in names[self.keys :]]
@@ -115,7 +115,7 @@ class Needles(Task):
         ]
         return f"{intro}\n{text.lstrip()}" if intro else text.lstrip(), needles
 
-    def ask(self, needles: list[Needle]) -> Turn:
+    def ask(self, needles: list[Needle]) -> Question:
         """One question for all the values of these."""
         expected = tuple(value for needle in needles for value in needle.values)
         *names, last = (needle.key for needle in needles)
@@ -123,7 +123,7 @@ class Needles(Task):
         is_one = len(expected) == 1
         question = self.wording.question_one if is_one else self.wording.question_many
         prefix = self.wording.prefix_one if is_one else self.wording.prefix_many
-        return Turn(
+        return Question(
             self._said(question, query), self._said(prefix, query), expected, needles[0].depth if is_one else None
         )
 

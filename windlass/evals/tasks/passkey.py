@@ -5,8 +5,8 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from windlass.evals import texts as keys
-from windlass.evals.task import Sample, Task, Turn
+from windlass.evals import texts
+from windlass.evals.task import Question, Sample, Task
 from windlass.evals.texts import BEFORE, HIDDEN, NOISE, PREFIX, QUESTION, Filler, from_file, hide
 
 MOST_KEY = 50_000
@@ -30,13 +30,13 @@ class PassKey(Task):
         return self.filler.most
 
     def compose(self, draw: random.Random, length: int, units: int) -> Sample:
-        key = keys.triple(draw) if self.is_words else str(draw.randint(1, MOST_KEY))
+        key = texts.triple(draw) if self.is_words else str(draw.randint(1, MOST_KEY))
         drawn = draw.random()
         depth = drawn if self.depth is None else self.depth
         text, (stood,) = hide(self.filler.pieces(draw, units), [HIDDEN.format(key=key)], [depth])
-        return Sample(BEFORE + text, (Turn(QUESTION, PREFIX, (key,), stood),))
+        return Sample(BEFORE + text, (Question(QUESTION, PREFIX, (key,), stood),))
 
-    def score(self, turn: Turn, output: str) -> float:
+    def score(self, turn: Question, output: str) -> float:
         """1 where the first number of the output is the key, or the words of the key are in it."""
         if self.is_words:
             return super().score(turn, output)

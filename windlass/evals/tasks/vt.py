@@ -3,8 +3,8 @@
 import random
 from dataclasses import dataclass
 
-from windlass.evals import texts as keys
-from windlass.evals.task import Sample, Task, Turn
+from windlass.evals import texts
+from windlass.evals.task import Question, Sample, Task
 from windlass.evals.texts import NOISE_LINES, hide
 
 BEFORE = "Memorize and track the chain(s) of variable assignment hidden in the following text.\n"
@@ -34,12 +34,12 @@ class Variables(Task):
         shown = f"{example}{solved.question}{solved.prefix} {' '.join(solved.expected)}\n\n"
         return Sample(shown + text, (turn,))
 
-    def _chain(self, draw: random.Random, units: int) -> tuple[str, Turn]:
-        names = keys.distinct(draw, lambda draw: keys.letters(draw, LETTERS).upper(), self.hops + 1)
+    def _chain(self, draw: random.Random, units: int) -> tuple[str, Question]:
+        names = texts.distinct(draw, lambda draw: texts.letters(draw, LETTERS).upper(), self.hops + 1)
         value = str(draw.randrange(10_000, 100_000))
         given = [value, *(f"VAR {name}" for name in names)]
         lines = [f"\nVAR {name} = {source}" for name, source in zip(names, given, strict=False)]
         depths = sorted(draw.random() for _ in lines)
         text, _ = hide(NOISE_LINES.pieces(draw, units), lines, depths)
         prefix = PREFIX.format(value=value, count=len(names))
-        return BEFORE + text, Turn(QUESTION.format(value=value), prefix, tuple(names))
+        return BEFORE + text, Question(QUESTION.format(value=value), prefix, tuple(names))

@@ -5,8 +5,8 @@ import random
 from collections import Counter
 from dataclasses import dataclass
 
-from windlass.evals import texts as keys
-from windlass.evals.task import Sample, Task, Turn
+from windlass.evals import texts
+from windlass.evals.task import Question, Sample, Task
 from windlass.evals.texts import NOVEL
 
 COMMON = 10  # words that are asked for in `CommonWords`
@@ -56,7 +56,7 @@ class CommonWords(Task):
         asked = words[size : size + COMMON + units]
         often, seldom = (6, 1) if length < LONG else (30, 3)
         text = _numbered_list(draw, asked, often, seldom)
-        return Sample(example + text, (Turn(LIST_QUESTION, LIST_PREFIX, tuple(asked[:COMMON])),))
+        return Sample(example + text, (Question(LIST_QUESTION, LIST_PREFIX, tuple(asked[:COMMON])),))
 
     def _example(self, length: int) -> tuple[int, int, int]:
         """How many words, and how often the common and the other ones."""
@@ -74,12 +74,12 @@ class FrequentWords(Task):
     least_units: int = 53  # from here on the words of rank 4 and 5 differ in number
 
     def compose(self, draw: random.Random, length: int, units: int) -> Sample:
-        vocabulary = ["...", *keys.distinct(draw, lambda draw: keys.letters(draw, 6), max(length // 50, 5) - 1)]
+        vocabulary = ["...", *texts.distinct(draw, lambda draw: texts.letters(draw, 6), max(length // 50, 5) - 1)]
         counts = {word: int(units * rank**-2 / ZETA_2) for rank, word in enumerate(vocabulary, 1)}
         words = list(Counter(counts).elements())
         draw.shuffle(words)
         expected = tuple(vocabulary[1 : 1 + FREQUENT])
-        return Sample(CODED_BEFORE + " ".join(words), (Turn(CODED_QUESTION, CODED_PREFIX, expected),))
+        return Sample(CODED_BEFORE + " ".join(words), (Question(CODED_QUESTION, CODED_PREFIX, expected),))
 
 
 def _numbered_list(draw: random.Random, words: list[str], often: int, seldom: int) -> str:

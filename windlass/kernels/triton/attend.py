@@ -19,12 +19,12 @@ from torch import Tensor
 from windlass.core.inputs import AttentionInput, Mass, PackedStates
 from windlass.core.types import Attended, ObservedColumns, PerSlot, Queries, SlotPositions
 from windlass.kernels import reference
-from windlass.kernels.triton import tiles as plan
+from windlass.kernels.triton import tiles
 from windlass.kernels.triton.tiles import (
     FLOATS,
     LogitArgs,
     PackedTensors,
-    Strided,
+    StridedQueries,
     as_plane,
     at_head,
     compute_logits,
@@ -180,14 +180,14 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
     kv_heads, slots = keys.data.shape[1:3]
     group = heads // kv_heads
     rows = tokens * group
-    at = plan.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize, keys.bits)
+    at = tiles.attend_plan(rows, max(keys.channels, values.channels), queries.itemsize, keys.bits)
     row_blocks = -(-rows // at.rows)
     programs = batch * kv_heads * row_blocks
-    splits, each = plan.splits(programs, slots, at, queries.device)
+    splits, each = tiles.splits(programs, slots, at, queries.device)
 
     logit_args = pack_logit_args(call)
     pairs = 0 if logit_args.cos is None else logit_args.cos.shape[1]
-    inputs = (Strided(queries, *queries.stride()), packed_tensors(keys), logit_args)
+    inputs = (StridedQueries(queries, *queries.stride()), packed_tensors(keys), logit_args)
     channels: dict[str, object] = {
         "GROUP": group,
         "WIDTH": keys.held_channels,
@@ -233,7 +233,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 
 
 def _mass(
-    inputs: tuple[Strided, PackedTensors, LogitArgs],
+    inputs: tuple[StridedQueries, PackedTensors, LogitArgs],
     lse: Tensor,
     logits_buf: Tensor | None,
     observed: ObservedColumns,
@@ -244,7 +244,7 @@ def _mass(
     queries, keys, _ = inputs
     batch, heads, tokens = lse.shape
     kv_heads, slots = keys.data.shape[1:3]
-    at = plan.mass_plan(tokens * heads // kv_heads, width, queries.start.itemsize)
+    at = tiles.mass_plan(tokens * heads // kv_heads, width, queries.start.itemsize)
     padded = triton.next_power_of_2(heads // kv_heads)
     rows = lse.new_empty(batch, kv_heads, observed.shape[1], slots)
     rest = is_other = None
@@ -424,8 +424,8 @@ MIN_NORM = tl.constexpr(reference.MIN_NORM)
 def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
     """See `reference.mean_key_cosine`; asks the device nothing, so that a CUDA graph can hold it."""
     batch, kv_heads, slots = keys.data.shape[:3]
-    at = plan.stream_plan(keys.channels)
-    splits, each = plan.splits(batch * kv_heads, slots, at, positions.device)
+    at = tiles.stream_plan(keys.channels)
+    splits, each = tiles.splits(batch * kv_heads, slots, at, positions.device)
     out = torch.empty(batch, kv_heads, slots, dtype=torch.float32, device=positions.device)
     partials = torch.empty(batch, kv_heads, splits, keys.channels, dtype=torch.float32, device=positions.device)
     tensors, grid = packed_tensors(keys), (batch * kv_heads * splits,)

@@ -258,7 +258,7 @@ LOW_BIT: Final = (Format.INT8, Format.INT4)
 MAX_CHANNELS: Final = 1024
 
 
-class Plane(NamedTuple):
+class StridedTensor(NamedTuple):
     """A tensor (batch, heads, n) with a stride of 1 along n, and of 0 along heads where they share it."""
 
     start: Tensor
@@ -266,7 +266,7 @@ class Plane(NamedTuple):
     head: int
 
 
-class Strided(NamedTuple):
+class StridedQueries(NamedTuple):
     """Queries with any strides."""
 
     start: Tensor
@@ -293,17 +293,17 @@ class LogitArgs(NamedTuple):
     No argument of a kernel may be called `params`: Triton's own launcher has a variable of that name.
     """
 
-    slots: Plane  # positions
-    queries: Plane  # positions
+    slots: StridedTensor  # positions
+    queries: StridedTensor  # positions
     cos: Tensor | None
     sin: Tensor | None
     query_gain: Tensor | None
-    near_keys: Plane | None
-    near_queries: Plane | None
-    far_keys: Plane | None
-    far_queries: Plane | None
+    near_keys: StridedTensor | None
+    near_queries: StridedTensor | None
+    far_keys: StridedTensor | None
+    far_queries: StridedTensor | None
     near_window: int
-    log_counts: Plane | None
+    log_counts: StridedTensor | None
     scale: float
     softcap: float | None
     sliding_window: int | None
@@ -318,11 +318,11 @@ def knows(states: PackedStates) -> bool:
     return is_known and states.channels <= MAX_CHANNELS
 
 
-def as_plane(tensor: Tensor) -> Plane:
+def as_plane(tensor: Tensor) -> StridedTensor:
     """A tensor of (batch, 1 or as many heads, n), as kernels take it."""
     if tensor.shape[2] > 1 and tensor.stride(2) != 1:
         tensor = tensor.contiguous()
-    return Plane(tensor, tensor.stride(0), 0 if tensor.shape[1] == 1 else tensor.stride(1))
+    return StridedTensor(tensor, tensor.stride(0), 0 if tensor.shape[1] == 1 else tensor.stride(1))
 
 
 def packed_tensors(states: PackedStates) -> PackedTensors:
