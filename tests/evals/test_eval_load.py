@@ -14,14 +14,14 @@ tokenizer = models.tokenizer  # fixture
 FILE = """
 import random
 from dataclasses import dataclass
-from windlass.evals import Sample, Task, Turn
+from windlass.evals import Question, Sample, Task
 
 @dataclass(frozen=True)
 class Colour(Task):
     answer_tokens: int = 3
 
     def compose(self, draw: random.Random, length: int, units: int) -> Sample:
-        return Sample("The sky is blue." + " Here we go." * units, (Turn(" What is the sky?", " It is", ("blue",)),))
+        return Sample("The sky is blue." + " Here we go." * units, (Question(" What is the sky?", " It is", ("blue",)),))
 
 class Empty(Task):
     pass

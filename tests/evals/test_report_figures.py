@@ -11,7 +11,8 @@ from matplotlib.text import Text
 from tests.helpers import results
 from tests.helpers.results import case, full, write
 from windlass.evals.report import plots
-from windlass.evals.report.summaries import depth_maps, labels, loss_blocks, read_results, score_blocks
+from windlass.evals.report.summaries import depth_maps, labels, loss_blocks, score_blocks
+from windlass.evals.results import read_results
 
 file = results.file  # fixture
 

@@ -9,7 +9,7 @@ import pytest
 from tests.helpers import results
 from tests.helpers.results import HEADER, Line, case, cases, full, write
 from windlass.core.errors import UsageError
-from windlass.evals.report.summaries import read_results
+from windlass.evals.results import read_results
 
 file = results.file  # fixture
 
@@ -113,16 +113,18 @@ def test_files_that_cannot_be_read_are_refused(file: Path):
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ({"score": 1.5}, "score must be from 0 to 1, got 1.5"),
-        ({"score": math.nan}, "score must be from 0 to 1, got nan"),
-        ({"score": True}, "score must be a number, got True"),
+        ({"score": 1.5}, "score must be less than or equal to 1, got 1.5"),
+        ({"score": math.nan}, "score must be less than or equal to 1, got nan"),
+        ({"score": True}, "score must be a valid number, got True"),
         ({"score": None}, "there is neither a score nor an nll"),
-        ({"depth": -0.1}, "depth must be from 0 to 1"),
-        ({"is_aware": 1}, "is_aware must be true or false, got 1"),
-        ({"policy": None}, "policy must be a text, got None"),
-        ({"sample": 1.5}, "sample must be a whole number from 0, got 1.5"),
-        ({"bytes_full": 0}, "bytes_full must be a whole number from 1, got 0"),
+        ({"depth": -0.1}, "depth must be greater than or equal to 0, got -0.1"),
+        ({"is_aware": 1}, "is_aware must be a valid boolean, got 1"),
+        ({"policy": None}, "policy must be a valid string, got None"),
+        ({"sample": 1.5}, "sample must be a valid integer, got 1.5"),
+        ({"bytes_full": 0}, "bytes_full must be greater than or equal to 1, got 0"),
         ({"measures": 3}, "measures must be an object, got 3"),
+        ({"measures": {"nll": "low"}}, "nll must be a valid number, got 'low'"),
+        ({"slots_held": True}, "slots_held must be a valid integer, got True"),
     ],
 )
 def test_damaged_fields_are_told(file: Path, change: Line, says: str):
@@ -140,15 +142,16 @@ def test_fields_that_no_table_needs_may_be_missing(file: Path):
 
 def test_a_case_is_written_as_it_was_read(file: Path):
     lines = [case(), full(depth=0.25, turn=1), case(task="perplexity", score=None, measures={"nll": 2.5, "kl": None})]
-    assert [each.to_json() for each in cases(file, *lines)] == lines
+    assert [each.model_dump() for each in cases(file, *lines)] == lines
     (header,) = read_results([file]).headers
-    assert header.to_json() == HEADER
+    assert header.model_dump() == HEADER
 
 
-def test_missing_fields_are_told(file: Path):
+def test_missing_and_unknown_fields_are_told(file: Path):
     line = case()
     del line["is_aware"]
     assert "line 3: there is no field 'is_aware'" in refused(write(file, case(), line))
+    assert "line 2: there is an unknown field 'speed'" in refused(write(file, case() | {"speed": 3}))
 
 
 @pytest.mark.parametrize(

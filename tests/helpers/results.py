@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from windlass.evals.report.summaries import read_results
-from windlass.evals.results import Case
+from windlass.evals.results import Case, read_results
 
 Line = dict[str, Any]
 HEADER: Line = {

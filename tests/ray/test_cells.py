@@ -64,7 +64,7 @@ def test_a_batch_is_sent_by_setting_and_read_as_by_one_process(tmp_path: Path) -
     names = [
         [case.identities[0] for case in cell.cases] for text in Cells.of(list(work.cases), 2).texts for cell in text
     ]
-    found = [case.to_json() for identities in names for case in work.measured(identities, 2)]
+    found = [case.model_dump() for identities in names for case in work.measured(identities, 2)]
     for row in (*wanted, *found):
         del row["seconds"]
     assert sorted(map(json.dumps, found)) == sorted(map(json.dumps, wanted))

@@ -3,9 +3,23 @@
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
+from itertools import combinations
 from pathlib import Path
-from typing import Any, Final, NoReturn, TypeVar
+from typing import Annotated, Any, Final, Literal, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    TypeAdapter,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from windlass.core.errors import UsageError
 from windlass.core.files import check_regular, read_bytes
@@ -13,40 +27,69 @@ from windlass.core.parse import NO_RECALL, NO_SHARES
 
 VERSION: Final = 2
 FULL: Final = "full cache"
-HINT: Final = "the line is damaged, take it out or run the evaluation again"
-VARIED: Final = (
-    "merge",
-    "positions",
-    "store",
-    "shares",
-    "recalled",
-)  # options of the cache beside its policy and budget
+DAMAGED: Final = "the line is damaged, take it out or run the evaluation again"
+FOREIGN: Final = "give another file"
+# Options of the cache beside its policy and budget.
+VARIED: Final = ("merge", "positions", "store", "shares", "recalled")
 IDENTITY: Final = ("task", "policy", "asked_budget", *VARIED, "is_aware", "length", "sample")
 MAX_NUMBER: Final = 2**63  # that a line may hold: sums and quotients of such numbers are numbers, too
 SHOWN: Final = 60  # signs of a wrong value in an error
+SHOWN_HASH: Final = 12  # signs of a fingerprint in an error
+START: Final = b'{"kind": "'  # of every line
+OTHER_VERSION: Final = "other_version"
 JsonObject = dict[str, Any]
 Identity = tuple[str | int | bool | None, ...]
-Value = TypeVar("Value")
+Record = TypeVar("Record", bound="_Line")
 
 
-@dataclass(frozen=True)
-class Header:
+def _bounded(value: float) -> float:
+    """A model that is broken may have said "not a number", or a loss without end."""
+    if abs(value) <= MAX_NUMBER or value == math.inf or math.isnan(value):
+        return value
+    raise ValueError("must be a number of at most 2^63")
+
+
+Count = Annotated[int, Field(ge=0, le=MAX_NUMBER)]
+Size = Annotated[int, Field(ge=1, le=MAX_NUMBER)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Real = Annotated[float, AfterValidator(_bounded)]
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class Header(_Line):
     """With what cases were run. `model` is the name of a folder or on the hub; `fingerprint` says which model it is.
 
     `dtype`, `trained_length` and `fingerprint` are None where they are not known: in files of before, `model` is
     whatever was typed.
     """
 
+    kind: Literal["header"] = "header"
+    version: Literal[2] = VERSION
     windlass: str
     torch: str
     transformers: str
     model: str
-    parameters: int
-    dtype: str | None
-    trained_length: int | None
-    seed: int
+    parameters: Count
+    dtype: str | None = None
+    trained_length: Count | None = None
+    seed: Count
     date: str
     fingerprint: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_version(cls, line: JsonObject) -> JsonObject:
+        """The version comes first: a header of another one may have other fields."""
+        version = line.get("version", VERSION)
+        if isinstance(version, int) and version != VERSION:
+            way_out = "update windlass" if version > VERSION else "run the evaluation again"
+            raise PydanticCustomError(
+                OTHER_VERSION, f"the version is {version}, and this windlass reads version {VERSION}; {way_out}"
+            )
+        return line
 
     @property
     def name(self) -> str:
@@ -64,79 +107,86 @@ class Header:
 
         Where both have a fingerprint, names do not count.
         """
-        names = ("parameters", "dtype", "fingerprint")
-        ours, theirs = ([getattr(each, name) for name in names] for each in (self, other))
         if None in (self.fingerprint, other.fingerprint):
-            names = ("model", "parameters", "dtype")
-            ours, theirs = ([each.model, each.parameters, each.dtype] for each in (self, other))
-            if _last(self.model) == _last(other.model):
-                ours[0] = theirs[0]
-        differing = [pair for pair in zip(names, ours, theirs, strict=True) if pair[1] != pair[2]]
-        return differing[0] if differing else None
-
-    def to_json(self) -> JsonObject:
-        """The line of the file."""
-        return {"kind": "header", "version": VERSION, **asdict(self)}
-
-    @classmethod
-    def from_json(cls, line: "Line") -> "Header":
-        """The header that a line holds. Raises: UsageError for another version, or a field that is damaged."""
-        version = line.whole("version")
-        if version != VERSION:
-            raise UsageError(
-                f"{line.where}: the version is {version}, and this windlass reads version {VERSION}; "
-                f"{'update windlass' if version > VERSION else 'run the evaluation again'}"
-            )
-        return cls(
-            windlass=line.text("windlass"),
-            torch=line.text("torch"),
-            transformers=line.text("transformers"),
-            model=line.text("model"),
-            parameters=line.whole("parameters"),
-            dtype=line.or_none(line.text, "dtype"),
-            trained_length=line.or_none(line.whole, "trained_length"),
-            seed=line.whole("seed"),
-            date=line.text("date"),
-            fingerprint=line.or_none(line.text, "fingerprint"),
-        )
+            if _last(self.model) != _last(other.model):
+                return "model", self.model, other.model
+            names = ["parameters", "dtype"]
+        else:
+            names = ["parameters", "dtype", "fingerprint"]
+        pairs = [(name, getattr(self, name), getattr(other, name)) for name in names]
+        return next((pair for pair in pairs if pair[1] != pair[2]), None)
 
 
-@dataclass(frozen=True)
-class Case:
-    """One question, or one text for `nll` and `kl`, under one setting of the cache.
+class Measures(_Line):
+    """Of a text that was predicted: mean negative log-likelihood, and divergence from a full cache; nats per token."""
+
+    nll: Real | None = None
+    kl: Real | None = None
+
+
+class Case(_Line):
+    """One question, or one text that was predicted, under one setting of the cache.
 
     `asked_budget` is as it was typed, `budget` the slots that came of it, None where nothing was evicted. `slots_held`
     counts the slots in use per layer once the text was read, `bytes_held` all that is allocated afterwards, at rest, of
     which a text has an equal part where several were read side by side.
-    `score` is from 0 to 1; a case has a score, an `nll`, or both. `seed` is that of its run, which the header tells.
+    A case has a score, an `nll`, or both. `seed` is that of its run, which the header tells.
     `context_tokens` and `seconds` are None where a file does not have them.
     """
 
+    kind: Literal["case"] = "case"
     task: str
     policy: str
-    budget: int | None
+    budget: Count | None = None
     asked_budget: str
     merge: str
     positions: str
     store: str
-    shares: str
-    recalled: str
+    shares: str = NO_SHARES
+    recalled: str = NO_RECALL
     is_aware: bool
-    length: int
-    sample: int
-    turn: int | None
-    depth: float | None
-    context_tokens: int | None
-    slots_held: int | float
-    bytes_held: int
-    bytes_full: int
-    expected: tuple[str, ...]
-    output: str | None
-    score: float | None
-    nll: float | None
-    kl: float | None
-    seconds: float | None
-    seed: int
+    length: Count
+    sample: Count
+    turn: Count | None = None
+    depth: Share | None = None
+    context_tokens: Count | None = None
+    slots_held: Count | Real
+    bytes_held: Size
+    bytes_full: Size
+    expected: tuple[str, ...] = ()
+    output: str | None = None
+    score: Share | None = None
+    measures: Measures = Measures()
+    seconds: Real | None = None
+    seed: int = Field(default=0, exclude=True)
+
+    @model_validator(mode="after")
+    def _check_measured(self) -> "Case":
+        if self.score is None and self.nll is None:
+            raise ValueError("there is neither a score nor an nll")
+        return self
+
+    @model_serializer(mode="wrap")
+    def _as_before(self, handler: SerializerFunctionWrapHandler) -> JsonObject:
+        """A line has no field that files of before did not have, where it says what they meant."""
+        line: JsonObject = handler(self)
+        line["expected"] = list(self.expected)
+        if self.nll is None:
+            line["measures"] = {}
+        for name, default in (("shares", NO_SHARES), ("recalled", NO_RECALL)):
+            if line[name] == default:
+                del line[name]
+        return line
+
+    @property
+    def nll(self) -> float | None:
+        """The mean negative log-likelihood; None where the text was not predicted."""
+        return self.measures.nll
+
+    @property
+    def kl(self) -> float | None:
+        """The mean divergence from a full cache; None where none was read beside."""
+        return self.measures.kl
 
     @property
     def identity(self) -> Identity:
@@ -175,135 +225,48 @@ class Case:
         """Bytes held, of the full cache's."""
         return self.bytes_held / self.bytes_full
 
-    def to_json(self) -> JsonObject:
-        """The line of the file."""
-        line: JsonObject = {each.name: getattr(self, each.name) for each in fields(self)}
-        seconds, nll, kl = (line.pop(name) for name in ("seconds", "nll", "kl"))
-        del line["seed"]
-        if self.shares == NO_SHARES:  # as files were before there were any
-            del line["shares"]
-        if self.recalled == NO_RECALL:
-            del line["recalled"]
-        measures = {} if nll is None else {"nll": nll, "kl": kl}
-        return {"kind": "case", **line, "expected": list(self.expected), "measures": measures, "seconds": seconds}
 
-    @classmethod
-    def from_json(cls, line: "Line", seed: int) -> "Case":
-        """The case that a line holds. Raises: UsageError for a field that is missing or damaged."""
-        if line.text("kind") != "case":
-            raise UsageError(f"{line.where}: kind must be header or case, got {_shown(line.text('kind'))}; {HINT}")
-        measures = line.inner("measures")
-        case = cls(
-            task=line.text("task"),
-            policy=line.text("policy"),
-            budget=line.or_none(line.whole, "budget"),
-            asked_budget=line.text("asked_budget"),
-            merge=line.text("merge"),
-            positions=line.text("positions"),
-            store=line.text("store"),
-            shares=line.or_none(line.text, "shares") or NO_SHARES,
-            recalled=line.or_none(line.text, "recalled") or NO_RECALL,
-            is_aware=line.flag("is_aware"),
-            length=line.whole("length"),
-            sample=line.whole("sample"),
-            turn=line.or_none(line.whole, "turn"),
-            depth=line.or_none(line.part, "depth"),
-            context_tokens=line.or_none(line.whole, "context_tokens"),
-            slots_held=line.number("slots_held"),
-            bytes_held=line.whole("bytes_held", 1),
-            bytes_full=line.whole("bytes_full", 1),
-            expected=line.or_none(line.texts, "expected") or (),
-            output=line.or_none(line.text, "output"),
-            score=line.or_none(line.part, "score"),
-            nll=measures.or_none(measures.real, "nll"),
-            kl=measures.or_none(measures.real, "kl"),
-            seconds=line.or_none(line.real, "seconds"),
-            seed=seed,
-        )
-        if case.score is None and case.nll is None:
-            raise UsageError(f"{line.where}: there is neither a score nor an nll; {HINT}")
-        return case
+LINE: Final[TypeAdapter[Header | Case]] = TypeAdapter(Annotated[Header | Case, Field(discriminator="kind")])
 
 
-class Line:
-    """The fields of one line, each checked when it is taken; errors begin with `where` and name the field."""
+def parse_line(row: bytes, where: str, way_out: str = DAMAGED) -> Header | Case:
+    """The record of a line. Raises: UsageError for another version, or the first field that is damaged."""
+    try:
+        return LINE.validate_json(row)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if first["type"] == OTHER_VERSION:
+        raise UsageError(f"{where}: {first['msg']}")
+    raise UsageError(f"{where}: {_problem(first)}; {way_out}")
 
-    def __init__(self, data: JsonObject, where: str) -> None:
-        self._data = data
-        self.where = where
 
-    def text(self, name: str) -> str:
-        value = self._value(name)
-        return value if isinstance(value, str) else self._refuse(name, "a text")
+def _problem(error: ErrorDetails) -> str:
+    """An error of pydantic's in a sentence: `"score must be less than or equal to 1, got 1.5"`."""
+    message, value = error["msg"].removeprefix("Value error, "), error["input"]
+    path = error["loc"][1:]  # after the kind of line
+    name = str(path[1] if path[:1] == ("measures",) and len(path) > 1 else path[0]) if path else ""
+    match error["type"]:
+        case "missing":
+            return f"there is no field {name!r}"
+        case "extra_forbidden":
+            return f"there is an unknown field {name!r}"
+        case "json_invalid" | "dict_type":
+            return "it is no object of JSON"
+        case "union_tag_invalid" | "union_tag_not_found":
+            return f"kind must be header or case, got {_shown(value.get('kind'))}"
+        case "value_error" if not name:
+            return message
+    return f"{name} {message.replace('Input should', 'must')}, got {_shown(value)}"
 
-    def texts(self, name: str) -> tuple[str, ...]:
-        value = self._value(name)
-        if isinstance(value, list) and all(isinstance(each, str) for each in value):
-            return tuple(value)
-        return self._refuse(name, "a list of texts")
 
-    def whole(self, name: str, least: int = 0) -> int:
-        value = self._value(name)
-        if isinstance(value, int) and not isinstance(value, bool) and least <= value <= MAX_NUMBER:
-            return value
-        return self._refuse(name, f"a whole number from {least}")
-
-    def number(self, name: str) -> int | float:
-        value = self._value(name)
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return self._refuse(name, "a number")
-        # A model that is broken may have said "not a number", or a loss without end.
-        if abs(value) <= MAX_NUMBER or value == math.inf or value != value:
-            return value
-        return self._refuse(name, "a number of at most 2^63")
-
-    def real(self, name: str) -> float:
-        return float(self.number(name))
-
-    def part(self, name: str) -> float:
-        value = self.real(name)
-        return value if 0 <= value <= 1 else self._refuse(name, "from 0 to 1")
-
-    def flag(self, name: str) -> bool:
-        value = self._value(name)
-        return value if isinstance(value, bool) else self._refuse(name, "true or false")
-
-    def or_none(self, take: Callable[[str], Value], name: str) -> Value | None:
-        """What `take` gives; None where the line says null, or does not have the field."""
-        return None if self._data.get(name) is None else take(name)
-
-    def inner(self, name: str) -> "Line":
-        value = self._data.get(name)
-        if value is None:
-            return Line({}, self.where)
-        return Line(value, self.where) if isinstance(value, dict) else self._refuse(name, "an object")
-
-    def _value(self, name: str) -> object:
-        if name not in self._data:
-            raise UsageError(f"{self.where}: there is no field {name!r}; {HINT}")
-        return self._data[name]
-
-    def _refuse(self, name: str, wanted: str) -> NoReturn:
-        raise UsageError(f"{self.where}: {name} must be {wanted}, got {_shown(self._data[name])}; {HINT}")
+def _shown(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
 
 
 def _last(model: str) -> str:
     """The last part of a path or of a name on the hub."""
     return model.rstrip("/").rpartition("/")[2]
-
-
-def _shown(value: object) -> str:
-    """A wrong value, cut where it is long; what is deep is not looked into."""
-    if isinstance(value, list | dict):
-        return "a list" if isinstance(value, list) else "an object"
-    if isinstance(value, int) and abs(value) > MAX_NUMBER:
-        return "a huge number"
-    text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}..."
-
-
-START = b'{"kind": "'  # of every line
-SHOWN_HASH = 12  # signs of a fingerprint in an error
 
 
 class ResultsFile:
@@ -322,37 +285,38 @@ class ResultsFile:
         Raises: UsageError when they cannot be written.
         """
         new = [case for case in cases if case.identity not in self.cases]
-        _append(self._path, [case.to_json() for case in new])
+        _append(self._path, new)
         self.cases |= {case.identity: case for case in new}
 
 
 def open_results(path: Path, header: Header, note: Callable[[str], None]) -> ResultsFile:
     """The file at `path`, made with this header where there is none.
 
-    A last line that was cut in half is taken off, and `note` told so. A file that cannot be gone on with
-    stays as it is.
+    A last line that was cut is taken off, and `note` told so. A file that cannot be gone on with stays as it is.
 
     Raises: UsageError for such a file: not one of results, or of another version, model or seed.
     """
     is_new = not path.exists()
-    data = _read(path)
+    check_regular(path, "-o")
+    _append(path, [])  # better refused now than after the first case
+    data = read_bytes(path, f"-o {path}")
     end = data.rfind(b"\n") + 1
     cut = data[end:]
     if not (cut.startswith(START) or START.startswith(cut)):
-        raise UsageError(f"-o {path} is not a file of results; give another name")
+        raise UsageError(f"-o {path} is not a file of results; {FOREIGN}")
     rows = data[:end].splitlines()
     if rows:
         # A file of another version may look like anything after its header.
-        _check_header(path, _line(path, 1, rows[0], "header"), header)
-    lines = [_line(path, number, row, "case") for number, row in enumerate(rows[1:], 2)]
-    cases = [Case.from_json(line, header.seed) for line in lines]
+        _check_same_run(path, _line_of(path, 1, rows[0], Header), header)
+    lines = [_line_of(path, number, row, Case) for number, row in enumerate(rows[1:], 2)]
+    cases = [line.model_copy(update={"seed": header.seed}) for line in lines]
     if cut:
         note(f"the last line of {path} was cut in half; it is taken off, and its case run again")
         with path.open("r+b") as file:
             file.truncate(end)
     if not rows:
         try:
-            _append(path, [header.to_json()])
+            _append(path, [header])
         except UsageError:
             if is_new:  # a file without a line is of no use to anybody
                 path.unlink(missing_ok=True)
@@ -360,15 +324,8 @@ def open_results(path: Path, header: Header, note: Callable[[str], None]) -> Res
     return ResultsFile(path, cases)
 
 
-def _read(path: Path) -> bytes:
-    """What the file holds; it is made where there is none, because now is better than after the first case."""
-    check_regular(path, "-o")
-    _append(path, [])
-    return read_bytes(path, f"-o {path}")
-
-
-def _append(path: Path, lines: Sequence[JsonObject]) -> None:
-    text = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+def _append(path: Path, records: Sequence[Header | Case]) -> None:
+    text = "".join(json.dumps(record.model_dump(), ensure_ascii=False) + "\n" for record in records)
     try:
         with path.open("ab") as file:
             file.write(text.encode("utf-8", "replace"))
@@ -376,27 +333,95 @@ def _append(path: Path, lines: Sequence[JsonObject]) -> None:
         raise UsageError(f"-o {path} cannot be written: {error.strerror}") from None
 
 
-def _line(path: Path, number: int, data: bytes, kind: str) -> Line:
-    try:
-        found = json.loads(data)
-    except (ValueError, RecursionError):
-        found = None
-    where = f"-o {path}, line {number}: not a {kind} line of results"
-    if not isinstance(found, dict) or found.get("kind") != kind:
-        raise UsageError(f"{where}; give another file")
-    return Line(found, where)
+def _line_of(path: Path, number: int, row: bytes, kind: type[Record]) -> Record:
+    """The line of a file that is gone on with. Raises: UsageError where it is of another kind, or damaged."""
+    where = f"-o {path}, line {number}: not a {kind.__name__.lower()} line of results"
+    found = parse_line(row, where, FOREIGN)
+    if not isinstance(found, kind):
+        raise UsageError(f"{where}; {FOREIGN}")
+    return found
 
 
-def _check_header(path: Path, line: Line, header: Header) -> None:
-    version = line.whole("version")
-    if version == VERSION:
-        found = Header.from_json(line)
-        seeds = None if found.seed == header.seed else ("seed", found.seed, header.seed)
-        differing = found.difference(header) or seeds
-    else:
-        differing = "version", version, VERSION
+def _check_same_run(path: Path, found: Header, header: Header) -> None:
+    seeds = None if found.seed == header.seed else ("seed", found.seed, header.seed)
+    differing = found.difference(header) or seeds
     if differing is not None:
         name, in_file, wanted = differing
         if name == "fingerprint":
             in_file, wanted = (f"{each.fingerprint:.{SHOWN_HASH}} of a {each.name}" for each in (found, header))
-        raise UsageError(f"-o {path} was made with {name} {in_file}, and this run has {wanted}; give another file")
+        raise UsageError(f"-o {path} was made with {name} {in_file}, and this run has {wanted}; {FOREIGN}")
+
+
+@dataclass(frozen=True)
+class LoadedResults:
+    """All files together. `notes` tell what was left out, and why."""
+
+    headers: tuple[Header, ...]
+    cases: tuple[Case, ...]
+    notes: tuple[str, ...]
+
+
+def read_results(files: Sequence[Path]) -> LoadedResults:
+    """The cases of `files`, in their order, each once; a last line that was cut is left out.
+
+    Raises: UsageError when a file cannot be read, is no results file, is of another version or damaged, when no
+    file has a case, or when two models were run.
+    """
+    headers: dict[Header, Path] = {}
+    cases: dict[tuple[object, ...], Case] = {}
+    notes: list[str] = []
+    again = differing = 0
+    for file in files:
+        lines, is_cut = _lines(file)
+        if is_cut:
+            notes.append(f"{file.name}: the last line is cut in half, as of a run that was stopped; it is left out.")
+        seed = 0
+        for line in lines:
+            if isinstance(line, Header):
+                headers.setdefault(line, file)
+                seed = line.seed
+                continue
+            case = line.model_copy(update={"seed": seed})
+            first = cases.setdefault(case.key, case)
+            if first is not case:
+                again += 1
+                differing += (first.score, first.nll, first.output) != (case.score, case.nll, case.output)
+    _check_one_model(headers)
+    if not cases:
+        raise UsageError(f"{', '.join(map(str, files))}: there are no cases to report; let `windlass eval` run longer")
+    if again:
+        are = "1 case is" if again == 1 else f"{again:,} cases are"
+        note = f"{are} there more than once, counting the full cache of every policy as one, and counted once."
+        notes.append(note + (f" Of these {differing:,} differ: the first was taken." if differing else ""))
+    return LoadedResults(tuple(headers), tuple(cases.values()), tuple(notes))
+
+
+def _lines(file: Path) -> tuple[list[Header | Case], bool]:
+    """The lines of a file, and whether a last one was cut."""
+    rows = read_bytes(file, f"results file {file}").rstrip().split(b"\n")
+    if (_object(rows[0]) or {}).get("kind") != "header":
+        raise UsageError(
+            f"{file} is not a results file: its first line is no header; give what `windlass eval -o` wrote"
+        )
+    is_cut = len(rows) > 1 and _object(rows[-1]) is None
+    whole = rows[:-1] if is_cut else rows
+    return [parse_line(row, f"results file {file}, line {number}") for number, row in enumerate(whole, 1)], is_cut
+
+
+def _object(row: bytes) -> JsonObject | None:
+    """The object of a line; None where it is none."""
+    try:
+        found = from_json(row)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _check_one_model(headers: dict[Header, Path]) -> None:
+    for (first, here), (other, there) in combinations(headers.items(), 2):
+        if first.difference(other) is not None:
+            weights = "; their weights differ" if first.run_model == other.run_model else ""
+            raise UsageError(
+                f"these are results of two models, {first.run_model} ({here}) and {other.run_model} ({there}), which "
+                f"no table should mix{weights}; make a report of each"
+            )

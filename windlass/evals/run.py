@@ -38,7 +38,7 @@ from windlass.evals.grid import (
     task_errors,
 )
 from windlass.evals.report.summaries import wilson
-from windlass.evals.results import Case, Header, Identity, open_results
+from windlass.evals.results import Case, Header, Identity, Measures, open_results
 from windlass.evals.task import Question, Task
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache, LayerShape, layer_shapes
@@ -240,8 +240,7 @@ class Runner:
             expected=() if turn is None else turn.expected,
             output=outcome.output,
             score=outcome.score,
-            nll=outcome.measures.get("nll"),
-            kl=outcome.measures.get("kl"),
+            measures=Measures(**outcome.measures),
             seconds=outcome.seconds,
             seed=planned.spec.seed,
         )

@@ -13,14 +13,12 @@ from windlass.core.files import check_writable, replacing, replacing_folder
 from windlass.evals.report import summaries
 from windlass.evals.report.summaries import (
     Block,
-    LoadedResults,
     SettingRow,
     TurnRows,
     over_lengths,
-    read_results,
     verdict,
 )
-from windlass.evals.results import FULL, Case, Header
+from windlass.evals.results import FULL, Case, Header, LoadedResults, read_results
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
