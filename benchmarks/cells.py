@@ -20,7 +20,7 @@ from machine import machine
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.options import CacheOptions
-from windlass.evals.grid import SampleSpec, Settings, SizedSample, fit
+from windlass.evals.grid import Cell, SampleSpec, Settings, SizedSample, fit
 from windlass.evals.report.summaries import wilson
 from windlass.evals.run import answered, cache_of
 from windlass.evals.task import Budget, Task
@@ -54,10 +54,17 @@ class Cells:
             some = texts[first : first + ROWS]
             budget = None if ratio is None else max(each.context_tokens for each in some) // ratio
             options = CacheOptions(policy=policy, positions="original", merge=merge)
-            made = cache_of(self.model, Settings(Budget("all"), options), budget, True, batch=len(some))
-            outcomes = answered(self.model, self.tokenizer, made, label, TASKS[label], some, is_aware=False)
+            asked = Settings(Budget("all"), options)
+            made = cache_of(self.model, asked, budget, True, batch=len(some))
+            cells = [
+                Cell(SampleSpec(TASKS[label], label, self.length, 0, number), asked) for number in range(len(some))
+            ]
+            outcomes = answered(self.model, self.tokenizer, made, cells, some)
             total += sum(each.score or 0.0 for (each,) in outcomes)
-            slots, held = max(slots, *(each.slots_held for (each,) in outcomes)), max(held, outcomes[0][0].bytes_held)
+            slots, held = (
+                max(slots, *(int(each.slots_held) for (each,) in outcomes)),
+                max(held, outcomes[0][0].bytes_held),
+            )
         line = {"task": label, "length": self.length, "policy": repr(policy), "merge": merge or "none"}
         line |= {"budget": "all" if ratio is None else f"{ratio}x", "slots": slots, "bytes_held": held}
         line |= {"samples": len(texts), "score": total / len(texts), "interval": wilson(total / len(texts), len(texts))}

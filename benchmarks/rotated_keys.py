@@ -13,10 +13,12 @@ from importlib import resources
 import torch
 from machine import machine
 
-from windlass.evals.grid import SampleSpec, fit, load_task
+from windlass.cache.options import CacheOptions
+from windlass.evals.grid import Cell, SampleSpec, Settings, fit, load_task
 from windlass.evals.report.summaries import wilson
 from windlass.evals.run import CHUNK, answered
 from windlass.evals.speed.measure import RotatedStorage
+from windlass.evals.task import Budget
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
 from windlass.policies import KeyDiff
@@ -36,14 +38,16 @@ def main() -> None:
     with resources.as_file(resources.files("windlass") / "assets" / "finder-3m") as folder:
         model, tokenizer = load(str(folder), "float32")
     task = load_task(TASK)[1]
-    texts = [fit(SampleSpec(task, TASK, options.length, 0, number), tokenizer) for number in range(options.samples)]
+    specs = [SampleSpec(task, TASK, options.length, 0, number) for number in range(options.samples)]
+    texts = [fit(spec, tokenizer) for spec in specs]
     for storage, kind in STORAGES.items():
         for divisor in options.divisors:
             found = 0.0
-            for text in texts:
+            for spec, text in zip(specs, texts, strict=True):
                 budget = text.context_tokens // divisor
                 cache = kind(model, budget=budget, policy=KeyDiff(), chunk=min(CHUNK, budget), rollback=0)
-                [[outcome]] = answered(model, tokenizer, cache, TASK, task, [text], False)
+                cell = Cell(spec, Settings(Budget(f"{divisor}x", divisor=divisor), CacheOptions(policy=KeyDiff())))
+                [[outcome]] = answered(model, tokenizer, cache, [cell], [text])
                 found += outcome.score or 0.0
             score = found / len(texts)
             line = {"task": TASK, "storage": storage, "budget": f"{divisor}x", "samples": len(texts), "score": score}

@@ -21,7 +21,8 @@ class Colour(Task):
     answer_tokens: int = 3
 
     def compose(self, draw: random.Random, length: int, units: int) -> Sample:
-        return Sample("The sky is blue." + " Here we go." * units, (Question(" What is the sky?", " It is", ("blue",)),))
+        question = Question(" What is the sky?", " It is", ("blue",))
+        return Sample("The sky is blue." + " Here we go." * units, (question,))
 
 class Empty(Task):
     pass

@@ -4,7 +4,7 @@ import json
 import random
 import re
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -20,7 +20,7 @@ from tests.helpers.models import MODEL
 from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals import Question, Sample
-from windlass.evals.grid import CasePlan, ListOptions, SampleSpec, SizedSample, fit, grid_of
+from windlass.evals.grid import Cell, ListOptions, SampleSpec, SizedSample, fit, grid_of
 from windlass.evals.results import Case
 from windlass.evals.run import STRIDE, Runner, answered, cache_of, predicted
 from windlass.evals.tasks import NAMES
@@ -32,6 +32,11 @@ run, model, tokenizer = cli.run, cli.model, cli.tokenizer  # fixtures
 QUICK = ("--dtype", "float32", "--lengths", "200")
 # Bytes of a slot in all four layers: keys and values of two heads of 64 in float32.
 SLOT = 4 * 2 * 2 * 64 * 4
+
+
+@dataclass(frozen=True)
+class FourQuestions(PassKey):
+    turns: int = 4
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -149,8 +154,8 @@ def test_a_batch_is_gone_on_with(run: Callable[..., Ran], output: Path, monkeypa
     given = ("eval", MODEL, *QUICK, "--budgets", "24", "--policies", "recent", "--samples", "5", "-o", str(output))
     ask, batches = Runner.measured, []
 
-    def interrupted(runner: Runner, batch: list[CasePlan]) -> list[Case]:
-        batches.append([case.spec.number for case in batch])
+    def interrupted(runner: Runner, batch: list[Cell]) -> list[Case]:
+        batches.append([cell.spec.number for cell in batch])
         if len(batches) == 2:
             raise KeyboardInterrupt
         return ask(runner, batch)
@@ -166,7 +171,7 @@ def test_a_batch_is_gone_on_with(run: Callable[..., Ran], output: Path, monkeypa
 def test_an_interrupt_leaves_whole_lines(run: Callable[..., Ran], output: Path, monkeypatch: pytest.MonkeyPatch):
     ask, count = Runner.measured, []
 
-    def interrupted(runner: Runner, batch: list[CasePlan]) -> list[Case]:
+    def interrupted(runner: Runner, batch: list[Cell]) -> list[Case]:
         count.append(1)
         if len(count) == 3:
             raise KeyboardInterrupt
@@ -187,7 +192,8 @@ def test_the_question_is_read_with_the_text_or_after_it(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, monkeypatch: pytest.MonkeyPatch
 ):
     task = Multiturn(Needles(keys=5, haystack=NOVEL, wording=ABOVE, answer_tokens=1))
-    fitted = fit(SampleSpec(task, "any", 300, 0, 0), tokenizer)
+    spec = SampleSpec(task, "any", 300, 0, 0)
+    fitted = fit(spec, tokenizer)
     text = encode(tokenizer, fitted.sample.context, is_start=True)
     asked = [encode(tokenizer, turn.question, is_start=False) for turn in fitted.sample.turns]
     begun = [encode(tokenizer, turn.prefix, is_start=False) for turn in fitted.sample.turns]
@@ -196,7 +202,7 @@ def test_the_question_is_read_with_the_text_or_after_it(
     for is_aware in (False, True):
         read.reset_mock()
         cache = cache_of(model, setting(budgets="64"), 64, True)
-        answered(model, tokenizer, cache, "any", task, [fitted], is_aware)
+        answered(model, tokenizer, cache, [Cell(spec, setting(budgets="64"), is_aware)], [fitted])
         fed = [call.args[2][0] for call in read.call_args_list]
         prompts = [question + prefix for question, prefix in zip(asked, begun, strict=True)]
         wanted = [text + asked[0], begun[0], *prompts[1:]] if is_aware else [text, *prompts]
@@ -212,16 +218,18 @@ def test_each_question_finds_the_cache_as_the_text_left_it(model: PreTrainedMode
     sample = Sample(context, (key, magic, replace(key, question=" He looked at the river."), key))
     settings = setting(policies="key_diff", budgets="90", positions="compact")
     cache = cache_of(model, settings, 90, True)
-    fitted = [SizedSample(sample, 90, 0, 0)]
-    [outcomes] = answered(model, tokenizer, cache, "any", PassKey(answer_tokens=6), fitted, False)
-    assert len({outcome.output for outcome in outcomes}) >= 2
-    assert outcomes[0].output == outcomes[3].output
-    for outcome, turn in zip(outcomes, sample.turns, strict=True):
+    spec = SampleSpec(FourQuestions(answer_tokens=6), "any", 300, 0, 0)
+    fitted = [SizedSample(sample, 90, 300, 310)]
+    [cases] = answered(model, tokenizer, cache, [Cell(spec, settings)], fitted)
+    assert len({case.output for case in cases}) >= 2
+    assert cases[0].output == cases[3].output
+    for case, turn in zip(cases, sample.turns, strict=True):
         alone = windlass.KVCache(model, 90, windlass.KeyDiff(), chunk=90, positions="compact")
         generate.prefill(model, alone, [encode(tokenizer, context, is_start=True)])
         result = generate.generate(model, tokenizer, [turn.question + turn.prefix], alone, 6)[0]
-        assert outcome.output == result.text
-        assert outcome.turn == turn
+        assert case.output == result.text
+        assert case.expected == turn.expected
+    assert [case.turn for case in cases] == [0, 1, 2, 3]
 
 
 def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
@@ -233,23 +241,25 @@ def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokeni
         logits = plain(torch.tensor([ids])).logits[0, :-1].double()
     wanted = logits.log_softmax(-1)
     targets = torch.tensor(ids[1:])
-    full = predicted(model, cache_of(model, setting(budgets="all"), None, False), ids, windlass.KVCache(model))
+    cache = cache_of(model, setting(budgets="all"), None, False)
+    full = predicted(model, cache, ids, windlass.KVCache(model))
     nll = torch.nn.functional.cross_entropy(logits, targets)
-    assert full.measures["nll"] == pytest.approx(float(nll), rel=1e-5)
-    assert full.measures["kl"] == pytest.approx(0.0, abs=1e-9)
-    assert (full.score, full.slots_held) == (None, len(ids) - 1)
+    assert full.nll == pytest.approx(float(nll), rel=1e-5)
+    assert full.kl == pytest.approx(0.0, abs=1e-9)
+    assert cache.layers[0].table.occupancy_bound == len(ids) - 1
     # A cache of 40 slots, fed by hand; one that has seen less than the full one.
-    small = predicted(model, cache_of(model, setting(budgets="40"), 40, False), ids, windlass.KVCache(model))
+    cache = cache_of(model, setting(budgets="40"), 40, False)
+    small = predicted(model, cache, ids, windlass.KVCache(model))
     alone = windlass.KVCache(model, 40, windlass.Recent())
     with torch.no_grad():
         pieces = torch.tensor(ids[:-1]).split(STRIDE)
         ours = torch.cat([model(piece[None], past_key_values=alone).logits[0] for piece in pieces]).double()
     ours = ours.log_softmax(-1)
-    assert small.measures["nll"] == pytest.approx(-float(ours[torch.arange(len(targets)), targets].mean()), rel=1e-5)
+    assert small.nll == pytest.approx(-float(ours[torch.arange(len(targets)), targets].mean()), rel=1e-5)
     kl = float((wanted.exp() * (wanted - ours)).sum(-1).mean())
     assert kl > 0.01
-    assert small.measures["kl"] == pytest.approx(kl, rel=1e-4)
-    assert small.slots_held == 40
+    assert small.kl == pytest.approx(kl, rel=1e-4)
+    assert cache.layers[0].table.occupancy_bound == 40
 
 
 def test_a_full_cache_is_read_beside_while_the_model_knows_such_lengths(run: Callable[..., Ran], output: Path):

@@ -99,7 +99,19 @@ def test_an_interrupted_tuning_keeps_what_is_finished(tmp_path: Path) -> None:
     file = deadly.written_to(tmp_path)
     lists = {"policies": "recent,key_diff"}
     asked = [
-        TuneOptions(MODEL, text, 400_000, f"{file}:Waits", lists, 2, LENGTH, 0, tmp_path / name, "float32", 1)
+        TuneOptions(
+            model=MODEL,
+            text=text,
+            size=400_000,
+            lists=ListOptions(f"{file}:Waits", "", lists),
+            samples=2,
+            length=LENGTH,
+            seed=0,
+            is_aware=False,
+            output=tmp_path / name,
+            dtype="float32",
+            threads=1,
+        )
         for name in "ab"
     ]
     wanted = Tuning(asked[0], quiet)

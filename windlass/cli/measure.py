@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, TypeVar
+from typing import Final, TypeVar
 
 import torch
 from rich.box import SIMPLE, SIMPLE_HEAD
@@ -26,20 +26,19 @@ from windlass.core.files import check_regular, check_writable, read_text
 from windlass.core.parse import in_units, parse_bytes, use_one_of
 from windlass.evals import calibrate
 from windlass.evals.calibrate import calibration_texts
+from windlass.evals.grid import ListOptions
 from windlass.evals.report.summaries import verdict, wilson
 from windlass.evals.run import EvalOptions, Executor, Sweep, summary
 from windlass.evals.speed.measure import Benchmark, BenchRequest, Clock
 from windlass.evals.speed.rows import BenchRow
 from windlass.evals.speed.table import NUMBERS, Conditions, as_json, footnote, in_common, ratios, table, varied
 from windlass.evals.task import budget_of
-from windlass.evals.tune import CandidateResult, TuneOptions, Tuning, command, sentence
+from windlass.evals.tune import CandidateResult, TuneOptions, Tuning, candidates_of, command, is_whole, sentence
 from windlass.hf.load import load
+from windlass.hf.model_facts import shown_name
 from windlass.policies import linear_scorer, pairs
 from windlass.policies.linear_scorer import Scorer
 from windlass.policies.pairs import PairTable
-
-if TYPE_CHECKING:
-    from windlass.evals.ray import Options
 
 FORMATS: Final = ("table", "md", "json")
 PIPE_WIDTH: Final = 240
@@ -312,15 +311,15 @@ def _pairs(table: PairTable, tokenizer: PreTrainedTokenizerBase, path: Path) -> 
 
 
 @contextmanager
-def executor_of(options: "Options", asked: RayArguments, note: Callable[[str], None]) -> Iterator[Executor[Any] | None]:
-    """The workers, until the end of the block; None where this process does the work.
+def executor_of(options: EvalOptions, asked: RayArguments, note: Callable[[str], None]) -> Iterator[Executor]:
+    """The workers, until the end of the block; without --ray this process, with the model loaded.
 
     Nothing of what is printed to stdout in the block is shown while there are workers.
 
     Raises: WindlassError for what cannot be honoured.
     """
     if asked.ray is None:
-        yield None
+        yield options.runner()
         return
     from windlass.evals.ray_cluster import connected
 
@@ -331,9 +330,8 @@ def executor_of(options: "Options", asked: RayArguments, note: Callable[[str], N
         yield RayExecutor(options, asked.workers, note)
 
 
-SPEED_S = 3600.0  # of the newest cases, whose speed tells the time that is left
-_X3, _X1, _X2 = 50, 500, 4  # of shares: texts, tokens of each, sizes of a layer's heads
-_X4 = 5  # cheapest and dearest pairs in the summary of a calibration
+EVAL_SPEED_S: Final = 3600.0  # of the newest cases, whose speed tells the time that is left
+TUNE_SPEED_S: Final = 600.0
 
 
 def evaluate(options: EvalOptions, spread: RayArguments) -> int:
@@ -346,18 +344,12 @@ def evaluate(options: EvalOptions, spread: RayArguments) -> int:
     notes: list[str] = []
     with ExitStack() as stack:
         with loading():
-            executor = stack.enter_context(executor_of(options, spread, note))
-            sweep = Sweep(options, notes.append, executor)
+            sweep = Sweep(options, notes.append, stack.enter_context(executor_of(options, spread, note)))
         for line in notes:
             note(line)
-        with progress("cases", speed_s=SPEED_S) as bars:
-            bar = bars.add_task("", visible=False)
-            is_whole = sweep.run(
-                lambda done, total, what: bars.update(bar, completed=done, total=total, description=what, visible=True)
-            )
+        is_whole = _run(sweep, EVAL_SPEED_S)
     if sweep.cases:
-        # A pipe gets whole lines, whatever the width of a terminal.
-        Console(width=None if Console().is_terminal else PIPE_WIDTH).print(summary(sweep.cases))
+        _print_table(summary(sweep.cases))
         told = verdict(sweep.cases)
         if told:
             say(f"{told}\n")
@@ -370,21 +362,32 @@ def evaluate(options: EvalOptions, spread: RayArguments) -> int:
     return int(done < total)
 
 
-TUNE_SPEED_S = 600.0  # of the newest cases, whose speed tells the time that is left
+def _run(sweep: Sweep, speed_s: float) -> bool:
+    """Run a sweep with a bar; whether that was done before an interrupt."""
+    with progress("cases", speed_s=speed_s) as bars:
+        bar = bars.add_task("", visible=False)
+        return sweep.run(
+            lambda done, total, what: bars.update(bar, completed=done, total=total, description=what, visible=True)
+        )
+
+
+def _print_table(table: Table) -> None:
+    # A pipe gets whole lines, whatever the width of a terminal.
+    Console(width=None if Console().is_terminal else PIPE_WIDTH).print(table)
 
 
 def options_of(model: str, text: Path, size: str, asked: TuneArguments, load: LoadOptions) -> TuneOptions:
-    """What was typed, read. Raises: UsageError for a size that is no number of bytes."""
+    """The options of a tuning, read. Raises: UsageError for a size that is no number of bytes."""
     return TuneOptions(
         model=model,
         text=text,
         size=parse_bytes("--bytes", size),
-        tasks=asked.tasks,
-        lists=asked.of_cache,
+        lists=ListOptions(asked.tasks, "", asked.of_cache),
         samples=asked.samples,
         length=asked.length,
         seed=asked.seed,
-        output=asked.output,
+        is_aware=False,
+        output=asked.output or Path(f"tune-{shown_name(model).replace('/', '-')}.jsonl"),
         dtype=load.dtype,
         threads=load.threads,
         device=load.device,
@@ -399,35 +402,28 @@ def tune(options: TuneOptions, spread: RayArguments) -> int:
 
     Raises: WindlassError for what cannot be honoured, before anything is run.
     """
-    is_complete, notes = True, list[str]()
     with ExitStack() as stack:
         with loading():
-            tuning = Tuning(options, notes.append, stack.enter_context(executor_of(options, spread, note)))
+            executor = stack.enter_context(executor_of(options, spread, note))
+            plan, notes = executor.plan, [*executor.plan.notes]
+            candidates, length = candidates_of(plan.grid), plan.grid.lengths[0]
+            tuning = None if is_whole(plan.grid) else Tuning(options, notes.append, executor)
         for line in notes:
             note(line)
-        if not tuning.is_whole:
-            note(
-                f"{len(tuning.settings)} candidates on texts of {tuning.length:,} tokens; results go to {tuning.output}"
-            )
-            with progress("cases", speed_s=TUNE_SPEED_S) as bars:
-                bar = bars.add_task("", visible=False)
-                is_complete = tuning.run(
-                    lambda done, total, what: bars.update(
-                        bar, completed=done, total=total, description=what, visible=True
-                    )
-                )
-    if tuning.is_whole:
-        whole = min(tuning.settings, key=lambda each: each.options.store.name != "plain")
+        if tuning is not None:
+            note(f"{len(candidates)} candidates on texts of {length:,} tokens; results go to {options.output}")
+            is_complete = _run(tuning, TUNE_SPEED_S)
+    if tuning is None:
+        whole = min(candidates, key=lambda each: each.options.store.name != "plain")
         say(
-            f"{in_units(options.size)} hold all of a text of {tuning.length:,} tokens, in store "
+            f"{in_units(options.size)} hold all of a text of {length:,} tokens, in store "
             f"{whole.options.store.name}: nothing is evicted, and there is nothing to choose. For longer texts give "
             f"one, and --length.\n\n    {_command(options, CandidateResult(whole, {}, {}, None, 0))}\n"
         )
         return 0
     ranking, full = tuning.ranking, tuning.full
     if ranking:
-        # A pipe gets whole lines, whatever the width of a terminal.
-        Console(width=None if Console().is_terminal else PIPE_WIDTH).print(_table(ranking, full))
+        _print_table(_table(ranking, full))
     if not is_complete:
         note("interrupted; the same command goes on from here")
         return INTERRUPTED

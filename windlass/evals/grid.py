@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -183,7 +184,7 @@ class Settings:
     budget: Budget
     options: CacheOptions
 
-    @property
+    @cached_property
     def labels(self) -> dict[str, str]:
         """Each setting that a list may vary as text, as in a line of results."""
         labels = self.options.labels() | {"recalled": self.options.recalled}
@@ -192,12 +193,58 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class Cell:
+    """One sample under one setting; a run makes a `Case` of each of its questions."""
+
+    spec: SampleSpec
+    settings: Settings
+    is_aware: bool = False
+
+    @property
+    def turns(self) -> list[int | None]:
+        """The number of each question; a single question has none."""
+        return [*range(self.spec.task.turns)] if self.spec.task.turns > 1 else [None]
+
+    @property
+    def identities(self) -> list[Identity]:
+        """The identities of its cases."""
+        labels = self.labels
+        return [(*(labels[name] for name in IDENTITY), turn) for turn in self.turns]
+
+    @property
+    def labels(self) -> dict[str, Any]:
+        """The fields of a `Case` that are known before it is run."""
+        return {
+            **self.settings.labels,
+            "task": self.spec.label,
+            "is_aware": self.is_aware,
+            "length": self.spec.length,
+            "sample": self.spec.number,
+            "seed": self.spec.seed,
+        }
+
+
+@dataclass(frozen=True)
 class Grid:
-    """Everything that is combined; tasks by label."""
+    """Everything that is combined; tasks by label. Each of the `samples` texts is made with the same `seed`."""
 
     tasks: dict[str, Task]
     lengths: list[int]
     settings: list[Settings]
+    samples: int = 1
+    seed: int = 0
+    is_aware: bool = False
+
+    @property
+    def cells(self) -> list[Cell]:
+        """Every combination; cells with the same text are neighbours."""
+        return [
+            Cell(SampleSpec(task, label, length, self.seed, number), settings, self.is_aware)
+            for number in range(self.samples)
+            for label, task in self.tasks.items()
+            for length in self.lengths
+            for settings in self.settings
+        ]
 
 
 def grid_of(lists: ListOptions) -> Grid:
@@ -275,40 +322,3 @@ PARSERS = {
     "recall": int_parser("--recall", 0, MAX_NUMBER),
     "recall_store": recall_store_of,
 }
-
-
-@dataclass(frozen=True)
-class CasePlan:
-    """One sample under one setting, before it is run. It gives a `Case` for each of its questions."""
-
-    spec: SampleSpec
-    settings: Settings
-    is_aware: bool
-
-    @property
-    def turns(self) -> list[int | None]:
-        """The number of each question; a single question has none."""
-        return [*range(self.spec.task.turns)] if self.spec.task.turns > 1 else [None]
-
-    @property
-    def identities(self) -> list[Identity]:
-        """Of its cases."""
-        labels: dict[str, str | int] = {
-            **self.settings.labels,
-            "task": self.spec.label,
-            "is_aware": self.is_aware,
-            "length": self.spec.length,
-            "sample": self.spec.number,
-        }
-        return [(*(labels[name] for name in IDENTITY), turn) for turn in self.turns]
-
-
-def planned(grid: Grid, samples: int, seed: int, is_aware: bool = False) -> list[CasePlan]:
-    """Every combination; cases with the same text are neighbours."""
-    return [
-        CasePlan(SampleSpec(task, label, length, seed, sample), settings, is_aware)
-        for sample in range(samples)
-        for label, task in grid.tasks.items()
-        for length in grid.lengths
-        for settings in grid.settings
-    ]

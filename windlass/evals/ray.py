@@ -2,23 +2,23 @@
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, Generic
+from typing import Any, Final
 
 import ray
 from ray.exceptions import RayActorError, RayTaskError
 
 from windlass.core.errors import UsageError, WindlassError
-from windlass.evals.grid import CasePlan
-from windlass.evals.ray_cluster import Cell, Cells
+from windlass.evals.grid import Cell
+from windlass.evals.ray_cluster import Batch, BatchQueue
 from windlass.evals.results import Case, Identity
-from windlass.evals.run import EvalOptions, EvalSession, EvalWork, Executor, Facts, Started
-from windlass.evals.tune import TuneOptions, TuneWork
+from windlass.evals.run import EvalOptions, Executor, Measured, Plan, Runner, Started
 
-Options = EvalOptions | TuneOptions
-Running = dict[Any, tuple[Any, Cell | None]]  # by what Ray promises: the worker, and its cell, or None while it loads
+# By what Ray promises: the worker, and its batch, or None while it loads.
+Running = dict[Any, tuple[Any, Batch | None]]
 PLUGINS: Final = "windlass_"  # begins the names of modules that are files of users
 
 
@@ -26,29 +26,33 @@ class Worker:
     """What runs in a process of Ray's."""
 
     def __init__(self) -> None:
-        self._work: EvalSession[Any] | None = None
+        self._runner: Runner | None = None
+        self._cells: dict[Identity, Cell] = {}
 
-    def load(self, options: Options, folder: str) -> int:
+    def load(self, options: EvalOptions, folder: str) -> int:
         """Load the model, once; returns the process's id. Raises: WindlassError as the command itself would."""
         if not Path(folder).is_dir():
             raise UsageError(f"{folder} is not on {os.uname().nodename}; run this where all machines have one folder")
         os.chdir(folder)
-        self._work = EvalWork(options) if isinstance(options, EvalOptions) else TuneWork(options)
+        self._runner = options.runner()
         return os.getpid()
 
-    def facts(self) -> Any:
-        """What the driver needs to know of the model. Classes of users' files are sent along."""
-        assert self._work is not None
-        facts = self._work.facts()
+    def plan(self) -> Plan:
+        """The work, checked. Classes of users' files are sent along."""
+        assert self._runner is not None
+        plan = self._runner.plan
         for name, module in list(sys.modules.items()):
             if name.startswith(PLUGINS):
                 ray.cloudpickle.register_pickle_by_value(module)
-        return facts
+        return plan
 
     def measured(self, identities: Sequence[Identity], batch: int) -> list[Case]:
-        """Run these cases, up to `batch` texts side by side."""
-        assert self._work is not None
-        return self._work.measured(identities, batch)
+        """Run the cells that begin with these identities, up to `batch` texts side by side."""
+        assert self._runner is not None
+        if not self._cells:
+            self._cells = {cell.identities[0]: cell for cell in self._runner.proposal.grid.cells}
+        cells = [self._cells[each] for each in identities]
+        return [case for _, cases in self._runner.measure(cells, batch, lambda _: None) for case in cases]
 
 
 @dataclass(frozen=True)
@@ -80,10 +84,10 @@ class Crew:
         return cls(asked or room, each, int(has_gpu))
 
 
-class RayExecutor(Executor[Facts], Generic[Facts]):
+class RayExecutor(Executor):
     """Workers of a Ray that is connected to. `note` is told of those that die, and of cells that none lives through."""
 
-    def __init__(self, options: Options, asked: int | None, note: Callable[[str], None]) -> None:
+    def __init__(self, options: EvalOptions, asked: int | None, note: Callable[[str], None]) -> None:
         """Start the workers; `asked` is how many. Raises: WindlassError for what cannot be honoured."""
         crew = Crew.of(asked, options.threads, options.device)
         device = "cuda" if crew.gpus else options.device
@@ -91,27 +95,25 @@ class RayExecutor(Executor[Facts], Generic[Facts]):
         kind = ray.remote(num_cpus=crew.threads, num_gpus=crew.gpus, max_restarts=0, max_task_retries=0)
         self._kind: Any = kind(Worker)
         self._workers = {each: self._loading(each) for each in (self._kind.remote() for _ in range(crew.workers))}
-        self._facts: Facts | None = None
+        self._plan: Plan | None = None
 
     @property
-    def facts(self) -> Facts:
-        if self._facts is None:
+    def plan(self) -> Plan:
+        if self._plan is None:
             first = next(iter(self._workers))
             try:
                 ray.get(self._workers[first])
-                self._facts = ray.get(first.facts.remote())
+                self._plan = ray.get(first.plan.remote())
             except RayTaskError as error:
                 raise _told(error) from error
             except RayActorError as error:
                 raise _lost_at_start() from error
-        return self._facts
+        return self._plan
 
-    def measure(
-        self, cases: Sequence[CasePlan], batch: int, started: Started
-    ) -> Iterator[tuple[Sequence[CasePlan], list[Case]]]:
-        cells = Cells.of(cases, batch)
+    def measure(self, cells: Sequence[Cell], batch: int, started: Started) -> Measured:
+        queue = BatchQueue.of(cells, batch)
         running: Running = {loaded: (each, None) for each, loaded in self._workers.items()}
-        while not cells.is_empty or any(cell for _, cell in running.values()):
+        while not queue.is_empty or any(sent for _, sent in running.values()):
             if not running:
                 raise _lost_at_start()
             try:
@@ -119,33 +121,33 @@ class RayExecutor(Executor[Facts], Generic[Facts]):
             except KeyboardInterrupt:
                 yield from _finished(running)
                 raise
-            worker, cell = running.pop(ready)
+            worker, sent = running.pop(ready)
             try:
                 result = ray.get(ready)
             except RayTaskError as error:
                 raise _told(error) from error
             except RayActorError:
-                self._replace(worker, cell, cells, running)
+                self._replace(worker, sent, queue, running)
             else:
-                if cell is not None:
-                    yield cell.cases, result
+                if sent is not None:
+                    yield sent.cells, result
             for idle in [each for each in self._workers if all(each is not busy for busy, _ in running.values())]:
-                following = cells.next_of(idle)
+                following = queue.next_of(idle)
                 if following is not None:
-                    started(following.cases[0])
-                    names = [case.identities[0] for case in following.cases]
+                    started(following.cells[0])
+                    names = [cell.identities[0] for cell in following.cells]
                     running[idle.measured.remote(names, batch)] = idle, following
 
-    def _replace(self, worker: Any, cell: Cell | None, cells: Cells, running: Running) -> None:
+    def _replace(self, worker: Any, sent: Batch | None, queue: BatchQueue, running: Running) -> None:
         """Start another worker, unless this one died while it loaded the model: so would the next."""
         del self._workers[worker]
-        if cell is None:
+        if sent is None:
             self._note("a worker died while it loaded the model; the others go on")
             return
-        if cells.died(worker, cell):
-            self._note(f"a worker died; its cell goes to another: {cell.name}")
+        if queue.died(worker, sent):
+            self._note(f"a worker died; its cell goes to another: {sent.name}")
         else:
-            self._note(f"windlass: error: {cell.deaths} workers died over this cell, which is left out: {cell.name}")
+            self._note(f"windlass: error: {sent.deaths} workers died over this cell, which is left out: {sent.name}")
         new = self._kind.remote()
         self._workers[new] = self._loading(new)
         running[self._workers[new]] = new, None
@@ -160,17 +162,14 @@ def _told(error: RayTaskError) -> BaseException:
     return cause if isinstance(cause, WindlassError | MemoryError | RuntimeError) else error
 
 
-def _finished(running: Running) -> Iterator[tuple[Sequence[CasePlan], list[Case]]]:
-    """What is there at an interrupt."""
+def _finished(running: Running) -> Measured:
+    """The results that are there at an interrupt."""
     ready, _ = ray.wait(list(running), num_returns=len(running), timeout=0)
     for each in ready:
-        _, cell = running[each]
-        if cell is not None:
-            try:
-                result = ray.get(each)
-            except (RayTaskError, RayActorError):
-                continue
-            yield cell.cases, result
+        _, sent = running[each]
+        if sent is not None:
+            with suppress(RayTaskError, RayActorError):
+                yield sent.cells, ray.get(each)
 
 
 def _lost_at_start() -> UsageError:

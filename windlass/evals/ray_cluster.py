@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Final
 
 from windlass.core.errors import UsageError
-from windlass.evals.grid import CasePlan
+from windlass.evals.grid import Cell
+from windlass.evals.report.summaries import grouped
 from windlass.evals.run import POOL
 
 LOCAL: Final = "local"
@@ -67,43 +68,41 @@ def connected(address: str, cpus: int | None = None) -> Iterator[None]:
         ray.shutdown()
 
 
-ATTEMPTS: Final = 2  # workers that may die over a cell
+ATTEMPTS: Final = 2  # workers that may die over a batch
 
 
 @dataclass(eq=False)
-class Cell:
-    """What a worker is sent at once: a case, or those of one setting among the texts of a batch."""
+class Batch:
+    """The cells that a worker is sent at once: one, or those of one setting among several texts."""
 
-    cases: list[CasePlan]
+    cells: list[Cell]
     deaths: int = 0
 
     @property
     def name(self) -> str:
         """As an error calls it: `"passkey, length 200, text 3, policy=Recent(), asked_budget=64"`."""
-        case = self.cases[0]
-        numbers = " to ".join(dict.fromkeys(str(each.spec.number) for each in (case, self.cases[-1])))
-        labels = (f"{name}={label}" for name, label in case.settings.labels.items() if label not in ("none", "plain"))
-        return f"{case.spec.label}, length {case.spec.length}, text {numbers}, {', '.join(labels)}"
+        first = self.cells[0]
+        numbers = " to ".join(dict.fromkeys(str(each.spec.number) for each in (first, self.cells[-1])))
+        labels = (f"{name}={label}" for name, label in first.settings.labels.items() if label not in ("none", "plain"))
+        return f"{first.spec.label}, length {first.spec.length}, text {numbers}, {', '.join(labels)}"
 
 
 @dataclass(eq=False)
-class Cells:
-    """What is left to be sent, text by text; `again` holds cells whose worker died."""
+class BatchQueue:
+    """The batches that are left to be sent, text by text; `again` holds those whose worker died."""
 
-    texts: deque[deque[Cell]]
-    again: deque[Cell] = field(default_factory=deque)
-    _taken: dict[object, deque[Cell]] = field(default_factory=dict)
+    texts: deque[deque[Batch]]
+    again: deque[Batch] = field(default_factory=deque)
+    _taken: dict[object, deque[Batch]] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, cases: Sequence[CasePlan], batch: int) -> "Cells":
-        """All of them, in the order of `cases`; `batch` is the most texts that are read side by side."""
+    def of(cls, cells: Sequence[Cell], batch: int) -> "BatchQueue":
+        """All of them, in the order of `cells`; `batch` is the most texts that are read side by side."""
         pool = 1 if batch == 1 else batch * POOL
-        texts: deque[deque[Cell]] = deque()
-        for _, group in groupby(cases, lambda case: (case.spec.number // pool, case.spec.label, case.spec.length)):
-            settings: dict[tuple[str, ...], Cell] = {}
-            for case in group:
-                settings.setdefault(tuple(case.settings.labels.values()), Cell([])).cases.append(case)
-            texts.append(deque(settings.values()))
+        texts: deque[deque[Batch]] = deque()
+        for _, group in groupby(cells, lambda cell: (cell.spec.number // pool, cell.spec.label, cell.spec.length)):
+            of_setting = grouped(group, lambda cell: tuple(cell.settings.labels.values()))
+            texts.append(deque(map(Batch, of_setting.values())))
         return cls(texts)
 
     @property
@@ -111,7 +110,7 @@ class Cells:
         """Whether all has been sent."""
         return not (self.texts or self.again or any(self._taken.values()))
 
-    def next_of(self, worker: object) -> Cell | None:
+    def next_of(self, worker: object) -> Batch | None:
         """What `worker` runs next: what another died over, then more of its text, a new text, or of another's."""
         if self.again:
             return self.again.popleft()
@@ -123,12 +122,12 @@ class Cells:
             self._taken[worker] = own
         return own.popleft()
 
-    def died(self, worker: object, cell: Cell) -> bool:
-        """Give back what `worker` left; whether `cell`, which it died over, is to be tried once more."""
+    def died(self, worker: object, batch: Batch) -> bool:
+        """Give back what `worker` left; whether `batch`, which it died over, is to be tried once more."""
         left = self._taken.pop(worker, None)
         if left and all(left is not each for each in self._taken.values()):
             self.texts.appendleft(left)
-        cell.deaths += 1
-        if cell.deaths < ATTEMPTS:
-            self.again.append(cell)
-        return cell.deaths < ATTEMPTS
+        batch.deaths += 1
+        if batch.deaths < ATTEMPTS:
+            self.again.append(batch)
+        return batch.deaths < ATTEMPTS

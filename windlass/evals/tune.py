@@ -4,8 +4,9 @@ import hashlib
 import itertools
 import math
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from statistics import fmean
 
@@ -19,7 +20,7 @@ from windlass.core.parse import MAX_NUMBER, in_units, parse_list
 from windlass.core.step import HEADROOM
 from windlass.engine import generate
 from windlass.engine.text import encode
-from windlass.evals.grid import CasePlan, Grid, Settings, axes_of, load_task, planned
+from windlass.evals.grid import Cell, Grid, Settings, axes_of, load_task
 from windlass.evals.report.summaries import (
     SURE,
     Texts,
@@ -27,17 +28,16 @@ from windlass.evals.report.summaries import (
     listed,
     percent,
     sign_test,
-    text_of,
+    text_means,
     texts_counted,
     wilson,
 )
-from windlass.evals.results import Case, Header, open_results
-from windlass.evals.run import CHUNK, FULL_TOKENS, EvalSession, Executor, InProcess, Runner, header_of
+from windlass.evals.results import Case
+from windlass.evals.run import CHUNK, FULL_TOKENS, EvalOptions, Plan, Runner, Sweep, header_of
 from windlass.evals.task import ALL, Budget, Task
 from windlass.hf.forward import forward
 from windlass.hf.kv_cache import KVCache, LayerShape, layer_shapes
-from windlass.hf.load import load
-from windlass.hf.model_facts import shown_name, trained_length
+from windlass.hf.model_facts import trained_length
 from windlass.policies import Recent
 from windlass.policies.registry import spelled
 from windlass.positions.modes import Compact, Original, PositionMode, SelfExtend
@@ -146,23 +146,7 @@ SHARE = 0.9  # of the user's text in a sample, at most: samples begin at differe
 LEAST = 256  # tokens of a text to try anything on
 MOST_GROUP = 16  # by which distances are divided
 NEAR = 64  # tokens that self_extend reads at their own distance
-
-
-@dataclass(frozen=True)
-class Candidates:
-    """What is tried, at texts of `length` tokens; `left_out` tells what could not be, and why.
-
-    `is_whole`: every candidate holds the whole text, so there is nothing to choose.
-    """
-
-    settings: tuple[Settings, ...]
-    length: int
-    left_out: tuple[str, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether nothing is evicted under any of them."""
-        return all((each.budget.slots or 0) >= self.length for each in self.settings)
+FULL_CACHE = Settings(Budget(ALL), CacheOptions(policy=Recent(), positions=Original()))
 
 
 def tasks_on(file: Path, tasks: str) -> dict[str, Task]:
@@ -181,50 +165,6 @@ def tasks_on(file: Path, tasks: str) -> dict[str, Task]:
     return found
 
 
-def candidates_of(
-    model: PreTrainedModel,
-    shapes: Sequence[LayerShape],
-    ids: Sequence[int],
-    lists: Mapping[str, str],
-    size: int,
-    length: int | None,
-    trained: int | None,
-) -> Candidates:
-    """Every combination of the `lists`, in at most `size` bytes. `ids` are those of the user's text.
-
-    A combination that cannot be made for this model, or not in so few bytes, is left out. Where the text fits
-    whole, one policy stands for all. Without a list of positions they are read as they are within the `trained`
-    length, and beyond it as `placed` says.
-
-    Raises: WindlassError for a list that cannot be read, a text that is too short, or when nothing is left.
-    """
-    _check_length(len(ids), length)
-    axes = {"positions": [Original()], **axes_of({name: typed for name, typed in lists.items() if typed})}
-    made: list[tuple[CacheOptions, int]] = []
-    left_out = []
-    for values in itertools.product(*axes.values()):
-        options = CacheOptions(chunk=CHUNK, **dict(zip(axes, values, strict=True)))
-        try:
-            layers = [layer_bytes(shape, options) for shape in shapes]
-            budget_within(layers, options, size)  # what is far too large is not probed
-            records = records_of(model, ids, options, layers)
-            made.append((options, budget_within(layers, options, size, records)))
-        except UsageError as error:
-            left_out.append(str(error))
-    if not made:
-        raise UsageError(left_out[0])
-    wanted = _length(len(ids), length, min(budget for _, budget in made))
-    settings: dict[tuple[str, ...], Settings] = {}
-    for options, budget in made:
-        if not lists.get("positions"):
-            budget, mode = placed(len(ids), budget, trained)
-            options = replace(options, positions=mode)
-        each = Settings(Budget(str(budget), budget), options)
-        labels = each.labels | ({"policy": "any"} if budget >= wanted else {}) | {"asked_budget": "any"}
-        settings.setdefault(tuple(labels.values()), each)
-    return Candidates(tuple(settings.values()), wanted, tuple(left_out))
-
-
 def placed(tokens: int, budget: int, trained: int | None) -> tuple[int, PositionMode]:
     """The budget and the positions with which a model reads a text of `tokens` of which `budget` could be kept.
 
@@ -239,20 +179,6 @@ def placed(tokens: int, budget: int, trained: int | None) -> tuple[int, Position
     if budget > fitting and group <= MOST_GROUP:
         return budget, SelfExtend(group, NEAR)
     return min(budget, fitting), Compact()
-
-
-def _length(tokens: int, asked: int | None, smallest: int) -> int:
-    """Tokens of a sample: what was asked for, or twice the smallest budget, as far as the text goes."""
-    return asked or min(max(DEFAULT_LENGTH, 2 * smallest), int(SHARE * tokens))
-
-
-def _check_length(tokens: int, asked: int | None) -> None:
-    if asked is not None and asked > tokens:
-        raise UsageError(
-            f"--length {asked} is more than the {tokens:,} tokens of the text; lower it, or give a longer one"
-        )
-    if tokens < LEAST:
-        raise UsageError(f"the text has {tokens} tokens of this model's; give one of {LEAST} or more")
 
 
 @dataclass(frozen=True)
@@ -307,19 +233,19 @@ class CandidateResult:
 def ranked(settings: Sequence[Settings], cases: Sequence[Case], samples: int | None = None) -> list[CandidateResult]:
     """Those of `settings` that have cases, the best first; only the first `samples` texts of each count."""
     found = []
+    counted = [case for case in cases if samples is None or case.sample < samples]
     for each in settings:
-        own = [
-            case
-            for case in cases
-            if all(getattr(case, name) == label for name, label in each.labels.items())
-            and (samples is None or case.sample < samples)
-        ]
+        own = [case for case in counted if all(getattr(case, name) == label for name, label in each.labels.items())]
         if own:
-            scores = {text: fmean(values) for text, values in _by_text(own, "score").items()}
-            losses = {text: fmean(values) for text, values in _by_text(own, "nll").items()}
             kls = [case.kl for case in own if case.kl is not None]
-            most = max(case.bytes_held for case in own)
-            found.append(CandidateResult(each, scores, losses, fmean(kls) if kls else None, most))
+            result = CandidateResult(
+                settings=each,
+                found=text_means(own, lambda case: case.score),
+                losses=text_means(own, lambda case: case.nll),
+                kl=fmean(kls) if kls else None,
+                bytes_held=max(case.bytes_held for case in own),
+            )
+            found.append(result)
     return sorted(found, key=lambda each: each.order)
 
 
@@ -385,154 +311,145 @@ def _perplexity(best: CandidateResult, full: CandidateResult | None) -> list[str
     return [told]
 
 
-def _by_text(cases: Sequence[Case], measure: str) -> dict[tuple[object, ...], list[float]]:
-    found: dict[tuple[object, ...], list[float]] = {}
-    for case in cases:
-        value: float | None = getattr(case, measure)
-        if value is not None:
-            found.setdefault((case.task, case.length, *text_of(case)), []).append(value)
-    return found
-
-
 LEAST_LEFT = 2  # candidates in the last round, so that there is something to compare
 SHARES = (4, 2, 1)  # of the samples, after which half of the candidates leave
 
 
-@dataclass(frozen=True)
-class TuneOptions:
-    """What the user asked for: `size` in bytes; `length` and `output` None choose by themselves."""
+@dataclass(frozen=True, kw_only=True)
+class TuneOptions(EvalOptions):
+    """What the user asked for: a cache of `size` bytes for texts like `text`; `length` None chooses by itself.
 
-    model: str
-    text: Path
-    size: int
-    tasks: str
-    lists: dict[str, str]
-    samples: int
-    length: int | None
-    seed: int
-    output: Path | None
-    dtype: str
-    threads: int | None
-    device: str = "cpu"
-    weights: str = "auto"
-
-
-@dataclass(frozen=True)
-class TuneFacts:
-    """What only the model can tell: the candidates, and `full`, the full cache where that is a measure."""
-
-    header: Header
-    candidates: Candidates
-    full: Settings | None
-
-
-class TuneWork(EvalSession[TuneFacts]):
-    """The model that is tuned for, and every case that a round may ask for."""
-
-    def __init__(self, options: TuneOptions, tasks: dict[str, Task] | None = None) -> None:
-        """Load the model, and work out the candidates; `tasks` are those of the options, where they have been made.
-
-        Raises: WindlassError for what cannot be honoured.
-        """
-        if options.threads is not None:
-            torch.set_num_threads(options.threads)
-        tasks = tasks or tasks_on(options.text, options.tasks)
-        model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
-        ids = encode(tokenizer, read_text(options.text, f"text file {options.text}"), is_start=True)
-        trained = trained_length(model.config.get_text_config())
-        shapes = layer_shapes(model)
-        found = candidates_of(model, shapes, ids, options.lists, options.size, options.length, trained)
-        # A model reads no further than it was trained to without help, so beyond that it is no measure.
-        fits = found.length <= (trained or FULL_TOKENS)
-        full = Settings(Budget(ALL), CacheOptions(policy=Recent(), positions="original")) if fits else None
-        self._grid = Grid(tasks, [found.length], [*([full] if full else []), *found.settings])
-        self._facts = TuneFacts(header_of(options.model, options.seed, model), found, full)
-        self._samples = options.samples
-        super().__init__(Runner(model, tokenizer, options.seed), planned(self._grid, options.samples, options.seed))
-
-    def facts(self) -> TuneFacts:
-        if not self._facts.candidates.is_whole:
-            self.runner.check(self._grid, self._samples, is_aware=False)
-        return self._facts
-
-
-class Tuning:
-    """The candidates, and the file that their cases go to.
-
-    `is_whole`: every candidate holds the whole text, so there is nothing to measure.
+    The options of the cache are lists to combine; an empty list of positions goes by the trained length.
     """
 
-    def __init__(
-        self, options: TuneOptions, note: Callable[[str], None], executor: Executor[TuneFacts] | None = None
-    ) -> None:
-        """Work out the candidates, and open the file; `note` is told what was left out or amended.
+    text: Path
+    size: int
+    length: int | None = None
 
-        Without an `executor` the model is loaded, and asked, in this process.
+    def grid(self) -> Grid:
+        """The tasks on the text; only the model tells the length and the candidates."""
+        return Grid(tasks_on(self.text, self.lists.tasks), [], [], self.samples, self.seed)
 
-        Raises: WindlassError for what cannot be honoured, before anything is run.
+    def runner(self) -> "TuneRunner":
+        return TuneRunner(self)
+
+
+class TuneRunner(Runner):
+    """The model that is tuned for; candidates are the settings of its grid, after the full cache."""
+
+    options: TuneOptions
+
+    @cached_property
+    def proposal(self) -> Plan:
+        """The candidates: every combination of the lists, in at most so many bytes.
+
+        A combination that cannot be made for this model, or not in so few bytes, is left out. Where the text fits
+        whole, one policy stands for all. Without a list of positions they are read as they are within the trained
+        length, and beyond it as `placed` says. The full cache is run where the model was trained on texts as long.
+
+        Raises: WindlassError for a list that cannot be read, a text that is too short, or when nothing is left.
         """
-        self._tasks = tasks_on(options.text, options.tasks)
-        self._executor = executor or InProcess(TuneWork(options, self._tasks))
-        facts = self._executor.facts
-        found, self._full = facts.candidates, facts.full
-        for line in found.left_out:
-            note(f"windlass: note: left out: {line}")
-        self.length, self.settings, self.is_whole = found.length, found.settings, found.is_whole
-        self.output = options.output or Path(f"tune-{shown_name(options.model).replace('/', '-')}.jsonl")
-        self._seed, self._samples = options.seed, options.samples
-        if not self.is_whole:
-            self._results = open_results(self.output, facts.header, note)
+        options = self.options
+        ids = encode(self.tokenizer, read_text(options.text, f"text file {options.text}"), is_start=True)
+        trained = trained_length(self.model.config.get_text_config())
+        self._check_length(len(ids))
+        made, left_out = self._fitting(ids)
+        length = options.length or min(
+            max(DEFAULT_LENGTH, 2 * min(budget for _, budget in made)), int(SHARE * len(ids))
+        )
+        found: dict[tuple[str, ...], Settings] = {}
+        for each, budget in made:
+            if not options.lists.options.get("positions"):
+                budget, mode = placed(len(ids), budget, trained)
+                each = replace(each, positions=mode)
+            settings = Settings(Budget(str(budget), budget), each)
+            labels = settings.labels | ({"policy": "any"} if budget >= length else {}) | {"asked_budget": "any"}
+            found.setdefault(tuple(labels.values()), settings)
+        # A model reads no further than it was trained to without help, so beyond that it is no measure.
+        full = [FULL_CACHE] if length <= (trained or FULL_TOKENS) else []
+        grid = replace(self.typed, lengths=[length], settings=[*full, *found.values()])
+        notes = tuple(f"windlass: note: left out: {line}" for line in left_out)
+        return Plan(header_of(options.model, options.seed, self.model), grid, notes)
 
-    def run(self, progress: Callable[[int, int, str], None]) -> bool:
-        """Run what the file lacks, and write it there; whether that was done before an interrupt.
+    def check(self, grid: Grid) -> None:
+        if not is_whole(grid):
+            super().check(grid)
 
-        `progress` is called with (cases done, cases in all, what comes next). A further run goes on from there.
-        """
-        rounds = rounds_of(len(self.settings), self._samples)
-        each_text = [(count - before) * (size + (self._full is not None)) for before, count, size in rounds]
-        total, done = sum(each_text) * len(self._tasks), 0
-        left: Sequence[Settings] = self.settings
+    def _fitting(self, ids: Sequence[int]) -> tuple[list[tuple[CacheOptions, int]], list[str]]:
+        """Each combination that fits, with its largest budget; and why the rest does not."""
+        size, shapes = self.options.size, layer_shapes(self.model)
+        made, left_out = [], []
+        axes = {"positions": [Original()], **axes_of(self.options.lists.options)}
+        for values in itertools.product(*axes.values()):
+            options = CacheOptions(chunk=CHUNK, **dict(zip(axes, values, strict=True)))
+            try:
+                layers = [layer_bytes(shape, options) for shape in shapes]
+                budget_within(layers, options, size)  # what is far too large is not probed
+                records = records_of(self.model, ids, options, layers)
+                made.append((options, budget_within(layers, options, size, records)))
+            except UsageError as error:
+                left_out.append(str(error))
+        if not made:
+            raise UsageError(left_out[0])
+        return made, left_out
 
-        def started(case: CasePlan) -> None:
-            progress(done, total, f"{case.settings.labels['policy'].partition('(')[0]} {case.spec.label}")
+    def _check_length(self, tokens: int) -> None:
+        asked = self.options.length
+        if asked is not None and asked > tokens:
+            raise UsageError(
+                f"--length {asked} is more than the {tokens:,} tokens of the text; lower it, or give a longer one"
+            )
+        if tokens < LEAST:
+            raise UsageError(f"the text has {tokens} tokens of this model's; give one of {LEAST} or more")
 
-        try:
-            for before, count, size in rounds:
-                if before:
-                    left = [each.settings for each in ranked(left, self.cases, before)][:size]
-                asked = self._planned(left, before, count)
-                missing = [case for case in asked if not self._is_done(case)]
-                done += len(asked) - len(missing)
-                for batch, cases in self._executor.measure(missing, 1, started):
-                    self._results.add(cases)
-                    done += len(batch)
-        except KeyboardInterrupt:
-            return False
-        return True
+
+def candidates_of(grid: Grid) -> list[Settings]:
+    """The settings that compete: all but the full cache."""
+    return [each for each in grid.settings if each.budget.asked != ALL]
+
+
+def is_whole(grid: Grid) -> bool:
+    """Whether every candidate holds the whole text, so that there is nothing to choose."""
+    return all((each.budget.slots or 0) >= max(grid.lengths) for each in candidates_of(grid))
+
+
+class Tuning(Sweep):
+    """A sweep over the candidates in rounds: after each the worse half leaves."""
+
+    def _rounds(self) -> Iterator[Sequence[Cell]]:
+        left: Sequence[Settings] = candidates_of(self.grid)
+        for before, count, size in self._sizes():
+            if before:
+                left = [each.settings for each in ranked(left, self.cases, before)][:size]
+            yield [
+                cell
+                for cell in self._cells
+                if before <= cell.spec.number < count and (cell.settings in left or cell.settings == self._full)
+            ]
+
+    def _total(self) -> int:
+        sizes = [(count - before) * (size + (self._full is not None)) for before, count, size in self._sizes()]
+        return sum(sizes) * len(self.grid.tasks)
+
+    def _name(self, cell: Cell) -> str:
+        return f"{cell.settings.labels['policy'].partition('(')[0]} {cell.spec.label}"
+
+    def _sizes(self) -> list[tuple[int, int, int]]:
+        return rounds_of(len(candidates_of(self.grid)), self.grid.samples)
 
     @property
-    def cases(self) -> list[Case]:
-        """Those of the file that this run asks for, or a round of it may."""
-        wanted = {each for case in self._planned(self.settings, 0, self._samples) for each in case.identities}
-        return [case for identity, case in self._results.cases.items() if identity in wanted]
+    def _full(self) -> Settings | None:
+        return next((each for each in self.grid.settings if each.budget.asked == ALL), None)
 
     @property
     def ranking(self) -> list[CandidateResult]:
         """The candidates that have cases, the best first."""
-        return ranked(self.settings, self.cases)
+        return ranked(candidates_of(self.grid), self.cases)
 
     @property
     def full(self) -> CandidateResult | None:
         """The full cache on the same texts; None where it was not run."""
         return next(iter(ranked([self._full], self.cases)), None) if self._full else None
-
-    def _planned(self, settings: Sequence[Settings], before: int, count: int) -> list[CasePlan]:
-        """The cases of texts number `before` up to `count`, those of the full cache first."""
-        grid = Grid(self._tasks, [self.length], [*([self._full] if self._full else []), *settings])
-        return [case for case in planned(grid, count, self._seed) if case.spec.number >= before]
-
-    def _is_done(self, case: CasePlan) -> bool:
-        return all(each in self._results.cases for each in case.identities)
 
 
 def rounds_of(candidates: int, samples: int) -> list[tuple[int, int, int]]:

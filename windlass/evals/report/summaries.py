@@ -1,7 +1,7 @@
 """Cases to means with intervals, in rows of tables, lines of figures and cells of heat maps."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, stdev
 from typing import Final, TypeVar
@@ -11,6 +11,7 @@ from windlass.evals.results import FULL, Case
 CONFIDENCE: Final = 0.95
 BINS: Final = (10, 5, 4, 3, 2, 1)  # of depths, where samples lie anywhere in the text
 MOST_BINS: Final = 10
+Item = TypeVar("Item")
 Key = TypeVar("Key")
 
 
@@ -103,7 +104,7 @@ def wilson(mean: float, count: int) -> tuple[float, float]:
 
 def score_blocks(cases: Sequence[Case]) -> tuple[Block, ...]:
     """The scores of one task, by length. Turns on one text are one sample: their mean."""
-    return _blocks([case for case in cases if case.score is not None], _score_row, True)
+    return _blocks([case for case in cases if case.score is not None], score_row, True)
 
 
 def loss_blocks(cases: Sequence[Case]) -> tuple[Block, ...]:
@@ -122,7 +123,7 @@ def turns(cases: Sequence[Case]) -> tuple[TurnRows, ...]:
                 case for case in scored if (case.length, *_setting(case)) == (block.length, row.label, row.asked)
             ]
             of_turn = [[case for case in matching if case.turn == turn] for turn in range(last + 1)]
-            rows = tuple(_score_row(each) if each else None for each in of_turn)
+            rows = tuple(score_row(each) if each else None for each in of_turn)
             found.append(TurnRows(row.label, row.asked, block.length, rows))
     return tuple(found)
 
@@ -145,10 +146,10 @@ def depth_maps(cases: Sequence[Case]) -> DepthMaps | None:
         names = [f"{part * 100 // bins} to {(part + 1) * 100 // bins}%" for part in range(bins)]
         places = {depth: _bin(depth, bins) for depth in depths}
     lengths = sorted({case.length for case in deep})
-    of_setting = _grouped(deep, _setting)
+    of_setting = grouped(deep, _setting)
     maps = []
     for label, asked in settings(deep):
-        by_cell = _grouped(of_setting[label, asked], lambda case: (places[_depth(case)], case.length))
+        by_cell = grouped(of_setting[label, asked], lambda case: (places[_depth(case)], case.length))
         rows = [[by_cell.get((place, length)) for length in lengths] for place in range(len(names))]
         cells = tuple(tuple(_mean_score(cell) if cell else None for cell in row) for row in rows)
         maps.append(DepthMap(label, asked, cells))
@@ -180,16 +181,17 @@ def _blocks(
 ) -> tuple[Block, ...]:
     sign = -1 if is_most_best else 1
     blocks = []
-    for length, of_length in sorted(_grouped(cases, lambda case: case.length).items()):
+    for length, of_length in sorted(grouped(cases, lambda case: case.length).items()):
         order = _budget_order(of_length)
-        rows = [row_of(each) for each in _grouped(of_length, _setting).values()]
+        rows = [row_of(each) for each in grouped(of_length, _setting).values()]
         rows.sort(key=lambda row: (order[row.asked], not row.is_full, sign * row.value, row.label))
         blocks.append(Block(length, tuple(rows)))
     return tuple(blocks)
 
 
-def _score_row(cases: Sequence[Case]) -> SettingRow:
-    texts = _grouped(cases, text_of)
+def score_row(cases: Sequence[Case]) -> SettingRow:
+    """The mean score of one setting, with its interval."""
+    texts = grouped(cases, text_of)
     mean = fmean(_mean_score(of_text) for of_text in texts.values())
     return _row(cases, len(texts), mean, *wilson(mean, len(texts)))
 
@@ -236,13 +238,13 @@ def _bin(depth: float, bins: int) -> int:
 
 def _is_filled(cases: Sequence[Case], bins: int) -> bool:
     """Whether every setting has a case in each of so many parts, at every length that it was run at."""
-    groups = _grouped(cases, lambda case: (*_setting(case), case.length))
+    groups = grouped(cases, lambda case: (*_setting(case), case.length))
     return all(len({_bin(_depth(case), bins) for case in each}) == bins for each in groups.values())
 
 
 def _budget_order(cases: Sequence[Case]) -> dict[str, float]:
     """The place of each budget as it was typed: what holds most comes first."""
-    held = {asked: fmean(case.slots_held for case in each) for asked, each in _grouped(cases, _asked).items()}
+    held = {asked: fmean(case.slots_held for case in each) for asked, each in grouped(cases, _asked).items()}
     return {asked: -math.inf if asked == "all" else -slots for asked, slots in held.items()}
 
 
@@ -250,10 +252,11 @@ def _asked(case: Case) -> str:
     return case.asked
 
 
-def _grouped(cases: Sequence[Case], key: Callable[[Case], Key]) -> dict[Key, list[Case]]:
-    groups: dict[Key, list[Case]] = {}
-    for case in cases:
-        groups.setdefault(key(case), []).append(case)
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """The items of each key, in the order in which the keys are met."""
+    groups: dict[Key, list[Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
     return groups
 
 
@@ -318,7 +321,7 @@ def listed(names: Sequence[str]) -> str:
 
 def _of_mode(cases: Sequence[Case]) -> str:
     told = []
-    scored = _standings([case for case in cases if case.score is not None], lambda case: case.score or 0.0)
+    scored = _standings([case for case in cases if case.score is not None], lambda case: case.score)
     if scored:
         told.append(_of_scores(scored))
     read = [case for case in cases if case.nll is not None and math.isfinite(case.nll)]
@@ -328,16 +331,13 @@ def _of_mode(cases: Sequence[Case]) -> str:
     return " ".join(told)
 
 
-def _standings(cases: Sequence[Case], value_of: Callable[[Case], float]) -> list[OverallScore]:
+def _standings(cases: Sequence[Case], value_of: Callable[[Case], float | None]) -> list[OverallScore]:
     """Those of the settings that were run on all tasks and lengths of `cases`; the full cache first."""
     places = {_place(case) for case in cases}
     found = []
     for label, asked in dict.fromkeys((case.label, case.asked) for case in cases):
         own = [case for case in cases if (case.label, case.asked) == (label, asked)]
-        questions: dict[tuple[object, ...], list[float]] = {}
-        for case in own:
-            questions.setdefault((*_place(case), *text_of(case)), []).append(value_of(case))
-        texts = {text: fmean(values) for text, values in questions.items()}
+        texts = text_means(own, value_of)
         by_place = [[texts[text] for text in texts if text[:2] == place] for place in places]
         shares = [[case.share for case in own if _place(case) == place] for place in places]
         if all(by_place):
@@ -346,6 +346,16 @@ def _standings(cases: Sequence[Case], value_of: Callable[[Case], float]) -> list
     # Where most texts of a setting were not run, its mean is not one of the same texts.
     most = max((len(each.texts) for each in found), default=0)
     return sorted((each for each in found if 2 * len(each.texts) > most), key=lambda each: each.label != FULL)
+
+
+def text_means(cases: Sequence[Case], value_of: Callable[[Case], float | None]) -> Texts:
+    """The mean value of each text, by task, length and text; a case without a value does not count."""
+    found: dict[tuple[object, ...], list[float]] = {}
+    for case in cases:
+        value = value_of(case)
+        if value is not None:
+            found.setdefault((*_place(case), *text_of(case)), []).append(value)
+    return {text: fmean(values) for text, values in found.items()}
 
 
 def _place(case: Case) -> tuple[str, int]:
