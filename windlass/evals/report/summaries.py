@@ -58,6 +58,11 @@ class Block:
     length: int
     rows: tuple[SettingRow, ...]
 
+    @property
+    def full(self) -> float | None:
+        """The value of the full cache; None where it was not run."""
+        return next((row.value for row in self.rows if row.is_full), None)
+
 
 @dataclass(frozen=True)
 class TurnRows:
