@@ -3,7 +3,7 @@
 import inspect
 import itertools
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,9 +12,9 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from windlass.cache.merging import Merge, merge_of
+from windlass.cache.merging import merge_of
 from windlass.cache.options import CacheOptions, policy_of, recall_store_of
-from windlass.cache.shares import Shares, shares_of
+from windlass.cache.shares import shares_of
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.parse import MAX_NUMBER, NO_MERGE, NO_SHARES, int_parser, parse_list, parse_spec
 from windlass.engine.text import encode
@@ -305,20 +305,12 @@ def axes_of(lists: Mapping[str, str]) -> dict[str, list[Any]]:
     return axes
 
 
-def _merge(part: str) -> Merge | None:
-    return None if part == NO_MERGE else merge_of(part)
-
-
-def _shares(part: str) -> Shares | None:
-    return None if part == NO_SHARES else shares_of(part)
-
-
-PARSERS = {
+PARSERS: Mapping[str, Callable[[str], Any]] = {
     "policy": policy_of,
-    "merge": _merge,
+    "merge": lambda part: None if part == NO_MERGE else merge_of(part),
     "positions": position_mode,
     "store": store_of,
-    "shares": _shares,
+    "shares": lambda part: None if part == NO_SHARES else shares_of(part),
     "recall": int_parser("--recall", 0, MAX_NUMBER),
     "recall_store": recall_store_of,
 }

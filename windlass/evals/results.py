@@ -23,14 +23,21 @@ from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from windlass.core.errors import UsageError
 from windlass.core.files import check_regular, read_bytes
-from windlass.core.parse import NO_RECALL, NO_SHARES
+from windlass.core.parse import NO_MERGE, NO_RECALL, NO_SHARES
 
 VERSION: Final = 2
 FULL: Final = "full cache"
 DAMAGED: Final = "the line is damaged, take it out or run the evaluation again"
 FOREIGN: Final = "give another file"
-# Options of the cache beside its policy and budget.
-VARIED: Final = ("merge", "positions", "store", "shares", "recalled")
+# Options of the cache beside its policy and budget, with their defaults.
+DEFAULTS: Final = {
+    "merge": NO_MERGE,
+    "positions": "original",
+    "store": "plain",
+    "shares": NO_SHARES,
+    "recalled": NO_RECALL,
+}
+VARIED: Final = tuple(DEFAULTS)
 IDENTITY: Final = ("task", "policy", "asked_budget", *VARIED, "is_aware", "length", "sample")
 MAX_NUMBER: Final = 2**63  # that a line may hold: sums and quotients of such numbers are numbers, too
 SHOWN: Final = 60  # signs of a wrong value in an error
@@ -173,8 +180,8 @@ class Case(_Line):
         line["expected"] = list(self.expected)
         if self.nll is None:
             line["measures"] = {}
-        for name, default in (("shares", NO_SHARES), ("recalled", NO_RECALL)):
-            if line[name] == default:
+        for name in ("shares", "recalled"):
+            if line[name] == DEFAULTS[name]:
                 del line[name]
         return line
 
@@ -202,12 +209,9 @@ class Case(_Line):
         from windlass.policies.registry import spelled  # needs torch, and a file of results can be refused without
 
         name = FULL if self.budget is None else spelled(self.policy)
-        unusual = [self.merge] if self.merge != "none" else []
-        unusual += [self.positions] if self.positions != "original" else []
-        unusual += [self.store] if self.store != "plain" else []
-        unusual += [self.shares] if self.shares != NO_SHARES else []
-        unusual += [f"recall {self.recalled}"] if self.recalled != NO_RECALL else []
-        return ", ".join([name, *unusual])
+        labels = [(option, getattr(self, option)) for option in VARIED]
+        unusual = [(option, label) for option, label in labels if label != DEFAULTS[option]]
+        return ", ".join([name, *(f"recall {label}" if option == "recalled" else label for option, label in unusual)])
 
     @property
     def asked(self) -> str:

@@ -1,8 +1,6 @@
 """The report: results files in, one HTML page and its figures out. Reads only what `windlass eval` wrote.
 
-read.py       lines to cases
-summaries.py  cases to means and intervals
+summaries.py  cases to means, intervals and the verdict
 plots.py      figures; the only file that knows matplotlib
-page.py       the HTML
-make.py       all of it
+page.py       the page, by the templates, and its files
 """

@@ -249,12 +249,9 @@ def _is_filled(cases: Sequence[Case], bins: int) -> bool:
 
 def _budget_order(cases: Sequence[Case]) -> dict[str, float]:
     """The place of each budget as it was typed: what holds most comes first."""
-    held = {asked: fmean(case.slots_held for case in each) for asked, each in grouped(cases, _asked).items()}
+    by_budget = grouped(cases, lambda case: case.asked)
+    held = {asked: fmean(case.slots_held for case in each) for asked, each in by_budget.items()}
     return {asked: -math.inf if asked == "all" else -slots for asked, slots in held.items()}
-
-
-def _asked(case: Case) -> str:
-    return case.asked
 
 
 def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
@@ -340,8 +337,7 @@ def _standings(cases: Sequence[Case], value_of: Callable[[Case], float | None]) 
     """Those of the settings that were run on all tasks and lengths of `cases`; the full cache first."""
     places = {_place(case) for case in cases}
     found = []
-    for label, asked in dict.fromkeys((case.label, case.asked) for case in cases):
-        own = [case for case in cases if (case.label, case.asked) == (label, asked)]
+    for (label, asked), own in grouped(cases, _setting).items():
         texts = text_means(own, value_of)
         by_place = [[texts[text] for text in texts if text[:2] == place] for place in places]
         shares = [[case.share for case in own if _place(case) == place] for place in places]
@@ -355,12 +351,9 @@ def _standings(cases: Sequence[Case], value_of: Callable[[Case], float | None]) 
 
 def text_means(cases: Sequence[Case], value_of: Callable[[Case], float | None]) -> Texts:
     """The mean value of each text, by task, length and text; a case without a value does not count."""
-    found: dict[tuple[object, ...], list[float]] = {}
-    for case in cases:
-        value = value_of(case)
-        if value is not None:
-            found.setdefault((*_place(case), *text_of(case)), []).append(value)
-    return {text: fmean(values) for text, values in found.items()}
+    found = grouped(cases, lambda case: (*_place(case), *text_of(case)))
+    values = {text: [value for case in own if (value := value_of(case)) is not None] for text, own in found.items()}
+    return {text: fmean(own) for text, own in values.items() if own}
 
 
 def _place(case: Case) -> tuple[str, int]:

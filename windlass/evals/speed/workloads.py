@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Final
 
 from windlass.core.errors import UsageError
@@ -86,21 +87,15 @@ def setups_of(lists: BenchLists) -> dict[str, list[Any]]:
     Raises: UsageError for what cannot be honoured.
     """
     axes: dict[str, list[Any]] = {
-        "storage": parse_list("--storage", lists.storage, _storage),
-        "graph": parse_list("--graph", lists.graph or "off", _graph),
+        "storage": parse_list("--storage", lists.storage, partial(_choice, "--storage", STORAGES)),
+        "graph": parse_list("--graph", lists.graph or "off", partial(_choice, "--graph", GRAPHS)),
     }
     if lists.threads is not None:
         axes["threads"] = parse_list("--threads", lists.threads, int_parser("--threads", 1, MOST_THREADS))
     return axes
 
 
-def _storage(part: str) -> str:
-    if part not in STORAGES:
-        raise UsageError(f"--storage {part!r} is unknown; {use_one_of(part, STORAGES)}")
-    return part
-
-
-def _graph(part: str) -> str:
-    if part not in GRAPHS:
-        raise UsageError(f"--graph {part!r} is unknown; {use_one_of(part, GRAPHS)}")
+def _choice(option: str, names: Collection[str], part: str) -> str:
+    if part not in names:
+        raise UsageError(f"{option} {part!r} is unknown; {use_one_of(part, names)}")
     return part
