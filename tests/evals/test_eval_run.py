@@ -17,6 +17,7 @@ import windlass
 from tests.helpers import cli
 from tests.helpers.cli import Ran, assert_refused
 from tests.helpers.models import MODEL
+from windlass.core.errors import UsageError
 from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals import Question, Sample
@@ -230,6 +231,13 @@ def test_each_question_finds_the_cache_as_the_text_left_it(model: PreTrainedMode
         assert case.output == result.text
         assert case.expected == turn.expected
     assert [case.turn for case in cases] == [0, 1, 2, 3]
+
+
+def test_a_task_with_another_number_of_questions_is_told(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):
+    task, settings = FourQuestions(), setting(budgets="90")
+    cell = Cell(SampleSpec(task, "mine", 300, 0, 0), settings)
+    with pytest.raises(UsageError, match="task mine: ValueError: "):
+        answered(model, tokenizer, cache_of(model, settings, 90, True), [cell], [fit(cell.spec, tokenizer)])
 
 
 def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase):

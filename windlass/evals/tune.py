@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import math
 import shlex
+from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -21,16 +22,16 @@ from windlass.core.step import HEADROOM
 from windlass.engine import generate
 from windlass.engine.text import encode
 from windlass.evals.grid import Cell, Grid, Settings, axes_of, load_task
+from windlass.evals.report import sentence_of
 from windlass.evals.report.summaries import (
     SURE,
     Texts,
     compared,
-    listed,
-    percent,
+    interval,
+    perplexity,
     sign_test,
     text_means,
     texts_counted,
-    wilson,
 )
 from windlass.evals.results import Case
 from windlass.evals.run import CHUNK, FULL_TOKENS, EvalOptions, Plan, Runner, Sweep, header_of
@@ -134,11 +135,8 @@ def budget_within(layers: Sequence[LayerCost], options: CacheOptions, size: int,
             f"--bytes {in_units(size)} are too few for policy {options.policy!r} in store {options.store.name}: "
             f"{least} tokens a layer, the fewest, take {in_units(round(smallest))}; raise --bytes"
         )
-    low, high = least, MAX_NUMBER
-    while low < high:
-        middle = (low + high + 1) // 2
-        low, high = (middle, high) if bytes_of(layers, options, middle, records) <= size else (low, middle - 1)
-    return low
+    budgets = range(least, MAX_NUMBER + 1)
+    return budgets[bisect_right(budgets, size, key=lambda budget: bytes_of(layers, options, budget, records)) - 1]
 
 
 DEFAULT_LENGTH = 2048  # tokens of a sample, or twice the smallest budget
@@ -210,6 +208,16 @@ class CandidateResult:
         return fmean(self.losses.values()) if self.losses else None
 
     @property
+    def interval(self) -> str:
+        """The 95 % interval of what was found."""
+        return interval(self.share_found or 0.0, len(self.found))
+
+    @property
+    def perplexity(self) -> str:
+        """The perplexity of what was read."""
+        return perplexity(self.nll or 0.0)
+
+    @property
     def order(self) -> tuple[float, float, float]:
         """What was tried on most texts comes first, then who found most, then who predicts best."""
         nll = self.nll
@@ -253,24 +261,16 @@ def sentence(results: Sequence[CandidateResult], full: CandidateResult | None, s
     """The verdict on `results`, the best first, none of which takes more than `size` bytes; `full` evicts nothing."""
     best, *others = results
     finalists = [each for each in others if each.samples == best.samples]
-    close = [each.name for each in finalists if not is_surely_better(best, each)]
-    texts = texts_counted(best.samples)
-    told = f"Of {len(results)} candidates within {in_units(size)}, {best.name} did best"
-    told += f", with {best.settings.budget.slots:,} tokens a layer: "
-    if not others:
-        told = f"{best.name} was the only candidate within {in_units(size)}: "
-    told += (" with " if best.share_found else " and was taken for ").join(
-        [*_recall(best, texts), *_perplexity(best, full)]
-    )
-    if finalists and len(close) == len(finalists):
-        told += f"; none is significantly better than another: {texts} do not tell {listed(close)} from it"
-    elif close:
-        told += f"; {texts} do not tell {listed(close)} from it"
-    elif finalists:
-        told += f"; on {texts} that is surely better than {listed([each.name for each in finalists])}"
-        if best.share_found and all(each.share_found == best.share_found for each in finalists):
-            told += ", by perplexity alone, for they found as much"
-    return told + "."
+    facts = {
+        "best": best,
+        "others": others,
+        "finalists": finalists,
+        "close": [each.name for each in finalists if not is_surely_better(best, each)],
+        "full": full,
+        "size": in_units(size),
+        "texts": texts_counted(best.samples),
+    }
+    return sentence_of("tune.txt", facts)
 
 
 def is_surely_better(one: CandidateResult, other: CandidateResult) -> bool:
@@ -289,26 +289,6 @@ def command(model: str, text: str, best: CandidateResult, loading: Sequence[str]
     words += ["--store", labels["store"], "--positions", labels["positions"]]
     words += ["--merge", labels["merge"]] if options.merge is not None else []
     return shlex.join([*words, "--chunk", str(options.chunk), *loading, "--file", text])
-
-
-def _recall(best: CandidateResult, texts: str) -> list[str]:
-    if best.share_found is None:
-        return []
-    if best.share_found == 0:
-        return [f"it found nothing of what was hidden in {texts}, as all others,"]
-    low, high = wilson(best.share_found, len(best.found))
-    interval = f"95 % interval {100 * low:.0f} to {percent(high)}"
-    return [f"it found {percent(best.share_found)} of what was hidden in {texts} ({interval})"]
-
-
-def _perplexity(best: CandidateResult, full: CandidateResult | None) -> list[str]:
-    if best.nll is None:
-        return []
-    told = f"a perplexity of {math.exp(min(best.nll, 700.0)):.4g}"
-    if full is not None and full.nll is not None:
-        change = 100 * math.expm1(min(best.nll - full.nll, 20.0))
-        told += f", {abs(change):.1f} % {'below' if change < 0 else 'above'} the full cache's"
-    return [told]
 
 
 LEAST_LEFT = 2  # candidates in the last round, so that there is something to compare

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined
 from markupsafe import Markup, escape
 
 from windlass.core.errors import UsageError
 from windlass.core.files import check_writable, replacing, replacing_folder
-from windlass.evals.report import summaries
+from windlass.evals.report import TEMPLATES, summaries
 from windlass.evals.report.summaries import (
     Block,
     SettingRow,
@@ -25,13 +24,6 @@ from windlass.evals.results import FULL, Case, Header, LoadedResults, read_resul
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-TEMPLATES: Final = Environment(
-    loader=FileSystemLoader(Path(__file__).with_name("templates")),
-    autoescape=True,
-    trim_blocks=True,
-    lstrip_blocks=True,
-    undefined=StrictUndefined,
-)
 NONE: Final = "\N{EN DASH}"
 MODES: Final = {False: "Question-blind", True: "Question-aware"}
 
@@ -163,7 +155,7 @@ def _losses(row: SettingRow, full: float | None) -> list[str]:
 
 TEMPLATES.globals["FULL"] = FULL
 TEMPLATES.filters.update(
-    breakable=_breakable, shared=_shared, percent=_percent, interval=_interval, turn=_turn, losses=_losses
+    breakable=_breakable, shared=_shared, share=_percent, interval=_interval, turn=_turn, losses=_losses
 )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from statistics import NormalDist, fmean, stdev
 from typing import Final, TypeVar
 
+from windlass.evals.report import TEMPLATES, sentence_of
 from windlass.evals.results import FULL, Case
 
 CONFIDENCE: Final = 0.95
@@ -121,14 +122,12 @@ def turns(cases: Sequence[Case]) -> tuple[TurnRows, ...]:
     """The scores of one task turn by turn, in the order of `score_blocks`; empty where there are no turns."""
     scored = [case for case in cases if case.score is not None and case.turn is not None]
     last = max((case.turn for case in scored if case.turn is not None), default=-1)
+    by_turn = grouped(scored, lambda case: (case.length, *_setting(case), case.turn))
     found = []
     for block in score_blocks(scored):
         for row in block.rows:
-            matching = [
-                case for case in scored if (case.length, *_setting(case)) == (block.length, row.label, row.asked)
-            ]
-            of_turn = [[case for case in matching if case.turn == turn] for turn in range(last + 1)]
-            rows = tuple(score_row(each) if each else None for each in of_turn)
+            own = [by_turn.get((block.length, row.label, row.asked, turn)) for turn in range(last + 1)]
+            rows = tuple(None if each is None else score_row(each) for each in own)
             found.append(TurnRows(row.label, row.asked, block.length, rows))
     return tuple(found)
 
@@ -286,6 +285,16 @@ class OverallScore:
         """As in a sentence."""
         return self.label if self.asked == "all" else f"{self.label} at {self.asked}"
 
+    @property
+    def interval(self) -> str:
+        """The 95 % interval of a score."""
+        return interval(self.value, len(self.texts))
+
+    @property
+    def perplexity(self) -> str:
+        """The perplexity of a negative nll."""
+        return perplexity(-self.value)
+
 
 def verdict(cases: Sequence[Case]) -> str:
     """Which setting keeps what the full cache has in the fewest bytes, what others lose, and how sure that is.
@@ -322,14 +331,11 @@ def listed(names: Sequence[str]) -> str:
 
 
 def _of_mode(cases: Sequence[Case]) -> str:
-    told = []
     scored = _standings([case for case in cases if case.score is not None], lambda case: case.score)
-    if scored:
-        told.append(_of_scores(scored))
     read = [case for case in cases if case.nll is not None and math.isfinite(case.nll)]
     losses = _standings(read, lambda case: -(case.nll or 0.0))
-    if losses:
-        told.append(_of_losses(losses))
+    told = [_told(scored, "scores.txt", KEPT, 0.0)] if scored else []
+    told += [_told(losses, "losses.txt", 1.0, math.log(KEPT))] if losses else []
     return " ".join(told)
 
 
@@ -360,76 +366,53 @@ def _place(case: Case) -> tuple[str, int]:
     return case.task, case.length
 
 
-def _of_scores(standings: Sequence[OverallScore]) -> str:
-    full, others = _full_and_others(standings)
-    if full is not None and full.value == 0:
-        return "The full cache itself scores 0 %: this model cannot do what is asked, which tells nothing of policies."
-    if not others:
-        return f"The full cache scores {percent(standings[0].value)}; no other setting was run."
-    base = 1.0 if full is None else full.value
-    best = _cheapest(others, lambda each: each.value >= KEPT * base)
-    count = len(best.texts)
-    low, high = wilson(best.value, count)
-    interval = f"{100 * low:.0f} to {percent(high)}"
-    if full is None:
-        told = f"{best.name} scores {percent(best.value)} in {percent(best.share)} of the bytes"
-    else:
-        told = f"{best.name} keeps {percent(best.value / base)} of the score in {percent(best.share)} of the bytes"
-        if best.value < KEPT * base:
-            told = f"No setting keeps {percent(KEPT)} of the score; the best is that {told}"
-    told += f" ({texts_counted(count)}, 95 % interval of the score {interval})"
-    lost = (best if full is None else full).value
-    tail, worst = _beside(best, others)
-    if worst is not None and lost - worst.value >= 0.005:
-        tail.insert(0, f"{worst.label} loses {100 * (lost - worst.value):.0f} points")
-    return "; ".join([told, *tail]) + "."
+def _told(standings: Sequence[OverallScore], template: str, factor: float, offset: float) -> str:
+    """The verdict on settings in words; one keeps enough that has the full cache's value by `factor` and `offset`.
 
-
-def _of_losses(standings: Sequence[OverallScore]) -> str:
-    full, others = _full_and_others(standings)
-    if not others:
-        return f"The full cache has a perplexity of {math.exp(-standings[0].value):.4g}; no other setting was run."
-    limit = -math.inf if full is None else full.value + math.log(KEPT)
-    best = _cheapest(others, lambda each: full is not None and each.value >= limit)
-    bytes_held = f"in {percent(best.share)} of the bytes ({texts_counted(len(best.texts))})"
-    if full is None:
-        told = f"{best.name} has the lowest perplexity, {math.exp(-best.value):.4g}, {bytes_held}"
-    else:
-        told = f"{best.name} has a perplexity {_above(best, full)} the full cache's {bytes_held}"
-        if best.value < limit:
-            told = f"No setting stays within 5 % of the full cache's perplexity; the best is that {told}"
-    tail, worst = _beside(best, others)
-    if worst is not None:
-        tail.insert(0, f"that of {worst.label} is {_above(worst, full or best)} {'it' if full is None else 'it, too'}")
-    return "; ".join([told, *tail]) + "."
-
-
-def _full_and_others(standings: Sequence[OverallScore]) -> tuple[OverallScore | None, Sequence[OverallScore]]:
-    has_full = standings[0].label == FULL
-    return standings[0] if has_full else None, standings[has_full:]
-
-
-def _cheapest(standings: Sequence[OverallScore], is_kept: Callable[[OverallScore], bool]) -> OverallScore:
-    """Of the settings that keep enough the one in the fewest bytes; where none does, the best."""
-    kept = [each for each in standings if is_kept(each)]
+    Of those that do the best is the one in the fewest bytes; where none does, the one of the highest value. The
+    others at its budget are `close` where a sign test does not tell them from it; `worst` is the lowest of the rest.
+    """
+    full = standings[0] if standings[0].label == FULL else None
+    others = [each for each in standings if each is not full]
+    base = full.value if full else 1.0  # of scores; no text is predicted that well
+    kept = [each for each in others if each.value >= factor * base + offset]
+    best = max(others, key=lambda each: (each.value, -each.share), default=None)
     if kept:
-        return min(kept, key=lambda each: (each.share, -each.value))
-    return max(standings, key=lambda each: (each.value, -each.share))
+        best = min(kept, key=lambda each: (each.share, -each.value))
+    rivals = [each for each in others if best and each.asked == best.asked and each is not best]
+    apart = [each for each in rivals if best and each.value < best.value and _is_sure(best, each)]
+    worst = min(apart, key=lambda each: each.value, default=None)
+    facts = {
+        "full": full,
+        "best": best,
+        "worst": worst,
+        "close": [each.label for each in rivals if each not in apart],
+        "is_kept": bool(kept),
+        "kept": KEPT,
+        "lost": (full or best or worst).value - worst.value if worst else 0.0,
+        "texts": texts_counted(len(best.texts)) if best else "",
+    }
+    return sentence_of(template, facts)
 
 
-def _beside(best: OverallScore, others: Sequence[OverallScore]) -> tuple[list[str], OverallScore | None]:
-    """Who at the same budget cannot be told from `best`, in words, and the worst of those who can."""
-    rivals = [each for each in others if each.asked == best.asked and each is not best]
-    apart = [each for each in rivals if sign_test(*compared(best.texts, each.texts)) < SURE and each.value < best.value]
-    close = [each.label for each in rivals if each not in apart]
-    told = [f"{texts_counted(len(best.texts))} do not tell {listed(close)} from it"] if close else []
-    return told, min(apart, key=lambda each: each.value, default=None)
+def _is_sure(one: OverallScore, other: OverallScore) -> bool:
+    return sign_test(*compared(one.texts, other.texts)) < SURE
 
 
-def _above(one: OverallScore, other: OverallScore) -> str:
-    """Of perplexities: `"1.2 % above"`."""
-    change = math.expm1(min(other.value - one.value, 20.0))
+def above(one: float, other: float) -> str:
+    """How far a perplexity is above another, both as negative nlls: `"1.2 % above"`."""
+    change = math.expm1(min(other - one, 20.0))
     return f"{abs(100 * change):.1f} % {'below' if change < 0 else 'above'}"
+
+
+def perplexity(nll: float) -> str:
+    return f"{math.exp(min(nll, 700.0)):.4g}"
+
+
+def interval(score: float, count: int) -> str:
+    """The ends of the 95 % interval of a mean score: `"49 to 94 %"`."""
+    low, high = wilson(score, count)
+    return f"{100 * low:.0f} to {percent(high)}"
 
 
 def percent(share: float) -> str:
@@ -438,3 +421,6 @@ def percent(share: float) -> str:
 
 def texts_counted(count: int) -> str:
     return f"{count} text{'' if count == 1 else 's'}"
+
+
+TEMPLATES.filters.update(above=above, listed=listed, percent=percent)
