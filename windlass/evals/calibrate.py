@@ -289,12 +289,12 @@ class Moments(NamedTuple):
 
     @classmethod
     def of(cls, found: Tensor, scores: Tensor) -> Moments:
-        """Those of (kv_heads, tokens, features) and (kv_heads, tokens)."""
+        """Sums over (kv_heads, tokens, features) and (kv_heads, tokens)."""
         both = torch.cat([found, scores[..., None]], -1).double()
         return cls(both.shape[1], both.sum(1), both.mT @ both)
 
     def plus(self, other: Moments) -> Moments:
-        """Those of the tokens of both."""
+        """Sums over the tokens of both."""
         return Moments(self.tokens + other.tokens, self.sums + other.sums, self.products + other.products)
 
     def solved(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -358,8 +358,10 @@ def fitted(
         weights, bias, part = each.solved()
         layers[layer] = LayerWeights(weights.unflatten(1, shapes[layer]).float(), bias.float())
         explained[layer] = tuple(round(head, 3) for head in part.tolist())
-    told = source, tasks, len(texts), sum(map(len, texts))
-    return Scorer(layers, explained, type(model).__name__, fingerprint(model), *told)
+    return Scorer(
+        layers=layers, explained=explained, model=type(model).__name__, fingerprint=fingerprint(model), text=source,
+        tasks=tasks, texts=len(texts), tokens=sum(map(len, texts)),
+    )  # fmt: skip
 
 
 def _together(found: LayerMoments, own: LayerMoments) -> LayerMoments:
@@ -371,7 +373,7 @@ def _together(found: LayerMoments, own: LayerMoments) -> LayerMoments:
 
 
 def moments_of(model: PreTrainedModel, ids: Sequence[int]) -> LayerMoments:
-    """Of each layer what one text adds to the sums, and the shape of a head's weights: (group + 1, head_dim)."""
+    """Each layer's part of the sums in one text, and the shape of a head's weights: (group + 1, head_dim)."""
     noting = FeatureRecorder(TEACHER)
     cache = KVCache(model, policy=noting, chunk=512, rollback=0)
     prefill(model, cache, [list(ids)])

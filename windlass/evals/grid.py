@@ -1,4 +1,4 @@
-"""What an evaluation or a benchmark runs: every combination of the values in the lists that a user typed."""
+"""The grid of an evaluation: every combination of the values in the lists that a user typed."""
 
 import inspect
 import itertools
@@ -41,7 +41,7 @@ class SampleSpec:
 
     @property
     def key(self) -> tuple[str, int, int, int]:
-        """What tells it from others: tasks of users need not be hashable."""
+        """The key of the sample: tasks of users need not be hashable."""
         return self.label, self.length, self.seed, self.number
 
 
@@ -122,7 +122,7 @@ def _more(units: int, most: int | None) -> int:
 
 
 def _all_of_it(fits: SizedSample, spec: SampleSpec) -> SizedSample:
-    """What all there is makes, where that is just enough."""
+    """The sample of all the material, where that is just enough."""
     if fits.total_tokens < spec.length:
         raise UsageError(
             f"length {spec.length} is more than task {spec.label} can fill: all it has makes {fits.total_tokens} "
@@ -165,7 +165,7 @@ OPTIONS = {"budgets": "budget", "policies": "policy"}  # of flags that are not c
 
 @dataclass(frozen=True)
 class ListOptions:
-    """What was typed; values are separated by commas.
+    """Lists as they were typed; values are separated by commas.
 
     `options` holds lists of values of the cache's options by the name of their flag, such as `policies`. An option
     without a list is as the cache has it by default. Without `depths` an answer stands anywhere.

@@ -23,7 +23,7 @@ PLUGINS: Final = "windlass_"  # begins the names of modules that are files of us
 
 
 class Worker:
-    """What runs in a process of Ray's."""
+    """A runner in a process of Ray's."""
 
     def __init__(self) -> None:
         self._runner: Runner | None = None
@@ -157,7 +157,7 @@ class RayExecutor(Executor):
 
 
 def _told(error: RayTaskError) -> BaseException:
-    """What a worker raised, as if it had been raised here."""
+    """The error of a worker, as if it had been raised here."""
     cause = error.cause
     return cause if isinstance(cause, WindlassError | MemoryError | RuntimeError) else error
 

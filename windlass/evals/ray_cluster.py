@@ -107,11 +107,11 @@ class BatchQueue:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all has been sent."""
+        """True once all has been sent."""
         return not (self.texts or self.again or any(self._taken.values()))
 
     def next_of(self, worker: object) -> Batch | None:
-        """What `worker` runs next: what another died over, then more of its text, a new text, or of another's."""
+        """The next batch of `worker`: one that another died over, then of its text, of a new text, or of another's."""
         if self.again:
             return self.again.popleft()
         own = self._taken.get(worker)

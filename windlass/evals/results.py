@@ -125,7 +125,7 @@ class Header(_Line):
 
 
 class Measures(_Line):
-    """Of a text that was predicted: mean negative log-likelihood, and divergence from a full cache; nats per token."""
+    """Mean negative log-likelihood of a text that was predicted, and divergence from a full cache; nats per token."""
 
     nll: Real | None = None
     kl: Real | None = None
@@ -197,7 +197,7 @@ class Case(_Line):
 
     @property
     def identity(self) -> Identity:
-        """What tells it from every other case of its file."""
+        """The key that no two cases of a file share."""
         return (*(getattr(self, name) for name in IDENTITY), self.turn)
 
     @property
@@ -220,7 +220,7 @@ class Case(_Line):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What no two cases of a report share."""
+        """The key that no two cases of a report share."""
         question = (self.task, self.is_aware, self.length, self.sample, self.turn, self.depth, self.seed)
         return (self.label, self.asked, *question)
 

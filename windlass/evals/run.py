@@ -158,7 +158,7 @@ POOL = 8  # texts per row of a batch, among which those of one budget are found
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What the user asked for; `batch` is the most texts that are read side by side."""
+    """Options of the command; `batch` is the most texts that are read side by side."""
 
     model: str
     lists: ListOptions
@@ -221,7 +221,7 @@ class Runner(Executor):
         if options.threads is not None:
             torch.set_num_threads(options.threads)
         self.model, self.tokenizer = load(options.model, options.dtype, options.device, options.weights)
-        self._made: dict[tuple[str, int, int], SizedSample] = {}
+        self._made: dict[tuple[str, int, int, int], SizedSample] = {}
         self._pool: tuple[int, int] | None = None  # which texts those are
 
     @cached_property
@@ -281,7 +281,7 @@ class Runner(Executor):
         return [self._predicted(cell, text, cache) for cell, text in zip(batch, texts, strict=True)]
 
     def _shared(self, cell: Cell) -> tuple[object, ...]:
-        """What the cells of one batch have in common."""
+        """The key that the cells of one batch have in common."""
         fitted, settings = self._fitted(cell.spec), cell.settings
         budget = settings.budget.of(fitted.context_tokens)
         # A text without questions is read alone; and where layers share a budget, all rows of a cache decide on it.
@@ -311,10 +311,9 @@ class Runner(Executor):
         )
 
     def _fitted(self, spec: SampleSpec) -> SizedSample:
-        key = spec.label, spec.length, spec.number
-        if key not in self._made:
-            self._made[key] = fit(spec, self.tokenizer)
-        return self._made[key]
+        if spec.key not in self._made:
+            self._made[spec.key] = fit(spec, self.tokenizer)
+        return self._made[spec.key]
 
     def _check(self, settings: Settings, fitted: SizedSample, where: str) -> None:
         """Raises: UsageError, as the cache does, for a budget that it cannot have."""
@@ -333,7 +332,7 @@ def bytes_full(shapes: Sequence[LayerShape], tokens: int) -> int:
 
 
 def header_of(name: str, seed: int, model: PreTrainedModel) -> Header:
-    """What a file of results says of a run with this model, which was asked for by `name`."""
+    """The header of a run with this model, which was asked for by `name`."""
     return Header(
         windlass=version("windlass"),
         torch=version("torch"),
@@ -388,7 +387,7 @@ class Sweep:
 
     @property
     def cases(self) -> list[Case]:
-        """Those of the file that were asked for, in the order of the lists."""
+        """Cases of the file that were asked for, in the order of the lists."""
         wanted = [each for cell in self._cells for each in cell.identities]
         return [self._results.cases[each] for each in wanted if each in self._results.cases]
 

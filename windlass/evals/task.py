@@ -104,7 +104,7 @@ class Budget:
 
 
 def budget_of(flag: str, part: str) -> Budget:
-    """What `64`, `4x` or `all` asks for. Raises: UsageError, beginning with `flag`, for all else."""
+    """The budget that `64`, `4x` or `all` names. Raises: UsageError, beginning with `flag`, for all else."""
     if part == ALL:
         return Budget(part)
     if part.endswith("x"):
@@ -115,7 +115,7 @@ def budget_of(flag: str, part: str) -> Budget:
 
 
 def depth_of(part: str) -> float:
-    """What `0`, `0.25` or `1` asks for. Raises: UsageError, which begins with `--depth`, for all else."""
+    """The depth that `0`, `0.25` or `1` names. Raises: UsageError, which begins with `--depth`, for all else."""
     if not re.fullmatch(r"[01](\.[0-9]{1,6})?", part) or float(part) > 1:
         raise UsageError(f"--depth {part!r} is not a part of the text; write 0 for its start, 0.5 for its middle, 1")
     return float(part)

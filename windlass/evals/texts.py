@@ -52,7 +52,7 @@ class Filler(ABC):
     """Makes text in pieces; each brings the space or line end before it."""
 
     joint: str
-    """What a line that is hidden here has before it."""
+    """The text before a line that is hidden here."""
 
     @abstractmethod
     def pieces(self, draw: random.Random, count: int) -> list[str]:

@@ -51,7 +51,7 @@ STEPS = HEADROOM + 8  # of decode in a probe: more than records are kept of
 
 @dataclass(frozen=True)
 class LayerCost:
-    """What the slots of a layer take: `fixed` bytes, and `per_slot` for each; at most `most_tokens` are held."""
+    """Bytes of the slots of a layer: `fixed` ones, and `per_slot` for each; at most `most_tokens` are held."""
 
     fixed: int
     per_slot: int
@@ -76,7 +76,7 @@ class Records:
 
 
 def layer_bytes(shape: LayerShape, options: CacheOptions) -> LayerCost:
-    """What one layer of one text takes, by store, policy and merge rule.
+    """Bytes of one layer of one text, by store, policy and merge rule.
 
     Raises: UsageError where the store cannot hold such keys or values.
     """
@@ -94,7 +94,7 @@ def layer_bytes(shape: LayerShape, options: CacheOptions) -> LayerCost:
 
 
 def bytes_of(layers: Sequence[LayerCost], options: CacheOptions, budget: int, records: Records = Records()) -> float:
-    """What a cache of one text takes at rest, once it holds `budget` tokens a layer."""
+    """Bytes of a cache of one text at rest, once it holds `budget` tokens a layer."""
     return sum(layer.of(budget, options.rollback) for layer in layers) + records.of(budget)
 
 
@@ -219,7 +219,7 @@ class CandidateResult:
 
     @property
     def order(self) -> tuple[float, float, float]:
-        """What was tried on most texts comes first, then who found most, then who predicts best."""
+        """The key to sort by: most texts first, then most found, then the lowest nll."""
         nll = self.nll
         is_known = nll is not None and math.isfinite(nll)
         return -float(self.samples), -(self.share_found or 0.0), nll if nll is not None and is_known else math.inf
@@ -239,7 +239,7 @@ class CandidateResult:
 
 
 def ranked(settings: Sequence[Settings], cases: Sequence[Case], samples: int | None = None) -> list[CandidateResult]:
-    """Those of `settings` that have cases, the best first; only the first `samples` texts of each count."""
+    """Results of the `settings` that have cases, the best first; only the first `samples` texts of each count."""
     found = []
     counted = [case for case in cases if samples is None or case.sample < samples]
     for each in settings:
@@ -274,7 +274,7 @@ def sentence(results: Sequence[CandidateResult], full: CandidateResult | None, s
 
 
 def is_surely_better(one: CandidateResult, other: CandidateResult) -> bool:
-    """Whether a sign test tells that `one` finds more, or that it predicts better where both find the same."""
+    """True where a sign test tells that `one` finds more, or predicts better where both find the same."""
     wins, losses = compared(one.found, other.found)
     if wins != losses:
         return wins > losses and sign_test(wins, losses) < SURE
@@ -297,7 +297,7 @@ SHARES = (4, 2, 1)  # of the samples, after which half of the candidates leave
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(EvalOptions):
-    """What the user asked for: a cache of `size` bytes for texts like `text`; `length` None chooses by itself.
+    """Options of the command: a cache of `size` bytes for texts like `text`; `length` None chooses by itself.
 
     The options of the cache are lists to combine; an empty list of positions goes by the trained length.
     """
@@ -389,7 +389,7 @@ def candidates_of(grid: Grid) -> list[Settings]:
 
 
 def is_whole(grid: Grid) -> bool:
-    """Whether every candidate holds the whole text, so that there is nothing to choose."""
+    """True where every candidate holds the whole text, so that there is nothing to choose."""
     return all((each.budget.slots or 0) >= max(grid.lengths) for each in candidates_of(grid))
 
 

@@ -64,7 +64,7 @@ class ModePart:
 
     @property
     def has_overview(self) -> bool:
-        """Whether an overview says more than the tables of the tasks."""
+        """True where an overview says more than the tables of the tasks."""
         return sum(len(task.scores) for task in self.tasks) >= 2
 
     @property
@@ -204,7 +204,7 @@ SUFFIXES: Final = (".html", ".htm")
 
 @dataclass(frozen=True)
 class ReportFiles:
-    """What a report came to: `folder` holds `figures` PNG files, and is not there without any."""
+    """A report that was written: `folder` holds `figures` PNG files, and is not there without any."""
 
     page: Path
     folder: Path

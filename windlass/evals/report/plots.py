@@ -55,7 +55,7 @@ STYLE: Final[dict[Any, Any]] = {
 
 @dataclass(frozen=True)
 class Measure:
-    """What is drawn: its name with its unit, what a value is multiplied with, and whether it is a share."""
+    """A measure that is drawn: its name with its unit, the factor of a value, and whether it is a share."""
 
     name: str
     scale: float

@@ -48,7 +48,7 @@ class SettingRow:
 
     @property
     def is_full(self) -> bool:
-        """Whether this is what the others are compared with: nothing evicted, nothing else unusual."""
+        """True for the row that others are compared with: nothing evicted, nothing else unusual."""
         return self.label == FULL
 
 
@@ -215,7 +215,16 @@ def _row(cases: Sequence[Case], count: int, value: float, low: float | None, hig
     slots, share = fmean(case.slots_held for case in cases), fmean(case.share for case in cases)
     # The room that a full cache keeps free is not what others are measured by.
     share = 1.0 if cases[0].label == FULL else share
-    return SettingRow(*_setting(cases[0]), count, slots, share, value, low, high)
+    return SettingRow(
+        label=cases[0].label,
+        asked=cases[0].asked,
+        count=count,
+        slots=slots,
+        share=share,
+        value=value,
+        low=low,
+        high=high,
+    )
 
 
 def _mean_score(cases: Sequence[Case]) -> float:
@@ -227,7 +236,7 @@ def _setting(case: Case) -> tuple[str, str]:
 
 
 def text_of(case: Case) -> tuple[object, ...]:
-    """What cases on one text share: every turn asks for a needle at a depth of its own."""
+    """The text of a case: every turn asks for a needle at a depth of its own."""
     return case.seed, case.length, case.sample, case.depth if case.turn is None else None
 
 
@@ -241,7 +250,7 @@ def _bin(depth: float, bins: int) -> int:
 
 
 def _is_filled(cases: Sequence[Case], bins: int) -> bool:
-    """Whether every setting has a case in each of so many parts, at every length that it was run at."""
+    """True where every setting has a case in each of so many parts, at every length that it was run at."""
     groups = grouped(cases, lambda case: (*_setting(case), case.length))
     return all(len({_bin(_depth(case), bins) for case in each}) == bins for each in groups.values())
 
@@ -340,7 +349,7 @@ def _of_mode(cases: Sequence[Case]) -> str:
 
 
 def _standings(cases: Sequence[Case], value_of: Callable[[Case], float | None]) -> list[OverallScore]:
-    """Those of the settings that were run on all tasks and lengths of `cases`; the full cache first."""
+    """The settings that were run on all tasks and lengths of `cases`; the full cache first."""
     places = {_place(case) for case in cases}
     found = []
     for (label, asked), own in grouped(cases, _setting).items():

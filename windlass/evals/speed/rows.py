@@ -1,4 +1,4 @@
-"""What a benchmark measures: its rows, out of the lists that a user typed."""
+"""The rows of a benchmark, out of the lists that a user typed."""
 
 import itertools
 import statistics
@@ -38,7 +38,7 @@ class BenchSetup:
 
     @property
     def texts(self) -> dict[str, str]:
-        """What a list may vary, as a table has it: by `AXES`."""
+        """The settings that a list may vary, as a table has them: by `AXES`."""
         labels = self.labels()
         return {axis: ALL if labels[axis] is None else str(labels[axis]).removesuffix("()") for axis in AXES}
 
@@ -148,7 +148,7 @@ class Shape:
             return sum(each.numel() for each in AutoModelForCausalLM.from_config(self.config).parameters())
 
     def cached_layers(self, dtype: torch.dtype) -> list[LayerShape]:
-        """What the layers that attend hand to a cache."""
+        """The shapes of keys and values of the layers that attend."""
         config = self.config
         types = getattr(config, "layer_types", None) or ["full_attention"] * self.layers
         heads, latent = config.num_attention_heads, getattr(config, "kv_lora_rank", None) or 0

@@ -53,7 +53,7 @@ ABOVE = replace(  # what the shipped model was trained on
 
 @dataclass(frozen=True)
 class Needle:
-    """What is hidden under one key; `depth` is None for several values."""
+    """Values hidden under one key; `depth` is None for several values."""
 
     key: str
     values: tuple[str, ...]
