@@ -136,7 +136,9 @@ def budget_within(layers: Sequence[LayerCost], options: CacheOptions, size: int,
             f"{least} tokens a layer, the fewest, take {in_units(round(smallest))}; raise --bytes"
         )
     budgets = range(least, MAX_NUMBER + 1)
-    return budgets[bisect_right(budgets, size, key=lambda budget: bytes_of(layers, options, budget, records)) - 1]
+    return budgets[
+        bisect_right(budgets, float(size), key=lambda budget: bytes_of(layers, options, budget, records)) - 1
+    ]
 
 
 DEFAULT_LENGTH = 2048  # tokens of a sample, or twice the smallest budget
