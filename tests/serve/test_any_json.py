@@ -9,8 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.helpers.serving import ScriptedService, Served, ask, chat, complete, says, serving
-from windlass.serve.errors import CacheChoices, RequestLimits
-from windlass.serve.schema import table
+from windlass.serve.errors import RequestLimits
+from windlass.serve.items import ResponsesRequest
+from windlass.serve.schema import Body, ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 LIMITS = RequestLimits(characters=5000, texts=6)
@@ -27,7 +28,14 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=9), inner, max_size=4),
     max_leaves=8,
 )
-FIELDS = {route: sorted(fields) for route, fields in table(LIMITS, CacheChoices()).items()}
+BODIES: dict[str, type[Body]] = {
+    CHAT: ChatRequest,
+    COMPLETIONS: CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/tokenize": TokenizeRequest,
+    "/detokenize": DetokenizeRequest,
+}
+FIELDS = {route: sorted(body.model_fields) for route, body in BODIES.items()}
 GOOD: dict[str, dict[str, Any]] = {
     CHAT: chat(),
     COMPLETIONS: complete(),

@@ -22,7 +22,7 @@ from windlass.core.parse import SYSTEM, parse_bytes
 if TYPE_CHECKING:
     from windlass.serve.run import ServeOptions
 
-NEEDED: Final = ("starlette", "uvicorn", "llguidance", "prometheus_client")
+NEEDED: Final = ("fastapi", "uvicorn", "llguidance", "prometheus_client")
 BUDGET: Final = 1024
 
 Rows = Annotated[int, Option("--rows", min=1, max=1024, envvar="WINDLASS_ROWS", help="Texts that are served at once.")]

@@ -1,42 +1,50 @@
-"""The application: routes, and what stands before them."""
+"""The FastAPI application: the routes of one model, and the middleware before them."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
-from typing import Any, Final, TypeVar
+from importlib.metadata import version
+from typing import Annotated, Any, Final, TypeVar
 
 from anyio import CapacityLimiter, to_thread
+from fastapi import FastAPI, Query, Response
+from fastapi import Request as HttpRequest
+from fastapi.exceptions import RequestValidationError
+from fastapi.routing import APIRoute
+from starlette.exceptions import HTTPException as RouterException
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request as HttpRequest
-from starlette.responses import Response
+from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from windlass.engine.prefix_cache import EntrySelector
 from windlass.engine.request import Grammar, owner_of
 from windlass.engine.scheduler import Service
 from windlass.serve.chat import AnswerDocuments, AnswerHeader, ChatDocuments, CompletionDocuments, PartialText
-from windlass.serve.errors import ApiError, BadField, JsonAnswer, ServerSettings, from_json, name_of, short, stopping
+from windlass.serve.errors import ApiError, BadField, JsonAnswer, ServerSettings, from_json, of_validation, stopping
 from windlass.serve.grammar import Grammars
+from windlass.serve.items import ResponsesRequest
 from windlass.serve.metrics import Metrics, model_document
 from windlass.serve.middleware import TENANT, Authentication, BodyLimit, RequestLog
-from windlass.serve.neutral import left_out
 from windlass.serve.parsers import CallReader, ThoughtReader, schema_of
-from windlass.serve.prompts import Chunk, Prompt, PromptTokenizer
-from windlass.serve.requests import LEGACY_MAX_TOKENS, GenerationRequest, asked_of
-from windlass.serve.responses import ResponseDocuments, as_chat
-from windlass.serve.schema import checked, table
+from windlass.serve.prompts import Chunk, Prompt, PromptTokenizer, check_conversation, conversation
+from windlass.serve.requests import LEGACY_MAX_TOKENS, GenerationRequest, RequestBuilder
+from windlass.serve.responses import ResponseDocuments
+from windlass.serve.schema import (
+    CacheQuery,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    SchemaFormat,
+    TokenizeRequest,
+)
 from windlass.serve.stream import AnswerStream, EventStream, Gate, Tickets, unless_gone
 from windlass.view.server import ViewApp
 
 Value = TypeVar("Value")
-CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
-RESPONSES: Final = "/v1/responses"
-MODELS, CACHE = "/v1/models/", "/v1/cache/"  # begin the paths of one model, and of one cache that is kept
 THINKING: Final = "enable_thinking"  # the variable of templates whose models may think
-LEFT_OUT: Final = "left out"  # beside the fields of a request: see `left_out`
 THREADS: Final = 4  # that tokenize and compile, at most
 JSON_TYPE: Final = "application/json"
+METHODS: Final = ("GET", "POST", "DELETE")
 
 
 class Server:
@@ -45,203 +53,189 @@ class Server:
     def __init__(self, service: Service, words: PromptTokenizer, settings: ServerSettings) -> None:
         self.service, self.words, self.settings = service, words, settings
         self.gate, self.metrics = Gate(), Metrics(service)
-        self._tables = table(settings.request, settings.cache)
         self._grammars = Grammars(words, settings.request.grammar_bytes, settings.request.grammar_depth)
+        self._builder = RequestBuilder(service, words, settings.request.texts)
         self._threads = CapacityLimiter(THREADS)
 
-    async def chat(self, http: HttpRequest) -> ASGIApp:
-        given = await self._given(http, CHAT, ["messages"])
-        asked = await self._beside(partial(self._asked_of_chat, given, http.scope[TENANT]))
-        texts = [self._written(given, asked) for _ in asked.requests]
-        return await self._answer(http, asked, ChatDocuments(self._head(asked, given)), texts)
+    async def chat(self, http: HttpRequest, body: ChatRequest) -> Response:
+        """Answer a conversation."""
+        self._check_model(body.model)
 
-    async def complete(self, http: HttpRequest) -> ASGIApp:
-        given = await self._given(http, COMPLETIONS, ["prompt"])
-        asked = await self._beside(partial(self._asked_of_completion, given, http.scope[TENANT]))
-        texts = await self._beside(partial(self._echoing, given, asked))
-        return await self._answer(http, asked, CompletionDocuments(self._head(asked, given)), texts)
+        def built() -> GenerationRequest:
+            return self._built_chat(body, "messages", conversation(body.messages), http.scope[TENANT])
 
-    async def respond(self, http: HttpRequest) -> ASGIApp:
-        given = await self._given(http, RESPONSES, ["input"])
-        chat = as_chat(given)
-        asked = await self._beside(partial(self._asked_of_chat, chat, http.scope[TENANT]))
-        return await self._answer(
-            http, asked, ResponseDocuments(self._head(asked, given), given), [self._written(chat, asked)]
-        )
+        asked = await self._beside(built)
+        texts = [self._partial(body, asked) for _ in asked.requests]
+        return await self._answer(http, asked, ChatDocuments(self._head(asked, body.left_out)), texts)
 
-    async def tokenize(self, http: HttpRequest) -> ASGIApp:
-        given = await self._given(http, "/tokenize", [])
-        if ("prompt" in given) == ("messages" in given):
+    async def complete(self, http: HttpRequest, body: CompletionRequest) -> Response:
+        """Go on with a text."""
+        self._check_model(body.model)
+        asked = await self._beside(partial(self._built_completion, body, http.scope[TENANT]))
+        texts = await self._beside(partial(self._echoing, body, asked))
+        return await self._answer(http, asked, CompletionDocuments(self._head(asked)), texts)
+
+    async def respond(self, http: HttpRequest, body: ResponsesRequest) -> Response:
+        """Answer a conversation as OpenAI's Responses API does; nothing is stored."""
+        self._check_model(body.model)
+        chat = body.as_chat()
+        asked = await self._beside(lambda: self._built_chat(chat, "input", body.messages, http.scope[TENANT]))
+        form = ResponseDocuments(self._head(asked, body.left_out), body)
+        return await self._answer(http, asked, form, [self._partial(chat, asked)])
+
+    async def tokenize(self, body: TokenizeRequest) -> Response:
+        """The token ids of a text, or of a conversation."""
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
             raise BadField("prompt", "or messages: give one of them", "missing_required_parameter")
-        if "chat_template_kwargs" in given and "messages" not in given:
+        if body.messages is not None:
+            messages = conversation(body.messages)
+            check_conversation("messages", messages, self.settings.request.characters)
+            variables = body.chat_template_kwargs or {}
+            tokens = (await self._beside(partial(self.words.chat, messages, (), variables))).ids
+        elif body.chat_template_kwargs is not None:
             raise BadField("chat_template_kwargs", "needs messages")
-        if "messages" in given:
-            tokens = (await self._beside(partial(self._chat, given))).ids
         else:
-            has_special = given.get("add_special_tokens", True)
-            tokens = await self._beside(partial(self.words.encoded, given["prompt"], has_special))
-        return JsonAnswer({"tokens": list(tokens), "count": len(tokens)})
+            tokens = await self._beside(partial(self.words.encoded, body.prompt or "", body.add_special_tokens))
+        return JsonAnswer({"tokens": [*tokens], "count": len(tokens)})
 
-    async def detokenize(self, http: HttpRequest) -> ASGIApp:
-        given = await self._given(http, "/detokenize", ["tokens"])
-        return JsonAnswer({"prompt": await self._beside(partial(self.words.decoded, given["tokens"]))})
+    async def detokenize(self, body: DetokenizeRequest) -> Response:
+        """The text of token ids."""
+        self._check_model(body.model)
+        return JsonAnswer({"prompt": await self._beside(partial(self.words.decoded, body.tokens))})
 
-    async def models(self, http: HttpRequest) -> ASGIApp:
+    async def models(self) -> Response:
+        """The only model, as a list."""
         return JsonAnswer({"object": "list", "data": [self._model]})
 
-    async def model(self, http: HttpRequest) -> ASGIApp:
-        if http.scope["path"].removeprefix(MODELS) != self.settings.name:
-            raise self._other_model()
+    async def model(self, name: str) -> Response:
+        """The model of this name."""
+        self._check_model(name)
         return JsonAnswer(self._model)
 
     @property
     def _model(self) -> dict[str, Any]:
         return model_document(self.settings.name, self.settings.facts, self.service, self.words.vocabulary)
 
-    def _other_model(self) -> ApiError:
-        return ApiError(404, f"this server has the model {self.settings.name} only", "model", "model_not_found")
+    def _check_model(self, name: str | None) -> None:
+        if name not in (None, self.settings.name):
+            told = f"this server has the model {self.settings.name} only"
+            raise ApiError(404, told, "model", "model_not_found")
 
-    async def health(self, http: HttpRequest) -> ASGIApp:
+    async def health(self) -> Response:
+        """Whether the engine runs; needs no key."""
         self._check_alive()
         return JsonAnswer({"status": "ok"})
 
-    async def ready(self, http: HttpRequest) -> ASGIApp:
+    async def ready(self) -> Response:
+        """Whether requests are taken."""
         self._check_alive()
         if not self.gate.is_open:
             raise stopping()
         return JsonAnswer({"status": "ready"})
 
-    async def show_metrics(self, http: HttpRequest) -> ASGIApp:
+    async def show_metrics(self) -> Response:
+        """Counters for Prometheus."""
         return Response(self.metrics.page(), media_type=self.metrics.content_type)
 
-    async def cache(self, http: HttpRequest) -> ASGIApp:
-        status, wanted = self.service.status(), self._wanted(http)
+    async def cache(self, http: HttpRequest, query: Annotated[CacheQuery, Query()]) -> Response:
+        """The state of the cache, and the cached prefixes of this API key."""
+        status, wanted = self.service.status(), EntrySelector(owner_of(http.scope[TENANT]), query.name)
         told = {name: value for name, value in vars(status).items() if name != "rows"}
         rows = [vars(row) for row in status.rows]
         stored = [vars(each) for each in await self._beside(partial(self.service.stored, wanted))]
         return JsonAnswer({"options": self.service.options.labels(), "rows": rows, **told, "stored": stored})
 
-    async def forget(self, http: HttpRequest) -> ASGIApp:
-        return await self._forgotten(self._wanted(http))
+    async def forget(self, http: HttpRequest, query: Annotated[CacheQuery, Query()]) -> Response:
+        """Delete all cached prefixes of this API key, or those of a name."""
+        return await self._forgotten(EntrySelector(owner_of(http.scope[TENANT]), query.name))
 
-    async def forget_one(self, http: HttpRequest) -> ASGIApp:
-        number = http.scope["path"].removeprefix(CACHE).rstrip("/")
-        wanted = replace(self._wanted(http), id=number)
-        if not await self._beside(partial(self.service.stored, wanted)):
+    async def forget_one(self, http: HttpRequest, number: str, query: Annotated[CacheQuery, Query()]) -> Response:
+        """Delete one cached prefix of this API key."""
+        wanted = EntrySelector(owner_of(http.scope[TENANT]), query.name, number.rstrip("/"))
+        if not wanted.id or not await self._beside(partial(self.service.stored, wanted)):
             raise ApiError(404, "nothing that is kept for you has this id; GET /v1/cache lists all", None, "not_found")
         return await self._forgotten(wanted)
 
-    async def _forgotten(self, wanted: EntrySelector) -> ASGIApp:
+    async def _forgotten(self, wanted: EntrySelector) -> Response:
         gone = await self._beside(partial(self.service.forget, wanted))
         deleted, size = [each.id for each in gone], sum(each.bytes for each in gone)
         return JsonAnswer({"object": "cache.deleted", "deleted": deleted, "bytes": size})
-
-    def _wanted(self, http: HttpRequest) -> EntrySelector:
-        """What is kept for whoever asks, or of it what has the name that is asked for."""
-        given = dict(http.query_params)
-        for field in given:
-            if field != "name":
-                raise BadField(short(field), "is not supported by this route; name is", "unsupported_parameter")
-        name = name_of(self.settings.cache.name)("name", given["name"]) if given else None
-        return EntrySelector(owner_of(http.scope[TENANT]), name)
 
     def _check_alive(self) -> None:
         if not self.service.status().is_alive:
             raise ApiError(503, "the engine has stopped; restart the server", None, "engine_dead")
 
-    async def _given(self, http: HttpRequest, route: str, needed: Collection[str]) -> dict[str, Any]:
-        """The fields of a request. Raises: ApiError for what is no JSON, no field of the route, or another model."""
-        if http.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
-            raise ApiError(415, f"send the body with the header Content-Type: {JSON_TYPE}", None, "bad_content_type")
-        seconds = self.settings.request.body_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                body = await http.body()
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {seconds:g} s", None, "body_timeout") from None
-        try:
-            document = await self._beside(partial(from_json, body))
-        except ValueError as error:
-            raise ApiError(400, f"the body is no JSON: {error}", None, "invalid_json") from error
-        given = await self._beside(partial(checked, self._tables[route], document, needed))
-        given[LEFT_OUT] = left_out(document)
-        if given.get("model", self.settings.name) != self.settings.name:
-            raise self._other_model()
-        return given
-
-    def _asked_of_chat(self, given: dict[str, Any], tenant: str) -> GenerationRequest:
-        tools, choice = given.get("tools", []), given.get("tool_choice", "auto" if "tools" in given else "none")
-        if choice not in ("none", "auto") and not tools:
+    def _built_chat(
+        self, body: ChatRequest, field: str, messages: list[dict[str, Any]], tenant: str
+    ) -> GenerationRequest:
+        """The requests of a chat; `field` is the one that its messages came in."""
+        check_conversation(field, messages, self.settings.request.characters)
+        tools, choice = body.function_tools, body.choice
+        is_demanded = choice not in ("none", "auto")
+        if is_demanded and not tools:
             raise BadField("tool_choice", "needs tools")
-        prompt = self._chat(given, [] if choice == "none" else tools)
-        form = given.get("response_format", {"type": "text"})
+        prompt = self.words.chat(messages, [] if choice == "none" else tools, self._variables(body))
         grammars: Sequence[Grammar] = ()
-        if choice not in ("none", "auto"):
-            if form["type"] != "text":
+        if is_demanded:
+            if body.response_format.type != "text":
                 raise BadField("response_format", "and a tool_choice that demands a call exclude each other")
-            grammars = self._grammars.of("tools", schema_of(tools, choice), given.get("n", 1))
-        elif form["type"] == "json_schema":
+            grammars = self._grammars.of("tools", schema_of(tools, choice), body.n)
+        elif isinstance(body.response_format, SchemaFormat):
             name = "response_format.json_schema.schema"
-            grammars = self._grammars.of(name, form["json_schema"]["schema"], given.get("n", 1))
-        elif form["type"] == "json_object":
-            grammars = self._grammars.of("response_format", {"type": "object"}, given.get("n", 1))
-        return self._asked(given, [prompt], grammars, self.service.limits.max_tokens, tenant)
+            grammars = self._grammars.of(name, body.response_format.json_schema.schema_, body.n)
+        elif body.response_format.type == "json_object":
+            grammars = self._grammars.of("response_format", {"type": "object"}, body.n)
+        return self._builder.built(body, [prompt], grammars, self.service.limits.max_tokens, tenant)
 
-    def _written(self, chat: dict[str, Any], asked: GenerationRequest) -> PartialText:
+    def _variables(self, body: ChatRequest) -> dict[str, Any]:
+        if body.reasoning_effort == "none" and self.words.reads(THINKING):
+            return {THINKING: False, **body.chat_template_kwargs}
+        return body.chat_template_kwargs
+
+    def _partial(self, body: ChatRequest, asked: GenerationRequest) -> PartialText:
         """What reads a text of a chat: its thought, if its model thinks, and calls of the tools that it was given."""
-        names, choice = [tool["function"]["name"] for tool in chat.get("tools", [])], chat.get("tool_choice", "auto")
-        calls = CallReader(names, choice != "auto") if names and choice != "none" else None
+        names = [tool["function"]["name"] for tool in body.function_tools]
+        calls = CallReader(names, body.choice != "auto") if names and body.choice != "none" else None
         begun = asked.has_begun_thought
         return PartialText(calls, thoughts=None if begun is None else ThoughtReader(begun))
 
-    def _chat(self, given: dict[str, Any], tools: Sequence[dict[str, Any]] = ()) -> Prompt:
-        variables, effort = given.get("chat_template_kwargs", {}), given.get("reasoning", {}).get("effort")
-        if given.get("reasoning_effort", effort) == "none" and self.words.reads(THINKING):
-            variables = {THINKING: False, **variables}
-        return self.words.chat(given["messages"], tools, variables)
-
-    def _asked_of_completion(self, given: dict[str, Any], tenant: str) -> GenerationRequest:
-        chunks = [Chunk(each) for each in given.get("chunks", {}).get("texts", ())]
-        written = sum(len(each) for each in given["prompt"]) + sum(len(chunk.text) for chunk in chunks)
-        if written > self.settings.request.characters:
+    def _built_completion(self, body: CompletionRequest, tenant: str) -> GenerationRequest:
+        chunks = [Chunk(each) for each in body.chunks.texts] if body.chunks is not None else []
+        size = sum(map(len, body.prompts)) + sum(len(chunk.text) for chunk in chunks) + len(body.suffix)
+        if size > self.settings.request.characters:
             most = self.settings.request.characters
-            raise BadField("prompt", f"must have at most {most} characters in all, got {written}")
-        prompts = [
-            Prompt(self.words.encoded(each) if isinstance(each, str) else tuple(each)) for each in given["prompt"]
-        ]
-        if given.get("suffix"):
-            prompts = [Prompt(self.words.around(each.ids, given["suffix"])) for each in prompts]
+            raise BadField("prompt", f"must have at most {most} characters in all, got {size}")
+        prompts = [Prompt(self.words.encoded(each) if isinstance(each, str) else tuple(each)) for each in body.prompts]
+        if body.suffix:
+            prompts = [Prompt(self.words.around(each.ids, body.suffix)) for each in prompts]
         if chunks:
             prompts = [self.words.behind(chunks, each) for each in prompts]
-        return self._asked(given, prompts, (), LEGACY_MAX_TOKENS, tenant)
+        return self._builder.built(body, prompts, (), LEGACY_MAX_TOKENS, tenant)
 
-    def _echoing(self, given: dict[str, Any], asked: GenerationRequest) -> list[PartialText]:
+    def _echoing(self, body: CompletionRequest, asked: GenerationRequest) -> list[PartialText]:
         """What reads the texts of completions, which begin with their prompts where that is asked for."""
-        if not given.get("echo"):
+        if not body.echo:
             return [PartialText() for _ in asked.requests]
-        texts = [each if isinstance(each, str) else None for each in given["prompt"]]
+        texts = [each if isinstance(each, str) else None for each in body.prompts]
         prompts = [each.prompt for each in asked.requests[:: asked.choices]]
         echoes = [self.words.echo(text, prompt) for text, prompt in zip(texts, prompts, strict=True)]
         return [PartialText(echo=each) for each in echoes for _ in range(asked.choices)]
 
-    def _asked(
-        self,
-        given: dict[str, Any],
-        prompts: Sequence[Prompt],
-        grammars: Sequence[Grammar],
-        default_tokens: int,
-        tenant: str,
-    ) -> GenerationRequest:
-        most = self.settings.request.texts
-        return asked_of(given, prompts, grammars, self.service, self.words, default_tokens, tenant, most)
-
-    def _head(self, asked: GenerationRequest, given: dict[str, Any]) -> AnswerHeader:
-        name, labels, notes = self.settings.name, asked.options.labels(), given[LEFT_OUT]
-        return AnswerHeader(self.words, name, labels, asked.choices, asked.top_logprobs, asked.has_usage, notes)
+    def _head(self, asked: GenerationRequest, left_out: Sequence[str] = ()) -> AnswerHeader:
+        return AnswerHeader(
+            words=self.words,
+            model=self.settings.name,
+            options=asked.options.labels(),
+            choices=asked.choices,
+            top_logprobs=asked.top_logprobs,
+            has_usage=asked.has_usage,
+            left_out=tuple(left_out),
+        )
 
     async def _answer(
         self, http: HttpRequest, asked: GenerationRequest, form: AnswerDocuments, texts: list[PartialText]
-    ) -> ASGIApp:
+    ) -> Response:
         """Hand the texts to the engine, and answer. Once nobody waits for them, the engine is told to leave them."""
         tickets = Tickets(self.service, self.gate)
         tickets.submit(asked.requests)
@@ -258,64 +252,123 @@ class Server:
         return await to_thread.run_sync(work, limiter=self._threads)
 
 
-METHODS: Final = ("GET", "POST", "DELETE")
-Answer = Callable[[HttpRequest], Awaitable[ASGIApp]]
+class JsonRequest(HttpRequest):
+    """A request whose body is JSON, in the strict sense, and comes in time."""
+
+    async def body(self) -> bytes:
+        """Raises: ApiError for a body of another type, and one that does not come in time."""
+        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+            raise ApiError(415, f"send the body with the header Content-Type: {JSON_TYPE}", None, "bad_content_type")
+        seconds = self.app.state.settings.request.body_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                return await super().body()
+        except TimeoutError:
+            raise ApiError(408, f"the body did not come within {seconds:g} s", None, "body_timeout") from None
+
+    async def json(self) -> Any:
+        """The document. Raises: ApiError for what is no JSON."""
+        try:
+            return await to_thread.run_sync(from_json, await self.body())
+        except ValueError as error:
+            raise ApiError(400, f"the body is no JSON: {error}", None, "invalid_json") from error
 
 
-class Routes:
-    """Each path with its methods, and the paths of a page. `below` has those that go on with a name: `/v1/models/` and
-    what stands behind it. Errors are for whoever stands before it: Starlette's own application would answer some of
-    them in its own way."""
+class JsonRoute(APIRoute):
+    """A route that reads a `JsonRequest`."""
 
-    def __init__(
-        self,
-        at: Mapping[str, Mapping[str, Answer]],
-        below: Mapping[str, Mapping[str, Answer]],
-        page: ViewApp | None,
-    ) -> None:
-        self._at, self._below, self._page = at, below, page
+    def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
+        handle = super().get_route_handler()
 
-    def name_of(self, path: str) -> str:
-        """What a path is counted under."""
-        return next((each for each in (path, self._start(path)) if each in self._at or each in self._below), "other")
+        async def handled(http: HttpRequest) -> Response:
+            return await handle(JsonRequest(http.scope, http.receive))
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        path = scope["path"]
-        if self._page is not None and scope["type"] == "http" and self._page.has(path):
-            await self._page(scope, receive, send)
-            return
-        answers = self._at.get(path) or self._below.get(self._start(path))
-        if scope["type"] != "http" or answers is None:
-            raise ApiError(404, f"there is no such route; there are {', '.join(self._at)}", None, "unknown_route")
-        if scope["method"] not in answers:
-            raise ApiError(405, f"{self.name_of(path)} takes {' and '.join(answers)} only", None, "wrong_method")
-        await (await answers[scope["method"]](HttpRequest(scope, receive)))(scope, receive, send)
+        return handled
 
-    def _start(self, path: str) -> str:
-        """The part of a path before a name, if it has one."""
-        return next((each for each in self._below if len(path) > len(each) and path.startswith(each)), "")
+
+class PageRoute(BaseRoute):
+    """The files of the page that shows caches."""
+
+    def __init__(self, page: ViewApp) -> None:
+        self._page = page
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        return (Match.FULL if scope["type"] == "http" and self._page.has(scope["path"]) else Match.NONE), {}
+
+    async def handle(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._page(scope, receive, send)
+
+
+def routes_of(app: FastAPI, path: str) -> list[APIRoute]:
+    """The routes of a path, one for each method."""
+    return [route for route in app.routes if isinstance(route, APIRoute) and route.path_regex.match(path)]
+
+
+async def invalid(http: HttpRequest, error: Exception) -> Response:
+    """Answer for fields that a model refuses, in OpenAI's shape."""
+    assert isinstance(error, RequestValidationError)
+    errors = error.errors()
+    is_query = errors[0]["loc"][0] == "query"
+    return of_validation(errors, dict(http.query_params) if is_query else error.body).answer()
+
+
+async def refused(http: HttpRequest, error: Exception) -> Response:
+    """Answer for a request that a route, or the router, refuses."""
+    if isinstance(error, ApiError):
+        return error.answer()
+    assert isinstance(error, RouterException)
+    path = http.scope["path"]
+    if error.status_code == 404:
+        known = dict.fromkeys(route.path for route in http.app.routes if isinstance(route, APIRoute))
+        return ApiError(404, f"there is no such route; there are {', '.join(known)}", None, "unknown_route").answer()
+    if error.status_code == 405:
+        methods = [method for route in routes_of(http.app, path) for method in sorted(route.methods or ())]
+        return ApiError(405, f"{path} takes {' and '.join(methods) or 'GET'} only", None, "wrong_method").answer()
+    return ApiError(error.status_code, str(error.detail)).answer()
 
 
 def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
     """The application, with the `page` that shows caches, if any; an exception of any kind ends in `RequestLog`."""
-    at: dict[str, dict[str, Answer]] = {
-        "/v1/models": {"GET": server.models},
-        "/v1/cache": {"GET": server.cache, "DELETE": server.forget},
-        "/health": {"GET": server.health},
-        "/ready": {"GET": server.ready},
-        "/metrics": {"GET": server.show_metrics},
-        "/v1/chat/completions": {"POST": server.chat},
-        "/v1/completions": {"POST": server.complete},
-        "/v1/responses": {"POST": server.respond},
-        "/tokenize": {"POST": server.tokenize},
-        "/detokenize": {"POST": server.detokenize},
-    }
-    below: dict[str, dict[str, Answer]] = {MODELS: {"GET": server.model}, CACHE: {"DELETE": server.forget_one}}
-    settings, routes = server.settings, Routes(at, below, page)
-    is_public = ViewApp.is_public if page is not None else _none
-    limited = BodyLimit(routes, settings.request.body_bytes)
-    guarded = Authentication(limited, settings.keys, settings.hosts, is_public, settings.salt)
-    return with_origins(RequestLog(guarded, server.metrics, routes.name_of), settings.origins)
+    app = FastAPI(
+        title="Windlass",
+        summary="A fixed-size KV cache for Hugging Face decoders, over OpenAI's API.",
+        version=version("windlass"),
+        redoc_url=None,
+        redirect_slashes=False,
+        exception_handlers={RequestValidationError: invalid, RouterException: refused},
+    )
+    app.state.settings = server.settings
+    app.router.route_class = JsonRoute
+    if page is not None:
+        app.router.routes.insert(0, PageRoute(page))
+    app.get("/v1/models")(server.models)
+    app.get("/v1/models/{name:path}")(server.model)
+    app.get("/v1/cache")(server.cache)
+    app.delete("/v1/cache")(server.forget)
+    app.delete("/v1/cache/{number:path}")(server.forget_one)
+    app.get("/health")(server.health)
+    app.get("/ready")(server.ready)
+    app.get("/metrics")(server.show_metrics)
+    app.post("/v1/chat/completions")(server.chat)
+    app.post("/v1/completions")(server.complete)
+    app.post("/v1/responses")(server.respond)
+    app.post("/tokenize")(server.tokenize)
+    app.post("/detokenize")(server.detokenize)
+
+    def label_of(path: str) -> str:
+        return next((route.path.partition("{")[0] for route in routes_of(app, path)), "other")
+
+    settings = server.settings
+    app.add_middleware(BodyLimit, most=settings.request.body_bytes)
+    app.add_middleware(
+        Authentication,
+        keys=settings.keys,
+        hosts=settings.hosts,
+        is_public=ViewApp.is_public if page is not None else _none,
+        salt=settings.salt,
+    )
+    app.add_middleware(RequestLog, metrics=server.metrics, route_of=label_of)
+    return with_origins(app, settings.origins)
 
 
 def with_origins(app: ASGIApp, origins: Sequence[str]) -> ASGIApp:

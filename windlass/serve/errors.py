@@ -1,20 +1,16 @@
-"""Errors as a client of OpenAI's API sees them, JSON on the wire, and checks of fields."""
+"""Errors as a client of OpenAI's API sees them, JSON on the wire, and the settings of a server."""
 
 import json
-import math
-from collections.abc import Callable, Collection, Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
-from starlette.responses import Response
+from fastapi import HTTPException, Response
 
 from windlass.core.errors import UsageError, shown
-from windlass.core.parse import AUTO
 from windlass.engine.request import EngineDeadError, Failure, QueueFullError
-from windlass.policies import NAMES
-from windlass.positions.modes import MODES
 from windlass.serve.metrics import ModelFacts
-from windlass.stores.formats import STORES
 
 DONE: Final = b"data: [DONE]\n\n"
 MOST_DEPTH: Final = 64
@@ -82,7 +78,11 @@ INVALID: Final = "invalid_request_error"
 KINDS: Final = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
-class ApiError(Exception):
+MISSING: Final = "missing_required_parameter"
+UNSUPPORTED: Final = "unsupported_parameter"
+
+
+class ApiError(HTTPException):
     """A request that is answered with `status`. `param`: the field that is to blame; `code`: for programs.
 
     `retry_after`: seconds after which another try may succeed.
@@ -96,7 +96,7 @@ class ApiError(Exception):
         code: str | None = None,
         retry_after: float | None = None,
     ) -> None:
-        super().__init__(message)
+        super().__init__(status, message)
         self.status, self.message, self.param, self.code = status, message, param, code
         self.retry_after = retry_after
 
@@ -118,6 +118,79 @@ class BadField(ApiError):
 
     def __init__(self, name: str, problem: str, code: str = "invalid_value") -> None:
         super().__init__(400, f"{name} {problem}", name, code)
+
+
+def of_validation(errors: Sequence[Mapping[str, Any]], document: Any) -> ApiError:
+    """The one error, among all that pydantic found in `document`, that a client is told: an unknown field before a
+    missing one, and that before a wrong value."""
+    found = sorted((_FieldError.of(each, document) for each in errors), key=lambda each: each.rank)
+    first = found[0]
+    if not first.name:
+        return ApiError(400, f"the body must be a JSON object, got {shown(document)}", None, "invalid_body")
+    # A value that fits none of several types has an error of each.
+    problems = dict.fromkeys(each.problem for each in found if (each.name, each.rank) == (first.name, first.rank))
+    told = " or ".join([first.problem, *(each.removeprefix("must be ") for each in problems if each != first.problem)])
+    got = f", got {shown(first.value)}" if told.startswith("must ") else ""
+    return BadField(first.name, told + got, first.code)
+
+
+NO_OBJECT: Final = ("dict_type", "model_type", "model_attributes_type")
+ABSENT: Final = ("missing", "union_tag_not_found")
+UNKNOWN: Final = "extra_forbidden"
+
+
+@dataclass(frozen=True)
+class _FieldError:
+    """What pydantic says of one field; the lowest `rank` is told."""
+
+    name: str
+    problem: str
+    code: str
+    rank: tuple[int, int]
+    value: Any
+
+    @classmethod
+    def of(cls, error: Mapping[str, Any], document: Any) -> "_FieldError":
+        kind, context = error["type"], error.get("ctx", {})
+        path = _path(error["loc"][1:], document, is_missing=kind == "missing")
+        if field := context.get("discriminator", context.get("field")):
+            path.append(field.strip("'"))
+        if kind == UNKNOWN:
+            told = "is not supported by this server; leave it out", UNSUPPORTED, 0
+            if len(path) > 1:
+                told = "is not supported; leave it out", "unknown_parameter", 3
+        elif kind in ABSENT:
+            told = "is missing", MISSING, 2
+        elif kind == UNSUPPORTED:
+            told = error["msg"], UNSUPPORTED, 1
+        else:
+            told = _problem(kind, error["msg"], context), "invalid_value", 4
+        problem, code, rank = told
+        depth = len(path) if rank == 4 else 0
+        name = ".".join(short(str(each)) for each in path)
+        return cls(name=name, problem=problem, code=code, rank=(rank, -depth), value=error.get("input"))
+
+
+def _path(loc: Sequence[int | str], document: Any, is_missing: bool) -> list[int | str]:
+    """The names and numbers in `loc` that lead to a value of `document`; the others name types of pydantic."""
+    path = list[int | str]()
+    for each in loc:
+        is_inside = each in document if isinstance(document, dict) else False
+        if isinstance(document, list) and isinstance(each, int):
+            is_inside = each < len(document)
+        if is_inside:
+            path.append(each)
+            document = document[each]
+    return [*path, loc[-1]] if is_missing and loc else path
+
+
+def _problem(kind: str, message: str, context: Mapping[str, Any]) -> str:
+    """Pydantic's message, which begins with the kind of its input, as it follows a name."""
+    if kind in NO_OBJECT:
+        return "must be an object"
+    if kind == "union_tag_invalid":
+        return f"must be one of {context['expected_tags']}"
+    return re.sub(r"^\w+ should ", "must ", message)
 
 
 def of_usage(error: UsageError, param: str | None = None) -> ApiError:
@@ -152,115 +225,6 @@ def stopping() -> ApiError:
     return ApiError(503, "the server is about to end and takes no more requests", None, "stopping", 5.0)
 
 
-Check = Callable[[str, Any], Any]
-
-
-def whole(least: int, most: int) -> Check:
-    """A whole number in a range; `true` and 4.0 are none."""
-
-    def check(name: str, value: Any) -> int:
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise BadField(name, f"must be a whole number from {least} to {most}, got {shown(value)}")
-        if not least <= value <= most:
-            raise BadField(name, f"must be from {least} to {most}, got {shown(value)}")
-        return value
-
-    return check
-
-
-def real(least: float, most: float, is_open: bool = False) -> Check:
-    """A number in a range, without `least` if it `is_open` there."""
-    wanted = f"{'above' if is_open else 'from'} {least:g} {'and at most' if is_open else 'to'} {most:g}"
-
-    def check(name: str, value: Any) -> float:
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise BadField(name, f"must be a number {wanted}, got {shown(value)}")
-        if not least <= value <= most or not math.isfinite(value) or (is_open and value == least):
-            raise BadField(name, f"must be {wanted}, got {shown(value)}")
-        return float(value)
-
-    return check
-
-
-def flag(name: str, value: Any) -> bool:
-    """True or false."""
-    if not isinstance(value, bool):
-        raise BadField(name, f"must be true or false, got {shown(value)}")
-    return value
-
-
-def text(most: int, least: int = 0) -> Check:
-    """A string of so many characters."""
-
-    def check(name: str, value: Any) -> str:
-        if not isinstance(value, str):
-            raise BadField(name, f"must be a string, got {shown(value)}")
-        if not least <= len(value) <= most:
-            raise BadField(name, f"must have from {least} to {most} characters, got {len(value)}")
-        return value
-
-    return check
-
-
-def name_of(most: int) -> Check:
-    """A word that somebody made up, of so many characters."""
-
-    def check(name: str, value: Any) -> str:
-        given = str(text(most, least=1)(name, value))
-        if not all(sign.isascii() and (sign.isalnum() or sign in "_-.") for sign in given):
-            raise BadField(name, f"may have letters, digits, _, - and . only, got {shown(given)}")
-        return given
-
-    return check
-
-
-def one_of(names: Collection[str]) -> Check:
-    """One of some words."""
-
-    def check(name: str, value: Any) -> str:
-        if not isinstance(value, str) or value not in names:
-            raise BadField(name, f"must be one of {', '.join(names)}; got {shown(value)}")
-        return value
-
-    return check
-
-
-def listed(each: Check, most: int, least: int = 0) -> Check:
-    """A list of so many values."""
-
-    def check(name: str, value: Any) -> list[Any]:
-        if not isinstance(value, list):
-            raise BadField(name, f"must be a list, got {shown(value)}")
-        if not least <= len(value) <= most:
-            raise BadField(name, f"must have from {least} to {most} entries, got {len(value)}")
-        return [each(f"{name}.{at}", one) for at, one in enumerate(value)]
-
-    return check
-
-
-def record(checks: Mapping[str, Check], needed: Collection[str] = ()) -> Check:
-    """An object with some of these fields, and all of those `needed`; null stands for a field that is not there."""
-
-    def check(name: str, value: Any) -> dict[str, Any]:
-        given = mapping(name, value)
-        for key in needed:
-            if given.get(key) is None:
-                raise BadField(f"{name}.{key}", "is missing", "missing_required_parameter")
-        for key, one in given.items():
-            if key not in checks and one is not None:
-                raise BadField(f"{name}.{short(key)}", "is not supported", "unknown_parameter")
-        return {key: checks[key](f"{name}.{key}", one) for key, one in given.items() if one is not None}
-
-    return check
-
-
-def mapping(name: str, value: Any) -> dict[str, Any]:
-    """An object of any fields."""
-    if not isinstance(value, dict):
-        raise BadField(name, f"must be an object, got {shown(value)}")
-    return value
-
-
 def short(name: str) -> str:
     """A name that a client made up, as an error may repeat it."""
     return name if len(name) <= 64 and name.isprintable() else repr(name[:32]) + "..."
@@ -271,39 +235,15 @@ MEGABYTE: Final = 1 << 20
 
 @dataclass(frozen=True)
 class RequestLimits:
-    """Hard limits of one request. `texts`: of all its prompts, times `n`. `characters`: of all its prompts, before they
-    become tokens; `grammar_bytes` of a JSON schema, and of tools. A body must have come after `body_seconds`."""
+    """Limits of one request beside those of its fields. `texts`: of all its prompts, times `n`. `characters`: of all
+    its prompts. `grammar_bytes`: of a JSON schema, and of tools. The body must arrive within `body_seconds`."""
 
     body_bytes: int = 8 * MEGABYTE
     body_seconds: float = 60.0
     characters: int = 4_000_000
-    messages: int = 4096
-    chunks: int = 256
-    prompts: int = 16
-    choices: int = 8
     texts: int = 16
-    stops: int = 16
-    stop_characters: int = 256
-    biases: int = 1024
-    top_logprobs: int = 20
-    tools: int = 128
     grammar_bytes: int = 64 << 10
     grammar_depth: int = 32
-
-
-@dataclass(frozen=True)
-class CacheChoices:
-    """What a request may choose of its cache: numbers up to these, and these names; `name`: signs of one that it makes
-    up. Arguments of a policy, and files, are for whoever starts the server."""
-
-    budget: int = 1 << 20
-    sinks: int = 4096
-    window: int = 1 << 16
-    recall: int = 1 << 16
-    name: int = 64
-    policy: tuple[str, ...] = (AUTO, *sorted(NAMES))
-    positions: tuple[str, ...] = tuple(MODES)
-    store: tuple[str, ...] = tuple(STORES)
 
 
 @dataclass(frozen=True)
@@ -316,7 +256,6 @@ class ServerSettings:
     hosts: tuple[str, ...] | None = None
     """Names under which the server may be called; None: any. A page in a browser may give any name to this machine."""
     request: RequestLimits = RequestLimits()
-    cache: CacheChoices = CacheChoices()
     ping_seconds: float = 10.0
     stop_seconds: float = 10.0
     origins: tuple[str, ...] = ()

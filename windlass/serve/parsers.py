@@ -9,7 +9,7 @@ from enum import Enum, auto
 from typing import Any, Final, NamedTuple
 
 from windlass.core.errors import shown
-from windlass.serve.errors import BadField, Check, listed, mapping, text
+from windlass.serve.errors import BadField
 
 
 def begun(text: str, mark: str) -> int:
@@ -102,8 +102,6 @@ CALL_OPEN, CALL_CLOSE = "<tool_call>", "</tool_call>"
 CALL: Final = re.compile(rf"{CALL_OPEN}(.*?)(?:{CALL_CLOSE}|$)", re.DOTALL)
 NO_ARGUMENTS: Final = {"type": "object", "properties": {}, "additionalProperties": False}
 ARGUMENTS: Final = ("arguments", "parameters")
-FUNCTION: Final = "function"
-INERT: Final = ("cache_control", "defer_loading", "output_schema")  # of a tool and a function, dropped
 Tools = Sequence[Mapping[str, Any]]
 
 
@@ -114,28 +112,6 @@ class Call:
     name: str
     arguments: str
     id: str = field(default_factory=lambda: f"call_{secrets.token_hex(12)}", compare=False)
-
-
-def functions(function: Check, most: int) -> Check:
-    """A check for a list of tools. It gives the functions; tools of another type are left out, as `usage` notes."""
-
-    def one(name: str, value: Any) -> Any:
-        given = mapping(name, value)
-        if given.get("type") is None:
-            raise BadField(f"{name}.type", "is missing", "missing_required_parameter")
-        if text(64)(f"{name}.type", given["type"]) != FUNCTION:
-            return None
-        return function(name, without_inert(given))
-
-    def check(name: str, value: Any) -> list[Any]:
-        return [each for each in listed(one, most)(name, value) if each is not None]
-
-    return check
-
-
-def without_inert(given: Mapping[str, Any]) -> dict[str, Any]:
-    """A tool, or its function, without the fields that are for other servers."""
-    return {name: value for name, value in given.items() if name not in INERT}
 
 
 def schema_of(tools: Tools, choice: str) -> dict[str, Any]:

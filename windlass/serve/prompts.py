@@ -26,40 +26,85 @@ from windlass.engine.templates import (
     without_start,
 )
 from windlass.engine.text import Stops, encode, stops_of, token_bytes, token_text
-from windlass.serve.errors import ApiError, BadField, Check, RequestLimits, listed, mapping, one_of, record, text
+from windlass.serve.errors import ApiError, BadField
 from windlass.serve.parsers import THOUGHT_CLOSE, THOUGHT_OPEN
+from windlass.serve.schema import AnyMessage, AssistantMessage, Part, ToolMessage
 
-ANSWER_TEXTS: Final = ("text", "output_text")  # types of a part, which `text` is the text of
+ANSWER_TEXTS: Final = ("text", "input_text", "output_text")  # types of a part, which `text` is the text of
 REFUSAL: Final = "refusal"
 THOUGHTS: Final = ("thinking", "reasoning", "reasoning_text")
 CALLS: Final = ("tool_use", "tool_call", "tool-call")
-THOUGHT_FIELDS: Final = ("reasoning_content", "reasoning")
 CALL_NAMES, CALL_IDS = ("name", "toolName"), ("id", "toolCallId")
 CALL_ARGUMENTS: Final = ("input", "args", "arguments")
+CHUNK: Final = "chunk"
+MOST_CHUNKS: Final = 256  # of a conversation
+
+Messages = Iterable[Mapping[str, Any]]
 
 
-def assistant_message(name: str, given: Mapping[str, Any]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a message that is read once, wherever it stands."""
+
+    text: str
+
+
+def conversation(messages: Iterable[AnyMessage]) -> list[dict[str, Any]]:
+    """Messages as `PromptTokenizer.chat` takes them: the content is a tuple of texts and chunks."""
+    return [of_message(each) for each in messages]
+
+
+def of_message(message: AnyMessage) -> dict[str, Any]:
+    """One message as `conversation` gives it."""
+    if isinstance(message, AssistantMessage):
+        return _of_assistant(message)
+    found: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
+    named: dict[str, Any] = {"name": message.name}
+    if isinstance(message, ToolMessage):
+        found, named = {"role": "tool"}, named | {"tool_call_id": message.tool_call_id}
+    found |= {name: each for name, each in named.items() if isinstance(each, str)}
+    return found | {"content": content_of(message.content)}
+
+
+def check_conversation(name: str, messages: Messages, most: int) -> None:
+    """Raises: BadField, for the field `name`, where messages have more than `most` characters, or too many chunks."""
+    texts = written(messages, lambda chunk: chunk.text)
+    size = sum(len(each["content"]) + len(each.get("reasoning_content", "")) for each in texts)
+    if size > most:
+        raise BadField(name, f"must have at most {most} characters in all, got {size}")
+    if len(chunks_of(messages)) > MOST_CHUNKS:
+        raise BadField(name, f"must have at most {MOST_CHUNKS} parts of type chunk in all")
+
+
+def content_of(content: str | Sequence[str | Part]) -> tuple[str | Chunk, ...]:
+    """The texts and chunks of a message."""
+    if isinstance(content, str):
+        return (content,)
+    parts = ((each, "text") if isinstance(each, str) else (each.text, each.type) for each in content)
+    return tuple(Chunk(text) if kind == CHUNK else text for text, kind in parts)
+
+
+def _of_assistant(message: AssistantMessage) -> dict[str, Any]:
     """The content, the thought and the calls of a message, each where there is one.
 
     Arguments of a call are an object, or a string where they are none. A refusal is the text of an answer that has no
     other.
-
-    Raises: BadField for a content or calls of another kind of JSON.
     """
-    parts = _parts(name, given.get("content"))
+    parts: list[Any] = [message.content] if isinstance(message.content, str) else message.content
     content = [part for part in map(_shown_part, parts) if part is not None]
-    if not any(part["text"] for part in content) and isinstance(given.get(REFUSAL), str):
-        content = [{"type": "text", "text": given[REFUSAL]}]
+    if not any(content) and isinstance(message.refusal, str):
+        content = [message.refusal]
     thoughts = [_first_string(part, ("thinking", "reasoning", "text")) for part in parts if _kind(part) in THOUGHTS]
-    thought = _first_string(given, THOUGHT_FIELDS) or "".join(thoughts)
-    calls = _calls(name, given) or [_call_of_part(part) for part in parts if _kind(part) in CALLS]
-    found: dict[str, Any] = {"role": "assistant", "content": content}
+    told = next((each for each in (message.reasoning_content, message.reasoning) if isinstance(each, str)), "")
+    thought = told or "".join(thoughts)
+    calls = _calls(message) or [_call_of_part(part) for part in parts if _kind(part) in CALLS]
+    found: dict[str, Any] = {"role": "assistant", "content": tuple(content)}
     if thought:
         found["reasoning_content"] = thought
     if calls:
         found["tool_calls"] = calls
-    if isinstance(given.get("name"), str):
-        found["name"] = given["name"]
+    if isinstance(message.name, str):
+        found["name"] = message.name
     return found
 
 
@@ -69,40 +114,27 @@ def called(number: Any, function: str, arguments: Any) -> dict[str, Any]:
     return {"id": number, **made} if isinstance(number, str) else made
 
 
-def _parts(name: str, content: Any) -> list[Any]:
-    if content is None:
-        return []
-    if isinstance(content, str):
-        return [content]
-    if not isinstance(content, list):
-        raise BadField(f"{name}.content", f"must be a string or a list of parts, got {shown(content)}")
-    return content
-
-
 def _kind(part: Any) -> Any:
     return part.get("type", "text") if isinstance(part, Mapping) else None
 
 
-def _shown_part(part: Any) -> dict[str, Any] | None:
+def _shown_part(part: Any) -> str | Chunk | None:
     """A part of the text, or None for a part of another kind."""
     if isinstance(part, str):
-        return {"type": "text", "text": part}
+        return part
     kind = _kind(part)
     text = part.get(REFUSAL if kind == REFUSAL else "text") if isinstance(part, Mapping) else None
     if not isinstance(text, str):
         return None
-    if kind == "chunk":
-        return {"type": kind, "text": text}
-    return {"type": "text", "text": text} if kind in (*ANSWER_TEXTS, REFUSAL) else None
+    if kind == CHUNK:
+        return Chunk(text)
+    return text if kind in (*ANSWER_TEXTS, REFUSAL) else None
 
 
-def _calls(name: str, given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    calls, old = given.get("tool_calls"), given.get("function_call")
-    if calls is not None and not isinstance(calls, list):
-        raise BadField(f"{name}.tool_calls", f"must be a list, got {shown(calls)}")
-    if calls:
-        return [_call(mapping(f"{name}.tool_calls.{at}", each)) for at, each in enumerate(calls)]
-    return [_call({"function": old})] if isinstance(old, Mapping) else []
+def _calls(message: AssistantMessage) -> list[dict[str, Any]]:
+    if message.tool_calls:
+        return [_call(each) for each in message.tool_calls]
+    return [_call({"function": message.function_call})] if isinstance(message.function_call, Mapping) else []
 
 
 def _call(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -134,30 +166,6 @@ def _object_or_string(arguments: Any) -> Any:
     return found if isinstance(found, dict) else arguments
 
 
-CHUNK: Final = "chunk"
-TEXTS: Final = ("text", CHUNK)  # types of a part of a message
-ROLES: Final = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "assistant": "assistant",
-    "tool": "tool",
-    "function": "tool",
-}
-INERT: Final = ("annotations", "cache_control", "id", "index", "logprobs")  # of a message and a part, dropped
-OF_RESULTS: Final = ("name", "tool_call_id")  # of a message of a tool; all others are dropped
-
-
-Messages = Iterable[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a message that is read once, wherever it stands."""
-
-    text: str
-
-
 def written(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str, Any]]:
     """The messages as templates take them, with all text in strings: that of a chunk is what `chunk` says."""
 
@@ -170,78 +178,6 @@ def written(messages: Messages, chunk: Callable[[Chunk], str]) -> list[dict[str,
 def chunks_of(messages: Messages) -> list[Chunk]:
     """All chunks, in the order of the text."""
     return [part for each in messages for part in each["content"] if isinstance(part, Chunk)]
-
-
-def messages(limits: RequestLimits) -> Check:
-    """A check for a list of messages. The content of each becomes a tuple of texts and chunks; see `written`.
-
-    A message of the system or the user has the fields that are known, or is refused. One of the assistant or a tool
-    has been sent back, and what is not known of it is dropped.
-    """
-    string = text(limits.characters)
-    asked = record({"content": lambda name, value: _content(name, value, string), "name": text(256)}, ("content",))
-
-    def check(name: str, value: Any) -> dict[str, Any]:
-        given = mapping(name, value)
-        if given.get("role") is None:
-            raise BadField(f"{name}.role", "is missing", "missing_required_parameter")
-        role = ROLES[one_of(tuple(ROLES))(f"{name}.role", given["role"])]
-        if role == "assistant":
-            found = assistant_message(name, given)
-            listed(mapping, limits.tools)(f"{name}.tool_calls", found.get("tool_calls", []))
-            return {**found, "content": _content(f"{name}.content", found["content"], string)}
-        if role == "tool":
-            result = _result(f"{name}.content", given.get("content"), string)
-            named = {field: given[field] for field in OF_RESULTS if isinstance(given.get(field), str)}
-            return {"role": role, **named, "content": result}
-        for field in ("tool_calls", "reasoning_content"):
-            if given.get(field) is not None:
-                raise BadField(f"{name}.{field}", f"is for messages of the assistant, not of role {role}")
-        if given.get("tool_call_id") is not None:
-            raise BadField(f"{name}.tool_call_id", f"is for messages of role tool, not {role}")
-        known = {field: one for field, one in given.items() if field not in ("role", *INERT)}
-        return {"role": role, **asked(name, known)}
-
-    def check_all(name: str, value: Any) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = listed(check, limits.messages, least=1)(name, value)
-        texts = written(found, lambda chunk: chunk.text)
-        size = sum(len(each["content"]) + len(each.get("reasoning_content", "")) for each in texts)
-        if size > limits.characters:
-            raise BadField(name, f"must have at most {limits.characters} characters in all, got {size}")
-        if len(chunks_of(found)) > limits.chunks:
-            raise BadField(name, f"must have at most {limits.chunks} parts of type chunk in all")
-        return found
-
-    return check_all
-
-
-def _content(name: str, value: Any, string: Check) -> tuple[str | Chunk, ...]:
-    """The texts and chunks of a message, out of one string or parts."""
-    if isinstance(value, str):
-        return (str(string(name, value)),)
-    if not isinstance(value, list):
-        raise BadField(name, f"must be a string or a list of parts, got {shown(value)}")
-    found: list[str | Chunk] = []
-    for at, part in enumerate(value):
-        if isinstance(part, str):
-            found.append(str(string(f"{name}.{at}", part)))
-            continue
-        kind = mapping(f"{name}.{at}", part).get("type")
-        if kind not in TEXTS:
-            raise BadField(f"{name}.{at}.type", f"must be text or chunk, got {shown(kind)}", "unsupported_parameter")
-        known = {field: one for field, one in part.items() if field not in INERT}
-        given = str(record({"type": text(16), "text": string}, needed=("text",))(f"{name}.{at}", known)["text"])
-        if kind == CHUNK and not given:
-            raise BadField(f"{name}.{at}.text", "of a chunk must have some text")
-        found.append(Chunk(given) if kind == CHUNK else given)
-    return tuple(found)
-
-
-def _result(name: str, value: Any, string: Check) -> tuple[str | Chunk, ...]:
-    """The content of a tool's message: nothing for null, and JSON for what is neither a string nor parts."""
-    if value is None:
-        return ()
-    return _content(name, value if isinstance(value, str | list) else json.dumps(value, ensure_ascii=False), string)
 
 
 # Tokens before the prefix, before the suffix, and before what is written between the two.

@@ -1,6 +1,5 @@
 """From the fields of a request to what the engine is asked for."""
 
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -10,19 +9,16 @@ from windlass.core.errors import UsageError
 from windlass.core.parse import AUTO
 from windlass.engine.recompute import recompute_of
 from windlass.engine.request import Grammar, PromptParts, Request, Reuse
-from windlass.engine.sampling import Sampling
 from windlass.engine.scheduler import Service
 from windlass.engine.sequence import is_alike
+from windlass.engine.text import Stops
 from windlass.serve.errors import ApiError, BadField, of_usage
 from windlass.serve.prompts import Prompt, PromptTokenizer
-from windlass.serve.schema import OWN
+from windlass.serve.schema import ChatRequest, CompletionRequest, Recompute, TextRequest
 
 RECOMPUTE: Final = "first(16)"  # where a request has chunks, and does not say what of them is read again
-SEEDS: Final = 2**62
-RANDOM: Final = -1  # a seed that stands for none
 LEGACY_MAX_TOKENS: Final = 16  # what OpenAI writes after a prompt where nothing else is said
 ALONE_MAX_TOKENS: Final = 4096  # by default, of a text with a cache of its own: its memory is counted by them
-Given = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -43,14 +39,14 @@ class GenerationRequest:
         return self.requests[0].options
 
 
-def options_of(given: Given, default: CacheOptions, kinds: Sequence[CacheOptions] = ()) -> CacheOptions:
-    """The options of the cache that a request asks for; `default` itself where it asks for none.
+def options_of(asked: Mapping[str, Any], default: CacheOptions, kinds: Sequence[CacheOptions] = ()) -> CacheOptions:
+    """The options of the cache that a request asks for by name; `default` itself where it asks for none.
 
     Else those of the first of `kinds` that is as the request asks, or the `default` ones with what it asks for.
 
     Raises: ApiError for values that do not go together, saying which.
     """
-    own = {name: given[name] for name in OWN if given.get(name) is not None}
+    own = dict(asked)
     if not own:
         return default
     if (kind := next((kind for kind in kinds if _is_as_asked(kind, own)), None)) is not None:
@@ -73,142 +69,138 @@ def _is_as_asked(kind: CacheOptions, own: dict[str, Any]) -> bool:
         return False
 
 
-def max_tokens_of(given: Given, most: int, default: int) -> int:
+def max_tokens_of(body: TextRequest, most: int, default: int) -> int:
     """Raises: BadField for more than the server writes, or two numbers that differ."""
-    asked = {name: given[name] for name in ("max_tokens", "max_completion_tokens") if name in given}
-    for name, number in asked.items():
+    asked = {"max_tokens": body.max_tokens}
+    if isinstance(body, ChatRequest):
+        asked["max_completion_tokens"] = body.max_completion_tokens
+    given = {name: number for name, number in asked.items() if number is not None}
+    for name, number in given.items():
         if number > most:
             raise BadField(name, f"must be at most {most} on this server, got {number}")
-    if len(set(asked.values())) > 1:
+    if len(set(given.values())) > 1:
         raise BadField("max_tokens", "differs from max_completion_tokens; give one of them")
-    return next(iter(asked.values()), min(default, most))
+    return next(iter(given.values()), min(default, most))
 
 
-def max_seconds_of(given: Given, most: float | None) -> float | None:
+def max_seconds_of(body: TextRequest, most: float | None) -> float | None:
     """Raises: BadField for more than the server gives a request."""
-    asked: float | None = given.get("max_seconds")
-    if asked is not None and most is not None and asked > most:
-        raise BadField("max_seconds", f"must be at most {most:g} on this server, got {asked:g}")
-    return asked
+    if body.max_seconds is not None and most is not None and body.max_seconds > most:
+        raise BadField("max_seconds", f"must be at most {most:g} on this server, got {body.max_seconds:g}")
+    return body.max_seconds
 
 
-def sampling_of(given: Given, at: int) -> Sampling:
-    """How text number `at` of a prompt is drawn; without a seed, or with -1, by one that nobody knows."""
-    seed, top_p = given.get("seed", RANDOM), given.get("top_p", 1.0)
-    if seed == RANDOM:
-        seed = secrets.randbelow(SEEDS)
-    return Sampling(
-        temperature=given.get("temperature", 1.0) if top_p else 0.0,  # none but the likeliest token is in top_p=0
-        top_k=max(0, given.get("top_k", 0)),
-        top_p=top_p or 1.0,
-        min_p=given.get("min_p", 0.0),
-        repetition_penalty=given.get("repetition_penalty", 1.0),
-        seed=(seed + at) % SEEDS,
-    )
-
-
-def parts_of(given: Given, prompt: Prompt) -> PromptParts | None:
+def parts_of(chunks: Recompute | None, prompt: Prompt) -> PromptParts | None:
     """What is asked of the chunks of a prompt; None where it has none.
 
     Raises: BadField for a mode that there is not, or one that nothing asks for.
     """
-    asked = given.get("chunks")
     if not prompt.spans:
-        if asked is not None:
+        if chunks is not None:
             raise BadField("chunks", "needs parts of type chunk in messages")
         return None
+    asked = RECOMPUTE if chunks is None or chunks.recompute is None else chunks.recompute
     try:
-        return PromptParts(prompt.spans, recompute_of((asked or {}).get("recompute", RECOMPUTE)))
+        return PromptParts(prompt.spans, recompute_of(asked))
     except UsageError as error:
         raise BadField("chunks.recompute", f"cannot be honoured: {error}") from error
 
 
-def asked_of(
-    given: Given,
-    prompts: Sequence[Prompt],
-    grammars: Sequence[Grammar],
-    service: Service,
-    words: PromptTokenizer,
-    default_tokens: int,
-    tenant: str,
-    most_texts: int,
-) -> GenerationRequest:
-    """All of it. `grammars`: one for each text, or none.
+def top_logprobs_of(body: ChatRequest | CompletionRequest) -> int | None:
+    """Likeliest tokens to tell beside each token; None: no log probabilities."""
+    if isinstance(body, CompletionRequest):
+        return body.logprobs
+    if body.top_logprobs and not body.logprobs:
+        raise BadField("top_logprobs", "needs logprobs to be true")
+    return body.top_logprobs if body.logprobs else None
 
-    Raises: ApiError for what cannot be honoured.
-    """
-    choices = given.get("n", 1)
-    if choices * len(prompts) > most_texts:
-        raise BadField("n", f"times {len(prompts)} prompts must be at most {most_texts} texts")
-    if "stream_options" in given and not given.get("stream", False):
-        raise BadField("stream_options", "is for streams; set stream, or leave it out")
-    words.check("logit_bias", list(given.get("logit_bias", {})))
-    for prompt in prompts:
-        words.check("prompt", prompt.ids)
-        if not prompt.ids:
-            raise ApiError(400, "the prompt is empty; give at least one token", "prompt", "invalid_value")
-    try:
-        stops = words.stops(given.get("stop", []))
-    except UsageError as error:
-        raise of_usage(error, "stop") from error
-    if given.get("suffix") and words.infill is not None:
-        stops = replace(stops, ids=stops.ids | words.infill.ends)
-    top, has_echo = _top_logprobs(given), _has_echo(given)
-    options = options_of(given, service.options, service.kinds)
-    is_of_rows = any(is_alike(options, kind) for kind in service.kinds)
-    default = default_tokens if is_of_rows else min(default_tokens, ALONE_MAX_TOKENS)
-    most = max_tokens_of(given, service.limits.max_tokens, default)
-    if not most and not has_echo:
-        raise BadField("max_tokens", "must be at least 1; 0 is for a completion with echo")
-    reuse = Reuse(**given.get("cache", {}))
-    requests = tuple(
-        Request(
-            prompt=prompt.ids,
-            options=options,
-            max_tokens=most,
-            stops=stops,
-            sampling=sampling_of(given, at % choices),
-            presence_penalty=given.get("presence_penalty", 0.0),
-            frequency_penalty=given.get("frequency_penalty", 0.0),
-            logit_bias=given.get("logit_bias", {}),
-            top_logprobs=top,
-            scores_prompt=has_echo and top is not None,
-            grammar=grammars[at] if grammars else None,
-            # Texts of one key share what was read before; those of its `user`s do not.
-            tenant=f"{tenant}/{given.get('user', '')}",
-            seconds=max_seconds_of(given, service.limits.seconds),
-            reuse=reuse,
-            parts=parts_of(given, prompt),
-            ends=prompt.ends,
-            head=prompt.head,
+
+@dataclass(frozen=True)
+class RequestBuilder:
+    """Makes requests of the engine. `most_texts`: of one HTTP request."""
+
+    service: Service
+    words: PromptTokenizer
+    most_texts: int
+
+    def built(
+        self,
+        body: ChatRequest | CompletionRequest,
+        prompts: Sequence[Prompt],
+        grammars: Sequence[Grammar],
+        default_tokens: int,
+        tenant: str,
+    ) -> GenerationRequest:
+        """A request for each text of each prompt. `grammars`: one for each text, or none.
+
+        Raises: ApiError for what cannot be honoured.
+        """
+        self._check(body, prompts)
+        options = options_of(body.cache_options, self.service.options, self.service.kinds)
+        is_of_rows = any(is_alike(options, kind) for kind in self.service.kinds)
+        default = default_tokens if is_of_rows else min(default_tokens, ALONE_MAX_TOKENS)
+        most, has_echo = max_tokens_of(body, self.service.limits.max_tokens, default), _has_echo(body)
+        if not most and not has_echo:
+            raise BadField("max_tokens", "must be at least 1; 0 is for a completion with echo")
+        top, stops = top_logprobs_of(body), self._stops(body)
+        requests = tuple(
+            Request(
+                prompt=prompt.ids,
+                options=options,
+                max_tokens=most,
+                stops=stops,
+                sampling=body.sampling(at % body.n),
+                presence_penalty=body.presence_penalty,
+                frequency_penalty=body.frequency_penalty,
+                logit_bias={int(token): bias for token, bias in body.logit_bias.items()},
+                top_logprobs=top,
+                scores_prompt=has_echo and top is not None,
+                grammar=grammars[at] if grammars else None,
+                # Texts of one key share what was read before; those of its `user`s do not.
+                tenant=f"{tenant}/{body.user}",
+                seconds=max_seconds_of(body, self.service.limits.seconds),
+                reuse=Reuse(lookup=body.cache.lookup, store=body.cache.store, name=body.cache.name),
+                parts=parts_of(body.chunks, prompt),
+                ends=prompt.ends,
+                head=prompt.head,
+            )
+            for at, prompt in enumerate(prompt for prompt in prompts for _ in range(body.n))
         )
-        for at, prompt in enumerate(prompt for prompt in prompts for _ in range(choices))
-    )
-    return GenerationRequest(
-        requests,
-        choices,
-        given.get("stream", False),
-        given.get("stream_options", {}).get("include_usage", False),
-        top,
-        None if grammars else prompts[0].has_begun_thought,
-    )
+        return GenerationRequest(
+            requests=requests,
+            choices=body.n,
+            is_streamed=body.stream,
+            has_usage=body.stream_options is not None and body.stream_options.include_usage,
+            top_logprobs=top,
+            has_begun_thought=None if grammars else prompts[0].has_begun_thought,
+        )
+
+    def _check(self, body: TextRequest, prompts: Sequence[Prompt]) -> None:
+        if body.n * len(prompts) > self.most_texts:
+            raise BadField("n", f"times {len(prompts)} prompts must be at most {self.most_texts} texts")
+        if body.stream_options is not None and not body.stream:
+            raise BadField("stream_options", "requires `stream: true`")
+        self.words.check("logit_bias", [*map(int, body.logit_bias)])
+        for prompt in prompts:
+            self.words.check("prompt", prompt.ids)
+            if not prompt.ids:
+                raise ApiError(400, "the prompt is empty; give at least one token", "prompt", "invalid_value")
+
+    def _stops(self, body: TextRequest) -> Stops:
+        try:
+            stops = self.words.stops(body.stop)
+        except UsageError as error:
+            raise of_usage(error, "stop") from error
+        if body.suffix and self.words.infill is not None:
+            return replace(stops, ids=stops.ids | self.words.infill.ends)
+        return stops
 
 
-def _has_echo(given: Given) -> bool:
+def _has_echo(body: ChatRequest | CompletionRequest) -> bool:
     """Raises: BadField for an echo of a prompt that is in parts, or around a gap."""
-    if not given.get("echo"):
+    if not body.echo:
         return False
-    for name in ("suffix", "chunks"):
-        if given.get(name):
+    for name, given in (("suffix", body.suffix), ("chunks", body.chunks)):
+        if given:
             raise BadField("echo", f"and {name} exclude each other; leave one of them out")
     return True
-
-
-def _top_logprobs(given: Given) -> int | None:
-    """How many are asked for beside a token's own: a number for completions, true and another field for chats."""
-    asked = given.get("logprobs")
-    if asked is None or asked is False:
-        if given.get("top_logprobs"):
-            raise BadField("top_logprobs", "needs logprobs to be true")
-        return None
-    return int(given.get("top_logprobs", 0)) if asked is True else int(asked)

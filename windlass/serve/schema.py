@@ -1,221 +1,530 @@
-"""The fields of each route, in tables: what is not in a table is refused by name."""
+"""The body of each request as a pydantic model, which refuses unknown fields by name.
 
-from collections.abc import Collection, Mapping
-from functools import partial
-from typing import Any, Final
+FastAPI reads these models and describes them on the page at `/docs`. `errors.of_validation` makes an answer of what
+they refuse.
+"""
 
-from windlass.core.errors import shown
-from windlass.core.parse import SYSTEM
-from windlass.serve import responses
-from windlass.serve.errors import (
-    ApiError,
-    BadField,
-    CacheChoices,
-    Check,
-    RequestLimits,
-    flag,
-    listed,
-    mapping,
-    name_of,
-    one_of,
-    real,
-    record,
-    short,
-    text,
-    whole,
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, ClassVar, Final, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetCoreSchemaHandler,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
 )
-from windlass.serve.neutral import NEUTRAL
-from windlass.serve.parsers import functions, without_inert
-from windlass.serve.prompts import messages
+from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
-MOST_TOKEN_ID: Final = 2**31 - 1
-OWN = ("budget", "policy", "positions", "store", "recall", "sinks", "window")  # of the cache; see `CacheOptions`
-MOST_SECONDS: Final = 1e6
-MOST_VARIABLES: Final = 16
+from windlass.core.parse import AUTO
+from windlass.engine.sampling import Sampling
+from windlass.policies import NAMES
+from windlass.positions.modes import MODES
+from windlass.serve.errors import UNSUPPORTED
+from windlass.stores.formats import STORES
 
-
-def table(limits: RequestLimits, cache: CacheChoices) -> dict[str, dict[str, Check]]:
-    """The checks of every field, by route and name."""
-    own = _own(cache)
-    common = NEUTRAL | _common(limits) | own
-    strings = text(limits.characters)
-    logprobs = whole(0, limits.top_logprobs)
-    return {
-        "/v1/chat/completions": {
-            **common,
-            "messages": messages(limits),
-            "chat_template_kwargs": _variables,
-            "chunks": record({"recompute": text(64)}),
-            "max_completion_tokens": whole(1, 2**30),
-            "logprobs": flag,
-            "top_logprobs": logprobs,
-            "response_format": _response_format,
-            "tools": functions(_tool, limits.tools),
-            "tool_choice": _tool_choice,
-            "parallel_tool_calls": flag,
-        },
-        "/v1/completions": {
-            **common,
-            "prompt": partial(_prompt, limits),
-            "suffix": strings,
-            "echo": flag,
-            "max_tokens": whole(0, 2**30),
-            "chunks": record(
-                {"texts": listed(text(limits.characters, least=1), limits.chunks, least=1), "recompute": text(64)},
-                needed=("texts",),
-            ),
-            "logprobs": logprobs,
-        },
-        "/v1/responses": responses.fields(limits, common, own | {"chat_template_kwargs": _variables}),
-        "/tokenize": {
-            "model": text(256),
-            "prompt": strings,
-            "messages": messages(limits),
-            "chat_template_kwargs": _variables,
-            "add_special_tokens": flag,
-        },
-        "/detokenize": {"model": text(256), "tokens": listed(whole(0, MOST_TOKEN_ID), limits.characters)},
-    }
+MOST_CHARACTERS: Final = 4_000_000
+SEEDS: Final = 2**62
+RANDOM: Final = -1  # a seed that stands for none
+FUNCTION: Final = "function"
 
 
-def checked(fields: Mapping[str, Check], body: Any, needed: Collection[str]) -> dict[str, Any]:
-    """The fields of a request's body by name, without those that are null.
+class Body(BaseModel):
+    """An object of JSON. A field that is null counts as absent, and so does one of `ignored`."""
 
-    Raises: ApiError for a body that is no object, a field that is not known, or a value that cannot be honoured.
-    """
-    if not isinstance(body, dict):
-        raise ApiError(400, f"the body must be a JSON object, got {shown(body)}", None, "invalid_body")
-    given = {name: value for name, value in body.items() if value is not None}
-    for name in given:
-        if name not in fields:
-            raise _refused(name)
-    for name in needed:
-        if name not in given:
-            raise BadField(name, "is missing", "missing_required_parameter")
-    return {name: fields[name](name, value) for name, value in given.items()}
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, use_attribute_docstrings=True)
+    ignored: ClassVar[frozenset[str]] = frozenset()  # fields for other servers
+
+    @model_validator(mode="before")
+    @classmethod
+    def _present(cls, value: Any) -> Any:
+        if not isinstance(value, Mapping):
+            return value
+        return {name: each for name, each in value.items() if each is not None and name not in cls.ignored}
 
 
-def _refused(name: str) -> BadField:
-    return BadField(short(name), "is not supported by this server; leave it out", "unsupported_parameter")
+class Only:
+    """Refuses all values but these, as `true` where 1 is one of them."""
+
+    def __init__(self, *values: Any) -> None:
+        self._values = values
+
+    def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(self._checked)
+
+    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return {"enum": [*self._values]}
+
+    def _checked(self, value: Any) -> Any:
+        if not any(type(value) is type(each) and value == each for each in self._values):
+            wanted = " or ".join(map(json.dumps, self._values))
+            raise PydanticCustomError(UNSUPPORTED, "must be {wanted} on this server", {"wanted": wanted})
+        return value
 
 
-def _variables(name: str, value: Any) -> dict[str, bool | int | float | str]:
-    """Simple values of a template's variables, by name."""
-    given = {field: one for field, one in mapping(name, value).items() if one is not None}
-    if len(given) > MOST_VARIABLES:
-        raise BadField(name, f"must have at most {MOST_VARIABLES} entries, got {len(given)}")
-    for field, one in given.items():
-        if not field.isidentifier() or len(field) > 64:
-            raise BadField(name, f"must have names of variables, got {short(field)}")
-        if not isinstance(one, bool | int | float) and not (isinstance(one, str) and len(one) <= 256):
-            raise BadField(f"{name}.{field}", f"must be a number, a short string, true or false; got {shown(one)}")
-    return given
+class OneOf:
+    """Refuses a string that is none of these names; `has_numbers`: a name may have numbers in brackets behind it."""
+
+    def __init__(self, names: Sequence[str], has_numbers: bool = False) -> None:
+        self._names, self._has_numbers = [*names], has_numbers
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return core_schema.no_info_after_validator_function(self._checked, handler(source))
+
+    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        return handler(schema) | ({"examples": self._names} if self._has_numbers else {"enum": self._names})
+
+    def _checked(self, value: str) -> str:
+        if (value.partition("(")[0].strip() if self._has_numbers else value) not in self._names:
+            raise PydanticCustomError("one_of", "must be one of {names}", {"names": ", ".join(self._names)})
+        return value
 
 
-def _common(limits: RequestLimits) -> dict[str, Check]:
-    return {
-        "model": text(256),
-        "max_tokens": whole(1, 2**30),
-        "max_seconds": real(0.0, MOST_SECONDS, is_open=True),
-        "temperature": real(0.0, 2.0),
-        "top_p": real(0.0, 1.0),
-        "top_k": whole(-1, 2**20),
-        "min_p": real(0.0, 1.0),
-        "repetition_penalty": real(0.0, 100.0, is_open=True),
-        "seed": whole(-(2**63), 2**64 - 1),
-        "stop": partial(_stop, limits),
-        "presence_penalty": real(-2.0, 2.0),
-        "frequency_penalty": real(-2.0, 2.0),
-        "logit_bias": partial(_biases, limits),
-        "n": whole(1, limits.choices),
-        "stream": flag,
-        "stream_options": record({"include_usage": flag, "include_obfuscation": flag}),
-        "user": text(256),
-    }
+def _variable(name: str) -> str:
+    if not name.isidentifier():
+        raise PydanticCustomError("variable", "must be the name of a variable")
+    return name
 
 
-def _own(cache: CacheChoices) -> dict[str, Check]:
-    numbers: dict[str, Check] = {
-        "budget": whole(1, cache.budget),
-        "sinks": lambda name, value: value if value == SYSTEM else whole(0, cache.sinks)(name, value),
-        "window": whole(1, cache.window),
-        "recall": whole(0, cache.recall),
-    }
-    return numbers | {
-        "policy": one_of(cache.policy),
-        "positions": partial(_positions, cache.positions),
-        "store": partial(_store, cache.store),
-        "cache": record({"lookup": flag, "store": flag, "name": name_of(cache.name)}),
-    }
+def _token_id(name: str) -> str:
+    if not (name.isascii() and name.isdecimal() and len(name) <= 10):
+        raise PydanticCustomError("token_id", "must be a token id, written as a string")
+    return name
 
 
-def _positions(names: tuple[str, ...], name: str, value: Any) -> str:
-    """A mode, perhaps with numbers, which are checked where the mode is made."""
-    given: str = text(64)(name, value)
-    one_of(names)(name, given.partition("(")[0].strip())
-    return given
+def _without_nulls(value: Any) -> Any:
+    return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
-def _store(names: tuple[str, ...], name: str, value: Any) -> str | None:
-    """A store. OpenAI's clients say `false` where an answer is not to be stored: none is."""
-    return None if value is False else one_of(names)(name, value)
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
 
 
-def _stop(limits: RequestLimits, name: str, value: Any) -> list[str]:
-    each = text(limits.stop_characters, least=1)
-    return [each(name, value)] if isinstance(value, str) else listed(each, limits.stops)(name, value)
+def text_of_json(value: Any) -> Any:
+    return value if isinstance(value, str | list) else json.dumps(value, ensure_ascii=False)
 
 
-def _biases(limits: RequestLimits, name: str, value: Any) -> dict[int, float]:
-    given = mapping(name, value)
-    if len(given) > limits.biases:
-        raise BadField(name, f"must have at most {limits.biases} entries, got {len(given)}")
-    found = {}
-    for key, bias in given.items():
-        if not (key.isascii() and key.isdecimal() and len(key) <= 10):
-            raise BadField(f"{name}.{short(key)}", "must be a token id, written as a string")
-        found[int(key)] = real(-100.0, 100.0)(f"{name}.{key}", bias)
-    return found
+def _no_true(value: Any) -> Any:
+    if value is True:
+        raise PydanticCustomError(
+            "store", "must be false, as this server stores no answers, or a store of the cache such as int8"
+        )
+    return None if value is False else value
 
 
-def _prompt(limits: RequestLimits, name: str, value: Any) -> list[str | list[int]]:
-    """One or more prompts: a string, a list of them, token ids, or a list of lists of these."""
-    string, ids = text(limits.characters), listed(whole(0, MOST_TOKEN_ID), limits.characters, least=1)
-    if isinstance(value, str):
-        return [string(name, value)]
-    if not isinstance(value, list) or not value:
-        raise BadField(name, f"must be a string, a list of strings or token ids, got {shown(value)}")
-    if isinstance(value[0], int):
-        return [ids(name, value)]
-    found: list[str | list[int]] = listed(string if isinstance(value[0], str) else ids, limits.prompts)(name, value)
-    return found
+Object = dict[str, Any]
+Word = Annotated[str, Field(max_length=64)]
+Label = Annotated[str, Field(max_length=256)]
+Name = Annotated[str, Field(min_length=1, max_length=64, pattern=r"^[A-Za-z0-9_.-]+$")]
+Text = Annotated[str, Field(max_length=MOST_CHARACTERS)]
+TokenId = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_CHARACTERS, fail_fast=True)]
+Count = Annotated[int, Field(ge=1, le=2**30)]
+Top = Annotated[int, Field(ge=0, le=20)]
+Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
+Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Variable = Annotated[str, Field(max_length=64), AfterValidator(_variable)]
+Variables = Annotated[
+    dict[Variable, bool | int | float | Label], Field(max_length=16), BeforeValidator(_without_nulls, dict[str, Any])
+]
+Choice = Literal["none", "auto", "required"]
+Verbosity = Literal["low", "medium", "high"]
+Included = Literal[  # items and parts that no answer here has
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
 
 
-def _response_format(name: str, value: Any) -> dict[str, Any]:
-    kind = one_of(("text", "json_object", "json_schema"))(f"{name}.type", mapping(name, value).get("type"))
-    if kind != "json_schema":
-        return record({"type": text(32)})(name, value)  # type: ignore[no-any-return]
-    schema = record(
-        {"name": text(64), "description": text(4096), "schema": mapping, "strict": flag}, needed=("name", "schema")
-    )
-    return record({"type": text(32), "json_schema": schema}, needed=("json_schema",))(name, value)  # type: ignore[no-any-return]
+class NeutralFields(Body):
+    """Fields that change nothing of an answer, or have one value here. Clients send them to every route."""
+
+    background: Annotated[bool, Only(False)] = False
+    best_of: Annotated[int, Only(1)] = 1
+    client_metadata: Object = {}
+    echo: Annotated[Any, Only(False)] = False
+    function_call: Annotated[str, Only("none", "auto")] = "none"
+    functions: Annotated[list[Any], Only([])] = []
+    include: Annotated[list[Included], Field(max_length=7)] = []
+    include_obfuscation: bool = False
+    max_tool_calls: Annotated[int, Field(ge=0, le=2**30)] | None = None
+    metadata: Object = {}
+    modalities: Annotated[list[str], Only(["text"])] = ["text"]
+    n: Annotated[Any, Only(1)] = 1
+    parallel_tool_calls: bool = True
+    prediction: Object = {}
+    prompt_cache_key: Annotated[str, Field(max_length=4096)] = ""
+    prompt_cache_retention: Label = ""
+    reasoning_effort: Annotated[str | None, Only("none")] = None
+    """`none` turns a model's thought off where its chat template can."""
+    safety_identifier: Annotated[str, Field(max_length=4096)] = ""
+    service_tier: Label = ""
+    suffix: Annotated[Any, Only("")] = ""
+    top_logprobs: Annotated[Any, Only(0)] = 0
+    verbosity: Verbosity = "medium"
 
 
-def _tool(name: str, value: Any) -> dict[str, Any]:
-    own = record(
-        {"name": name_of(64), "description": text(65_536), "parameters": mapping, "strict": flag}, needed=("name",)
-    )
+class SamplingFields(Body):
+    """The options of a `Sampling` under its names, with OpenAI's ranges."""
 
-    def function(name: str, value: Any) -> Any:
-        return own(name, without_inert(mapping(name, value)))
+    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 1.0
+    """Randomness of the text; 0 takes the likeliest token."""
+    top_k: Annotated[int, Field(ge=-1, le=2**20)] = Sampling.top_k
+    """Sample from this many of the likeliest tokens; 0 or -1: from all."""
+    top_p: Annotated[float, Field(ge=0.0, le=1.0)] = Sampling.top_p
+    """Sample from the likeliest tokens that have this probability together."""
+    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = Sampling.min_p
+    """Sample from tokens with at least this part of the likeliest token's probability."""
+    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = Sampling.repetition_penalty
+    """Divide the scores of tokens that the text already has; 1: off."""
+    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] = RANDOM
+    """The same seed gives the same text; -1: another one each time."""
 
-    return record({"type": text(64), "function": function}, needed=("function",))(name, value)  # type: ignore[no-any-return]
+    def sampling(self, at: int) -> Sampling:
+        """How text number `at` of a prompt is sampled."""
+        given = {each.name: getattr(self, each.name) for each in fields(Sampling)}
+        seed = secrets.randbelow(SEEDS) if self.seed == RANDOM else self.seed
+        given |= {"seed": (seed + at) % SEEDS, "top_k": max(0, self.top_k)}
+        if not self.top_p:  # only the likeliest token is in top_p=0
+            given |= {"temperature": 0.0, "top_p": 1.0}
+        return Sampling(**given)
 
 
-def _tool_choice(name: str, value: Any) -> str:
-    """`none`, `auto`, `required`, or `=` and the name of a function."""
-    if isinstance(value, str):
-        return one_of(("none", "auto", "required"))(name, value)  # type: ignore[no-any-return]
-    function = record({"name": name_of(64)}, needed=("name",))
-    given = record({"type": one_of(("function",)), "function": function}, needed=("type", "function"))(name, value)
-    return "=" + str(given["function"]["name"])
+class ReuseFields(Body):
+    """What a request does with cached prefixes."""
+
+    lookup: bool = True
+    """Start from a cached prefix of the prompt, if there is one."""
+    store: bool = True
+    """Cache the prefix of this prompt for later requests."""
+    name: Name = ""
+    """Only requests with this name share the prefix."""
+
+
+class CacheFields(Body):
+    """Options of the cache that a request may set; arguments of a policy are for whoever starts the server."""
+
+    budget: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
+    """Tokens that the cache keeps in each layer (default: the server's)."""
+    policy: Annotated[str, OneOf((AUTO, *sorted(NAMES)))] | None = None
+    """The policy that chooses which tokens to evict."""
+    positions: Annotated[Word, OneOf([*MODES], has_numbers=True)] | None = None
+    """Position mode in which cached keys are read."""
+    store: Annotated[Annotated[str, OneOf([*STORES])] | None, BeforeValidator(_no_true, str | Literal[False])] = None
+    """Format of cached keys and values; false is OpenAI's, and changes nothing."""
+    recall: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
+    """Evicted tokens that each step reloads."""
+    sinks: Literal["system"] | Annotated[int, Field(ge=0, le=4096)] | None = None
+    """First tokens that are never evicted; `system`: those of the system message."""
+    window: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
+    """Newest tokens that are never evicted."""
+    cache: ReuseFields = ReuseFields()
+    """Use of cached prefixes."""
+
+    @property
+    def cache_options(self) -> dict[str, Any]:
+        """The options that are set, under the names of `CacheOptions`."""
+        given = {name: getattr(self, name) for name in CacheFields.model_fields if name != "cache"}
+        return {name: each for name, each in given.items() if each is not None}
+
+
+class StreamOptions(Body):
+    """How a stream is told."""
+
+    include_usage: bool = False
+    """End the stream with a chunk of token counts."""
+    include_obfuscation: bool = False
+
+
+class SharedFields(SamplingFields, CacheFields):
+    """Fields of every route that writes text."""
+
+    model: Label | None = None
+    """The model's name, as `/v1/models` has it (default: the server's only model)."""
+    stop: Annotated[list[Stop], Field(max_length=16), BeforeValidator(_listed, str | list[str])] = []
+    """One or more strings that end the text."""
+    presence_penalty: Penalty = 0.0
+    frequency_penalty: Penalty = 0.0
+    logit_bias: Annotated[
+        dict[Annotated[str, AfterValidator(_token_id)], Bias], Field(max_length=1024), BeforeValidator(_without_nulls)
+    ] = {}
+    """A number that is added to the score of each of these token ids."""
+    stream: bool = False
+    """Answer by server-sent events."""
+    stream_options: StreamOptions | None = None
+    user: Label = ""
+    """Requests of one user share cached prefixes, and those of others do not."""
+
+
+class TextRequest(NeutralFields, SharedFields):
+    """Fields of chats and completions."""
+
+    max_tokens: Count | None = None
+    """Tokens to write at most."""
+    max_seconds: Annotated[float, Field(gt=0.0, le=1e6)] | None = None
+    """Timeout of the request, including its time in the queue (default: none)."""
+    n: Annotated[int, Field(ge=1, le=8)] = 1
+    """Texts to write for each prompt."""
+
+
+class Part(Body):
+    """A part of a message: text, or a chunk, which is cached wherever it stands."""
+
+    ignored = frozenset(("annotations", "cache_control", "id", "index", "logprobs"))
+    type: Annotated[str, Only("text", "chunk", "input_text", "output_text")]
+    text: Text
+
+    @model_validator(mode="after")
+    def _has_text(self) -> "Part":
+        if self.type == "chunk" and not self.text:
+            raise PydanticCustomError("empty_chunk", "must have some text in a chunk", {"field": "text"})
+        return self
+
+
+Content = str | Annotated[list[str | Part], Field(fail_fast=True)]
+
+
+class PromptMessage(Body):
+    """A message of the system, a developer or the user."""
+
+    ignored = Part.ignored
+    role: Literal["system", "developer", "user"]
+    content: Content
+    name: Label | None = None
+
+
+class AssistantMessage(Body):
+    """A message that a model wrote, in the dialects of many clients; fields beyond these are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["assistant"]
+    content: str | list[Any] = []
+    tool_calls: Annotated[list[Object], Field(max_length=128)] = []
+    reasoning_content: Any = None
+    """The thought before the content."""
+    reasoning: Any = None
+    refusal: Any = None
+    function_call: Any = None
+    name: Any = None
+
+
+class ToolMessage(Body):
+    """The result of a call; JSON that is neither a string nor a list of parts is read as text."""
+
+    model_config = ConfigDict(extra="ignore")
+    role: Literal["tool", "function"]
+    content: Annotated[Content, BeforeValidator(text_of_json, Any)] = ""
+    tool_call_id: Any = None
+    name: Any = None
+
+
+AnyMessage = PromptMessage | AssistantMessage | ToolMessage
+Messages = Annotated[
+    list[Annotated[AnyMessage, Field(discriminator="role")]], Field(min_length=1, max_length=4096, fail_fast=True)
+]
+
+
+class Function(Body):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    ignored = frozenset(("cache_control", "defer_loading", "output_schema"))
+    name: Name
+    description: Annotated[str, Field(max_length=65_536)] | None = None
+    parameters: Object | None = None
+    strict: bool | None = None
+
+
+class FunctionTool(Body):
+    """A function as chats have it."""
+
+    ignored = Function.ignored
+    type: Literal["function"]
+    function: Function
+
+    def document(self) -> dict[str, Any]:
+        """The tool as chat templates read it."""
+        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True)}
+
+
+class OtherTool(Body):
+    """A tool that only other servers have; the answer's usage notes it as left out."""
+
+    model_config = ConfigDict(extra="ignore")
+    type: Word
+
+
+def tool_kind(value: Any) -> str:
+    """The tag of a tool: a function, or another one."""
+    return FUNCTION if isinstance(value, Mapping) and value.get("type") == FUNCTION else "other"
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag(FUNCTION)] | Annotated[OtherTool, Tag("other")],
+    Discriminator(tool_kind),
+]
+
+
+class FunctionName(Body):
+    """The name of a function."""
+
+    name: Name
+
+
+class NamedChoice(Body):
+    """A demand that one function is called."""
+
+    type: Literal["function"]
+    function: FunctionName
+
+
+class JsonSchema(Body):
+    """A JSON schema that the answer follows."""
+
+    name: Word
+    description: Annotated[str, Field(max_length=4096)] | None = None
+    schema_: Annotated[Object, Field(alias="schema")]
+    strict: bool | None = None
+
+
+class PlainFormat(Body):
+    """Any text, or any object of JSON."""
+
+    type: Literal["text", "json_object"]
+
+
+class SchemaFormat(Body):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    json_schema: JsonSchema
+
+
+class Recompute(Body):
+    """What is done with parts of type `chunk`."""
+
+    recompute: Word | None = None
+    """Tokens of each chunk that are computed again in their place (default: `first(16)`)."""
+
+
+class PromptChunks(Recompute):
+    """Chunks that stand before a prompt."""
+
+    texts: Annotated[list[Annotated[Text, Field(min_length=1)]], Field(min_length=1, max_length=256)]
+
+
+class ChatRequest(TextRequest):
+    """The body of `/v1/chat/completions`."""
+
+    messages: Messages
+    """The conversation, oldest message first."""
+    chat_template_kwargs: Variables = {}
+    """Variables of the model's chat template."""
+    chunks: Recompute | None = None
+    max_completion_tokens: Count | None = None
+    """Another name for `max_tokens`."""
+    logprobs: bool = False
+    """Tell the log probability of each token."""
+    top_logprobs: Top = 0
+    """Likeliest tokens to tell beside each token; needs `logprobs`."""
+    response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] = PlainFormat(type="text")
+    """Text, a JSON object, or JSON of a schema."""
+    tools: Annotated[list[Tool], Field(max_length=128)] = []
+    """Functions that the model may call."""
+    tool_choice: Choice | NamedChoice = "auto"
+    """Whether to call a function, or which."""
+
+    @property
+    def function_tools(self) -> list[dict[str, Any]]:
+        """The functions among the tools, as chat templates read them."""
+        return [tool.document() for tool in self.tools if isinstance(tool, FunctionTool)]
+
+    @property
+    def choice(self) -> str:
+        """`none`, `auto`, `required`, or `=` and the name of a function."""
+        if isinstance(self.tool_choice, NamedChoice):
+            return f"={self.tool_choice.function.name}"
+        return self.tool_choice
+
+    @property
+    def left_out(self) -> list[str]:
+        """A note for each part of the request that the answer is without."""
+        return unread_tools(self.tools)
+
+
+def unread_tools(tools: Sequence[Body]) -> list[str]:
+    """A note for each tool that is not a function."""
+    return [f"tools.{at}: {tool.type}" for at, tool in enumerate(tools) if isinstance(tool, OtherTool)]
+
+
+def _prompt_kind(value: Any) -> str:
+    first = value[0] if isinstance(value, list) and value else ""
+    kinds = {int: "ids", bool: "ids", list: "lists"}
+    return kinds.get(type(first), "texts") if isinstance(value, list) else "text"
+
+
+class CompletionRequest(TextRequest):
+    """The body of `/v1/completions`."""
+
+    prompt: Annotated[
+        Annotated[Text, Tag("text")]
+        | Annotated[list[Text], Field(min_length=1, max_length=16), Tag("texts")]
+        | Annotated[TokenIds, Tag("ids")]
+        | Annotated[list[TokenIds], Field(max_length=16), Tag("lists")],
+        Discriminator(_prompt_kind),
+    ]
+    """The text to go on with, its token ids, or a list of either."""
+    suffix: Text = ""
+    """Text that stands behind what is written, for models that fill in the middle."""
+    echo: bool = False
+    """Begin the answer with the prompt."""
+    max_tokens: Annotated[int, Field(ge=0, le=2**30)] | None = None
+    """Tokens to write at most (default: 16)."""
+    chunks: PromptChunks | None = None
+    """Chunks before the prompt, each of which is cached wherever it stands."""
+    logprobs: Top | None = None
+    """Tell the log probability of each token and of this many of the likeliest."""
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt as text or token ids."""
+        is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
+        return [self.prompt] if is_one else [*self.prompt]  # type: ignore[list-item]  # ids of one prompt
+
+    left_out: ClassVar[tuple[str, ...]] = ()
+
+
+class TokenizeRequest(Body):
+    """The body of `/tokenize`: a prompt, or messages."""
+
+    model: Label | None = None
+    prompt: Text | None = None
+    messages: Messages | None = None
+    chat_template_kwargs: Variables | None = None
+    add_special_tokens: bool = True
+    """Begin with the tokens that any text begins with."""
+
+
+class DetokenizeRequest(Body):
+    """The body of `/detokenize`."""
+
+    model: Label | None = None
+    tokens: Annotated[list[TokenId], Field(max_length=MOST_CHARACTERS, fail_fast=True)]
+
+
+class CacheQuery(Body):
+    """Which of the cached prefixes are meant (default: all)."""
+
+    name: Name | None = None

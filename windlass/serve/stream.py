@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from time import monotonic
 from typing import Any, Final, TypeVar
 
+from fastapi.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from windlass.core.errors import UsageError
@@ -110,7 +111,6 @@ class Tickets:
 
 Outcome = TypeVar("Outcome")
 CANCEL_SECONDS: Final = 0.05  # until a task that goes on is cancelled again
-HEADERS = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
 
 
 class ClientGone(Exception):
@@ -222,13 +222,14 @@ def _by_text(found: list[tuple[int, Event]]) -> list[tuple[int, list[Piece], Fin
     ]
 
 
-class EventStream:
+class EventStream(StreamingResponse):
     """A streamed answer. `close` is called at its end, whatever that is.
 
     A client that takes nothing for `send_seconds` is given up.
     """
 
     def __init__(self, chunks: AsyncIterator[bytes], send_seconds: float, close: Callable[[], None]) -> None:
+        super().__init__(chunks, headers={"cache-control": "no-cache"}, media_type="text/event-stream")
         self._chunks, self._send_seconds, self._close = chunks, send_seconds, close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,7 +239,7 @@ class EventStream:
             self._close()
 
     async def _sent(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
         async for chunk in self._chunks:
             if chunk:
                 await self._within(send({"type": "http.response.body", "body": chunk, "more_body": True}))
