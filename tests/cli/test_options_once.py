@@ -21,8 +21,7 @@ PARTS = {
     ("core/step.py", "Limits"),  # those that a layer is told
     ("cache/contract.py", "LIMITS"),
     ("cli/measure_options.py", "EvalLists"),  # those that an evaluation may vary, as lists
-    ("serve/schema.py", "OWN"),  # those that a request may give
-    ("serve/errors.py", "CacheChoices"),
+    ("serve/schema.py", "CacheFields"),  # those that a request may give
     ("evals/grid.py", "PARSERS"),  # of each that a list may vary
     ("evals/results.py", "Case"),  # labels of a row, as a file of results holds them
     ("hf/prompt_cache_format.py", "parsed"),  # the type and range of each limit, as a prompt-cache file holds them

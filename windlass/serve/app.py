@@ -11,6 +11,7 @@ from fastapi import FastAPI, Query, Response
 from fastapi import Request as HttpRequest
 from fastapi.exceptions import RequestValidationError
 from fastapi.routing import APIRoute
+from pydantic import ValidationError
 from starlette.exceptions import HTTPException as RouterException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.routing import BaseRoute, Match
@@ -252,38 +253,47 @@ class Server:
         return await to_thread.run_sync(work, limiter=self._threads)
 
 
-class JsonRequest(HttpRequest):
-    """A request whose body is JSON, in the strict sense, and comes in time."""
-
-    async def body(self) -> bytes:
-        """Raises: ApiError for a body of another type, and one that does not come in time."""
-        if self.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
-            raise ApiError(415, f"send the body with the header Content-Type: {JSON_TYPE}", None, "bad_content_type")
-        seconds = self.app.state.settings.request.body_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                return await super().body()
-        except TimeoutError:
-            raise ApiError(408, f"the body did not come within {seconds:g} s", None, "body_timeout") from None
-
-    async def json(self) -> Any:
-        """The document. Raises: ApiError for what is no JSON."""
-        try:
-            return await to_thread.run_sync(from_json, await self.body())
-        except ValueError as error:
-            raise ApiError(400, f"the body is no JSON: {error}", None, "invalid_json") from error
-
-
 class JsonRoute(APIRoute):
-    """A route that reads a `JsonRequest`."""
+    """A route whose body is JSON, which must come in time; it is parsed and validated in a thread."""
 
     def get_route_handler(self) -> Callable[[HttpRequest], Coroutine[Any, Any, Response]]:
         handle = super().get_route_handler()
 
         async def handled(http: HttpRequest) -> Response:
-            return await handle(JsonRequest(http.scope, http.receive))
+            if self.body_field is not None:
+                body = await body_of(http)
+                # FastAPI takes a model as it is.
+                http._json = await to_thread.run_sync(parsed, self.body_field.field_info.annotation, body)
+            return await handle(http)
 
         return handled
+
+
+async def body_of(http: HttpRequest) -> bytes:
+    """Raises: ApiError for a body of another type, and one that does not come in time."""
+    if http.headers.get("content-type", "").partition(";")[0].strip().lower() != JSON_TYPE:
+        raise ApiError(415, f"send the body with the header Content-Type: {JSON_TYPE}", None, "bad_content_type")
+    seconds = http.app.state.settings.request.body_seconds
+    try:
+        async with asyncio.timeout(seconds):
+            return await http.body()
+    except TimeoutError:
+        raise ApiError(408, f"the body did not come within {seconds:g} s", None, "body_timeout") from None
+
+
+def parsed(model: Any, body: bytes) -> Any:
+    """Raises: ApiError for what is no JSON; RequestValidationError for what is none of the model."""
+    try:
+        document = from_json(body)
+    except ValueError as error:
+        raise ApiError(400, f"the body is no JSON: {error}", None, "invalid_json") from error
+    try:
+        return model.model_validate(document)
+    except ValidationError as error:
+        found = error.errors(include_url=False)
+        raise RequestValidationError(
+            [{**each, "loc": ("body", *each["loc"])} for each in found], body=document
+        ) from None
 
 
 class PageRoute(BaseRoute):
@@ -335,6 +345,9 @@ def make_app(server: Server, page: ViewApp | None = None) -> ASGIApp:
         version=version("windlass"),
         redoc_url=None,
         redirect_slashes=False,
+        responses={
+            "4XX": {"description": 'A request that is refused: {"error": {"message", "type", "param", "code"}}'}
+        },
         exception_handlers={RequestValidationError: invalid, RouterException: refused},
     )
     app.state.settings = server.settings

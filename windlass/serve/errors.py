@@ -4,7 +4,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fastapi import HTTPException, Response
 
@@ -120,77 +120,61 @@ class BadField(ApiError):
         super().__init__(400, f"{name} {problem}", name, code)
 
 
+NO_OBJECT: Final = ("dict_type", "model_type", "model_attributes_type")
+SIZES: Final = ("too_long", "too_short", "string_too_long", "string_too_short")
+
+
+class FieldError(NamedTuple):
+    """An error that pydantic found; of several the one of the lowest rank is told."""
+
+    rank: tuple[int, int]
+    name: str
+    problem: str
+    code: str = "invalid_value"
+    got: str = ""
+
+
 def of_validation(errors: Sequence[Mapping[str, Any]], document: Any) -> ApiError:
-    """The one error, among all that pydantic found in `document`, that a client is told: an unknown field before a
-    missing one, and that before a wrong value."""
-    found = sorted((_FieldError.of(each, document) for each in errors), key=lambda each: each.rank)
+    """One error for all that pydantic found: an unknown field before a missing one, and that before a wrong value."""
+    found = sorted((_field_error(each, document) for each in errors), key=lambda each: each.rank)
     first = found[0]
     if not first.name:
         return ApiError(400, f"the body must be a JSON object, got {shown(document)}", None, "invalid_body")
     # A value that fits none of several types has an error of each.
-    problems = dict.fromkeys(each.problem for each in found if (each.name, each.rank) == (first.name, first.rank))
-    told = " or ".join([first.problem, *(each.removeprefix("must be ") for each in problems if each != first.problem)])
-    got = f", got {shown(first.value)}" if told.startswith("must ") else ""
-    return BadField(first.name, told + got, first.code)
+    others = [each.problem for each in found if (each.rank, each.name) == (first.rank, first.name)]
+    problems = [first.problem, *(each.removeprefix("must be ") for each in others if each != first.problem)]
+    return BadField(first.name, " or ".join(dict.fromkeys(problems)) + first.got, first.code)
 
 
-NO_OBJECT: Final = ("dict_type", "model_type", "model_attributes_type")
-ABSENT: Final = ("missing", "union_tag_not_found")
-UNKNOWN: Final = "extra_forbidden"
-
-
-@dataclass(frozen=True)
-class _FieldError:
-    """What pydantic says of one field; the lowest `rank` is told."""
-
-    name: str
-    problem: str
-    code: str
-    rank: tuple[int, int]
-    value: Any
-
-    @classmethod
-    def of(cls, error: Mapping[str, Any], document: Any) -> "_FieldError":
-        kind, context = error["type"], error.get("ctx", {})
-        path = _path(error["loc"][1:], document, is_missing=kind == "missing")
-        if field := context.get("discriminator", context.get("field")):
-            path.append(field.strip("'"))
-        if kind == UNKNOWN:
-            told = "is not supported by this server; leave it out", UNSUPPORTED, 0
-            if len(path) > 1:
-                told = "is not supported; leave it out", "unknown_parameter", 3
-        elif kind in ABSENT:
-            told = "is missing", MISSING, 2
-        elif kind == UNSUPPORTED:
-            told = error["msg"], UNSUPPORTED, 1
-        else:
-            told = _problem(kind, error["msg"], context), "invalid_value", 4
-        problem, code, rank = told
-        depth = len(path) if rank == 4 else 0
-        name = ".".join(short(str(each)) for each in path)
-        return cls(name=name, problem=problem, code=code, rank=(rank, -depth), value=error.get("input"))
-
-
-def _path(loc: Sequence[int | str], document: Any, is_missing: bool) -> list[int | str]:
-    """The names and numbers in `loc` that lead to a value of `document`; the others name types of pydantic."""
-    path = list[int | str]()
-    for each in loc:
-        is_inside = each in document if isinstance(document, dict) else False
-        if isinstance(document, list) and isinstance(each, int):
-            is_inside = each < len(document)
-        if is_inside:
-            path.append(each)
+def _field_error(error: Mapping[str, Any], document: Any) -> FieldError:
+    kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
+    path = list[str]()
+    for each in error["loc"][1:]:  # what leads to no value is the name of a type
+        is_key = isinstance(document, dict) and each in document
+        if is_key or (isinstance(document, list) and isinstance(each, int) and each < len(document)):
+            path.append(short(str(each)))
             document = document[each]
-    return [*path, loc[-1]] if is_missing and loc else path
-
-
-def _problem(kind: str, message: str, context: Mapping[str, Any]) -> str:
-    """Pydantic's message, which begins with the kind of its input, as it follows a name."""
+    if kind == "missing":
+        path += error["loc"][1:][-1:]
+    if field := context.get("discriminator", context.get("field")):
+        path.append(field.strip("'"))
+    name = ".".join(path)
+    if kind == "extra_forbidden" and len(path) == 1:
+        return FieldError((0, 0), name, "is not supported by this server; leave it out", UNSUPPORTED)
+    if kind == "extra_forbidden":
+        return FieldError((3, 0), name, "is not supported; leave it out", "unknown_parameter")
+    if kind in ("missing", "union_tag_not_found"):
+        return FieldError((2, 0), name, "is missing", MISSING)
+    problem = re.sub(r"^\w+ should |( after validation)?, not .*$", "", error["msg"])
     if kind in NO_OBJECT:
-        return "must be an object"
-    if kind == "union_tag_invalid":
-        return f"must be one of {context['expected_tags']}"
-    return re.sub(r"^\w+ should ", "must ", message)
+        problem = "be an object"
+    elif kind == "union_tag_invalid":
+        problem, value = f"be one of {context['expected_tags']}", context["tag"]
+    problem = problem if problem == error["msg"] else f"must {problem}"
+    got = f", got {len(value or ()) if kind in SIZES else shown(value)}" if problem.startswith("must ") else ""
+    if kind == UNSUPPORTED:
+        return FieldError((1, 0), name, problem, UNSUPPORTED, got)
+    return FieldError((4, -len(path)), name, problem, got=got)
 
 
 def of_usage(error: UsageError, param: str | None = None) -> ApiError:

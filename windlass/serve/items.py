@@ -9,8 +9,7 @@ from pydantic_core import PydanticCustomError
 from windlass.serve.errors import MISSING, UNSUPPORTED, BadField
 from windlass.serve.prompts import called, content_of, of_message
 from windlass.serve.schema import (
-    FUNCTION,
-    AssistantMessage,
+    FUNCTION_TAG,
     Body,
     ChatRequest,
     Choice,
@@ -20,67 +19,40 @@ from windlass.serve.schema import (
     FunctionName,
     FunctionTool,
     JsonSchema,
+    Message,
     NamedChoice,
     NeutralFields,
     Object,
-    Only,
     OtherTool,
     PlainFormat,
-    PromptMessage,
     Recompute,
     SchemaFormat,
     SharedFields,
     Text,
-    ToolMessage,
     Variables,
     Verbosity,
     Word,
+    only,
     text_of_json,
     tool_kind,
     unread_tools,
 )
 
 SHELL: Final = "local_shell"  # the function that stands for a call of OpenAI's own shell
-OF_ITEMS: Final = frozenset(("id", "status", "phase", "end_turn"))  # fields of an item that comes back, ignored
 EMPTY: Final = {"role": "assistant", "content": ("",), "reasoning_content": ""}  # begins a turn, and is none by itself
 
 
-class PromptItem(PromptMessage):
-    """A message of the system, a developer or the user."""
-
-    ignored = PromptMessage.ignored | OF_ITEMS
-    type: Literal["message"]
-
-    def message(self) -> dict[str, Any]:
-        """The item as `prompts.conversation` has it, and so for all items."""
-        return of_message(self)
-
-
-class AssistantItem(AssistantMessage):
-    """A message that a model wrote."""
-
-    type: Literal["message"]
-
-    def message(self) -> dict[str, Any]:
-        return of_message(self)
-
-
-class ToolItem(ToolMessage):
-    """The result of a call, as chats have it."""
-
-    type: Literal["message"]
-
-    def message(self) -> dict[str, Any]:
-        return of_message(self)
-
-
-class ItemThatReturns(Body):
+class Item(Body):
     """An item of an earlier answer; fields beyond those of its model are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
+    def message(self) -> dict[str, Any]:
+        """The item as `prompts.conversation` has a message; one without a text begins a turn."""
+        return EMPTY
 
-class FunctionCall(ItemThatReturns):
+
+class FunctionCall(Item):
     """A call; some clients parse its arguments."""
 
     type: Literal["function_call"]
@@ -92,7 +64,7 @@ class FunctionCall(ItemThatReturns):
         return _call(self.call_id, self.name, self.arguments)
 
 
-class CustomCall(ItemThatReturns):
+class CustomCall(Item):
     """A call whose only argument is a text."""
 
     type: Literal["custom_tool_call"]
@@ -104,7 +76,7 @@ class CustomCall(ItemThatReturns):
         return _call(self.call_id, self.name, {"input": self.input})
 
 
-class ShellCall(ItemThatReturns):
+class ShellCall(Item):
     """A call of OpenAI's own shell."""
 
     type: Literal["local_shell_call"]
@@ -116,7 +88,7 @@ class ShellCall(ItemThatReturns):
         return _call(self.call_id, SHELL, arguments)
 
 
-class CallOutput(ItemThatReturns):
+class CallOutput(Item):
     """The result of a call; JSON that is neither a string nor a list of parts is read as text."""
 
     type: Literal["function_call_output", "custom_tool_call_output"]
@@ -127,7 +99,7 @@ class CallOutput(ItemThatReturns):
         return {"role": "tool", "tool_call_id": self.call_id, "content": content_of(self.output)}
 
 
-class ShellOutput(ItemThatReturns):
+class ShellOutput(Item):
     """The output of a shell, which has the id of its call where others have `call_id`."""
 
     type: Literal["local_shell_call_output"]
@@ -137,14 +109,15 @@ class ShellOutput(ItemThatReturns):
         return {"role": "tool", "content": content_of(self.output)}
 
 
-class ThoughtPart(ItemThatReturns):
+class ThoughtPart(Body):
     """A part of a thought."""
 
-    type: Annotated[str, Only("reasoning_text", "text")]
+    model_config = ConfigDict(extra="ignore")
+    type: Annotated[str, only("reasoning_text", "text")]
     text: str
 
 
-class Reasoning(ItemThatReturns):
+class Reasoning(Item):
     """A thought. Only its text is read: a summary is no text of the model, and only its maker can decrypt the rest."""
 
     type: Literal["reasoning"]
@@ -160,28 +133,18 @@ class Reasoning(ItemThatReturns):
         return EMPTY | {"reasoning_content": "".join(part.text for part in self.content)}
 
 
-class UnreadItem(ItemThatReturns):
+class UnreadItem(Item):
     """An item without a text; the answer's usage notes it as left out."""
 
     type: Literal["ghost_snapshot", "tool_search_call", "tool_search_output", "web_search_call"]
-
-    def message(self) -> dict[str, Any]:
-        return EMPTY
 
 
 def _typed(value: Any) -> Any:
     return {**value, "type": value.get("type") or "message"} if isinstance(value, Mapping) else value
 
 
-Item = Annotated[
-    Annotated[PromptItem | AssistantItem | ToolItem, Field(discriminator="role")]
-    | FunctionCall
-    | CustomCall
-    | ShellCall
-    | CallOutput
-    | ShellOutput
-    | Reasoning
-    | UnreadItem,
+AnyItem = Annotated[
+    Message | FunctionCall | CustomCall | ShellCall | CallOutput | ShellOutput | Reasoning | UnreadItem,
     Field(discriminator="type"),
 ]
 
@@ -195,6 +158,9 @@ class FlatTool(Function):
         """The same function as chats have it."""
         given = self.model_dump(exclude_unset=True, exclude={"type"})
         return FunctionTool.model_construct(type=self.type, function=Function.model_construct(**given))
+
+
+FlatTools = Annotated[FlatTool, Tag(FUNCTION_TAG)] | Annotated[OtherTool, Tag("other")]
 
 
 class FlatChoice(FunctionName):
@@ -245,7 +211,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     input: (
         str
         | Annotated[
-            list[Annotated[Item, BeforeValidator(_typed)]], Field(min_length=1, max_length=4096, fail_fast=True)
+            list[Annotated[AnyItem, BeforeValidator(_typed)]], Field(min_length=1, max_length=4096, fail_fast=True)
         ]
     )
     """The conversation: a text, or messages, calls of functions with their results, and thoughts."""
@@ -255,12 +221,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     """Tokens to write at most."""
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    tools: Annotated[
-        list[
-            Annotated[Annotated[FlatTool, Tag(FUNCTION)] | Annotated[OtherTool, Tag("other")], Discriminator(tool_kind)]
-        ],
-        Field(max_length=128, default_factory=list),
-    ]
+    tools: Annotated[list[Annotated[FlatTools, Discriminator(tool_kind)]], Field(max_length=128, default_factory=list)]
     """Functions that the model may call."""
     tool_choice: Choice | FlatChoice = "auto"
     """Whether to call a function, or which."""
@@ -277,7 +238,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
         if isinstance(self.input, str):
             turns: list[dict[str, Any]] = [{"role": "user", "content": (self.input,)}]
         else:
-            turns = _together([item.message() for item in self.input])
+            turns = _together([each.message() if isinstance(each, Item) else of_message(each) for each in self.input])
         found = [each for each in turns if any(each["content"]) or {**each, "content": ("",)} != EMPTY]
         if not found:
             raise BadField("input", "must have a message")

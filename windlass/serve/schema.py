@@ -6,8 +6,9 @@ they refuse.
 
 import json
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from typing import Annotated, Any, ClassVar, Final, Literal
 
 from pydantic import (
@@ -17,12 +18,13 @@ from pydantic import (
     ConfigDict,
     Discriminator,
     Field,
-    GetCoreSchemaHandler,
-    GetJsonSchemaHandler,
+    PlainValidator,
     Tag,
+    WithJsonSchema,
     model_validator,
 )
-from pydantic_core import CoreSchema, PydanticCustomError, core_schema
+from pydantic_core import PydanticCustomError
+from typing_extensions import TypeAliasType
 
 from windlass.core.parse import AUTO
 from windlass.engine.sampling import Sampling
@@ -34,7 +36,18 @@ from windlass.stores.formats import STORES
 MOST_CHARACTERS: Final = 4_000_000
 SEEDS: Final = 2**62
 RANDOM: Final = -1  # a seed that stands for none
+MOST_FIELDS: Final = 1024
 FUNCTION: Final = "function"
+FUNCTION_TAG: Final = "a function"  # no field has such a name
+
+
+def _entries(most: int, value: Any) -> Any:
+    """The entries of an object that are not null; more than `most` are refused before each is looked at."""
+    if not isinstance(value, dict):
+        return value
+    if len(value) > most:
+        raise PydanticCustomError("too_long", "must have at most {most} items", {"most": most})
+    return {name: each for name, each in value.items() if each is not None}
 
 
 class Body(BaseModel):
@@ -46,46 +59,33 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _present(cls, value: Any) -> Any:
-        if not isinstance(value, Mapping):
-            return value
-        return {name: each for name, each in value.items() if each is not None and name not in cls.ignored}
+        given = _entries(MOST_FIELDS, value)
+        is_plain = not isinstance(given, dict) or not cls.ignored
+        return given if is_plain else {name: each for name, each in given.items() if name not in cls.ignored}
 
 
-class Only:
-    """Refuses all values but these, as `true` where 1 is one of them."""
+def only(*values: Any) -> Any:
+    """An annotation that refuses all values but these; neither `true` nor 1.0 is 1."""
+    wanted = " or ".join(map(json.dumps, values))
 
-    def __init__(self, *values: Any) -> None:
-        self._values = values
-
-    def __get_pydantic_core_schema__(self, _source: Any, _handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_plain_validator_function(self._checked)
-
-    def __get_pydantic_json_schema__(self, _schema: CoreSchema, _handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return {"enum": [*self._values]}
-
-    def _checked(self, value: Any) -> Any:
-        if not any(type(value) is type(each) and value == each for each in self._values):
-            wanted = " or ".join(map(json.dumps, self._values))
+    def checked(value: Any) -> Any:
+        if not any(type(value) is type(each) and value == each for each in values):
             raise PydanticCustomError(UNSUPPORTED, "must be {wanted} on this server", {"wanted": wanted})
         return value
 
+    return PlainValidator(checked, json_schema_input_type=Annotated[Any, WithJsonSchema({"enum": [*values]})])
 
-class OneOf:
-    """Refuses a string that is none of these names; `has_numbers`: a name may have numbers in brackets behind it."""
 
-    def __init__(self, names: Sequence[str], has_numbers: bool = False) -> None:
-        self._names, self._has_numbers = [*names], has_numbers
+def _known(names: Iterable[str], value: str) -> str:
+    if value not in names:
+        raise PydanticCustomError("unknown_name", "must be one of {names}", {"names": ", ".join(names)})
+    return value
 
-    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        return core_schema.no_info_after_validator_function(self._checked, handler(source))
 
-    def __get_pydantic_json_schema__(self, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
-        return handler(schema) | ({"examples": self._names} if self._has_numbers else {"enum": self._names})
-
-    def _checked(self, value: str) -> str:
-        if (value.partition("(")[0].strip() if self._has_numbers else value) not in self._names:
-            raise PydanticCustomError("one_of", "must be one of {names}", {"names": ", ".join(self._names)})
-        return value
+def _position_mode(value: str) -> str:
+    """A mode, perhaps with numbers, which are checked where the mode is made."""
+    _known(MODES, value.partition("(")[0].strip())
+    return value
 
 
 def _variable(name: str) -> str:
@@ -98,10 +98,6 @@ def _token_id(name: str) -> str:
     if not (name.isascii() and name.isdecimal() and len(name) <= 10):
         raise PydanticCustomError("token_id", "must be a token id, written as a string")
     return name
-
-
-def _without_nulls(value: Any) -> Any:
-    return {name: each for name, each in value.items() if each is not None} if isinstance(value, dict) else value
 
 
 def _listed(value: Any) -> Any:
@@ -133,9 +129,9 @@ Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
 Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Variable = Annotated[str, Field(max_length=64), AfterValidator(_variable)]
-Variables = Annotated[
-    dict[Variable, bool | int | float | Label], Field(max_length=16), BeforeValidator(_without_nulls, dict[str, Any])
-]
+Policy = Annotated[str, AfterValidator(partial(_known, (AUTO, *sorted(NAMES))))]
+Store = Annotated[str, AfterValidator(partial(_known, tuple(STORES)))]
+Variables = Annotated[dict[Variable, bool | int | float | Label], BeforeValidator(partial(_entries, 16), Object)]
 Choice = Literal["none", "auto", "required"]
 Verbosity = Literal["low", "medium", "high"]
 Included = Literal[  # items and parts that no answer here has
@@ -152,28 +148,28 @@ Included = Literal[  # items and parts that no answer here has
 class NeutralFields(Body):
     """Fields that change nothing of an answer, or have one value here. Clients send them to every route."""
 
-    background: Annotated[bool, Only(False)] = False
-    best_of: Annotated[int, Only(1)] = 1
+    background: Annotated[bool, only(False)] = False
+    best_of: Annotated[int, only(1)] = 1
     client_metadata: Object = {}
-    echo: Annotated[Any, Only(False)] = False
-    function_call: Annotated[str, Only("none", "auto")] = "none"
-    functions: Annotated[list[Any], Only([])] = []
+    echo: Annotated[Any, only(False)] = False
+    function_call: Annotated[str, only("none", "auto")] = "none"
+    functions: Annotated[list[Any], only([])] = []
     include: Annotated[list[Included], Field(max_length=7)] = []
     include_obfuscation: bool = False
     max_tool_calls: Annotated[int, Field(ge=0, le=2**30)] | None = None
     metadata: Object = {}
-    modalities: Annotated[list[str], Only(["text"])] = ["text"]
-    n: Annotated[Any, Only(1)] = 1
+    modalities: Annotated[list[str], only(["text"])] = ["text"]
+    n: Annotated[Any, only(1)] = 1
     parallel_tool_calls: bool = True
     prediction: Object = {}
     prompt_cache_key: Annotated[str, Field(max_length=4096)] = ""
     prompt_cache_retention: Label = ""
-    reasoning_effort: Annotated[str | None, Only("none")] = None
+    reasoning_effort: Annotated[str | None, only("none")] = None
     """`none` turns a model's thought off where its chat template can."""
     safety_identifier: Annotated[str, Field(max_length=4096)] = ""
     service_tier: Label = ""
-    suffix: Annotated[Any, Only("")] = ""
-    top_logprobs: Annotated[Any, Only(0)] = 0
+    suffix: Annotated[Any, only("")] = ""
+    top_logprobs: Annotated[Any, only(0)] = 0
     verbosity: Verbosity = "medium"
 
 
@@ -219,11 +215,11 @@ class CacheFields(Body):
 
     budget: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
     """Tokens that the cache keeps in each layer (default: the server's)."""
-    policy: Annotated[str, OneOf((AUTO, *sorted(NAMES)))] | None = None
+    policy: Policy | None = None
     """The policy that chooses which tokens to evict."""
-    positions: Annotated[Word, OneOf([*MODES], has_numbers=True)] | None = None
+    positions: Annotated[Word, AfterValidator(_position_mode)] | None = None
     """Position mode in which cached keys are read."""
-    store: Annotated[Annotated[str, OneOf([*STORES])] | None, BeforeValidator(_no_true, str | Literal[False])] = None
+    store: Annotated[Store | None, BeforeValidator(_no_true, str | Literal[False])] = None
     """Format of cached keys and values; false is OpenAI's, and changes nothing."""
     recall: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
     """Evicted tokens that each step reloads."""
@@ -259,7 +255,7 @@ class SharedFields(SamplingFields, CacheFields):
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[
-        dict[Annotated[str, AfterValidator(_token_id)], Bias], Field(max_length=1024), BeforeValidator(_without_nulls)
+        dict[Annotated[str, AfterValidator(_token_id)], Bias], BeforeValidator(partial(_entries, 1024), Object)
     ] = {}
     """A number that is added to the score of each of these token ids."""
     stream: bool = False
@@ -284,7 +280,7 @@ class Part(Body):
     """A part of a message: text, or a chunk, which is cached wherever it stands."""
 
     ignored = frozenset(("annotations", "cache_control", "id", "index", "logprobs"))
-    type: Annotated[str, Only("text", "chunk", "input_text", "output_text")]
+    type: Annotated[str, only("text", "chunk", "input_text", "output_text")]
     text: Text
 
     @model_validator(mode="after")
@@ -300,7 +296,8 @@ Content = str | Annotated[list[str | Part], Field(fail_fast=True)]
 class PromptMessage(Body):
     """A message of the system, a developer or the user."""
 
-    ignored = Part.ignored
+    ignored = Part.ignored | {"status", "phase", "end_turn"}
+    type: Literal["message"] = "message"
     role: Literal["system", "developer", "user"]
     content: Content
     name: Label | None = None
@@ -310,6 +307,7 @@ class AssistantMessage(Body):
     """A message that a model wrote, in the dialects of many clients; fields beyond these are ignored."""
 
     model_config = ConfigDict(extra="ignore")
+    type: Literal["message"] = "message"
     role: Literal["assistant"]
     content: str | list[Any] = []
     tool_calls: Annotated[list[Object], Field(max_length=128)] = []
@@ -325,6 +323,7 @@ class ToolMessage(Body):
     """The result of a call; JSON that is neither a string nor a list of parts is read as text."""
 
     model_config = ConfigDict(extra="ignore")
+    type: Literal["message"] = "message"
     role: Literal["tool", "function"]
     content: Annotated[Content, BeforeValidator(text_of_json, Any)] = ""
     tool_call_id: Any = None
@@ -332,9 +331,8 @@ class ToolMessage(Body):
 
 
 AnyMessage = PromptMessage | AssistantMessage | ToolMessage
-Messages = Annotated[
-    list[Annotated[AnyMessage, Field(discriminator="role")]], Field(min_length=1, max_length=4096, fail_fast=True)
-]
+Message = TypeAliasType("Message", Annotated[AnyMessage, Field(discriminator="role")])
+Messages = Annotated[list[Message], Field(min_length=1, max_length=4096, fail_fast=True)]
 
 
 class Function(Body):
@@ -368,11 +366,11 @@ class OtherTool(Body):
 
 def tool_kind(value: Any) -> str:
     """The tag of a tool: a function, or another one."""
-    return FUNCTION if isinstance(value, Mapping) and value.get("type") == FUNCTION else "other"
+    return FUNCTION_TAG if isinstance(value, Mapping) and value.get("type") == FUNCTION else "other"
 
 
 Tool = Annotated[
-    Annotated[FunctionTool, Tag(FUNCTION)] | Annotated[OtherTool, Tag("other")],
+    Annotated[FunctionTool, Tag(FUNCTION_TAG)] | Annotated[OtherTool, Tag("other")],
     Discriminator(tool_kind),
 ]
 
