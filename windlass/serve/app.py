@@ -61,11 +61,8 @@ class Server:
     async def chat(self, http: HttpRequest, body: ChatRequest) -> Response:
         """Answer a conversation."""
         self._check_model(body.model)
-
-        def built() -> GenerationRequest:
-            return self._built_chat(body, "messages", conversation(body.messages), http.scope[TENANT])
-
-        asked = await self._beside(built)
+        messages = await self._beside(partial(conversation, body.messages))
+        asked = await self._beside(partial(self._built_chat, body, "messages", messages, http.scope[TENANT]))
         texts = [self._partial(body, asked) for _ in asked.requests]
         return await self._answer(http, asked, ChatDocuments(self._head(asked, body.left_out)), texts)
 
@@ -79,8 +76,8 @@ class Server:
     async def respond(self, http: HttpRequest, body: ResponsesRequest) -> Response:
         """Answer a conversation as OpenAI's Responses API does; nothing is stored."""
         self._check_model(body.model)
-        chat = body.as_chat()
-        asked = await self._beside(lambda: self._built_chat(chat, "input", body.messages, http.scope[TENANT]))
+        messages, chat = await self._beside(body.as_chat)
+        asked = await self._beside(partial(self._built_chat, chat, "input", messages, http.scope[TENANT]))
         form = ResponseDocuments(self._head(asked, body.left_out), body)
         return await self._answer(http, asked, form, [self._partial(chat, asked)])
 
@@ -90,7 +87,7 @@ class Server:
         if (body.prompt is None) == (body.messages is None):
             raise BadField("prompt", "or messages: give one of them", "missing_required_parameter")
         if body.messages is not None:
-            messages = conversation(body.messages)
+            messages = await self._beside(partial(conversation, body.messages))
             check_conversation("messages", messages, self.settings.request.characters)
             variables = body.chat_template_kwargs or {}
             tokens = (await self._beside(partial(self.words.chat, messages, (), variables))).ids
@@ -196,7 +193,7 @@ class Server:
 
     def _partial(self, body: ChatRequest, asked: GenerationRequest) -> PartialText:
         """What reads a text of a chat: its thought, if its model thinks, and calls of the tools that it was given."""
-        names = [tool["function"]["name"] for tool in body.function_tools]
+        names = body.function_names
         calls = CallReader(names, body.choice != "auto") if names and body.choice != "none" else None
         begun = asked.has_begun_thought
         return PartialText(calls, thoughts=None if begun is None else ThoughtReader(begun))

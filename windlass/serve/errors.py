@@ -150,7 +150,7 @@ def _field_error(error: Mapping[str, Any], document: Any) -> FieldError:
     kind, context, value = error["type"], error.get("ctx", {}), error.get("input")
     path = list[str]()
     for each in error["loc"][1:]:  # what leads to no value is the name of a type
-        is_key = isinstance(document, dict) and each in document
+        is_key = isinstance(document, dict) and document.get(each) is not None
         if is_key or (isinstance(document, list) and isinstance(each, int) and each < len(document)):
             path.append(short(str(each)))
             document = document[each]

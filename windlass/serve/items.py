@@ -160,7 +160,7 @@ class FlatTool(Function):
         return FunctionTool.model_construct(type=self.type, function=Function.model_construct(**given))
 
 
-FlatTools = Annotated[FlatTool, Tag(FUNCTION_TAG)] | Annotated[OtherTool, Tag("other")]
+AnyTool = Annotated[FlatTool, Tag(FUNCTION_TAG)] | Annotated[OtherTool, Tag("other")]
 
 
 class FlatChoice(FunctionName):
@@ -221,7 +221,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     """Tokens to write at most."""
     text: TextOptions = TextOptions()
     reasoning: ReasoningOptions = ReasoningOptions()
-    tools: Annotated[list[Annotated[FlatTools, Discriminator(tool_kind)]], Field(max_length=128, default_factory=list)]
+    tools: Annotated[list[Annotated[AnyTool, Discriminator(tool_kind)]], Field(max_length=128, default_factory=list)]
     """Functions that the model may call."""
     tool_choice: Choice | FlatChoice = "auto"
     """Whether to call a function, or which."""
@@ -232,9 +232,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     """Variables of the model's chat template."""
     chunks: Recompute | None = None
 
-    @property
-    def messages(self) -> list[dict[str, Any]]:
-        """The conversation as `prompts.conversation` has it. Raises: BadField where it has no message."""
+    def _messages(self) -> list[dict[str, Any]]:
         if isinstance(self.input, str):
             turns: list[dict[str, Any]] = [{"role": "user", "content": (self.input,)}]
         else:
@@ -245,14 +243,14 @@ class ResponsesRequest(NeutralFields, SharedFields):
         before = [{"role": "system", "content": (self.instructions,)}] if self.instructions else []
         return before + found
 
-    def as_chat(self) -> ChatRequest:
-        """The same request as a chat, but for its messages.
+    def as_chat(self) -> tuple[list[dict[str, Any]], ChatRequest]:
+        """The messages as `prompts.conversation` has them, and the rest of the request as a chat has it.
 
-        Raises: BadField for a schema that is asked for, and not there.
+        Raises: BadField for an input without a message, and a schema that is asked for, and not there.
         """
         choice = self.tool_choice
         shared: dict[str, Any] = {name: getattr(self, name) for name in SharedFields.model_fields}
-        return ChatRequest.model_construct(
+        chat = ChatRequest.model_construct(
             **shared,
             messages=[],
             chat_template_kwargs=self.chat_template_kwargs,
@@ -263,6 +261,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
             tools=[tool.as_tool() for tool in self.tools if isinstance(tool, FlatTool)],
             tool_choice=choice.as_choice() if isinstance(choice, FlatChoice) else choice,
         )
+        return self._messages(), chat
 
     @property
     def echoed(self) -> dict[str, Any]:

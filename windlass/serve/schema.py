@@ -77,6 +77,7 @@ def only(*values: Any) -> Any:
 
 
 def _known(names: Iterable[str], value: str) -> str:
+    """A value that is one of these names."""
     if value not in names:
         raise PydanticCustomError("unknown_name", "must be one of {names}", {"names": ", ".join(names)})
     return value
@@ -105,6 +106,7 @@ def _listed(value: Any) -> Any:
 
 
 def text_of_json(value: Any) -> Any:
+    """JSON that is neither a string nor a list, as text."""
     return value if isinstance(value, str | list) else json.dumps(value, ensure_ascii=False)
 
 
@@ -352,10 +354,6 @@ class FunctionTool(Body):
     type: Literal["function"]
     function: Function
 
-    def document(self) -> dict[str, Any]:
-        """The tool as chat templates read it."""
-        return {"type": self.type, "function": self.function.model_dump(exclude_unset=True)}
-
 
 class OtherTool(Body):
     """A tool that only other servers have; the answer's usage notes it as left out."""
@@ -369,10 +367,7 @@ def tool_kind(value: Any) -> str:
     return FUNCTION_TAG if isinstance(value, Mapping) and value.get("type") == FUNCTION else "other"
 
 
-Tool = Annotated[
-    Annotated[FunctionTool, Tag(FUNCTION_TAG)] | Annotated[OtherTool, Tag("other")],
-    Discriminator(tool_kind),
-]
+Tool = Annotated[FunctionTool, Tag(FUNCTION_TAG)] | Annotated[OtherTool, Tag("other")]
 
 
 class FunctionName(Body):
@@ -439,7 +434,7 @@ class ChatRequest(TextRequest):
     """Likeliest tokens to tell beside each token; needs `logprobs`."""
     response_format: Annotated[PlainFormat | SchemaFormat, Field(discriminator="type")] = PlainFormat(type="text")
     """Text, a JSON object, or JSON of a schema."""
-    tools: Annotated[list[Tool], Field(max_length=128)] = []
+    tools: Annotated[list[Annotated[Tool, Discriminator(tool_kind)]], Field(max_length=128)] = []
     """Functions that the model may call."""
     tool_choice: Choice | NamedChoice = "auto"
     """Whether to call a function, or which."""
@@ -447,7 +442,13 @@ class ChatRequest(TextRequest):
     @property
     def function_tools(self) -> list[dict[str, Any]]:
         """The functions among the tools, as chat templates read them."""
-        return [tool.document() for tool in self.tools if isinstance(tool, FunctionTool)]
+        tools = [tool for tool in self.tools if isinstance(tool, FunctionTool)]
+        return [{"type": FUNCTION, "function": tool.function.model_dump(exclude_unset=True)} for tool in tools]
+
+    @property
+    def function_names(self) -> list[str]:
+        """The names of the functions among the tools."""
+        return [tool.function.name for tool in self.tools if isinstance(tool, FunctionTool)]
 
     @property
     def choice(self) -> str:
@@ -500,8 +501,6 @@ class CompletionRequest(TextRequest):
         """Each prompt as text or token ids."""
         is_one = isinstance(self.prompt, str) or isinstance(self.prompt[0], int)
         return [self.prompt] if is_one else [*self.prompt]  # type: ignore[list-item]  # ids of one prompt
-
-    left_out: ClassVar[tuple[str, ...]] = ()
 
 
 class TokenizeRequest(Body):
