@@ -173,7 +173,10 @@ class Server:
         is_demanded = choice not in ("none", "auto")
         if is_demanded and not tools:
             raise BadField("tool_choice", "needs tools")
-        prompt = self.words.chat(messages, [] if choice == "none" else tools, self._variables(body))
+        variables = body.chat_template_kwargs
+        if body.reasoning_effort == "none" and self.words.reads(THINKING):
+            variables = {THINKING: False, **variables}
+        prompt = self.words.chat(messages, [] if choice == "none" else tools, variables)
         grammars: Sequence[Grammar] = ()
         if is_demanded:
             if body.response_format.type != "text":
@@ -185,11 +188,6 @@ class Server:
         elif body.response_format.type == "json_object":
             grammars = self._grammars.of("response_format", {"type": "object"}, body.n)
         return self._builder.built(body, [prompt], grammars, self.service.limits.max_tokens, tenant)
-
-    def _variables(self, body: ChatRequest) -> dict[str, Any]:
-        if body.reasoning_effort == "none" and self.words.reads(THINKING):
-            return {THINKING: False, **body.chat_template_kwargs}
-        return body.chat_template_kwargs
 
     def _partial(self, body: ChatRequest, asked: GenerationRequest) -> PartialText:
         """What reads a text of a chat: its thought, if its model thinks, and calls of the tools that it was given."""

@@ -124,11 +124,6 @@ class Reasoning(Item):
     content: Annotated[list[ThoughtPart], Field(max_length=4096, default_factory=list)]
     encrypted_content: Any = None
 
-    @property
-    def is_encrypted(self) -> bool:
-        """Whether there is a text, and only its maker can read it."""
-        return bool(self.encrypted_content) and not self.content
-
     def message(self) -> dict[str, Any]:
         return EMPTY | {"reasoning_content": "".join(part.text for part in self.content)}
 
@@ -288,8 +283,11 @@ class ResponsesRequest(NeutralFields, SharedFields):
         """A note for each part of the request that the answer is without."""
         items = [] if isinstance(self.input, str) else [*enumerate(self.input)]
         unread = [f"input.{at}: {item.type}" for at, item in items if isinstance(item, UnreadItem)]
-        thoughts = [(at, item) for at, item in items if isinstance(item, Reasoning)]
-        unread += [f"input.{at}: encrypted_content" for at, item in thoughts if item.is_encrypted]
+        unread += [
+            f"input.{at}: encrypted_content"
+            for at, item in items
+            if isinstance(item, Reasoning) and item.encrypted_content and not item.content
+        ]
         asked = {"effort": self.reasoning.effort or "none", "summary": self.reasoning.summary or "none"}
         options = [f"reasoning.{name}: {value}" for name, value in asked.items() if value != "none"]
         return unread_tools(self.tools) + unread + options
