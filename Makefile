@@ -1,4 +1,4 @@
-.PHONY: demo serve-demo test test-all coverage check docs install bench-peers bench-clients compare-kvpress clean
+.PHONY: demo serve-demo test test-all coverage check docs install bench-peers bench-clients clean
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/installed
@@ -49,7 +49,7 @@ $(STAMP): $(SOURCES)
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
 	touch $@
 
-# Their own environments: none of them is needed by the package. An hour, on a quiet machine.
+# llama.cpp in an environment of its own. An hour, on a quiet machine.
 bench-peers: install $(PEERS)/installed
 	PYTHONPATH=benchmarks $(BIN)/python -m peers.run
 	PYTHONPATH=benchmarks $(BIN)/python -m peers.tables $(PEERS)/samples.jsonl
@@ -57,26 +57,12 @@ bench-peers: install $(PEERS)/installed
 $(PEERS)/installed:
 	$(PYTHON) -m venv $(PEERS)/llama-cpp
 	CMAKE_ARGS="-DGGML_NATIVE=ON" $(PEERS)/llama-cpp/bin/pip install --no-binary llama-cpp-python llama-cpp-python gguf
-	$(PYTHON) -m venv $(PEERS)/mlx
-	-$(PEERS)/mlx/bin/pip install 'mlx[cpu]' mlx-lm
-	$(PYTHON) -m venv $(PEERS)/openvino
-	$(PEERS)/openvino/bin/pip install 'torch>=2.9,<2.14' openvino openvino-genai optimum-intel nncf
-	-$(PEERS)/openvino/bin/pip uninstall --yes torchvision  # of another version than torch, it breaks transformers
-	touch $@
-
-# Which tokens kvpress's own presses keep, beside our policies: two minutes. Prints the table of the page about it.
-compare-kvpress: install $(PEERS)/kvpress/installed
-	PYTHONPATH=benchmarks $(BIN)/python -m peers.kvpress_sets
-
-$(PEERS)/kvpress/installed:
-	$(PYTHON) -m venv $(PEERS)/kvpress
-	$(PEERS)/kvpress/bin/pip install --quiet 'torch==2.13.0' 'kvpress==0.5.5' 'transformers==5.2.0'
 	touch $@
 
 # Other programs on an attached model, in an environment of their own.
 bench-clients: install $(CLIENTS)/installed
 	PYTHONPATH=benchmarks $(CLIENTS)/bin/python -m clients.run
-	PYTHONPATH=benchmarks $(BIN)/python -m families.run --write docs/models.md
+	PYTHONPATH=benchmarks $(BIN)/python -m families.run --write docs/results/models.md
 
 $(CLIENTS)/installed: benchmarks/clients/requirements.txt
 	$(PYTHON) -m venv $(CLIENTS)

@@ -39,7 +39,7 @@ class Found(NamedTuple):
 
 
 class Totals(NamedTuple):
-    """What a job did."""
+    """The result of a job."""
 
     operations: int
     sequences: int

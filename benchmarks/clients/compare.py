@@ -1,4 +1,4 @@
-"""Whether an attached model with a `KVCache` says what a plain one says."""
+"""Comparison of an attached model with a `KVCache` and a plain one."""
 
 import lzma
 from collections.abc import Callable
@@ -23,7 +23,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Compared:
-    """What one client gave, as it goes into the results."""
+    """The result of one client, as it is written."""
 
     logits_error: float | None
     """The norm of the difference from plain, relative to plain's; None where no logits can be compared."""

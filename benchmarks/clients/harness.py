@@ -40,7 +40,7 @@ class CachedLM(HFLM):  # type: ignore[misc]
 
 
 def answers_equal(rows: int, has_cache: bool) -> Compared:
-    """Whether all answers are those of the plain model; with a cache, whether they come in few slots, too."""
+    """Return True if all answers are those of the plain model, with a cache in few slots."""
     theirs = _answers(HFLM(pretrained=plain_model(), tokenizer=_tokenizer(), batch_size=rows))
     model = windlass.attach(plain_model())
     options: dict[str, Any] = {"pretrained": model, "tokenizer": _tokenizer(), "batch_size": rows}

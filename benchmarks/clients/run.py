@@ -1,6 +1,6 @@
 """Other programs on an attached model, compared with the same programs on a plain one.
 
-    make bench-clients     # their environment of its own, then this, then the section of docs/models.md
+    make bench-clients     # their environment of its own, then this, then the section of docs/results/models.md
 
 Each case runs in a process of its own: a crash is a result, too. A case that has a line in the results is not run
 again. Equal means logits within 1e-5 of plain's,

@@ -28,7 +28,7 @@ BUDGET, SINKS = 20, 3
 
 @dataclass
 class Findings:
-    """What the checks of one class found, as it goes into the results."""
+    """The findings of the checks of one class, as they are written."""
 
     outcome: str = "equal"
     reason: str = ""
@@ -204,7 +204,7 @@ def _ragged(plain: PreTrainedModel, model: PreTrainedModel, findings: Findings, 
 
 
 def _of_row(plain: PreTrainedModel, ids: Tensor, chunk: int, mask: Tensor, row: int) -> Tensor:
-    """Of plain ragged rows, read in chunks with a cache, the tokens of one row."""
+    """The tokens of one of plain ragged rows, read in chunks with a cache."""
     return fed(plain, None, ids, chunk, mask, placed=True)[row : row + 1, int((mask[row] == 0).sum()) :]
 
 

@@ -1,4 +1,4 @@
-"""What the general procedure of `families.tiny` cannot know about a config, by model type.
+"""Exceptions of the general procedure of `families.tiny`, by model type.
 
 `init` is given to the config's constructor, before it is shrunk; `sizes` are sizes of this type alone; any other key
 is the path of an attribute, or of an entry of a dictionary, that is set afterwards. Almost all stand for a default

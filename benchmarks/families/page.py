@@ -1,4 +1,4 @@
-"""The page `docs/models.md`, out of the results of `families.run`."""
+"""The page `docs/results/models.md`, out of the results of `families.run`."""
 
 import statistics
 from collections import Counter
@@ -42,7 +42,7 @@ def _introduction(versions: str) -> str:
     return f"""Every class of the causal-LM and image-text mappings of transformers, and some variants of their configs,
 attached and compared with itself unattached. Out of `benchmarks/results/families.jsonl`, with {versions}:
 
-    PYTHONPATH=benchmarks python -m families.run --write docs/models.md
+    PYTHONPATH=benchmarks python -m families.run --write docs/results/models.md
 
 The models are tiny and random: the default config of the class, shrunk to a hidden size of 64 and 4 to 6 layers, every
 layer type of it kept. Their weights are drawn so that attention is far from uniform and norms and biases are not

@@ -2,7 +2,7 @@
 
     PYTHONPATH=benchmarks python -m families.run                      # continues benchmarks/results/families.jsonl
     PYTHONPATH=benchmarks python -m families.run --only llama,gemma3 --print
-    PYTHONPATH=benchmarks python -m families.run --jobs 2 --write docs/models.md
+    PYTHONPATH=benchmarks python -m families.run --jobs 2 --write docs/results/models.md
 
 Tiny random models, no download. Each class runs in a process of its own with a time limit, so that a crash is a
 result, too. A class that has a line in the results is not run again.

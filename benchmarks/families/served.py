@@ -14,7 +14,7 @@ STATE_EDITS = "drop, keep, shift, divide, splice, to and from a DynamicCache, ro
 
 
 def served(family: Family, model: PreTrainedModel) -> dict[str, Any]:
-    """Of an attached model: `how` it is served, what it `lacks`, and `bytes` of a token and layer in bfloat16.
+    """The service of an attached model: `how`, what it `lacks`, and `bytes` of a token and layer in bfloat16.
 
     The bytes are those of the class's own default config, None where its layers differ or its sizes have other names.
     """

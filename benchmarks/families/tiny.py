@@ -169,7 +169,7 @@ def shrink(config: PreTrainedConfig, sizes: Mapping[str, int]) -> None:
 
 
 def _in_ratio(value: Any, base: Any, small: Any) -> Any:
-    """What one layer has in place of `base`, when the others now have `small`."""
+    """The value of one layer in place of `base`, when the others now have `small`."""
     if not _are_ints([value, base, small]) or not base:
         return value
     return max(1, small * value // base)

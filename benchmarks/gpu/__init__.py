@@ -1,1 +1,1 @@
-"""What Windlass does on a GPU, part by part; see `benchmarks/gpu.sh`."""
+"""Measurements of Windlass on a GPU, part by part: see `benchmarks/gpu.sh`."""

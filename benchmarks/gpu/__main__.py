@@ -1,4 +1,4 @@
-"""What Windlass does on a GPU, in under ten minutes: `benchmarks/gpu.sh` calls this, and so may you.
+"""Measure Windlass on a GPU in under ten minutes: `benchmarks/gpu.sh` calls this, and so may you.
 
     python -m gpu OUT                          # a CUDA machine
     python -m gpu OUT --device cpu --tiny      # the same steps, tiny: that all of it works

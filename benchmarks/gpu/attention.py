@@ -62,7 +62,7 @@ def _measure(part: Part, what: str, name: str, batch: int, slots: int) -> None:
 
 
 class Layers:
-    """What `count` layers hold in every store, and one query per row."""
+    """The contents of `count` layers in every store, and one query per row."""
 
     def __init__(self, shape: LayerShape, batch: int, slots: int, count: int, device: torch.device) -> None:
         size = batch, shape.kv_heads, slots, shape.head_dim
@@ -86,7 +86,7 @@ class Layers:
                 self._held[name].append((store.packed_keys(), store.packed_values()))
 
     def nbytes(self, store: str) -> int:
-        """Of the keys, values and scales of all layers."""
+        """The bytes of the keys, values and scales of all layers."""
         tensors: list[Tensor | None] = [t for pair in self._held[store] for h in pair for t in (h.data, h.scales)]
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 

@@ -1,4 +1,4 @@
-"""What is asked of Windlass on a GPU, and how far a run of `python -m gpu` reached it. Pure functions of its lines."""
+"""The bars for Windlass on a GPU, and how far a run of `python -m gpu` reached them. Pure functions of its lines."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class Bar:
         return f">= {self.least:.2f}" if self.most is None else f"<= {self.most:.2f}"
 
     def cells(self, lines: Sequence[Line]) -> list[str]:
-        """What is asked, the worst that was measured and where, of how many, and whether that will do."""
+        """The bar, the worst value and its place, the number of places, and whether it is met."""
         found = sorted(self.found(lines))
         if not found:
             return [self.what, self.asked, "not measured", "-", "-"]
@@ -62,7 +62,7 @@ def against(lines: Sequence[Line], axis: str, base: str) -> Iterator[tuple[Line,
 
 
 def row_of(line: Line, *but: str) -> tuple[object, ...]:
-    """What tells a row from the others, some axes aside."""
+    """The key of a row, some axes aside."""
     axes = ("way", "model", "test", *AXES)
     return tuple(line[axis] for axis in axes if axis not in but)
 

@@ -1,7 +1,7 @@
-"""What the compiler makes of the Triton kernels for an H200: registers, spills and shared memory. Needs no GPU.
+"""Compile the Triton kernels for an H200: registers, spills and shared memory. Needs no GPU.
 
 Compiles each kernel as `windlass.kernels` would launch it, for bfloat16 queries, and prints one JSON line each.
-One that spills, or takes more than the 227 KiB of shared memory there are, is a fault.
+A kernel that spills, or takes more than the 227 KiB of shared memory there are, is a fault.
 
     python -m gpu.code            # all variants, minutes
     python -m gpu.code "decode 128 plain original" "prefill 64 int8 original mass" evict
@@ -187,7 +187,7 @@ def held(width: int, bits: int, means: Tensor | None) -> PackedStates:
 
 
 def resources(made: Any) -> dict[str, int]:
-    """Of a compiled kernel, per thread and per program."""
+    """The resources of a compiled kernel, per thread and per program."""
     ptxas = triton.knobs.nvidia.ptxas.path
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder) / "kernel.ptx"

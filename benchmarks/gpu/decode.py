@@ -21,7 +21,7 @@ STORES = "plain,int8,int4"
 
 
 def measure(part: Part, shape: str) -> None:
-    """What un-rotated storage costs at every depth, then policies and stores at the budget."""
+    """The cost of un-rotated storage at every depth, then policies and stores at the budget."""
     sizes = part.sizes
     models = {"as it is": attach(random_model(SHAPES[shape], torch.bfloat16, part.device))}
     groups: list[tuple[str, BenchLists]] = []

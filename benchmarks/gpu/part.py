@@ -1,4 +1,4 @@
-"""What the parts of `python -m gpu` have in common: their sizes, the time they have, how they time, and their lines."""
+"""Common parts of `python -m gpu`: sizes, time limits, timing and result lines."""
 
 import json
 import statistics
@@ -22,7 +22,7 @@ LEAST_S = 0.01  # of what is timed as one: a clock and a wait cost microseconds
 
 @dataclass(frozen=True)
 class Sizes:
-    """What is measured."""
+    """The sizes that are measured."""
 
     shapes: tuple[str, ...] = ("1b", "8b")
     batches: tuple[int, ...] = (1, 16)
@@ -43,7 +43,7 @@ TINY = Sizes(("tiny",), (1, 3), (64, 200), (0, 48, 200), 200, (48, 200), 2500, 4
 
 
 class Timed(Protocol):
-    """What is timed in turn, and goes back after each run; `windlass.bench_timer.Timer` is one."""
+    """Work that is timed in turn and goes back after each run. `windlass.bench_timer.Timer` is one."""
 
     def warm_up(self, clock: Clock) -> None:
         """Get ready, with a run that does not count."""
@@ -56,7 +56,7 @@ class Timed(Protocol):
 
 
 class OutOfTime(Exception):
-    """What is left to do would take longer than this part may."""
+    """Raised when the rest would take longer than this part may."""
 
 
 class Part:
@@ -69,7 +69,7 @@ class Part:
 
     @property
     def is_gpu(self) -> bool:
-        """Whether this is the real thing."""
+        """Return True if this is the real thing."""
         return self.device.type == "cuda"
 
     @property

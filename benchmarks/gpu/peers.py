@@ -85,7 +85,7 @@ def _measure(part: Part, what: str, shape: str, models: Models, batch: int, dept
 
 
 class Transformers:
-    """What the two caches of transformers have in common: a token per row, written again and again."""
+    """The common part of the two caches of transformers: a token per row, written again and again."""
 
     def __init__(self, models: Models, part: Part, batch: int, depth: int) -> None:
         self._models, self._depth, self._tokens = models, depth, part.sizes.tokens

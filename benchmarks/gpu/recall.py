@@ -45,7 +45,7 @@ def _measure(part: Part, shape: str, model: PreTrainedModel, graph: str) -> None
 
 
 def _writing(model: PreTrainedModel, cache: KVCache, graph: str) -> Work:
-    """What writes one token."""
+    """A step that writes one token."""
     logits = torch.zeros(1, model.config.vocab_size, device=cache.device)
     sampler = Sampler(Sampling(), [[0]], cache.device)
     decoder = Decoder(model, cache, sampler, logits, graph_for(cache.device) if graph == "on" else None)

@@ -3,7 +3,7 @@
     python -m gpu.tables OUT/gpu.jsonl
 
 Tells of the last run in the file; a table for what it has, and a list of what it lacks. A pure function of the
-lines: every ratio is made here. `page.py` puts it on the page, from `benchmarks/results/gpu.jsonl`.
+lines: every ratio is made here.
 """
 
 import json
@@ -21,9 +21,9 @@ all of it in under ten minutes, without the internet, and puts it here:
 
 ```sh
 {COMMAND}
-cp OUT/gpu.jsonl benchmarks/results/
-python benchmarks/page.py > docs/benchmarks.md
 ```
+
+`OUT/gpu.md` has the tables.
 
 The bars:"""
 

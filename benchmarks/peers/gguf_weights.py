@@ -33,7 +33,7 @@ NAMES = {
 
 
 def gguf_name(name: str) -> str:
-    """What llama.cpp calls a tensor of transformers."""
+    """The name in llama.cpp of a tensor of transformers."""
     stem = name.removesuffix(".weight")
     inner = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", stem)
     return f"{NAMES[stem]}.weight" if inner is None else f"blk.{inner[1]}.{NAMES[inner[2]]}.weight"

@@ -3,7 +3,6 @@
     PYTHONPATH=benchmarks python -m peers.run                # the shape 1b, all peers
     PYTHONPATH=benchmarks python -m peers.run --shape 7b-mha --layers 4 --depths 0 4096 --peers windlass llama-cpp
     PYTHONPATH=benchmarks python -m peers.run --shape tiny --depths 0 64 --rounds 2 --out /dev/null
-    PYTHONPATH=benchmarks python -m peers.run --weights int4 --llama-cpp ~/llama.cpp/build
 
 Every peer is a process that keeps its model; only one works at a time, the others sleep. A test at
 a depth is run once by each to warm up, then by each in turn, round after round, in an order that
@@ -11,8 +10,7 @@ moves on by one. Prints llama-bench's table (mean and standard deviation) and ap
 to `--out` as a JSON line; `tables.py` makes the documentation's tables of it.
 
 Before anything is timed, all peers read the same tokens, and their logits have to agree. Peers of other
-packages live in `.venv-peers`, which `make bench-peers` fills; those that are not there are left out. A llama.cpp
-that was built from source takes part where `--llama-cpp` gives the folder of its build.
+packages live in `.venv-peers`, which `make bench-peers` fills; missing ones are left out.
 
 `--fill` does not read the text before a test where a cache can be filled. In every round memory is read, too, by
 `PlainRead`.
@@ -47,12 +45,8 @@ WORKERS = {
     "transformers-static": (Path(sys.executable), "torch_worker", "static"),
     "llama-cpp": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker", "f16-flash"),
     "llama-cpp-plain": (PEERS / "llama-cpp" / "bin" / "python", "llama_worker", "f16-plain"),
-    "llama-cpp-native": (Path(sys.executable), "native_llama_worker", "f16-flash"),
-    "openvino": (PEERS / "openvino" / "bin" / "python", "openvino_worker", ""),
-    "mlx": (PEERS / "mlx" / "bin" / "python", "mlx_worker", ""),
 }
-WITH_CODES = ("windlass", "llama-cpp-native", "openvino")  # those that have weights of 4 bits here
-TOKENIZER = Path(__file__).parents[2] / "windlass" / "assets" / "finder-3m"
+WITH_CODES = ("windlass",)  # peers that have weights of 4 bits here
 # A library's threads spin for some milliseconds before they sleep.
 PAUSE_S = 0.05
 CHECKED_TOKENS = 48
@@ -84,7 +78,7 @@ class Worker:
         return Answer(**json.loads(self._line()))
 
     def takes(self, test: str, tokens: int, depth: int) -> bool:
-        """Whether it reads as much in reasonable time."""
+        """Return True if it reads as much in reasonable time."""
         read = depth + (tokens if test == "pp" else 0)
         return self.about.most_prompt is None or read <= self.about.most_prompt
 
@@ -102,15 +96,13 @@ class Worker:
         return line
 
 
-def is_there(name: str, build: Path | None, weights: str) -> bool:
-    """Whether this peer can take part; says on stderr why it cannot."""
+def is_there(name: str, weights: str) -> bool:
+    """Return True if this peer can take part. Prints on stderr why it cannot."""
     python = WORKERS[name][0]
     if not python.exists():
         print(f"{name} is left out: there is no {python}", file=sys.stderr)
     elif weights != "auto" and name not in WITH_CODES:
         print(f"{name} is left out: it is not measured with weights of {weights}", file=sys.stderr)
-    elif name == "llama-cpp-native" and build is None:
-        print(f"{name} is left out: --llama-cpp does not say where it was built", file=sys.stderr)
     else:
         return True
     return False
@@ -135,17 +127,13 @@ def machine(threads: int, shape: Shape) -> dict[str, Any]:
     }
 
 
-def prepare(shape: Shape, names: list[str], weights: str = "auto") -> None:
-    """Write the weights that these peers load. What llama.cpp built from source reads, a package's tools write."""
+def prepare(shape: Shape, names: list[str]) -> None:
+    """Write the weights that these peers load."""
     write_weights(shape)
     modules = {WORKERS[name][1] for name in names}
     about = [shape.name, f"--layers={shape.layers}"]
-    if modules & {"llama_worker", "native_llama_worker"} and not (shape.folder / "model.gguf").exists():
+    if "llama_worker" in modules and not (shape.folder / "model.gguf").exists():
         command = [str(WORKERS["llama-cpp"][0]), "-m", "peers.gguf_weights", *about]
-        subprocess.run(command, env=ENVIRONMENT, check=True)
-    if "openvino_worker" in modules:
-        command = [str(WORKERS["openvino"][0]), "-m", "peers.openvino_weights", *about]
-        command += [f"--weights={weights}", f"--tokenizer={TOKENIZER}"]
         subprocess.run(command, env=ENVIRONMENT, check=True)
 
 
@@ -196,23 +184,20 @@ def main() -> None:
     parser.add_argument("--shape", default="1b")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--depths", type=int, nargs="+", default=[0, 4096, 16384])
-    parser.add_argument(
-        "--prompts", type=int, nargs="*", default=[16, 512, 4096], help="lengths; long ones not for mlx"
-    )
+    parser.add_argument("--prompts", type=int, nargs="*", default=[16, 512, 4096], help="lengths")
     parser.add_argument("--prompts-at-depth", action="store_true", help="read prompts at every depth, not at 0 only")
     parser.add_argument("--tokens", type=int, nargs="*", default=[16], help="how many to decode")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--peers", nargs="+", default=list(WORKERS), choices=list(WORKERS))
     parser.add_argument("--weights", default="auto", choices=list(LEAST_AGREEMENT), help="auto: bfloat16")
-    parser.add_argument("--llama-cpp", type=Path, help="the folder of a build of llama.cpp, with bin/libllama.so")
     parser.add_argument("--fill", action="store_true", help="fill caches, where that can be done, and read no text")
     parser.add_argument("--out", type=Path, default=PEERS / "samples.jsonl")
     options = parser.parse_args()
     shape = shape_of(options.shape, options.layers)
-    names = [name for name in options.peers if is_there(name, options.llama_cpp, options.weights)]
-    prepare(shape, names, options.weights)
-    more = [f"--weights={options.weights}", f"--build={options.llama_cpp or ''}", *["--fill"] * options.fill]
+    names = [name for name in options.peers if is_there(name, options.weights)]
+    prepare(shape, names)
+    more = [f"--weights={options.weights}", *["--fill"] * options.fill]
     options.memory = PlainRead(options.threads)
     workers = [Worker(name, shape, options.threads, more) for name in names]
     check(workers, LEAST_AGREEMENT[options.weights])

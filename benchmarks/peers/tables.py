@@ -11,12 +11,10 @@ import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
+from statistics import median, quantiles
 from typing import Any
 
 from peers.shape import shape_of
-from section import spread
-from turns import quartiles
 
 from windlass.evals.report.page import table
 
@@ -116,7 +114,8 @@ def _ratio(over: Rates, under: Rates, rounds: Sequence[tuple[int, int]]) -> str:
     """The median of the ratios of these rounds, with quartiles."""
     if len(rounds) < 2 or not set(rounds) <= set(over) & set(under):
         return ABSENT
-    return spread(quartiles([over[each] for each in rounds], [under[each] for each in rounds]))
+    low, middle, high = quantiles([over[each] / under[each] for each in rounds], n=4, method="inclusive")
+    return f"{middle:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _bytes_read(run: Run, test: Test) -> Rates:
@@ -130,7 +129,7 @@ def _bytes_read(run: Run, test: Test) -> Rates:
 
 
 def _conditions(run: Run) -> str:
-    """What a reader needs to judge the numbers."""
+    """The conditions of the measurement."""
     about = run.about
     said = [
         f"- {peer} {entry['version']}: {entry['settings']}, {entry['threads']} "

@@ -17,7 +17,7 @@ from windlass.hf.weights import quantize
 
 
 class TorchPeer(Peer):
-    """What the three have in common: the model, and how it is called.
+    """The common part of the three: the model, and how it is called.
 
     A prompt is read as `generate` of the library reads it: at once by transformers, which then asks its
     model for the logits of the last column (`logits_to_keep=1`); in chunks by Windlass.

@@ -24,7 +24,7 @@ CHUNK = 512
 
 @dataclass(frozen=True)
 class About:
-    """What a worker says of itself before the first command.
+    """A worker's description, sent before the first command.
 
     `most_prompt`: longest prompt that it reads in reasonable time; None for any.
     """
@@ -38,7 +38,7 @@ class About:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a worker says after a command.
+    """A worker's answer to a command.
 
     `cpu_s`: processor time of the run. `idle_cpu_s`: that since the answer before, which is what the
     worker used while another was measured. `hold_s`: what reading `depth` tokens took before; 0 if they were held.
@@ -97,7 +97,6 @@ def options() -> tuple[Shape, argparse.Namespace]:
     parser.add_argument("--budget", type=int, help="most tokens held after a prompt, of windlass and OpenVINO")
     parser.add_argument("--policy", default="recent", help="of windlass with a budget")
     parser.add_argument("--fill", action="store_true", help="do not read the text before a test where that can be had")
-    parser.add_argument("--build", default="", help="the folder in which llama.cpp was built")
     read = parser.parse_args()
     return shape_of(read.shape, read.layers), read
 

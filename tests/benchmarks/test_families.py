@@ -19,14 +19,14 @@ import windlass
 from tests.helpers.models import masked
 from windlass import KVCache
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+PAGE = Path(__file__).parents[2] / "docs" / "results" / "models.md"
 LINES = run.read(run.RESULTS)
 LLAMA = Family("causal LM", "llama", "LlamaForCausalLM")
 GEMMA = Family("causal LM", "gemma3_text", "Gemma3ForCausalLM")
 
 
 def test_the_page_is_that_of_the_results() -> None:
-    """After a sweep: PYTHONPATH=benchmarks python -m families.run --write docs/models.md."""
+    """After a sweep: PYTHONPATH=benchmarks python -m families.run --write docs/results/models.md."""
     assert PAGE.read_text() == page(LINES, run.read(run.CLIENTS))
 
 

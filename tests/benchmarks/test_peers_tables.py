@@ -1,18 +1,14 @@
 """What the comparison with other libraries makes of its samples; the libraries themselves are not called."""
 
 import json
-from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from peers.native_llama_worker import version_of
 from peers.shape import shape_of
 from peers.tables import tables
 from peers.weights import config_of
 from peers.worker import random_ids
 from transformers import LlamaForCausalLM
-from turns import in_turn, medians, quartiles
 
 ABOUT = {"shape": "tiny", "layers": 3, "params": 2_000_000, "weights": "auto", "cpu": "a CPU", "date": "2026-01-02"}
 ABOUT |= {"threads": 2, "cores": 5, "system": "a system", "python": "3.11"}
@@ -83,24 +79,6 @@ def test_a_shape_counts_what_its_model_holds() -> None:
     cached = 2 * 2 * shape.kv_heads * shape.head_dim * 2  # keys and values of two layers, two bytes each
     assert shape.token_bytes(7, "auto") - shape.token_bytes(0, "auto") == 7 * cached
     assert shape.token_bytes(0, "int4") == shape.matrices * (0.5 + 4 / 128)
-
-
-def test_works_take_turns_in_both_orders() -> None:
-    done: list[str] = []
-    works = {name: partial(done.append, name) for name in ("first", "second")}
-    seconds = in_turn(works, 2, {name: partial(done.append, f"after {name}") for name in works})
-    assert [each for each in done if "after" not in each] == ["second", "first", "first", "second", "second", "first"]
-    assert done[:2] == ["second", "after second"]
-    assert {name: len(each) for name, each in seconds.items()} == {"first": 2, "second": 2}
-    assert medians({"each": [3.0, 1.0, 7.0]}) == {"each": 3.0}
-    assert quartiles([2.0, 6.0, 20.0], [1.0, 2.0, 4.0]) == [2.5, 3.0, 4.0]
-
-
-def test_the_commit_of_a_build_is_read(tmp_path: Path) -> None:
-    (tmp_path / "common").mkdir()
-    noted = 'int LLAMA_BUILD_NUMBER = 9;\nchar const * LLAMA_COMMIT = "abc12";\nreturn LLAMA_COMMIT;\n'
-    (tmp_path / "common" / "build-info.cpp").write_text(noted)
-    assert version_of(tmp_path) == "abc12"
 
 
 def test_all_workers_draw_the_same_ids() -> None:

@@ -84,7 +84,7 @@ def test_babyllama_at_four_times_its_window() -> None:
 @pytest.mark.slow
 def test_two_thousand_tokens_at_budget_256_take_flat_memory() -> None:
     """In a process of its own, where no annotation is checked."""
-    script = [sys.executable, str(ROOT / "benchmarks" / "flat.py"), str(MODELS / "stories260K")]
+    script = [sys.executable, str(ROOT / "benchmarks" / "speed" / "flat.py"), str(MODELS / "stories260K")]
     run = subprocess.run([*script, "--tokens", "2100", "--block", "1000"], capture_output=True, text=True, check=True)
     *blocks, end = [json.loads(line) for line in run.stdout.splitlines()]
     assert [block["tokens_seen"] // 1_000 for block in blocks] == [1, 2]

@@ -36,7 +36,7 @@ def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("batch", range(BATCHES))
 def test_spoiled_files_are_refused_or_say_what_they_load(batch: int, files: dict[str, Honest], tmp_path: Path) -> None:
-    """A short run of `benchmarks/fuzz_prompt_cache.py`, which see."""
+    """Files with a right checksum and spoiled contents, loaded: a result or one clear line."""
     words: Counter[str] = Counter()
     for seed in range(batch * MUTATIONS, (batch + 1) * MUTATIONS):
         draw = random.Random(seed)

@@ -1,7 +1,7 @@
 """Pass keys in one text, read through a cache of 256 slots: ten depths, ten keys at each.
 
-    python benchmarks/long_text.py >> benchmarks/results/long_text.jsonl
-    python benchmarks/long_text.py --text NOVEL --as-it-is --tokens 25076 --keys 3 >> benchmarks/results/pass_keys.jsonl
+    PYTHONPATH=benchmarks python -m quality.long_text >> benchmarks/results/long_text.jsonl
+    PYTHONPATH=benchmarks python -m quality.long_text --text NOVEL --as-it-is --tokens 25076 --keys 3
 
 The shipped novel, or another text, with its numerals in words or as it is; the shipped model, `compact` positions. The
 text before a depth is read once; what follows is read in ten rows, each after another key. Prints one JSON line per

@@ -1,6 +1,6 @@
 """Named numbers in a long text, each asked for, with a recall store and without: one JSON line per text and store.
 
-    python benchmarks/recall_facts.py MODEL TEXT... [--tokens 95000] >> benchmarks/results/recall_facts.jsonl
+    PYTHONPATH=benchmarks python -m quality.recall_facts MODEL TEXT... [--tokens 95000]
 
 Of each text as many tokens are read as asked for, its own digits left in; several files are joined for a longer one
 (`--joined`). `none` has as many slots as the others have slots and recalled tokens. All questions go on from the cache
@@ -52,7 +52,7 @@ def cache_of(model: PreTrainedModel, store: str, options: argparse.Namespace) ->
 
 
 def lines(text: str, seed: int, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """What each store finds in one text."""
+    """The facts that each store finds in one text."""
     tokenizer = AutoTokenizer.from_pretrained(options.model)
     model = windlass.attach(AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.float32))
     draw = random.Random(seed)

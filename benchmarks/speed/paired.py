@@ -1,7 +1,7 @@
 """Windlass against transformers on the same weights in one process, a token or a prompt of each in turn.
 
-    python benchmarks/paired.py --depth 0 >> benchmarks/results/paired.jsonl
-    python benchmarks/paired.py --prompt 512 --pairs 12 >> benchmarks/results/paired.jsonl
+    PYTHONPATH=benchmarks python -m speed.paired --depth 0 >> benchmarks/results/paired.jsonl
+    PYTHONPATH=benchmarks python -m speed.paired --prompt 512 --pairs 12 >> benchmarks/results/paired.jsonl
 
 Two processes that take rotation by the second meet different neighbours on a shared machine; here a pair is
 as short as can be. Prints one JSON line: the medians, and the median of the pairs' ratios.

@@ -1,8 +1,8 @@
 """A server that speaks OpenAI's HTTP, measured by its clients: speed, times to a first token, gaps, memory.
 
-    python benchmarks/serving.py model FOLDER                    # random weights of 4 layers of `1b`, and a tokenizer
+    PYTHONPATH=benchmarks python -m speed.serving model FOLDER    # random weights of 4 layers of `1b`
     windlass serve FOLDER --rows 16 --budget 1024 --port 8001 &
-    python benchmarks/serving.py clients NAME 8001 PID >> benchmarks/results/serving.jsonl
+    PYTHONPATH=benchmarks python -m speed.serving clients NAME 8001 PID >> benchmarks/results/serving.jsonl
 
 Any server may be measured; PID is its process, whose memory is read. Prompts are pieces of a novel that differ in
 their first words, so that none is a beginning of another, but for those that are sent twice on purpose. Standard
@@ -22,14 +22,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 NOVEL = ROOT / "windlass" / "assets" / "three_men_in_a_boat.txt.xz"
 WARM_TOKENS = 8
 
 
 @dataclass
 class Answer:
-    """What one request gave: seconds from its start to each piece of text, and what its usage says."""
+    """The result of one request: seconds from its start to each piece of text, and what its usage says."""
 
     started: float
     pieces: list[float] = field(default_factory=list)

@@ -1,6 +1,6 @@
 """Endless generation in fixed memory: bytes held and time per token, block by block.
 
-    python benchmarks/flat.py tests/models/stories260K --tokens 20000 --budget 256
+    PYTHONPATH=benchmarks python -m speed.flat tests/models/stories260K --tokens 20000 --budget 256
 
 Prints one JSON line per block of tokens, then one with the model's own negative
 log-likelihood of the end of the text, read afresh inside its trained window.
