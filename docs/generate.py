@@ -1,6 +1,8 @@
-"""Writes the pages that come out of docstrings: contract.md and policies.md. The tests check that they are fresh."""
+"""Write the generated pages: contract.md, results/policies.md and results/house.md. The tests check the first two."""
 
 import inspect
+import subprocess
+import sys
 from pathlib import Path
 
 from windlass.policies import FROM_FILES, NAMES, WRAPPERS, KeyDiff, OneShot, Policy, base, find
@@ -9,14 +11,38 @@ from windlass.policies.wrapper import scoring_chunk
 DOCS = Path(__file__).parent
 STREAMS = "Reads a text within the budget."
 HELD_WHOLE = "Holds a first text whole until it is cut to the budget."
+WRITE_A_POLICY = """
+A policy scores the tokens of a layer. When the layer is over budget, the cache evicts the tokens with the lowest
+scores. This is a whole policy:
+
+```python
+from dataclasses import dataclass
+
+import windlass
+
+
+@dataclass(frozen=True)
+class LargeValues(windlass.Policy):
+    \"\"\"Keeps the tokens with the largest values. Source: this page. Differs: nothing.\"\"\"
+
+    def score(self, slots):
+        return slots.values().float().norm(dim=-1)
+```
+
+`windlass.testing.check_policy(LargeValues())` checks it, and `check_on_models` runs it on tiny models of every kind.
+`--policy file.py:LargeValues` uses it on the command line, and `KVCache(model, budget=256, policy=LargeValues())` in
+Python. A policy that joins Windlass follows the list in [CONTRIBUTING](../CONTRIBUTING.md). All
+[policies](results/policies.md) are one file each in `windlass/policies/`. The contract below is the docstring of
+[`windlass/policies/base.py`](../windlass/policies/base.py), where the types are.
+"""
 
 
 def contract() -> str:
     """The page of the policy contract."""
     said = inspect.cleandoc(base.__doc__ or "").removeprefix("The policy contract: which tokens a layer keeps.\n")
-    intro = "The docstring of [`windlass/policies/base.py`](../windlass/policies/base.py), where the types are."
+    intro = WRITE_A_POLICY.strip()
     said = said.replace(":\n1. ", ":\n\n1. ")  # some readers of Markdown begin a list after an empty line only
-    return f"# The policy contract: which tokens a layer keeps\n\n{intro}\n{said}\n"
+    return f"# Write a policy\n\n{intro}\n\n## The policy contract: which tokens a layer keeps\n\n{said.strip()}\n"
 
 
 def made_by_default() -> dict[str, Policy]:
@@ -37,7 +63,7 @@ def catalogue() -> str:
 
 
 def _entry(name: str, kind: type[Policy], label: str, made: Policy | type[Policy]) -> str:
-    """What the page says of a policy that is `made`, or of a class that no file is at hand for."""
+    """The entry of a policy that is `made`, or of a class that no file is at hand for."""
     file = Path(inspect.getfile(kind)).name
     ranks = "each kv head by itself" if made.needs.per_head else "all heads of a row alike"
     wanted = made.observed_queries
@@ -48,7 +74,7 @@ def _entry(name: str, kind: type[Policy], label: str, made: Policy | type[Policy
     text = (
         inspect.cleandoc(kind.__doc__ or "").replace("\nDiffers:", "  \nDiffers:").replace("\nChunks:", "  \nChunks:")
     )
-    entry = f"## `{name}`: [`{label}`](../windlass/policies/{file})\n\n{text}"
+    entry = f"## `{name}`: [`{label}`](../../windlass/policies/{file})\n\n{text}"
     whole = find(made, OneShot) if isinstance(made, Policy) else None
     if name in WRAPPERS:
         goes_on = f" {HELD_WHOLE}" if whole is not None else ""
@@ -60,9 +86,10 @@ def _entry(name: str, kind: type[Policy], label: str, made: Policy | type[Policy
 
 
 def main() -> None:
-    """Write both pages."""
+    """Write the pages."""
     (DOCS / "contract.md").write_text(contract())
-    (DOCS / "policies.md").write_text(catalogue())
+    (DOCS / "results" / "policies.md").write_text(catalogue())
+    subprocess.run([sys.executable, "-m", "tests.helpers.house", "--write"], check=True, cwd=DOCS.parent)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What is written is what is there: documents are run, or compared with the code they tell of."""
+"""Documents are run, or compared with the code they describe."""
 
 import importlib.util
 import json
@@ -12,6 +12,7 @@ from operator import attrgetter
 from pathlib import Path
 
 import pytest
+import torch
 from mypy import api as mypy_api
 
 import windlass
@@ -21,8 +22,10 @@ from windlass.policies import FROM_FILES, NAMES, base
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
-DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), ROOT / "examples" / "README.md"]
-EXAMPLES = {  # what each example must have said
+DOCS = ROOT / "docs"
+DOCUMENTS = [*ROOT.glob("*.md"), *DOCS.rglob("*.md"), ROOT / "examples" / "README.md"]
+CODE_BLOCK = re.compile(r"```python\n(.*?)```", re.DOTALL)
+EXAMPLES = {  # the output of each example
     "1_generate": ["The pass key is 48213", "256 of 288 slots"],
     "2_transformers_generate": ["second turn ->", "52 tokens seen"],
     "3_write_a_policy": ["LargeKeys keeps the contract", "answered: 48213"],
@@ -38,24 +41,40 @@ def _at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
-def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    names: dict[str, object] = {"__name__": "readme"}
+def run_blocks(page: Path) -> dict[str, object]:
+    """The names that the Python of a page leaves, its blocks run in turn."""
+    names: dict[str, object] = {"__name__": page.stem}
+    blocks = CODE_BLOCK.findall(page.read_text())
+    assert blocks
     for block in blocks:
-        exec(compile(block, "README.md", "exec"), names)
-    assert len(blocks) == 4
+        exec(compile(block, str(page), "exec"), names)
+    return names
+
+
+def test_the_readme_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    cache = run_blocks(ROOT / "README.md")["cache"]
     assert len(capsys.readouterr().out) > 40
-    reloaded = names["cache"]
-    assert isinstance(reloaded, windlass.KVCache)
-    assert reloaded.tokens_seen[0] > 20
-    kind = names["LargeValues"]
+    assert isinstance(cache, windlass.KVCache)
+    assert cache.tokens_seen[0] > 20
+
+
+def test_the_start_page_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_blocks(DOCS / "start.md")
+    assert len(capsys.readouterr().out) > 20
+    assert isinstance(names["ids"], torch.Tensor)
+
+
+def test_the_page_about_parts_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    run_blocks(DOCS / "chunks.md")
+    assert "4821376" in capsys.readouterr().out
+
+
+def test_the_policy_of_the_contract_is_a_whole_file(capsys: pytest.CaptureFixture[str]) -> None:
+    """As the sentence after it says: `--policy file.py:LargeValues`."""
+    kind = run_blocks(DOCS / "contract.md")["LargeValues"]
     assert isinstance(kind, type)
     windlass.testing.check_policy(kind())
-
-
-def test_the_policy_of_the_readme_is_a_whole_file(capsys: pytest.CaptureFixture[str]) -> None:
-    """As the sentence after it says: `--policy file.py:LargeValues`."""
-    [block] = [block for block in re.findall(r"```python\n(.*?)```", README, re.DOTALL) if "LargeValues" in block]
+    [block] = CODE_BLOCK.findall((DOCS / "contract.md").read_text())
     Path("file.py").write_text(block)
     options = ("--budget", "12", "-n", "2", "--policy", "file.py:LargeValues", "--device", "cpu", "-q")
     assert main(("generate", "windlass/assets/finder-3m", "He was in the boat, and the river was", *options)) == 0
@@ -80,7 +99,7 @@ def test_generated_pages_are_fresh() -> None:
     """After a change of a docstring: python docs/generate.py."""
     generate = module_at(ROOT / "docs" / "generate.py")
     assert (ROOT / "docs" / "contract.md").read_text() == generate.contract()
-    assert (ROOT / "docs" / "policies.md").read_text() == generate.catalogue()
+    assert (DOCS / "results" / "policies.md").read_text() == generate.catalogue()
 
 
 def module_at(path: Path) -> types.ModuleType:
@@ -134,14 +153,6 @@ def test_type_checkers_see_a_typo(tmp_path: Path) -> None:
     assert said.count("error") == 2  # and once in the line that counts them
 
 
-def test_the_map_names_files_that_exist() -> None:
-    rows = re.search(r"## The map.*?\n\n(.*?)\n\n", README, re.DOTALL)
-    assert rows is not None
-    files = re.findall(r"`([^`]*/[^`]*)`", rows[1])
-    assert len(files) >= 10
-    assert [name for name in files if not (ROOT / name).is_file()] == []
-
-
 def test_the_architecture_names_every_room() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text()
     rooms = {path.parent.name for path in (ROOT / "windlass").glob("*/__init__.py")}
@@ -170,7 +181,12 @@ def test_every_page_of_the_site_is_there() -> None:
     nav = (ROOT / "mkdocs.yml").read_text().partition("\nnav:\n")[2].partition("\n\n")[0]
     pages = re.findall(r": (\S+)$", nav, re.MULTILINE)
     assert [page for page in pages if not (ROOT / page).is_file()] == []
-    assert {ROOT / page for page in pages} >= {document for document in DOCUMENTS if document.parent != ROOT}
+    beside = {DOCS / "log.md", *(DOCS / "results").glob("*.md")}  # found by the index of results
+    documents = {document for document in DOCUMENTS if document.parent != ROOT} - beside
+    assert {ROOT / page for page in pages} >= documents
+    index = (DOCS / "results" / "README.md").read_text()
+    names = re.findall(r"\]\(([^)]*)\)", index)
+    assert {(DOCS / "results" / name).resolve() for name in names} | {DOCS / "results" / "README.md"} == beside
 
 
 def test_the_api_page_has_every_public_name() -> None:
@@ -192,7 +208,7 @@ def test_the_notebook_runs() -> None:
 
 
 def test_the_start_page_has_the_sessions() -> None:
-    """What is typed stands there, in this order; python docs/terminal.py records the answers."""
+    """The page has the typed lines in this order: python docs/terminal.py records the answers."""
     terminal = module_at(ROOT / "docs" / "terminal.py")
     for session in terminal.SESSIONS:
         shown = re.search(rf"<!-- session: {session.name} -->\n(.*?)<!-- end -->", terminal.PAGE.read_text(), re.DOTALL)
@@ -205,14 +221,22 @@ def test_the_start_page_has_the_sessions() -> None:
 
 
 def test_the_first_screen() -> None:
-    """Style: few words before the first command, and room for the measured table."""
     before = README[: README.index("```sh")]
-    words = re.sub(r"<!-- table:begin -->.*<!-- table:end -->", "", before, flags=re.DOTALL).split()
-    assert len(words) <= 70
-    assert {"RoPE", "Llama,", f"{windlass.__version__}:"} <= set(words), "the idea, the models, the state"
-    assert "<!-- table:begin -->" in before
-    assert "make demo" in README
+    assert {"KV", "Llama,", "Alpha:"} <= set(before.split()), "the idea, the models, the state"
+    screen = README[: README.index("<!-- table:end -->")]
+    assert "windlass demo" in screen
+    assert "](docs/demo.svg)" in screen
+    assert len(re.findall(r"^\| .*(?:full cache|budget).* \|$", screen, re.MULTILINE)) == 3
     assert "make test" in README
+
+
+def test_the_picture_is_that_of_the_session() -> None:
+    """After the demo was recorded again: python docs/picture.py."""
+    picture = module_at(DOCS / "picture.py")
+    stored = picture.PICTURE.read_text()
+    assert stored == picture.picture()
+    assert len(stored) < 150_000
+    assert "KeyDiff,&#160;recall" in stored
 
 
 def test_contributing_is_short() -> None:

@@ -1,7 +1,7 @@
-"""What the docs site shows, for mkdocs: documents where they lie in the repository, so that their links are right.
+"""Pages of the docs site, for mkdocs: documents where they lie in the repository, so that their links are right.
 
 A document may link to a Python file or a notebook, too; each of these becomes a page. All pages are in the navigation
-but those of Python files.
+but those of Python files, of results and of the log.
 """
 
 import html
@@ -16,7 +16,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 from mkdocs.structure.pages import Page
 
 LINK = re.compile(r"(\]\((?!https?:)[^)#\s]+\.(?:py|ipynb))(?=[)#])")
-OTHERS = ("docs/site/site.css",)
+OTHERS = ("docs/site/site.css", "docs/demo.svg", "docs/view.png")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
@@ -37,9 +37,12 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     for file in [each for each in files if each.src_dir == config.docs_dir]:
         files.remove(file)
     named = [name.removesuffix(".ipynb.md") + ".ipynb" * name.endswith(".ipynb.md") for name in _leaves(config.nav)]
+    beside = {str(path.relative_to(root)) for path in (root / "docs" / "results").glob("*.md")} | {"docs/log.md"}
     for name in [*named, *OTHERS]:
         files.append(_file(config, root, name))
-    for name in sorted({linked for each in named for linked in _linked(root, each)} - set(named)):
+    for name in sorted(beside - set(named)):
+        files.append(_file(config, root, name, InclusionLevel.NOT_IN_NAV))
+    for name in sorted({linked for each in {*named, *beside} for linked in _linked(root, each)} - set(named)):
         files.append(_file(config, root, name))
     return files
 
@@ -67,14 +70,14 @@ def _linked(root: Path, name: str) -> Iterator[str]:
             yield str(target.relative_to(root.resolve()))
 
 
-def _file(config: MkDocsConfig, root: Path, name: str) -> File:
+def _file(config: MkDocsConfig, root: Path, name: str, inclusion: InclusionLevel = InclusionLevel.UNDEFINED) -> File:
     path = root / name
     if path.suffix == ".ipynb":
         return File.generated(config, f"{name}.md", content=notebook_page(path.read_text()))
     if path.suffix == ".py":
         page = f"# {path.name}\n\n`{name}`\n\n```python\n{path.read_text()}```\n"
         return File.generated(config, f"{name}.md", content=page, inclusion=InclusionLevel.NOT_IN_NAV)
-    return File.generated(config, name, abs_src_path=str(path))
+    return File.generated(config, name, abs_src_path=str(path), inclusion=inclusion)
 
 
 def notebook_page(notebook: str) -> str:

@@ -1,33 +1,33 @@
 """The policy contract: which tokens a layer keeps.
 
-A policy scores the slots of one layer; the cache evicts the tokens with the lowest scores over budget. Each
+A policy scores the slots of one layer, and the cache evicts the tokens with the lowest scores over budget. Each
 layer does four things in each step, in this order: write, attend, observe, evict.
 
 A policy declares `needs` and `observed_queries`, and has two methods: `score`, and `observe` if it ranks by
-attention. `windlass/policies/base.py` has what only some policies need.
+attention. `windlass/policies/base.py` has interfaces for special needs.
 
 You may rely on:
 1. `slots` are those of layer `slots.layer`, of `slots.layers`, and where its heads lie in groups, of its kv heads
-   `slots.heads`. A token keeps its slot until it is evicted, but where
-   the cache packs its slots, between a prompt and the tokens generated after it, or sorts them, in `divide`.
-2. State is 0 when its token is written, or what an `Initializer` says, and moves with the token. State named "token"
-   is the token's id. What `score` writes into state is kept in rows over budget only, as if each row were alone.
-3. `slots.statistics` holds what your `observe` put there. It is rolled back, saved and copied with its row.
+   `slots.heads`. A token keeps its slot until it is evicted, except when the cache packs its slots, between a prompt
+   and the tokens generated after it, or sorts them, in `divide`.
+2. State is 0 when its token is written, or the value of an `Initializer`, and moves with the token. State named "token"
+   is the token's id. State written by `score` is kept in rows over budget only, as if each row were alone.
+3. `slots.statistics` holds the values that your `observe` put there. It is rolled back, saved and copied with its row.
 4. Slots are not in the order of the text: sort by `slots.positions` before you pool along the text. Sort stably:
    tokens that share a position, after `divide`, are in order.
 5. The first `sinks` positions and the last `window` tokens are never evicted, whatever you return.
-6. Every kv head of a row holds the same number of tokens, perhaps different ones; not where tokens join as they come.
+6. Every kv head of a row holds the same number of tokens, perhaps different ones, but where tokens join as they come.
 7. `observation.mass` is attention probability, summed over the observed queries and over the query heads that
-   share a kv head; it is 0 in free slots. A finished row observes nothing. Where other layers of the model share the
+   share a kv head. It is 0 in free slots. A finished row observes nothing. Where other layers of the model share the
    layer's keys, you are shown the layer's own queries, and none of theirs.
 8. With `Needs(mass=False)` you are shown queries, and a `mass` of no slots. If you ask for all queries, those of a
-   long step come in two calls, each query once; otherwise `observe` is called once a step.
+   long step come in two calls, each query once. Otherwise `observe` is called once a step.
 
 You owe:
 1. A score of shape (batch, kv_heads, slots), or (batch, 1, slots) with `per_head=False`. NaN ranks lowest, free
    slots are ignored, and of equal scores the newer token is kept.
 2. No writes but into `slots.state`, in place, and in `observe` new tensors (batch, ...) into `slots.statistics`.
-3. A frozen dataclass of numbers, policies and names of files. One object serves all layers and texts; its `repr`
+3. A frozen dataclass of numbers, policies and names of files. One object serves all layers and texts. Its `repr`
    is the row label in every result.
 4. No host synchronisation (`.item()`, `.cpu()`), a docstring with `Source:` and `Differs:`, and with `Chunks:` where a
    score depends on where chunks end. `windlass.testing.check_policy` passes, and `check_on_models`, which tries it on
