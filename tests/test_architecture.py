@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import windlass
+from tests.helpers.house import splatted, tuples_splatted
 
 PACKAGE = Path(windlass.__file__).parent
 # From the top to the bottom. A module imports from floors below its own and from its own room; two rooms on one
@@ -161,35 +162,8 @@ def test_every_wrong_size_is_seen(tmp_path: Path) -> None:
     assert out_of_size(tmp_path) == {"a.py: 701 lines", "b.py: 59 lines", "many: 23 files"}
 
 
-def tuples_splatted(tree: ast.Module) -> set[str]:
-    """The names and lines of calls that splat a tuple display, or a name that the same function binds to one."""
-    found = set()
-    for function in (node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.Module)):
-        bound = set()
-        for node in ast.walk(function):
-            if isinstance(node, ast.Assign):
-                for target in node.targets:
-                    bound |= set(_bound_to_tuples(target, node.value))
-        for call in (node for node in ast.walk(function) if isinstance(node, ast.Call)):
-            for argument in call.args:
-                value = argument.value if isinstance(argument, ast.Starred) else None
-                if isinstance(value, ast.Tuple) or (isinstance(value, ast.Name) and value.id in bound):
-                    found.add(f"{call.lineno}: {ast.unparse(value)}")
-    return found
-
-
-def _bound_to_tuples(target: ast.expr, value: ast.expr) -> Iterator[str]:
-    if isinstance(target, ast.Name) and isinstance(value, ast.Tuple):
-        yield target.id
-    elif isinstance(target, ast.Tuple) and isinstance(value, ast.Tuple) and len(target.elts) == len(value.elts):
-        for one, its in zip(target.elts, value.elts, strict=True):
-            yield from _bound_to_tuples(one, its)
-
-
 def test_tuples_that_are_built_to_be_splatted_grow_no_more() -> None:
-    found = {path: tuples_splatted(ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py")}
-    calls = sorted(f"{path.relative_to(PACKAGE)}:{call}" for path in found for call in found[path])
-    assert len(calls) <= MOST_SPLATTED, calls
+    assert len(splatted()) <= MOST_SPLATTED, splatted()
 
 
 def test_every_splatted_tuple_is_seen() -> None:
