@@ -9,7 +9,7 @@ from rich.text import Text
 
 DOCS = Path(__file__).parent
 PICTURE = DOCS / "demo.svg"
-COLUMNS = 92
+COLUMNS = 102
 
 
 def picture() -> str:
