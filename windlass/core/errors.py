@@ -39,7 +39,7 @@ class RecordingError(WindlassError):
 
 
 class WindlassWarning(UserWarning):
-    """What a user may want to know, though all goes on."""
+    """A notice for the user. The work continues."""
 
 
 BUILTIN = (str, bytes, Real, list, tuple, dict, set, type(None))

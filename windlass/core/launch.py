@@ -27,7 +27,7 @@ class Launch:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Launch:
-        """What `torchrun` told this process. Raises: UsageError where it did not start it, saying how that is done."""
+        """The settings that `torchrun` gave this process. Raises: UsageError, with the way out, if it did not start it."""
         missing = [name for name in VARIABLES if name not in environment]
         if missing:
             raise UsageError(
@@ -41,7 +41,7 @@ class Launch:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the process that speaks."""
+        """Return True if this process prints."""
         return self.number == 0
 
 

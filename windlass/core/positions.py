@@ -81,23 +81,23 @@ class Places:
 
     @classmethod
     def of_text(cls, positions: QueryPositions, offsets: Tensor | int, end: int) -> Places:
-        """Of a step without pictures: `offsets` (batch, 1) beside the positions."""
+        """Places of a step without pictures: `offsets` (batch, 1) beside the positions."""
         at = (positions + offsets).where(positions >= 0, EMPTY)
         return cls(at, at, at + 1, end)
 
     @property
     def has_pictures(self) -> bool:
-        """Whether a picture begins in the step."""
+        """Return True if a picture begins in the step."""
         return any(self.pictures)
 
     def columns(self, start: int, stop: int) -> Places:
-        """Those of some columns."""
+        """The places of some columns."""
         at, first, last = (each[:, start:stop].contiguous() for each in (self.at, self.block_start, self.block_end))
         return Places(at, first, last, self.end)
 
     @property
     def state(self) -> dict[str, Tensor]:
-        """What is kept of each token in its slot."""
+        """The places of each token, as its slot stores them."""
         each = (self.at, self.block_start, self.block_end)
         return {name: tensor[:, None].clamp(min=0) for name, tensor in zip(PLACES, each, strict=True)}
 

@@ -20,7 +20,7 @@ Value = TypeVar("Value")
 
 
 def is_lost(error: BaseException) -> bool:
-    """Whether `error` is what PyTorch raises where another rank has died, or has not answered in time."""
+    """Return True if PyTorch raises `error` when another rank has died or has not answered in time."""
     return isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
 
 
@@ -44,7 +44,7 @@ class Ranks:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is rank 0, which alone writes files and speaks."""
+        """Return True on rank 0, which alone writes files and prints."""
         return self.number == 0
 
     def sum(self, tensor: Tensor) -> Tensor:
@@ -54,13 +54,13 @@ class Ranks:
         return total
 
     def of_first(self, tensor: Tensor) -> Tensor:
-        """What `tensor` is on rank 0, of the same shape and dtype on all of them."""
+        """Return rank 0's `tensor`, of the same shape and dtype on all ranks."""
         sent = tensor.contiguous().clone()
         dist.broadcast(sent, 0, group=self._group(sent))
         return sent
 
     def gathered(self, value: Value) -> list[Value]:
-        """What `value`, which can be pickled, is on each rank, in their order."""
+        """Return the `value` of each rank in order. It can be pickled."""
         values: list[Any] = [None] * self.size
         dist.all_gather_object(values, value, group=self._host)
         return values
@@ -72,7 +72,7 @@ class Ranks:
         return values or []
 
     def told_by_first(self, value: Value) -> Value:
-        """What `value`, which can be pickled, is on rank 0."""
+        """Return rank 0's `value`. It can be pickled."""
         values = [copy(value)]
         dist.broadcast_object_list(values, 0, group=self._host)
         return values[0]
@@ -83,7 +83,7 @@ class Ranks:
 
 @dataclass(frozen=True)
 class RankHeads:
-    """What this rank has of each attention layer: `kv_heads` of them, in the order of the cache's layers.
+    """The heads of each attention layer on this rank: `kv_heads` of them, in the order of the cache's layers.
 
     `is_split`: the kv heads of all ranks together are those of a layer, rank 0 has the first; else each rank has all of
     them, with the same keys. `has_all_queries`: each rank has all query heads; else some, with or without split kv
@@ -108,7 +108,7 @@ class RankHeads:
 
     @property
     def label(self) -> str:
-        """What `KVCache.describe` says of it."""
+        """The description in `KVCache.describe`."""
         own = f"rank {self.ranks.number} of {self.ranks.size}"
         if self.is_split:
             counts = sorted({*self.kv_heads})
@@ -154,7 +154,7 @@ def leave() -> None:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether an address, or the name of one, is that of this machine alone."""
+    """Return True if an address, or the name of one, belongs to this machine alone."""
     try:
         return ipaddress.ip_address(socket.gethostbyname(address)).is_loopback
     except (OSError, ValueError):
@@ -162,13 +162,13 @@ def is_loopback(address: str) -> bool:
 
 
 def loopback_interface() -> str:
-    """What this system calls the interface that reaches no other machine: `lo`, or `lo0`."""
+    """The name of the interface that reaches no other machine: `lo`, or `lo0`."""
     names = [name for _, name in socket.if_nameindex()]
     return next((name for name in names if name in ("lo", "lo0")), "lo")
 
 
 def is_spread(tensor: object) -> bool:
-    """Whether `tensor` is one of which each process has a part."""
+    """Return True if each process has a part of `tensor`."""
     if not dist.is_available():
         return False
     from torch.distributed.tensor import DTensor

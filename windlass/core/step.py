@@ -47,7 +47,7 @@ class RowSinks:
 
 @dataclass(frozen=True)
 class Limits:
-    """What the cache asks of every layer; see `KVCache`. A step may have other `sinks` for each row."""
+    """Limits that the cache sets for every layer: see `KVCache`. A step may have other `sinks` for each row."""
 
     budget: int | None
     sinks: int
@@ -105,12 +105,12 @@ class Step:
 
     @property
     def is_decode(self) -> bool:
-        """Whether no part of the step is a chunk of a prompt, but for a short one."""
+        """Return True if no part of the step is a chunk of a prompt, except a short one."""
         return self.positions.shape[1] - self.drafts <= HEADROOM
 
     @cached_property
     def is_token(self) -> bool:
-        """Whether it is one token per row or none, with nothing unusual about it: what a decode kernel knows."""
+        """Return True if it is at most one token per row, without exceptions: a step for a decode kernel."""
         is_plain = not (self.is_captured or self.is_second_pass or self.is_rewrite or self.defer_eviction)
         return is_plain and self.positions.shape[1] == 1 and self.places is None
 
@@ -183,7 +183,7 @@ PROMPT: Final = Pass(is_prompt=True)
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """What the model passes to attention beside queries, keys and values.
+    """Arguments that the model passes to attention beside queries, keys and values.
 
     `sliding_window`, `attention_chunk`: see `Visibility`. `sees_to`: see `AttentionInput`; for all columns of the step.
     `picker`: the indexer that picks which slots each query reads; None: it reads all that it sees.
@@ -217,7 +217,7 @@ class AttentionCall:
 
 
 class PolicyCheckpoint(NamedTuple):
-    """What a policy had noted of a step when it had observed all queries but those of the record."""
+    """State of a policy after it had observed all queries of a step but those of the record."""
 
     state: dict[str, Tensor]
     statistics: dict[str, Tensor]
@@ -225,7 +225,7 @@ class PolicyCheckpoint(NamedTuple):
 
 @dataclass(frozen=True)
 class StepRecord:
-    """What one step changed in a layer, and what was there before.
+    """Changes of one step in a layer, and the values before it.
 
     `step` counts the tokens that still stand, `rolled_back` those that no longer do, per row. The tensors of
     `state`, `statistics` and `ring` are of before the step: nobody writes to them.
@@ -257,7 +257,7 @@ class StepRecord:
         return max(self.evicted_count, *self.step.lengths)
 
     def split(self, counts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Of `counts` tokens to roll back: how many of each row stay, and how many are left for earlier steps."""
+        """Split `counts` tokens to roll back: how many of each row stay, and how many are left for earlier steps."""
         pairs = list(zip(self.step.lengths, counts, strict=True))
         return [max(was - n, 0) for was, n in pairs], [max(n - was, 0) for was, n in pairs]
 

@@ -48,7 +48,7 @@ RotaryTable = Float[Tensor, "length half_rotary_dim"]
 
 @dataclass(frozen=True)
 class ModelInfo:
-    """What tells a policy whether it can serve a model.
+    """Facts of a model that decide if a policy can serve it.
 
     `name` is the name of its class. `fingerprint` hashes its architecture and a sample of every parameter: it
     reads the weights, so call it only where the answer depends on it. `layers` counts attention layers.
@@ -74,7 +74,7 @@ class Picker(ABC):
 
     @abstractmethod
     def picked(self, keys: IndexKeys, seen: PickedSlots, keys_turn: Turn | None, queries_turn: Turn | None) -> Tensor:
-        """Of the slots that each query sees, the `limit` that score best; which others are named does not matter.
+        """The `limit` slots that score best among those each query sees. Names of unseen slots do not matter.
 
         `keys` are those of all slots, un-rotated; the turns are those of the layer's keys and queries, None without
         rotation. Which of equal scores are picked is left to `torch.topk`, as in the model itself.

@@ -89,7 +89,7 @@ class Admission:
         return next((at for at, kind in kinds if is_alike(kind, request.options)), len(self._kinds))
 
     def _queued(self, tickets: Sequence[Ticket], kinds: Mapping[int, int]) -> list[Ticket]:
-        """Those of `tickets` for which no row is free; `kinds` are those of all tickets, by number."""
+        """The `tickets` for which no row is free. `kinds` are those of all tickets, by number."""
         free, queued = self._rows, list[Ticket]()
         for ticket in self._with_row:
             free[kinds[ticket.number]] -= not ticket.is_gone

@@ -60,7 +60,7 @@ class Part:
 @final
 @dataclass(frozen=True)
 class JoinReport:
-    """What `join` did: the positions [start, stop) of each part, and those that were read again, in order."""
+    """Result of `join`: the positions [start, stop) of each part, and those that were read again, in order."""
 
     spans: tuple[tuple[int, int], ...]
     recomputed: tuple[int, ...]
@@ -369,7 +369,7 @@ class PartsReader(PromptReader):
 
 
 def part_options(options: CacheOptions) -> CacheOptions:
-    """Those of the cache that a part is read into, for a row with these: without a budget, it evicts nothing."""
+    """Options of the cache that a part is read into, for a row with these: without a budget, it evicts nothing."""
     return replace(options, budget=None, window=None, batch=1, rollback=0)
 
 

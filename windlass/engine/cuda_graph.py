@@ -82,20 +82,20 @@ def wait_for(device: torch.device) -> None:
 
 
 def tensors_of(layer: SlotLayer) -> list[Tensor]:
-    """What a recorded step finds in a layer: other tensors once it would not."""
+    """The tensors that a recorded step reads in a layer. If they change, it must be recorded again."""
     recall = layer.table.recall
     return [*layer.tensors().values(), *([] if recall is None else recall.step_tensors)]
 
 
 def grows_next(layer: SlotLayer, counts: Sequence[int]) -> bool:
-    """Whether a step of so many tokens of each row, one at most, needs more memory than the layer has."""
+    """Return True if a step of so many tokens of each row, one at most, needs more memory than the layer has."""
     table = layer.table
     is_full = layer.budget is None and table.occupancy_bound >= table.slots
     return is_full or (table.recall is not None and not table.recall.has_room(counts))
 
 
 def is_ranked_by_host(layer: SlotLayer) -> bool:
-    """Whether the host ranks what the layer recalls, for slots in a device's memory."""
+    """Return True if the host ranks the layer's recalled pages, for slots in a device's memory."""
     recall = layer.table.recall
     return recall is not None and recall.device != layer.positions.device
 

@@ -36,7 +36,7 @@ FIRST_CAPTURE: Final = (
 
 @dataclass(frozen=True, eq=False)
 class GraphKey:
-    """What holds for all steps that one graph serves: the cache's memory, which layers evict, where slots are read."""
+    """Facts common to all steps that one graph serves: the cache's memory, which layers evict, where slots are read."""
 
     tensors: list[Tensor]
     is_evicting: list[bool]
@@ -44,14 +44,14 @@ class GraphKey:
 
     @classmethod
     def of(cls, cache: KVCache) -> "GraphKey":
-        """That of the next step."""
+        """The key of the next step."""
         layers = cache.layers
         is_evicting = [layer.budget is not None and layer.table.occupancy_bound >= layer.budget for layer in layers]
         tensors = [tensor for layer in layers for tensor in tensors_of(layer)]
         return cls(tensors, is_evicting, cache.positions)
 
     def is_like(self, other: "GraphKey | None") -> bool:
-        """Whether the same graph serves both."""
+        """Return True if the same graph serves both."""
         return (
             other is not None
             and self.is_evicting == other.is_evicting
@@ -221,7 +221,7 @@ class Decoder:
         return True
 
     def _note_replay(self, key: GraphKey, lengths: tuple[int, ...]) -> None:
-        """What the cache knows of itself, after a step that the device took without it."""
+        """Update the cache's records after a step that the device took without it."""
         step = replace(self._records[0].step, lengths=lengths, is_captured=False)
         for layer, record, is_evicting in zip(self._cache.layers, self._records, key.is_evicting, strict=True):
             held = layer.table.occupancy_bound

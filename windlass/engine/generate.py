@@ -111,7 +111,7 @@ class RowText:
         return self._stream.length
 
     def step(self, token: int) -> RowStep:
-        """What `token` makes of the row, which `taken` notes once the cache has the token."""
+        """The row after `token`. `taken` records it once the cache has the token."""
         if self.reason != "interrupted":
             return RowStep(None, self._stream, self.reason)
         if token in self._stream.stops.ids:
@@ -241,7 +241,7 @@ class Stream:
 
     @property
     def result(self) -> Result:
-        """What was written until now, and the speeds."""
+        """The text written until now, and the speeds."""
         return self._run.results()[0]
 
 

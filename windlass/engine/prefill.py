@@ -158,7 +158,7 @@ class PromptReader(ABC):
 
     @property
     def is_done(self) -> bool:
-        """Whether the whole prompt is read."""
+        """Return True if the whole prompt is read."""
         return self.logits is not None
 
     @property

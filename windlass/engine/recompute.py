@@ -124,7 +124,7 @@ FORMS: Final = "none, first(16), divergent(0.16), all"
 
 
 def recompute_of(spec: str | Recompute) -> Recompute:
-    """What `spec` names, or what it is. Raises: UsageError for another name, or numbers that it does not take."""
+    """The rule that `spec` names or is. Raises: UsageError for another name, or numbers that it does not take."""
     if isinstance(spec, Recompute):
         return spec
     check_kind("recompute", spec, str, "a mode or its name", f"use one of: {FORMS}")
@@ -190,7 +190,7 @@ def read_step(model: PreTrainedModel, cache: KVCache, step: Step) -> None:
 def divergence(
     model: PreTrainedModel, cache: KVCache, positions: Sequence[int], ids: Mapping[int, int], row: int
 ) -> Tensor:
-    """Of the tokens at these positions, how far their values in the second layer are from what they would be.
+    """Distances of the tokens' values in the second layer from those of a fresh read, at these positions.
 
     That layer has the new ones afterwards.
     """

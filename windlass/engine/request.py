@@ -1,4 +1,4 @@
-"""What is asked of the scheduler, and what comes back of it, event by event."""
+"""Requests to the scheduler, and the events that answer them."""
 
 from abc import ABC, abstractmethod
 from collections import deque
@@ -20,7 +20,7 @@ from windlass.engine.text import Stops
 
 
 class Grammar(ABC):
-    """What a text may go on with, token by token. One object serves one text."""
+    """Limits on the next token of a text. One object serves one text."""
 
     @abstractmethod
     def allowed(self) -> Tensor:
@@ -33,7 +33,7 @@ class Grammar(ABC):
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a request does with caches that are kept from one request to the next: whether it looks one up, and stores
+    """A request's use of caches that are kept from one request to the next: whether it looks one up, and stores
     its own. Those of another `name` it neither finds nor is found by."""
 
     lookup: bool = True
@@ -104,7 +104,7 @@ def owner_of(tenant: str) -> str:
 
 @dataclass(frozen=True)
 class Usage:
-    """What a request took. `seen`: tokens of prompt and text that the cache has read; `kept`, the most that a layer
+    """Usage of a request. `seen`: tokens of prompt and text that the cache has read; `kept`, the most that a layer
     holds of them, `evicted`, the others, and `recalled`, those that each step may read of these. `cached`: tokens of
     the prompt that were not read for this request; `recomputed`: those of its parts that were read again in their
     place. `bytes` are those of its row."""
@@ -213,12 +213,12 @@ class Ticket:
 
     @property
     def is_over(self) -> bool:
-        """Whether the last event was given out."""
+        """Return True if the last event was given out."""
         return self._is_over
 
     @property
     def is_gone(self) -> bool:
-        """Whether its row is free again, or will be before the engine's next turn."""
+        """Return True if its row is free again, or will be before the engine's next turn."""
         return self._is_over or self.is_cancelled
 
     @property
@@ -252,7 +252,7 @@ class EngineDeadError(WindlassError):
 
 @dataclass(frozen=True)
 class EngineLimits:
-    """What the scheduler takes: `queue` requests that wait, of `queued_tokens` in all, a prompt of `prompt_tokens`.
+    """Limits of the scheduler: `queue` requests that wait, of `queued_tokens` in all, a prompt of `prompt_tokens`.
 
     `unread_events` of a ticket may wait for `unread_seconds`; then its request is cancelled. `reading` prompts are read
     in turn. `alone` requests may have other options than the rows have; each then has a cache of its own, of at most

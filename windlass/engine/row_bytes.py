@@ -28,7 +28,7 @@ STEP_BYTES: Final = 64  # of each token of the latest pass: its positions, its i
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Of one layer: bytes of a slot, and of a token that may be recalled."""
+    """Bytes of one layer: of a slot, and of a token that may be recalled."""
 
     rules: LayerConfig
     of_slot: int
@@ -46,7 +46,7 @@ class RowBytes:
     @classmethod
     @torch.no_grad()
     def of(cls, model: PreTrainedModel, options: CacheOptions) -> RowBytes:
-        """What a few tokens show, which are read for it."""
+        """Bytes measured with a few tokens, which are read for it."""
         cache = KVCache.from_options(model, replace_batch(options))
         if options.sinks == SYSTEM:
             cache.set_sinks(0)

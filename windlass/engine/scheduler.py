@@ -53,7 +53,7 @@ class Service(ABC):
 
     @property
     def kinds(self) -> Sequence[CacheOptions]:
-        """Of all rows there are: each kind once, that of the fewest bytes first."""
+        """Kinds of rows: each once, that of the fewest bytes first."""
         return (self.options,)
 
     def submit(self, request: Request, notify: Callable[[], None] | None = None) -> Ticket:
@@ -74,10 +74,10 @@ class Service(ABC):
 
     @abstractmethod
     def status(self) -> EngineStatus:
-        """What the engine is between two steps, as of the latest one."""
+        """The state of the engine between two steps, as of the latest one."""
 
     def stored(self, wanted: EntrySelector) -> Sequence[EntryInfo]:
-        """What is kept of earlier requests, the latest used first; an engine that keeps nothing says so."""
+        """Entries kept of earlier requests, the latest used first. An engine that keeps nothing says so."""
         return ()
 
     def forget(self, wanted: EntrySelector) -> Sequence[EntryInfo]:
@@ -131,7 +131,7 @@ class ErrorCounter:
 
     @property
     def is_over(self) -> bool:
-        """Whether there were too many errors."""
+        """Return True if there were too many errors."""
         return any(count >= ERRORS for count in self._in_a_row.values())
 
     def do(self, tasks: Sequence[ActiveRequest], work: Callable[[], None], lane: Lane | None = None) -> bool:
@@ -207,7 +207,7 @@ class StepInput:
 
     @property
     def wanted(self) -> list[Ticket]:
-        """Those that may have a row."""
+        """The tickets that may have a row."""
         return [each for each in self.tickets if each.number not in self.cancelled and each.number not in self.late]
 
 
@@ -230,12 +230,12 @@ class Lockstep:
 
     @classmethod
     def of(cls, cache: KVCache) -> Lockstep | None:
-        """That of an engine with such caches; None where one process holds all of the model."""
+        """The lockstep of an engine with such caches. None if one process holds all of the model."""
         return None if cache.heads is None else cls(cache.heads.ranks)
 
     @property
     def leads(self) -> bool:
-        """Whether clients come to this rank."""
+        """Return True if clients come to this rank."""
         return self._ranks.is_first
 
     def tell(self, turn: StepInput) -> None:
@@ -366,7 +366,7 @@ class Scheduler(Service):
         self._snapshots.close()
 
     def run(self) -> None:
-        """What the thread does; a rank that follows rank 0 calls it in place of `start`, and returns when that ends."""
+        """Run the engine. A rank that follows rank 0 calls it in place of `start`, and returns when that ends."""
         torch.set_num_threads(self._threads)
         try:
             self._end(self._served())

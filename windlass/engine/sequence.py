@@ -162,7 +162,7 @@ class Lane:
         self._is_moving = False
 
     def serves(self, options: CacheOptions) -> bool:
-        """Whether a request with these options may take a row."""
+        """Return True if a request with these options may take a row."""
         return is_alike(options, self.options)
 
     def take(self) -> int | None:
@@ -236,12 +236,12 @@ class Lane:
 
 
 def is_alike(one: CacheOptions, other: CacheOptions) -> bool:
-    """Whether two requests with these options may share a cache."""
+    """Return True if two requests with these options may share a cache."""
     return one.labels() == other.labels()
 
 
 def shares_budget(options: CacheOptions) -> bool:
-    """Whether each text decides how much of the budget each layer keeps, which rows of one cache cannot."""
+    """Return True if each text decides how much of the budget each layer keeps, which rows of one cache cannot."""
     one_shot = find(options.policy, OneShot)
     return one_shot is not None and one_shot.shares_budget
 
@@ -306,16 +306,16 @@ class ActiveRequest:
 
     @property
     def cache(self) -> KVCache:
-        """What holds the text."""
+        """The cache that holds the text."""
         return self.lane.cache if self.reader is None else self.reader.cache
 
     @property
     def index(self) -> int:
-        """Which row of `cache` does."""
+        """The row of `cache` that holds it."""
         return self.lane.index(self.row) if self.reader is None else 0
 
     def usage(self) -> Usage:
-        """What it took until now; asks the device."""
+        """Usage until now. Asks the device."""
         cache, row = self.cache, self.index
         held = [layer.positions[row] for layer in cache.layers if not layer.is_empty]
         kept = max((int((positions >= 0).sum(-1).max()) for positions in held), default=0)
@@ -327,7 +327,7 @@ class ActiveRequest:
         return Usage(prompt, self.writer.written, self.cached, *own)
 
     def status(self, size: int) -> RowStatus:
-        """What a status says of a row of so many bytes, without asking the device."""
+        """Status of a row of so many bytes, without asking the device."""
         phase: Phase = "writing" if self.reader is None else "reading"
         return RowStatus(self.ticket.number, phase, repr(self.lane.options.policy), self.seen, self.kept, size)
 
@@ -341,7 +341,7 @@ class ActiveRequest:
 
 
 def _reader_of(model: PreTrainedModel, request: Request, snapshots: Snapshots) -> PromptReader:
-    """What reads its prompt: parts of which every token is read again are text like any other."""
+    """The reader of its prompt. Parts of which every token is read again are text like any other."""
     parts = request.parts
     if parts is None or isinstance(parts.recompute, Everything):
         return Reader(model, request, snapshots)

@@ -257,7 +257,7 @@ def message(role: str, content: str) -> Message:
 
 
 def has_template(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether the tokenizer brings a chat template."""
+    """Return True if the tokenizer has a chat template."""
     return bool(tokenizer.chat_template)
 
 
@@ -346,7 +346,7 @@ def without_start(tokenizer: PreTrainedTokenizerBase, text: str) -> str:
 
 
 def _goes_on(text: str, ended_with: str) -> bool:
-    """Whether `text` begins with what is in the cache already."""
+    """Return True if `text` begins with the cached text."""
     return bool(ended_with.strip()) and text.lstrip().startswith(ended_with)
 
 

@@ -14,7 +14,7 @@ from windlass.core.errors import UsageError, check_kind, whole_number
 
 @dataclass(frozen=True)
 class Stops:
-    """What ends a row: a token of `ids`, or a text of `strings` in what it has written."""
+    """Ends of a row: a token of `ids`, or a text of `strings` in its output."""
 
     ids: frozenset[int]
     strings: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class Stops:
 def stops_of(
     stop: Sequence[str | int] | None, tokenizer: PreTrainedTokenizerBase, ends: Sequence[int], vocabulary: int
 ) -> Stops:
-    """What `stop` asks for, where `ends` are the model's own end-of-text tokens.
+    """The ends that `stop` names, beside `ends`, the model's own end-of-text tokens.
 
     Ids take the place of these; strings stand beside them. A string that is a special token of the tokenizer, which
     texts never show, is that token.

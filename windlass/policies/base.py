@@ -71,7 +71,7 @@ INITIAL_STATE: Final = {TOKEN: "token ids", WEIGHT: "learned weights", ACCUMULAT
 
 @dataclass(frozen=True)
 class Needs:
-    """What the cache keeps for a policy.
+    """State that the cache keeps for a policy.
 
     `state` names tensors of one number per slot, `statistics` tensors (batch, ...) of the whole layer, which
     `observe` puts into `slots.statistics`. `per_head`: each kv head ranks its own tokens; False: one ranking for
@@ -139,7 +139,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class Observation:
-    """What a policy is shown after a step: `mass`, see the contract, and the observed queries.
+    """Observation of a step: `mass`, see the contract, and the observed queries.
 
     `queries` are un-rotated, newest first, and `positions` theirs: EMPTY where a row observed fewer. Where `mass`
     is that of all queries of a long step, `queries` are the newest of them only.
@@ -252,7 +252,7 @@ class KernelPolicy(ABC):
     @property
     @abstractmethod
     def ranking(self) -> Ranking:
-        """What a kernel does in the place of `observe` and `score`."""
+        """Work of a kernel in the place of `observe` and `score`."""
 
 
 def gather_sorted(states: Tensor, order: SlotIndex) -> Tensor:

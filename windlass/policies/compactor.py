@@ -87,7 +87,7 @@ class Compactor(Policy):
 
 
 def _votes(logits: Tensor, is_seen: Tensor) -> PerSlot:
-    """What the queries (batch, kv_heads, group, queries, keys) give each key, of those that they see."""
+    """Attention of the queries (batch, kv_heads, group, queries, keys) to each key that they see."""
     shares = logits.masked_fill(~is_seen[:, :, None], -torch.inf).softmax(-1).nan_to_num(nan=0.0)
     return shares.sum((2, 3))
 

@@ -29,7 +29,7 @@ BIAS: Final = "bias"
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """What gives the score of a token in each kv head of a layer.
+    """Weights for the score of a token in each kv head of a layer.
 
     It is `bias` (kv_heads) plus the products of the token's un-rotated queries and key in that head with `weights`
     (kv_heads, group + 1, head_dim), the key's last.
@@ -39,7 +39,7 @@ class LayerWeights:
     bias: Tensor
 
     def of(self, heads: tuple[int, ...] | None) -> "LayerWeights":
-        """Those of some kv heads; None: of all."""
+        """The weights of some kv heads, or of all for None."""
         return self if heads is None else LayerWeights(self.weights[list(heads)], self.bias[list(heads)])
 
 
@@ -93,7 +93,7 @@ def read(path: Path) -> Scorer:
 
 
 def _document(path: Path, data: bytes) -> dict[str, Any]:
-    """What the header tells beside the tensors."""
+    """The header's entries beside the tensors."""
     try:
         document = json.loads(json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"][DOCUMENT])
         kind, version = document.pop("kind"), document.pop("version")
@@ -147,7 +147,7 @@ class ScorerWeights:
     at: dict[tuple[torch.device, int, tuple[int, ...] | None], HeadWeights]
 
     def weights(self, device: torch.device, layer: int, heads: tuple[int, ...] | None) -> HeadWeights | None:
-        """Those of some heads of a layer; None where nothing was fitted for it."""
+        """The weights of some heads of a layer. None if nothing was fitted for it."""
         found = self.at.get((device, layer, heads))
         if found is None and layer in self.scorer.layers:
             own = self.scorer.layers[layer].of(heads)

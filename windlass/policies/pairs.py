@@ -78,7 +78,7 @@ def read(path: Path) -> PairTable:
 
 
 def _is_pair(pair: Any) -> bool:
-    """Whether it is two ids, a count and a cost."""
+    """Return True if it is two ids, a count and a cost."""
     if not isinstance(pair, list) or len(pair) != 4 or any(type(each) not in (int, float) for each in pair):
         return False
     *counts, cost = pair
@@ -186,7 +186,7 @@ def merge_order(positions: Tensor, rank: Tensor) -> Tensor:
 
 
 def _keys(positions: Tensor, rank: Tensor, priority: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each token that has no priority yet: its key, if it were merged next, and the keys of its neighbours."""
+    """Keys of each token without a priority, if it were merged next, and the keys of its neighbours."""
     slots = positions.shape[-1]
     index = torch.arange(slots, device=positions.device).expand_as(positions)
     is_left = priority == UNMERGED

@@ -47,16 +47,16 @@ def scoring_chunk(policy: Policy) -> int:
 
 
 def keeps_newest(policy: Policy) -> bool:
-    """Whether a policy keeps just the sinks and the newest tokens."""
+    """Return True if a policy keeps just the sinks and the newest tokens."""
     return isinstance(policy, Recency) and policy.keeps_newest
 
 
 def changes_keys(policy: Policy) -> bool:
-    """Whether attention reads other queries and keys than the model's."""
+    """Return True if attention reads other queries and keys than the model's."""
     trained = find(policy, ModelSpecific)
     return trained is not None and type(trained).preprocess is not ModelSpecific.preprocess
 
 
 def ranking_of(policy: Policy) -> Ranking | None:
-    """What a kernel does in the place of a policy's methods; None where it has to be asked itself."""
+    """Work of a kernel in the place of a policy's methods. None if the policy itself must be asked."""
     return policy.ranking if isinstance(policy, KernelPolicy) and "ranking" in vars(type(policy)) else None

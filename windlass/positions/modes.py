@@ -69,7 +69,7 @@ class PositionMode(ABC):
         return 0
 
     def keeps_places(self, end: int, occupancy: int) -> bool:
-        """Whether keys and queries are read where they stand, or at their ranks, and not just at some distance.
+        """Return True if keys and queries are read at their positions or ranks, and not just at some distance.
 
         In a text up to `end`, of which a row holds `occupancy` tokens at most. Only with norms after RoPE it matters.
         """

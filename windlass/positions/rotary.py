@@ -46,7 +46,7 @@ class NormWeights:
     key_norm: nn.Module | None
 
     def left_out(self, queries: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
-        """What the norms gave, divided by their weights."""
+        """The outputs of the norms, divided by their weights."""
         return _divided(queries, self.query_norm), _divided(keys, self.key_norm)
 
     def put_in(self, keys: Tensor) -> Tensor:
@@ -187,7 +187,7 @@ class Rotary:
 
     @property
     def is_length_dependent(self) -> bool:
-        """Whether the table changes with the length it must cover."""
+        """Return True if the table changes with the length it must cover."""
         return any(name in self._rope_type for name in LENGTH_DEPENDENT)
 
     @property
@@ -196,11 +196,11 @@ class Rotary:
         return self._built.tables
 
     def table_changes_at(self, length: int) -> bool:
-        """Whether a text of `length` tokens needs other tables than one within the trained length."""
+        """Return True if a text of `length` tokens needs other tables than one within the trained length."""
         return self.is_length_dependent and length > self.constant_length
 
     def same_table(self, length: int, longer: int) -> bool:
-        """Whether the tables for a `longer` text begin with those for a text of `length` tokens."""
+        """Return True if the tables for a `longer` text begin with those for a text of `length` tokens."""
         if not self.table_changes_at(longer):
             return True
         return "longrope" in self._rope_type and self.table_changes_at(length)

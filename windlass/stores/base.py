@@ -117,7 +117,7 @@ class Store(ABC):
         return None
 
     def is_compatible(self, other: "Store") -> bool:
-        """Whether the parts of `other` stand for the same tokens here, so that `put` may take them as they are.
+        """Return True if the parts of `other` stand for the same tokens here, so that `put` may take them as they are.
 
         Both stores must be allocated. Compares constants, so it waits for the device.
         """
@@ -127,14 +127,14 @@ class Store(ABC):
         )
 
     def is_alike(self, other: "Store") -> bool:
-        """Whether the parts of `other` are the same numbers here, known without a look at them: of one kind and model.
+        """Return True if the parts of `other` are the same numbers here, by kind and model, without a look at them.
 
         Both were given the same constants, in the same layer.
         """
         return type(other) is type(self)
 
     def parts_of(self, keys: NewKeys, values: NewValues) -> Parts:
-        """What is stored of these tokens."""
+        """The stored parts of these tokens."""
         return {name: part for name, part in self.encode(keys, self.stored(values)).items() if part.shape[3]}
 
     @property
@@ -143,11 +143,11 @@ class Store(ABC):
         return self._allocated()[INDEX_KEYS][:, 0] if self.index else None
 
     def index_writes(self, new: Tensor | None) -> Writes:
-        """What writes (batch, tokens, channels) `new` keys of an indexer, for `write`; nothing where there are none."""
+        """The parts of (batch, tokens, channels) `new` keys of an indexer, for `write`. Nothing if there are none."""
         return [] if new is None else [(self._allocated()[INDEX_KEYS], new[:, None])]
 
     def stored(self, values: Tensor) -> Tensor:
-        """What of the values is not held as a part of the keys."""
+        """The channels of the values that are not a part of the keys."""
         return values[..., :0] if self.latent else values
 
     def bytes_per_token(self, head_dim: int, value_dim: int, dtype: torch.dtype) -> int:
@@ -236,7 +236,7 @@ class Store(ABC):
         self._parts = parts
 
     def snapshot(self) -> StoreSnapshot:
-        """What is allocated now, for `restore_snapshot`. Writing to free slots changes nothing of it that is read."""
+        """The allocated tensors, for `restore_snapshot`. Writing to free slots changes nothing of it that is read."""
         ring = self.full_precision
         return StoreSnapshot(self._parts, self._constants, ring.tensors, ring.copied_token_index())
 

@@ -94,7 +94,7 @@ class FullPrecisionRing:
         self.tensors = {**self.tensors, WRITTEN: end}
 
     def can_roll_back(self, counts: Sequence[int]) -> bool:
-        """Whether the tokens that are the newest without the last `counts` tokens of each row are all still here.
+        """Return True if the newest tokens before the last `counts` tokens of each row are all still here.
 
         Waits for the device.
         """
@@ -111,7 +111,7 @@ class FullPrecisionRing:
             self.tensors = {**self.tensors, WRITTEN: self._written_without(counts)}
 
     def is_replaced(self, tensors: dict[str, Tensor]) -> bool:
-        """Whether what was written since these `tensors` were ours went into memory of its own."""
+        """Return True if writes since these `tensors` were ours went into separate memory."""
         return bool(tensors) and tensors[KEYS] is not self.tensors[KEYS]
 
     def copied_token_index(self) -> Tensor | None:

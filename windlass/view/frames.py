@@ -186,7 +186,7 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
 
 
 def formula(layers: Sequence[SlotLayer]) -> tuple[str, int]:
-    """What the layers take, as people read it, and in bytes: nothing but sizes that do not change with the text.
+    """Memory of the layers, as text and in bytes: only sizes that do not change with the text.
 
     What is kept so that steps can be rolled back stands beside it in `bytes_held`.
     """
@@ -214,7 +214,7 @@ def _allocated(tensor: Tensor) -> int:
 
 
 def about(cache: CacheState, number: int = 0) -> dict[str, Any]:
-    """What a page has to know of a cache, for the header of its frames."""
+    """Facts of a cache for a page, in the header of its frames."""
     return {
         "number": number,
         "model": cache.model_name,
@@ -396,7 +396,7 @@ class Encoder:
 
 @dataclass(frozen=True, eq=False)
 class Frame:
-    """What a row held at one moment of a recording; see `Snapshot`. `numbers` are as of the newest frame with any."""
+    """Tokens of a row at one moment of a recording: see `Snapshot`. `numbers` are as of the newest frame with any."""
 
     seen: int
     next: int
@@ -452,7 +452,7 @@ def frames_of(records: Sequence[Record]) -> Iterator[Frame]:
 
 
 class _Contradiction(Exception):
-    """What cannot be."""
+    """A record that contradicts another one."""
 
 
 def _check(is_right: bool, what: str) -> None:

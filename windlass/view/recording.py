@@ -73,7 +73,7 @@ class Recorder:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """What a file tells: the `header` is what `snapshot.about` gave; the records lead from frame to frame."""
+    """Contents of a file: the `header` of `snapshot.about`, and the records that lead from frame to frame."""
 
     header: dict[str, Any]
     records: tuple[Record, ...]
@@ -85,7 +85,7 @@ class Recording:
 
 
 def read_recording(path: Path) -> Recording:
-    """What `Recorder` wrote to `path`; the frames are looked at when they are asked for.
+    """Read the recording of `Recorder` at `path`. Frames are decoded on request.
 
     Raises: RecordingError for a file that is missing, damaged, too new, or no recording.
     """
@@ -98,7 +98,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def recording_of(data: bytes) -> Recording:
-    """What the bytes of a file tell. Raises: RecordingError, which begins with what the file does."""
+    """Read a recording from the bytes of a file. Raises: RecordingError, which begins with what the file does."""
     first, *rest = records_of(data) if data else [Record(FULL, b"")]
     if first.kind != HEADER:
         raise RecordingError("is damaged: it has no header; record it again")

@@ -44,7 +44,7 @@ HEADERS: Final[Mapping[str, str]] = {
 
 
 class PageFile(NamedTuple):
-    """What a browser is given for a path."""
+    """The response to a browser for a path."""
 
     kind: str
     content: bytes
@@ -85,7 +85,7 @@ class RecordingServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """What to open in a browser."""
+        """The address for a browser."""
         return f"http://{HOST}:{self.server_address[1]}/?replay={quote(self.name)}"
 
 
@@ -127,7 +127,7 @@ TEXTS: Final = 64  # that are remembered
 
 
 class RowSnapshot(NamedTuple):
-    """What a viewer is given: the header of the text, and what its row holds."""
+    """Frames for a viewer: the header of the text, and the tokens of its row."""
 
     header: dict[str, Any]
     snapshot: Snapshot
@@ -146,7 +146,7 @@ class Viewer:
         self._current, self._given, self._due = -1, 0.0, 0.0
 
     def wants(self, number: int, now: float, is_last: bool) -> bool:
-        """Whether a step of this text is to be shown."""
+        """Return True if a step of this text is to be shown."""
         if self.number is not None:
             is_asked = number == self.number
         else:
@@ -179,7 +179,7 @@ class Viewer:
 
 @final
 class SchedulerWatcher(Watcher):
-    """What a scheduler shows of its rows. `if watch.is_watched: watch.step(...)` is all that it calls, after a step.
+    """Rows that a scheduler shows. `if watch.is_watched: watch.step(...)` is all that it calls, after a step.
 
     A viewer gets at most five frames a second, fewer where copying one takes more than a hundredth of the time.
     """
@@ -274,12 +274,12 @@ class ViewApp:
 
     @staticmethod
     def has(path: str) -> bool:
-        """Whether a path is one of ours."""
+        """Return True if a path belongs to the view."""
         return path in page_files() or path in (f"{PREFIX}mode", f"{PREFIX}frames")
 
     @staticmethod
     def is_public(path: str) -> bool:
-        """Whether a path has nothing but the page itself, which needs no key."""
+        """Return True if a path has nothing but the page itself, which needs no key."""
         return path in page_files() or path == f"{PREFIX}mode"
 
     async def __call__(self, scope: Mapping[str, Any], receive: Receive, send: Send) -> None:
