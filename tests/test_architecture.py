@@ -36,7 +36,7 @@ Imports = dict[str, set[str]]
 
 
 def imports_of(package: Path) -> tuple[Imports, set[str]]:
-    """What each module imports of the package, wherever in the file it does; and the modules that import transformers.
+    """Imports of each module from the package, wherever in the file, and the modules that import transformers.
 
     Modules are named without the package's name, which alone stands for its `__init__`.
     """

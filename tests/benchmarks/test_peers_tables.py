@@ -1,4 +1,4 @@
-"""What the comparison with other libraries makes of its samples; the libraries themselves are not called."""
+"""Tables of the comparison with other libraries, out of samples. The libraries themselves are not called."""
 
 import json
 

@@ -25,7 +25,7 @@ PHASES = [Phase.generate]  # the same sequences every time; shrinking one would 
 
 @dataclass
 class Row:
-    """What a row was fed, and what `Recent` holds of it."""
+    """Tokens that a row was fed, and those that `Recent` holds."""
 
     at: int = 0
     held: list[int] = field(default_factory=list)  # positions, which `divide` may repeat
@@ -72,7 +72,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Limits:
-    """Of a layer: a sliding window that fits in the budget is all that is held."""
+    """Limits of a layer, which holds only a sliding window if that fits in the budget."""
 
     budget: int
     sinks: int

@@ -1,4 +1,4 @@
-"""What a cache with shares refuses, and what it says of itself."""
+"""Refusals and descriptions of a cache with shares."""
 
 from typing import Any
 

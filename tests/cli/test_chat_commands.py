@@ -1,4 +1,4 @@
-"""What a chat does for a line that begins with a slash."""
+"""Commands of a chat: lines that begin with a slash."""
 
 import pytest
 

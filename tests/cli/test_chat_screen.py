@@ -37,7 +37,7 @@ def keys() -> Iterator[PipeInput]:
 
 @pytest.fixture
 def asked(keys: PipeInput) -> Asked:
-    """What a screen gives for these keys."""
+    """The line that a screen gives for these keys."""
 
     def ask(typed: str, history: Path | None = None, screen: Screen | None = None) -> str | None:
         keys.send_text(typed)

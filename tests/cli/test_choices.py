@@ -1,4 +1,4 @@
-"""What the command line says that it chose by itself: once, and only where it matters."""
+"""Notes on choices of the command line: once, and only where they matter."""
 
 from collections.abc import Callable
 from pathlib import Path

@@ -26,7 +26,7 @@ def folder(request: pytest.FixtureRequest, tokenizer: PreTrainedTokenizerBase, t
 
 
 def texts_of(folder: str, prompts: list[str], budget: int | None) -> list[str]:
-    """What follows each of `prompts`, which go on in one cache: the library's text."""
+    """The library's text after each of `prompts`, which go on in one cache."""
     model, tokenizer = windlass.load(folder, dtype="float32")
     cache = windlass.KVCache(model, budget)
     return ["".join(windlass.stream(model, tokenizer, prompt, cache, 12)) for prompt in prompts]

@@ -1,4 +1,4 @@
-"""What a user names in place of a file: read whole, or refused in one line; never read without end."""
+"""Names in place of a file: read whole, or refused in one line. Never read without end."""
 
 import os
 import socket

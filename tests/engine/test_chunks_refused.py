@@ -1,4 +1,4 @@
-"""What can't be encoded, joined or read again is refused by name, and then nothing has changed."""
+"""Parts that cannot be encoded, joined or read again are refused by name, and nothing has changed."""
 
 from collections.abc import Callable
 from typing import Any

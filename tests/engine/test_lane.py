@@ -53,7 +53,7 @@ class Driven:
         return list(self.computed)
 
     def end(self, row: int) -> list[int]:
-        """What was written."""
+        """The written tokens."""
         self.lane.release(row)
         return self.texts.pop(row)
 

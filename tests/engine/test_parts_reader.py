@@ -141,7 +141,7 @@ def test_what_is_not_to_be_stored_is_not(attached_model: Models) -> None:
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 @pytest.mark.parametrize("store", ["plain", "int4"])
 def test_bytes_stay_within_what_was_said(attached_model: Models, family: str, store: str) -> None:
-    """Of the row after each turn, of what is kept, and of the part in the making."""
+    """Bytes of the row after each turn, of kept entries, and of the part in the making."""
     model, request = attached_model(family), usual("all", (2, 1, 3), options=options_of(budget=72, store=store))
     assert request.parts is not None
     limit = RowBytes.of(model, part_options(request.options)).reading(32) + 500

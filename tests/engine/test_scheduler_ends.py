@@ -126,7 +126,7 @@ def test_a_request_that_takes_too_long_ends(
 def test_time_counts_from_the_arrival(
     monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
 ) -> None:
-    """Of one that writes, and of one that waits behind it; who asks for nothing has what the engine gives."""
+    """Timeouts of a writing request and of one that waits behind it. Without one, the engine's holds."""
     model, (ids, other) = attached_model("llama"), rows_of(text, 30, 19)
     now = [0.0]
     monkeypatch.setattr("windlass.engine.request.monotonic", lambda: now[0])

@@ -127,7 +127,7 @@ def test_who_may_not_share_does_not(attached_model: Models, text: Text, other: d
 
 
 def test_a_copy_is_given_out(attached_model: Models, text: Text) -> None:
-    """What one request makes of a snapshot, no other one sees."""
+    """No other request sees the changes that one makes to a snapshot."""
     model, (ids,) = attached_model("llama"), rows_of(text, 60)
     snapshots = Snapshots(PrefixCache(1 << 30))
     read(model, ids, snapshots)

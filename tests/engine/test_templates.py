@@ -31,7 +31,7 @@ def tokenizer(request: pytest.FixtureRequest) -> PreTrainedTokenizerBase:
 
 
 def whole(tokenizer: PreTrainedTokenizerBase, messages: list[templates.Message]) -> str:
-    """What transformers makes of a conversation, without the token that `encode` puts before a text."""
+    """The conversation as transformers renders it, without the token that `encode` puts before a text."""
     text = str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
     return text.removeprefix(str(tokenizer.bos_token))
 

@@ -1,4 +1,4 @@
-"""What merging a pair costs, against a pair that is merged by hand; the table in a file; the command."""
+"""The cost of merging a pair, against a pair that is merged by hand. The table in a file. The command."""
 
 import json
 from collections.abc import Callable

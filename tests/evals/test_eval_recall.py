@@ -1,4 +1,4 @@
-"""What an evaluation says of the evicted tokens that its caches recall."""
+"""Report of an evaluation on the evicted tokens that its caches recall."""
 
 import json
 from collections.abc import Callable

@@ -21,7 +21,7 @@ NASTY = '<script>alert(1)</script> & "it\'s"'
 
 
 class Page(HTMLParser):
-    """What a browser would make of it: texts by section, rows of cells, and what is fetched."""
+    """The page as a browser reads it: texts by section, rows of cells, and what is fetched."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

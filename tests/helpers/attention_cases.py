@@ -161,7 +161,7 @@ def cast(tables: tuple[Tensor, Tensor], dtype: torch.dtype) -> tuple[Tensor, Ten
 
 
 def exactly(call: AttentionInput) -> tuple[Tensor, Mass | None]:
-    """What the reference gives in float64."""
+    """The reference's output in float64."""
     keys, values = (PackedStates(states.floats().double()) for states in (call.keys, call.values))
     tables = call.tables and cast(call.tables, torch.float64)
     return reference.attend(replace(call, queries=call.queries.double(), keys=keys, values=values, tables=tables))

@@ -211,7 +211,7 @@ class Compared:
             mine.is_close = False
 
     def is_near(self, token: Token, key: Array, value: Array) -> bool:
-        """Whether both are one step of the store's codes apart at most."""
+        """Return True if both are at most one step of the store's codes apart."""
         share = {"plain": 2.0**-7, "int8": 2.0**-6, "int4": 0.3}[self.setup.store.partition("(")[0]]
         pairs = ((token.key, key), (token.value, value))
         return all(np.abs(mine - its).max() <= share * max(np.abs(mine).max(), 1.0) for mine, its in pairs)
@@ -226,7 +226,7 @@ def after_step(layer: Any, work: Callable[[StepRecord], None], steps: list[Any],
 
 
 def is_wrong(found: Sequence[int], budget: int, least: int, setup: Setup) -> bool:
-    """Whether leaves keep other numbers of tokens than shares of a budget say; none keeps fewer than `least`."""
+    """Return True if leaves keep other numbers of tokens than shares of a budget say. None keeps fewer than `least`."""
     assert setup.shares is not None
     sizes = [KV_HEADS if heads is None else len(heads) for _, heads in setup.leaves()]
     parts = [setup.shares[layer][0 if heads is None else heads[0]] for layer, heads in setup.leaves()]

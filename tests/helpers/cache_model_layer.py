@@ -26,7 +26,7 @@ class Difference(AssertionError):
 
 
 class Record(NamedTuple):
-    """What a layer was before a step, and what the step brought: per row its tokens and the mass that they gave."""
+    """State of a layer before a step, and the step per row: its tokens and the mass that they gave."""
 
     before: list[list[Tokens]]
     written: list[int]
@@ -84,7 +84,7 @@ class Held:
 
     @property
     def is_whole_window(self) -> bool:
-        """Whether it holds the model's sliding window and nothing else."""
+        """Return True if it holds the model's sliding window and nothing else."""
         window = None if self.kind is None else self.kind.sliding_window
         budget = self.configured.budget
         return window is not None and (budget is None or window <= budget)
@@ -111,7 +111,7 @@ class Held:
 
     @property
     def recalls(self) -> bool:
-        """Whether it reads evicted tokens again: not where its model does not see so far back."""
+        """Return True if it recalls evicted tokens: not where its model does not see so far back."""
         return self.configured.recall > 0 and self.kind is not None and self.kind.sliding_window is None
 
     def remembered(self, row: int) -> int:
@@ -181,7 +181,7 @@ class Held:
                     lists[at] = self.evict(row, at, lists[at], record.ends[row], record.prompt_ends[row], policy)
 
     def evict(self, row: int, at: int, tokens: Tokens, end: int, prompt_end: int, policy: PolicyModel) -> Tokens:
-        """What stays of a list over budget; where rounding decides, what the cache keeps."""
+        """Tokens that stay of a list over budget. If rounding decides, those that the cache keeps."""
         rules, kind = self.rules, self.kind
         assert rules.budget is not None
         assert kind is not None

@@ -143,7 +143,7 @@ class Search(NamedTuple):
         return np.round(codes) * steps, steps * (np.abs(codes - np.floor(codes) - 0.5) < 1e-3)
 
     def products(self, keys: Array) -> tuple[Array, float]:
-        """Of each query with keys (tokens, channels), and how far rounding may take them."""
+        """Products of each query with keys (tokens, channels), and how far rounding may take them."""
         asked, off = self.asked()
         sizes = np.abs(keys).T
         return asked @ keys.T, float((np.abs(asked) @ sizes * 1e-5 + off @ sizes).max(initial=0.0)) + 1e-6
@@ -220,7 +220,7 @@ def by_page(each: Array, filler: object) -> Array:
 
 
 def worth_of(peaks: Array) -> Array:
-    """Of each page: the largest share, as a logarithm, that it has in the softmax of any query (queries, pages)."""
+    """The largest share of each page, as a logarithm, in the softmax of any query (queries, pages)."""
     top = peaks.max(-1, keepdims=True)
     weights = np.exp(peaks - top.clip(min=-1e300))
     rows, best = np.arange(len(peaks)), weights.argmax(-1)

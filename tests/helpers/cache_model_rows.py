@@ -29,7 +29,7 @@ class Rules:
 
 
 class Leaf(NamedTuple):
-    """Of which layer of the model, and of which of its kv heads, one list of slots is; None: of all."""
+    """The layer of the model, and its kv heads, of one list of slots. None: all heads."""
 
     layer: int
     heads: tuple[int, ...] | None = None
@@ -56,7 +56,7 @@ class RowModel(NamedTuple):
 
 @dataclass(frozen=True)
 class Options:
-    """Those of a cache; `window` is None where it follows the budget."""
+    """Limits of a cache. `window` is None if it follows the budget."""
 
     budget: int | None
     sinks: int
@@ -73,7 +73,7 @@ class Options:
         return max(1, min(MOST_WINDOW, (self.budget - self.sinks) // 4))
 
     def leaf_rules(self, budgets: Sequence[int | None]) -> list[Rules]:
-        """Those of layers, or groups of heads, that keep `budgets`."""
+        """Limits of layers, or groups of heads, that keep `budgets`."""
         shared = replace(self.rules, sinks=self.sinks, window=self.window_now, rollback=self.rollback)
         return [replace(shared, budget=budget) for budget in budgets]
 

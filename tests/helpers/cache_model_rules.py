@@ -41,13 +41,13 @@ class Scores:
         return float(np.round(edge)) if self.in_steps else edge
 
     def is_one(self, one: int, other: int) -> bool:
-        """Whether two tokens' scores are one and the same number."""
+        """Return True if two tokens' scores are the same number."""
         if self.sources is None or {one, other} & self.fixed:
             return False
         return self.sources[one] == self.sources[other] >= 0
 
     def may_go_before(self, one: int, other: int, positions: Sequence[int]) -> bool:
-        """Whether rounding may let the first of two tokens be evicted and the second be kept."""
+        """Return True if rounding may let the first of two tokens be evicted and the second be kept."""
         if self.is_one(one, other):
             return positions[one] <= positions[other]
         return (self.bound(one, -1), positions[one]) <= (self.bound(other, 1), positions[other])
@@ -85,7 +85,7 @@ class PolicyModel:
         self, tokens: Tokens, read: Callable[[Token], tuple[Array, Array]] | None, key_rounding: float,
         mass_rounding: float, prompt_end: int, window_start: int,
     ) -> Scores:  # fmt: skip
-        """Of a list's tokens, whose keys are as `read` gives them."""
+        """Scores of a list's tokens, whose keys are as `read` gives them."""
         if self.name == "recent":  # Xiao et al. 2023: the newest
             return Scores(np.array([token.position for token in tokens], dtype=float), 0.0)
         if self.name == "random":  # anything, but a prompt outlasts what was generated after it
@@ -140,7 +140,7 @@ class MergeModel:
 
 
 def cosines(token: Token, others: Sequence[Token]) -> Array:
-    """Of a token's key with those of others; the mean over the heads of the list."""
+    """Cosines of a token's key with others, averaged over the heads of the list."""
     keys = np.array([other.key for other in others])
     products = (keys * token.key[None]).sum(-1)
     lengths = np.linalg.norm(keys, axis=-1) * np.linalg.norm(token.key, axis=-1)[None]

@@ -119,11 +119,11 @@ class LayerModel(Reader):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether a token that goes leaves nothing behind."""
+        """Return True if a token that goes leaves nothing behind."""
         return not (self.has_evicted or self.rules.policy.has_state)
 
     def is_refused(self, counts: Sequence[int]) -> bool | None:
-        """Whether a rollback must be refused; None where it may be."""
+        """Return True if a rollback must be refused, None if it may be."""
         left, is_sure = list(counts), True
         for age, record in enumerate(reversed(self.records)):
             if not any(left):
@@ -218,7 +218,7 @@ def most_read(lists: list[Tokens], recalled: list[Recalled]) -> int:
 
 
 def split(record: Record, counts: Sequence[int]) -> tuple[list[int], list[int], list[int]]:
-    """Of `counts` tokens to roll back: of each row, what stays of the step, what goes, and what is left for others."""
+    """Split `counts` tokens to roll back: of each row, those that stay of the step, go, and are left for others."""
     pairs = list(zip(record.lengths, counts, strict=True))
     return (
         [max(was - n, 0) for was, n in pairs],

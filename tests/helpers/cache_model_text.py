@@ -53,13 +53,13 @@ class TextModel:
 
     @property
     def has_ties(self) -> bool:
-        """Whether two tokens of a list, or of what may be recalled, share a position."""
+        """Return True if two tokens of a list, or of those that may be recalled, share a position."""
         lists = [[t.position for t in own] for layer in self.layers for lists in layer.held for own in lists]
         lists += [[p for p in own.positions.tolist() if p >= 0] for layer in self.layers for own in layer.memory]
         return any(len(set(own)) < len(own) for own in lists)
 
     def positions(self, mask: Sequence[Sequence[bool]]) -> list[list[int]]:
-        """Of the next columns; -1 for padding."""
+        """Positions of the next columns, -1 for padding."""
         result = []
         for row, columns in zip(self.rows, mask, strict=True):
             places, end = [], row.end
@@ -200,7 +200,7 @@ class TextModel:
         return (was.budget is not None and budget > was.budget) or not new.is_possible
 
     def set_budget(self, budget: int, window: int | None) -> None:
-        """What `compress` is told; `budgets` follow."""
+        """Take the arguments of `compress`. `budgets` follow."""
         was = self.options
         self.options = replace(was, budget=budget, window=was.window if window is None else window)
 

@@ -1,4 +1,4 @@
-"""What the model of a cache knows of a token, and attention over plain lists of tokens, with explicit masks."""
+"""Tokens in the model of a cache, and attention over plain lists of tokens, with explicit masks."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ Tokens = list[Token]  # in the order in which they were written; never changed, 
 
 @dataclass(frozen=True)
 class Kind:
-    """What the attention of one layer of a model is."""
+    """The attention of one layer of a model."""
 
     kv_heads: int
     group: int
@@ -63,7 +63,7 @@ class Mode:
 
     @property
     def reads_ranks(self) -> bool:
-        """Whether a key's rank among those held may decide."""
+        """Return True if a key's rank among those held may decide."""
         return self.name in ("compact", "auto")
 
     def distances(self, queries: Array, held: Array, kind: Kind, is_bounded: bool, fuller: int) -> Array:
@@ -116,7 +116,7 @@ def attention(
     kind: Kind, queries: Array, keys: Array, values: Array, distances: Array, seen: Array, counts: Array | None,
     sinks: Array | None,
 ) -> tuple[Array, Array]:  # fmt: skip
-    """What queries (heads, group, n, head_dim) read of keys and values (heads, held, channels): (heads, group, n, ...).
+    """Attention of queries (heads, group, n, head_dim) to keys, values (heads, held, channels): (heads, group, n, ...).
 
     `seen` (n, held) is the mask. Also returns the probabilities summed over each group: (heads, n, held).
     """

@@ -1,4 +1,4 @@
-"""What a cache can be made of, what it holds, and whether two of them hold the same."""
+"""Options and contents of caches, and comparisons of two of them."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What checks annotations while tests run: beartype, in the first calls of each function in a test."""
+"""Check annotations while tests run: beartype, in the first calls of each function in a test."""
 
 import functools
 import inspect

@@ -18,7 +18,7 @@ NARROW = {"width": 760, "height": 900}
 
 
 class BrowserError(AssertionError):
-    """What the page, or the browser, has refused."""
+    """Refusals of the page or the browser."""
 
 
 class Browser:

@@ -69,7 +69,7 @@ def tokenizer() -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def in_library(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Callable[..., windlass.Result]:
-    """What the library gives for the same: the oracle of every text here."""
+    """The library's text for the same: the oracle of every text here."""
 
     def go(
         prompt: str = PROMPT,
@@ -97,7 +97,7 @@ def assert_refused(ran: Ran, says: str) -> None:
 
 
 def rest_of(terminal: int) -> bytes:
-    """What is still to be read of a terminal whose other end has been closed; closes it."""
+    """The unread rest of a terminal whose other end has been closed. Closes it."""
     shown = b""
     try:
         while piece := os.read(terminal, 65536):

@@ -1,4 +1,4 @@
-"""What a cache holds, to the bit, and passes that are interrupted at every line."""
+"""Contents of a cache, to the bit, and passes that are interrupted at every line."""
 
 import copy
 from collections.abc import Callable
@@ -36,7 +36,7 @@ def content(cache: KVCache) -> dict[str, Any]:
 
 
 def _recallable(layer: int, recall: RecallStore | None) -> dict[str, Any]:
-    """What a layer may recall, of each row; whether there is memory for it, where nothing was written."""
+    """Tokens that a layer may recall, of each row, or whether there is memory for it if nothing was written."""
     if recall is None or recall.is_empty:
         return {}
     parts = recall.memory.filled(max(recall.lengths))
@@ -49,7 +49,7 @@ def _recallable(layer: int, recall: RecallStore | None) -> dict[str, Any]:
 
 
 def is_same(ours: dict[str, Any], truth: dict[str, Any]) -> bool:
-    """Whether both are equal, to the bit."""
+    """Return True if both are equal to the bit."""
     return ours.keys() == truth.keys() and all(
         part.equal(truth[name]) if isinstance(part, Tensor) else part == truth[name] for name, part in ours.items()
     )

@@ -83,7 +83,7 @@ class Told(Service):
         self.cancelled += 1
 
     def has_taken(self, requests: int) -> bool:
-        """Whether so many requests have come."""
+        """Return True if so many requests have come."""
         return self.submitted >= requests
 
     def status(self) -> EngineStatus:

@@ -12,7 +12,7 @@ PACKAGE = str(Path(windlass.__file__).parent)
 
 
 def interrupted_at(line: int, work: Callable[[], object]) -> bool:
-    """Whether `work` ended in the interrupt that came before the `line`-th line of the package that it ran."""
+    """Return True if `work` ended in the interrupt before the `line`-th line of the package that it ran."""
     left = line
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -72,7 +72,7 @@ def joined_by_hand(
 
 
 def slots_in_order(cache: KVCache, layer: int, row: int = 0) -> Parts:
-    """What a layer's store has of a row's tokens, in the order of the text, and their positions."""
+    """A row's tokens in a layer's store, in the order of the text, and their positions."""
     table = cache.layers[layer].table
     held = table.positions[row : row + 1]
     order = held.where(held >= 0, 2**31 - 1).argsort(-1)[..., : int((held >= 0).sum(-1).max())]
@@ -98,7 +98,7 @@ def texts(seed: int = 0, sizes: tuple[int, ...] = SIZES) -> list[list[int]]:
 
 
 def fresh(model: PreTrainedModel, ids: list[int], question: list[int], options: CacheOptions | None = None) -> Tensor:
-    """What a model says that reads all of it anew."""
+    """The logits of a model that reads all of it anew."""
     return windlass.prefill(model, KVCache.from_options(model, options or CacheOptions()), [ids + question])
 
 

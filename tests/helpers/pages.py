@@ -1,4 +1,4 @@
-"""What a browser shows of the page, and its slider."""
+"""The page in a browser, and its slider."""
 
 from tests.helpers.chromium import Browser
 

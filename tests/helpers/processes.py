@@ -17,7 +17,7 @@ def descendants(parent: int) -> list[int]:
 
 
 def is_alive(process: int) -> bool:
-    """Whether it runs; one that has ended and waits to be asked for does not."""
+    """Return True if it runs. A zombie does not."""
     try:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:

@@ -51,6 +51,6 @@ def call_of(
 
 
 def read_of(best: BestPages) -> Tensor:
-    """What is read of the pages, in the order of the text."""
+    """Keys and values read of the pages, in the order of the text."""
     order = best.pages.argsort()[..., None].expand(-1, -1, -1, PAGE)
     return best.is_read.unflatten(-1, (-1, PAGE)).gather(2, order)

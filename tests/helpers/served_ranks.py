@@ -34,7 +34,7 @@ class OneAfterTheOther(Grammar):
 
 
 def requests(prompt: Sequence[int]) -> list[Request]:
-    """What can be asked: greedy, drawn, with penalties, a grammar that ends too early, and with options of its own."""
+    """Requests: greedy, drawn, with penalties, a grammar that ends too early, and with options of its own."""
     own = list(prompt)
     grammar = OneAfterTheOther([5, 61, 9])
     return [
@@ -73,7 +73,7 @@ def served(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
 
 
 def lost(model: PreTrainedModel, prompt: Sequence[int]) -> str:
-    """What a request is told on rank 0, once the other rank has died while the engine had nothing to do."""
+    """Events of a request on rank 0, once the other rank has died while the engine had nothing to do."""
     engine = _engine(model)
     if not _is_first(model):
         os.kill(os.getpid(), signal.SIGKILL)

@@ -127,7 +127,7 @@ class ScriptedService(Service):
         self._released.set()
 
     def is_idle(self, seconds: float = 10.0) -> bool:
-        """Whether no request is under way, now or soon."""
+        """Return True if no request is under way, now or soon."""
         return soon(lambda: not self._under_way, seconds)
 
     def _write(self, ticket: Ticket) -> None:
@@ -144,7 +144,7 @@ class ScriptedService(Service):
 
 
 def soon(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
-    """Whether it holds, now or within so many seconds."""
+    """Return True if it holds, now or within so many seconds."""
     until = monotonic() + seconds
     while not holds():
         if monotonic() > until:
@@ -267,7 +267,7 @@ class RawClient:
         self.socket.close()
 
     def is_closed(self) -> bool:
-        """Whether the server has closed the connection; waits for it."""
+        """Wait for the server to close the connection. Return True if it did."""
         try:
             while self.socket.recv(65536):
                 pass

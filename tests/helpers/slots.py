@@ -1,4 +1,4 @@
-"""What a policy sees of a layer, with keys turned or not, and a check of its scores against a formula."""
+"""A policy's view of a layer, with keys turned or not, and a check of its scores against a formula."""
 
 from collections.abc import Callable
 
@@ -81,7 +81,7 @@ def texts(slots: Slots) -> Texts:
 def assert_scores(
     policy: Policy, slots: Slots, expected: Callable[[int, int, list[int]], list[float]], tolerance: float = 1e-5
 ) -> None:
-    """Of what is held: `expected` gives a head's scores in the order of the text."""
+    """Check scores of held tokens: `expected` gives a head's scores in the order of the text."""
     score = policy.score(slots)
     assert score.shape == slots.positions.shape
     for row, head, order in texts(slots):

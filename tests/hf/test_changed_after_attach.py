@@ -108,7 +108,7 @@ CHANGES: dict[str, Callable[[Any, Patch], None]] = {
 
 @torch.no_grad()
 def logits(model: Any, ids: Tensor, cache: KVCache | None = None) -> Tensor:
-    """Those of a few tokens, and of single ones after them."""
+    """Logits of a few tokens, and of single ones after them."""
     if cache is None:
         return model(ids).logits
     pieces = [ids[:, :9], *ids[:, 9:].split(1, 1)]

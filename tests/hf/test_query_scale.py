@@ -73,7 +73,7 @@ def scaled(request: pytest.FixtureRequest) -> PreTrainedModel:
 
 
 def alone(model: PreTrainedModel, rows: list[Tensor]) -> Tensor:
-    """What transformers says of the last tokens of each row."""
+    """Logits of transformers for the last tokens of each row."""
     with torch.no_grad():
         return torch.cat([model(row, use_cache=False).logits[:, -AFTER:] for row in rows]).float()
 

@@ -1,4 +1,4 @@
-"""What attach demands of a model: faults planted in a tiny one, each refused by name, and the tokens that it reads."""
+"""Checks of attach on a model: faults planted in a tiny one, each refused by name, and the tokens that it reads."""
 
 from typing import Any
 

@@ -29,7 +29,7 @@ def loud(tmp_path: Path) -> Path:
 
 
 def ran(folder: Path, code: str) -> tuple[str, str]:
-    """What Python prints for `code` with the folder before all others, on stdout and on stderr."""
+    """Output of Python for `code` with the folder before all others, on stdout and on stderr."""
     start = f"import sys\nsys.path.insert(0, {str(folder)!r})\n"
     done = subprocess.run([sys.executable, "-c", start + code], capture_output=True, text=True, check=True)
     return done.stdout, done.stderr

@@ -128,7 +128,7 @@ def test_rows_over_budget_evict_what_the_reference_evicts(
     dtype: torch.dtype,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """What a step leaves is the start of the next one; each kernel starts from what the reference left."""
+    """Each kernel starts from the reference's state after the step before."""
     monkeypatch.setattr(cpu, "instruction_set", lambda: instruction_set)
     score_heads, ranking = RANKINGS[name]
     states = int(ranking.score in ("state", "pooled"))
@@ -178,7 +178,7 @@ def test_a_step_touches_no_other_slot_and_nothing_of_before() -> None:
 
 
 def test_slots_come_in_the_order_of_the_text_whatever_the_last_step_had() -> None:
-    """What the kernel remembers of the last step is a guess: tokens may have moved since, or share a position."""
+    """The kernel's memory of the last step is a guess: tokens may have moved since, or share a position."""
     _, ranking = RANKINGS["SnapKV"]
     retention = Retention(ranking, 40, 2, 3)
     held = [Slots(KV_HEADS, torch.float32, 1, seed, retention=retention) for seed in (0, 50, 90)]

@@ -1,4 +1,4 @@
-"""What a query gets from merged tokens, against lists of the tokens that they stand for."""
+"""Attention to merged tokens, against lists of the tokens that they stand for."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -97,7 +97,7 @@ def turned(states: Tensor, angles: Tensor) -> Tensor:
 def expected(
     run: Told, merge: str, speeds: Tensor, read_at: Callable[[int], float]
 ) -> tuple[Tensor, list[dict[int, float]]]:
-    """What the last query is given, cell by cell in float64, and the probability of every cell."""
+    """Output of the last query, cell by cell in float64, and the probability of every cell."""
     rule = merge_of(merge)
     assert rule is not None
     out, masses = torch.zeros(2, HEADS * GROUP, VALUE_DIM).double(), []

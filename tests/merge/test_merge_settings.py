@@ -1,4 +1,4 @@
-"""What attention reads from merged tokens, and the settings of rules: thresholds, equal keys."""
+"""Attention to merged tokens, and the settings of rules: thresholds, equal keys."""
 
 from dataclasses import dataclass
 
@@ -25,7 +25,7 @@ class Oldest(Policy):
 
 
 def attended(merge: str | None, budget: int, kinds: int) -> Tensor:
-    """What the last query reads from a layer without rotation, of 60 tokens that are `kinds` different ones."""
+    """Output of the last query in a layer without rotation, of 60 tokens that are `kinds` different ones."""
     g = torch.Generator().manual_seed(1)
     limits = Limits(budget=budget, sinks=0, window=4, chunk=60, rollback=0)
     layer = SlotLayer(0, limits, Oldest(), None, Plain(), merge_of(merge))

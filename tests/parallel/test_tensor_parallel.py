@@ -100,7 +100,7 @@ def model_of(folder: Path) -> Load:
 
 @pytest.fixture(scope="module")
 def of_ranks(size: int, folder: Path, model_of: Load) -> dict[str, list[Found]]:
-    """What each of the processes found in each case."""
+    """Results of each process in each case."""
     for case in CASES.values():
         ranks.folder_of(folder / "models", case.model)
     scorer_of(folder / "scorer", model_of("llama"), heads=4)
@@ -114,7 +114,7 @@ def of_ranks(size: int, folder: Path, model_of: Load) -> dict[str, list[Found]]:
 def both(
     request: pytest.FixtureRequest, folder: Path, model_of: Load, of_ranks: dict[str, list[Found]]
 ) -> tuple[list[Found], Found]:
-    """What the ranks found in a case, and what one process does."""
+    """Results of the ranks in a case, and of one process."""
     case = CASES[request.param]
     return of_ranks[request.param], ranks.found(case, model_of(case.model), folder)
 
@@ -125,7 +125,7 @@ def same_text(ranks_found: list[Found], one: Found) -> bool:
 
 
 def same_positions(ranks_found: list[Found], one: Found, is_split: bool = True) -> bool:
-    """Whether each layer keeps the same tokens: each rank those of its heads, or all of them the same."""
+    """Return True if each layer keeps the same tokens: each rank those of its heads, or all of them the same."""
     layers = zip(*(each.positions for each in ranks_found), one.positions, strict=True)
     same = []
     for *own, whole in layers:

@@ -1,4 +1,4 @@
-"""What stands before replicas, on servers whose engines are scripted: who is asked, and what clients see."""
+"""The front before replicas, on servers whose engines are scripted: who is asked, and the answers to clients."""
 
 import asyncio
 import json
@@ -217,7 +217,7 @@ def test_a_client_that_goes_is_gone_for_the_replica(is_streamed: bool, is_reset:
 
 @pytest.mark.slow
 def test_a_client_that_takes_nothing_is_given_up_by_the_replica() -> None:
-    """What comes is not piled up in between: the replica cannot send more than the sockets hold."""
+    """Answers are not piled up in between: the replica cannot send more than the sockets hold."""
     pieces = (Piece(5, "a" * 16_384) for _ in range(4_000))
     service = ScriptedService(lambda _: iter([*pieces, None]), EngineLimits(unread_seconds=0.5))
     with fronted([service]) as front:

@@ -1,4 +1,4 @@
-"""What cannot be honoured is refused by name, in OpenAI's shape, and nothing reaches the engine."""
+"""Fields that cannot be honoured are refused by name, in OpenAI's shape, and nothing reaches the engine."""
 
 import json
 from collections.abc import Iterator

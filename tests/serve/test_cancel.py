@@ -53,7 +53,7 @@ class Real(NamedTuple):
     after_next: str
 
     def is_idle(self) -> bool:
-        """Whether nothing is under way, and no byte more is held than before anything was."""
+        """Return True if nothing is under way, and no byte more is held than before anything was."""
         status = self.engine.status()
         is_free = status.free_rows == status.total_rows and not status.rows and not status.queued
         return is_free and status.bytes_held == self.idle_bytes
@@ -65,7 +65,7 @@ def asked(prompt: list[int], **fields: Any) -> dict[str, Any]:
 
 
 def alone(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: list[int]) -> str:
-    """What the library writes after a prompt."""
+    """The library's text after a prompt."""
     cache = windlass.KVCache(model, **OPTIONS)
     logits, found = windlass.prefill(model, cache, [prompt]), list[int]()
     while len(found) < TOKENS:

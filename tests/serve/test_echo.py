@@ -67,7 +67,7 @@ def whole(client: openai.OpenAI, is_streamed: bool, **given: Any) -> tuple[list[
 def test_a_prompt_has_the_models_own_log_probabilities(
     client: openai.OpenAI, plain: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, most: int, is_streamed: bool
 ) -> None:
-    """Of texts and of token ids, several at once, with what follows."""
+    """Echo of texts and of token ids, several at once, with the text that follows."""
     ids = [tokenizer(each)["input_ids"] for each in TEXTS]
     for prompts in (TEXTS, ids, TEXTS[:1], ids[1]):
         texts, found, reasons = whole(

@@ -1,4 +1,4 @@
-"""What `/v1/models` tells, from where a browser may ask, and paths that end in a slash."""
+"""`/v1/models`, the origins from which a browser may ask, and paths that end in a slash."""
 
 import os
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What an answer of `/v1/responses` has beside its text: thoughts, and calls of functions, whole and as events."""
+"""Items of an answer of `/v1/responses` beside its text: thoughts, and calls of functions, whole and as events."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""What is kept from one request to the next: who finds it, who sees that it is there, and who may delete it."""
+"""Prefixes kept from one request to the next: who finds it, who sees that it is there, and who may delete it."""
 
 from collections.abc import Iterator
 from pathlib import Path

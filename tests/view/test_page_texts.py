@@ -48,7 +48,7 @@ def test_tokens_that_come_back_are_lit(browser: Browser, tmp_path: Path) -> None
 
 
 def test_recalled_tokens_are_lit(browser: Browser, tmp_path: Path) -> None:
-    """Those that any head read in the newest step, or, where a head is chosen, those that it read."""
+    """Tokens that any head, or a chosen one, read in the newest step."""
     planes = [SlotGroup(0, (0, 1), 6), SlotGroup(1, (0,), 6), SlotGroup(1, (1,), 6)]
     held = [range(14, 20)] * 3
     recalled = [(RecalledPlane(0, (0, 1), 2), [3, 4, 4, -1]), (RecalledPlane(1, (1,), 1), [9])]

@@ -115,7 +115,7 @@ def test_a_viewer_sees_the_text_it_asked_for_or_the_newest(cache: KVCache, clock
 def test_a_slow_viewer_gets_whole_frames(
     cache: KVCache, clock: list[float], attached_model: Models, text: Text
 ) -> None:
-    """What it did not take is replaced; what it takes leads to what the cache holds."""
+    """Frames that it did not take are replaced. Frames that it takes lead to the contents of the cache."""
     watch, encoder = SchedulerWatcher(), Encoder(None)
     viewer = watch.attach()
     frames, wanted = [], []

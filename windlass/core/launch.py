@@ -27,7 +27,7 @@ class Launch:
 
     @classmethod
     def of(cls, environment: Mapping[str, str]) -> Launch:
-        """The settings that `torchrun` gave this process. Raises: UsageError, with the way out, if it did not start it."""
+        """Settings that `torchrun` gave this process. Raises: UsageError, with the way out, if it did not start it."""
         missing = [name for name in VARIABLES if name not in environment]
         if missing:
             raise UsageError(
