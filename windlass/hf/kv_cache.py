@@ -131,7 +131,7 @@ class KVCache(ModelCache):
     `set_sinks` is told before the row reads its first token, see `windlass.system_tokens`.
     `window`: newest tokens that are never evicted; None takes a quarter of what the sinks leave, at most 64.
     `policy`: which tokens are kept, as a policy or its name: `"key_diff"`, `"SnapKV(pool=7)"`, `"file.py:Class"`;
-    "auto" (or None) is the best of those that read a text once, see docs/findings.md;
+    "auto" (or None) is the best of those that read a text once, see docs/results/findings.md;
     without a budget it is `Recent`, also for a later `compress`.
     `chunk`: most tokens that the engine feeds per step of a prompt; room for these is allocated.
     `positions`: where kept tokens are read, see `windlass.positions`; may be reassigned at any time. "auto" reads as

@@ -45,7 +45,7 @@ def is_auto(policy: object) -> bool:
 
 
 def auto(has_budget: bool = True) -> Policy:
-    """What `policy="auto"` is: the best of those that read a text once, see docs/findings.md.
+    """What `policy="auto"` is: the best of those that read a text once, see docs/results/findings.md.
 
     A cache without a budget evicts nothing; it gets `Recent`, which ranks heads alike, so that they share positions.
     """

@@ -128,7 +128,7 @@ def rebased(q: RotaryQueries, k: RotaryKeys, window: int) -> RotaryBranch:
     return RotaryBranch((q - base).clamp(min=0), (k - base).clamp(0, q.shape[-1] + window))
 
 
-NEAR_SHARE = 8  # of the trained length one in so many is read as near as it stands, see docs/findings.md
+NEAR_SHARE = 8  # of the trained length one in so many is read as near as it stands, see docs/results/findings.md
 
 
 @dataclass(frozen=True)
