@@ -36,7 +36,7 @@ class Other:
 TASK = """
 from __future__ import annotations
 from dataclasses import dataclass
-from windlass.evals import Sample, Task, Turn
+from windlass.evals import Sample, Task, Question
 
 @dataclass(frozen=True)
 class Mine(Task):
