@@ -1,4 +1,4 @@
-"""Hundreds of bad and odd inputs to the program: one clear line, exit code 2, and no wait for torch."""
+"""Hundreds of bad and odd inputs to the program: one clear line, exit code 2, and no wait for weights."""
 
 import json
 import os
@@ -12,11 +12,12 @@ import pytest
 
 import windlass
 from tests.helpers import serve_bad_inputs
-from tests.helpers.bad_inputs import command_lines
+from tests.helpers.bad_inputs import command_lines, light_lines
 
 ROOT = Path(windlass.__file__).parents[1]
 MODEL = ROOT / "tests" / "models" / "stories260K"
-LINES = list(dict.fromkeys(command_lines()))
+LIGHT = list(dict.fromkeys(light_lines()))
+LINES = [*dict.fromkeys(command_lines()), *LIGHT]
 PROCESSES = 20
 
 
@@ -37,19 +38,22 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def answers(places: dict[str, str]) -> dict[str, tuple[int, str, str]]:
-    """What the program says to each line; one process runs them all."""
-    asked = [json.dumps(arguments(line, places)) for line, _ in LINES]
-    ran = subprocess.run(
-        [sys.executable, serve_bad_inputs.__file__],
-        input="\n".join(asked) + "\n",
-        capture_output=True,
-        text=True,
-        env=environment(),
-        cwd=places["folder"],
-    )
-    said = [json.loads(line) for line in ran.stdout.splitlines()]
-    assert len(said) == len(LINES), ran.stderr
-    return {line: tuple(answer) for (line, _), answer in zip(LINES, said, strict=True)}
+    """What the program says to each line; one process runs those that need no torch, another the rest."""
+    light = dict(LIGHT)
+    found: dict[str, tuple[int, str, str]] = {}
+    for lines, options in (([line for line, _ in LINES if line not in light], ()), (list(light), ("light",))):
+        ran = subprocess.run(
+            [sys.executable, serve_bad_inputs.__file__, *options],
+            input="".join(json.dumps(arguments(line, places)) + "\n" for line in lines),
+            capture_output=True,
+            text=True,
+            env=environment(),
+            cwd=places["folder"],
+        )
+        said = [json.loads(line) for line in ran.stdout.splitlines()]
+        assert len(said) == len(lines), ran.stderr
+        found |= {line: tuple(answer) for line, answer in zip(lines, said, strict=True)}
+    return found
 
 
 def arguments(line: str, places: dict[str, str]) -> list[str]:

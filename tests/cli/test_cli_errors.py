@@ -25,7 +25,7 @@ run = cli.run  # fixture
         (("--max-tokens", "0"), "max_tokens must be from 1 to 1073741824, got 0"),
         (("--temperature", "nan"), "temperature must be from 0 to 100, got nan"),
         (("--top-p", "0"), "top_p must be above 0"),
-        (("--seed", "-1"), "'--seed'"),
+        (("--seed", "-1"), "seed must be from 0"),
         (("--threads", "0"), "'--threads'"),
         (("--dtype", "int8"), "dtype 'int8' is unknown; use one of: auto, float32"),
         (("--positions", "compcat"), "positions='compcat' is not a position mode"),

@@ -2,7 +2,7 @@
 
 import pytest
 
-from windlass.cli import checks
+from windlass.cache.options import MERGES, MODES, POLICIES, STORES
 from windlass.core.parse import did_you_mean, use_one_of
 from windlass.evals.tasks import NAMES
 
@@ -18,12 +18,12 @@ from windlass.evals.tasks import NAMES
     ],
 )
 def test_a_close_name_is_offered(typed: str, meant: str) -> None:
-    assert did_you_mean(typed, checks.policies()) == f"did you mean {meant}? "
+    assert did_you_mean(typed, POLICIES) == f"did you mean {meant}? "
 
 
 @pytest.mark.parametrize("typed", ["nope", "none", "streaming", "window", "foo", "", "default", "xyz"])
 def test_no_other_name_is_offered(typed: str) -> None:
-    tables = checks.policies(), checks.stores(), checks.positions(), checks.merges(), NAMES
+    tables = POLICIES, STORES, MODES, MERGES, NAMES
     assert [did_you_mean(typed, names) for names in tables] == [""] * len(tables)
 
 

@@ -60,8 +60,8 @@ NUMBERS = [
     ("generate", "--repetition-penalty 0", "repetition_penalty must be above 0"),
     ("generate", "--repetition-penalty -1", "repetition_penalty must be above 0"),
     ("generate", "--repetition-penalty inf", "repetition_penalty must be above 0"),
-    ("generate", "--seed -1", "--seed"),
-    ("generate", "--seed 9223372036854775808", "--seed"),
+    ("generate", "--seed -1", "seed must be from 0"),
+    ("generate", "--seed 9223372036854775808", "seed must be from 0"),
     ("generate", "--threads 0", "--threads"),
     ("generate", "--threads 100000", "--threads"),
     ("chat", "-n 0", "max_tokens must be from 1"),
@@ -119,14 +119,26 @@ NAMES = [
     ("generate", "--policy Récent", "is unknown"),
     ("generate", "--policy 42", "policy '42' is unknown"),
     ("generate", "--policy None", "policy 'None' is unknown"),
-    ("generate", "--policy 'snapkv(poll=7)'", "'poll' is no argument of it; it takes SnapKV.observed_queries, pool"),
-    ("generate", "--policy 'snapkv(1, 3, True, 5)'", "too many arguments"),
-    ("generate", "--policy 'SnapKV(pool=1e400)'", "1e400 is not a number that it can count with"),
-    ("generate", "--policy 'SnapKV(pool=-1e999)'", "is not a number that it can count with"),
+    (
+        "generate",
+        "--policy 'snapkv(poll=7)'",
+        "unexpected keyword argument 'poll'; it takes snapkv.observed_queries: int",
+    ),
+    (
+        "generate",
+        "--policy 'snapkv(1, 3, True, 5)'",
+        "takes from 1 to 4 positional arguments but 5 were given; it takes snapkv",
+    ),
+    ("generate", "--policy 'SnapKV(pool=1e400)'", "pool must be an odd number of at least 1, got inf"),
+    ("generate", "--policy 'SnapKV(pool=-1e999)'", "pool must be an odd number of at least 1, got -inf"),
     ("generate", "--policy 'SnapKV(pool=nan)'", "policy 'nan' is unknown"),
     ("generate", "--policy 'pyramid(snapvk)'", "policy 'snapvk' is unknown"),
-    ("generate", "--policy 'pyramid(snapkv, gamma=3)'", "'gamma' is no argument"),
-    ("generate", "--policy 'pairs({missing})'", "is not there; make it with `windlass calibrate`"),
+    ("generate", "--policy 'pyramid(snapkv, gamma=3)'", "unexpected keyword argument 'gamma'; it takes pyramid"),
+    (
+        "generate",
+        "--policy 'pairs({missing})'",
+        "cannot be read: No such file .*; make it again with `windlass calibrate`",
+    ),
     ("generate", "--policy {missing}.py:Mine", "policy file .* cannot be read: No such file"),
     ("generate", "--policy {missing}.py", "is a file but names no class"),
     ("generate", "--policy {folder}:Mine", "cannot be read: Is a directory"),
@@ -151,7 +163,7 @@ NAMES = [
     ("generate", "--store INT8", "is not a store; use one of: plain, int8, int4"),
     ("generate", "--store ''", "is not a store"),
     ("generate", "--store 'plain(1)'", "plain takes no numbers"),
-    ("generate", "--store 'int4(sinks=-1)'", "sinks must be from 0"),
+    ("generate", "--store 'int4(sinks=-1)'", "sinks of a store must be from 0"),
     ("generate", "--store 'int4(newest=x)'", "newest must be a whole number"),
     ("generate", "--store 'int4(1, 2, 3)'", "int4 takes sinks and newest"),
     ("generate", "--store 'int4(newest=1, newest=2)'", "each once"),
@@ -203,15 +215,17 @@ NAMES = [
 
 
 def command_lines() -> Iterator[tuple[str, str]]:
-    """All of them: what is typed after `windlass`, and what its line says."""
+    """Values that are refused before weights are loaded: what is typed after `windlass`, and what its line says."""
     for command, options, says in (*NUMBERS, *NAMES):
         yield f"{command} {WORKING[command]} {options}", says
     yield from FILES
-    yield from _of_every_option()
 
 
-def _of_every_option() -> Iterator[tuple[str, str]]:
-    """Each option of each command that there is without its value; numbers that are none; and an unknown option."""
+def light_lines() -> Iterator[tuple[str, str]]:
+    """What is refused without torch.
+
+    Each option of each command without its value; numbers that are none; and an unknown option.
+    """
     commands: Any = typer.main.get_command(app)
     for name, command in commands.commands.items():
         start = f"{name} {WORKING.get(name, '')}"

@@ -1,4 +1,4 @@
-"""A process that runs command lines one after the other, and where torch cannot be imported.
+"""A process that runs command lines one after the other, without weights; after `light` without torch, too.
 
 Reads a line of JSON per command line, a list of arguments; writes one per run: exit code, stdout, stderr.
 """
@@ -10,12 +10,13 @@ import tempfile
 from collections.abc import Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
 HEAVY = ("torch", "transformers")
 
 
-class HeavyImport(BaseException):
-    """Something imported what takes seconds. No `Exception`: nobody catches it on the way."""
+class HeavyWork(BaseException):
+    """Something imported or loaded what takes seconds. No `Exception`: nobody catches it on the way."""
 
 
 class Refuse:
@@ -25,7 +26,7 @@ class Refuse:
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         if name in HEAVY:
-            raise HeavyImport(f"{name} was imported")
+            raise HeavyWork(f"{name} was imported")
         return None
 
 
@@ -39,7 +40,7 @@ def ran(arguments: list[str]) -> tuple[int, str, str]:
         os.dup2(err.fileno(), 2)
         try:
             code = main(arguments)
-        except HeavyImport as error:
+        except HeavyWork as error:
             code = -1
             print(error, file=sys.stderr)
         except Exception as error:  # what would be a traceback
@@ -58,9 +59,23 @@ def ran(arguments: list[str]) -> tuple[int, str, str]:
     return code, texts[0], texts[1]
 
 
+def refuse_weights() -> None:
+    """Let all that makes or reads weights fail."""
+    from transformers import AutoModelForCausalLM
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise HeavyWork("weights were loaded")
+
+    for name in ("from_pretrained", "from_config"):
+        setattr(AutoModelForCausalLM, name, refuse)
+
+
 def serve() -> None:
     """Until stdin ends; the commands themselves get an empty one."""
-    sys.meta_path.insert(0, Refuse())
+    if "light" in sys.argv:
+        sys.meta_path.insert(0, Refuse())
+    else:
+        refuse_weights()
     lines = sys.stdin.readlines()
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115

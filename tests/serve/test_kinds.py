@@ -9,7 +9,6 @@ from transformers import AutoTokenizer
 from tests.helpers.cli import Ran, loaded_once, run
 from tests.helpers.models import MODEL, Models
 from windlass.cache.options import CacheOptions
-from windlass.cli.options import CacheArguments
 from windlass.cli.serve import ServeArguments, options_of
 from windlass.cli.session import kinds_of
 from windlass.core.errors import UsageError
@@ -22,7 +21,7 @@ __all__ = ["loaded_once", "run"]
 def test_what_is_typed_is_what_is_served() -> None:
     typed = ["rows=2,budget=4096,policy=SnapKV(pool=7, observed_queries=3)", " rows = 1 , store=int8,chunk=64"]
     arguments = ServeArguments(rows=3, kinds=typed, max_seconds=90.0)
-    made = options_of(MODEL, CacheArguments(budget=256, sinks=2), arguments)
+    made = options_of(MODEL, {"budget": 256, "sinks": 2}, arguments)
     first = CacheOptions(budget=256, sinks=2)
     wide = CacheOptions(budget=4096, sinks=2, policy="SnapKV(pool=7, observed_queries=3)")
     small = CacheOptions(budget=256, sinks=2, store="int8", chunk=64)

@@ -16,7 +16,6 @@ from tests.helpers.cli import Ran, loaded_once, run
 from tests.helpers.models import MODEL
 from tests.helpers.serving import RawClient, complete
 from windlass.cli import serve
-from windlass.cli.options import CacheArguments
 from windlass.cli.serve import ServeArguments, options_of
 from windlass.core.errors import UsageError
 from windlass.serve.run import bound
@@ -88,27 +87,27 @@ def test_what_is_typed_is_what_is_served() -> None:
     asked = ServeArguments(
         rows=3, port=9, keys=["long-enough"], queue=5, max_tokens=6, max_prompt=7, stop_seconds=1.5, reuse="2KiB"
     )
-    made = options_of(MODEL, CacheArguments(policy="recent", store="int8"), asked)
+    made = options_of(MODEL, {"policy": "recent", "store": "int8"}, asked)
     assert (made.name, made.rows, made.port, made.keys, made.stop_seconds) == ("finder-3m", 3, 9, ("long-enough",), 1.5)
     assert (made.limits.queue, made.limits.max_tokens, made.limits.prompt_tokens) == (5, 6, 7)
     assert (made.options.budget, repr(made.options.policy), made.options.store.name) == (1024, "Recent()", "int8")
     assert made.reuse_bytes == 2048
     assert made.settings.hosts is None
     assert (made.reuse_folder, made.disk_bytes, made.settings.salt) == (None, 1 << 30, None)
-    assert options_of("me/model", CacheArguments(budget=64), ServeArguments()).name == "me/model"
-    assert options_of(MODEL, CacheArguments(), ServeArguments(called="x")).name == "x"
-    assert "127.0.0.1" in (options_of(MODEL, CacheArguments(), ServeArguments()).settings.hosts or ())
+    assert options_of("me/model", {"budget": 64}, ServeArguments()).name == "me/model"
+    assert options_of(MODEL, {}, ServeArguments(called="x")).name == "x"
+    assert "127.0.0.1" in (options_of(MODEL, {}, ServeArguments()).settings.hosts or ())
 
 
 def test_a_folder_for_what_is_kept(tmp_path: Path) -> None:
     asked = ServeArguments(reuse="2KiB", reuse_folder=tmp_path, disk="3MiB")
-    made = options_of(MODEL, CacheArguments(), asked)
+    made = options_of(MODEL, {}, asked)
     assert (made.reuse_folder, made.disk_bytes) == (tmp_path, 3 << 20)
     assert made.settings.salt == made.settings.salt == (tmp_path / "windlass.salt").read_bytes()
     with pytest.raises(UsageError, match="needs memory beside it; give --reuse"):
-        options_of(MODEL, CacheArguments(), ServeArguments(reuse_folder=tmp_path))
+        options_of(MODEL, {}, ServeArguments(reuse_folder=tmp_path))
     with pytest.raises(UsageError, match="is no folder; make it first"):
-        options_of(MODEL, CacheArguments(), ServeArguments(reuse="1KiB", reuse_folder=tmp_path / "none"))
+        options_of(MODEL, {}, ServeArguments(reuse="1KiB", reuse_folder=tmp_path / "none"))
 
 
 def test_an_open_address_is_refused_before_the_model_is_loaded(run: Callable[..., Ran]) -> None:

@@ -13,7 +13,7 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import SPECS, assert_alike, exact_positions, in_text_order, pair
 from tests.helpers.stores import one_arithmetic as one_arithmetic
 from windlass import KeyDiff, KVCache, PolicyError, Recent, UsageError, prompt_cache
-from windlass.cli.options import CacheArguments, LoadOptions
+from windlass.cli.options import LoadOptions
 from windlass.cli.session import open_session
 from windlass.policies import Policy, Slots
 
@@ -181,7 +181,7 @@ def test_a_cache_may_cross_the_border_of_inference_mode(attached_model: Models, 
 
 def test_the_command_line_takes_numbers() -> None:
     folder = Path(__file__).parents[1] / "models" / "stories260K"
-    session = open_session(str(folder), CacheArguments(store="int4(newest=8)"), LoadOptions("float32"))
+    session = open_session(str(folder), {"store": "int4(newest=8)"}, LoadOptions("float32"))
     assert session.cache.store.name == "int4(newest=8)"
     windlass.prefill(session.model, session.cache, [[1, 2, 3]])
     assert exact_positions(session.cache) == [0, 1, 2]

@@ -11,7 +11,7 @@ import windlass
 from tests.helpers.models import Models, Text, read
 from windlass import H2O, KeyDiff, KVCache, Recent, UsageError, prompt_cache
 from windlass.cache.options import CacheOptions
-from windlass.cli.options import CacheArguments, LoadOptions
+from windlass.cli.options import LoadOptions
 from windlass.cli.session import open_session
 from windlass.hf.attach import attached
 from windlass.policies import Policy
@@ -96,14 +96,14 @@ def test_from_rotated_and_back(model: PreTrainedModel, plain_model: Models, text
 
 def test_a_store_that_contradicts_a_file(tmp_path: Path, text: Text) -> None:
     folder = Path(__file__).parents[1] / "models" / "stories260K"
-    options = CacheArguments(store="int4")
+    options = {"store": "int4"}
     session = open_session(str(folder), options, LoadOptions("float32"))
     assert session.cache.store.name == "int4"
     windlass.prefill(session.model, session.cache, [text(9)[0].tolist()])
     prompt_cache.save(session.cache, tmp_path / "file", session.model)
-    again = open_session(str(folder), CacheArguments(), LoadOptions("float32"), tmp_path / "file")
+    again = open_session(str(folder), {}, LoadOptions("float32"), tmp_path / "file")
     assert again.cache.store.name == "int4"
     with pytest.raises(UsageError, match=r"--store int8 contradicts .*file, made with store int4; leave it out"):
-        open_session(str(folder), CacheArguments(store="int8"), LoadOptions("float32"), tmp_path / "file")
+        open_session(str(folder), {"store": "int8"}, LoadOptions("float32"), tmp_path / "file")
     with pytest.raises(UsageError, match="'int5' is not a store"):
-        open_session("nowhere", CacheArguments(store="int5"), LoadOptions("float32"))
+        open_session("nowhere", {"store": "int5"}, LoadOptions("float32"))

@@ -1,35 +1,42 @@
-"""The options of a cache: one record that the library, the command line, files and results share."""
+"""The options of a cache: one record that the library, the command line, files and results share.
+
+Policies, stores and modes are imported when a record is made: the command line's help needs no torch.
+"""
+
+from __future__ import annotations
 
 import os
+import pathlib
 from dataclasses import MISSING, dataclass, fields, is_dataclass
-from pathlib import Path
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-from windlass.cache.contract import check_policy
-from windlass.cache.merging import Merge, merge_of
-from windlass.cache.shares import Shares, shares_of
 from windlass.core.errors import UsageError, check_kind
+from windlass.core.fields import Option, check_fields, declared, labels_of
 from windlass.core.files import check_folder
-from windlass.core.parse import (
-    AUTO,
-    DEFAULT_SINKS,
-    NO_MERGE,
-    NO_RECALL,
-    NO_SHARES,
-    SYSTEM,
-    check_limits,
-    default_window,
-)
-from windlass.core.step import Limits
-from windlass.policies import Policy
-from windlass.policies.base import Budgeter, OneShot
-from windlass.policies.registry import auto, is_auto, parse_policy
-from windlass.policies.wrapper import find
-from windlass.positions.modes import PositionMode, position_mode
-from windlass.stores.base import Store
-from windlass.stores.formats import STORES, store_of
+from windlass.core.parse import AUTO, DEFAULT_SINKS, MAX_NUMBER, NO_MERGE, NO_RECALL, NO_SHARES, PAGE, SYSTEM
+
+if TYPE_CHECKING:  # the annotations of fields are not read at run time, where names are taken in the place of objects
+    from pathlib import Path
+
+    from windlass.cache.merging import Merge
+    from windlass.cache.shares import Shares
+    from windlass.core.step import Limits
+    from windlass.policies import Policy
+    from windlass.positions.modes import PositionMode
+    from windlass.stores.base import Store
 
 DEFAULT_RECALL_STORE: Final = "int4"
+MAX_DEFAULT_WINDOW: Final = 64
+# Names that a shell completes to, without an import of what they name; a test compares them.
+POLICIES: Final = (
+    *("recent", "random", "h2o", "tova", "snapkv", "key_norm"),
+    *("key_diff", "lag_kv", "leverage", "compactor", "r_kv", "expected_attention"),
+    *("tri_attention", "kvzip", "dmc", "by_value_norm", "smoothed", "in_chunks"),
+    *("in_groups", "pyramid", "composite", "pairs", "linear_scorer"),
+)
+MODES: Final = ("auto", "original", "compact", "self_extend", "clamp")
+STORES: Final = ("plain", "int8", "int4")
+MERGES: Final = ("mean_count", "mean", "sum", "pick", "weighted")
 
 
 def recall_store_of(spec: str | Store) -> Store:
@@ -38,6 +45,8 @@ def recall_store_of(spec: str | Store) -> Store:
     Raises: UsageError for an unknown one, one of another's making, whose bytes no scan knows, and one that would hold
     some tokens in full precision.
     """
+    from windlass.stores.formats import STORES, store_of
+
     store = store_of(spec)
     if type(store) not in STORES.values():
         raise UsageError(f"recall_store={store!r} is none that can be scanned; use one of: {', '.join(STORES)}")
@@ -52,7 +61,7 @@ def recall_store_of(spec: str | Store) -> Store:
 def recall_folder_of(folder: str | Path | None) -> Path | None:
     """The folder as a path. Raises: UsageError for what is no folder."""
     check_kind("recall_folder", folder, (str, os.PathLike, type(None)), "the name of a folder, or None")
-    return None if folder is None else check_folder(Path(os.fspath(folder)), "recall_folder")
+    return None if folder is None else check_folder(pathlib.Path(os.fspath(folder)), "recall_folder")
 
 
 def policy_of(spec: str | Policy) -> Policy:
@@ -64,7 +73,12 @@ def policy_of(spec: str | Policy) -> Policy:
     Raises: PolicyError for what cannot be found, made, or breaks the contract; UsageError for a class in place of a
     policy, or what is neither a policy nor a name.
     """
+    from windlass.policies.base import Policy
+    from windlass.policies.registry import parse_policy
+
     if isinstance(spec, str):
+        from windlass.cache.contract import check_policy
+
         policy, is_from_outside = parse_policy(spec)
         if is_from_outside:
             check_policy(policy)
@@ -75,15 +89,22 @@ def policy_of(spec: str | Policy) -> Policy:
 
 def _example(given: object) -> str:
     """How a policy is passed, of the class that was passed in its place."""
+    from windlass.policies.base import Policy
+
     if not isinstance(given, type) or not issubclass(given, Policy):
         return '"key_diff" or windlass.KeyDiff()'
     is_whole = all(each.default is not MISSING for each in fields(given)) if is_dataclass(given) else True
     return f"{given.__name__}({'' if is_whole else '...'})"
 
 
-@dataclass(frozen=True, init=False)
+def default_window(budget: int | None, sinks: int) -> int:
+    """The window where none is given: a quarter of what the sinks leave of the budget, at most 64."""
+    return MAX_DEFAULT_WINDOW if budget is None else max(1, min(MAX_DEFAULT_WINDOW, (budget - sinks) // 4))
+
+
+@dataclass(frozen=True)
 class CacheOptions:
-    """What a `KVCache` is asked for; there each option is explained.
+    """The options of a `KVCache`, which explains each of them. This is their only declaration.
 
     Policy, positions, store and merge rule may be given by name, and are held as objects. A `window` of None is kept as
     None, because it follows the budget when that is lowered; `limits` has its number.
@@ -92,55 +113,171 @@ class CacheOptions:
     a policy that cannot be made.
     """
 
-    budget: int | None
-    policy: Policy
-    sinks: int | str
-    window: int | None
-    chunk: int
-    positions: PositionMode
-    batch: int
-    rollback: int
-    store: Store
-    merge: Merge | None
-    recall: int
-    recall_store: Store
-    recall_folder: Path | None
-    shares: Shares | None
-
-    def __init__(
-        self,
-        budget: int | None = None,
-        policy: str | Policy | None = AUTO,
-        sinks: int | str = DEFAULT_SINKS,
-        window: int | None = None,
-        chunk: int = 512,
-        positions: str | PositionMode = AUTO,
-        batch: int = 1,
-        rollback: int = 16,
-        store: str | Store = "plain",
-        merge: str | Merge | None = None,
-        recall: int = 0,
-        recall_store: str | Store = DEFAULT_RECALL_STORE,
-        recall_folder: str | Path | None = None,
-        shares: str | Path | Shares | None = None,
-    ) -> None:
-        vars(self).update(
-            budget=budget,
-            policy=auto(budget is not None) if is_auto(policy) or policy is None else policy_of(policy),
-            sinks=sinks,
-            window=window,
-            chunk=chunk,
-            positions=position_mode(positions),
-            batch=batch,
-            rollback=rollback,
-            store=store_of(store),
-            merge=merge_of(merge),
-            recall=recall,
-            recall_store=recall_store_of(recall_store),
-            recall_folder=recall_folder_of(recall_folder),
-            shares=shares_of(shares),
+    budget: int | None = declared(
+        Option(
+            None,
+            "Most tokens that a layer keeps",
+            int,
+            least=1,
+            most=MAX_NUMBER,
+            usual="all",
+            flags=("--max-kv-size",),
+            label=lambda options: options.budget,
         )
-        vars(self).update(check_limits(vars(self)))
+    )
+    policy: Policy = declared(
+        Option(
+            AUTO,
+            "Which tokens to keep: a name, SnapKV(pool=7), or file.py:Class",
+            usual="auto, which is key_diff",
+            names=POLICIES,
+            metavar="NAME",
+            label=lambda options: repr(options.policy),
+        )
+    )
+    sinks: int | str = declared(
+        Option(
+            DEFAULT_SINKS,
+            "First tokens, never evicted; system: those of the system text",
+            int,
+            most=MAX_NUMBER,
+            words=(SYSTEM,),
+            usual=f"{DEFAULT_SINKS}, in serve {SYSTEM}",
+            label=lambda options: options.sinks,
+        )
+    )
+    window: int | None = declared(
+        Option(
+            None,
+            "Newest tokens, never evicted",
+            int,
+            least=1,
+            most=MAX_NUMBER,
+            usual=f"a quarter of the budget, at most {MAX_DEFAULT_WINDOW}",
+            label=lambda options: options.limits.window,
+        )
+    )
+    chunk: int = declared(
+        Option(
+            512,
+            "Most tokens read in one step of the prompt",
+            int,
+            least=1,
+            most=MAX_NUMBER,
+            label=lambda options: options.chunk,
+        )
+    )
+    positions: PositionMode = declared(
+        Option(
+            AUTO,
+            "Where kept tokens are read: auto, original, compact, self_extend(group, window) or clamp(limit)",
+            usual="auto: as the model does, and so that a longer text stays within its trained length",
+            names=MODES,
+            metavar="MODE",
+            label=lambda options: str(options.positions),
+        )
+    )
+    batch: int = declared(Option(1, "Rows", int, least=1, most=MAX_NUMBER, is_typed=False))
+    rollback: int = declared(
+        Option(16, "Tokens that can be rolled back beside the last step", int, most=MAX_NUMBER, is_typed=False)
+    )
+    store: Store = declared(
+        Option(
+            "plain",
+            "How the cache is held: plain, int8, int4, or int4(sinks=4, newest=32), whose first and newest tokens are "
+            "held in full precision",
+            names=STORES,
+            metavar="NAME",
+            label=lambda options: options.store.name,
+        )
+    )
+    merge: Merge | None = declared(
+        Option(
+            None,
+            "How evicted tokens are merged into kept ones: mean_count, mean, sum, pick or weighted, also as "
+            "mean_count(next, threshold=0.5)",
+            usual="none: they are dropped",
+            names=MERGES,
+            metavar="RULE",
+            label=lambda options: NO_MERGE if options.merge is None else str(options.merge),
+        )
+    )
+    recall: int = declared(
+        Option(
+            0,
+            f"Evicted tokens that each step reads again, those that matter most to it, in a multiple of {PAGE}; all of "
+            "them stay in the host's memory",
+            int,
+            most=MAX_NUMBER,
+            label=lambda options: options.recall,
+        )
+    )
+    recall_store: Store = declared(
+        Option(
+            DEFAULT_RECALL_STORE,
+            "How evicted tokens are held for --recall: plain, int8 or int4",
+            names=STORES,
+            metavar="NAME",
+            label=lambda options: options.recall_store.name if options.recall else NO_RECALL,
+        )
+    )
+    recall_folder: Path | None = declared(
+        Option(
+            None,
+            "Hold them in an unnamed file of this folder, for texts beyond the host's memory",
+            usual="the host's memory",
+            metavar="FOLDER",
+        )
+    )
+    shares: Shares | None = declared(
+        Option(
+            None,
+            "How much of the budget each layer and each kv head gets, as `windlass calibrate --shares` measured it",
+            usual="all get as much",
+            metavar="FILE",
+            label=lambda options: NO_SHARES if options.shares is None else str(options.shares),
+        )
+    )
+
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            budget: int | None = None,
+            policy: str | Policy | None = AUTO,
+            sinks: int | str = DEFAULT_SINKS,
+            window: int | None = None,
+            chunk: int = 512,
+            positions: str | PositionMode = AUTO,
+            batch: int = 1,
+            rollback: int = 16,
+            store: str | Store = "plain",
+            merge: str | Merge | None = None,
+            recall: int = 0,
+            recall_store: str | Store = DEFAULT_RECALL_STORE,
+            recall_folder: str | Path | None = None,
+            shares: str | Path | Shares | None = None,
+        ) -> None: ...
+
+    def __post_init__(self) -> None:
+        from windlass.cache.merging import merge_of
+        from windlass.cache.shares import shares_of
+        from windlass.policies.registry import auto, is_auto
+        from windlass.positions.modes import position_mode
+        from windlass.stores.formats import store_of
+
+        has_budget = self.budget is not None
+        vars(self).update(
+            policy=auto(has_budget) if is_auto(self.policy) else policy_of(self.policy),
+            positions=position_mode(self.positions),
+            store=store_of(self.store),
+            merge=merge_of(self.merge),
+            recall_store=recall_store_of(self.recall_store),
+            recall_folder=recall_folder_of(self.recall_folder),
+            shares=shares_of(self.shares),
+        )
+        check_fields(self)
+        _check_room(self.limits)
         if self.shares is not None:
             _check_alone(self.policy)
 
@@ -150,26 +287,15 @@ class CacheOptions:
 
         Sinks are the least number of them where each row has those of its system text.
         """
+        from windlass.core.step import Limits
+
         sinks = DEFAULT_SINKS if self.sinks == SYSTEM else int(self.sinks)
         window = default_window(self.budget, sinks) if self.window is None else self.window
         return Limits(self.budget, sinks, window, self.chunk, self.rollback, self.recall)
 
     def labels(self) -> dict[str, int | str | None]:
         """The options that decide what a cache keeps and how it is read, as every row of results has them."""
-        limits = self.limits
-        return {
-            "budget": self.budget,
-            "sinks": self.sinks,
-            "window": limits.window,
-            "chunk": self.chunk,
-            "policy": repr(self.policy),
-            "positions": str(self.positions),
-            "store": self.store.name,
-            "merge": NO_MERGE if self.merge is None else str(self.merge),
-            "recall": self.recall,
-            "recall_store": self.recall_store.name if self.recall else "none",
-            "shares": NO_SHARES if self.shares is None else str(self.shares),
-        }
+        return labels_of(self)
 
     @property
     def recalled(self) -> str:
@@ -191,16 +317,37 @@ class CacheOptions:
         }
 
     @classmethod
-    def from_document(cls, document: dict[str, Any], policy: Policy) -> "CacheOptions":
+    def from_document(cls, document: dict[str, Any], policy: Policy) -> CacheOptions:
         """The options that `document` was made of; an option that it lacks is the default one."""
         options = dict(document)
         if options.get("shares") is not None:
+            from windlass.cache.shares import Shares
+
             options["shares"] = Shares.from_document(options["shares"])
         return cls(policy=policy, **options.pop("limits"), **options)
 
 
+def _check_room(limits: Limits) -> None:
+    """Raises: UsageError for a budget without room for a token beside sinks and window, or a recall of half pages."""
+    least = limits.sinks + limits.window + 1
+    if limits.budget is not None and limits.budget < least:
+        raise UsageError(
+            f"budget ({limits.budget} tokens) must be at least sinks ({limits.sinks}) + window ({limits.window}) + 1, "
+            f"which is {least}; raise budget, or lower sinks or window"
+        )
+    if limits.recall % PAGE:
+        whole = limits.recall // PAGE * PAGE
+        raise UsageError(
+            f"recall ({limits.recall} tokens) must be a multiple of {PAGE}, the tokens of a page; "
+            f"use {whole or PAGE}{f' or {whole + PAGE}' if whole else ''}"
+        )
+
+
 def _check_alone(policy: Policy) -> None:
     """Raises: UsageError for a policy that gives layers budgets of their own, beside shares that do."""
+    from windlass.policies.base import Budgeter, OneShot
+    from windlass.policies.wrapper import find
+
     one_shot = find(policy, OneShot)
     is_budgeter = find(policy, Budgeter) is not None  # type: ignore[type-abstract]  # none is made
     if is_budgeter or (one_shot is not None and one_shot.shares_budget):

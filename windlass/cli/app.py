@@ -3,6 +3,7 @@
 Those modules are imported when a command runs, because torch and transformers take seconds.
 """
 
+import json
 import os
 import re
 import sys
@@ -11,22 +12,26 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
+from rich.text import Text
 from typer import Option
 
-from windlass.cli import generate, measure_options, serve
+from windlass.cache.options import CacheOptions
+from windlass.cli import generate, measure_options, serve, terminal
 from windlass.cli import options as take
-from windlass.cli import options as text
 from windlass.cli.measure_options import RayArguments, RayOptionCommand, TuneArguments, TuneSize, TuneText, check_ray
 from windlass.cli.options import Chunk, the_model
 from windlass.cli.parameters import CommandGroup, Unset, expanded
 from windlass.cli.terminal import INTERRUPTED, INTERRUPTED_LINE, loading
 from windlass.core.errors import UsageError, WindlassError
+from windlass.core.files import check_text, check_writable
+from windlass.core.parse import folder_of, parse_bytes, parse_list
 
 
 @expanded
 def evaluate(
     unset: Unset,
-    named: text.ModelArguments,
+    named: take.ModelArguments,
     output: measure_options.ResultsOut,
     lists: measure_options.EvalLists,
     *,
@@ -36,34 +41,45 @@ def evaluate(
     seed: take.Seed = 0,
     load: take.LoadOptions,
     spread: RayArguments,
-    is_quiet: text.IsQuiet = False,
+    is_quiet: take.IsQuiet = False,
 ) -> int:
     """Measure what a model still finds in texts that its cache has compressed; lists (a,b) make every combination.
 
     A run that was stopped goes on where it was when the command is given again.
     """
     model = the_model(named.name, named.model, "model" in unset)
-    from windlass.cli import checks, terminal
-
-    checks.check_eval(lists, output)
-    checks.check_model(model, load)
+    check_writable(output, "-o")
+    folder_of(model)
     check_ray(spread)
     with loading():
         from windlass.cli import measure
         from windlass.evals.grid import ListOptions
         from windlass.evals.run import EvalOptions
+        from windlass.evals.task import budget_of
 
-    typed = ListOptions(lists.tasks, lists.lengths, lists.of_cache, lists.depth)
+    for budget in parse_list("--budgets", lists.budgets, lambda part: budget_of("--budgets", part).slots):
+        CacheOptions(budget=budget)  # better refused now than at the first text
+    options = EvalOptions(
+        model=model,
+        lists=ListOptions(lists.tasks, lists.lengths, lists.of_cache, lists.depth),
+        samples=samples,
+        seed=seed,
+        is_aware=is_aware,
+        output=output,
+        dtype=load.dtype,
+        threads=load.threads,
+        device=load.device,
+        batch=batch,
+        weights=load.weights,
+    )
     with terminal.quiet(is_quiet):
-        loaded = load.dtype, load.threads, load.device, batch, load.weights
-        options = EvalOptions(model, typed, samples, seed, is_aware, output, *loaded)
         return measure.evaluate(options, spread)
 
 
 @expanded
 def tune(
     unset: Unset,
-    named: text.ModelArguments,
+    named: take.ModelArguments,
     tuned_text: TuneText,
     size: TuneSize,
     asked: TuneArguments,
@@ -75,12 +91,9 @@ def tune(
     A run that was stopped goes on where it was when the command is given again.
     """
     model = the_model(named.name, named.model, "model" in unset)
-    from windlass.cli import checks
-    from windlass.core.parse import parse_bytes
-
     parse_bytes("--bytes", size)
-    checks.check_text(tuned_text, f"text {tuned_text}")
-    checks.check_model(model, load)
+    check_text(tuned_text, f"text {tuned_text}")
+    folder_of(model)
     check_ray(spread)
     with loading():
         from windlass.cli import measure as run
@@ -90,8 +103,6 @@ def tune(
 
 def report(results: take.Results, output: take.Page = Path("report.html")) -> int:
     """Make one HTML page, and figures as PNG, of results that `windlass eval` wrote."""
-    from windlass.cli import terminal
-
     with loading():
         from windlass.evals.report.page import write_report
 
@@ -156,13 +167,13 @@ def _failed(message: str) -> int:
 
 
 @app.callback()
-def before_command(is_version: text.Version = False) -> None:
+def before_command(is_version: take.Version = False) -> None:
     """What may stand before a command. The version is shown before this is called."""
     assert not is_version
 
 
 @app.command("help")
-def show_help(command: text.Command = None) -> int:
+def show_help(command: take.Command = None) -> int:
     """Show what a command takes, or which commands there are."""
     arguments = ["--help"] if command is None else [command, "--help"]
     return int(app(args=arguments, prog_name="windlass", standalone_mode=False) or 0)
@@ -185,15 +196,9 @@ def demo(
         int | None, Option("--length", min=1_200, help="Tokens of the text with facts; by default 20,000.")
     ] = None,
     threads: take.Threads = None,
-    is_json: text.Json = False,
+    is_json: take.Json = False,
 ) -> int:
     """Hide facts and a pass key in a novel, read it in 256 slots, and ask. No download."""
-    from windlass.cli import checks
-
-    checks.check_policy(policy)
-    checks.check_limits({"budget": budget})
-    if text is not None:
-        checks.check_text(text, f"text file {text}")
     with loading():
         from windlass.cli import demo as run
 
@@ -209,7 +214,7 @@ app.command(cls=RayOptionCommand)(serve.serve)
 @app.command()
 @expanded
 def bench(
-    model: text.ModelArgument = None,
+    model: take.ModelArgument = None,
     shape: take.Shape = None,
     layers: take.Layers = None,
     prompt_tokens: take.PromptTokens = "512",
@@ -227,30 +232,37 @@ def bench(
     device: take.Device = "auto",
     weights: take.Weights = "auto",
     output: take.Output = None,
-    table: text.TableFormat = "table",
-    is_json: text.JsonLines = False,
-    has_ratios: text.HasRatios = False,
-    is_quiet: text.IsQuiet = False,
+    table: take.TableFormat = "table",
+    is_json: take.JsonLines = False,
+    has_ratios: take.HasRatios = False,
+    is_quiet: take.IsQuiet = False,
 ) -> int:
     """Measure tokens per second, as llama-bench does; lists (a,b) make every combination, in turn in one run.
 
     Tokens, keys and values are random, for speed does not depend on them; there is no sampler.
     """
-    from windlass.cli import checks, terminal
-    from windlass.evals.speed.workloads import BenchLists
-
-    lists = BenchLists(prompt_tokens, decode_tokens, depth, vars(cache), storage, threads, batch, graph)
-    tokens = 512 if chunk is None else chunk
     if is_json and table not in ("table", "json"):
         raise UsageError(f"--json and --format {table} exclude each other; give one of them")
-    checks.check_limits({"chunk": tokens})
-    checks.check_bench(model, shape, layers, lists, take.LoadOptions(dtype, device, None, weights), output)
+    if output is not None:
+        check_writable(output, "-o")
+    load = take.LoadOptions(dtype=dtype, device=device, weights=weights)
     with loading():
         from windlass.cli import measure
         from windlass.evals.speed.measure import BenchRequest
+        from windlass.evals.speed.workloads import BenchLists
 
     form = measure.OutputFormat("json" if is_json else table, has_ratios)
-    request = BenchRequest(model, shape, layers, lists, tokens, repetitions, dtype, device, weights)
+    request = BenchRequest(
+        model=model,
+        shape=shape,
+        layers=layers,
+        lists=BenchLists(prompt_tokens, decode_tokens, depth, vars(cache), storage, threads, batch, graph),
+        chunk=512 if chunk is None else chunk,
+        repetitions=repetitions,
+        dtype=load.dtype,
+        device=load.device,
+        weights=load.weights,
+    )
     with terminal.quiet(is_quiet):
         return measure.bench(request, output, form)
 
@@ -263,7 +275,7 @@ app.command()(report)
 @app.command()
 @expanded
 def calibrate(
-    model: text.ModelName,
+    model: take.ModelName,
     source: measure_options.CalibrationText,
     output: measure_options.CalibrationOut,
     *,
@@ -273,32 +285,54 @@ def calibrate(
     asked: measure_options.TextsArguments,
     seed: take.Seed = 0,
     load: take.LoadOptions,
-    is_quiet: text.IsQuiet = False,
+    is_quiet: take.IsQuiet = False,
 ) -> int:
     """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`.
 
     With --shares: how much of a budget each layer and each kv head gets. With --scorer: weights of a policy.
     """
-    from windlass.cli import checks, terminal
-
-    checks.check_calibration(is_of_shares, is_of_scorer, tokens, asked)
-    checks.check_writable(output, "-o")
-    checks.check_text(source, f"text {source}")
-    checks.check_model(model, load)
+    asked.check(is_of_shares, is_of_scorer, tokens)
+    check_writable(output, "-o")
+    check_text(source, f"text {source}")
     with loading():
         from windlass.cli.measure import CalibrationOptions, calibrate_pairs, calibrate_scorer, calibrate_shares
+        from windlass.evals.grid import load_task
+        from windlass.evals.task import budget_of
 
+    if asked.budget is not None:
+        CacheOptions(budget=budget_of("--budget", asked.budget).slots)
+    if asked.tasks is not None:
+        parse_list("--tasks", asked.tasks, load_task)
+    options = CalibrationOptions(
+        model=model,
+        text=source,
+        output=output,
+        tokens=tokens or 20_000,
+        seed=seed,
+        dtype=load.dtype,
+        threads=load.threads,
+        device=load.device,
+        weights=load.weights,
+    )
     with terminal.quiet(is_quiet):
-        loaded = load.dtype, load.threads, load.device, load.weights
-        options = CalibrationOptions(model, source, output, tokens or 20_000, seed, *loaded)
         if is_of_shares or is_of_scorer:
             return (calibrate_shares if is_of_shares else calibrate_scorer)(options, asked)
         return calibrate_pairs(options)
 
 
 @app.command()
-def policies(is_json: text.Json = False) -> int:
+def policies(is_json: take.Json = False) -> int:
     """List the policies: name, defaults, what is kept, and where it comes from."""
-    from windlass.cli import checks as catalogue
+    with loading():
+        from windlass.policies.registry import catalogue
 
-    return catalogue.show(is_json)
+    entries = catalogue()
+    if is_json:
+        terminal.say(json.dumps({"policies": entries}, ensure_ascii=False) + "\n")
+        return 0
+    # A pipe gets whole lines, whatever the width of a terminal.
+    console = Console(soft_wrap=True, highlight=False)
+    for entry in entries:
+        console.print(Text.assemble((f"{entry['name']:20}", "bold"), entry["made"]))
+        console.print(Text(f"{'':20}{entry['keeps']}\n{'':20}Source: {entry['source']}"), style="dim")
+    return 0

@@ -23,7 +23,7 @@ from rich.table import Table
 from rich.text import Text
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from windlass.cache.options import policy_of
+from windlass.cache.options import CacheOptions
 from windlass.cache.shares import Shares, shares_of
 from windlass.cli.terminal import INTERRUPTED, Bar, as_interrupts, loading, note, progress, say
 from windlass.core.errors import UsageError
@@ -235,7 +235,7 @@ def demo(options: Options, is_json: bool) -> int:
     """
     if options.threads is not None:
         torch.set_num_threads(options.threads)
-    policy = policy_of(options.policy)
+    policy = CacheOptions(budget=options.budget, policy=options.policy).policy
     caches = memories(policy, options.budget)
     text = novel() if options.text is None else read_text(options.text, f"text file {options.text}")
     with loading(), resources.as_file(resources.files("windlass") / "assets" / MODEL) as folder:

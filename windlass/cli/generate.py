@@ -1,27 +1,26 @@
 """The commands that read and write text: `generate`, `chat`, `cache`."""
 
-from dataclasses import replace
-
-from windlass.cli import options
-from windlass.cli import terminal as parallel
-from windlass.cli.options import CacheArguments, file_of_info, model_and_prompt, the_model
+from windlass.cli import options, terminal
+from windlass.cli.options import CacheValues, file_of_info, model_and_prompt, the_model
 from windlass.cli.parameters import Unset, as_typed, expanded
 from windlass.cli.serve import Record
 from windlass.cli.terminal import loading
 from windlass.core.errors import UsageError
+from windlass.core.files import check_writable
 from windlass.core.parse import SYSTEM
+from windlass.engine.sampling import Sampling
 
 
 @expanded
 def generate(
     unset: Unset,
     words: options.TextArguments,
-    limits: CacheArguments,
+    limits: CacheValues,
     *,
     prompt_cache: options.PromptCache = None,
     template: options.TemplateArguments,
     max_tokens: options.MaxTokens = 256,
-    sampling: options.SamplingArguments,
+    sampling: Sampling,
     stop: options.Stop = None,
     load: options.LoadOptions,
     loudness: options.Verbosity,
@@ -35,52 +34,41 @@ def generate(
     MODEL may be left out after -m or with WINDLASS_MODEL; a single argument is then the prompt.
     """
     model, prompt = _model_and_prompt(unset, words)
-    launch = parallel.launch_of(is_parallel, prompt, words.file, record)
-    is_quiet = parallel.is_quiet(launch, loudness.is_quiet)
+    launch = terminal.launch_of(is_parallel, prompt, words.file, record)
+    is_quiet = terminal.is_quiet(launch, loudness.is_quiet)
     if is_json and is_json_stream:
         raise UsageError("--json and --json-stream exclude each other; give one of them")
-    from windlass.cli import checks, terminal
-    from windlass.engine.sampling import Sampling
-
-    how = Sampling(**vars(sampling))
-    given_cache = limits if prompt_cache is None else as_typed(limits, unset)
-    checks.check_session(model, load, given_cache, prompt_cache, max_tokens)
-    checks.check_prompt(prompt, words.file)
     if record is not None:
-        checks.check_writable(record, "recording")
-    given = terminal.read_prompt(prompt, words.file)
+        check_writable(record, "recording")
+    text = terminal.read_prompt(prompt, words.file)
     with loading(is_quiet):
         from windlass.cli import session
-        from windlass.cli import session as detail
 
-    asked = session.PromptInput(template.system, template.is_raw, False, max_tokens, how, stop)
-    shown = (
-        session.OutputMode.JSON_STREAM
-        if is_json_stream
-        else session.OutputMode.JSON
-        if is_json
-        else session.OutputMode.TEXT
+    asked = session.PromptInput(
+        system=template.system, is_raw=template.is_raw, max_tokens=max_tokens, sampling=sampling, stop=stop
     )
-    with terminal.quiet(is_quiet), parallel.first_speaks(launch):
-        opened = session.open_session(model, given_cache, load, prompt_cache, is_parallel)
+    shown = session.OutputMode.of(is_json, is_json_stream)
+    given = limits if prompt_cache is None else as_typed(limits, unset)
+    with terminal.quiet(is_quiet), terminal.first_speaks(launch):
+        opened = session.open_session(model, given, load, prompt_cache, is_parallel)
         if loudness.is_verbose:
-            detail.say_chosen(opened, asked)
-        code, result = session.generate(opened, given, asked, shown, record)
+            session.say_chosen(opened, asked)
+        code, result = session.generate(opened, text, asked, shown, record)
         if loudness.is_verbose:
-            detail.say_done(opened, result)
-        return parallel.parted(launch, code)
+            session.say_done(opened, result)
+        return terminal.parted(launch, code)
 
 
 @expanded
 def chat(
     unset: Unset,
     named: options.ModelArguments,
-    limits: CacheArguments,
+    limits: CacheValues,
     *,
     prompt_cache: options.PromptCache = None,
     system: options.System = None,
     max_tokens: options.MaxTokens = 256,
-    sampling: options.SamplingArguments,
+    sampling: Sampling,
     stop: options.Stop = None,
     kept: options.ChatArguments,
     load: options.LoadOptions,
@@ -88,36 +76,29 @@ def chat(
 ) -> int:
     """Talk to a model, many turns on one cache; /help there lists what else can be done."""
     model = the_model(named.name, named.model, "model" in unset)
-    from windlass.cli import checks, terminal
-    from windlass.engine.sampling import Sampling
-
-    how = Sampling(**vars(sampling))
     if kept.keeps_system:
-        if limits.sinks is not None:
-            raise UsageError(f"--keep-system keeps the system text, and --sinks {limits.sinks} a number; use one")
-        limits = replace(limits, sinks=SYSTEM)
-    checks.check_session(
-        model, load, limits if prompt_cache is None else as_typed(limits, unset), prompt_cache, max_tokens
-    )
+        if "sinks" in limits:
+            raise UsageError(f"--keep-system keeps the system text, and --sinks {limits['sinks']} a number; use one")
+        limits = limits | {"sinks": SYSTEM}
     with loading(loudness.is_quiet):
         from windlass.cli import session
-        from windlass.cli import session as detail
-        from windlass.cli.chat import run as run
+        from windlass.cli.chat import run
 
+    asked = session.PromptInput(system=system, max_tokens=max_tokens, sampling=sampling, stop=stop)
     with terminal.quiet(loudness.is_quiet):
         file = run.cache_to_load(kept, prompt_cache)
-        given_cache = limits if file is None else as_typed(limits, unset)
-        opened = session.open_session(model, given_cache, load, file)
+        given = limits if file is None else as_typed(limits, unset)
+        opened = session.open_session(model, given, load, file)
         if loudness.is_verbose:
-            detail.say_chosen(opened, session.PromptInput())
-        return run.chat(opened, max_tokens, how, kept, stop, system)
+            session.say_chosen(opened, asked)
+        return run.chat(opened, asked, kept)
 
 
 @expanded
 def cache(
     unset: Unset,
     words: options.TextArguments,
-    limits: CacheArguments,
+    limits: CacheValues,
     *,
     prompt_cache: options.PromptCacheOut = None,
     is_appended: options.IsAppended = False,
@@ -132,35 +113,29 @@ def cache(
     `windlass cache FILE info` tells what is in such a file.
     """
     if prompt_cache is None and (file := file_of_info(words.name, words.prompt)) is not None:
-        from windlass.cli import session as cache_info
+        from windlass.cli import session
 
-        return cache_info.show(file, words.model, is_json)
+        return session.show(file, words.model, is_json)
     model, prompt = _model_and_prompt(unset, words)
-    launch = parallel.launch_of(is_parallel, prompt, words.file)
-    is_quiet = parallel.is_quiet(launch, loudness.is_quiet)
+    launch = terminal.launch_of(is_parallel, prompt, words.file)
+    is_quiet = terminal.is_quiet(launch, loudness.is_quiet)
     if prompt_cache is None:
         raise UsageError("no file to write; name it with --prompt-cache FILE")
-    from windlass.cli import checks, terminal
-
-    checks.check_writable(prompt_cache, "prompt cache")
-    given_cache = as_typed(limits, unset) if is_appended else limits
-    checks.check_session(model, load, given_cache, prompt_cache if is_appended else None)
-    checks.check_prompt(prompt, words.file)
-    given = terminal.read_prompt(prompt, words.file)
+    check_writable(prompt_cache, "prompt cache")
+    text = terminal.read_prompt(prompt, words.file)
     with loading(is_quiet):
         from windlass.cli import session
-        from windlass.cli import session as caching
-        from windlass.cli import session as detail
 
-    asked = session.PromptInput(template.system, template.is_raw, is_begun=True)
-    with terminal.quiet(is_quiet), parallel.first_speaks(launch):
-        opened = session.open_session(model, given_cache, load, prompt_cache if is_appended else None, is_parallel)
+    asked = session.PromptInput(system=template.system, is_raw=template.is_raw, is_begun=True)
+    given, before = (as_typed(limits, unset), prompt_cache) if is_appended else (limits, None)
+    with terminal.quiet(is_quiet), terminal.first_speaks(launch):
+        opened = session.open_session(model, given, load, before, is_parallel)
         if loudness.is_verbose:
-            detail.say_chosen(opened, asked)
-        code = caching.save_cache(opened, given, asked, prompt_cache, is_json)
+            session.say_chosen(opened, asked)
+        code = session.save_cache(opened, text, asked, prompt_cache, is_json)
         if loudness.is_verbose:
             terminal.note(opened.cache.describe())
-        return parallel.parted(launch, code)
+        return terminal.parted(launch, code)
 
 
 def _model_and_prompt(unset: Unset, words: options.TextArguments) -> tuple[str, str | None]:

@@ -9,7 +9,8 @@ from typing import Annotated, Any, Final
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-from windlass.cli.options import PositionModes, Samples, Seed, StoreSpecs
+from windlass.cli.options import CACHE, PositionModes, Samples, Seed, StoreSpecs
+from windlass.cli.parameters import list_option
 from windlass.core.errors import UsageError
 
 EvalTasks = Annotated[
@@ -20,25 +21,10 @@ EvalTasks = Annotated[
         help="What is asked: passkey, niah_single, vt, multiturn, perplexity(text.txt), ..., or file.py:Class.",
     ),
 ]
-EvalPolicies = Annotated[str, Option("--policies", metavar="LIST", help="Which tokens to keep, as in `generate`.")]
-EvalBudgets = Annotated[
-    str, Option("--budgets", metavar="LIST", help="Most tokens that a layer keeps: 64, all, or 4x: a quarter of them.")
-]
+EvalPolicies = Annotated[str, list_option(CACHE["policy"], "--policies")]
+EvalMerges = Annotated[str, list_option(CACHE["merge"], note="; none drops them")]
 EvalLengths = Annotated[
     str, Option("--lengths", metavar="LIST", help="Tokens of a text with its question and the room for an answer.")
-]
-EvalMerges = Annotated[
-    str, Option("--merge", metavar="LIST", help="What happens to evicted tokens, as in `generate`; none drops them.")
-]
-EvalShares = Annotated[
-    str,
-    Option("--shares", metavar="LIST", help="How much each layer and head gets, as in `generate`; none: as much."),
-]
-EvalRecall = Annotated[
-    str, Option("--recall", metavar="LIST", help="Evicted tokens that each step reads again, as in `generate`.")
-]
-EvalRecallStores = Annotated[
-    str, Option("--recall-store", metavar="LIST", help="How evicted tokens are held for --recall: plain, int8, int4.")
 ]
 EvalDepths = Annotated[
     str | None,
@@ -78,15 +64,17 @@ class EvalLists:
 
     tasks: EvalTasks = "passkey"
     policies: EvalPolicies = "recent,key_diff"
-    budgets: EvalBudgets = "all,4x"
+    budgets: Annotated[str, list_option(CACHE["budget"], "--budgets", ": 64, all, or 4x, a quarter of the text")] = (
+        "all,4x"
+    )
     lengths: EvalLengths = "500"
     depth: EvalDepths = None
     merge: EvalMerges = "none"
     positions: PositionModes = "original"
     store: StoreSpecs = "plain"
-    shares: EvalShares = "none"
-    recall: EvalRecall = "0"
-    recall_store: EvalRecallStores = "int4"
+    shares: Annotated[str, list_option(CACHE["shares"], note="; none: all get as much")] = "none"
+    recall: Annotated[str, list_option(CACHE["recall"])] = "0"
+    recall_store: Annotated[str, list_option(CACHE["recall_store"])] = "int4"
 
     @property
     def of_cache(self) -> dict[str, str]:
@@ -101,14 +89,6 @@ TuneSize = Annotated[
         "--bytes",
         metavar="SIZE",
         help="Most bytes that the cache holds once a text is read, as 64MiB; a chunk that is being read comes on top.",
-    ),
-]
-Positions = Annotated[
-    str | None,
-    Option(
-        "--positions",
-        metavar="LIST",
-        help="Where they are read, as in `generate`; by default as the trained length asks for.",
     ),
 ]
 SampleLength = Annotated[
@@ -134,7 +114,9 @@ class TuneArguments:
     policies: EvalPolicies = "recent,key_diff,snapkv"
     store: StoreSpecs = "plain,int8,int4"
     merge: EvalMerges = "none"
-    positions: Positions = None
+    positions: Annotated[
+        str | None, list_option(CACHE["positions"], note="; by default as the trained length asks for")
+    ] = None
     samples: Samples = 10
     length: SampleLength = None
     seed: Seed = 0
@@ -234,6 +216,21 @@ class TextsArguments:
     def of_shares(self) -> list[str]:
         """Those of them that only shares take."""
         return [name for name in self.given if name in ("--budget", "--policy", "--groups")]
+
+    def check(self, is_of_shares: bool, is_of_scorer: bool, tokens: int | None) -> None:
+        """Raises: UsageError for options of another kind of calibration."""
+        if is_of_shares and is_of_scorer:
+            raise UsageError("both --shares and --scorer were given; a file holds one of them: run the command twice")
+        if not (is_of_shares or is_of_scorer):
+            if self.given:
+                which = "--shares" if self.given[0] in self.of_shares else "--shares or --scorer"
+                raise UsageError(f"{self.given[0]} goes with {which}; leave it out, or measure shares")
+            return
+        if is_of_scorer and self.of_shares:
+            raise UsageError(f"{self.of_shares[0]} goes with --shares, and --scorer was given; leave it out")
+        if tokens is not None:
+            given = "--shares" if is_of_shares else "--scorer"
+            raise UsageError(f"--tokens is for pairs, and {given} was given; use --texts and --length")
 
 
 LOCAL: Final = "local"

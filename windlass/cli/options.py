@@ -1,41 +1,25 @@
-"""The options of the command line, each declared once. They are named as in the library."""
+"""The options of the command line, and the words before them; the library declares those of a cache and of sampling."""
 
-import ast
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
-from typer import Argument, BadParameter, Option
+from typer import Argument, Option
 
+from windlass.cache.options import CacheOptions
+from windlass.cli.parameters import list_option, names_of, typer_option
 from windlass.core.errors import UsageError
+from windlass.core.fields import field_info
 from windlass.core.files import BYTE_ORDER_MARK
-from windlass.core.parse import DEVICES as DEVICES
-from windlass.core.parse import DTYPES as DTYPES
-from windlass.core.parse import SYSTEM
-from windlass.core.parse import WEIGHTS as WEIGHTS
+from windlass.core.parse import DEVICES, DTYPES, WEIGHTS, check_dtype, check_weights, gpu_number
 
-PACKAGE: Final = Path(__file__).parents[1]
-MODES: Final = ("auto", "original", "compact", "self_extend", "clamp")
-STORES: Final = ("plain", "int8", "int4")
-MERGES: Final = ("mean_count", "mean", "sum", "pick", "weighted")
-NO_POLICIES: Final = ("base", "wrapper")  # what a policy is made of
-
-
-def policies(incomplete: str) -> list[str]:
-    """Names of policies, and file names are left to the shell."""
-    tree = ast.parse((PACKAGE / "policies" / "__init__.py").read_text())
-    modules = [node.module or "" for node in tree.body if isinstance(node, ast.ImportFrom)]
-    names = [module.rpartition(".")[2] for module in modules if module.startswith("windlass.policies.")]
-    return [name for name in dict.fromkeys(names) if name not in NO_POLICIES and name.startswith(incomplete)]
-
-
-def names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
-    """Completes to one of `known`."""
-    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+CACHE: Final = field_info(CacheOptions)
+CacheValues = Annotated[dict[str, Any], CacheOptions]
+"""The options of a cache that were given, by name: all else is decided by the defaults, or a prompt cache."""
 
 
 def models(incomplete: str) -> list[str]:
@@ -49,143 +33,7 @@ def models(incomplete: str) -> list[str]:
     return [f"{before}{name}" for name in found if not name.startswith(".")]
 
 
-Budget = Annotated[
-    int | None,
-    Option(
-        "--budget", "--max-kv-size", envvar="WINDLASS_BUDGET", help="Most tokens that a layer keeps; by default all."
-    ),
-]
-
-
-def sinks_of(typed: str) -> int | str:
-    """A number of sinks, or `system`. Raises: BadParameter."""
-    try:
-        return typed if typed == SYSTEM else int(typed)
-    except ValueError:
-        raise BadParameter(f"{typed!r} is neither a whole number nor {SYSTEM!r}") from None
-
-
-Sinks = Annotated[
-    Any,  # a parser's own type: a number, or `system`
-    Option(
-        "--sinks",
-        metavar="INTEGER",
-        parser=sinks_of,
-        help="First tokens, never evicted; system: those of the system text. By default 4, in `serve` system.",
-    ),
-]
-Window = Annotated[
-    int | None, Option("--window", help="Newest tokens, never evicted; by default a quarter of the budget, at most 64.")
-]
-PolicySpec = Annotated[
-    str | None,
-    Option(
-        "--policy",
-        metavar="NAME",
-        envvar="WINDLASS_POLICY",
-        autocompletion=policies,
-        help="Which tokens to keep: a name, SnapKV(pool=7), or file.py:Class; by default auto, which is key_diff.",
-    ),
-]
-Positions = Annotated[
-    str | None,
-    Option(
-        "--positions",
-        metavar="MODE",
-        envvar="WINDLASS_POSITIONS",
-        autocompletion=names_of(MODES),
-        help="Where kept tokens are read: auto, original, compact, self_extend(group, window) or clamp(limit); "
-        "by default auto: as the model does, and so that a longer text stays within its trained length.",
-    ),
-]
-StoreSpec = Annotated[
-    str | None,
-    Option(
-        "--store",
-        metavar="NAME",
-        envvar="WINDLASS_STORE",
-        autocompletion=names_of(STORES),
-        help="How the cache is held: plain, int8, int4, or int4(sinks=4, newest=32), whose first and newest tokens "
-        "are held in full precision; by default plain.",
-    ),
-]
-MergeSpec = Annotated[
-    str | None,
-    Option(
-        "--merge",
-        metavar="RULE",
-        envvar="WINDLASS_MERGE",
-        autocompletion=names_of(MERGES),
-        help="How evicted tokens are merged into kept ones: mean_count, mean, sum, pick or weighted, also as "
-        "mean_count(next, threshold=0.5); by default they are dropped.",
-    ),
-]
-SharesFile = Annotated[
-    Path | None,
-    Option(
-        "--shares",
-        metavar="FILE",
-        envvar="WINDLASS_SHARES",
-        help="How much of the budget each layer and each kv head gets, as `windlass calibrate --shares` measured it; "
-        "by default all get as much.",
-    ),
-]
-Recall = Annotated[
-    int | None,
-    Option(
-        "--recall",
-        envvar="WINDLASS_RECALL",
-        help="Evicted tokens that each step reads again, those that matter most to it; all of them stay in the host's "
-        "memory. A multiple of 8; by default 0.",
-    ),
-]
-RecallStore = Annotated[
-    str | None,
-    Option(
-        "--recall-store",
-        metavar="NAME",
-        envvar="WINDLASS_RECALL_STORE",
-        autocompletion=names_of(STORES),
-        help="How evicted tokens are held for --recall: plain, int8 or int4; by default int4.",
-    ),
-]
-RecallFolder = Annotated[
-    str | None,
-    Option(
-        "--recall-folder",
-        metavar="FOLDER",
-        envvar="WINDLASS_RECALL_FOLDER",
-        help="Hold them in an unnamed file of this folder, for texts beyond the host's memory.",
-    ),
-]
-Chunk = Annotated[
-    int | None,
-    Option("--chunk", envvar="WINDLASS_CHUNK", help="Most tokens taken in one step of the prompt; by default 512."),
-]
-
-
-@dataclass(frozen=True)
-class CacheArguments:
-    """What was asked of the cache; None where nothing was, so that the defaults or a prompt cache decide."""
-
-    budget: Budget = None
-    sinks: Sinks = None
-    window: Window = None
-    policy: PolicySpec = None
-    positions: Positions = None
-    chunk: Chunk = None
-    store: StoreSpec = None
-    merge: MergeSpec = None
-    recall: Recall = None
-    recall_store: RecallStore = None
-    recall_folder: RecallFolder = None
-    shares: SharesFile = None
-
-    def given(self) -> dict[str, Any]:
-        """What was asked, by the names of `CacheOptions`."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
-
+Chunk = Annotated[int | None, typer_option(CACHE["chunk"])]
 WHICH = "A model's folder, or its name on the hub."
 
 
@@ -331,15 +179,6 @@ HasHistory = Annotated[
 ]
 
 MaxTokens = Annotated[int, Option("--max-tokens", "-n", envvar="WINDLASS_MAX_TOKENS", help="Most tokens to write.")]
-Temperature = Annotated[
-    float, Option("--temperature", envvar="WINDLASS_TEMPERATURE", help="0 takes the likeliest token.")
-]
-TopK = Annotated[int, Option("--top-k", help="Draw from the k likeliest tokens; 0: off.")]
-TopP = Annotated[float, Option("--top-p", help="Draw from the likeliest tokens that sum to p; 1: off.")]
-MinP = Annotated[
-    float, Option("--min-p", help="Leave out tokens less likely than this share of the likeliest; 0: off.")
-]
-RepetitionPenalty = Annotated[float, Option("--repetition-penalty", help="Above 1 discourages repeats; 1: off.")]
 Stop = Annotated[
     list[str] | None,
     Option("--stop", metavar="TEXT", callback=unescaped, help="End before this text (\\n: a line break); repeatable."),
@@ -400,10 +239,8 @@ Depths = Annotated[
 Batches = Annotated[
     str, Option("--batch", metavar="LIST", help="Texts that are read or written at once; t/s counts all of them.")
 ]
-Budgets = Annotated[str, Option("--budget", "--max-kv-size", metavar="LIST", help="Most tokens that a layer keeps.")]
-PolicySpecs = Annotated[str, Option("--policy", metavar="LIST", help="Which tokens to keep, as in `generate`.")]
-PositionModes = Annotated[str, Option("--positions", metavar="LIST", help="Where they are read, as in `generate`.")]
-StoreSpecs = Annotated[str, Option("--store", metavar="LIST", help="How they are held: plain, int8, int4.")]
+PositionModes = Annotated[str, list_option(CACHE["positions"])]
+StoreSpecs = Annotated[str, list_option(CACHE["store"])]
 Storages = Annotated[
     str,
     Option(
@@ -438,18 +275,6 @@ Page = Annotated[
 
 
 @dataclass(frozen=True)
-class SamplingArguments:
-    """How the next token is chosen, by the names of `Sampling`."""
-
-    temperature: Temperature = 0.0
-    top_k: TopK = 0
-    top_p: TopP = 1.0
-    min_p: MinP = 0.0
-    repetition_penalty: RepetitionPenalty = 1.0
-    seed: Seed = 0
-
-
-@dataclass(frozen=True)
 class ChatArguments:
     """What a chat goes on with, and whether anything of it is kept."""
 
@@ -467,13 +292,19 @@ class LoadOptions:
     threads: Threads = None
     weights: Weights = "auto"
 
+    def __post_init__(self) -> None:
+        """Raises: UsageError for an unknown dtype, device or kind of weights."""
+        check_dtype(self.dtype)
+        check_weights(self.weights)
+        gpu_number(self.device)
+
 
 @dataclass(frozen=True)
 class BenchCacheLists:
     """Lists of values of the cache's options, by their names."""
 
-    budget: Budgets = "all"
-    policy: PolicySpecs = "recent"
+    budget: Annotated[str, list_option(CACHE["budget"])] = "all"
+    policy: Annotated[str, list_option(CACHE["policy"])] = "recent"
     positions: PositionModes = "original"
     store: StoreSpecs = "plain"
 

@@ -1,49 +1,47 @@
-"""Commands whose parameters are groups of options, as Typer takes them; and options that the environment gives."""
+"""Commands whose parameters are records, as Typer takes them; and options that the environment gives."""
 
 import os
 import re
-from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, is_dataclass
 from inspect import Parameter, Signature, signature
-from typing import Any, TypeVar
+from typing import Annotated, Any, get_args, get_origin
 
 import typer
-from typer import Context
+from typer import BadParameter, Context
 from typer.core import TyperGroup
 
 from windlass.core.errors import UsageError, WindlassError
+from windlass.core.fields import Option, field_info
 from windlass.core.parse import did_you_mean
 
-Group = TypeVar("Group")
 Unset = frozenset[str]  # of a command: the names of its parameters that nobody typed, but the environment gave
 
 
 def expanded(command: Callable[..., int]) -> Callable[..., int]:
-    """`command` for Typer: in place of each parameter that is a dataclass, the fields of it.
+    """`command` for Typer: in place of each parameter that is a record, the fields of it.
 
-    A parameter `Unset` of the command is told which others came from the environment. An error about such a value
-    names the variable.
+    A parameter of type `Annotated[dict[str, Any], Record]` takes those options of a record that were given, by name.
+    A parameter `Unset` is told which options came from the environment. An error about such a value names the variable.
     """
     groups: dict[str, Any] = {}
     flat: list[Parameter] = []
+    takers = []
     for parameter in signature(command).parameters.values():
         kind: Any = parameter.annotation
-        if is_dataclass(kind):
+        if kind is Unset:
+            takers.append(parameter.name)
+        elif is_dataclass(_record_of(kind)):
             groups[parameter.name] = kind
-            flat += [_parameter(each.name, each.type, each.default) for each in fields(kind)]
+            flat += _parameters(_record_of(kind), is_given=kind is not _record_of(kind))
         else:
             flat.append(_parameter(parameter.name, kind, parameter.default))
-    takers = [parameter.name for parameter in signature(command).parameters.values() if parameter.annotation is Unset]
-    flat = [each for each in flat if each.name not in takers]
 
     def run(context: Any, **given: Any) -> int:
-        made = {
-            name: group(**{each.name: given.pop(each.name) for each in fields(group)}) for name, group in groups.items()
-        }
         variables = _of_environment(context)
-        made |= dict.fromkeys(takers, frozenset(variables))
         try:
-            return command(**given, **made)
+            made = {name: _made(kind, given) for name, kind in groups.items()}
+            return command(**given, **made, **dict.fromkeys(takers, frozenset(variables)))
         except WindlassError as error:
             values = {name: os.environ.get(variable, "") for name, variable in variables.items()}
             blamed = [
@@ -62,10 +60,73 @@ def expanded(command: Callable[..., int]) -> Callable[..., int]:
     return run
 
 
-def as_typed(group: Group, unset: Unset) -> Group:
-    """A group of options without those that came from the environment: None stands for each."""
-    none: dict[str, Any] = {name: None for name in vars(group) if name in unset}
-    return replace(group, **none)  # type: ignore[type-var]  # a dataclass, as `expanded` makes it
+def _record_of(kind: Any) -> Any:
+    """The record whose fields a parameter of this annotation has."""
+    return get_args(kind)[1] if get_origin(kind) is Annotated else kind
+
+
+def _parameters(record: Any, is_given: bool) -> Iterator[Parameter]:
+    """The fields of a record as parameters; without defaults if only those that are given are told."""
+    options = field_info(record)
+    if not options:
+        yield from (_parameter(each.name, each.type, each.default) for each in fields(record))
+    for option in options.values():
+        if option.is_typed:
+            kind: Any = option.kind | None if is_given else option.kind
+            kind = Annotated[kind, typer_option(option)]
+            yield _parameter(option.name, kind, None if is_given else option.default)
+
+
+def _made(kind: Any, given: dict[str, Any]) -> Any:
+    """The record, or the given ones of its options, out of all that a command was given."""
+    record = _record_of(kind)
+    options = field_info(record)
+    names = [each.name for each in fields(record) if each.name not in options or options[each.name].is_typed]
+    own = {name: given.pop(name) for name in names}
+    return record(**own) if kind is record else {name: value for name, value in own.items() if value is not None}
+
+
+def typer_option(option: Option) -> Any:
+    """A declared option as Typer has it. Its range is checked where the record is made."""
+    return typer.Option(
+        f"--{option.name.replace('_', '-')}",
+        *option.flags,
+        envvar=option.variable,
+        help=option.described,
+        show_default=False,
+        metavar=option.metavar or ("INTEGER" if option.words else None),
+        parser=number_or_word(option) if option.words else None,
+        autocompletion=names_of(option.names) if option.names else None,
+    )
+
+
+def list_option(option: Option, flag: str = "", note: str = "") -> Any:
+    """A list of values of a declared option; `flag` where it is not called like the option, `note` after its help."""
+    flags = (flag,) if flag else (f"--{option.name.replace('_', '-')}", *option.flags)
+    return typer.Option(*flags, metavar="LIST", help=f"{option.help}{note}.")
+
+
+def number_or_word(option: Option) -> Callable[[str], int | str]:
+    """A parser of a whole number, or one of the option's words. It raises: BadParameter."""
+
+    def parse(typed: str) -> int | str:
+        try:
+            return typed if typed in option.words else int(typed)
+        except ValueError:
+            words = " nor ".join(map(repr, option.words))
+            raise BadParameter(f"{typed!r} is neither a whole number nor {words}") from None
+
+    return parse
+
+
+def names_of(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """A function that completes to one of `known`."""
+    return lambda incomplete: [name for name in known if name.startswith(incomplete)]
+
+
+def as_typed(given: Mapping[str, Any], unset: Unset) -> dict[str, Any]:
+    """Options without those that came from the environment."""
+    return {name: value for name, value in given.items() if name not in unset}
 
 
 def _of_environment(context: Any) -> dict[str, str]:

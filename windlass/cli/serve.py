@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 from typer import Argument, Option
 
 from windlass.cli import options as take
-from windlass.cli import options as text
-from windlass.cli import terminal as parallel
+from windlass.cli import terminal
 from windlass.cli.measure_options import LOCAL, RayAddress, RayArguments, check_ray
-from windlass.cli.options import CacheArguments, LoadOptions, the_model
+from windlass.cli.options import CacheValues, LoadOptions, the_model
 from windlass.cli.parameters import Unset, expanded
 from windlass.cli.terminal import loading, note
 from windlass.core.errors import UsageError
-from windlass.core.parse import SYSTEM, parse_bytes
+from windlass.core.parse import SYSTEM, folder_of, parse_bytes
 
 if TYPE_CHECKING:
     from windlass.serve.run import ServeOptions
@@ -116,12 +115,12 @@ class ServeArguments:
 @expanded
 def serve(
     unset: Unset,
-    named: text.ModelArguments,
-    limits: CacheArguments,
+    named: take.ModelArguments,
+    limits: CacheValues,
     *,
     asked: ServeArguments,
     load: take.LoadOptions,
-    is_quiet: text.IsQuiet = False,
+    is_quiet: take.IsQuiet = False,
     is_parallel: take.TensorParallel = False,
 ) -> int:
     """Answer many clients at once, over HTTP as OpenAI's API has it, in memory that is known beforehand.
@@ -131,16 +130,13 @@ def serve(
     """
     model = the_model(named.name, named.model, "model" in unset)
     check_extra()
-    launch = parallel.launch_of(is_parallel, prompt="")
-    is_quiet = parallel.is_quiet(launch, is_quiet)
+    launch = terminal.launch_of(is_parallel, prompt="")
+    is_quiet = terminal.is_quiet(launch, is_quiet)
     check_replicas(asked, is_parallel)
-    from windlass.cli import checks, terminal
-
-    checks.check_session(model, load, limits)
+    folder_of(model)
     with loading(is_quiet):
         from windlass.hf.load import load as load_model
         from windlass.serve import run
-        from windlass.serve import run as together
 
     options = options_of(model, limits, asked)
     if asked.replicas is not None:
@@ -153,10 +149,10 @@ def serve(
 
         torch.set_num_threads(load.threads)
     say: Callable[[str], None] = terminal.note
-    with terminal.quiet(is_quiet), parallel.first_speaks(launch):
+    with terminal.quiet(is_quiet), terminal.first_speaks(launch):
         if launch is None:
             return run.serve(*loaded, options, say=say)
-        return parallel.parted(launch, together.serve_together(*loaded, options, say))
+        return terminal.parted(launch, run.serve_together(*loaded, options, say))
 
 
 def check_extra() -> None:
@@ -181,36 +177,34 @@ def check_replicas(asked: ServeArguments, is_parallel: bool) -> None:
         raise UsageError("--tensor-parallel and --replicas can't be combined; leave one of them out")
 
 
-def options_of(model: str, limits: CacheArguments, asked: ServeArguments) -> "ServeOptions":
+def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "ServeOptions":
     """What was typed, as the server takes it. Raises: UsageError for what cannot be honoured."""
-    from windlass.cache.options import CacheOptions
-    from windlass.cli.session import kinds_of
+    from windlass.cli.session import cache_options, kinds_of
     from windlass.engine.request import EngineLimits
     from windlass.serve.run import ServeOptions
 
-    first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits.given()
-    options, kinds = CacheOptions(**first), kinds_of(asked.kinds or (), first)
-    engine = EngineLimits(
-        queue=asked.queue, max_tokens=asked.max_tokens, prompt_tokens=asked.max_prompt, seconds=asked.max_seconds
-    )
-    name = asked.called or (Path(model).expanduser().resolve().name if Path(model).expanduser().exists() else model)
-    keys = tuple(asked.keys or ())
-    reuse_bytes = 0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse)
+    first: dict[str, Any] = {"budget": BUDGET, "sinks": SYSTEM} | limits
+    options, kinds = cache_options(first), kinds_of(asked.kinds or (), first)
     if asked.disk is not None and asked.reuse_folder is None:
         raise UsageError(f"--disk {asked.disk} is of files in --reuse-folder; name a folder, or leave it out")
-    files = asked.reuse_folder, parse_bytes("--disk", asked.disk or "1GiB")
-    listens = asked.host, asked.port, keys, asked.stop_seconds
+    is_folder = Path(model).expanduser().exists()
     return ServeOptions(
-        name,
-        asked.rows,
-        options,
-        engine,
-        *listens,
-        reuse_bytes,
-        asked.is_shown,
-        kinds,
-        *files,
-        tuple(asked.origins or ()),
+        name=asked.called or (Path(model).expanduser().resolve().name if is_folder else model),
+        rows=asked.rows,
+        options=options,
+        limits=EngineLimits(
+            queue=asked.queue, max_tokens=asked.max_tokens, prompt_tokens=asked.max_prompt, seconds=asked.max_seconds
+        ),
+        host=asked.host,
+        port=asked.port,
+        keys=tuple(asked.keys or ()),
+        stop_seconds=asked.stop_seconds,
+        reuse_bytes=0 if asked.reuse is None else parse_bytes("--reuse", asked.reuse),
+        is_shown=asked.is_shown,
+        kinds=kinds,
+        reuse_folder=asked.reuse_folder,
+        disk_bytes=parse_bytes("--disk", asked.disk or "1GiB"),
+        origins=tuple(asked.origins or ()),
     )
 
 
@@ -254,13 +248,11 @@ def view(file: RecordingFile, port: PagePort = 0) -> int:
 
     The page is served on this machine alone.
     """
-    from windlass.cli.terminal import note, say
-
     with loading():
         from windlass.view.server import RecordingServer
 
     with RecordingServer(file, port) as server:
-        say(f"{server.address}\n")
+        terminal.say(f"{server.address}\n")
         note("Ctrl-C ends it")
         try:
             server.serve_forever()

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 from pathlib import Path
-from typing import Any, Final, get_type_hints
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -16,7 +16,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from windlass.cache.describe import beyond_note, reading_now
 from windlass.cache.options import CacheOptions
 from windlass.cache.state import CacheState
-from windlass.cli.options import CacheArguments, LoadOptions, sinks_of
+from windlass.cli.options import LoadOptions
+from windlass.cli.parameters import number_or_word
 from windlass.cli.terminal import (
     INTERRUPTED,
     Bar,
@@ -30,7 +31,19 @@ from windlass.cli.terminal import (
     unfinished,
 )
 from windlass.core.errors import PromptCacheError, UsageError, WindlassError
-from windlass.core.parse import AUTO, MAX_NUMBER, SYSTEM, did_you_mean, in_units, int_parser, parse_list
+from windlass.core.fields import Option, field_info
+from windlass.core.files import check_regular
+from windlass.core.parse import (
+    AUTO,
+    MAX_NUMBER,
+    SYSTEM,
+    check_max_tokens,
+    check_recall,
+    did_you_mean,
+    in_units,
+    int_parser,
+    parse_list,
+)
 from windlass.engine import generate as engine
 from windlass.engine import templates
 from windlass.engine.generate import Stream
@@ -114,10 +127,18 @@ class OutputMode(Enum):
     JSON = "json"
     JSON_STREAM = "json-stream"
 
+    @classmethod
+    def of(cls, is_json: bool, is_stream: bool) -> "OutputMode":
+        """The mode that `--json` and `--json-stream` ask for."""
+        return cls.JSON_STREAM if is_stream else cls.JSON if is_json else cls.TEXT
+
 
 @dataclass(frozen=True)
 class PromptInput:
-    """What is wanted of a prompt. `is_begun`: it is read as the beginning of a message that goes on later."""
+    """What is wanted of a prompt. `is_begun`: it is read as the beginning of a message that goes on later.
+
+    Raises: UsageError for a number of tokens that cannot be written.
+    """
 
     system: str | None = None
     is_raw: bool = False
@@ -125,6 +146,9 @@ class PromptInput:
     max_tokens: int = 256
     sampling: Sampling = field(default_factory=Sampling)
     stop: list[str] | None = None
+
+    def __post_init__(self) -> None:
+        check_max_tokens(self.max_tokens)
 
 
 @dataclass(frozen=True)
@@ -140,26 +164,38 @@ class Session:
     load_s: float = 0.0
 
 
+def cache_options(given: Mapping[str, Any]) -> CacheOptions:
+    """The options of a new cache. Raises: WindlassError for options that cannot be honoured."""
+    options = CacheOptions(**given)
+    check_recall(options.recall, options.budget, options.recall_folder is not None, "recall_store" in given)
+    return options
+
+
 def open_session(
     name: str,
-    arguments: CacheArguments,
+    given: Mapping[str, Any],
     load: LoadOptions,
     prompt_cache_file: Path | None = None,
     is_parallel: bool = False,
 ) -> Session:
     """Load the model and make its cache, or load that too; options are read before the model.
 
-    `is_parallel`: together with the other processes that `torchrun` started.
+    `given`: the cache's options that the user named. `is_parallel`: together with the other processes that `torchrun`
+    started.
 
     A prompt cache decides everything but `positions`, which may change at any time.
 
     Raises: WindlassError for whatever cannot be honoured.
     """
-    given = arguments.given()
     path = prompt_cache_file
     numbers = {name: value for name, value in given.items() if isinstance(value, int)}
-    # Numbers are checked together, and those that were not given are the file's, where there is one.
-    asked = CacheOptions(**{name: value for name, value in given.items() if path is None or name not in numbers})
+    if path is None:
+        asked = cache_options(given)
+    else:  # numbers are checked together, and those that were not given are the file's
+        if not path.exists():
+            raise UsageError(f"prompt cache {path} is not there; make it with `windlass cache`")
+        check_regular(path, "prompt cache")
+        asked = CacheOptions(**{name: value for name, value in given.items() if name not in numbers})
     if load.threads is not None:
         torch.set_num_threads(load.threads)
     started = time.perf_counter()
@@ -495,7 +531,7 @@ def _text(name: str, value: object) -> str:
 
 
 KIND: Final = "--kind"
-MOST_ROWS: Final = 1024
+MAX_ROWS: Final = 1024
 
 
 def kinds_of(typed: Sequence[str], first: Mapping[str, Any]) -> tuple[tuple[int, CacheOptions], ...]:
@@ -503,14 +539,25 @@ def kinds_of(typed: Sequence[str], first: Mapping[str, Any]) -> tuple[tuple[int,
 
     Raises: UsageError for another name, one given twice, no number of rows, or options that cannot be honoured.
     """
-    return tuple(_kind(each, first) for each in typed)
+    options = field_info(CacheOptions).values()
+    parsers = {"rows": int_parser(f"{KIND} rows", 1, MAX_ROWS)}
+    parsers |= {each.name: _parser(each) for each in options if each.is_typed}
+    return tuple(_kind(each, first, parsers) for each in typed)
 
 
-def _kind(typed: str, first: Mapping[str, Any]) -> tuple[int, CacheOptions]:
+def _parser(option: Option) -> Callable[[str], Any]:
+    """How the value of an option is read."""
+    if option.words:
+        return number_or_word(option)
+    return int_parser(f"{KIND} {option.name}", 0, MAX_NUMBER) if option.kind is int else option.kind
+
+
+def _kind(
+    typed: str, first: Mapping[str, Any], parsers: Mapping[str, Callable[[str], Any]]
+) -> tuple[int, CacheOptions]:
     given: dict[str, Any] = {}
     for part in parse_list(KIND, typed, str):
         name, sign, value = (each.strip() for each in part.partition("="))
-        parsers = _parsers()
         make = parsers.get(name)
         if make is None or not sign or name in given:
             near = did_you_mean(name, parsers) if make is None else ""
@@ -526,14 +573,3 @@ def _kind(typed: str, first: Mapping[str, Any]) -> tuple[int, CacheOptions]:
         return rows, CacheOptions(**{**first, **given})
     except WindlassError as error:
         raise UsageError(f"{KIND} {typed!r}: {error}") from error
-
-
-def _parsers() -> dict[str, Callable[[str], Any]]:
-    """How each value is read: the number of rows, and all that the command line asks of a cache."""
-    found: dict[str, Callable[[str], Any]] = {"rows": int_parser(f"{KIND} rows", 1, MOST_ROWS)}
-    for name, kind in get_type_hints(CacheArguments).items():
-        if name == "sinks":
-            found[name] = sinks_of
-            continue
-        found[name] = int_parser(f"{KIND} {name}", 0, MAX_NUMBER) if kind == int | None else str
-    return found

@@ -63,6 +63,12 @@ def check_readable(path: Path, what: str) -> int:
     return mode
 
 
+def check_text(file: Path, what: str) -> None:
+    """Raises: UsageError, which calls the file `what`, when it cannot be read; a regular file is read for that."""
+    if stat.S_ISREG(check_readable(file, what)):
+        read_text(file, what)
+
+
 def check_folder(path: Path, what: str) -> Path:
     """`path`, which errors call `what`. Raises: UsageError when it is no folder, or none that may be written into."""
     if not path.is_dir():

@@ -1,11 +1,9 @@
 """Sampling: the options of a choice of tokens, and the result of writing. Nothing here needs torch."""
 
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Literal
 
-from windlass.core.errors import UsageError, real_number, whole_number
-
-REAL: Final = ("temperature", "top_p", "min_p", "repetition_penalty")  # of the numbers of a `Sampling`
+from windlass.core.fields import Option, check_fields, declared
 
 
 @dataclass(frozen=True)
@@ -19,27 +17,33 @@ class Sampling:
     Raises: UsageError for what is no number, or one out of range.
     """
 
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    seed: int = 0
+    temperature: float = declared(
+        Option(0.0, "Randomness of the choice; 0 takes the likeliest token", float, least=0, most=100)
+    )
+    top_k: int = declared(Option(0, "Sample from the k likeliest tokens", int, least=0, most=2**62, off=0))
+    top_p: float = declared(
+        Option(
+            1.0,
+            "Sample from the likeliest tokens whose probabilities sum to p",
+            float,
+            least=0,
+            most=1,
+            is_above=True,
+            off=1,
+        )
+    )
+    min_p: float = declared(
+        Option(0.0, "Leave out tokens less likely than this share of the likeliest", float, least=0, most=1, off=0)
+    )
+    repetition_penalty: float = declared(
+        Option(
+            1.0, "Above 1, discourage tokens that the text has already", float, least=0, most=100, is_above=True, off=1
+        )
+    )
+    seed: int = declared(Option(0, "Same seed, same text", int, least=0, most=2**62 - 1))
 
     def __post_init__(self) -> None:
-        numbers = {name: real_number(name, getattr(self, name)) for name in REAL}
-        numbers["top_k"] = whole_number("top_k", self.top_k, 0, 2**62)
-        numbers["seed"] = whole_number("seed", self.seed, 0, 2**62 - 1)
-        vars(self).update(numbers)  # plain numbers of Python: transformers refuses those of numpy
-        ranges = {
-            "temperature": (0.0 <= self.temperature <= 100.0, "from 0 to 100"),
-            "top_p": (0.0 < self.top_p <= 1.0, "above 0 and at most 1 (1: off)"),
-            "min_p": (0.0 <= self.min_p <= 1.0, "from 0 to 1 (0: off)"),
-            "repetition_penalty": (0.0 < self.repetition_penalty <= 100.0, "above 0 and at most 100 (1: off)"),
-        }
-        for name, (is_right, wanted) in ranges.items():
-            if not is_right:
-                raise UsageError(f"{name} must be {wanted}, got {getattr(self, name)}")
+        check_fields(self)  # plain numbers of Python: transformers refuses those of numpy
 
 
 FinishReason = Literal["stop", "length", "interrupted"]

@@ -139,3 +139,17 @@ def _made(make: type[Policy], spec: str, typed: Spec) -> Policy:
     except Exception as error:
         takes = f"{typed.name}{inspect.signature(make)}".removesuffix(" -> None")
         raise PolicyError(f"policy {spec!r} cannot be made: {error}; it takes {takes}") from error
+
+
+def catalogue() -> list[dict[str, str]]:
+    """Per policy: `name`, how it is `made` by default, what it `keeps`, and its `source`."""
+    made = {name: repr(kind()) for name, kind in NAMES.items()}
+    made |= {name: repr(kind(KeyDiff())) for name, kind in WRAPPERS.items()}
+    made |= {name: f"{kind.__name__}(FILE)" for name, kind in FROM_FILES.items()}
+    entries = []
+    for name, label in made.items():
+        paragraphs = (KNOWN[name].__doc__ or "").split("\n\n")
+        keeps, notes = " ".join(paragraphs[0].split()), " ".join(paragraphs[-1].split())
+        source = notes.partition("Source: ")[2].partition(" Differs:")[0]
+        entries.append({"name": name, "made": label, "keeps": keeps, "source": source})
+    return entries

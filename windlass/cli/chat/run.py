@@ -23,23 +23,15 @@ from windlass.cli.chat.commands import COMMANDS, HINT, ChatCommands, EndOfChat, 
 from windlass.cli.chat.conversation import Journal, Origin
 from windlass.cli.chat.dialogue import Dialogue, cache_beside
 from windlass.cli.options import ChatArguments
-from windlass.cli.session import Session
+from windlass.cli.session import PromptInput, Session
 from windlass.cli.terminal import INTERRUPTED, note, say, unechoed
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import BYTE_ORDER_MARK
 from windlass.engine.generate import Stream
-from windlass.engine.sampling import Sampling
 from windlass.hf.weights import fingerprint
 
 
-def chat(
-    session: Session,
-    max_tokens: int,
-    sampling: Sampling,
-    arguments: ChatArguments,
-    stop: list[str] | None = None,
-    system: str | None = None,
-) -> int:
+def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
     """Answer lines from the terminal or a pipe until /quit or their end; returns the exit code.
 
     At a terminal Ctrl-C clears the line or ends a reply, and what cannot be done is told; in a pipe either ends the
@@ -50,7 +42,15 @@ def chat(
     source = Path(str(session.model.name_or_path))  # a folder, also one like `.`, or a name on the hub
     origin = Origin((source.resolve() if source.exists() else source).name, fingerprint(session.model))
     journal = Journal(None if folder is None else folder / "chats", origin)
-    dialogue = Dialogue(session, max_tokens, sampling, journal, system, show_reply if is_terminal else None, stop)
+    dialogue = Dialogue(
+        session=session,
+        max_tokens=asked.max_tokens,
+        sampling=asked.sampling,
+        journal=journal,
+        system=asked.system,
+        show=show_reply if is_terminal else None,
+        stop=asked.stop,
+    )
     if arguments.conversation is not None:
         saved = conversation.read(arguments.conversation)
         dialogue.check_own(saved, arguments.conversation)
