@@ -1,12 +1,21 @@
-"""The options of a cache are spelled out where they are defined, and nowhere else."""
+"""The options of a cache and of sampling are declared once: all else derives from their fields."""
 
 import ast
 from collections.abc import Iterator
-from dataclasses import fields
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Annotated, Any
+
+import pytest
+import typer
 
 import windlass
 from windlass.cache.options import CacheOptions
+from windlass.cli import session
+from windlass.cli.parameters import expanded
+from windlass.core.errors import UsageError
+from windlass.core.fields import Option, declared, field_info
+from windlass.engine.sampling import Sampling
 
 PACKAGE = Path(windlass.__file__).parent
 NAMES = {each.name for each in fields(CacheOptions)}
@@ -64,3 +73,71 @@ def test_a_place_is_found_by_what_it_names() -> None:
     ):
         assert len(list(places(source))) == 1
     assert not list(places(f"def a({', '.join(names[:4])}): ..."))
+
+
+@dataclass(frozen=True)
+class Wider(CacheOptions):
+    """A copy of the declaration with a further option."""
+
+    dice: int = declared(Option(3, "Dice that are thrown", int, least=1, most=6, label=lambda options: options.dice))
+
+
+@dataclass(frozen=True)
+class WiderSampling(Sampling):
+    """A copy of that of sampling."""
+
+    spice: float = declared(Option(0.5, "Spice in the choice", float, least=0, most=2))
+
+
+def test_a_further_field_of_a_cache_is_an_option_everywhere(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    info = field_info(Wider)["dice"]
+    assert (info.name, info.kind, info.default, info.least, info.most) == ("dice", int, 3, 1, 6)
+    assert info.variable == "WINDLASS_DICE"
+    assert Wider(dice=5).labels() == CacheOptions().labels() | {"dice": 5}
+    with pytest.raises(UsageError, match="dice must be from 1 to 6, got 7"):
+        Wider(dice=7)
+
+    taken = []
+
+    def command(limits: Annotated[dict[str, Any], Wider]) -> int:
+        """A command."""
+        taken.append(limits)
+        return 0
+
+    app = typer.Typer()
+    app.command()(expanded(command))
+    app(["--help"], standalone_mode=False)
+    shown = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--dice" in shown
+    assert "Dice that are thrown (default: 3)" in shown
+    app(["--dice", "2"], standalone_mode=False)
+    monkeypatch.setenv("WINDLASS_DICE", "4")
+    app([], standalone_mode=False)
+    assert taken == [{"dice": 2}, {"dice": 4}]
+
+    monkeypatch.setattr(session, "CacheOptions", Wider)
+    ((rows, made),) = session.kinds_of(["rows=2,dice=6,budget=99"], {"sinks": 1})
+    assert (rows, made) == (2, Wider(dice=6, budget=99, sinks=1, store=made.store, recall_store=made.recall_store))
+    with pytest.raises(UsageError, match="dice must be from 1 to 6, got 9"):
+        session.kinds_of(["rows=2,dice=9"], {})
+
+
+def test_a_further_field_of_sampling_is_an_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert field_info(WiderSampling)["spice"].default == 0.5
+    taken = []
+
+    def command(sampling: WiderSampling) -> int:
+        """A command."""
+        taken.append(sampling)
+        return 0
+
+    app = typer.Typer()
+    app.command()(expanded(command))
+    app(["--help"], standalone_mode=False)
+    assert "--spice" in capsys.readouterr().out
+    app(["--spice", "1.5", "--top-k", "3"], standalone_mode=False)
+    assert taken == [WiderSampling(top_k=3, spice=1.5)]
+    with pytest.raises(UsageError, match="spice must be from 0 to 2"):
+        app(["--spice", "2.5"], standalone_mode=False)
