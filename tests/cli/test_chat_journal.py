@@ -1,5 +1,6 @@
 """A conversation that outlives its process: what is written, what is read back, and whose it is."""
 
+import json
 import os
 import pty
 import re
@@ -121,6 +122,19 @@ def test_bad_lines_lose_nothing_but_themselves(dialogue: Make, tmp_path: Path):
     assert saved.skipped == len(BAD) + len(lines)
     other = dialogue()
     assert "lines of the file could not be read" in other.take(saved)
+    assert other.cache.tokens == [other.conversation.ids]
+
+
+def test_a_damaged_field_costs_no_line(dialogue: Make, tmp_path: Path):
+    talk = left_behind_after(dialogue)
+    header, *lines = map(json.loads, journals(tmp_path)[0].read_text().splitlines())
+    damaged = [header | {"time": "then", "start": [-1]}, *(line | {"tokens": ["x"], "end": 3} for line in lines)]
+    file = tmp_path / "damaged"
+    file.write_text("".join(json.dumps(each) + "\n" for each in damaged) + '{"role": "user", "cont')
+    saved = conversation.read(file)
+    assert (said(saved.turns), saved.skipped) == (said(talk.conversation.turns), 1)
+    other = dialogue()
+    assert "; 1 line of the file could not be read" in other.take(saved)
     assert other.cache.tokens == [other.conversation.ids]
 
 

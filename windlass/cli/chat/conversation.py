@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -156,22 +156,12 @@ class SavedChat:
         return not self.skipped and all(turn.prompt and turn.tokens for turn in self.turns)
 
 
-def lines_of(origin: Origin, conversation: Conversation) -> Iterator[str]:
+def lines_of(origin: Origin, conversation: Conversation) -> str:
     """The lines of a whole conversation."""
-    yield _line(
-        {
-            "kind": KIND,
-            "version": VERSION,
-            "model": origin.model,
-            "fingerprint": origin.fingerprint,
-            "time": datetime.now().astimezone().isoformat(timespec="seconds"),
-            "system": conversation.system,
-            "start": conversation.start,
-        }
-    )
-    for turn in conversation.turns:
-        yield asked(turn)
-        yield replied(turn)
+    time = datetime.now().astimezone().isoformat(timespec="seconds")
+    before = {"system": conversation.system, "start": conversation.start}
+    header = _line({"kind": KIND, "version": VERSION, **vars(origin), "time": time, **before})
+    return header + "".join(asked(turn) + replied(turn) for turn in conversation.turns)
 
 
 def asked(turn: Exchange) -> str:
@@ -182,11 +172,6 @@ def asked(turn: Exchange) -> str:
 def replied(turn: Exchange) -> str:
     """The line of a model's reply."""
     return _line({"role": "assistant", "content": turn.reply, "tokens": turn.tokens, "end": turn.ended_with})
-
-
-def taken_back() -> str:
-    """The line that takes back the latest message of the user, and the reply to it."""
-    return _line({"event": "undo"})
 
 
 def read(path: Path) -> SavedChat:
@@ -256,6 +241,10 @@ def _line(record: dict[str, Any]) -> str:
     return json.dumps(record, ensure_ascii=False) + "\n"
 
 
+UNDO: Final = _line({"event": "undo"})
+"""Takes back the latest message of the user, and the reply to it."""
+
+
 class Journal:
     """Written line by line, each of them safe on the disk before the next step; nothing at all where `folder` is None.
 
@@ -270,22 +259,13 @@ class Journal:
 
     def begin(self, conversation: Conversation) -> None:
         """From here on the conversation is this one; one that was never spoken leaves no file."""
-        if self._file is None and not conversation.turns:
-            return
-        self._write("".join(lines_of(self.origin, conversation)))
+        if self._file is not None or conversation.turns:
+            self._write(lines_of(self.origin, conversation))
 
-    def asked(self, conversation: Conversation, turn: Exchange) -> None:
-        """A message of the user, before there is a reply to it."""
-        begun = "" if self._file is not None else "".join(lines_of(self.origin, conversation))
-        self._write(begun + asked(turn))
-
-    def replied(self, turn: Exchange) -> None:
-        """The reply to it."""
-        self._write(replied(turn))
-
-    def taken_back(self) -> None:
-        """The latest message of the user is taken back, and the reply to it."""
-        self._write(taken_back())
+    def add(self, conversation: Conversation, line: str) -> None:
+        """Write one more line, after those of the conversation where it has no file yet."""
+        begun = "" if self._file is not None else lines_of(self.origin, conversation)
+        self._write(begun + line)
 
     def close(self) -> None:
         """The conversation has ended as it should: it becomes the last one, which `/resume` still finds."""

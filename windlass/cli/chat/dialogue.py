@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Final
 
 from windlass.cli.chat import conversation as chat_file
-from windlass.cli.chat.conversation import Conversation, Exchange, Journal, SavedChat
+from windlass.cli.chat.conversation import UNDO, Conversation, Exchange, Journal, SavedChat
 from windlass.cli.session import Choices, Session, keep_system, write
 from windlass.cli.terminal import Bar, note, per_s, speeds
 from windlass.core.errors import UsageError, WindlassError
@@ -69,7 +69,7 @@ class Dialogue:
         before = self.conversation.ids
         self.catch_up()
         asked = Exchange(line, "", prompt)
-        self.journal.asked(self.conversation, asked)
+        self.journal.add(self.conversation, chat_file.asked(asked))
         try:
             with Bar("reading", len(prompt)) as bar:
                 stream = generate.stream(
@@ -84,7 +84,7 @@ class Dialogue:
                 )
                 code = write(stream, is_shown=True) if self._show is None else self._show(stream)
         except BaseException:
-            self.journal.taken_back()
+            self.journal.add(self.conversation, UNDO)
             raise
         result = stream.result
         tokens = self._held()[len(before) + len(prompt) :]
@@ -93,9 +93,9 @@ class Dialogue:
             ended_with = str(self.session.tokenizer.decode(tokens[-1:])) if is_stopped else ""
             self.latest = result
             self.conversation.turns.append(replace(asked, reply=result.text, tokens=tokens, ended_with=ended_with))
-            self.journal.replied(self.conversation.turns[-1])
+            self.journal.add(self.conversation, chat_file.replied(self.conversation.turns[-1]))
         else:
-            self.journal.taken_back()
+            self.journal.add(self.conversation, UNDO)
         notes = ["interrupted"] * bool(code)
         if self._show is None:
             notes.append(speeds(result, bar))
@@ -114,7 +114,7 @@ class Dialogue:
     def undo(self) -> str:
         """Take back the last message and its reply; tells how. Raises: UsageError when there is none."""
         self._take_last()
-        self.journal.taken_back()
+        self.journal.add(self.conversation, UNDO)
         is_read_again = self.catch_up()
         left = _turns(len(self.conversation.turns))
         how = "the text before it was read again" if is_read_again else "rolled back"
@@ -123,7 +123,7 @@ class Dialogue:
     def retry(self) -> int:
         """Write the last reply anew, under another seed where it is drawn. Raises: UsageError when there is none."""
         last = self._take_last()
-        self.journal.taken_back()
+        self.journal.add(self.conversation, UNDO)
         if self.sampling.temperature == 0.0:
             note("windlass: note: temperature 0 writes the same reply again; try /set temperature 0.8")
         else:
@@ -163,7 +163,7 @@ class Dialogue:
             prompt_cache.save(self.cache, beside, self.session.model, self.session.tokenizer)
         try:
             with replacing(path) as temporary:
-                lines = "".join(chat_file.lines_of(self.journal.origin, self.conversation))
+                lines = chat_file.lines_of(self.journal.origin, self.conversation)
                 temporary.write_bytes(lines.encode("utf-8", "replace"))
         except OSError as error:
             raise UsageError(f"conversation {path} cannot be written: {error.strerror}; save elsewhere") from None
@@ -199,7 +199,7 @@ class Dialogue:
         is_read_again = self.catch_up()
         told = f"{_turns(len(conversation.turns))}, {len(conversation.ids):,} tokens"
         if chat.skipped:
-            told += f"; {chat.skipped} lines of the file could not be read"
+            told += f"; {chat.skipped} line{'s' * (chat.skipped > 1)} of the file could not be read"
         return told + ("; its text was read again" if is_read_again else "")
 
     def catch_up(self) -> bool:
