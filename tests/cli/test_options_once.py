@@ -52,7 +52,8 @@ def places(source: str) -> Iterator[str]:
     """The names defined at the top of a file with more of the options in them than `MAX_NAMES`, at any depth."""
     for top in ast.parse(source).body:
         if any(len(names_in(node) & NAMES) > MAX_NAMES for node in ast.walk(top)):
-            yield ast.unparse(top.targets[0]) if isinstance(top, ast.Assign) else getattr(top, "name", "?")
+            targets = getattr(top, "targets", [getattr(top, "target", None)])
+            yield getattr(top, "name", None) or ast.unparse(targets[0])
 
 
 def test_the_options_are_spelled_out_in_two_places() -> None:

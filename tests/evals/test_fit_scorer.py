@@ -223,7 +223,10 @@ def test_wrong_options_are_refused(
 def test_a_file_that_is_missing_or_another_is_refused(
     tmp_path: Path, spec: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, says in (("none", "is not there; make it with `windlass calibrate`"), ("text", "is no file of a scorer")):
+    for name, says in (
+        ("none", "No such file or directory; make it with `windlass calibrate"),
+        ("text", "is no file of a scorer"),
+    ):
         (tmp_path / "text").write_text("Just a text.")
         asked = spec.format(tmp_path / name)
         assert main(["generate", MODEL, "One.", "-n", "1", "--budget", "12", "--policy", asked]) == 2

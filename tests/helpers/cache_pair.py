@@ -63,7 +63,7 @@ class Pair(Compared):
         self.feed(self.ragged(1 if self.is_unseen() else columns, c, d), a, d)
 
     def is_unseen(self) -> bool:
-        """Whether a pass must be of one token, for only its end can be followed.
+        """Return True if a pass must be of one token, for only its end can be followed.
 
         What goes between two tokens may be the cache's own choice, or one of two at one position; merged tokens may be
         one code apart, and where words repeat, rounding chooses their targets.

@@ -96,7 +96,7 @@ def test_a_mask_that_contradicts_earlier_columns_is_refused(
 
 
 def hidden(cache: KVCache, model: PreTrainedModel, ids: Tensor, column: int) -> bool:
-    """Whether a mask that hides one earlier column of row 0 is refused."""
+    """Return True if a mask that hides one earlier column of row 0 is refused."""
     mask = torch.ones(cache.batch_size, cache.columns_seen + 1, dtype=torch.long)
     mask[0, column] = 0
     try:
