@@ -1,7 +1,6 @@
 """Windlass: a fixed-size KV cache for Hugging Face decoders.
 
-Begin with `load` or `attach` for a model, `KVCache` for its memory, `stream` or `generate` for text, and `prompt_cache`
-for a cache in a file.
+Begin with `load` or `attach` for a model, `KVCache` for its memory and its files, and `stream` or `generate` for text.
 
 The public names are those that `__init__.pyi` imports. Each is imported when it is first used: torch
 and transformers take seconds, and the command line's help should not.

@@ -18,7 +18,6 @@ from windlass.engine.generate import stream as stream
 from windlass.engine.sampling import Result as Result
 from windlass.engine.sampling import Sampling as Sampling
 from windlass.engine.templates import system_tokens as system_tokens
-from windlass.hf import prompt_cache as prompt_cache
 from windlass.hf.attach import attach as attach
 from windlass.hf.attach import detach as detach
 from windlass.hf.kv_cache import KVCache as KVCache

@@ -7,7 +7,7 @@ from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from windlass.hf.attach import attached
 from windlass.hf.attached_model import AttachedModel
-from windlass.hf.kv_cache import LayerShape, layer_shapes
+from windlass.hf.forward import LayerShape, layer_shapes
 
 BYTES = 2  # of a number in bfloat16
 STATE_EDITS = "drop, keep, shift, divide, splice, to and from a DynamicCache, rollback beyond the last step"

@@ -17,7 +17,7 @@ from windlass.core.inputs import AttentionInput, PackedStates, Visibility
 from windlass.core.parse import in_units
 from windlass.evals.speed.measure import free_bytes
 from windlass.evals.speed.rows import SHAPES
-from windlass.hf.kv_cache import LayerShape
+from windlass.hf.forward import LayerShape
 from windlass.positions.modes import Original
 from windlass.stores.formats import store_of
 

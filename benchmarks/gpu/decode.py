@@ -14,7 +14,7 @@ from windlass.evals.speed.measure import Timer, cache_bytes, check_memory, free_
 from windlass.evals.speed.rows import SHAPES, random_model, rows_of
 from windlass.evals.speed.table import Conditions, as_json
 from windlass.evals.speed.workloads import BenchLists
-from windlass.hf.kv_cache import layer_shapes
+from windlass.hf.forward import layer_shapes
 
 POLICIES = "recent,h2o,snapkv,tova,key_diff"
 STORES = "plain,int8,int4"

@@ -23,7 +23,7 @@ from windlass.engine.cuda_graph import wait_for
 from windlass.evals.speed.measure import Clock, Timer, check_memory, free_bytes
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.workloads import BenchLists
-from windlass.hf.kv_cache import LayerShape, layer_shapes
+from windlass.hf.forward import LayerShape, layer_shapes
 
 COMPILED_STEPS = 4  # until a step is compiled, recorded and replayed
 CACHES = 8  # of the full text, that are there at most: four, and what growing ones take and copy

@@ -14,7 +14,7 @@ from windlass.engine.decode import Decoder
 from windlass.engine.sampler import Sampler
 from windlass.evals.speed.measure import fill
 from windlass.evals.speed.rows import SHAPES, random_model
-from windlass.hf.kv_cache import layer_shapes
+from windlass.hf.forward import layer_shapes
 
 RECALL = 128
 STORES = ("plain", "int8", "int4")

@@ -12,7 +12,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel, Static
 import windlass
 from windlass.engine.generate import prefill
 from windlass.evals.speed.measure import fill
-from windlass.hf.kv_cache import layer_shapes
+from windlass.hf.forward import layer_shapes
 from windlass.hf.weights import quantize
 
 

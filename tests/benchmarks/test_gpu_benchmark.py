@@ -23,7 +23,7 @@ from gpu import tables as gpu_tables
 from gpu.part import TINY, OutOfTime, Part, Sizes, summary
 
 import windlass
-from windlass.hf.kv_cache import layer_shapes
+from windlass.hf.forward import layer_shapes
 
 ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")

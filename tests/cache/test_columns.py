@@ -5,7 +5,7 @@ from pathlib import Path
 import torch
 
 from tests.helpers.models import Models, Text
-from windlass import KVCache, prompt_cache
+from windlass import KVCache
 
 
 def test_columns_after_rows_were_rolled_back_one_by_one(attached_model: Models, text: Text) -> None:
@@ -29,8 +29,8 @@ def test_columns_of_each_row_survive_a_file(attached_model: Models, text: Text, 
     with torch.no_grad():
         model(text(10, rows=2), past_key_values=cache)
     cache.rollback([3, 0])
-    prompt_cache.save(cache, tmp_path / "file", model)
-    loaded = prompt_cache.load(tmp_path / "file", model)
+    cache.save(tmp_path / "file")
+    loaded = KVCache.load(tmp_path / "file", model)
     assert loaded.rows == cache.rows
     loaded.rollback([0, 3])
     assert loaded.get_seq_length() == 7

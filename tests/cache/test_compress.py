@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.caches import MODES, POLICIES, assert_same, bytes_of_slots, held
 from tests.helpers.models import Models, Text, read
-from windlass import H2O, ExpectedAttention, KeyDiff, KeyNorm, KVCache, Recent, SnapKV, UsageError, prompt_cache
+from windlass import H2O, ExpectedAttention, KeyDiff, KeyNorm, KVCache, Recent, SnapKV, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.core.step import HEADROOM
 from windlass.policies import Policy
@@ -135,8 +135,8 @@ def test_a_saved_cache_keeps_its_new_budget(attached_model: Models, text: Text, 
     model = attached_model("gemma3")
     cache = filled(model, text, None, policy=SnapKV(8, 3))
     cache.compress(9)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model)
     assert loaded.budget == 9
     more = text(30, rows=3, seed=9)
     torch.testing.assert_close(*(read(model, one, more, 1) for one in (cache, loaded)), atol=1e-5, rtol=0)

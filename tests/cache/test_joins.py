@@ -12,7 +12,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.caches import assert_same, bytes_of_slots, held
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, KVCache, Policy, Recent, UsageError, prompt_cache
+from windlass import DMC, KVCache, Policy, Recent, UsageError
 from windlass.core.step import HEADROOM
 from windlass.policies import Needs, Slots
 from windlass.policies.base import ACCUMULATES, ModelSpecific, NewTokens
@@ -183,8 +183,8 @@ def test_what_is_rolled_back_was_never_there(
     if budget is None:  # a chunk of a prompt reads what single tokens would have evicted
         assert_same(rolled_back(fed(30, 20), HEADROOM), fed(30, 4))
     kept, twin = rolled_back(fed(30, 1, 1, 7), 4), fed(30, 1, 1, 3)
-    prompt_cache.save(kept, tmp_path / "runs", model)
-    again = prompt_cache.load(tmp_path / "runs", model)
+    kept.save(tmp_path / "runs")
+    again = KVCache.load(tmp_path / "runs", model)
     for cache in (kept, again):
         torch.testing.assert_close(
             read(model, cache, ids[:, 50:], 9), read(model, twin, ids[:, 50:], 9), atol=1e-5, rtol=0

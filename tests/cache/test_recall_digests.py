@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, digests_of, read_both, recalling
-from windlass import KVCache, kernels, prompt_cache
+from windlass import KVCache, kernels
 from windlass.cache import recall
 from windlass.core.inputs import BestPages, PageInput
 from windlass.core.parse import PAGE
@@ -82,8 +82,8 @@ def test_digests_are_those_of_what_is_held(
     cache.splice(copy.deepcopy(cache), 0, 1)
     read(model, cache, ids[:, 60:9300], 700)  # another segment of digests
     assert_digested(cache)
-    prompt_cache.save(cache, tmp_path / "text.cache", model)
-    assert_digested(prompt_cache.load(tmp_path / "text.cache", model))
+    cache.save(tmp_path / "text.cache")
+    assert_digested(KVCache.load(tmp_path / "text.cache", model))
 
 
 def assert_digested(cache: KVCache) -> None:

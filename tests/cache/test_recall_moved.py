@@ -8,7 +8,7 @@ import torch
 
 from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
-from windlass import KVCache, prompt_cache
+from windlass import KVCache
 from windlass.cache import recall
 from windlass.core.parse import PAGE
 
@@ -41,8 +41,8 @@ def test_a_prompt_cache_file_holds_what_was_evicted(
     model, ids = attached_model("llama"), text(60, 2)
     cache = recalling(model, batch=2, recall_store=store, recall=24)
     read(model, cache, ids[:, :45], 13)
-    prompt_cache.save(cache, tmp_path / "text.cache", model)
-    loaded = prompt_cache.load(tmp_path / "text.cache", model, recall_folder=tmp_path)
+    cache.save(tmp_path / "text.cache")
+    loaded = KVCache.load(tmp_path / "text.cache", model, recall_folder=tmp_path)
     assert loaded.options.recall_store.name == store
     assert loaded.recall_bytes > 0
     torch.testing.assert_close(read(model, loaded, ids[:, 45:], 1), read(model, cache, ids[:, 45:], 1), **TOLERANCE)
@@ -74,8 +74,8 @@ def test_a_row_without_tokens_is_saved_spliced_and_joined(
     ours, one = recalling(model, batch=2, recall_store=store), recalling(model, recall_store=store)
     read(model, one, text(40), 13)
     ours.put_row(0, one)
-    prompt_cache.save(ours, tmp_path / "text.cache", model)
-    loaded = prompt_cache.load(tmp_path / "text.cache", model)
+    ours.save(tmp_path / "text.cache")
+    loaded = KVCache.load(tmp_path / "text.cache", model)
     assert [layer.table.recall.lengths for layer in loaded.layers if layer.table.recall] == [(40, 0)] * 2
     joined = recalling(model, batch=2, recall_store=store)
     joined.splice(ours, source=1, row=0)
@@ -100,8 +100,8 @@ def test_many_tokens_are_taken_over_bit_by_bit(
     mask[1, :50] = False
     with torch.no_grad():
         model(text(120, 2), attention_mask=mask, past_key_values=cache)
-    prompt_cache.save(cache, tmp_path / "text.cache", model)
-    loaded = prompt_cache.load(tmp_path / "text.cache", model)
+    cache.save(tmp_path / "text.cache")
+    loaded = KVCache.load(tmp_path / "text.cache", model)
     other.splice(cache, source=1, row=0)
     other.splice(cache, source=0, row=1)
     other.select_rows(torch.tensor([1, 0]))

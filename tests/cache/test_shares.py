@@ -13,7 +13,7 @@ import windlass
 from tests.helpers.caches import bytes_of_slots
 from tests.helpers.models import Models, Text, read
 from tests.helpers.shares import ALIKE, APART
-from windlass import KVCache, Shares, UsageError, prompt_cache
+from windlass import KVCache, Shares, UsageError
 from windlass.core.step import Limits
 from windlass.policies import NAMES
 
@@ -207,8 +207,8 @@ def test_all_that_is_done_to_a_cache_is_done_to_its_groups(attached_model: Model
         assert_twins(*pair)
     loaded = []
     for number, cache in enumerate(pair):
-        prompt_cache.save(cache, tmp_path / str(number), model)
-        loaded.append(prompt_cache.load(tmp_path / str(number), model))
+        cache.save(tmp_path / str(number))
+        loaded.append(KVCache.load(tmp_path / str(number), model))
     assert_twins(*loaded)
     assert loaded[0].options.document() == pair[0].options.document()
     twin = copy.deepcopy(pair[0])

@@ -76,8 +76,8 @@ def test_a_row_keeps_its_sinks_where_it_goes(attached_model: Models, text: Text,
     cache = told(KVCache(model, batch=len(SINKS), **options))
     windlass.prefill(model, cache, ids[:, :40].tolist())
     path = tmp_path / "rows.safetensors"
-    windlass.prompt_cache.save(cache, path, model)
-    loaded = windlass.prompt_cache.load(path, model)
+    cache.save(path)
+    loaded = windlass.KVCache.load(path, model)
     assert loaded.options.sinks == "system"
     single = KVCache(model, **options)
     single.put_row(0, cache, 2)

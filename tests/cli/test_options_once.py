@@ -31,7 +31,8 @@ PARTS = {
     ("serve/schema.py", "CacheFields"),  # those that a request may give
     ("evals/grid.py", "PARSERS"),  # of each that a list may vary
     ("evals/results.py", "Case"),  # labels of a row, as a file of results holds them
-    ("hf/prompt_cache_format.py", "parsed"),  # the type and range of each limit, as a prompt-cache file holds them
+    ("hf/prompt_cache_format.py", "OptionsHeader"),  # their types, as a prompt-cache file holds them
+    ("hf/prompt_cache_format.py", "LimitsHeader"),
 }
 
 

@@ -11,12 +11,11 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import Models, Text
 from tests.helpers.schedulers import options_of, request_of, rows_of, wait_for
-from windlass import UsageError
+from windlass import KVCache, UsageError
 from windlass.core.errors import PromptCacheError
 from windlass.engine.prefill import Reader
 from windlass.engine.prefix_cache import LOCK, NAME, SALT, DiskTier, EntrySelector, PrefixCache, Snapshots, salt_of
 from windlass.engine.request import Reuse
-from windlass.hf import prompt_cache
 
 PLENTY = 1 << 30
 
@@ -255,7 +254,7 @@ def test_a_disk_that_fails_is_told_and_no_more(
     def full(*_: Any) -> None:
         raise PromptCacheError("no space left")
 
-    monkeypatch.setattr(prompt_cache, "save", full)
+    monkeypatch.setattr(KVCache, "save", full)
     with caplog.at_level(logging.WARNING), opened(tmp_path, model) as (snapshots, disk):
         read(model, ids, snapshots)
         assert read(model, ids, snapshots).cached == 52

@@ -21,7 +21,7 @@ from windlass.evals.speed import measure as bench
 from windlass.evals.speed.measure import Clock, RotatedStorage, Timer, fill
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.workloads import BenchLists
-from windlass.hf.kv_cache import LayerShape, layer_shapes
+from windlass.hf.forward import LayerShape, layer_shapes
 
 run, model = bench_run.run, bench_run.model  # fixtures
 

@@ -17,7 +17,7 @@ from windlass.evals.speed.measure import Timer, weight_bytes
 from windlass.evals.speed.rows import SHAPES, BenchRow, BenchSetup, random_model, rows_of, shape_of
 from windlass.evals.speed.table import Conditions, as_json, footnote, ratios, table
 from windlass.evals.speed.workloads import BenchLists, Workload
-from windlass.hf.kv_cache import layer_shapes
+from windlass.hf.forward import layer_shapes
 
 run, model = bench_run.run, bench_run.model  # fixtures
 CONDITIONS = Conditions("tiny", 130440, 65220, "bfloat16", 512, 2, "2026-01-02T03:04:05+00:00")

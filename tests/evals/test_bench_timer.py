@@ -13,7 +13,7 @@ from windlass.evals.speed import measure
 from windlass.evals.speed.measure import Timer
 from windlass.evals.speed.rows import SHAPES, random_model, rows_of
 from windlass.evals.speed.workloads import BenchLists
-from windlass.hf.kv_cache import layer_shapes
+from windlass.hf.forward import layer_shapes
 
 GRAPHED = [
     (0, "all", "recent", "unrotated"),

@@ -10,7 +10,6 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 import windlass
-import windlass.hf.prompt_cache
 from tests.helpers.models import Models, Text
 from windlass.engine.generate import prefill
 from windlass.evals.speed.measure import RotatedStorage
@@ -125,7 +124,7 @@ def test_rotated_keys_are_not_taken_for_keys_before_rotation(
     rotated, plain = RotatedStorage(model), windlass.KVCache(model)
     fed(model, rotated, text(9), 9)
     with pytest.raises(windlass.UsageError, match="before rotation"):
-        windlass.prompt_cache.save(rotated, tmp_path / "cache", model)
+        rotated.save(tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
     with pytest.raises(windlass.UsageError, match="the other does not"):
         plain.splice(rotated)

@@ -33,7 +33,7 @@ from windlass.evals.tune import (
     sentence,
     tasks_on,
 )
-from windlass.hf.kv_cache import LayerShape, layer_shapes
+from windlass.hf.forward import LayerShape, layer_shapes
 
 run, model, tokenizer = cli.run, cli.model, cli.tokenizer  # fixtures
 # 3 heads of keys, 6 wide, and values, 10 wide; the second layer sees 20 tokens.

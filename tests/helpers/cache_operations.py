@@ -13,7 +13,7 @@ from transformers import DynamicCache
 from tests.helpers.cache_model_layer import Difference
 from tests.helpers.cache_pair import MODES, Pair, is_refused
 from tests.helpers.cache_setup import BASE, HEAD_DIM, Setup
-from windlass import KVCache, prompt_cache
+from windlass import KVCache
 
 
 class Run(Pair):
@@ -186,18 +186,18 @@ class Run(Pair):
         """Saved, loaded, and gone on with. With other adapters than it was saved with it must not be loaded."""
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder, "cache")
-            prompt_cache.save(self.cache, path, self.setup.its_model)
+            self.cache.save(path)
             if self.setup.has_adapters and c % 2:
                 before = self.setup.adapted.state
                 self.setup.adapted.change(b)
                 after = self.setup.adapted.state
-                if is_refused(lambda: prompt_cache.load(path, self.setup.its_model)):
+                if is_refused(lambda: KVCache.load(path, self.setup.its_model)):
                     if after == before:
                         raise Difference("a file is refused with the adapters that it was saved with")
                     return None
                 if after.weights != before.weights:
                     raise Difference(f"a file of {before} is loaded with {after}")
-            self.cache = prompt_cache.load(path, self.setup.its_model, recall_folder=self.setup.recall_folder)
+            self.cache = KVCache.load(path, self.setup.its_model, recall_folder=self.setup.recall_folder)
         if any(row.ids is None for row in self.model.rows):  # a file has the ids of all rows, or of none
             self.model.rows = [row._replace(ids=None) for row in self.model.rows]
         for layer in self.model.layers:

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models
-from windlass import KVCache, Policy, prompt_cache
+from windlass import KVCache, Policy
 from windlass.hf.prompt_cache import checksum
 from windlass.policies import Composite, ExpectedAttention, KVzip, SnapKV
 from windlass.testing import VOCABULARY
@@ -68,9 +68,9 @@ def honest_files(models: Models, folder: Path) -> list[Honest]:
         model = models(family)
         cache = make(model)
         path = folder / "honest"
-        prompt_cache.save(cache, path, model)
+        cache.save(path)
         given = cache.policy if isinstance(cache.policy, Composite) else None
-        prompt_cache.load(path, model, given)  # the file is honest
+        KVCache.load(path, model, policy=given)  # the file is honest
         files.append(Honest(name, model, given, CacheFile.read(path)))
     return files
 

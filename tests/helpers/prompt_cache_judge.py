@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from tests.helpers.prompt_cache_files import SIGNED, CacheFile, Honest
-from windlass import KVCache, PromptCacheError, WindlassError, prompt_cache
+from windlass import KVCache, PromptCacheError, WindlassError
 from windlass.testing import VOCABULARY
 
 REFUSED, LOADED, SILENT, TRACEBACK = "refused", "loaded", "silent", "traceback"
-DEFAULTS = {"store": "plain", "merge": None, "recall": 0, "recall_store": "int4"}  # what older formats leave out
+OF_ROWS = "tokens_seen", "next_position", "since_edit", "prompts", "columns"
 
 
 def verdict(honest: Honest, data: bytes, path: Path) -> tuple[str, str]:
@@ -23,7 +23,7 @@ def verdict(honest: Honest, data: bytes, path: Path) -> tuple[str, str]:
     """
     path.write_bytes(data)
     try:
-        cache = prompt_cache.load(path, honest.model, honest.policy)
+        cache = KVCache.load(path, honest.model, policy=honest.policy)
     except PromptCacheError as error:
         message = str(error)
         is_line = message.isprintable() and len(message) < 9000 and message.startswith(str(path)) and ";" in message
@@ -32,7 +32,7 @@ def verdict(honest: Honest, data: bytes, path: Path) -> tuple[str, str]:
         return TRACEBACK, f"{type(error).__name__}: {error}"[:300]
     try:
         file = CacheFile.read(path)
-        wrong = _contradiction(file, honest) or _difference(file, cache, honest, path)
+        wrong = _contradiction(file, honest) or _difference(file, cache, path)
         if wrong:
             return SILENT, wrong
         return LOADED, _decoded(cache, honest)
@@ -53,11 +53,11 @@ def _decoded(cache: KVCache, honest: Honest) -> str:
     return "decodes"
 
 
-def _difference(file: CacheFile, cache: KVCache, honest: Honest, path: Path) -> str | None:
+def _difference(file: CacheFile, cache: KVCache, path: Path) -> str | None:
     """What the cache, saved again, says otherwise than the file."""
-    prompt_cache.save(cache, path, honest.model)
+    cache.save(path)
     again = CacheFile.read(path)
-    ours, theirs = (_normal(each.document) for each in (again, file))
+    ours, theirs = again.document, file.document
     if json.dumps(ours, sort_keys=True) != json.dumps(theirs, sort_keys=True):
         return f"the document is another one: {[name for name in theirs if theirs[name] != ours.get(name)]}"
     if set(file.metadata) != SIGNED or set(again.tensors) != set(file.tensors):
@@ -72,22 +72,15 @@ def _is_same(one: torch.Tensor, other: torch.Tensor) -> bool:
     return torch.equal(one.flatten().view(torch.uint8), other.flatten().view(torch.uint8))  # NaN is like NaN
 
 
-def _normal(document: dict[str, Any]) -> dict[str, Any]:
-    """As the newest format writes it."""
-    layers = [None if note is None else {"budget": None, **note} for note in document["layers"]]
-    return {**DEFAULTS, **document, "layers": layers}
-
-
 def _contradiction(file: CacheFile, honest: Honest) -> str | None:
     """The first thing that a file says and that cannot be, found in plain Python on lists."""
     document, truth = file.document, honest.file
-    rows, batch = document["standing"], document["batch"]
-    lists = [rows[name] for name in ("tokens_seen", "next_positions", "since_edit", "prompts")]
-    if any(len(each) != batch for each in lists) or (
-        rows["columns_seen"] < max(rows["tokens_seen"]) and ("columns" not in file.tensors)
-    ):
+    rows, batch = {name: [row[name] for row in document["rows"]] for name in OF_ROWS}, document["options"]["batch"]
+    if len(document["rows"]) != batch:
         return "rows"
-    for row, (seen, end, since, prompts) in enumerate(zip(*lists, strict=True)):
+    for row, (seen, end, since, prompts, columns) in enumerate(zip(*rows.values(), strict=True)):
+        if columns < seen:
+            return f"columns of row {row}"
         flat = [number for span in prompts for number in span]
         if not 0 <= since <= min(seen, end) or flat != sorted(set(flat)) or (flat and flat[-1] > end):
             return f"row {row}"
@@ -136,7 +129,7 @@ def _in_layer(file: CacheFile, index: int, note: dict[str, Any], rows: dict[str,
         if (tensor.shape[0] != batch and name != "key_centres") or (per_slot and tensor.shape[2] != slots):
             return f"{name} has shape {tuple(tensor.shape)}"
     for row in range(batch):
-        seen, end, since = (rows[name][row] for name in ("tokens_seen", "next_positions", "since_edit"))
+        seen, end, since = (rows[name][row] for name in OF_ROWS[:3])
         for head, places in enumerate(positions[row]):
             held = [place for place in places if place != -1]
             if any(not 0 <= place < end for place in held):

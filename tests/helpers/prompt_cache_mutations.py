@@ -19,8 +19,15 @@ OTHERS: tuple[Any, ...] = (None, True, False, [], {}, [[]], [None], {"a": 1}, *T
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16)
 ALL_DTYPES = (*DTYPES, torch.int8, torch.uint8, torch.bool)
 ENTRIES = (0, 1, -1, -2, -7, 2**30, 2**31 - 1, -(2**31), float("nan"), float("inf"), -float("inf"), 1e30)
-NAMES = ("x", "", "layers.0", "layers.0.x", "layers.99.keys", "layers.0.state.x", "layers.0.statistics.mean", "columns")
-NAMES_OF_OTHERS = ("tokens.0", "tokens.7", "layers.1.positions", "layers.0.state.merged", "layers.0.exact_serials")
+NAMES = ("x", "", "layers.0", "layers.0.x", "layers.99.keys", "layers.0.state.x", "layers.0.statistics.mean")
+NAMES_OF_OTHERS = (
+    "columns",
+    "tokens.0",
+    "tokens.7",
+    "layers.1.positions",
+    "layers.0.state.merged",
+    "layers.0.exact_serials",
+)
 
 
 def mutated(honest: Honest, draw: random.Random) -> tuple[str, bytes]:

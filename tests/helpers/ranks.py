@@ -106,14 +106,14 @@ def _found(case: Case, model: PreTrainedModel, files: Path, seed: int) -> Found:
     if case.then == "die":
         return Found(error=f"lost: {lost(model, PROMPT)}")
     if case.load:
-        cache = windlass.prompt_cache.load(files / case.load, model)
+        cache = windlass.KVCache.load(files / case.load, model)
         logits = windlass.prefill(model, cache, [PROMPT[:1]] * cache.batch_size)
     else:
         cache = KVCache(model, **(LIMITS | _made(case.options, files)))
         logits = windlass.prefill(model, cache, [PROMPT] * cache.batch_size)
         _between(case.then, model, cache)
     if case.save:
-        windlass.prompt_cache.save(cache, files / case.save, model)
+        cache.save(files / case.save)
     sampling = Sampling() if case.seed is None else Sampling(temperature=1.5, seed=case.seed + seed)
     ranks = None if cache.heads is None else cache.heads.ranks
     sampler = Sampler(sampling, [PROMPT] * cache.batch_size, logits.device, ranks)

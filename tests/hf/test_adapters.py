@@ -10,7 +10,7 @@ from peft import IA3Config, LoraConfig, get_peft_model
 
 import windlass
 from tests.helpers.models import Text
-from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
+from windlass import KVCache, PromptCacheError, UsageError
 from windlass.hf.weights import fingerprint
 from windlass.testing import tiny_model
 
@@ -105,17 +105,17 @@ def test_a_file_is_of_the_adapter_that_was_active(text: Text, tmp_path: Path) ->
     cache = KVCache(model, 16)
     with torch.no_grad():
         model(text(30), past_key_values=cache)
-    prompt_cache.save(cache, path, model)
-    prompt_cache.load(path, model)
+    cache.save(path)
+    KVCache.load(path, model)
     model.add_adapter("idle", lora())
-    prompt_cache.load(path, model)
+    KVCache.load(path, model)
     model.set_adapter("second")
     with pytest.raises(PromptCacheError, match="config or weights differ"):
-        prompt_cache.load(path, model)
+        KVCache.load(path, model)
     model.set_adapter("first")
     with model.disable_adapter(), pytest.raises(PromptCacheError, match="config or weights differ"):
-        prompt_cache.load(path, model)
-    prompt_cache.load(path, model)
+        KVCache.load(path, model)
+    KVCache.load(path, model)
 
 
 @pytest.mark.parametrize("is_merged", [False, True])

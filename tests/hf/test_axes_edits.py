@@ -24,7 +24,7 @@ from tests.helpers.axes import (
     shown,
 )
 from tests.helpers.models import Text
-from windlass import H2O, KVCache, PromptCacheError, Recent, UsageError, prompt_cache
+from windlass import H2O, KVCache, PromptCacheError, Recent, UsageError
 from windlass.core.positions import BLOCK_END, BLOCK_START, PLACE
 
 TOLERANCE = 1e-4  # of a standard deviation
@@ -158,8 +158,8 @@ def test_a_file(family: str, mode: str, text: Text, tmp_path: Path) -> None:
     given, model = shown(text, TOKENS, STARTS, family), attached_reader(family, 1)
     cache, feed = one_layer_read(family, given, 60, budget=BUDGET, sinks=SINKS, positions=mode, policy=H2O())
     feed(60)
-    prompt_cache.save(cache, tmp_path / "pictures", model)
-    again = prompt_cache.load(tmp_path / "pictures", model)
+    cache.save(tmp_path / "pictures")
+    again = KVCache.load(tmp_path / "pictures", model)
     assert again.rows.rows[0].pictures == cache.rows.rows[0].pictures
     with torch.no_grad():
         for column in range(61, 66):
@@ -174,12 +174,12 @@ def test_a_file_whose_places_lie(text: Text, tmp_path: Path) -> None:
         state = cache.layers[0].table.state
         before = state[name].clone()
         state[name][..., 12] = value
-        prompt_cache.save(cache, tmp_path / "lies", model)
+        cache.save(tmp_path / "lies")
         with pytest.raises(PromptCacheError, match="layer 0, row 0 reads tokens outside of its text, up to 40"):
-            prompt_cache.load(tmp_path / "lies", model)
+            KVCache.load(tmp_path / "lies", model)
         state[name].copy_(before)
-    prompt_cache.save(cache, tmp_path / "true", model)
-    prompt_cache.load(tmp_path / "true", model)
+    cache.save(tmp_path / "true")
+    KVCache.load(tmp_path / "true", model)
 
 
 def test_rows_are_copied_and_chosen_with_their_places(text: Text) -> None:

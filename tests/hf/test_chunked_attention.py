@@ -17,7 +17,7 @@ from transformers import (
 
 import windlass
 from tests.helpers.models import Models, Text, given_cache, greedy, read
-from windlass import H2O, KeyDiff, KVCache, Policy, Recent, UnsupportedModel, prompt_cache
+from windlass import H2O, KeyDiff, KVCache, Policy, Recent, UnsupportedModel
 from windlass.hf.attach import attached
 from windlass.hf.mask import Mask
 from windlass.hf.passes import cache_name
@@ -137,8 +137,8 @@ def test_a_cache_comes_back_from_a_file(attached_model: Models, text: Text, tmp_
     for budget, policy in ((None, None), (20, H2O()), (8, H2O())):
         cache = KVCache(model, budget, policy)
         read(model, cache, ids[:, :30], 7)
-        prompt_cache.save(cache, tmp_path / "cache", model)
-        back = prompt_cache.load(tmp_path / "cache", model)
+        cache.save(tmp_path / "cache")
+        back = KVCache.load(tmp_path / "cache", model)
         assert_close(read(model, back, ids[:, 30:], 1), read(model, cache, ids[:, 30:], 1))
 
 
@@ -149,8 +149,8 @@ def test_an_import_is_kept_in_a_file(attached_model: Models, plain_model: Models
     with torch.no_grad():
         expected = plain(ids, use_cache=False).logits[:, 30:]
         plain(ids[:, :30], past_key_values=theirs)
-    prompt_cache.save(KVCache.from_rotated(model, theirs), tmp_path / "cache", model)
-    assert_close(read(model, prompt_cache.load(tmp_path / "cache", model), ids[:, 30:], 1), expected)
+    KVCache.from_rotated(model, theirs).save(tmp_path / "cache")
+    assert_close(read(model, KVCache.load(tmp_path / "cache", model), ids[:, 30:], 1), expected)
 
 
 def test_what_attach_finds(attached_model: Models) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.helpers.models import Models, Text
-from windlass import KeyDiff, KVCache, Recent, UsageError, prompt_cache
+from windlass import KeyDiff, KVCache, Recent, UsageError
 from windlass.cache.options import CacheOptions
 
 TOLERANCE = 1e-5
@@ -123,6 +123,6 @@ def test_an_import_of_sliding_layers_with_a_ring_is_saved_and_loaded(
     theirs = DynamicCache(config=plain.config)
     logits_of(plain, ids[:, :30], theirs)
     cache = KVCache.from_rotated(model, theirs, CacheOptions(store="int8(newest=4)"))
-    prompt_cache.save(cache, tmp_path / "import.safetensors", model)
-    loaded = prompt_cache.load(tmp_path / "import.safetensors", model)
+    cache.save(tmp_path / "import.safetensors")
+    loaded = KVCache.load(tmp_path / "import.safetensors", model)
     assert torch.equal(logits_of(model, ids[:, 30:], loaded), logits_of(model, ids[:, 30:], cache))

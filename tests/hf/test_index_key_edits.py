@@ -11,7 +11,6 @@ from tests.helpers.indexers import INDEX_WIDTH, bound_indexed, plain_indexed
 from tests.helpers.models import Text, logits_at, read
 from windlass import KVCache, Recent, UsageError
 from windlass.cache.layer import SlotLayer
-from windlass.hf import prompt_cache
 from windlass.hf.indexer import IndexerObservation, indexed_layers
 from windlass.hf.recurrent import LayerKinds
 
@@ -140,8 +139,8 @@ def test_a_file_goes_on(name: str, store: str, text: Text, tmp_path: Path) -> No
     model, ids = bound(name), text(TOKENS)
     cache = KVCache(model, 26, Recent(), store=store)
     read(model, cache, ids[:, :31], 31)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model)
     assert index_keys(loaded.layers[0]).equal(index_keys(cache.layers[0]))
     assert read(model, loaded, ids[:, 31:], 1).equal(read(model, cache, ids[:, 31:], 1))
 

@@ -147,7 +147,7 @@ def test_policies_rank_the_keys_that_attention_reads(policy: str, text: Text) ->
 
 @pytest.mark.parametrize("store", ["plain", "int8", "int4"])
 def test_bytes_are_those_that_are_allocated(store: str) -> None:
-    from windlass.hf.kv_cache import layer_shapes
+    from windlass.hf.forward import layer_shapes
 
     model = bound("dots3_note_text")  # half of its layers have no indexer
     cache = KVCache(model, 26, Recent(), sinks=3, store=store, chunk=9)

@@ -12,7 +12,6 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 import windlass
 from tests.helpers.models import Models, Text, logits_at, masked, read
 from windlass import KVCache, Recent, UnsupportedModel
-from windlass.hf import prompt_cache
 from windlass.hf.latent import EXPAND
 from windlass.kernels import cpu
 from windlass.policies import NAMES
@@ -172,8 +171,8 @@ def test_a_file_goes_on(store: str, attached_model: Models, text: Text, tmp_path
     model, ids = attached_model(FAMILY), text(TOKENS)
     cache = KVCache(model, 20, "snapkv", store=store)
     read(model, cache, ids[:, :30], 30)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model)
     assert not any("value" in name and tensor.numel() for name, tensor in loaded.layers[0].store.tensors().items())
     assert read(model, loaded, ids[:, 30:], 1).equal(read(model, cache, ids[:, 30:], 1))
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models, Text, read
-from windlass import KeyDiff, KVCache, UnsupportedModel, UsageError, prompt_cache
+from windlass import KeyDiff, KVCache, UnsupportedModel, UsageError
 from windlass.engine.generate import prefill
 from windlass.testing import tiny_model
 
@@ -54,7 +54,7 @@ def test_offloaded_weights(
     prompts = [prefill(one, KVCache(one), ids.tolist()) for one in (model, attached_model("llama"))]
     torch.testing.assert_close(*prompts, atol=1e-5, rtol=0)
     with pytest.raises(UsageError, match="offloaded; the fingerprint needs all weights"):
-        prompt_cache.save(KVCache(model), tmp_path / "file", model)
+        KVCache(model).save(tmp_path / "file")
 
 
 def test_a_model_without_weights_is_refused() -> None:

@@ -1,23 +1,20 @@
 """Save and load: going on after a load is going on, and a bad file is one clear line."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models
-from windlass import KVCache, Policy, PromptCacheError, Recent, UsageError, prompt_cache
+from windlass import KVCache, Policy, PromptCacheError, Recent, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.core.positions import EMPTY
 from windlass.core.types import Scores
-from windlass.hf import prompt_cache as prompt_cache_file
 from windlass.policies import NAMES, Random, Slots
 from windlass.testing import VOCABULARY
 
@@ -71,8 +68,8 @@ def assert_goes_on(
     model: PreTrainedModel, cache: KVCache, path: Path, logits: Tensor, policy: Policy | None = None
 ) -> None:
     """Save, load, and write, take another prompt, write: the same as without."""
-    prompt_cache.save(cache, path, model)
-    loaded = prompt_cache.load(path, model, policy)
+    cache.save(path)
+    loaded = KVCache.load(path, model, policy=policy)
     for tokens in (18, 5):
         expected, got = (write(model, each, logits, tokens) for each in (cache, loaded))
         assert torch.equal(got.argmax(-1), expected.argmax(-1))
@@ -110,8 +107,8 @@ def test_transformers_generate_goes_on(model: PreTrainedModel, tmp_path: Path) -
     cache = KVCache(model, budget=20, sinks=2, window=3, policy=Recent())
     ids = torch.arange(60)[None] % VOCABULARY
     ids = model.generate(ids, past_key_values=cache, max_new_tokens=5, do_sample=False)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model)
     expected, got = (
         model.generate(ids, past_key_values=each, max_new_tokens=9, do_sample=False) for each in (cache, loaded)
     )
@@ -122,8 +119,8 @@ def test_everything_but_the_tensors_comes_back(model: PreTrainedModel, tmp_path:
     policy = windlass.SnapKV(observed_queries=5, pool=3)
     cache = KVCache(model, 25, policy, sinks=1, window=4, chunk=9, positions="self_extend(3, 7)", batch=2, rollback=5)
     read(model, cache)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model)
     for name in ("limits", "policy", "positions", "batch_size", "rows"):
         assert getattr(loaded, name) == getattr(cache, name), name
     assert loaded.tokens == cache.tokens
@@ -132,8 +129,8 @@ def test_everything_but_the_tensors_comes_back(model: PreTrainedModel, tmp_path:
 
 
 def test_a_cache_that_saw_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
-    prompt_cache.save(small(model), tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+    small(model).save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model)
     assert loaded.tokens == [[], []]
     torch.testing.assert_close(read(model, loaded), read(model, small(model)))
 
@@ -142,8 +139,8 @@ def test_a_cache_that_saw_nothing(model: PreTrainedModel, tmp_path: Path) -> Non
 def test_tokens_stay_unknown(model: PreTrainedModel, tmp_path: Path) -> None:
     cache = KVCache(model)
     model(inputs_embeds=torch.randn(1, 5, 60), past_key_values=cache)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    assert prompt_cache.load(tmp_path / "cache", model).tokens is None
+    cache.save(tmp_path / "cache")
+    assert KVCache.load(tmp_path / "cache", model).tokens is None
 
 
 def test_rollback_after_a_load(model: PreTrainedModel, tmp_path: Path) -> None:
@@ -151,8 +148,8 @@ def test_rollback_after_a_load(model: PreTrainedModel, tmp_path: Path) -> None:
     for budget in (None, 20):
         cache = small(model, budget=budget)
         read(model, cache)
-        prompt_cache.save(cache, tmp_path / "cache", model)
-        loaded = prompt_cache.load(tmp_path / "cache", model)
+        cache.save(tmp_path / "cache")
+        loaded = KVCache.load(tmp_path / "cache", model)
         if budget is None:
             loaded.rollback(9)
             cache.rollback(9)
@@ -166,7 +163,7 @@ def test_the_saved_cache_is_left_alone(model: PreTrainedModel, tmp_path: Path) -
     cache = small(model)
     write(model, cache, read(model, cache), 3)
     before = [{name: tensor.clone() for name, tensor in layer.tensors().items()} for layer in cache.layers]
-    prompt_cache.save(cache, tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
     for layer, tensors in zip(cache.layers, before, strict=True):
         for name, tensor in layer.tensors().items():
             assert torch.equal(tensor, tensors[name]), name
@@ -177,7 +174,7 @@ def test_a_file_holds_what_is_held_and_no_more(model: PreTrainedModel, tmp_path:
     cache = small(model, windlass.H2O())
     write(model, cache, read(model, cache), 3)
     path = tmp_path / "cache"
-    prompt_cache.save(cache, path, model)
+    cache.save(path)
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     positions = [tensor for name, tensor in tensors.items() if name.endswith("positions")]
@@ -195,10 +192,10 @@ def test_a_policy_from_outside(model: PreTrainedModel, tmp_path: Path) -> None:
     path = tmp_path / "cache"
     cache = small(model, Oldest())
     assert_goes_on(model, cache, path, read(model, cache), Oldest())
-    with pytest.raises(PromptCacheError, match=r"policy Oldest\(slope=-1.0\).* load\(path, model, policy=...\)"):
-        prompt_cache.load(path, model)
+    with pytest.raises(PromptCacheError, match=r"policy Oldest\(slope=-1.0\).*load\(path, model, policy=...\)"):
+        KVCache.load(path, model)
     with pytest.raises(PromptCacheError, match=r"Oldest\(slope=-1.0\), not with Oldest\(slope=2.0\)"):
-        prompt_cache.load(path, model, Oldest(2.0))
+        KVCache.load(path, model, policy=Oldest(2.0))
 
 
 @pytest.mark.parametrize("given", [None, 9])
@@ -208,8 +205,8 @@ def test_the_window_follows_the_budget_after_a_load_too(
     """`compress` takes the window that was given; where none was, it takes the default of the new budget."""
     cache = KVCache(model, budget=64, window=given, chunk=64, batch=2, policy=Recent())
     logits = read(model, cache)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model)
     assert loaded.limits == cache.limits
     for each in (cache, loaded):
         each.compress(16)
@@ -223,35 +220,7 @@ def test_all_options_travel(model: PreTrainedModel, tmp_path: Path) -> None:
     options = CacheOptions(40, windlass.H2O(), 3, None, 7, "clamp(9)", 2, 5, "int8", "mean_count(next)")
     cache = KVCache.from_options(model, options)
     read(model, cache)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model).options
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model).options
     assert loaded.document() == options.document()
     assert loaded.policy == options.policy
-
-
-def test_a_file_of_before_the_window_could_be_left_open_loads(model: PreTrainedModel, tmp_path: Path) -> None:
-    """Such a file of format 4 has the number that the window had."""
-    cache = small(model, windlass.H2O(), budget=40)
-    logits = read(model, cache)
-    cache.compress(20)
-    cache.layers[0].rules = cache.layers[0].rules.with_budget(18)  # what makes it a file of format 4
-    path = tmp_path / "cache"
-    prompt_cache.save(cache, path, model)
-    with safe_open(path, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert metadata["version"] == "4"
-    document = json.loads(metadata["contents"])
-    assert document["limits"] == {"budget": 20, "sinks": 2, "window": 3, "chunk": 7, "rollback": 16}
-    assert set(document) == {
-        *("model", "dtype", "fingerprint", "batch", "positions", "limits", "policy", "standing", "has_tokens"),
-        *("layers", "store", "merge"),
-    }
-    # Written as then: the keys in another order, and so another checksum.
-    metadata["contents"] = json.dumps(dict(sorted(document.items())))
-    metadata["checksum"] = prompt_cache_file.checksum(metadata["contents"], tensors)
-    save_file(tensors, path, metadata)
-    loaded = prompt_cache.load(path, model)
-    assert loaded.limits == cache.limits
-    assert loaded.options.window == 3
-    expected, got = (write(model, each, logits, 5) for each in (cache, loaded))
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)

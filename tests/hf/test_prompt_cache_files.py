@@ -22,9 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import windlass
 from tests.helpers.chats import TEMPLATE, with_template
 from tests.helpers.models import Models
-from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
+from windlass import KVCache, PromptCacheError, UsageError
 from windlass.core.errors import WindlassWarning
-from windlass.hf import prompt_cache as prompt_cache_file
+from windlass.hf import prompt_cache
 from windlass.hf.prompt_cache_format import VERSION
 from windlass.hf.weights import fingerprint
 from windlass.policies import KeyNorm
@@ -41,7 +41,7 @@ def model(attached_model: Models) -> PreTrainedModel:
 @pytest.fixture(scope="module")
 def saved(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("saved") / "cache.safetensors"
-    prompt_cache.save(filled(model), path, model)
+    filled(model).save(path)
     return path
 
 
@@ -53,20 +53,14 @@ def filled(model: PreTrainedModel) -> KVCache:
 
 
 def test_another_policy_is_refused(saved: Path, model: PreTrainedModel) -> None:
-    assert prompt_cache.load(saved, model, windlass.H2O()).policy == windlass.H2O()
+    assert KVCache.load(saved, model, policy=windlass.H2O()).policy == windlass.H2O()
     with pytest.raises(PromptCacheError, match=r"policy H2O\(\), not with KeyNorm\(\)"):
-        prompt_cache.load(saved, model, KeyNorm())
-
-
-def test_the_wrong_model_at_save(model: PreTrainedModel, tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="made for another model"):
-        prompt_cache.save(filled(model), tmp_path / "cache", windlass.attach(tiny_model("llama")))
-    assert not list(tmp_path.iterdir())
+        KVCache.load(saved, model, policy=KeyNorm())
 
 
 def test_an_unattached_model_at_load(saved: Path) -> None:
     with pytest.raises(UsageError, match=r"call windlass.attach\(model\) first"):
-        prompt_cache.load(saved, tiny_model("llama"))
+        KVCache.load(saved, tiny_model("llama"))
 
 
 @torch.no_grad()
@@ -82,7 +76,7 @@ def test_another_model_is_refused(saved: Path) -> None:
         (tiny_model("qwen3"), "by a LlamaForCausalLM, this model is a Qwen3ForCausalLM"),
     ):
         with pytest.raises(PromptCacheError, match=wrong) as caught:
-            prompt_cache.load(saved, windlass.attach(model))
+            KVCache.load(saved, windlass.attach(model))
         assert_clear(caught.value, saved)
 
 
@@ -134,7 +128,7 @@ def test_a_cut_or_longer_file_is_found(
 def assert_refused(content: bytes, path: Path, model: PreTrainedModel) -> None:
     path.write_bytes(content)
     with pytest.raises(PromptCacheError) as caught:
-        prompt_cache.load(path, model)
+        KVCache.load(path, model)
     assert_clear(caught.value, path)
 
 
@@ -150,19 +144,25 @@ def test_what_is_no_prompt_cache(model: PreTrainedModel, tmp_path: Path) -> None
         (missing, "does not exist"),
     ):
         with pytest.raises(PromptCacheError, match=wrong) as caught:
-            prompt_cache.load(path, model)
+            KVCache.load(path, model)
         assert_clear(caught.value, path)
 
 
-def test_a_newer_format_is_named(saved: Path, model: PreTrainedModel, tmp_path: Path) -> None:
+@pytest.mark.parametrize("version", [1, 10, VERSION + 1])
+def test_a_file_of_another_format_is_refused_by_its_version_alone(
+    version: int, saved: Path, model: PreTrainedModel, tmp_path: Path
+) -> None:
+    path = tmp_path / "other"
     with safe_open(saved, "pt") as file:
         metadata = file.metadata()
-    save_file({"something_new": torch.ones(3)}, tmp_path / "newer", {**metadata, "version": str(VERSION + 1)})
-    with pytest.raises(
-        PromptCacheError, match=f"version {VERSION + 1}, this windlass reads up to {VERSION}; upgrade"
-    ) as caught:
-        prompt_cache.load(tmp_path / "newer", model)
-    assert_clear(caught.value, tmp_path / "newer")
+    save_file({"of_another_kind": torch.ones(3)}, path, {**metadata, "contents": "x", "version": str(version)})
+    way_out = "upgrade windlass or make it again" if version > VERSION else "make it again"
+    with pytest.raises(PromptCacheError) as caught:
+        KVCache.load(path, model)
+    assert str(caught.value).startswith(
+        f"{path} has format version {version}, and this windlass reads {VERSION} alone; {way_out} (`windlass cache "
+    )
+    assert_clear(caught.value, path)
 
 
 @pytest.mark.parametrize("is_first", [True, False])
@@ -173,18 +173,18 @@ def test_a_write_that_fails_halfway(
     path = tmp_path / "cache"
     cache = filled(model)
     if not is_first:
-        prompt_cache.save(cache, path, model)
+        cache.save(path)
     before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
 
     def half(_tensors: dict[str, Tensor], filename: Path, _metadata: dict[str, str]) -> None:
         Path(filename).write_bytes(b"half a file")
         raise failure
 
-    monkeypatch.setattr(prompt_cache_file, "save_file", half)
+    monkeypatch.setattr(prompt_cache, "save_file", half)
     cache.drop(3, 5)  # what is saved now is something else
     wanted = PromptCacheError if isinstance(failure, OSError) else KeyboardInterrupt
     with pytest.raises(wanted) as caught:
-        prompt_cache.save(cache, path, model)
+        cache.save(path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     if isinstance(caught.value, PromptCacheError):
         assert_clear(caught.value, path)
@@ -195,9 +195,9 @@ def test_a_disk_without_room(saved: Path, model: PreTrainedModel, tmp_path: Path
     """The real writer against a real limit."""
     path = tmp_path / "cache"
     path.write_bytes(saved.read_bytes())
-    cache = prompt_cache.load(saved, model)
+    cache = KVCache.load(saved, model)
     with most_bytes_in_a_file(1000), pytest.raises(PromptCacheError, match="older file there is unchanged") as caught:
-        prompt_cache.save(cache, path, model)
+        cache.save(path)
     assert_clear(caught.value, path)
     assert path.read_bytes() == saved.read_bytes()
     assert [file.name for file in tmp_path.iterdir()] == ["cache"]
@@ -218,7 +218,7 @@ def test_where_a_file_cannot_be(model: PreTrainedModel, tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for path in (tmp_path, tmp_path / "no_folder" / "cache", pipe):
         with pytest.raises(PromptCacheError) as caught:
-            prompt_cache.save(filled(model), path, model)
+            filled(model).save(path)
         assert_clear(caught.value, path)
     assert pipe.is_fifo()
 
@@ -228,27 +228,27 @@ def test_an_older_file_keeps_its_link_and_its_rights(model: PreTrainedModel, tmp
     path.touch()
     path.chmod(0o640)
     link.symlink_to(path)
-    prompt_cache.save(filled(model), link, model)
+    filled(model).save(link)
     assert link.is_symlink()
     assert path.stat().st_mode & 0o777 == 0o640
-    prompt_cache.load(path, model)
+    KVCache.load(path, model)
 
 
 def test_another_chat_template_is_told(model: PreTrainedModel, tmp_path: Path) -> None:
     path, cache = tmp_path / "talk", filled(model)
-    prompt_cache.save(cache, path, model, with_template())
+    cache.save(path, tokenizer=with_template())
     with warnings.catch_warnings(record=True) as told:
-        prompt_cache.load(path, model, tokenizer=with_template())
-        prompt_cache.load(path, model)
+        KVCache.load(path, model, tokenizer=with_template())
+        KVCache.load(path, model)
     assert not told
     for other in (with_template(TEMPLATE + " "), with_template(None)):
         with pytest.warns(WindlassWarning, match="written with another chat template than the tokenizer has now"):
-            loaded = prompt_cache.load(path, model, tokenizer=other)
+            loaded = KVCache.load(path, model, tokenizer=other)
         assert loaded.tokens == cache.tokens
 
 
 def test_a_file_of_no_tokenizer_tells_nothing(model: PreTrainedModel, tmp_path: Path) -> None:
-    prompt_cache.save(filled(model), tmp_path / "talk", model)
+    filled(model).save(tmp_path / "talk")
     with warnings.catch_warnings(record=True) as told:
-        prompt_cache.load(tmp_path / "talk", model, tokenizer=with_template())
+        KVCache.load(tmp_path / "talk", model, tokenizer=with_template())
     assert not told

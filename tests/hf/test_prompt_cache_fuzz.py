@@ -15,8 +15,8 @@ from tests.helpers.models import Models
 from tests.helpers.prompt_cache_files import CacheFile, Honest, honest_files
 from tests.helpers.prompt_cache_judge import LOADED, REFUSED, verdict
 from tests.helpers.prompt_cache_mutations import mutated
-from windlass import PromptCacheError, prompt_cache
-from windlass.hf import prompt_cache as prompt_cache_memory
+from windlass import KVCache, PromptCacheError
+from windlass.hf import prompt_cache
 from windlass.hf.attach import attached
 
 BATCHES, MUTATIONS = 4, 50  # of them each
@@ -31,7 +31,7 @@ def files(attached_model: Models, tmp_path_factory: pytest.TempPathFactory) -> d
 @pytest.fixture(autouse=True)
 def _small_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """The same verdict on every machine, and no memory of gigabytes asked for where a check is missing."""
-    monkeypatch.setattr(prompt_cache_memory, "memory_of", lambda _: 2**30)
+    monkeypatch.setattr(prompt_cache, "memory_of", lambda _: 2**30)
 
 
 @pytest.mark.parametrize("batch", range(BATCHES))
@@ -130,41 +130,62 @@ HOSTILE: dict[str, tuple[str, Spoil, str]] = {
         of("recall.value_codes", lambda c: c[:, :, 1:]),
         "tensor layers.0.recall.value_codes",
     ),
-    "recall of 9": ("recall", field("recall", value=9), "must be a multiple of 8"),
-    "recall without a budget": ("recall", field("limits", "budget", value=None), "needs a budget"),
-    "columns": ("edited", of("columns", lambda c: c + 1), "the columns of its rows"),
+    "recall of 9": ("recall", field("options", "recall", value=9), "must be a multiple of 8"),
+    "recall without a budget": ("recall", field("options", "limits", "budget", value=None), "needs a budget"),
+    "columns": ("edited", field("rows", 0, "columns", value=1), "tokens in 1 columns"),
     "no json": ("recent", text("not json"), "no JSON that can be read"),
     "deep json": ("recent", text("[" * 100_000), "no JSON that can be read"),
     "deep json, closed": ("recent", text("[" * 100_000 + "]" * 100_000), "no JSON that can be read"),
-    "a list": ("recent", text("[]"), "not an object"),
+    "a list": ("recent", text("[]"), "its header is a list of 0: "),
     "a field twice": ("recent", text('{"batch": 1, "batch": 2}'), "a field is there twice"),
     "a huge number": ("recent", text('{"batch": 1' + "0" * 5000 + "}"), "no JSON that can be read"),
-    "an extra field": ("recent", field("more", value=1), "unknown field 'more'"),
+    "an extra field below": ("recent", field("layers", 0, "\x1b[2J", value=1), "unknown field layers.0.\\x1b[2J"),
+    "a missing field": ("recent", text("{}"), "its header has no field model"),
+    "a version in the header": ("recent", field("version", value=1), "unknown field version"),
+    "no rows": ("recent", field("rows", value=[]), "it has 0 rows"),
+    "sinks of a row": ("recent", field("rows", 1, "sinks", value=5), "a row has sinks of its own"),
+    "an extra field": ("recent", field("more", value=1), "unknown field more"),
     "no layers": ("recent", field("layers", value=[]), "it has 0 layers, this model has 2"),
-    "budget of text": ("recent", field("limits", "budget", value="x"), "budget in limits"),
-    "a huge batch": ("recent", field("batch", value=10**9), "1000000000 whole numbers"),
-    "seen 10**18": ("without ids", field("standing", "tokens_seen", value=[10**18]), "tokens_seen"),
-    "seen more": ("without ids", field("standing", "tokens_seen", value=[6]), "row 0"),
-    "NaN": ("recent", field("standing", "columns_seen", value=float("nan")), "NaN is no number"),
-    "a flag of 1": ("recent", field("has_tokens", value=1), "true or false"),
+    "budget of text": (
+        "recent",
+        field("options", "limits", "budget", value="x"),
+        "options.limits.budget in its header",
+    ),
+    "a huge batch": ("recent", field("options", "batch", value=10**9), "a batch of 1000000000"),
+    "seen 10**18": ("without ids", field("rows", 0, "tokens_seen", value=10**18), "rows.0.tokens_seen in its header"),
+    "seen more": (
+        "without ids",
+        field("rows", 0, "tokens_seen", value=6),
+        "it has seen 6 tokens in 5",
+    ),
+    "NaN": ("recent", field("rows", 0, "columns", value=float("nan")), "NaN is no number"),
+    "a flag of 1": ("recent", field("has_tokens", value=1), "has_tokens in its header is 1: "),
     "an unknown policy": ("recent", field("policy", "name", value="best"), "which this windlass lacks"),
     "a policy of text": ("statistics", field("policy", "fields", "future", value="x"), "not a number"),
     "a policy of half": ("statistics", field("policy", "fields", "future", value=9.5), "future of its policy is 9.5"),
     "another label": ("statistics", field("policy", "label", value="Recent()"), "and called Recent()"),
-    "a label of two lines": ("recent", field("policy", "label", value="a\nb"), "a text of one line"),
-    "a store of nothing": ("snapkv, int8", field("store", value="int9"), "is not a store"),
-    "a merge of nothing": ("merged", field("merge", value="mix"), "is not a rule"),
-    "huge positions": ("recent", field("positions", value="clamp(1000000000)"), "GiB"),
-    "huge self extend": ("recent", field("positions", value=f"self_extend({10**30}, 5)"), "group must be from 1"),
-    "a huge ring": ("empty", field("store", value="int4(newest=1000000000)"), "GiB"),
-    "a huge budget": ("h2o", field("limits", "budget", value=2**30), "GiB"),
-    "a huge chunk": ("h2o", field("limits", "chunk", value=2**30), "GiB"),
-    "a far end": ("edited", field("standing", "next_positions", value=[2**30, 2**30]), "GiB"),
+    "a label of two lines": (
+        "recent",
+        field("policy", "label", value="a\nb"),
+        "policy.label in its header: it is not a text of one line",
+    ),
+    "a store of nothing": ("snapkv, int8", field("options", "store", value="int9"), "is not a store"),
+    "a merge of nothing": ("merged", field("options", "merge", value="mix"), "is not a rule"),
+    "huge positions": ("recent", field("options", "positions", value="clamp(1000000000)"), "GiB"),
+    "huge self extend": (
+        "recent",
+        field("options", "positions", value=f"self_extend({10**30}, 5)"),
+        "group must be from 1",
+    ),
+    "a huge ring": ("empty", field("options", "store", value="int4(newest=1000000000)"), "GiB"),
+    "a huge budget": ("h2o", field("options", "limits", "budget", value=2**30), "GiB"),
+    "a huge chunk": ("h2o", field("options", "limits", "chunk", value=2**30), "GiB"),
+    "a far end": ("edited", field("rows", 0, "next_position", value=2**30), "GiB"),
     "another window": ("windows", field("layers", 0, "sliding_window", value=3), "a sliding window of 3"),
     "nothing evicted": ("windows", field("layers", 1, "has_evicted", value=False), "though none was evicted"),
     "a layer without": ("recent", field("layers", 0, value=None), "a layer has no tokens"),
-    "prompts backwards": ("recent", field("standing", "prompts", value=[[[5, 2]], []]), "prompts of row 0"),
-    "edited later than read": ("recent", field("standing", "since_edit", value=[99, 3]), "since its last edit"),
+    "prompts backwards": ("recent", field("rows", 0, "prompts", value=[[5, 2]]), "rows.0 in its header: its prompts"),
+    "edited later than read": ("recent", field("rows", 0, "since_edit", value=99), "since its last edit"),
 }
 
 
@@ -177,7 +198,7 @@ def test_a_hostile_file_is_refused_for_what_is_wrong(name: str, files: dict[str,
     path = tmp_path / "file"
     path.write_bytes(file.to_bytes())
     with pytest.raises(PromptCacheError) as caught:
-        prompt_cache.load(path, honest.model, honest.policy)
+        KVCache.load(path, honest.model, policy=honest.policy)
     message = str(caught.value)
     assert says in message
     assert message.startswith(f"{path} ")
@@ -196,12 +217,12 @@ def test_a_refused_file_leaves_the_model_alone(files: dict[str, Honest], tmp_pat
     path.write_bytes(file.to_bytes())
     try:
         attachment.key_means = None
-        prompt_cache.load(path, honest.model)
+        KVCache.load(path, honest.model)
         assert attachment.key_means is None
         of("positions", lambda p: p.fill_(2**30))(file)
         path.write_bytes(file.to_bytes())
         with pytest.raises(PromptCacheError):
-            prompt_cache.load(path, honest.model)
+            KVCache.load(path, honest.model)
         assert attachment.key_means is None
     finally:
         attachment.key_means = before
@@ -230,7 +251,7 @@ def test_whatever_edits_made_it_a_saved_cache_loads(seed: int, attached_model: M
         except windlass.UsageError:
             continue
         done += 1
-        prompt_cache.save(cache, tmp_path / "file", model)
+        cache.save(tmp_path / "file")
         data = (tmp_path / "file").read_bytes()
         saved = Honest("edited", model, None, CacheFile.read(tmp_path / "file"))
         assert verdict(saved, data, tmp_path / "file") == (LOADED, "decodes")

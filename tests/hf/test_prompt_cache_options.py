@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tests.helpers.models import Models
 from tests.helpers.policies import made_by_default
 from tests.helpers.shares import ALIKE, APART
-from windlass import H2O, KVCache, Policy, PromptCacheError, Shares, SnapKV, UsageError, prompt_cache
+from windlass import H2O, KVCache, Policy, PromptCacheError, Shares, SnapKV, UsageError
 from windlass.core.types import Scores
 from windlass.policies import WRAPPERS, InChunks, InGroups, Pyramid, Slots, Smoothed, Wrapper
 from windlass.testing import VOCABULARY
@@ -191,8 +191,8 @@ def test_what_save_writes_load_takes(case: Case, attached_model: Models, tmp_pat
         else:
             SIMPLE[case["edit"]](cache, made.other)
     path = tmp_path / "cache"
-    prompt_cache.save(cache, path, made.model)
-    loaded = prompt_cache.load(path, made.model, recall_folder=tmp_path if case["is_in_file"] else None)
+    cache.save(path)
+    loaded = KVCache.load(path, made.model, recall_folder=tmp_path if case["is_in_file"] else None)
     for tokens in (6, 3):
         expected, got = (made.write(each, logits, tokens) for each in (cache, loaded))
         torch.testing.assert_close(got, expected, rtol=1e-3, atol=1e-3)
@@ -245,12 +245,12 @@ def test_a_policy_from_elsewhere_is_given_again(
     made = Made(attached_model("llama"), {}, tmp_path)
     cache = KVCache(made.model, 20, make(), sinks=2, window=3)
     logits, path = made.read(cache, (33,)), tmp_path / "cache"
-    prompt_cache.save(cache, path, made.model)
+    cache.save(path)
     with pytest.raises(PromptCacheError, match="not one of windlass' own"):
-        prompt_cache.load(path, made.model)
+        KVCache.load(path, made.model)
     with pytest.raises(PromptCacheError, match="not with"):
-        prompt_cache.load(path, made.model, H2O())
-    loaded = prompt_cache.load(path, made.model, make())
+        KVCache.load(path, made.model, policy=H2O())
+    loaded = KVCache.load(path, made.model, policy=make())
     expected, got = (made.write(each, logits, 6) for each in (cache, loaded))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
@@ -258,6 +258,6 @@ def test_a_policy_from_elsewhere_is_given_again(
 @pytest.mark.parametrize("name", WRAPPERS)
 def test_the_wrapper_of_a_file_is_that_of_the_cache(name: str, attached_model: Models, tmp_path: Path) -> None:
     policy, model = WRAPPERS[name](InChunks(SnapKV(observed_queries=5), 3)), attached_model("llama")
-    prompt_cache.save(KVCache(model, 20, policy), tmp_path / "cache", model)
-    assert prompt_cache.load(tmp_path / "cache", model).policy == policy
-    assert prompt_cache.load(tmp_path / "cache", model, policy).policy == policy
+    KVCache(model, 20, policy).save(tmp_path / "cache")
+    assert KVCache.load(tmp_path / "cache", model).policy == policy
+    assert KVCache.load(tmp_path / "cache", model, policy=policy).policy == policy

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import windlass
 from tests.helpers.models import Models, Text, read
-from windlass import KeyDiff, KVCache, UsageError, prompt_cache
+from windlass import KeyDiff, KVCache, UsageError
 from windlass.hf.attached_model import WAY_OUT
 from windlass.testing import tiny_model
 
@@ -92,8 +92,8 @@ def test_what_is_not_known_is_not_compared(attached_model: Models, text: Text, t
     rows = KVCache(model, batch=2)
     batch, mask = padded(text(9, rows=2), [0, 4])
     model.generate(batch, attention_mask=mask, past_key_values=rows, **RUN)
-    prompt_cache.save(rows, tmp_path / "rows.safetensors", model)
-    loaded = prompt_cache.load(tmp_path / "rows.safetensors", model)
+    rows.save(tmp_path / "rows.safetensors")
+    loaded = KVCache.load(tmp_path / "rows.safetensors", model)
     assert loaded.tokens is not None
     refused(model, loaded, "has read 14 before", batch, attention_mask=mask)
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 import windlass
 from tests.helpers.models import read
-from windlass import KVCache, UsageError, prompt_cache
+from windlass import KVCache, UsageError
 from windlass.cli.app import main
 from windlass.core import parse as names
 from windlass.core.errors import PromptCacheError, WindlassWarning
@@ -134,12 +134,12 @@ def test_a_prompt_cache_is_read_by_the_weights_that_made_it(tmp_path: Path) -> N
     for maker, model in models.items():
         cache = KVCache(model, budget=24)
         read(model, cache, torch.arange(40)[None], 16)
-        prompt_cache.save(cache, path, model)
-        assert prompt_cache.load(path, model).tokens_seen == [40]
+        cache.save(path)
+        assert KVCache.load(path, model).tokens_seen == [40]
         for kind, other in models.items():
             if kind != maker:
                 with pytest.raises(PromptCacheError, match="config or weights differ"):
-                    prompt_cache.load(path, other)
+                    KVCache.load(path, other)
 
 
 def test_what_cannot_be_had_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from windlass import UsageError
 
 windlass: Any = typed  # so that no type checker refuses what is tested here
 KVCache, CacheOptions, Sampling = windlass.KVCache, windlass.CacheOptions, windlass.Sampling
-prompt_cache, SelfExtend, Int8 = windlass.prompt_cache, windlass.SelfExtend, windlass.Int8
+SelfExtend, Int8 = windlass.SelfExtend, windlass.Int8
 MOST = 2**30
 NO_MODEL = "windlass.load(folder) gives a model and its tokenizer"
 
@@ -74,8 +74,8 @@ def test_numbers_of_numpy_are_numbers(attached_model: Models, tmp_path: Path) ->
     """They are held as those of Python, which a file can take."""
     cache = KVCache(attached_model("llama"), np.int64(30), sinks=np.int32(2), window=np.int16(3), rollback=np.uint8(5))
     assert cache.limits == KVCache(attached_model("llama"), 30, sinks=2, window=3, rollback=5).limits
-    prompt_cache.save(cache, tmp_path / "file", attached_model("llama"))
-    assert prompt_cache.load(tmp_path / "file", attached_model("llama")).options.document() == cache.options.document()
+    cache.save(tmp_path / "file")
+    assert KVCache.load(tmp_path / "file", attached_model("llama")).options.document() == cache.options.document()
     assert Sampling(np.float32(0.5), np.int64(5), seed=np.int64(3)) == Sampling(0.5, 5, seed=3)
     assert type(Sampling(0.5, np.int64(5)).top_k) is int
 
@@ -102,17 +102,9 @@ CALLS: dict[str, tuple[Callable[[Setup], object], str]] = {
         "dtype must be one of: auto, float32, bfloat16, float16, got a dtype",
     ),
     "load(device)": (lambda _: windlass.load("x", device=0), "device must be auto, cpu, mps, cuda or cuda:1, got 0"),
-    "save(None)": (
-        lambda s: prompt_cache.save(None, s.file, s.model),
-        "cache must be a KVCache, got None; save(cache, path, model)",
-    ),
-    "save(path)": (lambda s: prompt_cache.save(s.cache, None, s.model), "path must be the name of a file, got None"),
-    "save(model)": (
-        lambda s: prompt_cache.save(s.cache, s.file, s.tokenizer),
-        "model must be a model of transformers, got a Tok",
-    ),
-    "load(path)": (lambda s: prompt_cache.load(7, s.model), "path must be the name of a file, got 7"),
-    "load(model)": (lambda s: prompt_cache.load(s.file, "m"), "model must be a model of transformers, got 'm'"),
+    "save(path)": (lambda s: s.cache.save(None), "path must be the name of a file, got None"),
+    "load(path)": (lambda s: KVCache.load(7, s.model), "path must be the name of a file, got 7"),
+    "load(model)": (lambda s: KVCache.load(s.file, "m"), "model must be a model of transformers, got 'm'"),
     "Sampling(a)": (lambda _: Sampling("a"), "temperature must be a number, got 'a'"),
     "Sampling(top_k)": (
         lambda _: Sampling(top_k=2.0),

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from tests.helpers.caches import assert_same
 from tests.helpers.models import Models, Text
-from windlass import KVCache, PromptCacheError, UsageError, prompt_cache
+from windlass import KVCache, PromptCacheError, UsageError
 from windlass.cache.merging import MeanCount, Merge, MergeBatch
 from windlass.policies import H2O, TOVA, KeyDiff, Policy, Recent
 from windlass.stores.formats import store_of
@@ -81,8 +81,8 @@ def test_a_saved_cache_merges_on(attached_model: Models, text: Text, tmp_path: P
     model, ids = attached_model("llama"), text(74)
     cache = KVCache(model, budget=20, policy=KeyDiff(), merge=merge)
     read(model, cache, ids[:, :50], 25)
-    prompt_cache.save(cache, tmp_path / "merged.safetensors", model)
-    again = prompt_cache.load(tmp_path / "merged.safetensors", model)
+    cache.save(tmp_path / "merged.safetensors")
+    again = KVCache.load(tmp_path / "merged.safetensors", model)
     assert str(again.merge) == merge
     assert float(again.layers[0].table.state["merged"].max()) > 0
     torch.testing.assert_close(
@@ -163,9 +163,9 @@ def test_a_file_of_an_unknown_rule_is_refused(attached_model: Models, text: Text
     model = attached_model("llama")
     cache = KVCache(model, budget=20, merge=Unknown(), policy=Recent())
     read(model, cache, text(30), 30)
-    prompt_cache.save(cache, tmp_path / "unknown", model)
+    cache.save(tmp_path / "unknown")
     with pytest.raises(PromptCacheError, match="merge='keepkv' is not a rule; use one of: mean_count, mean, sum, pick"):
-        prompt_cache.load(tmp_path / "unknown", model)
+        KVCache.load(tmp_path / "unknown", model)
 
 
 def test_low_bit_targets_are_coded_anew_and_nothing_else(attached_model: Models, text: Text) -> None:

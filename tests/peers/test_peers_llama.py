@@ -30,7 +30,7 @@ from transformers import DynamicCache
 import windlass
 from tests.helpers.caches import assert_holds, contents, held
 from tests.helpers.models import Models, Text, greedy, read
-from windlass import H2O, KVCache, Recent, SnapKV, prompt_cache
+from windlass import H2O, KVCache, Recent, SnapKV
 from windlass.core.positions import rotate
 
 
@@ -82,10 +82,10 @@ def test_a_file_and_its_last_token_again(attached_model: Models, text: Text, tmp
     model, ids = attached_model("llama"), text(23)
     cache = KVCache(model)
     read(model, cache, ids, 23)
-    prompt_cache.save(cache, tmp_path / "state", model)
+    cache.save(tmp_path / "state")
     cache.rollback(1)
     expected = greedy(model, cache, ids[:, -1:], 16)
-    loaded = prompt_cache.load(tmp_path / "state", model)
+    loaded = KVCache.load(tmp_path / "state", model)
     loaded.rollback(1)
     assert greedy(model, loaded, ids[:, -1:], 16) == expected
     assert len(set(expected)) > 4, "a text that repeats itself shows nothing"
@@ -98,14 +98,14 @@ def test_a_row_is_restored_where_others_have_gone_on(attached_model: Models, tex
     cache, single = KVCache(model, batch=3), KVCache(model)
     read(model, cache, ids[:, :70], 7)
     single.splice(cache, 1)
-    prompt_cache.save(single, tmp_path / "row", model)
+    single.save(tmp_path / "row")
     cache.drop(5, 40, row=1)
     cache.drop(0, 70, row=1)
     others = torch.tensor([[1], [0], [1]])
     with torch.no_grad():
         for column in ids[:, 70:75].split(1, 1):
             model(column, attention_mask=others, past_key_values=cache)
-    cache.splice(prompt_cache.load(tmp_path / "row", model), row=1)
+    cache.splice(KVCache.load(tmp_path / "row", model), row=1)
     assert cache.next_positions == [75, 70, 75]
     after = read(model, cache, ids[:, 75:], 1)
     for row in range(3):
@@ -126,9 +126,9 @@ def test_a_slot_is_saved_restored_elsewhere_and_erased(attached_model: Models, t
     assert slots.tokens is not None
     whole = slots.tokens[0]
     assert len(whole) == 84 == slots.tokens_seen[0]
-    prompt_cache.save(slots, tmp_path / "slot", model)
+    slots.save(tmp_path / "slot")
     other = KVCache(model, batch=2)
-    other.splice(prompt_cache.load(tmp_path / "slot", model), row=1)
+    other.splice(KVCache.load(tmp_path / "slot", model), row=1)
     assert other.tokens == [[], whole]
     with torch.no_grad():
         ours = model(suffix.expand(2, -1), attention_mask=torch.tensor([[0], [1]]).expand(-1, 6), past_key_values=other)
@@ -156,8 +156,8 @@ def test_rollback_by_3_then_a_file(attached_model: Models, text: Text, tmp_path:
             read(model, each, ids[:, :40], 8)
         read(model, cache, text(3, seed=1), 1)
         cache.rollback(3)
-        prompt_cache.save(cache, tmp_path / "cache", model)
-        loaded = prompt_cache.load(tmp_path / "cache", model)
+        cache.save(tmp_path / "cache")
+        loaded = KVCache.load(tmp_path / "cache", model)
         ours, truth = (read(model, each, ids[:, 40:], 5) for each in (loaded, never))
         torch.testing.assert_close(ours, truth, atol=1e-5, rtol=0)
 

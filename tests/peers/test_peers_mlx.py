@@ -38,7 +38,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import windlass
 from tests.helpers.caches import assert_holds, contents
 from tests.helpers.models import Models, Text, greedy, read
-from windlass import KVCache, Recent, Sampling, UsageError, prompt_cache
+from windlass import KVCache, Recent, Sampling, UsageError
 
 MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"
 
@@ -50,8 +50,8 @@ def test_a_file_gives_back_every_byte(attached_model: Models, text: Text, tmp_pa
     model, ids = attached_model("llama"), text(34)
     cache = KVCache(model, budget, sinks=2, window=1, policy=Recent())
     read(model, cache, ids[:, :24], 4)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model)
     assert (loaded.tokens_seen, loaded.limits) == ([24], cache.limits)
     assert contents(loaded)[0].tolist() == (list(range(24)) if budget is None else [0, 1, *range(18, 24)])
     assert_holds(loaded, contents(cache))

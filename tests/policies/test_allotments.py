@@ -9,19 +9,7 @@ import torch
 import windlass
 from tests.helpers.caches import assert_same, held
 from tests.helpers.models import Models, Text, read
-from windlass import (
-    H2O,
-    ByValueNorm,
-    Composite,
-    KeyDiff,
-    KVCache,
-    KVzip,
-    PolicyError,
-    Pyramid,
-    Recent,
-    SnapKV,
-    prompt_cache,
-)
+from windlass import H2O, ByValueNorm, Composite, KeyDiff, KVCache, KVzip, PolicyError, Pyramid, Recent, SnapKV
 from windlass.cache.compress import shared_budgets
 from windlass.core.step import HEADROOM, Limits
 from windlass.policies import Budgeter, OneShot, Policy
@@ -113,8 +101,8 @@ def test_each_layer_takes_its_own_memory(
         assert (layer.positions >= 0).sum(-1).unique().tolist() == [layer.budget]
     least, most = min(filter(None, budgets)), max(filter(None, budgets))
     assert f"budget   20 tokens a layer on average, from {least} to {most}, sinks 2" in cache.describe()
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model, policy)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model, policy=policy)
     assert [layer.rules.limits.budget for layer in loaded.layers] == budgets
     more = text(30, rows=2, seed=3)
     torch.testing.assert_close(*(read(model, each, more, 1) for each in (cache, loaded)), atol=1e-5, rtol=0)

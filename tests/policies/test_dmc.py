@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests.helpers.caches import assert_same
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, Composite, KeyDiff, KVCache, Policy, PolicyError, Recent, Smoothed, UsageError, prompt_cache
+from windlass import DMC, Composite, KeyDiff, KVCache, Policy, PolicyError, Recent, Smoothed, UsageError
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import merge_of
 from windlass.cache.options import CacheOptions, policy_of
@@ -185,8 +185,8 @@ def test_it_can_be_taken_back_saved_and_spliced(attached_model: Models, text: Te
     caches[0].rollback(4)
     read(model, caches[1], ids[:, 40:43], 3)
     assert_same(*caches)
-    prompt_cache.save(caches[1], tmp_path / "cells", model)
-    caches[1] = prompt_cache.load(tmp_path / "cells", model)
+    caches[1].save(tmp_path / "cells")
+    caches[1] = KVCache.load(tmp_path / "cells", model)
     more = [read(model, cache, ids[:, 43:], 5) for cache in caches]
     torch.testing.assert_close(*more, atol=1e-5, rtol=0)
     assert_same(*caches)

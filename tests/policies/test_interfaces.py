@@ -30,7 +30,7 @@ from windlass import (
     Smoothed,
 )
 from windlass.core.types import ModelInfo, NewKeys, Queries, Scores
-from windlass.hf.prompt_cache_format import PolicyNote, noted_policy
+from windlass.hf.prompt_cache_format import PolicyHeader
 from windlass.hf.weights import fingerprint
 from windlass.policies import (
     FROM_FILES,
@@ -181,10 +181,10 @@ def test_every_policy_file_is_named_and_public() -> None:
 
 def test_a_file_of_another_windlass_is_refused(tmp_path: Path) -> None:
     """`KVzip` had a field of another name once."""
-    note = PolicyNote("kvzip", {"repeat": 128}, "KVzip(repeat=128)")
+    header = PolicyHeader(name="kvzip", fields={"repeat": 128}, label="KVzip(repeat=128)")
     words = r"written by a windlass whose policy was KVzip\(repeat=128\); this one has KVzip\(scoring_chunk=128\)"
     with pytest.raises(PromptCacheError, match=words):
-        noted_policy(tmp_path / "file", note, None)
+        header.made(tmp_path / "file")
 
 
 def test_only_some_policies_change_what_attention_reads() -> None:

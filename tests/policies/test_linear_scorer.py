@@ -14,18 +14,7 @@ from tests.helpers.caches import assert_same, held
 from tests.helpers.models import Models, Text, read
 from tests.helpers.scorers import GROUP, KV_HEADS, by_hand, drawn, projected, scorer_of
 from tests.helpers.shares import APART
-from windlass import (
-    CacheOptions,
-    Composite,
-    KVCache,
-    LinearScorer,
-    PolicyError,
-    Shares,
-    Smoothed,
-    kernels,
-    prefill,
-    prompt_cache,
-)
+from windlass import CacheOptions, Composite, KVCache, LinearScorer, PolicyError, Shares, Smoothed, kernels, prefill
 from windlass.cache.options import policy_of
 from windlass.policies.linear_scorer import PREDICTED
 from windlass.policies.registry import spelled
@@ -229,8 +218,8 @@ def test_a_text_is_saved_loaded_and_copied_with_its_scores(
     model, ids = attached_model("llama"), text(60)
     cache = KVCache(model, 16, LinearScorer(file), **LIMITS)
     read(model, cache, ids[:, :40], 11)
-    prompt_cache.save(cache, tmp_path / "text", model)
-    others = [copy.deepcopy(cache), prompt_cache.load(tmp_path / "text", model, policy=LinearScorer(file))]
+    cache.save(tmp_path / "text")
+    others = [copy.deepcopy(cache), KVCache.load(tmp_path / "text", model, policy=LinearScorer(file))]
     for each in (cache, *others):
         read(model, each, ids[:, 40:], 5)
     for other in others:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tests.helpers.models import Models, Text, read
 from tests.helpers.pair_tables import table_of
-from windlass import InGroups, KVCache, Pairs, Policy, PolicyError, Recent, Smoothed, UsageError, prompt_cache
+from windlass import InGroups, KVCache, Pairs, Policy, PolicyError, Recent, Smoothed, UsageError
 from windlass.cache.options import CacheOptions, policy_of
 from windlass.core.types import Scores
 from windlass.policies import Needs, Slots, pairs
@@ -149,8 +149,8 @@ def test_slots_know_their_tokens_whatever_happens_to_them(attached_model: Models
     assert_known(cache, ids)  # before the policy evicts what it knows wrongly
     read(model, cache, ids[:, 33:50], 1)
     assert_known(cache, ids)
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    cache = prompt_cache.load(tmp_path / "cache", model, Known())
+    cache.save(tmp_path / "cache")
+    cache = KVCache.load(tmp_path / "cache", model, policy=Known())
     cache.select_rows(torch.tensor([1, 0]))
     assert_known(cache, ids.flip(0))
     cache.drop(40, 50)

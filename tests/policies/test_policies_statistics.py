@@ -12,7 +12,7 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import policy as made
 from tests.helpers.policies import unchecked
 from tests.helpers.slots import BATCH, HEAD_DIM, HEADS, KV_HEADS, observe, turned_slots
-from windlass import H2O, Compactor, ExpectedAttention, KVCache, PolicyError, TriAttention, kernels, prompt_cache
+from windlass import H2O, Compactor, ExpectedAttention, KVCache, PolicyError, TriAttention, kernels
 from windlass.cache.layer import SlotLayer
 from windlass.core.inputs import AttentionInput, DecodeInput, Mass
 from windlass.core.positions import EMPTY
@@ -181,8 +181,8 @@ def test_statistics_are_saved_and_taken_back(
     before = [{name: tensor.clone() for name, tensor in layer.table.statistics.items()} for layer in cache.layers]
     size = sum(tensor.nbytes for layer in cache.layers for tensor in layer.table.statistics.values())
     assert size > 0
-    prompt_cache.save(cache, tmp_path / "cache", model)
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
+    loaded = KVCache.load(tmp_path / "cache", model)
     read(model, cache, ids[:, 40:46], 6)
     assert not cache.layers[0].table.statistics["mean"].equal(before[0]["mean"])
     cache.rollback(6)

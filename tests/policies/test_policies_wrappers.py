@@ -27,7 +27,6 @@ from windlass import (
     Recent,
     Smoothed,
     SnapKV,
-    prompt_cache,
 )
 from windlass.policies.wrapper import keeps_newest
 from windlass.testing import check_policy
@@ -145,10 +144,10 @@ def test_a_file_of_a_wrapped_policy_is_read_with_that_policy(
     model = attached_model("llama")
     cache = KVCache(model, budget=12, policy=Smoothed(H2O(), 0.5), window=3)
     read(model, cache, text(30), 30)
-    prompt_cache.save(cache, tmp_path / "cache", model)
+    cache.save(tmp_path / "cache")
     with pytest.raises(PromptCacheError, match=r"not with Smoothed\(policy=H2O\(\), decay=0.6\)"):
-        prompt_cache.load(tmp_path / "cache", model, Smoothed(H2O(), 0.6))
-    loaded = prompt_cache.load(tmp_path / "cache", model)
+        KVCache.load(tmp_path / "cache", model, policy=Smoothed(H2O(), 0.6))
+    loaded = KVCache.load(tmp_path / "cache", model)
     again = [read(model, one, text(9, seed=1), 1) for one in (cache, loaded)]
     torch.testing.assert_close(*again, atol=1e-5, rtol=0)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from tests.helpers.models import Models
-from windlass import CacheOptions, KVCache, prompt_cache
+from windlass import CacheOptions, KVCache
 from windlass.cache.options import policy_of
 from windlass.core.errors import PolicyError, PromptCacheError, WindlassError
 from windlass.policies import (
@@ -154,10 +154,10 @@ def test_a_name_is_a_policy_wherever_one_is_taken(file: Path, tmp_path: Path, at
     assert made[:3] == [CacheOptions(30, spec).policy for spec in specs[:3]] == [KeyDiff(), SnapKV(pool=7), made[2]]
     assert KVCache(model, 30, policy=made[0]).policy is made[0]
     path = tmp_path / "cache.safetensors"
-    prompt_cache.save(KVCache(model, 30, policy=specs[3]), path, model)
-    assert repr(prompt_cache.load(path, model, specs[3]).policy) == "Oldest(keep=3)"
+    KVCache(model, 30, policy=specs[3]).save(path)
+    assert repr(KVCache.load(path, model, policy=specs[3]).policy) == "Oldest(keep=3)"
     with pytest.raises(PromptCacheError, match=r"made with the policy Oldest\(keep=3\), not with KeyDiff\(\)"):
-        prompt_cache.load(path, model, "key_diff")
+        KVCache.load(path, model, policy="key_diff")
 
 
 @pytest.mark.usefixtures("any_type")
@@ -177,7 +177,7 @@ def test_what_is_no_policy_is_refused_with_the_way_out(given: str, says: str, at
     for take in (
         lambda: CacheOptions(policy=given),
         lambda: KVCache(model, policy=given),
-        lambda: prompt_cache.load("nowhere.safetensors", model, given),
+        lambda: KVCache.load("nowhere.safetensors", model, policy=given),
     ):
         with pytest.raises(WindlassError, match=re.escape(says)):
             take()

@@ -11,7 +11,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import windlass
 from tests.helpers.models import Text, read
-from windlass import H2O, KeyDiff, KVCache, Recent, prompt_cache
+from windlass import H2O, KeyDiff, KVCache, Recent
 from windlass.core.step import Step
 from windlass.policies import Policy
 from windlass.positions.modes import Auto, Original, Windowed
@@ -195,8 +195,8 @@ def test_a_file_and_a_copy_go_on_across_the_change(
     ids = text(60)
     cache = KVCache(short, budget, KeyDiff(), sinks=2, window=3)
     read(short, cache, ids[:, :38], 1)
-    prompt_cache.save(cache, tmp_path / "a.st", short)
-    loaded, twin = prompt_cache.load(tmp_path / "a.st", short), copy.deepcopy(cache)
+    cache.save(tmp_path / "a.st")
+    loaded, twin = KVCache.load(tmp_path / "a.st", short), copy.deepcopy(cache)
     assert loaded.positions == Auto()
     truth = read(short, cache, ids[:, 38:], 1)
     torch.testing.assert_close(read(short, loaded, ids[:, 38:], 1), truth, atol=1e-5, rtol=0)

@@ -12,7 +12,7 @@ from tests.helpers.caches import POLICIES
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import SPECS, assert_alike, exact_positions, in_text_order, pair
 from tests.helpers.stores import one_arithmetic as one_arithmetic
-from windlass import KeyDiff, KVCache, PolicyError, Recent, UsageError, prompt_cache
+from windlass import KeyDiff, KVCache, PolicyError, Recent, UsageError
 from windlass.cli.options import LoadOptions
 from windlass.cli.session import open_session
 from windlass.policies import Policy, Slots
@@ -155,8 +155,8 @@ def test_a_saved_cache_goes_on_as_if_never_interrupted(
     windlass.prefill(model, cache, [ids[0, :40].tolist(), ids[1, :31].tolist()])
     read(model, cache, ids[:, 40:45], 1)
     cache.rollback([2, 1])
-    prompt_cache.save(cache, tmp_path / "file", model)
-    again = prompt_cache.load(tmp_path / "file", model)
+    cache.save(tmp_path / "file")
+    again = KVCache.load(tmp_path / "file", model)
     assert again.store.name == spec
     assert_alike(in_text_order(again), in_text_order(cache))
     assert exact_positions(again) == exact_positions(cache)

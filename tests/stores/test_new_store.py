@@ -10,7 +10,7 @@ from windlass.core.types import KeyMeans, NewKeys, NewValues, SlotKeys, SlotValu
 from windlass.evals.speed.measure import bytes_held
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.workloads import BenchLists
-from windlass.hf.kv_cache import LayerShape
+from windlass.hf.forward import LayerShape
 from windlass.stores.base import Parts, Store
 from windlass.stores.formats import STORES, store_of
 

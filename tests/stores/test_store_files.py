@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models, Text, read
-from windlass import H2O, KeyDiff, KVCache, Recent, UsageError, prompt_cache
+from windlass import H2O, KeyDiff, KVCache, Recent, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.cli.options import LoadOptions
 from windlass.cli.session import open_session
@@ -31,8 +31,8 @@ def test_a_saved_cache_goes_on_as_if_never_interrupted(
     ids = text(60, rows=2)
     cache = KVCache(model, budget=20, policy=policy, window=3, chunk=7, batch=2, store=store)
     windlass.prefill(model, cache, [ids[0, :40].tolist(), ids[1, :31].tolist()])
-    prompt_cache.save(cache, tmp_path / "file", model)
-    again = prompt_cache.load(tmp_path / "file", model)
+    cache.save(tmp_path / "file")
+    again = KVCache.load(tmp_path / "file", model)
     assert again.store.name == store
     for mine, other in zip(again.layers, cache.layers, strict=True):
         orders = [layer.positions.sort(stable=True, descending=True).indices[..., :20] for layer in (mine, other)]
@@ -50,9 +50,9 @@ def test_a_file_has_its_own_key_means(model: PreTrainedModel, text: Text, tmp_pa
     seam.key_means = [None if mean is None else mean + 1 for mean in seam.key_means or []]  # not what is measured
     cache = KVCache(model, store="int4")
     read(model, cache, text(30), 30)
-    prompt_cache.save(cache, tmp_path / "file", model)
+    cache.save(tmp_path / "file")
     theirs, seam.key_means = seam.key_means, None
-    again = prompt_cache.load(tmp_path / "file", model)
+    again = KVCache.load(tmp_path / "file", model)
     assert attached(model).key_means is None
     for layer, mean in zip(again.layers, theirs or [], strict=True):
         assert mean is not None
@@ -67,11 +67,11 @@ def test_a_plain_file_is_one_that_the_first_windlass_reads(model: PreTrainedMode
     for store, version in (("plain", "1"), ("int8", "2")):
         cache = KVCache(model, positions="original", store=store)
         read(model, cache, text(9), 9)
-        prompt_cache.save(cache, tmp_path / store, model)
+        cache.save(tmp_path / store)
         with safe_open(tmp_path / store, "pt") as file:
             assert file.metadata()["version"] == version
             assert ('"store"' in file.metadata()["contents"]) == (store != "plain")
-        assert prompt_cache.load(tmp_path / store, model).store.name == store
+        assert KVCache.load(tmp_path / store, model).store.name == store
 
 
 def test_a_store_from_outside_cannot_be_saved(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
@@ -82,7 +82,7 @@ def test_a_store_from_outside_cannot_be_saved(model: PreTrainedModel, text: Text
     cache = KVCache(model, store=Own())
     read(model, cache, text(9), 9)
     with pytest.raises(UsageError, match="cannot be saved; use a KVCache with one of: plain, int8, int4"):
-        prompt_cache.save(cache, tmp_path / "file", model)
+        cache.save(tmp_path / "file")
 
 
 def test_from_rotated_and_back(model: PreTrainedModel, plain_model: Models, text: Text) -> None:
@@ -100,7 +100,7 @@ def test_a_store_that_contradicts_a_file(tmp_path: Path, text: Text) -> None:
     session = open_session(str(folder), options, LoadOptions("float32"))
     assert session.cache.store.name == "int4"
     windlass.prefill(session.model, session.cache, [text(9)[0].tolist()])
-    prompt_cache.save(session.cache, tmp_path / "file", session.model)
+    session.cache.save(tmp_path / "file")
     again = open_session(str(folder), {}, LoadOptions("float32"), tmp_path / "file")
     assert again.cache.store.name == "int4"
     with pytest.raises(UsageError, match=r"--store int8 contradicts .*file, made with store int4; leave it out"):

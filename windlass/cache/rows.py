@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -383,43 +382,6 @@ class RowTable:
     def selected(self, rows: Sequence[int]) -> RowTable:
         """The rows at `rows`, which may repeat."""
         return RowTable(tuple(self.rows[row].copied() for row in rows))
-
-    def to_json(self) -> dict[str, Any]:
-        """What a prompt-cache file says of the rows, but for the ids and the columns of each."""
-        return {
-            "tokens_seen": self.tokens_seen,
-            "next_positions": self.next_positions,
-            "prompts": [[list(span) for span in spans] for spans in self.prompts],
-            "columns_seen": self.columns_seen,
-            "tokens": None,
-            "since_edit": [row.since_edit for row in self.rows],
-            "pictures": [[list(picture) for picture in row.pictures] for row in self.rows],
-            "sinks": [row.sinks or 0 for row in self.rows],
-        }
-
-    @classmethod
-    def from_json(
-        cls, told: dict[str, Any], tokens: Sequence[list[int]] | None, columns: Sequence[int] | None
-    ) -> RowTable:
-        """The rows that `to_json` told of, with their ids and columns; without `columns` all were fed equally many."""
-        columns = columns or [told["columns_seen"]] * len(told["tokens_seen"])
-        return cls(
-            tuple(
-                RowState(
-                    seen,
-                    told["next_positions"][row],
-                    columns[row],
-                    told["since_edit"][row],
-                    tuple((start, end) for start, end in told["prompts"][row]),
-                    None if tokens is None else tokens[row],
-                    0 if tokens is None else len(tokens[row]),
-                    None,
-                    tuple(Picture(*each) for each in told["pictures"][row]),
-                    told["sinks"][row] or None,
-                )
-                for row, seen in enumerate(told["tokens_seen"])
-            )
-        )
 
 
 def check_positions(ours: QueryPositions, given: Tensor) -> None:

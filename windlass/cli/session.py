@@ -15,6 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.describe import beyond_note, reading_now
 from windlass.cache.options import CacheOptions
+from windlass.cache.recall import POSITIONS
 from windlass.cache.state import CacheState
 from windlass.cli.options import LoadOptions
 from windlass.cli.parameters import number_or_word
@@ -51,12 +52,11 @@ from windlass.engine.sampling import Result, Sampling
 from windlass.engine.templates import system_tokens
 from windlass.engine.text import encode
 from windlass.hf import prompt_cache
-from windlass.hf import prompt_cache as prompt_cache_file
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load as load_model
 from windlass.hf.load import load_tokenizer
-from windlass.hf.prompt_cache_check import POSITIONS, TensorSpec
-from windlass.hf.prompt_cache_format import AGAIN, Contents, InconsistentFile, parsed, shown
+from windlass.hf.prompt_cache_check import TensorSpec
+from windlass.hf.prompt_cache_format import AGAIN, Header, InconsistentFile, shown
 from windlass.hf.weights import labelled, parameter_count
 from windlass.policies.base import OneShot
 from windlass.policies.wrapper import find
@@ -208,7 +208,7 @@ def open_session(
     if path is None:
         return Session(model, tokenizer, KVCache.from_options(model, asked), frozenset(given), load_s)
     policy = asked.policy if "policy" in given else None
-    cache = prompt_cache.load(path, model, policy, asked.recall_folder, tokenizer)
+    cache = KVCache.load(path, model, policy=policy, recall_folder=asked.recall_folder, tokenizer=tokenizer)
     wanted = {name: label for name, label in (asked.labels() | numbers).items() if name in given}
     _check_same(path, wanted, cache.options.labels())
     if "shares" in given and asked.shares != cache.options.shares:
@@ -387,7 +387,7 @@ def save_cache(session: Session, prompt: str, asked: PromptInput, path: Path, is
             note(_interrupted(session, path, None if started is None else started[0], before, held + len(ids) - before))
             return INTERRUPTED
     Choices(cache, session.given).tell()
-    prompt_cache.save(cache, path, session.model, session.tokenizer)
+    cache.save(path, tokenizer=session.tokenizer)
     if started is not None and started[0] != path:
         started[0].unlink(missing_ok=True)
     size = path.stat().st_size
@@ -410,8 +410,12 @@ def _started(session: Session, ids: list[int], path: Path) -> tuple[Path, KVCach
     wanted = [*cache.tokens[0], *ids]
     for file in (part_of(path), path):
         try:
-            found = prompt_cache.load(
-                file, session.model, cache.options.policy, cache.options.recall_folder, session.tokenizer
+            found = KVCache.load(
+                file,
+                session.model,
+                policy=cache.options.policy,
+                recall_folder=cache.options.recall_folder,
+                tokenizer=session.tokenizer,
             )
         except WindlassError:  # another file, which is written anew
             continue
@@ -436,7 +440,7 @@ def _interrupted(session: Session, path: Path, source: Path | None, before: int,
         left = "stays as it was" if path.exists() else "was not written"
         return f"interrupted; prefill {read:,} of {total:,} tokens; {path} {left}"
     file = source or unfinished(path)
-    prompt_cache.save(cache, file, session.model, session.tokenizer)
+    cache.save(file, tokenizer=session.tokenizer)
     again = "the same command goes on from there"
     if _chooses_at_the_end(cache):
         again = f"the same command reads all again, because {cache.policy!r} chooses at the end of a text"
@@ -462,8 +466,8 @@ def show(path: Path, tokenizer: str | None, is_json: bool) -> int:
     tokenizer.
     """
     try:
-        contents, tensors = prompt_cache_file.read(path, _checked)
-        told = facts(path, contents, tensors)
+        header, tensors = prompt_cache.read(path, _checked)
+        told = facts(path, header, tensors)
     except InconsistentFile as error:
         raise PromptCacheError(f"{path} is damaged: {error}; {AGAIN}") from None
     if tokenizer is not None and IDS in tensors:
@@ -480,42 +484,42 @@ def show(path: Path, tokenizer: str | None, is_json: bool) -> int:
     return 0
 
 
-def _checked(text: str, version: int, found: Mapping[str, TensorSpec]) -> Contents:
-    """The document, when the tensors that are looked at are of their kind: a file need not come from a friend."""
+def _checked(header: Header, found: Mapping[str, TensorSpec]) -> Header:
+    """The header, when the tensors that are looked at are of their kind: a file need not come from a friend."""
     for name, layout in found.items():
         kind = (1, torch.int32) if name == IDS else (3, torch.int32) if _is_positions(name) else None
         if kind is not None and ((len(layout.shape), layout.dtype) != kind or 0 in layout.shape):
             raise InconsistentFile(f"tensor {shown(name)} is {layout}")
-    return parsed(text, version)
+    return header
 
 
 def _is_positions(name: str) -> bool:
     return name.startswith("layers.") and name.split(".")[2:] == [POSITIONS]
 
 
-def facts(path: Path, contents: Contents, tensors: Mapping[str, Tensor]) -> dict[str, object]:
+def facts(path: Path, header: Header, tensors: Mapping[str, Tensor]) -> dict[str, object]:
     """What the file says of itself, by the names that are shown; counts of a batch are those of its first row."""
-    options, standing = dict(contents.options), contents.standing
+    options, first = header.options.model_dump(), header.rows[0]
     limits, texts = options.pop("limits"), options.pop("batch")
     if not options["recall"]:
         del options["recall"], options["recall_store"]
     shares = options.pop("shares")
     if shares is not None:
-        options["shares"] = shares["name"] if isinstance(shares, dict) and shares.get("name") else "of its own"
+        options["shares"] = shares.get("name") or "of its own"
     held = [tensor for name, tensor in tensors.items() if _is_positions(name)]
     kept = [int((positions[0] >= 0).sum(-1).max()) for positions in held]
     places = [positions[0][positions[0] >= 0] for positions in held]
     return {
-        "model": contents.model,
-        "dtype": contents.dtype,
-        "fingerprint": contents.fingerprint[:12],
-        "policy": contents.policy.label,
+        "model": header.model,
+        "dtype": header.dtype,
+        "fingerprint": header.fingerprint[:12],
+        "policy": header.policy.label,
         **options,
         **limits,
         "texts": texts,
-        "tokens seen": standing["tokens_seen"][0],
+        "tokens seen": first.tokens_seen,
         "tokens kept": max(kept, default=0),
-        "next position": standing["next_positions"][0],
+        "next position": first.next_position,
         "first kept": min((int(each.min()) for each in places if len(each)), default=None),
         "last kept": max((int(each.max()) for each in places if len(each)), default=None),
         "file bytes": path.stat().st_size,

@@ -27,7 +27,6 @@ from windlass.core.errors import PromptCacheError, UsageError, WindlassError
 from windlass.core.files import check_folder
 from windlass.core.parse import SYSTEM
 from windlass.engine.request import Request, owner_of
-from windlass.hf import prompt_cache
 from windlass.hf.kv_cache import KVCache
 from windlass.hf.weights import fingerprint
 
@@ -375,7 +374,7 @@ class DiskTier:
         with self._changed:
             self._make_room(file.bytes)
         path = self._folder / file.name
-        prompt_cache.save(kept.cache, path, self._model)
+        kept.cache.save(path)
         path.chmod(0o600)  # it holds the ids of a prompt
         file.bytes = path.stat().st_size
         with self._changed:
@@ -386,7 +385,7 @@ class DiskTier:
         """The cache of a file, once it is known to be the state after `tokens` in a row like the request's."""
         path = self._folder / file.name
         try:
-            cache = prompt_cache.load(path, self._model, request.options.policy)
+            cache = KVCache.load(path, self._model, policy=request.options.policy)
             ours, its = (each.labels() | {"rollback": each.rollback} for each in (request.options, cache.options))
             if cache.tokens != [list(tokens)] or its != ours:
                 raise PromptCacheError(f"{path} holds another text, or has other options than its name says")

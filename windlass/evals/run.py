@@ -38,8 +38,8 @@ from windlass.evals.grid import (
 )
 from windlass.evals.report.summaries import grouped, score_row
 from windlass.evals.results import Case, Header, Measures, open_results
-from windlass.hf.forward import forward
-from windlass.hf.kv_cache import KVCache, LayerShape, layer_shapes
+from windlass.hf.forward import LayerShape, forward, layer_shapes
+from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import load
 from windlass.hf.model_facts import shown_name, trained_length
 from windlass.hf.weights import fingerprint, labelled, parameter_count

@@ -36,8 +36,8 @@ from windlass.evals.report.summaries import (
 from windlass.evals.results import Case
 from windlass.evals.run import CHUNK, FULL_TOKENS, EvalOptions, Plan, Runner, Sweep, header_of
 from windlass.evals.task import ALL, Budget, Task
-from windlass.hf.forward import forward
-from windlass.hf.kv_cache import KVCache, LayerShape, layer_shapes
+from windlass.hf.forward import LayerShape, forward, layer_shapes
+from windlass.hf.kv_cache import KVCache
 from windlass.hf.model_facts import trained_length
 from windlass.policies import Recent
 from windlass.policies.registry import spelled

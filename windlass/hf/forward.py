@@ -1,5 +1,8 @@
 """A pass of an attached model, as the engine and the evaluation call for it."""
 
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
@@ -9,10 +12,15 @@ from transformers import PreTrainedModel
 
 from windlass.cache.cache import TextCache
 from windlass.cache.layer import SlotLayer
-from windlass.core.step import READ, Pass
-from windlass.core.types import KeyMeans, ModelInfo
+from windlass.cache.options import CacheOptions
+from windlass.core.inputs import most_visible
+from windlass.core.step import READ, AttentionCall, Pass, no_inference_mode
+from windlass.core.types import Attended, KeyMeans, ModelInfo, NewKeys, NewValues, Queries
 from windlass.hf.attach import attached
+from windlass.hf.model_cache import ModelCache
+from windlass.hf.model_facts import device_of_inputs
 from windlass.hf.weights import fingerprint
+from windlass.stores.base import Store
 
 
 def forward(
@@ -94,3 +102,98 @@ def _first_token(model: PreTrainedModel) -> int:
 def model_info(model: PreTrainedModel) -> ModelInfo:
     """What tells a policy whether it can serve an attached model; the fingerprint is taken when it is asked for."""
     return ModelInfo(type(model).__name__, partial(fingerprint, model), model.dtype, len(attached(model).rotaries))
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """Sizes of one layer, the dtype of its keys, and its sliding window or chunk of attention.
+
+    `latent`: of its keys' channels the last so many are its values (MLA), and are held once; 0 for none. `index`:
+    channels of an indexer's key, held beside each key; 0 for none.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    value_dim: int
+    dtype: torch.dtype
+    sliding_window: int | None
+    latent: int = 0
+    attention_chunk: int | None = None
+    index: int = 0
+
+    @property
+    def most_visible(self) -> int | None:
+        """The most tokens that a query sees; None where there is no limit."""
+        return most_visible(self.sliding_window, self.attention_chunk)
+
+    @property
+    def channels(self) -> int:
+        """Numbers that are held of each token and kv head."""
+        return self.head_dim + (0 if self.latent else self.value_dim) + self.index
+
+    def of_heads(self, kv_heads: int) -> LayerShape:
+        """That of so many of its kv heads, with their query heads."""
+        return replace(self, heads=self.heads // self.kv_heads * kv_heads, kv_heads=kv_heads)
+
+    def empty_store(self, like: Store) -> Store:
+        """A store of the same settings as `like`, for this layer."""
+        store = like.fresh(None)
+        store.latent, store.index = self.latent, self.index
+        return store
+
+    def bytes_per_token(self, store: Store) -> int:
+        """Bytes that a token takes per kv head in such a store, see `Store.bytes_per_token`."""
+        return self.empty_store(store).bytes_per_token(self.head_dim, self.value_dim, self.dtype)
+
+    def states(self, device: torch.device) -> tuple[Queries, NewKeys, NewValues]:
+        """Queries, keys and values of one token, all 0."""
+        sizes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
+        queries, keys, values = (torch.zeros(1, n, 1, width, dtype=self.dtype, device=device) for n, width in sizes)
+        return queries, keys, values
+
+
+class _ShapeCache(ModelCache):
+    """A cache that holds nothing, and notes the shapes of what it is handed."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        own, config = attached(model), model.config.get_text_config()
+        super().__init__(own, CacheOptions(), own.rotaries, device_of_inputs(model), config, own.kinds)
+        self.heads = own.heads
+        self.reset()
+        self.shapes: dict[int, LayerShape] = {}
+        self._values: dict[int, NewValues] = {}
+
+    def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
+        """What one token alone reads: its own value."""
+        heads, kv_heads = queries.shape[1], keys.shape[1]
+        self.shapes[layer] = LayerShape(
+            heads=heads,
+            kv_heads=kv_heads,
+            head_dim=keys.shape[3],
+            value_dim=values.shape[3],
+            dtype=keys.dtype,
+            sliding_window=call.sliding_window,
+            latent=self.latent_of(layer),
+            attention_chunk=call.attention_chunk,
+            index=self.index_of(layer),
+        )
+        self._values[layer] = values
+        return values.repeat_interleave(heads // kv_heads, 1)
+
+    def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
+        """As `attend`, of a layer that wrote."""
+        values = self._values[layer]
+        return values.repeat_interleave(queries.shape[1] // values.shape[1], 1)
+
+
+@no_inference_mode
+def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
+    """The shape of each layer of an attached model, from one pass of one token that no cache holds.
+
+    Raises: UsageError when the model is not attached.
+    """
+    cache = _ShapeCache(model)
+    first: Tensor = torch.zeros(1, 1, dtype=torch.long, device=device_of_inputs(model))
+    model(input_ids=first, past_key_values=cache)
+    return [cache.shapes[layer] for layer in range(len(cache.layers))]

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Final, NoReturn
 
 import torch
-from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass.cache.cache import check_across_ranks, check_fit
 from windlass.cache.compress import compress
@@ -18,11 +17,9 @@ from windlass.cache.options import DEFAULT_RECALL_STORE, CacheOptions
 from windlass.cache.recompute import Fitting
 from windlass.cache.shares import Shares
 from windlass.core.errors import UsageError, check_kind
-from windlass.core.inputs import most_visible
 from windlass.core.parse import AUTO, check_recall
-from windlass.core.step import PROMPT, READ, AttentionCall, no_inference_mode
-from windlass.core.types import Attended, NewKeys, NewValues, Queries
-from windlass.hf import model_cache
+from windlass.core.step import PROMPT, READ, no_inference_mode
+from windlass.hf import model_cache, prompt_cache
 from windlass.hf.attach import attached
 from windlass.hf.attached_model import AttachedModel
 from windlass.hf.forward import ROWS, measure_key_means, model_info
@@ -216,8 +213,48 @@ class KVCache(ModelCache):
         """Raises: UsageError. A pickled cache would take its whole model along, and fit no other."""
         raise UsageError(
             "a KVCache can't be pickled, for it belongs to a model of this process; keep it in a file with "
-            "windlass.prompt_cache.save, or copy it with copy.deepcopy"
+            "cache.save(path), or copy it with copy.deepcopy"
         )
+
+    def save(self, path: str | Path, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Write this cache to a file; an older file there is replaced once the new one is whole, or not at all.
+
+        The ids of the tokens are written where those of all rows are known. Of a model on several ranks all of them
+        call this, and rank 0 writes one file with the heads of all of them. With a `tokenizer` the file notes the hash
+        of its chat template.
+
+        Raises: PromptCacheError when the file cannot be written; UsageError when the cache reads at positions that
+        have no name.
+        """
+        prompt_cache.save(self, path, self._attachment.model, tokenizer)
+
+    @classmethod
+    def load(
+        cls,
+        path: str | Path,
+        model: PreTrainedModel,
+        *,
+        policy: str | Policy | None = None,
+        recall_folder: str | Path | None = None,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+    ) -> KVCache:
+        """The cache that `save` wrote: going on with it is as if the text had never been interrupted.
+
+        `policy`, as a policy or its name, is needed only where the file's is not one of windlass' own. A file need not
+        come from a friend: all of it is checked before anything of it is used, and it changes nothing but the cache
+        that is returned. `recall_folder` is that of `KVCache`: evicted tokens of the file go there. The model runs for
+        one token, so that shapes are compared with its own. With a `tokenizer`, a warning tells where the file was made
+        with another chat template: the text in the cache stays as it was written.
+
+        Raises: PromptCacheError, naming the file, when it is missing, damaged, of another format, made by
+        another model, or made with another policy; UsageError when the model is not attached.
+        """
+        return prompt_cache.load(path, model, cls.from_options, policy, recall_folder, tokenizer)
+
+    @property
+    def _attachment(self) -> AttachedModel:
+        assert isinstance(self.model_id, AttachedModel), "a cache of no model"
+        return self.model_id
 
     @classmethod
     @no_inference_mode
@@ -271,95 +308,3 @@ def _name_of(model: PreTrainedModel) -> str:
     """The name of the model's folder, without where that is, and its class."""
     folder, kind = Path(model.config.name_or_path or "").name, type(model).__name__
     return f"{folder} ({kind})" if folder else kind
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """Sizes of one layer, the dtype of its keys, and its sliding window or chunk of attention.
-
-    `latent`: of its keys' channels the last so many are its values (MLA), and are held once; 0 for none. `index`:
-    channels of an indexer's key, held beside each key; 0 for none.
-    """
-
-    heads: int
-    kv_heads: int
-    head_dim: int
-    value_dim: int
-    dtype: torch.dtype
-    sliding_window: int | None
-    latent: int = 0
-    attention_chunk: int | None = None
-    index: int = 0
-
-    @property
-    def most_visible(self) -> int | None:
-        """The most tokens that a query sees; None where there is no limit."""
-        return most_visible(self.sliding_window, self.attention_chunk)
-
-    @property
-    def channels(self) -> int:
-        """Numbers that are held of each token and kv head."""
-        return self.head_dim + (0 if self.latent else self.value_dim) + self.index
-
-    def of_heads(self, kv_heads: int) -> LayerShape:
-        """That of so many of its kv heads, with their query heads."""
-        return replace(self, heads=self.heads // self.kv_heads * kv_heads, kv_heads=kv_heads)
-
-    def empty_store(self, like: Store) -> Store:
-        """A store of the same settings as `like`, for this layer."""
-        store = like.fresh(None)
-        store.latent, store.index = self.latent, self.index
-        return store
-
-    def bytes_per_token(self, store: Store) -> int:
-        """Bytes that a token takes per kv head in such a store, see `Store.bytes_per_token`."""
-        return self.empty_store(store).bytes_per_token(self.head_dim, self.value_dim, self.dtype)
-
-    def states(self, device: torch.device) -> tuple[Queries, NewKeys, NewValues]:
-        """Queries, keys and values of one token, all 0."""
-        sizes = (self.heads, self.head_dim), (self.kv_heads, self.head_dim), (self.kv_heads, self.value_dim)
-        queries, keys, values = (torch.zeros(1, n, 1, width, dtype=self.dtype, device=device) for n, width in sizes)
-        return queries, keys, values
-
-
-class _ShapeCache(KVCache):
-    """A cache that holds nothing, and notes the shapes of what it is handed."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        KVCache.__init__(self, model)
-        self.shapes: dict[int, LayerShape] = {}
-        self._values: dict[int, NewValues] = {}
-
-    def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
-        """What one token alone reads: its own value."""
-        heads, kv_heads = queries.shape[1], keys.shape[1]
-        self.shapes[layer] = LayerShape(
-            heads,
-            kv_heads,
-            keys.shape[3],
-            values.shape[3],
-            keys.dtype,
-            call.sliding_window,
-            self.latent_of(layer),
-            call.attention_chunk,
-            self.index_of(layer),
-        )
-        self._values[layer] = values
-        return values.repeat_interleave(heads // kv_heads, 1)
-
-    def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
-        """As `attend`, of a layer that wrote."""
-        values = self._values[layer]
-        return values.repeat_interleave(queries.shape[1] // values.shape[1], 1)
-
-
-@no_inference_mode
-def layer_shapes(model: PreTrainedModel) -> list[LayerShape]:
-    """The shape of each layer of an attached model, from one pass of one token that no cache holds.
-
-    Raises: UsageError when the model is not attached.
-    """
-    cache = _ShapeCache(model)
-    first: Tensor = torch.zeros(1, 1, dtype=torch.long, device=device_of_inputs(model))
-    model(input_ids=first, past_key_values=cache)
-    return [cache.shapes[layer] for layer in range(len(cache.layers))]

@@ -302,7 +302,7 @@ def refuse_indexed(cache: CacheState, what: str) -> None:
     if any(layer.store.index for layer in cache.layers):
         raise UsageError(
             f"{what}: the layers of this model hold keys of an indexer, too, and these are not converted; keep the "
-            "cache in a file with windlass.prompt_cache.save, or feed the text anew"
+            "cache in a file with cache.save(path), or feed the text anew"
         )
 
 

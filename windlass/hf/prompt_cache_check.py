@@ -3,9 +3,8 @@
 Their layouts were compared before. All functions raise: InconsistentFile.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor
@@ -16,7 +15,7 @@ from windlass.cache.head_groups import leaves_of
 from windlass.cache.layer_config import LayerConfig
 from windlass.cache.merging import MERGED, checked_merge
 from windlass.cache.options import CacheOptions
-from windlass.cache.recall import RECALL
+from windlass.cache.recall import POSITIONS, RECALL
 from windlass.cache.recall import TOKEN_INDEX as TOKEN_INDEX_STATE
 from windlass.cache.slot_table import STATE, STATISTICS
 from windlass.core.errors import UsageError
@@ -24,16 +23,16 @@ from windlass.core.parse import MAX_NUMBER, check_recall
 from windlass.core.positions import EMPTY, PLACES
 from windlass.core.step import HEADROOM, AttentionCall
 from windlass.hf.attach import attached
-from windlass.hf.kv_cache import KVCache, LayerShape
-from windlass.hf.prompt_cache_format import Contents, InconsistentFile, LayerNote, next_places, shown
+from windlass.hf.forward import LayerShape
+from windlass.hf.model_cache import ModelCache
+from windlass.hf.prompt_cache_format import Header, InconsistentFile, LayerHeader, RowHeader, shown
 from windlass.hf.recurrent import STATE_PREFIX
 from windlass.policies import NAMES
 from windlass.policies.expected_attention import COUNT
-from windlass.stores.base import INDEX_KEYS
+from windlass.stores.base import INDEX_KEYS, Store
 from windlass.stores.full_precision import SLOTS, TOKEN_INDEX, WRITTEN, FullPrecisionRing
 
-COLUMNS: Final = "columns"  # a tensor: how many each row was fed, where rows were rolled back by different numbers
-POSITIONS: Final = "positions"
+Make = Callable[[PreTrainedModel, CacheOptions], ModelCache]  # an empty cache of these options
 
 
 @dataclass(frozen=True)
@@ -55,7 +54,7 @@ class LayerPlan:
     """
 
     index: int
-    note: LayerNote
+    note: LayerHeader
     shape: LayerShape
     rules: LayerConfig
     layouts: dict[str, TensorSpec]
@@ -69,9 +68,10 @@ class LayerPlan:
 def layer_plans(
     model: PreTrainedModel,
     shapes: Sequence[LayerShape],
-    contents: Contents,
+    header: Header,
     options: CacheOptions,
     found: Mapping[str, TensorSpec],
+    make: Make,
 ) -> list[LayerPlan]:
     """The layers that have tokens, once every tensor of the file is there in its layout, and no other.
 
@@ -80,27 +80,25 @@ def layer_plans(
 
     Raises: InconsistentFile where document and tensors contradict one another or the model.
     """
-    statistics = _statistics(model, options, shapes)
+    statistics = _statistics(make(model, CacheOptions(policy=options.policy, shares=options.shares)), shapes)
     shapes = _leaf_shapes(options, shapes)
-    _check_options(contents, options, len(shapes))
-    rules = _rules(contents, options, shapes, len(attached(model).rotaries))
+    _check_options(header, options, len(shapes))
+    rules = _rules(header, options, shapes, len(attached(model).rotaries))
     expected: dict[str, TensorSpec] = {}
-    plans, most_seen = [], max(contents.standing["tokens_seen"])
-    for index, note in enumerate(contents.layers):
+    plans, most_seen = [], max(header.tokens_seen)
+    for index, note in enumerate(header.layers):
         if note is not None:
             prefix = f"layers.{index}."
             own = {name.removeprefix(prefix): layout for name, layout in found.items() if name.startswith(prefix)}
-            slots, score_heads = _slots(index, own, contents, rules[index], shapes[index])
+            slots, score_heads = _slots(index, own, header, rules[index], shapes[index])
             layouts = _layouts(options, rules[index], shapes[index], slots, score_heads, most_seen)
-            layouts |= _kept(own, rules[index], statistics[index], options.batch, contents.policy.name is not None)
+            layouts |= _kept(own, rules[index], statistics[index], options.batch, header.policy.name is not None)
             plans.append(LayerPlan(index, note, shapes[index], rules[index], layouts))
             expected |= {prefix + name: layout for name, layout in layouts.items()}
-    seen = contents.standing["tokens_seen"]
-    if contents.has_tokens:
+    seen = header.tokens_seen
+    if header.has_tokens:
         expected |= {f"tokens.{row}": TensorSpec((count,), torch.int32) for row, count in enumerate(seen)}
-    expected |= _states(model, contents, options.batch)
-    if COLUMNS in found:
-        expected[COLUMNS] = TensorSpec((len(seen),), torch.int64)
+    expected |= _states(model, header, options.batch)
     _compare(found, expected)
     return plans
 
@@ -118,29 +116,29 @@ def _leaf_shapes(options: CacheOptions, shapes: Sequence[LayerShape]) -> list[La
     ]
 
 
-def _check_options(contents: Contents, options: CacheOptions, layers: int) -> None:
-    if options.document() != contents.options:
+def _check_options(header: Header, options: CacheOptions, layers: int) -> None:
+    if options.document() != header.options.model_dump():
         raise InconsistentFile("its options are not written as `save` writes them")
     try:
         checked_merge(options.merge, options.budget, options.store, options.policy)
         check_recall(options.recall, options.budget, has_folder=False, has_store=False)
     except UsageError as error:
         raise InconsistentFile(str(error)) from None
-    if len(contents.layers) != layers:
-        raise InconsistentFile(f"it has notes on {len(contents.layers)} layers, and the cache has {layers}")
-    is_empty = [note is None for note in contents.layers]
-    if any(is_empty) and (not all(is_empty) or max(contents.standing["tokens_seen"]) > 0):
+    if len(header.layers) != layers:
+        raise InconsistentFile(f"it has notes on {len(header.layers)} layers, and the cache has {layers}")
+    is_empty = [note is None for note in header.layers]
+    if any(is_empty) and (not all(is_empty) or max(header.tokens_seen) > 0):
         raise InconsistentFile("a layer has no tokens, though tokens were seen")
 
 
-def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShape], layers: int) -> list[LayerConfig]:
+def _rules(header: Header, options: CacheOptions, shapes: Sequence[LayerShape], layers: int) -> list[LayerConfig]:
     """By which rules each layer keeps tokens, its own budget and sliding window included; the model has `layers`."""
     planned = [leaf.limits for leaf in leaves_of(options, layers)]
-    places = contents.has_places
+    places = header.has_places
     all_rules = [
         LayerConfig(options.policy, options.merge, limits, limits.budget, has_places=places) for limits in planned
     ]
-    for index, (note, shape) in enumerate(zip(contents.layers, shapes, strict=True)):
+    for index, (note, shape) in enumerate(zip(header.layers, shapes, strict=True)):
         if note is None:
             continue
         if note.sliding_window not in (None, shape.sliding_window):
@@ -158,17 +156,17 @@ def _rules(contents: Contents, options: CacheOptions, shapes: Sequence[LayerShap
 
 
 def _slots(
-    index: int, own: Mapping[str, TensorSpec], contents: Contents, rules: LayerConfig, shape: LayerShape
+    index: int, own: Mapping[str, TensorSpec], header: Header, rules: LayerConfig, shape: LayerShape
 ) -> tuple[int, int]:
     """How many slots a layer has, by the shape of its positions, and for how many heads."""
-    most = max(1, *contents.standing["tokens_seen"])
+    most = max(1, *header.tokens_seen)
     allowed = {shape.kv_heads if rules.policy.needs.per_head else 1}
     if rules.is_whole_window:  # an import may not have known it, and have let each head rank its own
         allowed.add(shape.kv_heads)
     found = own[POSITIONS].shape if POSITIONS in own else ()
     if len(found) != 3 or found[1] not in allowed or not 1 <= found[2] <= most:
         raise InconsistentFile(
-            f"layer {index} has positions of shape {found}, not of {contents.options['batch']} rows, "
+            f"layer {index} has positions of shape {found}, not of {len(header.rows)} rows, "
             f"{' or '.join(map(str, sorted(allowed)))} heads and up to {most} slots"
         )
     return found[2], found[1]
@@ -179,17 +177,11 @@ def _layouts(
 ) -> dict[str, TensorSpec]:
     """The tensors of a layer, but for the statistics of its policy."""
     batch, own = options.batch, shape.empty_store(type(options.store)())
-    _, keys, values = shape.states(torch.device("cpu"))
-    try:
-        own.allocate(keys, values, 1)
-    except UsageError as error:
-        raise InconsistentFile(str(error)) from None
-    layouts = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in own.tensors().items()}
-    for name in [name for name in (*own.part_names, INDEX_KEYS) if name in layouts]:
-        layouts[name] = TensorSpec((batch, shape.kv_heads, slots, layouts[name].shape[3]), layouts[name].dtype)
+    layouts = _in_codes(own, shape, batch, slots)
+    _, keys, values = shape.states(torch.device("meta"))
     # On "meta" nothing is allocated, whatever number of tokens the options ask for.
     ring = FullPrecisionRing(options.store.full_precision.sinks, options.store.full_precision.newest)
-    ring.allocate(keys.to("meta"), own.stored(values).to("meta"), HEADROOM + options.rollback)
+    ring.allocate(keys, own.stored(values), HEADROOM + options.rollback)
     layouts |= {name: TensorSpec((batch, *tensor.shape[1:]), tensor.dtype) for name, tensor in ring.tensors.items()}
     layouts |= _recalled(options, rules, shape, seen)
     per_slot = batch, score_heads, slots
@@ -197,42 +189,49 @@ def _layouts(
     return layouts | {STATE + name: TensorSpec(per_slot, torch.float32) for name in rules.state}
 
 
+def _in_codes(store: Store, shape: LayerShape, batch: int, slots: int) -> dict[str, TensorSpec]:
+    """The tensors of an empty store, once it holds so many slots of a layer of this shape."""
+    _, keys, values = shape.states(torch.device("cpu"))
+    try:
+        store.allocate(keys, values, 1)
+    except UsageError as error:
+        raise InconsistentFile(str(error)) from None
+    per_slot = {*store.part_names, INDEX_KEYS}
+    return {
+        name: TensorSpec(
+            (batch, shape.kv_heads, slots, tensor.shape[3]) if name in per_slot else tuple(tensor.shape), tensor.dtype
+        )
+        for name, tensor in store.tensors().items()
+    }
+
+
 def _recalled(options: CacheOptions, rules: LayerConfig, shape: LayerShape, seen: int) -> dict[str, TensorSpec]:
     """The tensors of what a layer has evicted and may recall: all of the text's `seen` tokens."""
     if not rules.recalls:
         return {}
-    codec, (_, keys, values) = shape.empty_store(type(options.recall_store)()), shape.states(torch.device("cpu"))
-    try:
-        codec.allocate(keys, values, 1)
-    except UsageError as error:
-        raise InconsistentFile(str(error)) from None
-    layouts = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in codec.tensors().items()}
-    for name in [name for name in codec.part_names if name in layouts]:
-        width, dtype = layouts[name].shape[3], layouts[name].dtype
-        layouts[name] = TensorSpec((options.batch, shape.kv_heads, seen, width), dtype)
+    layouts = _in_codes(shape.empty_store(type(options.recall_store)()), shape, options.batch, seen)
     layouts[POSITIONS] = TensorSpec((options.batch, seen), torch.int32)
     return {RECALL + name: layout for name, layout in layouts.items()}
 
 
-def _statistics(model: PreTrainedModel, options: CacheOptions, shapes: Sequence[LayerShape]) -> list[dict[str, Tensor]]:
-    """What the policy keeps of each of a cache's `layers`, for one row, once it has observed a token of zeros."""
-    cache = KVCache(model, policy=options.policy, shares=options.shares)
-    if not options.policy.needs.statistics:
+def _statistics(cache: ModelCache, shapes: Sequence[LayerShape]) -> list[dict[str, Tensor]]:
+    """What the policy keeps of each of the `layers` of an empty cache, once it has observed a token of zeros."""
+    if not cache.policy.needs.statistics:
         return [{} for _ in cache.layers]
-    cache.begin(1, 1, None, None, torch.zeros(1, 1, dtype=torch.long, device=model.device))
+    cache.begin(1, 1, None, None, torch.zeros(1, 1, dtype=torch.long, device=cache.device))
     for layer, shape in enumerate(shapes):
-        cache.attend(layer, *shape.states(model.device), AttentionCall(1.0))  # no window: the policy is at work
+        cache.attend(layer, *shape.states(cache.device), AttentionCall(1.0))  # no window: the policy is at work
     return [layer.table.statistics for layer in cache.layers]
 
 
-def _states(model: PreTrainedModel, contents: Contents, batch: int) -> dict[str, TensorSpec]:
+def _states(model: PreTrainedModel, header: Header, batch: int) -> dict[str, TensorSpec]:
     """The states of recurrent layers, without which no token was seen."""
     states = attached(model).states
-    if states and not contents.has_states and max(contents.standing["tokens_seen"]) > 0:
+    if states and not header.has_states and max(header.tokens_seen) > 0:
         raise InconsistentFile("its recurrent layers have no states, though tokens were seen")
-    if contents.has_states and not states:
+    if header.has_states and not states:
         raise InconsistentFile("it has states of recurrent layers, and the model has none")
-    if not contents.has_states:
+    if not header.has_states:
         return {}
     return {name: TensorSpec((batch, *state.shape[1:]), state.dtype) for name, state in states.items()}
 
@@ -261,35 +260,21 @@ def _compare(found: Mapping[str, TensorSpec], expected: Mapping[str, TensorSpec]
             raise InconsistentFile(f"tensor {shown(name)} is none that it should have")
 
 
-def check_rows(contents: Contents, tensors: Mapping[str, Tensor], vocabulary: int) -> None:
-    """Check the ids of the text, and the columns of each row."""
-    rows = contents.standing
-    if contents.has_tokens:
-        for row in range(len(rows["tokens_seen"])):
-            ids = tensors[f"tokens.{row}"]
-            if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
-                raise InconsistentFile(f"row {row} has token ids that are not among the model's {vocabulary}")
-    columns = [rows["columns_seen"]] * len(rows["tokens_seen"])
-    if COLUMNS in tensors:
-        columns = tensors[COLUMNS].tolist()
-        if len(set(columns)) == 1 or min(columns) != rows["columns_seen"] or max(columns) > MAX_NUMBER:
-            raise InconsistentFile(f"the columns of its rows are not {rows['columns_seen']} in one and more in another")
-    for row, (seen, fed) in enumerate(zip(rows["tokens_seen"], columns, strict=True)):
-        if seen > fed:
-            raise InconsistentFile(f"row {row} has seen {seen} tokens in {fed} columns")
-
-
-def check_states(tensors: Mapping[str, Tensor]) -> None:
-    """Check that the states of recurrent layers are finite."""
+def check_rows(header: Header, tensors: Mapping[str, Tensor], vocabulary: int) -> None:
+    """Check the ids of the text, and that the states of recurrent layers are finite."""
+    for row in range(len(header.rows) if header.has_tokens else 0):
+        ids = tensors[f"tokens.{row}"]
+        if ids.numel() and not (int(ids.min()) >= 0 and int(ids.max()) < vocabulary):
+            raise InconsistentFile(f"row {row} has token ids that are not among the model's {vocabulary}")
     for name, tensor in tensors.items():
         if name.startswith(STATE_PREFIX) and not _is_finite(tensor):
             raise InconsistentFile(f"tensor {name} has numbers that are not finite")
 
 
-def check_layer(plan: LayerPlan, contents: Contents, options: CacheOptions, tensors: Mapping[str, Tensor]) -> None:
+def check_layer(plan: LayerPlan, header: Header, options: CacheOptions, tensors: Mapping[str, Tensor]) -> None:
     """Check that the numbers of a layer are finite, and that each row holds tokens that its text can have."""
     own = {name: tensors[plan.prefix + name] for name in plan.layouts}
-    is_ours, has_known_numbers = contents.policy.name is not None, contents.policy.name in NAMES
+    is_ours, has_known_numbers = header.policy.name is not None, header.policy.name in NAMES
     kept = {STATE + name for name in options.policy.needs.state}
     for name, tensor in own.items():
         # Only a policy from elsewhere, and one that notes scores of another, know which numbers they keep.
@@ -303,45 +288,25 @@ def check_layer(plan: LayerPlan, contents: Contents, options: CacheOptions, tens
             raise InconsistentFile(f"tensor {plan.prefix + name} has numbers that are not finite")
         if (has_known_numbers or name not in kept) and name.startswith(STATE) and bool((tensor < 0).any()):
             raise InconsistentFile(f"tensor {plan.prefix + name} has numbers below 0")
-    rows = contents.standing
     counts = own.get(STATISTICS + COUNT) if is_ours else None
     if counts is not None:
         most = counts.flatten(1).amax(1)
-        if bool((counts < 0).any() or (most > counts.new_tensor(rows["tokens_seen"])).any()):
+        if bool((counts < 0).any() or (most > counts.new_tensor(header.tokens_seen)).any()):
             raise InconsistentFile(f"layer {plan.index} has observed other numbers of tokens than were seen")
-    for row in range(options.batch):
-        text = _Text(row, *(rows[name][row] for name in ("tokens_seen", "next_positions", "since_edit")))
-        positions = own[POSITIONS][row]
-        _check_positions(plan, text, positions)
-        if contents.has_places:
-            _check_places(
-                plan, text, positions, [own[STATE + name][row] for name in PLACES], next_places(contents)[row]
-            )
+    for at, row in enumerate(header.rows):
+        where, positions = f"layer {plan.index}, row {at}", own[POSITIONS][at]
+        _check_positions(where, plan, row, positions)
+        if header.has_places:
+            _check_places(where, positions, [own[STATE + name][at] for name in PLACES], row.next_place)
         if STATE + MERGED in own:
-            _check_merged(plan, text, positions, own[STATE + MERGED][row])
+            _check_merged(where, row, positions, own[STATE + MERGED][at])
         if plan.rules.recalls:
-            _check_recalled(plan, text, positions, own[STATE + TOKEN_INDEX_STATE][row], own[RECALL + POSITIONS][row])
+            _check_recalled(where, row, positions, own[STATE + TOKEN_INDEX_STATE][at], own[RECALL + POSITIONS][at])
         if WRITTEN in own:
-            _check_ring(
-                plan, text, positions, {name: own[name][row] for name in (SLOTS, TOKEN_INDEX, WRITTEN)}, options
-            )
+            ring = {name: own[name][at] for name in (SLOTS, TOKEN_INDEX, WRITTEN)}
+            _check_ring(where, plan, row, positions, ring, options.store.full_precision)
     if int((own[POSITIONS] >= 0).sum(-1).max()) < own[POSITIONS].shape[2] > 1:
         raise InconsistentFile(f"layer {plan.index} has more slots than tokens")
-
-
-@dataclass(frozen=True)
-class _Text:
-    """Where the text of a row stands."""
-
-    row: int
-    seen: int
-    end: int
-    since_edit: int
-
-    @property
-    def edited_end(self) -> int:
-        """Where the last edit left the text: from here on every token has a position of its own."""
-        return self.end - self.since_edit
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -349,39 +314,42 @@ def _is_finite(tensor: Tensor) -> bool:
     return bool(low.isfinite() and high.isfinite())
 
 
-def _check_positions(plan: LayerPlan, text: _Text, positions: Tensor) -> None:
+def _check_positions(where: str, plan: LayerPlan, row: RowHeader, positions: Tensor) -> None:
     """`positions` (score_heads, slots) are free, or of the text; held ones come first.
 
     After `divide` several tokens may stand at one position, but none that came after it.
     """
-    where = f"layer {plan.index}, row {text.row}"
-    if int(positions.min()) < EMPTY or int(positions.max()) >= text.end:
-        raise InconsistentFile(f"{where} holds positions outside of its text, which goes on at {text.end}")
+    if int(positions.min()) < EMPTY or int(positions.max()) >= row.next_position:
+        raise InconsistentFile(f"{where} holds positions outside of its text, which goes on at {row.next_position}")
     is_held = positions >= 0
     if bool((is_held[:, 1:] & ~is_held[:, :-1]).any()):
         raise InconsistentFile(f"{where} has tokens behind free slots")
     ordered = positions.sort(-1).values
-    is_double = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= text.edited_end) & (ordered[:, 1:] >= 0)
+    is_double = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= row.edited_end) & (ordered[:, 1:] >= 0)
     if bool(is_double.any()):
         raise InconsistentFile(f"{where} holds a position twice in one head")
-    since = (positions >= max(text.edited_end, 0)).sum(-1)
-    if int((is_held.sum(-1) - since).max()) > text.seen - text.since_edit:
+    since = (positions >= max(row.edited_end, 0)).sum(-1)
+    if int((is_held.sum(-1) - since).max()) > row.tokens_seen - row.since_edit:
         raise InconsistentFile(f"{where} holds more tokens than were seen before its last edit")
     # An import holds no more than a sliding window shows, and nothing was evicted for that.
     window = plan.shape.most_visible
-    kept = text.since_edit if window is None else min(text.since_edit, window - 1)
+    kept = row.since_edit if window is None else min(row.since_edit, window - 1)
     if not plan.note.has_evicted and int(since.min()) < kept:
         raise InconsistentFile(f"{where} lacks tokens, though none was evicted")
 
 
-def _check_recalled(plan: LayerPlan, text: _Text, positions: Tensor, index: Tensor, places: Tensor) -> None:
+def _check_recalled(where: str, row: RowHeader, positions: Tensor, index: Tensor, places: Tensor) -> None:
     """Each slot's token is the one that its `index` in the row names; `places` are the positions of all of these."""
-    where, places = f"layer {plan.index}, row {text.row}", pad(places, (0, 1), value=EMPTY)
-    if int(places.min()) < EMPTY or int(places.max()) >= text.end or bool((places[text.seen :] != EMPTY).any()):
-        raise InconsistentFile(f"{where} recalls positions outside of its text, which goes on at {text.end}")
+    places = pad(places, (0, 1), value=EMPTY)
+    if (
+        int(places.min()) < EMPTY
+        or int(places.max()) >= row.next_position
+        or bool((places[row.tokens_seen :] != EMPTY).any())
+    ):
+        raise InconsistentFile(f"{where} recalls positions outside of its text, which goes on at {row.next_position}")
     named = index.where(positions >= 0, 0.0)
-    if bool((named != named.floor()).any()) or int(named.max()) >= max(text.seen, 1):
-        raise InconsistentFile(f"{where} holds other tokens than the {text.seen} that it may recall")
+    if bool((named != named.floor()).any()) or int(named.max()) >= max(row.tokens_seen, 1):
+        raise InconsistentFile(f"{where} holds other tokens than the {row.tokens_seen} that it may recall")
     stands = places.expand(len(positions), -1).gather(1, named.long())
     ordered = index.where(positions >= 0, -1.0).sort(-1).values
     is_double = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
@@ -389,38 +357,43 @@ def _check_recalled(plan: LayerPlan, text: _Text, positions: Tensor, index: Tens
         raise InconsistentFile(f"{where} holds tokens elsewhere than it would recall them")
 
 
-def _check_places(plan: LayerPlan, text: _Text, positions: Tensor, places: list[Tensor], end: int) -> None:
+def _check_places(where: str, positions: Tensor, places: list[Tensor], end: int) -> None:
     """`places`: where the tokens at `positions` are read, and how far their pictures reach, all of it up to `end`."""
     at, start, stop = (each.where(positions >= 0, 0.0) for each in places)
     is_whole = all(torch.equal(each, each.floor()) for each in (at, start, stop))
     is_inside = (start <= at) & (at < stop) & (stop <= end) | (positions < 0)
     if not (is_whole and bool(is_inside.all())):
-        raise InconsistentFile(f"layer {plan.index}, row {text.row} reads tokens outside of its text, up to {end}")
+        raise InconsistentFile(f"{where} reads tokens outside of its text, up to {end}")
 
 
-def _check_merged(plan: LayerPlan, text: _Text, positions: Tensor, merged: Tensor) -> None:
+def _check_merged(where: str, row: RowHeader, positions: Tensor, merged: Tensor) -> None:
     """`merged` (score_heads, slots): how many tokens each held one has taken in."""
     counts = merged.double().where(positions >= 0, 0.0)
     tokens = counts.sum(-1) + (positions >= 0).sum(-1)
     # Counts are float32, whose sums round from 2^24 on.
-    if bool((counts < 0).any() or (counts != counts.floor()).any()) or float(tokens.max()) > text.seen * (1 + 1e-6):
-        raise InconsistentFile(f"layer {plan.index}, row {text.row} has merged other than its {text.seen} tokens")
+    is_count = bool((counts >= 0).all() and (counts == counts.floor()).all())
+    if not is_count or float(tokens.max()) > row.tokens_seen * (1 + 1e-6):
+        raise InconsistentFile(f"{where} has merged other than its {row.tokens_seen} tokens")
 
 
 def _check_ring(
-    plan: LayerPlan, text: _Text, positions: Tensor, ring: Mapping[str, Tensor], options: CacheOptions
+    where: str,
+    plan: LayerPlan,
+    row: RowHeader,
+    positions: Tensor,
+    ring: Mapping[str, Tensor],
+    exact: FullPrecisionRing,
 ) -> None:
     """The tokens in full precision are the first and the newest that were written, each with the slot of its codes."""
-    where = f"layer {plan.index}, row {text.row}"
     owners, token_index, written = ring[SLOTS][:, :-1].long(), ring[TOKEN_INDEX], int(ring[WRITTEN])
     # Of an import a sliding layer was given the newest tokens alone.
     is_whole = plan.shape.most_visible is None
-    least = text.since_edit if is_whole else 0
-    if not least <= written <= text.seen or (is_whole and text.since_edit == text.seen != written):
-        raise InconsistentFile(f"{where} has written {written} tokens of {text.seen}")
+    least = row.since_edit if is_whole else 0
+    if not least <= written <= row.tokens_seen or (is_whole and row.since_edit == row.tokens_seen != written):
+        raise InconsistentFile(f"{where} has written {written} tokens of {row.tokens_seen}")
     if int(ring[SLOTS].min()) < -1 or int(ring[SLOTS].max()) >= positions.shape[1]:
         raise InconsistentFile(f"{where} has slots in full precision that it has not")
-    sinks, newest = options.store.full_precision.sinks, options.store.full_precision.newest
+    sinks, newest = exact.sinks, exact.newest
     index, entries = token_index[:-1], torch.arange(len(token_index) - 1)
     size = max(len(entries) - sinks, 1)
     home = index.where(index < sinks, sinks + index % size)
@@ -433,7 +406,9 @@ def _check_ring(
         raise InconsistentFile(f"{where} has other tokens in full precision than its first {sinks} and newest {newest}")
     held = positions.expand(len(owners), -1).gather(1, owners.clamp(min=0))
     is_owned = (owners >= 0) & (index >= 0) & (held >= 0)
-    own = torch.where(held >= text.edited_end, index == written - text.end + held, index < written - text.since_edit)
+    own = torch.where(
+        held >= row.edited_end, index == written - row.next_position + held, index < written - row.since_edit
+    )
     counts = torch.zeros_like(positions.expand(len(owners), -1)).scatter_add(
         1, owners.clamp(min=0), ((owners >= 0) & (index >= 0)).to(positions.dtype)
     )

@@ -16,7 +16,6 @@ from windlass.engine import generate
 from windlass.engine.generate import Stream
 from windlass.engine.sampling import Result, Sampling
 from windlass.engine.templates import of_system
-from windlass.hf import prompt_cache
 from windlass.hf.forward import vocabulary_of
 from windlass.hf.kv_cache import KVCache
 
@@ -160,7 +159,7 @@ class Dialogue:
             chat_file.read(path)  # another kind of file is not replaced
         self.catch_up()
         if self.conversation.ids:
-            prompt_cache.save(self.cache, beside, self.session.model, self.session.tokenizer)
+            self.cache.save(beside, tokenizer=self.session.tokenizer)
         try:
             with replacing(path) as temporary:
                 lines = chat_file.lines_of(self.journal.origin, self.conversation)
@@ -180,7 +179,7 @@ class Dialogue:
         beside, cache = cache_beside(path), None
         if beside.exists():
             try:
-                cache = prompt_cache.load(beside, self.session.model, tokenizer=self.session.tokenizer)
+                cache = KVCache.load(beside, self.session.model, tokenizer=self.session.tokenizer)
             except WindlassError as error:
                 note(f"windlass: note: {error}")
         return self.take(chat, cache)

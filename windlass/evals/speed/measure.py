@@ -29,8 +29,8 @@ from windlass.evals.speed.rows import SHAPES, BenchRow, random_model, rows_of, s
 from windlass.evals.speed.table import Conditions
 from windlass.evals.speed.workloads import BenchLists, check_subject
 from windlass.hf.attach import attach
-from windlass.hf.forward import vocabulary_of
-from windlass.hf.kv_cache import KVCache, LayerShape, layer_shapes
+from windlass.hf.forward import LayerShape, layer_shapes, vocabulary_of
+from windlass.hf.kv_cache import KVCache
 from windlass.hf.load import check_place, device_of, dtype_of, load
 from windlass.hf.model_facts import shown_name
 from windlass.hf.weights import labelled, parameter_count, quantize, stored_bytes

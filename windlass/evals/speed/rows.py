@@ -15,7 +15,7 @@ from windlass.core.errors import UsageError
 from windlass.evals.grid import axes_of
 from windlass.evals.speed.workloads import BenchLists, Workload, check_subject, setups_of, workloads_of
 from windlass.evals.task import ALL, Budget
-from windlass.hf.kv_cache import LayerShape
+from windlass.hf.forward import LayerShape
 from windlass.policies import Recent
 from windlass.positions.modes import Original
 
