@@ -22,7 +22,7 @@ import windlass
 
 
 @dataclass(frozen=True)
-class LargeValues(windlass.Policy):
+class LargeValues(windlass.policies.Policy):
     \"\"\"Keeps the tokens with the largest values. Source: this page. Differs: nothing.\"\"\"
 
     def score(self, slots):
@@ -55,7 +55,7 @@ def catalogue() -> str:
     """The page of all policies."""
     intro = (
         "Every policy works with any budget, sinks, window, chunk and position mode. The names are for `--policy`,\n"
-        "the classes are in `windlass`. From the docstrings; `python docs/generate.py` writes this page."
+        "the classes are in `windlass.policies`. From the docstrings; `python docs/generate.py` writes this page."
     )
     made = [_entry(name, type(each), repr(each), each) for name, each in made_by_default().items()]
     made += [_entry(name, kind, f"{kind.__name__}(FILE)", kind) for name, kind in FROM_FILES.items()]

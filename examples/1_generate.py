@@ -8,7 +8,7 @@ from windlass.evals.texts import ASKED, hide_pass_key, novel
 model, tokenizer = windlass.load(Path(windlass.__file__).parent / "assets" / "finder-3m", "float32")
 text = hide_pass_key(novel()[30_000:50_000], key="48213", depth=0.3)
 
-cache = windlass.KVCache(model, budget=256, policy=windlass.KeyDiff(), positions="compact", chunk=128)
+cache = windlass.KVCache(model, budget=256, policy=windlass.policies.KeyDiff(), positions="compact", chunk=128)
 stream = windlass.stream(model, tokenizer, text + ASKED, cache, max_tokens=8)
 print(ASKED, end="")
 for piece in stream:

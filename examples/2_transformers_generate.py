@@ -14,7 +14,7 @@ model = windlass.attach(AutoModelForCausalLM.from_pretrained(folder, dtype=torch
 prompt = "The old man looked at the sea and"
 for options in ({"do_sample": False}, {"do_sample": True, "temperature": 0.8, "top_p": 0.9}):
     torch.manual_seed(0)
-    cache = windlass.KVCache(model, budget=128, policy=windlass.SnapKV())
+    cache = windlass.KVCache(model, budget=128, policy=windlass.policies.SnapKV())
     ids = model.generate(**tokenizer(prompt, return_tensors="pt"), past_key_values=cache, max_new_tokens=20, **options)
     print(options, "->", repr(tokenizer.decode(ids[0], skip_special_tokens=True)))
 

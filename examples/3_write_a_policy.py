@@ -15,7 +15,7 @@ from windlass.testing import check_policy
 
 
 @dataclass(frozen=True)
-class LargeKeys(windlass.Policy):
+class LargeKeys(windlass.policies.Policy):
     """Keeps the tokens with the largest keys.
 
     Source: this example.

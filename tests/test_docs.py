@@ -19,6 +19,8 @@ import windlass
 from windlass import policies
 from windlass.cli.app import main
 from windlass.policies import FROM_FILES, NAMES, base
+from windlass.positions.modes import MODES
+from windlass.stores.formats import STORES
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
@@ -126,9 +128,13 @@ def test_the_public_names() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'KVCash'"):
         _ = windlass.KVCash  # type: ignore[attr-defined]
     stub = Path(windlass.__file__).with_suffix(".pyi").read_text()
-    hints = re.findall(r"^from [\w.]+ import (\w+) as \1$", stub, re.MULTILINE)
-    assert sorted(hints) == windlass.__all__, "what type checkers see"
-    assert {kind.__name__ for kind in NAMES.values()} <= set(windlass.__all__)
+    hints = {name: home for home, name in re.findall(r"^from ([\w.]+) import (\w+) as \2$", stub, re.MULTILINE)}
+    homes, modules = (vars(windlass)[name] for name in ("_HOMES", "_MODULES"))
+    assert hints == homes | {name: module.rpartition(".")[0] for name, module in modules.items()}, "for type checkers"
+    assert sorted(hints) == windlass.__all__
+    assert len(hints) <= 30
+    for home, kinds in ((windlass.policies, NAMES), (windlass.positions, MODES), (windlass.stores, STORES)):
+        assert {kind.__name__ for kind in kinds.values()} - {"Auto"} <= set(dir(home))  # which "auto" makes
 
 
 def test_dir_shows_the_public_names_and_nothing_else() -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.helpers.policies import policy, unchecked
-from windlass import KVCache, Policy, PolicyError, Recent, UsageError
+from windlass import KVCache, PolicyError, UsageError
 from windlass.cache import layer as slot_layer
-from windlass.policies import NAMES, Initializer, Needs, NewTokens, Observation, Slots
+from windlass.policies import NAMES, Initializer, Needs, NewTokens, Observation, Policy, Recent, Slots
 from windlass.testing import check_on_models, check_policy, tiny_model
 
 

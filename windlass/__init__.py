@@ -2,24 +2,48 @@
 
 Begin with `load` or `attach` for a model, `KVCache` for its memory and its files, and `stream` or `generate` for text.
 
-The public names are those that `__init__.pyi` imports. Each is imported when it is first used: torch
-and transformers take seconds, and the command line's help should not.
+Each public name is imported when it is first used: torch and transformers take seconds, and the command line's help
+should not.
 """
 
-import ast
 import sys
 from importlib import import_module
-from pathlib import Path
 
 from windlass.core.torchao_later import TorchaoLater
 
 __version__ = "0.1.0"
 
-_STUB = Path(__file__).with_suffix(".pyi")
-_IMPORTS = [node for node in ast.parse(_STUB.read_text()).body if isinstance(node, ast.ImportFrom)]
-_HOMES = {alias.name: node.module or "" for node in _IMPORTS for alias in node.names}
+# `__init__.pyi` has the same names, for type checkers.
+_MODULES = {
+    "chunks": "windlass.engine.chunks",
+    "evals": "windlass.evals",
+    "policies": "windlass.policies",
+    "positions": "windlass.positions",
+    "stores": "windlass.stores",
+    "testing": "windlass.testing",
+}
+_HOMES = {
+    "CacheOptions": "windlass.cache.options",
+    "KVCache": "windlass.hf.kv_cache",
+    "PolicyError": "windlass.core.errors",
+    "PromptCacheError": "windlass.core.errors",
+    "Result": "windlass.engine.sampling",
+    "Sampling": "windlass.engine.sampling",
+    "Shares": "windlass.cache.shares",
+    "Stream": "windlass.engine.generate",
+    "UnsupportedModel": "windlass.core.errors",
+    "UsageError": "windlass.core.errors",
+    "WindlassError": "windlass.core.errors",
+    "attach": "windlass.hf.attach",
+    "detach": "windlass.hf.attach",
+    "generate": "windlass.engine.generate",
+    "load": "windlass.hf.load",
+    "prefill": "windlass.engine.generate",
+    "stream": "windlass.engine.generate",
+    "system_tokens": "windlass.engine.templates",
+}
 
-__all__ = sorted(_HOMES)
+__all__ = sorted({*_MODULES, *_HOMES})
 
 sys.meta_path.insert(0, TorchaoLater())
 
@@ -34,10 +58,10 @@ def __getattr__(name: str) -> object:
 
     Raises: AttributeError for another name; Python adds the nearest public one to its traceback.
     """
+    if name in _MODULES:
+        return import_module(_MODULES[name])
     if name not in _HOMES:
         raise AttributeError(f"module 'windlass' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    home = import_module(_HOMES[name])
-    is_defined = name in vars(home)
-    value: object = getattr(home, name) if is_defined else import_module(f"{home.__name__}.{name}")
+    value: object = getattr(import_module(_HOMES[name]), name)
     globals()[name] = value
     return value

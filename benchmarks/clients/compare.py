@@ -55,7 +55,7 @@ def text(tokens: int) -> Tensor:
 def compare(plain: Any, attached: Any, cache: Callable[..., KVCache]) -> Compared:
     """Two models of one making, of which one is attached; `cache` makes a cache for it, with these options."""
     # First: a compiler that gave up after many shapes would hide what a budget does to it.
-    small = cache(budget=BUDGET, policy=windlass.KeyDiff(), positions="compact", chunk=64)
+    small = cache(budget=BUDGET, policy=windlass.policies.KeyDiff(), positions="compact", chunk=64)
     for piece in text(LONGER).split(64, 1):
         logits = attached(input_ids=piece, past_key_values=small).logits
     for _ in range(3):

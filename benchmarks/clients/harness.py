@@ -34,7 +34,7 @@ class CachedLM(HFLM):  # type: ignore[misc]
         self.budget = budget
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
-        cache = KVCache(self.model, self.budget, policy=windlass.Recent(), batch=context.shape[0])
+        cache = KVCache(self.model, self.budget, policy=windlass.policies.Recent(), batch=context.shape[0])
         written: Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
         return written
 

@@ -15,8 +15,9 @@ from torch import Tensor
 from transformers import GenerationConfig, PreTrainedModel
 
 import windlass
-from windlass import KVCache, Recent, UnsupportedModel, UsageError
+from windlass import KVCache, UnsupportedModel, UsageError
 from windlass.hf.attach import attached
+from windlass.policies import Recent
 
 TOLERANCE = 1e-4  # of a standard deviation of the logits
 SHORT, SHORTER, LONG = 45, 29, 300

@@ -40,7 +40,7 @@ def _measure(part: Part, shape: str, name: str, way: Work) -> None:
 
 def _in_chunks(part: Part, model: PreTrainedModel, ids: torch.Tensor, budget: int | None) -> None:
     cache = windlass.KVCache(
-        model, budget=budget, policy=windlass.Recent(), positions="original", chunk=part.sizes.chunk
+        model, budget=budget, policy=windlass.policies.Recent(), positions="original", chunk=part.sizes.chunk
     )
     prefill(model, cache, ids.tolist())
 

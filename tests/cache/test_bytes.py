@@ -14,8 +14,8 @@ from torch import Tensor
 
 from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import ALL_POLICIES
-from windlass import H2O, RKV, ExpectedAttention, KeyDiff, KVCache, Recent, SnapKV
-from windlass.policies import Policy
+from windlass import KVCache
+from windlass.policies import H2O, RKV, ExpectedAttention, KeyDiff, Policy, Recent, SnapKV
 
 CASES: list[tuple[Policy, dict[str, Any]]] = [
     *((policy, {"budget": 20}) for policy in ALL_POLICIES),
@@ -114,8 +114,8 @@ config = LlamaConfig(vocab_size=50, hidden_size=256, intermediate_size=64, num_h
                      num_attention_heads=8, num_key_value_heads=8, max_position_embeddings=20000)
 model = windlass.attach(LlamaForCausalLM(config).eval())
 sizes = {"keys and values": (4000, [1], CacheOptions(4000)),
-         "codes": (6000, [3], CacheOptions(None, windlass.H2O(), store="int8")),
-         "much in records": (300, [1200], CacheOptions(300, windlass.SnapKV(), chunk=1))}
+         "codes": (6000, [3], CacheOptions(None, windlass.policies.H2O(), store="int8")),
+         "much in records": (300, [1200], CacheOptions(300, windlass.policies.SnapKV(), chunk=1))}
 
 def made(held, steps, options):
     theirs = DynamicCache(config=config)

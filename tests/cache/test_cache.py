@@ -7,10 +7,10 @@ from torch import Tensor
 import windlass
 from tests.helpers.caches import MODES, POLICIES, bytes_of_slots
 from tests.helpers.models import Models, Text, masked, read
-from windlass import KVCache, Recent, UsageError
+from windlass import KVCache, UsageError
 from windlass.cache.layer import SlotLayer
 from windlass.core.positions import EMPTY
-from windlass.policies import Policy
+from windlass.policies import Policy, Recent
 
 
 def distances(tokens: int) -> tuple[Tensor, Tensor]:
@@ -194,8 +194,8 @@ def test_an_interrupted_step_leaves_the_cache_as_it_was(
     attached_model: Models, text: Text, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids = attached_model("llama"), text(30)
-    cache = KVCache(model, budget=16, policy=windlass.H2O(), window=3)
-    twin = KVCache(model, budget=16, policy=windlass.H2O(), window=3)
+    cache = KVCache(model, budget=16, policy=windlass.policies.H2O(), window=3)
+    twin = KVCache(model, budget=16, policy=windlass.policies.H2O(), window=3)
     for one in (cache, twin):
         read(model, one, ids[:, :20], 20)
 
@@ -213,7 +213,7 @@ def test_an_interrupted_step_leaves_the_cache_as_it_was(
 def test_finished_rows_cost_the_others_nothing(attached_model: Models, text: Text) -> None:
     """A row that gets padding only is neither written nor evicted from, and observes nothing."""
     model = attached_model("llama")
-    cache = KVCache(model, budget=10, policy=windlass.SnapKV(observed_queries=4), window=3, batch=2)
+    cache = KVCache(model, budget=10, policy=windlass.policies.SnapKV(observed_queries=4), window=3, batch=2)
     read(model, cache, text(25, rows=2), 25)
     before = [_votes(layer, 1) for layer in cache.layers]
     mask = torch.tensor([[1], [0]])

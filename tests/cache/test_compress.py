@@ -11,10 +11,10 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.caches import MODES, POLICIES, assert_same, bytes_of_slots, held
 from tests.helpers.models import Models, Text, read
-from windlass import H2O, ExpectedAttention, KeyDiff, KeyNorm, KVCache, Recent, SnapKV, UsageError
+from windlass import KVCache, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.core.step import HEADROOM
-from windlass.policies import Policy
+from windlass.policies import H2O, ExpectedAttention, KeyDiff, KeyNorm, Policy, Recent, SnapKV
 from windlass.policies.wrapper import keeps_newest
 from windlass.testing import SLIDING_WINDOW
 

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from tests.helpers.caches import POLICIES, assert_same
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, H2O, TOVA, KeyDiff, KVCache, Pairs, Recent, SnapKV, attach, kernels
+from windlass import KVCache, attach, kernels
 from windlass.core.inputs import DecodeInput, DecodeSlots
 from windlass.core.types import Scores
 from windlass.kernels import cpu
-from windlass.policies import Policy, Slots
+from windlass.policies import DMC, H2O, TOVA, KeyDiff, Pairs, Policy, Recent, Slots, SnapKV
 from windlass.testing import tiny_model
 
 if not cpu.instruction_sets():

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel
 from tests.helpers import models
 from tests.helpers.caches import assert_same, held
 from tests.helpers.models import Models, Text, logits_at, read
-from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError
-from windlass.policies import Policy
+from windlass import KVCache, UsageError
+from windlass.policies import H2O, KeyDiff, Policy, Recent, SnapKV
 
 one_layer = models.one_layer  # fixture
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.helpers.models import Models, Text, read
-from windlass import H2O, KVCache, Recent
-from windlass.policies import Policy
+from windlass import KVCache
+from windlass.policies import H2O, Policy, Recent
 
 
 @pytest.mark.parametrize("policy", [Recent(), H2O()], ids=repr)

@@ -15,7 +15,7 @@ import windlass
 from tests.helpers.contents import assert_close, assert_nothing_leaks, check_every_line, content, is_same
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.models import Models, Text
-from windlass import H2O, KeyDiff, KVCache, Recent, SnapKV, UsageError
+from windlass import KVCache, UsageError
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import MergePlan
 from windlass.core.step import Pass
@@ -24,6 +24,7 @@ from windlass.engine.generate import prefill
 from windlass.engine.sampler import Sampler
 from windlass.engine.sampling import Sampling
 from windlass.hf.forward import forward
+from windlass.policies import H2O, KeyDiff, Recent, SnapKV
 
 LIMITS: dict[str, Any] = {"budget": 12, "sinks": 2, "window": 3}
 
@@ -48,7 +49,7 @@ def step(model: PreTrainedModel, ids: Tensor) -> Callable[[KVCache], object]:
     ids=str,
 )
 def test_an_interrupt_at_any_line_leaves_the_cache_as_it_was(
-    attached_model: Models, text: Text, policy: windlass.Policy, merge: str | None, stride: int, tokens: int
+    attached_model: Models, text: Text, policy: windlass.policies.Policy, merge: str | None, stride: int, tokens: int
 ) -> None:
     model, ids = attached_model("llama"), text(60, rows=2)
     cache = KVCache(model, policy=policy, merge=merge, batch=2, **LIMITS)
@@ -62,7 +63,7 @@ def test_an_interrupt_at_any_line_leaves_the_cache_as_it_was(
 @pytest.mark.parametrize("policy", [H2O(), SnapKV(observed_queries=2)], ids=str)
 @pytest.mark.parametrize(("rows", "rollback"), [(1, 0), (2, 3)])
 def test_an_interrupt_at_any_line_of_a_step_that_a_kernel_does_all_of(
-    attached_model: Models, text: Text, policy: windlass.Policy, rows: int, rollback: int
+    attached_model: Models, text: Text, policy: windlass.policies.Policy, rows: int, rollback: int
 ) -> None:
     model, ids = attached_model("llama"), text(40, rows=rows)
     cache = KVCache(model, policy=policy, batch=rows, rollback=rollback, **LIMITS)
@@ -116,7 +117,7 @@ def test_an_interrupted_first_pass_allocates_nothing_to_recall(attached_model: M
 
 def test_a_second_pass_leaves_the_cache_as_it_was(attached_model: Models, text: Text) -> None:
     model, ids = attached_model("llama"), text(20)
-    cache = KVCache(model, policy=windlass.KVzip(8), **LIMITS)
+    cache = KVCache(model, policy=windlass.policies.KVzip(8), **LIMITS)
     with torch.no_grad():
         forward(model, ids, None, cache, [], how=Pass(defer_eviction=True))
         how = Pass(is_second_pass=True, defer_eviction=True)
@@ -131,7 +132,7 @@ def test_a_second_pass_that_is_interrupted_while_it_is_committed_has_happened(
 ) -> None:
     """A layer that is committed can't undo it, so the others must not."""
     model, ids = attached_model("llama"), text(21)
-    cache, left, commit = KVCache(model, policy=windlass.KVzip(8), **LIMITS), [interrupted], SlotLayer.commit
+    cache, left, commit = KVCache(model, policy=windlass.policies.KVzip(8), **LIMITS), [interrupted], SlotLayer.commit
     with torch.no_grad():
         forward(model, ids[:, :20], None, cache, [], how=Pass(defer_eviction=True))
     twin, how = copy.deepcopy(cache), Pass(is_second_pass=True, defer_eviction=True)

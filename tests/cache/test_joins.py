@@ -12,9 +12,9 @@ from transformers import PreTrainedModel
 
 from tests.helpers.caches import assert_same, bytes_of_slots, held
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, KVCache, Policy, Recent, UsageError
+from windlass import KVCache, UsageError
 from windlass.core.step import HEADROOM
-from windlass.policies import Needs, Slots
+from windlass.policies import DMC, Needs, Policy, Recent, Slots
 from windlass.policies.base import ACCUMULATES, ModelSpecific, NewTokens
 from windlass.testing import tiny_model
 

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import windlass
-from windlass import KVCache, Recent
+from windlass import KVCache
+from windlass.policies import H2O, KeyDiff, Recent
 
 ROOT = Path(__file__).parents[2]
 MODELS = ROOT / "tests" / "models"
@@ -111,10 +112,10 @@ class Work(TorchDispatchMode):
 
 @pytest.mark.parametrize(
     "policy",
-    [pytest.param(each, marks=pytest.mark.slow) for each in (windlass.Recent(), windlass.KeyDiff())] + [windlass.H2O()],
+    [pytest.param(each, marks=pytest.mark.slow) for each in (Recent(), KeyDiff())] + [H2O()],
     ids=repr,
 )
-def test_a_token_late_in_the_text_is_the_same_work_as_one_early(policy: windlass.Policy) -> None:
+def test_a_token_late_in_the_text_is_the_same_work_as_one_early(policy: windlass.policies.Policy) -> None:
     """Time per token is flat because every step does the same operations on the same shapes."""
     model, ids = load("stories260K")
     cache = KVCache(model, budget=64, policy=policy, positions="compact", window=8)

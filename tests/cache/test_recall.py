@@ -11,8 +11,8 @@ from tests.helpers.caches import bytes_of_slots
 from tests.helpers.models import Models, Text, read
 from tests.helpers.recalls import TOLERANCE, both, read_both, recalling
 from tests.helpers.shares import APART
-from windlass import H2O, KVCache, Shares, UsageError
-from windlass.policies import NAMES, Policy
+from windlass import KVCache, Shares, UsageError
+from windlass.policies import H2O, NAMES, Policy
 from windlass.policies.base import ModelSpecific
 from windlass.testing import TRAINED_LENGTH
 

@@ -10,11 +10,11 @@ from transformers import DynamicCache
 from tests.helpers.caches import bytes_of_slots, held
 from tests.helpers.layers import BATCH, BUDGET, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
 from tests.helpers.models import Models, Text, masked, read
-from windlass import H2O, KeyDiff, KVCache, Random, Recent, Sampling, UsageError
+from windlass import KVCache, Sampling, UsageError
 from windlass.cache.layer import SlotLayer
 from windlass.cache.options import CacheOptions
 from windlass.engine.sampler import Sampler
-from windlass.policies import Policy, Slots
+from windlass.policies import H2O, KeyDiff, Policy, Random, Recent, Slots
 from windlass.stores.formats import Plain
 
 

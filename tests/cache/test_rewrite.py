@@ -10,10 +10,11 @@ from torch import Tensor
 import windlass
 from tests.helpers.contents import check_every_line, content, is_same
 from tests.helpers.models import Models, Text
-from windlass import H2O, CacheOptions, KVCache, UsageError
+from windlass import CacheOptions, KVCache, UsageError
 from windlass.cache.recompute import SlotLookup
 from windlass.core.step import Pass, Step
 from windlass.hf.forward import forward
+from windlass.policies import H2O
 
 
 def step_at(cache: KVCache, ids: Tensor, positions: Tensor) -> Step:

@@ -5,8 +5,8 @@ import torch
 
 from tests.helpers.caches import POLICIES, assert_same, held
 from tests.helpers.models import Models, Text, read
-from windlass import H2O, KVCache, Recent, UsageError
-from windlass.policies import Policy
+from windlass import KVCache, UsageError
+from windlass.policies import H2O, Policy, Recent
 
 
 @pytest.mark.parametrize("taken", [1, 4, 7])

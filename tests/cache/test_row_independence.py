@@ -7,8 +7,8 @@ from transformers import PreTrainedModel
 
 from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import ALL_POLICIES
-from windlass import H2O, Composite, InChunks, KeyDiff, KVCache, LagKV, Pyramid, Smoothed, SnapKV
-from windlass.policies import Policy
+from windlass import KVCache
+from windlass.policies import H2O, Composite, InChunks, KeyDiff, LagKV, Policy, Pyramid, Smoothed, SnapKV
 
 BUDGET, SHORT, LONG, STEPS = 12, 10, 30, 24
 IDLE = {5, 6, 11}  # steps in which the short row gets no token

@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.helpers.caches import MODES, POLICIES, assert_same
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.models import Models
-from windlass import H2O, KeyDiff, KVCache, KVzip, Recent, UsageError
+from windlass import KVCache, UsageError
 from windlass.core.step import AttentionCall, Pass
-from windlass.policies import Policy
+from windlass.policies import H2O, KeyDiff, KVzip, Policy, Recent
 from windlass.policies.base import ModelSpecific
 
 STEPS = [40, 3, 9, 1, 1, 16, 5]

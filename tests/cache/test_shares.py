@@ -126,7 +126,7 @@ def assert_twins(grouped: KVCache, plain: KVCache) -> None:
 
 
 # Random draws by the number of a head in its group; where one ranking is for all heads, it is for those of a group.
-RANKED_APART = [name for name, kind in NAMES.items() if kind is not windlass.Random and kind().needs.per_head]
+RANKED_APART = [name for name, kind in NAMES.items() if kind is not windlass.policies.Random and kind().needs.per_head]
 
 
 @pytest.mark.parametrize("name", [*RANKED_APART, "recent", "smoothed(key_diff)"])
@@ -271,10 +271,10 @@ def test_a_cache_of_transformers_comes_and_goes(attached_model: Models, plain_mo
 def test_policies_are_told_their_layer(attached_model: Models, text: Text) -> None:
     model, seen = attached_model("llama"), list[tuple[int, int]]()
 
-    class Noting(windlass.KeyDiff):
+    class Noting(windlass.policies.KeyDiff):
         """Source: none. Differs: none."""
 
-        def score(self, slots: windlass.Slots) -> Tensor:
+        def score(self, slots: windlass.policies.Slots) -> Tensor:
             seen.append((slots.layer, slots.layers))
             return super().score(slots)
 

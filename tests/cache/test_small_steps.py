@@ -8,9 +8,9 @@ from torch import Tensor
 
 from tests.helpers.caches import MODES, POLICIES, assert_same
 from tests.helpers.models import Models, Text, read
-from windlass import H2O, KeyDiff, KVCache, Smoothed, UsageError
+from windlass import KVCache, UsageError
 from windlass.core.step import AttentionCall
-from windlass.policies import Policy, Random
+from windlass.policies import H2O, KeyDiff, Policy, Random, Smoothed
 
 DECODE = [policy for policy in POLICIES if not isinstance(policy, Random)] + [Random(keep_prompt=False)]
 """`Random` otherwise asks what came in several tokens at a time."""

@@ -10,7 +10,8 @@ import windlass
 from tests.helpers import models
 from tests.helpers.contents import content, is_same
 from tests.helpers.models import Models, Text
-from windlass import CacheOptions, KeyDiff, KVCache, UsageError
+from windlass import CacheOptions, KVCache, UsageError
+from windlass.policies import KeyDiff
 
 one_layer = models.one_layer  # fixture
 

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import windlass
 from tests.helpers.models import MODEL, Models, Text, read
-from windlass import H2O, KeyDiff, KVCache, Pyramid
+from windlass import KVCache
 from windlass.core.parse import in_units
+from windlass.policies import H2O, KeyDiff, Pyramid
 
 
 class Cells(HTMLParser):

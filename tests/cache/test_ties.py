@@ -8,8 +8,8 @@ import torch
 from tests.helpers.caches import assert_holds, contents, held
 from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import ALL_POLICIES
-from windlass import H2O, KeyDiff, KVCache, SnapKV
-from windlass.policies import Policy
+from windlass import KVCache
+from windlass.policies import H2O, KeyDiff, Policy, SnapKV
 
 
 def permuted(cache: KVCache, seed: int) -> KVCache:

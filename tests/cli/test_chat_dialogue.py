@@ -54,7 +54,7 @@ def test_undo_of_everything_is_an_empty_cache(dialogue: Make):
 
 
 def test_undo_past_what_can_be_rolled_back_reads_again(dialogue: Make, model: PreTrainedModel):
-    options: dict[str, Any] = {"budget": 20, "policy": windlass.KeyDiff()}
+    options: dict[str, Any] = {"budget": 20, "policy": windlass.policies.KeyDiff()}
     talk = after(dialogue(**options), FIRST, SECOND, THIRD)
     assert talk.undo() == "the last turn is taken back: the text before it was read again; 2 turns left"
     twin = windlass.KVCache(model, **options)
@@ -159,7 +159,7 @@ def test_a_retry_that_is_interrupted_keeps_the_reply(dialogue: Make, interrupted
 
 
 def test_saved_and_loaded_goes_on_exactly(dialogue: Make, tmp_path: Path):
-    options = {"budget": 20, "policy": windlass.H2O()}
+    options = {"budget": 20, "policy": windlass.policies.H2O()}
     talk = after(dialogue(**options), FIRST, SECOND)
     talk.save(tmp_path / "talk")
     other = dialogue()

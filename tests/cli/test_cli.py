@@ -39,7 +39,7 @@ def test_json_is_one_object_with_the_result(
     run: Callable[..., Ran], in_library: Callable[..., windlass.Result], model: PreTrainedModel
 ):
     options = ("--max-kv-size", "12", "--sinks", "2", "--window", "3", "--chunk", "5")
-    policy = windlass.SnapKV(observed_queries=4, pool=3)
+    policy = windlass.policies.SnapKV(observed_queries=4, pool=3)
     ran = run(
         *generate(PROMPT, *options, "--policy", repr(policy), "--positions", "clamp(7)", "--store", "int8", "--json")
     )

@@ -123,11 +123,11 @@ def test_rows_tell_what_the_library_does(
     part = texts.hide_pass_key(demo.beginning(tokenizer, text), key, 0.25)
     scorer = LinearScorer(f"{MODEL}/scorer.safetensors")
     caches = [
-        (whole, windlass.KVCache(model, 256, windlass.KeyDiff(), chunk=128, positions="compact")),
+        (whole, windlass.KVCache(model, 256, windlass.policies.KeyDiff(), chunk=128, positions="compact")),
         (whole, windlass.KVCache(model, 256, scorer, chunk=128, positions="compact", shares=f"{MODEL}/shares.json")),
-        (whole, windlass.KVCache(model, 256, windlass.Recent(), chunk=128, positions="compact")),
-        (part, windlass.KVCache(model, policy=windlass.Recent(), chunk=128, positions="original")),
-        (part, windlass.KVCache(model, policy=windlass.Recent(), chunk=128, positions="self_extend(8, 64)")),
+        (whole, windlass.KVCache(model, 256, windlass.policies.Recent(), chunk=128, positions="compact")),
+        (part, windlass.KVCache(model, policy=windlass.policies.Recent(), chunk=128, positions="original")),
+        (part, windlass.KVCache(model, policy=windlass.policies.Recent(), chunk=128, positions="self_extend(8, 64)")),
     ]
     assert len(found["rows"]) == len(caches)
     for row, (read, cache) in zip(found["rows"], caches, strict=True):

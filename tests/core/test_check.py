@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from windlass import KeyDiff, UsageError
+from windlass import UsageError
 from windlass.core.errors import check_kind, real_number, shown, whole_number
+from windlass.policies import KeyDiff
 
 
 @pytest.mark.parametrize("value", [7, np.int64(7), np.uint8(7)])

@@ -69,7 +69,7 @@ class Asked:
 
 
 BOTH = [
-    Asked(policy_of, POLICY, "policy", "policies", "windlass.Policy", PolicyError),
+    Asked(policy_of, POLICY, "policy", "policies", "windlass.policies.Policy", PolicyError),
     Asked(lambda spec: load_task(spec)[1], TASK, "task", "tasks", "windlass.evals.Task", UsageError),
 ]
 each = pytest.mark.parametrize("asked", BOTH, ids=lambda asked: asked.word)

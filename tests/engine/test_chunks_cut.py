@@ -6,7 +6,8 @@ import torch
 import windlass
 from tests.helpers.joined import ORDER, SIZES, fresh, ids_of, joined, slots_in_order, texts
 from tests.helpers.models import Models
-from windlass import H2O, CacheOptions, KeyDiff, KVCache, Recent, Shares, SnapKV, chunks
+from windlass import CacheOptions, KVCache, Shares, chunks
+from windlass.policies import H2O, KeyDiff, Recent, SnapKV
 
 
 def positions(cache: KVCache, layer: int, head: int = 0, row: int = 0) -> list[int]:
@@ -73,7 +74,7 @@ def test_what_a_head_has_evicted_is_seen_by_itself_alone(attached_model: Models)
 
 
 @pytest.mark.parametrize("policy", [KeyDiff(), SnapKV(observed_queries=3, pool=3), H2O(), Recent()], ids=str)
-def test_a_budget_cuts_when_the_model_reads_on(attached_model: Models, policy: windlass.Policy) -> None:
+def test_a_budget_cuts_when_the_model_reads_on(attached_model: Models, policy: windlass.policies.Policy) -> None:
     """Until then the whole text is held, so what is read again sees all of it."""
     model, (*own, question) = attached_model("qwen3"), texts(23, (*SIZES, 6))
     options = CacheOptions(budget=40, policy=policy, sinks=2, window=4)

@@ -11,10 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 import windlass
-from windlass import H2O, KeyDiff, KVCache, Sampling, UsageError
+from windlass import KVCache, Sampling, UsageError
 from windlass.engine.sampler import DRAWS, Sampler
 from windlass.engine.text import Stops, TextStream
-from windlass.policies import Policy
+from windlass.policies import H2O, KeyDiff, Policy
 
 MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"
 PROMPT = "There were four of us--George, and William Samuel Harris, and myself, and"
@@ -243,7 +243,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 torch.set_num_threads(1)
 model = windlass.attach(AutoModelForCausalLM.from_pretrained(sys.argv[1], dtype=torch.float32).eval())
 tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-cache = windlass.KVCache(model, budget=32, policy=windlass.Random(seed=2), window=4)
+cache = windlass.KVCache(model, budget=32, policy=windlass.policies.Random(seed=2), window=4)
 (result,) = windlass.generate(model, tokenizer, ["It was"], cache, 60, windlass.Sampling(temperature=1.0, seed=7))
 print(result.tokens)
 """

@@ -13,11 +13,12 @@ from tests.helpers.models import Models, Text
 from tests.helpers.policies import made_by_default
 from tests.helpers.recorded import BUDGET, ENDS, PROMPT, begun, same, write
 from tests.helpers.tape import Tape
-from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Recent, Sampling, SnapKV, UsageError, kernels
+from windlass import KVCache, Sampling, UsageError, kernels
 from windlass.engine import generate
 from windlass.engine.cuda_graph import CudaGraph, Graph
 from windlass.evals.speed.measure import RotatedStorage
 from windlass.hf.cpu_decoder import FewTokensLayer
+from windlass.policies import H2O, TOVA, KeyDiff, Policy, Recent, SnapKV
 from windlass.testing import tiny_model
 
 MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"

@@ -10,7 +10,7 @@ import windlass
 from tests.helpers.models import Models, Text
 from tests.helpers.recorded import begun, same, write
 from tests.helpers.tape import Tape
-from windlass import H2O, TOVA, KeyDiff, KVCache, Sampling, SnapKV, kernels
+from windlass import KVCache, Sampling, kernels
 from windlass.cache import cache as memory_of_cache
 from windlass.cache import recall
 from windlass.cache.recall import RecallMemory, RecallStore, RecallTokens
@@ -20,6 +20,7 @@ from windlass.engine.cuda_graph import CudaGraph
 from windlass.engine.decode import Decoder
 from windlass.engine.sampler import Sampler
 from windlass.hf.cpu_decoder import FewTokensLayer
+from windlass.policies import H2O, TOVA, KeyDiff, SnapKV
 from windlass.stores.formats import store_of
 from windlass.testing import tiny_model
 

@@ -7,10 +7,11 @@ import pytest
 from tests.helpers.models import Models, Text
 from tests.helpers.recorded import BUDGET, begun, same, write
 from tests.helpers.tape import Tape
-from windlass import H2O, KVCache, Policy, Recent, kernels
+from windlass import KVCache, kernels
 from windlass.core.types import Scores
 from windlass.engine.generate import prefill
 from windlass.hf.cpu_decoder import FewTokensLayer
+from windlass.policies import H2O, Policy, Recent
 from windlass.policies.base import Slots
 from windlass.testing import TRAINED_LENGTH
 

@@ -19,11 +19,11 @@ from torch.utils._pytree import tree_leaves
 
 from tests.helpers.models import Models
 from tests.helpers.scorers import drawn
-from windlass import DMC, KeyDiff, KVCache, LinearScorer, Pairs, Recent
+from windlass import KVCache
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import MERGES, TARGETS, Merge, merge_of
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.policies import NAMES, WRAPPERS, Policy, linear_scorer, pairs
+from windlass.policies import DMC, NAMES, WRAPPERS, KeyDiff, LinearScorer, Pairs, Policy, Recent, linear_scorer, pairs
 from windlass.policies.pairs import PairTable
 from windlass.positions.modes import PositionMode, Windowed, position_mode
 from windlass.stores.formats import store_of

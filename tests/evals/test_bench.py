@@ -22,6 +22,7 @@ from windlass.evals.speed.measure import Clock, RotatedStorage, Timer, fill
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.workloads import BenchLists
 from windlass.hf.forward import LayerShape, layer_shapes
+from windlass.policies import Recent
 
 run, model = bench_run.run, bench_run.model  # fixtures
 
@@ -167,7 +168,7 @@ def test_each_run_starts_at_its_depth(
 def test_a_filled_cache_is_as_after_reading(model: PreTrainedModel):
     ids = torch.randint(97, (200,)).tolist()
     for budget, chunk in ((64, 32), (300, 32), (None, 200)):
-        read, filled = (windlass.KVCache(model, budget=budget, chunk=chunk, policy=windlass.Recent()) for _ in range(2))
+        read, filled = (windlass.KVCache(model, budget=budget, chunk=chunk, policy=Recent()) for _ in range(2))
         prefill(model, read, [ids])
         fill(filled, layer_shapes(model), 200)
         # Reading leaves a record of its last step, which filling has not: that is the last line.

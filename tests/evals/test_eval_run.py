@@ -225,7 +225,7 @@ def test_each_question_finds_the_cache_as_the_text_left_it(model: PreTrainedMode
     assert len({case.output for case in cases}) >= 2
     assert cases[0].output == cases[3].output
     for case, turn in zip(cases, sample.turns, strict=True):
-        alone = windlass.KVCache(model, 90, windlass.KeyDiff(), chunk=90, positions="compact")
+        alone = windlass.KVCache(model, 90, windlass.policies.KeyDiff(), chunk=90, positions="compact")
         generate.prefill(model, alone, [encode(tokenizer, context, is_start=True)])
         result = generate.generate(model, tokenizer, [turn.question + turn.prefix], alone, 6)[0]
         assert case.output == result.text
@@ -258,7 +258,7 @@ def test_a_text_is_predicted_as_transformers_does(model: PreTrainedModel, tokeni
     # A cache of 40 slots, fed by hand; one that has seen less than the full one.
     cache = cache_of(model, setting(budgets="40"), 40, False)
     small = predicted(model, cache, ids, windlass.KVCache(model))
-    alone = windlass.KVCache(model, 40, windlass.Recent())
+    alone = windlass.KVCache(model, 40, windlass.policies.Recent())
     with torch.no_grad():
         pieces = torch.tensor(ids[:-1]).split(STRIDE)
         ours = torch.cat([model(piece[None], past_key_values=alone).logits[0] for piece in pieces]).double()

@@ -13,12 +13,12 @@ from torch import Tensor
 import windlass
 from tests.helpers.models import MODEL, Models, Text
 from tests.helpers.scorers import GROUP, HEAD_DIM, KV_HEADS, drawn, projected
-from windlass import KVCache, KVzip, LinearScorer, PolicyError, UsageError
+from windlass import KVCache, PolicyError, UsageError
 from windlass.cli.app import main
 from windlass.evals import calibrate
 from windlass.evals.calibrate import LEAST, RIDGE, SINKS, Moments, calibration_texts
 from windlass.hf.load import load
-from windlass.policies import linear_scorer
+from windlass.policies import KVzip, LinearScorer, linear_scorer
 from windlass.policies.linear_scorer import Scorer
 
 PROSE = "The boat went up the river, and nobody said a word. Then it rained for an hour. " * 60

@@ -17,6 +17,7 @@ from windlass.evals import calibrate
 from windlass.evals.calibrate import calibration_texts
 from windlass.evals.task import budget_of
 from windlass.hf.load import load
+from windlass.policies import Leverage
 from windlass.policies.calls import scores_of
 
 PROSE = "The boat went up the river, and nobody said a word. Then it rained for an hour. " * 60
@@ -27,7 +28,7 @@ TEXTS = [60, 47]  # tokens
 def test_one_ranking_over_all_heads_says_what_each_keeps(attached_model: Models, text: Text, is_by_head: bool) -> None:
     """Lists of (score, layer, head) in place of tensors."""
     model, ids = attached_model("llama"), text(50)[0].tolist()
-    policy = windlass.KeyDiff()
+    policy = windlass.policies.KeyDiff()
     ours = calibrate.kept_shares(model, ids, policy, budget_of("", "20"), is_by_head)
     cache = KVCache(model, policy=policy, chunk=50)
     windlass.prefill(model, cache, [ids])
@@ -60,9 +61,9 @@ def test_shares_are_means_over_texts_in_multiples_of_the_mean(attached_model: Mo
     texts = [text(tokens, seed=tokens)[0].tolist() for tokens in TEXTS]
     told: list[tuple[int, int]] = []
     shares = calibrate.measure_shares(
-        model, texts, windlass.KeyDiff(), budget_of("", "3x"), 3, lambda *numbers: told.append(numbers)
+        model, texts, windlass.policies.KeyDiff(), budget_of("", "3x"), 3, lambda *numbers: told.append(numbers)
     )
-    each = [calibrate.kept_shares(model, ids, windlass.KeyDiff(), budget_of("", "3x"), True) for ids in texts]
+    each = [calibrate.kept_shares(model, ids, windlass.policies.KeyDiff(), budget_of("", "3x"), True) for ids in texts]
     for layer, own in enumerate(shares.layers):
         assert own == pytest.approx(((each[0][layer] + each[1][layer]) / 2).tolist(), abs=1e-3)
     assert sum(share for own in shares.layers for share in own or ()) == pytest.approx(6, abs=0.01)
@@ -74,12 +75,12 @@ def test_shares_are_means_over_texts_in_multiples_of_the_mean(attached_model: Mo
 def test_a_layer_with_its_own_window_takes_no_part(attached_model: Models, text: Text) -> None:
     model = attached_model("gemma3")
     ids = [text(60)[0].tolist()]
-    shares = calibrate.measure_shares(model, ids, windlass.KeyDiff(), budget_of("", "3x"), 3, lambda *_: None)
+    shares = calibrate.measure_shares(model, ids, windlass.policies.KeyDiff(), budget_of("", "3x"), 3, lambda *_: None)
     assert [own is None for own in shares.layers] == [True, False, True, False]
     with pytest.raises(UsageError, match="fits into a budget of 60"):
-        calibrate.measure_shares(model, ids, windlass.KeyDiff(), budget_of("", "60"), 3, lambda *_: None)
+        calibrate.measure_shares(model, ids, windlass.policies.KeyDiff(), budget_of("", "60"), 3, lambda *_: None)
     with pytest.raises(UsageError, match="nothing to share"):
-        calibrate.kept_shares(attached_model("mistral"), ids[0], windlass.KeyDiff(), budget_of("", "3x"), True)
+        calibrate.kept_shares(attached_model("mistral"), ids[0], windlass.policies.KeyDiff(), budget_of("", "3x"), True)
 
 
 @pytest.mark.parametrize("groups", [1, 2, 3, 9])
@@ -111,7 +112,7 @@ def test_a_file_of_shares_comes_back(tmp_path: Path) -> None:
     assert shares_file.read(tmp_path / "a.json") == shares
     assert CacheOptions(shares=tmp_path / "a.json").shares == shares
     document = CacheOptions(shares=shares).document()
-    assert CacheOptions.from_document(json.loads(json.dumps(document)), windlass.KeyDiff()).shares == shares
+    assert CacheOptions.from_document(json.loads(json.dumps(document)), windlass.policies.KeyDiff()).shares == shares
 
 
 @pytest.mark.parametrize(
@@ -180,7 +181,7 @@ def test_the_command_measures_what_the_library_does(tmp_path: Path, capsys: pyte
     assert f"{output}: of 3 texts, by Leverage(sketch=48, ridge=0.01) at 3x" in told
     model, tokenizer = load(MODEL, "float32", "cpu")
     texts = calibration_texts(tokenizer, file, None, 3, 90, 5)
-    expected = calibrate.measure_shares(model, texts, windlass.Leverage(), budget_of("", "3x"), 1, lambda *_: None)
+    expected = calibrate.measure_shares(model, texts, Leverage(), budget_of("", "3x"), 1, lambda *_: None)
     read = shares_file.read(output)
     assert (read.layers, read.fingerprint) == (expected.layers, expected.fingerprint)
     results = tmp_path / "results.jsonl"

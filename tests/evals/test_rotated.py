@@ -13,6 +13,7 @@ import windlass
 from tests.helpers.models import Models, Text
 from windlass.engine.generate import prefill
 from windlass.evals.speed.measure import RotatedStorage
+from windlass.policies import ExpectedAttention, Smoothed, TriAttention
 
 FAMILIES = ("llama", "llama_yarn", "qwen3", "gemma2", "gemma3", "smollm3", "deepseek_v3", "gpt_oss")
 
@@ -54,7 +55,7 @@ def test_the_model_turned_the_keys_that_are_stored(plain_model: Models, attached
 def test_evicts_rolls_back_and_copies_as_a_kv_cache(attached_model: Models, text: Text):
     model, logits = attached_model("llama"), []
     for kind in (RotatedStorage, windlass.KVCache):
-        cache = kind(model, budget=16, policy=windlass.Recent(), chunk=10, batch=2)
+        cache = kind(model, budget=16, policy=windlass.policies.Recent(), chunk=10, batch=2)
         fed(model, cache, text(42, rows=2), *(10,) * 4, 1, 1)
         cache.rollback(2)
         twin = copy.deepcopy(cache)
@@ -109,9 +110,13 @@ def test_refuses_positions_that_the_model_would_count_otherwise(attached_model: 
         prefill(model, cache, [[1], [3]])
 
 
-@pytest.mark.parametrize("policy", [windlass.ExpectedAttention(), windlass.Smoothed(windlass.TriAttention())], ids=repr)
+@pytest.mark.parametrize(
+    "policy",
+    [ExpectedAttention(), Smoothed(TriAttention())],
+    ids=repr,
+)
 def test_refuses_policies_that_would_take_rotated_queries_for_un_rotated_ones(
-    attached_model: Models, policy: windlass.Policy
+    attached_model: Models, policy: windlass.policies.Policy
 ) -> None:
     with pytest.raises(windlass.UsageError, match=r"Attention\(.* keeps statistics of un-rotated queries"):
         RotatedStorage(attached_model("llama"), budget=20, policy=policy)

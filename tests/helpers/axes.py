@@ -13,7 +13,8 @@ from transformers.models.qwen3_omni_moe.modeling_qwen3_omni_moe import Qwen3Omni
 
 import windlass
 from tests.helpers.models import Text
-from windlass import KVCache, Recent
+from windlass import KVCache
+from windlass.policies import Recent
 from windlass.testing import VOCABULARY
 
 IMAGE, VIDEO, START, END, AUDIO = (VOCABULARY - at for at in range(1, 6))  # ids of tokens that stand for pictures

@@ -16,9 +16,10 @@ from tests.helpers.cache_model import CacheModel
 from tests.helpers.cache_model_rows import Leaf, Options, Rules
 from tests.helpers.cache_model_rules import MergeModel, PolicyModel
 from tests.helpers.cache_model_tokens import Kind, Mode
-from windlass import H2O, TOVA, KeyDiff, KeyNorm, Policy, Random, Recent, Shares, SnapKV
+from windlass import Shares
 from windlass.cache.options import CacheOptions
 from windlass.hf.attach import attached
+from windlass.policies import H2O, TOVA, KeyDiff, KeyNorm, Policy, Random, Recent, SnapKV
 from windlass.stores.formats import store_of
 
 Array = NDArray[Any]

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tests.helpers.hybrids import KINDS, bound
 from tests.helpers.models import Text, read
-from windlass import KeyDiff, KVCache, kernels
+from windlass import KVCache, kernels
+from windlass.policies import KeyDiff
 
 TOLERANCE = 1e-5
 OF_CHUNKS = 1e-4  # transformers' own, of states that are added up in one pass or in many

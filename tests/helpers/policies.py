@@ -7,9 +7,8 @@ from typing import Any
 import torch
 
 from tests.helpers.slots import slots_of
-from windlass import Policy
 from windlass.core.types import Scores
-from windlass.policies import H2O, NAMES, WRAPPERS, KeyDiff, ModelSpecific, Needs, Slots
+from windlass.policies import H2O, NAMES, WRAPPERS, KeyDiff, ModelSpecific, Needs, Policy, Slots
 
 ALL_POLICIES: list[Policy] = [*(kind() for kind in NAMES.values()), *(kind(H2O()) for kind in WRAPPERS.values())]
 """Each policy, and each wrapper around one that keeps state."""

@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models
-from windlass import KVCache, Policy
+from windlass import KVCache
 from windlass.hf.prompt_cache import checksum
-from windlass.policies import Composite, ExpectedAttention, KVzip, SnapKV
+from windlass.policies import Composite, ExpectedAttention, KVzip, Policy, SnapKV
 from windlass.testing import VOCABULARY
 
 SIGNED = {"kind", "version", "checksum", "contents"}
@@ -106,25 +106,25 @@ def _without_ids(model: PreTrainedModel) -> KVCache:
 
 
 def _rolled_back(model: PreTrainedModel) -> KVCache:
-    cache = _small(model, windlass.KeyDiff(), store="int4(sinks=2, newest=5)")
+    cache = _small(model, windlass.policies.KeyDiff(), store="int4(sinks=2, newest=5)")
     cache.rollback(2)
     return cache
 
 
 KINDS: dict[str, tuple[str, Callable[[PreTrainedModel], KVCache]]] = {
     "recent": ("llama", lambda model: _small(model)),
-    "h2o": ("llama", lambda model: _small(model, windlass.H2O())),
-    "tova": ("llama", lambda model: _small(model, windlass.TOVA())),
+    "h2o": ("llama", lambda model: _small(model, windlass.policies.H2O())),
+    "tova": ("llama", lambda model: _small(model, windlass.policies.TOVA())),
     "snapkv, int8": ("llama", lambda model: _small(model, SnapKV(observed_queries=4), store="int8")),
     "statistics": ("llama", lambda model: _small(model, ExpectedAttention(future=9, observed_queries=5))),
-    "ring": ("llama", lambda model: _small(model, windlass.KeyDiff(), store="int4(sinks=2, newest=5)")),
+    "ring": ("llama", lambda model: _small(model, windlass.policies.KeyDiff(), store="int4(sinks=2, newest=5)")),
     "ring, rolled back": ("llama", _rolled_back),
-    "merged": ("llama", lambda model: _small(model, windlass.H2O(), merge="mean_count(next)")),
+    "merged": ("llama", lambda model: _small(model, windlass.policies.H2O(), merge="mean_count(next)")),
     "recall": ("llama", lambda model: _small(model, recall=8, recall_store="int4")),
-    "recall by head": ("llama", lambda model: _small(model, windlass.TOVA(), recall=16, recall_store="plain")),
+    "recall by head": ("llama", lambda model: _small(model, windlass.policies.TOVA(), recall=16, recall_store="plain")),
     "edited": ("llama", _edited),
     "without ids": ("llama", _without_ids),
     "empty": ("llama", lambda model: KVCache(model, batch=2, store="int8")),
-    "windows": ("gemma2", lambda model: _small(model, windlass.H2O(), positions="clamp(9)")),
+    "windows": ("gemma2", lambda model: _small(model, windlass.policies.H2O(), positions="clamp(9)")),
     "layers apart": ("gemma2", lambda model: _small(model, Composite(KVzip(scoring_chunk=5)), budget=9)),
 }

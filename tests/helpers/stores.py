@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from windlass import KVCache, Plain, kernels
+from windlass import KVCache, kernels
 from windlass.core.inputs import Writes
 from windlass.core.types import KeyMeans, NewKeys, NewValues, SlotIndex, SlotKeys, SlotValues
+from windlass.stores import Plain
 from windlass.stores.base import Parts
 from windlass.stores.formats import LowBit, store_of
 

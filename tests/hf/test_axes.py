@@ -24,9 +24,10 @@ from tests.helpers.axes import (
     shown,
 )
 from tests.helpers.models import Text
-from windlass import H2O, KVCache, Policy, Recent, Sampling
+from windlass import KVCache, Sampling
 from windlass.engine.decode import Decoder
 from windlass.engine.sampler import Sampler
+from windlass.policies import H2O, Policy, Recent
 
 TOLERANCE = 1e-4  # of a standard deviation
 TOKENS, STARTS = 71, (6, 30)

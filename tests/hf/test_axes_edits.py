@@ -24,8 +24,9 @@ from tests.helpers.axes import (
     shown,
 )
 from tests.helpers.models import Text
-from windlass import H2O, KVCache, PromptCacheError, Recent, UsageError
+from windlass import KVCache, PromptCacheError, UsageError
 from windlass.core.positions import BLOCK_END, BLOCK_START, PLACE
+from windlass.policies import H2O, Recent
 
 TOLERANCE = 1e-4  # of a standard deviation
 TOKENS, STARTS, SIDE = 71, (8, 31), 5  # a picture takes 15 tokens, and as many places as its longer side

@@ -7,7 +7,8 @@ import torch
 
 from tests.helpers.axes import GRID, attached_reader, embedded, first, one_layer_read, plain_reader, shown
 from tests.helpers.models import Text
-from windlass import KVCache, Recent, UsageError
+from windlass import KVCache, UsageError
+from windlass.policies import Recent
 
 TOKENS, STARTS = 71, (8, 31)  # a picture takes 15 tokens
 

@@ -17,11 +17,12 @@ from transformers import (
 
 import windlass
 from tests.helpers.models import Models, Text, given_cache, greedy, read
-from windlass import H2O, KeyDiff, KVCache, Policy, Recent, UnsupportedModel
+from windlass import KVCache, UnsupportedModel
 from windlass.hf.attach import attached
 from windlass.hf.mask import Mask
 from windlass.hf.passes import cache_name
 from windlass.hf.probe import QueryScale
+from windlass.policies import H2O, KeyDiff, Policy, Recent
 from windlass.positions.rotary import cos_sin, unturned
 from windlass.testing import SLIDING_WINDOW as CHUNK
 from windlass.testing import VOCABULARY, tiny_model

@@ -15,7 +15,8 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers import models
 from tests.helpers.models import Text, read
-from windlass import KeyDiff, KVCache, Policy, SnapKV
+from windlass import KVCache
+from windlass.policies import KeyDiff, Policy, SnapKV
 from windlass.testing import tiny_model
 
 one_layer = models.one_layer  # fixture

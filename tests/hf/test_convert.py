@@ -10,8 +10,9 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from tests.helpers.models import Models, Text
-from windlass import KeyDiff, KVCache, Recent, UsageError
+from windlass import KVCache, UsageError
 from windlass.cache.options import CacheOptions
+from windlass.policies import KeyDiff, Recent
 
 TOLERANCE = 1e-5
 GREEDY = {"do_sample": False, "pad_token_id": 0}

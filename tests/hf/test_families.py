@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models
-from windlass import H2O, KVCache, Recent
+from windlass import KVCache
 from windlass.hf.attach import attached
+from windlass.policies import H2O, Recent
 from windlass.testing import FAMILIES, TRAINED_LENGTH, tiny_model
 
 TOKENS, SHORTER = 45, 29  # both longer than the sliding windows, within every trained length

@@ -11,9 +11,10 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.caches import assert_same, held
 from tests.helpers.models import Models, Text, read
-from windlass import KeyDiff, KeyNorm, KVCache, KVzip, Policy, UsageError
+from windlass import KVCache, UsageError
 from windlass.cache.recompute import RIDGE
 from windlass.hf import kv_cache
+from windlass.policies import KeyDiff, KeyNorm, KVzip, Policy
 from windlass.testing import SLIDING_WINDOW, tiny_hybrid
 
 KV_HEADS, GROUP = 3, 5

@@ -11,7 +11,8 @@ from transformers import DynamicCache, PreTrainedModel
 import windlass
 from tests.helpers.caches import POLICIES
 from tests.helpers.models import Models, Text
-from windlass import H2O, TOVA, KeyDiff, KVCache, Policy, Recent, SnapKV
+from windlass import KVCache
+from windlass.policies import H2O, TOVA, KeyDiff, Policy, Recent, SnapKV
 from windlass.testing import SLIDING_WINDOW, tiny_model
 
 TOLERANCE = 1e-5

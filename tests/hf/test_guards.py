@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models, Text, read
-from windlass import H2O, KeyDiff, KVCache, UsageError
+from windlass import KVCache, UsageError
+from windlass.policies import H2O, KeyDiff
 from windlass.testing import tiny_model
 
 GREEDY = {"do_sample": False, "pad_token_id": 0}

@@ -11,7 +11,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 
 import windlass
 from tests.helpers.models import Models, Text
-from windlass import H2O, KVCache, UnsupportedModel, UsageError
+from windlass import KVCache, UnsupportedModel, UsageError
+from windlass.policies import H2O
 from windlass.testing import tiny_model
 
 TOLERANCE = 1e-5

@@ -128,7 +128,7 @@ def test_a_cache_of_transformers_is_not_taken_over(text: Text) -> None:
 
 def test_a_policy_that_reads_twice_is_refused() -> None:
     with pytest.raises(UsageError, match=r"KVzip.* reads a text twice, and layer 0 \(conv\)"):
-        KVCache(bound("lfm2"), 20, windlass.KVzip(8))
+        KVCache(bound("lfm2"), 20, windlass.policies.KVzip(8))
 
 
 @each_kind

@@ -8,9 +8,10 @@ from transformers import DynamicCache
 import windlass
 from tests.helpers.hybrids import KINDS, bound, plain
 from tests.helpers.models import Text, masked, read
-from windlass import KVCache, Recent
+from windlass import KVCache
 from windlass.engine.generate import prefill
 from windlass.hf import model_facts
+from windlass.policies import Recent
 from windlass.testing import HYBRIDS, tiny_hybrid
 
 TOKENS, ROOMY = 45, 60

@@ -9,10 +9,11 @@ from transformers import DynamicCache, PreTrainedModel
 
 from tests.helpers.indexers import INDEX_WIDTH, bound_indexed, plain_indexed
 from tests.helpers.models import Text, logits_at, read
-from windlass import KVCache, Recent, UsageError
+from windlass import KVCache, UsageError
 from windlass.cache.layer import SlotLayer
 from windlass.hf.indexer import IndexerObservation, indexed_layers
 from windlass.hf.recurrent import LayerKinds
+from windlass.policies import Recent
 
 PICKED, TOKENS = 13, 45
 

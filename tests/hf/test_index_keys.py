@@ -8,8 +8,8 @@ from transformers import DynamicCache, PreTrainedModel
 import windlass
 from tests.helpers.indexers import CLASSES, INDEX_WIDTH, bound_indexed, made, mistral_large, plain_indexed
 from tests.helpers.models import Text, masked, read
-from windlass import KVCache, Recent
-from windlass.policies import NAMES
+from windlass import KVCache
+from windlass.policies import NAMES, Recent
 from windlass.policies.wrapper import scoring_chunk
 
 PICKED, TOKENS = 13, 45

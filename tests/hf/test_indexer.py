@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 import windlass
 from tests.helpers.indexers import bound_indexed, made, plain_indexed
 from tests.helpers.models import Text, masked, read
-from windlass import KVCache, Recent, UnsupportedModel, UsageError
+from windlass import KVCache, UnsupportedModel, UsageError
+from windlass.policies import Recent
 from windlass.testing import VOCABULARY
 
 PICKED, TOKENS = 24, 45

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 import windlass
 from tests.helpers.models import Models, Text, greedy, masked, read
 from tests.helpers.slots import GROUP, HEAD_DIM, HEADS, turned_slots
-from windlass import Compactor, ExpectedAttention, KVCache, Recent, TriAttention, UnsupportedModel, UsageError
+from windlass import KVCache, UnsupportedModel, UsageError
 from windlass.hf.attach import attached
-from windlass.policies import Needs, Observation, Policy, Slots
+from windlass.policies import Compactor, ExpectedAttention, Needs, Observation, Policy, Recent, Slots, TriAttention
 from windlass.testing import tiny_model
 
 FAMILIES = ("hunyuan", "hunyuan_moe")

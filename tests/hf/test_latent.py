@@ -11,10 +11,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, PreTrai
 
 import windlass
 from tests.helpers.models import Models, Text, logits_at, masked, read
-from windlass import KVCache, Recent, UnsupportedModel
+from windlass import KVCache, UnsupportedModel
 from windlass.hf.latent import EXPAND
 from windlass.kernels import cpu
-from windlass.policies import NAMES
+from windlass.policies import NAMES, Recent
 from windlass.testing import VOCABULARY, tiny_model
 
 TOKENS, RANK, WIDTH = 45, 24, 32  # the width of a key: its latent, and the channels that all heads share

@@ -10,6 +10,7 @@ from transformers.utils import logging
 
 import windlass
 from windlass.hf import load
+from windlass.policies import Recent
 
 FOLDER = Path(windlass.__file__).parent / "assets" / "finder-3m"
 
@@ -19,7 +20,7 @@ def test_a_folder_gives_an_attached_model(name: Path | str):
     model, tokenizer = windlass.load(name, dtype="bfloat16")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert not model.training
-    cache = windlass.KVCache(model, budget=32, policy=windlass.Recent())  # refused for a model that is not attached
+    cache = windlass.KVCache(model, budget=32, policy=Recent())  # refused for a model that is not attached
     [result] = windlass.generate(model, tokenizer, ["It was a dark night"], cache, max_tokens=3)
     assert result.text
 

@@ -10,8 +10,9 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models, Text, read
-from windlass import KeyDiff, KVCache, UnsupportedModel, UsageError
+from windlass import KVCache, UnsupportedModel, UsageError
 from windlass.engine.generate import prefill
+from windlass.policies import KeyDiff
 from windlass.testing import tiny_model
 
 

@@ -14,8 +14,9 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 
 import windlass
 from tests.helpers.models import TEXT_CONFIG, Text
-from windlass import H2O, KVCache, Recent, UsageError
+from windlass import KVCache, UsageError
 from windlass.hf.attach import attached
+from windlass.policies import H2O, Recent
 from windlass.testing import SLIDING_WINDOW, VOCABULARY, tiny_model
 
 TOLERANCE = 1e-5
@@ -97,7 +98,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 @pytest.mark.parametrize("policy", [Recent(), H2O()], ids=["recent", "h2o"])
 @torch.no_grad()
 def test_a_picture_sees_itself(
-    family: str, passes: Sequence[int], policy: windlass.Policy, plain_model, attached_model, text: Text
+    family: str, passes: Sequence[int], policy: windlass.policies.Policy, plain_model, attached_model, text: Text
 ) -> None:
     ids = text(TOKENS) % (VOCABULARY - 1)  # no token of a picture: its place is told by types
     theirs = under(plain_model(family), ids, explicit(family))

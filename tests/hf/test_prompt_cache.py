@@ -11,18 +11,18 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models
-from windlass import KVCache, Policy, PromptCacheError, Recent, UsageError
+from windlass import KVCache, PromptCacheError, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.core.positions import EMPTY
 from windlass.core.types import Scores
-from windlass.policies import NAMES, Random, Slots
+from windlass.policies import NAMES, Policy, Random, Recent, Slots
 from windlass.testing import VOCABULARY
 
 PROMPTS = (53, 38)  # tokens of the two rows
 CASES = [
     *((kind(), "compact") for kind in NAMES.values()),
-    *((windlass.H2O(), mode) for mode in ("original", "self_extend(4, 8)", "clamp(9)")),
-    (windlass.KeyDiff(), "original"),
+    *((windlass.policies.H2O(), mode) for mode in ("original", "self_extend(4, 8)", "clamp(9)")),
+    (windlass.policies.KeyDiff(), "original"),
     (Random(keep_prompt=False, seed=3), "original"),
 ]
 
@@ -99,7 +99,7 @@ def test_goes_on_in_every_kind_of_layer(
     family: str, budget: int | None, attached_model: Models, tmp_path: Path
 ) -> None:
     model = attached_model(family)
-    cache = small(model, windlass.SnapKV(observed_queries=4), budget, "original")
+    cache = small(model, windlass.policies.SnapKV(observed_queries=4), budget, "original")
     assert_goes_on(model, cache, tmp_path / "cache", write(model, cache, read(model, cache), 5)[-1])
 
 
@@ -116,7 +116,7 @@ def test_transformers_generate_goes_on(model: PreTrainedModel, tmp_path: Path) -
 
 
 def test_everything_but_the_tensors_comes_back(model: PreTrainedModel, tmp_path: Path) -> None:
-    policy = windlass.SnapKV(observed_queries=5, pool=3)
+    policy = windlass.policies.SnapKV(observed_queries=5, pool=3)
     cache = KVCache(model, 25, policy, sinks=1, window=4, chunk=9, positions="self_extend(3, 7)", batch=2, rollback=5)
     read(model, cache)
     cache.save(tmp_path / "cache")
@@ -171,7 +171,7 @@ def test_the_saved_cache_is_left_alone(model: PreTrainedModel, tmp_path: Path) -
 
 
 def test_a_file_holds_what_is_held_and_no_more(model: PreTrainedModel, tmp_path: Path) -> None:
-    cache = small(model, windlass.H2O())
+    cache = small(model, windlass.policies.H2O())
     write(model, cache, read(model, cache), 3)
     path = tmp_path / "cache"
     cache.save(path)
@@ -217,7 +217,7 @@ def test_the_window_follows_the_budget_after_a_load_too(
 
 
 def test_all_options_travel(model: PreTrainedModel, tmp_path: Path) -> None:
-    options = CacheOptions(40, windlass.H2O(), 3, None, 7, "clamp(9)", 2, 5, "int8", "mean_count(next)")
+    options = CacheOptions(40, windlass.policies.H2O(), 3, None, 7, "clamp(9)", 2, 5, "int8", "mean_count(next)")
     cache = KVCache.from_options(model, options)
     read(model, cache)
     cache.save(tmp_path / "cache")

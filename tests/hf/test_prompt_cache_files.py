@@ -47,13 +47,13 @@ def saved(model: PreTrainedModel, tmp_path_factory: pytest.TempPathFactory) -> P
 
 def filled(model: PreTrainedModel) -> KVCache:
     """A small cache that has evicted and holds policy state."""
-    cache = KVCache(model, 20, windlass.H2O(), sinks=2, window=3, chunk=7, batch=2)
+    cache = KVCache(model, 20, windlass.policies.H2O(), sinks=2, window=3, chunk=7, batch=2)
     windlass.prefill(model, cache, [torch.arange(n).remainder(VOCABULARY).tolist() for n in PROMPTS])
     return cache
 
 
 def test_another_policy_is_refused(saved: Path, model: PreTrainedModel) -> None:
-    assert KVCache.load(saved, model, policy=windlass.H2O()).policy == windlass.H2O()
+    assert KVCache.load(saved, model, policy=windlass.policies.H2O()).policy == windlass.policies.H2O()
     with pytest.raises(PromptCacheError, match=r"policy H2O\(\), not with KeyNorm\(\)"):
         KVCache.load(saved, model, policy=KeyNorm())
 

@@ -18,6 +18,7 @@ from tests.helpers.prompt_cache_mutations import mutated
 from windlass import KVCache, PromptCacheError
 from windlass.hf import prompt_cache
 from windlass.hf.attach import attached
+from windlass.policies import H2O, TOVA, Recent, SnapKV
 
 BATCHES, MUTATIONS = 4, 50  # of them each
 Spoil = Callable[[CacheFile], None]
@@ -238,7 +239,14 @@ def test_whatever_edits_made_it_a_saved_cache_loads(seed: int, attached_model: M
     """The checks refuse no file that `save` writes, whatever came before."""
     draw = random.Random(seed)
     model: PreTrainedModel = attached_model(draw.choice(("llama", "gemma2")))
-    policy = draw.choice((windlass.Recent(), windlass.H2O(), windlass.TOVA(), windlass.SnapKV(observed_queries=3)))
+    policy = draw.choice(
+        (
+            Recent(),
+            H2O(),
+            TOVA(),
+            SnapKV(observed_queries=3),
+        )
+    )
     store = draw.choice(("plain", "int8", "int4(sinks=2, newest=5)", "int8(newest=3)", "int4(sinks=3)"))
     merge = draw.choice((None, "mean_count", "pick(next)")) if "(" not in store else None
     budget = 14 if merge else draw.choice((None, 14, 30))

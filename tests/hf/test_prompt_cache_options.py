@@ -16,9 +16,9 @@ from transformers import PreTrainedModel
 from tests.helpers.models import Models
 from tests.helpers.policies import made_by_default
 from tests.helpers.shares import ALIKE, APART
-from windlass import H2O, KVCache, Policy, PromptCacheError, Shares, SnapKV, UsageError
+from windlass import KVCache, PromptCacheError, Shares, UsageError
 from windlass.core.types import Scores
-from windlass.policies import WRAPPERS, InChunks, InGroups, Pyramid, Slots, Smoothed, Wrapper
+from windlass.policies import H2O, WRAPPERS, InChunks, InGroups, Policy, Pyramid, Slots, Smoothed, SnapKV, Wrapper
 from windlass.testing import VOCABULARY
 
 POLICIES = made_by_default() | {"nested": Smoothed(InGroups(InChunks(SnapKV(observed_queries=3), 4)))}

@@ -12,8 +12,9 @@ from torch import Tensor
 
 import windlass
 from tests.helpers.models import Models, Text, read
-from windlass import KeyDiff, KVCache, UsageError
+from windlass import KVCache, UsageError
 from windlass.hf.attached_model import WAY_OUT
+from windlass.policies import KeyDiff
 from windlass.testing import tiny_model
 
 RUN = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6}

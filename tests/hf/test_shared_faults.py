@@ -11,7 +11,8 @@ from transformers import AutoModelForImageTextToText, PreTrainedModel
 import windlass
 from tests.helpers.hybrid_caches import assert_same, held
 from tests.helpers.models import Models, Text, read
-from windlass import KVCache, Recent, UnsupportedModel, UsageError
+from windlass import KVCache, UnsupportedModel, UsageError
+from windlass.policies import Recent
 from windlass.testing import SLIDING_WINDOW, VOCABULARY, tiny_model
 
 SHARING, SOURCE = 7, 2  # the last layer, and whose keys it attends to

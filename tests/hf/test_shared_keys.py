@@ -14,8 +14,9 @@ from tests.helpers.caches import bytes_of_slots
 from tests.helpers.hybrid_caches import assert_same, held
 from tests.helpers.interrupts import interrupted_at
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, H2O, Compactor, KeyDiff, KVCache, Policy, Recent, SnapKV, UsageError
+from windlass import KVCache, UsageError
 from windlass.hf.attach import attached
+from windlass.policies import DMC, H2O, Compactor, KeyDiff, Policy, Recent, SnapKV
 from windlass.testing import SLIDING_WINDOW
 
 FAMILIES = {"gemma3n": "gemma3n", "gemma4_e": "gemma4"}  # and where transformers has them
@@ -230,7 +231,7 @@ def test_queries_that_nobody_asks_for_are_left_out(
 
 
 @each_family
-@pytest.mark.parametrize("policy", [Recent(), Compactor(), windlass.KVzip(8)], ids=repr)
+@pytest.mark.parametrize("policy", [Recent(), Compactor(), windlass.policies.KVzip(8)], ids=repr)
 def test_prompts_of_the_engine_equal_each_alone(
     family: str, policy: Policy, plain_model: Models, attached_model: Models, text: Text
 ) -> None:

@@ -17,7 +17,7 @@ from windlass import UsageError
 
 windlass: Any = typed  # so that no type checker refuses what is tested here
 KVCache, CacheOptions, Sampling = windlass.KVCache, windlass.CacheOptions, windlass.Sampling
-SelfExtend, Int8 = windlass.SelfExtend, windlass.Int8
+SelfExtend, Int8 = windlass.positions.SelfExtend, windlass.stores.Int8
 MOST = 2**30
 NO_MODEL = "windlass.load(folder) gives a model and its tokenizer"
 
@@ -55,7 +55,7 @@ OPTIONS: list[tuple[dict[str, Any], str]] = [
     ({"rollback": "x"}, whole("rollback", "'x'", 0)),
     ({"positions": 3}, 'positions must be a position mode or its name, got 3; write positions="compact" or '),
     ({"positions": SelfExtend}, "positions must be a position mode or its name, got the class SelfExtend; write"),
-    ({"store": 8}, 'store must be a store or its name, got 8; write store="int8" or windlass.Int8()'),
+    ({"store": 8}, 'store must be a store or its name, got 8; write store="int8" or windlass.stores.Int8()'),
     ({"store": Int8}, "store must be a store or its name, got the class Int8; write"),
     ({"merge": 1}, 'merge must be a rule, its name or None, got 1; write merge="mean_count"'),
 ]

@@ -30,7 +30,7 @@ cpu.attend = sdpa.attend = None
 model = windlass.attach(tiny_model("llama"))
 ids = torch.randint(VOCABULARY, (1, 45), generator=torch.Generator().manual_seed(0))
 for _ in range(2):
-    cache = windlass.KVCache(model, budget=30, policy=windlass.H2O())
+    cache = windlass.KVCache(model, budget=30, policy=windlass.policies.H2O())
     text = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
 print(len(calls) > 24, text[0].tolist())
 """
@@ -48,7 +48,7 @@ def _caches_cleared() -> Iterator[None]:
 
 
 def continued(model: PreTrainedModel, ids: Tensor) -> list[int]:
-    cache = windlass.KVCache(model, budget=30, policy=windlass.H2O())
+    cache = windlass.KVCache(model, budget=30, policy=windlass.policies.H2O())
     text = model.generate(ids, past_key_values=cache, max_new_tokens=12, do_sample=False, pad_token_id=0)
     return text[0].tolist()
 

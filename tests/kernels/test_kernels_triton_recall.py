@@ -16,13 +16,14 @@ from tests.helpers import models
 from tests.helpers.interpreted import interpret_quickly
 from tests.helpers.models import Text
 from tests.helpers.recall_calls import FORMATS, SIZES, call_of, read_of, tiles_of
-from windlass import H2O, KVCache, kernels
+from windlass import KVCache, kernels
 from windlass.cache import cache as memory_of_cache
 from windlass.cache import recall as recall_of_cache
 from windlass.cache.recall import RecallMemory
 from windlass.core.inputs import BestPages, ReadInput, WriteInput
 from windlass.kernels import reference
 from windlass.kernels.triton import recall
+from windlass.policies import H2O
 
 one_layer = models.one_layer  # fixture
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from tests.helpers.attention_cases import AXES, BATCH, Case, held, noise, positions
-from windlass import KeyDiff, kernels
+from windlass import kernels
 from windlass.core.inputs import PackedStates
 from windlass.kernels import cpu, reference
+from windlass.policies import KeyDiff
 from windlass.policies.base import Slots
 from windlass.stores.formats import store_of
 

@@ -30,8 +30,9 @@ from transformers import DynamicCache
 import windlass
 from tests.helpers.caches import assert_holds, contents, held
 from tests.helpers.models import Models, Text, greedy, read
-from windlass import H2O, KVCache, Recent, SnapKV
+from windlass import KVCache
 from windlass.core.positions import rotate
+from windlass.policies import H2O, Recent, SnapKV
 
 
 @pytest.mark.parametrize("family", ["llama", "llama_yarn", "llama_linear", "cohere", "glm4"])

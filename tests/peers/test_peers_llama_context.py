@@ -16,7 +16,8 @@ import windlass
 from tests.helpers import models
 from tests.helpers.caches import assert_holds, contents, held
 from tests.helpers.models import Models, Text, logits_at, read
-from windlass import KVCache, Recent
+from windlass import KVCache
+from windlass.policies import Recent
 
 MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"
 Pair = tuple[PreTrainedModel, PreTrainedModel]

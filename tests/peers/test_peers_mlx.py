@@ -38,7 +38,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import windlass
 from tests.helpers.caches import assert_holds, contents
 from tests.helpers.models import Models, Text, greedy, read
-from windlass import KVCache, Recent, Sampling, UsageError
+from windlass import KVCache, Sampling, UsageError
+from windlass.policies import Recent
 
 MODEL = Path(windlass.__file__).parent / "assets" / "finder-3m"
 

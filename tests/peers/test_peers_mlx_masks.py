@@ -7,10 +7,10 @@ itself. The other behaviours, and those that are shown elsewhere, are in `test_p
 import pytest
 import torch
 
-from windlass import Recent
 from windlass.cache.layer import SlotLayer
 from windlass.core.positions import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
+from windlass.policies import Recent
 from windlass.positions.modes import Original
 from windlass.stores.formats import Plain
 

@@ -9,10 +9,22 @@ import torch
 import windlass
 from tests.helpers.caches import assert_same, held
 from tests.helpers.models import Models, Text, read
-from windlass import H2O, ByValueNorm, Composite, KeyDiff, KVCache, KVzip, PolicyError, Pyramid, Recent, SnapKV
+from windlass import KVCache, PolicyError
 from windlass.cache.compress import shared_budgets
 from windlass.core.step import HEADROOM, Limits
-from windlass.policies import Budgeter, OneShot, Policy
+from windlass.policies import (
+    H2O,
+    Budgeter,
+    ByValueNorm,
+    Composite,
+    KeyDiff,
+    KVzip,
+    OneShot,
+    Policy,
+    Pyramid,
+    Recent,
+    SnapKV,
+)
 from windlass.policies.wrapper import find, keeps_newest, scoring_chunk
 from windlass.testing import check_policy
 

@@ -3,8 +3,9 @@
 import pytest
 
 from tests.helpers.models import Models, Text, read
-from windlass import KeyDiff, KVCache, PolicyError, Recent
+from windlass import KVCache, PolicyError
 from windlass.cache.options import CacheOptions, policy_of
+from windlass.policies import KeyDiff, Recent
 
 
 def test_auto_is_key_diff_with_a_budget() -> None:

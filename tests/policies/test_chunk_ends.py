@@ -14,9 +14,9 @@ from tests.helpers.models import one_layer as one_layer
 from tests.helpers.pair_tables import table_of
 from tests.helpers.policies import made_by_default
 from tests.helpers.scorers import scorer_of
-from windlass import KeyNorm, KVCache, LagKV, LinearScorer, Pairs, Policy, Recent
+from windlass import KVCache
 from windlass.engine import generate
-from windlass.policies import FROM_FILES, NAMES, WRAPPERS
+from windlass.policies import FROM_FILES, NAMES, WRAPPERS, KeyNorm, LagKV, LinearScorer, Pairs, Policy, Recent
 from windlass.testing import VOCABULARY
 
 TOKENS = 269  # more than TriAttention once observed of a step; no chunk but of 1 ends there

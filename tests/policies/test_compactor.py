@@ -8,8 +8,8 @@ import torch
 
 import windlass.policies.compactor as module
 from tests.helpers.slots import GROUP, HEAD_DIM, HELD, KV_HEADS, SLOTS, assert_scores, slots_of, texts
-from windlass import Compactor, Leverage, PolicyError
-from windlass.policies import Observation
+from windlass import PolicyError
+from windlass.policies import Compactor, Leverage, Observation
 from windlass.testing import check_policy
 
 

@@ -9,11 +9,12 @@ from torch import Tensor
 
 from tests.helpers.caches import assert_same
 from tests.helpers.models import Models, Text, read
-from windlass import DMC, Composite, KeyDiff, KVCache, Policy, PolicyError, Recent, Smoothed, UsageError
+from windlass import KVCache, PolicyError, UsageError
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import merge_of
 from windlass.cache.options import CacheOptions, policy_of
 from windlass.core.step import AttentionCall, Limits, Step
+from windlass.policies import DMC, Composite, KeyDiff, Policy, Recent, Smoothed
 from windlass.positions.modes import Original
 from windlass.stores.formats import Plain
 from windlass.testing import tiny_model

@@ -12,36 +12,31 @@ import windlass
 from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import policy as made
 from tests.helpers.shares import APART
-from windlass import (
-    DMC,
-    TOVA,
-    ByValueNorm,
-    Composite,
-    InGroups,
-    KeyDiff,
-    KVCache,
-    KVzip,
-    Policy,
-    PolicyError,
-    PromptCacheError,
-    Pyramid,
-    Recent,
-    Shares,
-    Smoothed,
-)
+from windlass import KVCache, PolicyError, PromptCacheError, Shares
 from windlass.core.types import ModelInfo, NewKeys, Queries, Scores
 from windlass.hf.prompt_cache_format import PolicyHeader
 from windlass.hf.weights import fingerprint
 from windlass.policies import (
+    DMC,
     FROM_FILES,
     NAMES,
+    TOVA,
     WRAPPERS,
     Budgeter,
+    ByValueNorm,
+    Composite,
+    InGroups,
     Initializer,
+    KeyDiff,
+    KVzip,
     ModelSpecific,
     Needs,
     OneShot,
+    Policy,
+    Pyramid,
+    Recent,
     Slots,
+    Smoothed,
     find,
 )
 from windlass.policies.base import PerToken

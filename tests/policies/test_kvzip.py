@@ -9,8 +9,9 @@ from transformers import PreTrainedModel
 import windlass
 from tests.helpers.caches import assert_same, bytes_of_slots, held
 from tests.helpers.models import Models, Text, read
-from windlass import KeyNorm, KVCache, KVzip, PolicyError, UsageError
+from windlass import KVCache, PolicyError, UsageError
 from windlass.core.step import HEADROOM
+from windlass.policies import KeyNorm, KVzip
 from windlass.testing import SLIDING_WINDOW
 
 KV_HEADS, GROUP = 3, 5

@@ -14,8 +14,9 @@ from tests.helpers.caches import assert_same, held
 from tests.helpers.models import Models, Text, read
 from tests.helpers.scorers import GROUP, KV_HEADS, by_hand, drawn, projected, scorer_of
 from tests.helpers.shares import APART
-from windlass import CacheOptions, Composite, KVCache, LinearScorer, PolicyError, Shares, Smoothed, kernels, prefill
+from windlass import CacheOptions, KVCache, PolicyError, Shares, kernels, prefill
 from windlass.cache.options import policy_of
+from windlass.policies import Composite, LinearScorer, Smoothed
 from windlass.policies.linear_scorer import PREDICTED
 from windlass.policies.registry import spelled
 from windlass.testing import SLIDING_WINDOW, check_policy

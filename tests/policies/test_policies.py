@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from tests.helpers.layers import BATCH, BUDGET, GROUP, HEAD_DIM, KV_HEADS, LIMITS, SINKS, WINDOW, layer_step
-from windlass import H2O, TOVA, KeyDiff, KeyNorm, PolicyError, Random, Recent, SnapKV
+from windlass import PolicyError
 from windlass.cache.layer import SlotLayer
 from windlass.core.step import HEADROOM, AttentionCall, Limits, Step
-from windlass.policies import NAMES, Policy, Recency, Slots
+from windlass.policies import H2O, NAMES, TOVA, KeyDiff, KeyNorm, Policy, Random, Recency, Recent, Slots, SnapKV
 from windlass.positions.modes import Original
 from windlass.stores.formats import Plain
 from windlass.testing import check_policy

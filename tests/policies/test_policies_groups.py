@@ -7,9 +7,9 @@ import pytest
 from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import Given, OneForAll, given
 from tests.helpers.slots import texts
-from windlass import InGroups, KeyDiff, KVCache, Leverage, Policy, PolicyError, Recent, Smoothed, SnapKV
+from windlass import KVCache, PolicyError
 from windlass.cache.options import policy_of
-from windlass.policies import H2O
+from windlass.policies import H2O, InGroups, KeyDiff, Leverage, Policy, Recent, Smoothed, SnapKV
 from windlass.testing import check_policy
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from tests.helpers.slots import BATCH, GROUP, HEAD_DIM, KV_HEADS, SLOTS, assert_scores, slots_of, texts
-from windlass import RKV, LagKV, Leverage, PolicyError
+from windlass import PolicyError
 from windlass.cache.options import policy_of
 from windlass.core.positions import EMPTY
-from windlass.policies import Observation, Policy, Slots
+from windlass.policies import RKV, LagKV, Leverage, Observation, Policy, Slots
 from windlass.testing import check_policy
 
 

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.helpers.models import Models, Text, read
 from tests.helpers.pair_tables import table_of
-from windlass import InGroups, KVCache, Pairs, Policy, PolicyError, Recent, Smoothed, UsageError
+from windlass import KVCache, PolicyError, UsageError
 from windlass.cache.options import CacheOptions, policy_of
 from windlass.core.types import Scores
-from windlass.policies import Needs, Slots, pairs
+from windlass.policies import InGroups, Needs, Pairs, Policy, Recent, Slots, Smoothed, pairs
 from windlass.testing import SLIDING_WINDOW, check_policy
 
 

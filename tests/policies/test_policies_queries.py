@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.helpers.slots import GROUP, HEAD_DIM, SCALE, SPEEDS, assert_scores, observe, slots_of, turned_slots
-from windlass import ExpectedAttention, PolicyError, TriAttention
+from windlass import PolicyError
 from windlass.cache.options import policy_of
-from windlass.policies import Policy
+from windlass.policies import ExpectedAttention, Policy, TriAttention
 from windlass.testing import check_policy
 
 

@@ -12,12 +12,12 @@ from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import policy as made
 from tests.helpers.policies import unchecked
 from tests.helpers.slots import BATCH, HEAD_DIM, HEADS, KV_HEADS, observe, turned_slots
-from windlass import H2O, Compactor, ExpectedAttention, KVCache, PolicyError, TriAttention, kernels
+from windlass import KVCache, PolicyError, kernels
 from windlass.cache.layer import SlotLayer
 from windlass.core.inputs import AttentionInput, DecodeInput, Mass
 from windlass.core.positions import EMPTY
 from windlass.core.step import AttentionCall, Limits, Step
-from windlass.policies import Needs, Observation, Policy, Slots
+from windlass.policies import H2O, Compactor, ExpectedAttention, Needs, Observation, Policy, Slots, TriAttention
 from windlass.positions.modes import Original
 from windlass.stores.formats import Plain
 from windlass.testing import check_policy

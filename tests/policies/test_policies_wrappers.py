@@ -11,7 +11,8 @@ import torch
 from tests.helpers.models import Models, Text, read
 from tests.helpers.policies import Given, OneForAll, given
 from tests.helpers.slots import KV_HEADS, assert_scores, slots_of, texts
-from windlass import (
+from windlass import KVCache, PolicyError, PromptCacheError
+from windlass.policies import (
     H2O,
     RKV,
     TOVA,
@@ -19,11 +20,8 @@ from windlass import (
     ExpectedAttention,
     InChunks,
     KeyDiff,
-    KVCache,
     LagKV,
     Policy,
-    PolicyError,
-    PromptCacheError,
     Recent,
     Smoothed,
     SnapKV,

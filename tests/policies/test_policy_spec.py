@@ -166,7 +166,7 @@ def test_a_name_is_a_policy_wherever_one_is_taken(file: Path, tmp_path: Path, at
     [
         (KeyDiff, "policy must be a policy or its name, got the class KeyDiff; write policy=KeyDiff()"),
         (Pyramid, "policy must be a policy or its name, got the class Pyramid; write policy=Pyramid(...)"),
-        (7, 'policy must be a policy or its name, got 7; write policy="key_diff" or windlass.KeyDiff()'),
+        (7, 'policy must be a policy or its name, got 7; write policy="key_diff" or windlass.policies.KeyDiff()'),
         ("key_dif", "policy 'key_dif' is unknown; did you mean key_diff?"),
         ("SnapKV(pool=4)", "SnapKV: pool must be an odd number of at least 1, got 4"),
     ],

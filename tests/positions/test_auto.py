@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import windlass
 from tests.helpers.models import Text, read
-from windlass import H2O, KeyDiff, KVCache, Recent
+from windlass import KVCache
 from windlass.core.step import Step
-from windlass.policies import Policy
+from windlass.policies import H2O, KeyDiff, Policy, Recent
 from windlass.positions.modes import Auto, Original, Windowed
 from windlass.testing import tiny_model
 

@@ -10,8 +10,9 @@ from tests.helpers import attention_cases as suite
 from tests.helpers import stores
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import SPECS, Told, assert_alike, in_text_order, pair
-from windlass import H2O, Int4, Int8, KeyDiff, KVCache, Recent, SnapKV, UsageError, kernels
-from windlass.policies import Policy
+from windlass import KVCache, UsageError, kernels
+from windlass.policies import H2O, KeyDiff, Policy, Recent, SnapKV
+from windlass.stores import Int4, Int8
 from windlass.stores.base import Store
 from windlass.stores.formats import store_of
 

@@ -12,10 +12,10 @@ from tests.helpers.caches import POLICIES
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import SPECS, assert_alike, exact_positions, in_text_order, pair
 from tests.helpers.stores import one_arithmetic as one_arithmetic
-from windlass import KeyDiff, KVCache, PolicyError, Recent, UsageError
+from windlass import KVCache, PolicyError, UsageError
 from windlass.cli.options import LoadOptions
 from windlass.cli.session import open_session
-from windlass.policies import Policy, Slots
+from windlass.policies import KeyDiff, Policy, Recent, Slots
 
 # Without a budget no policy is asked: what is left of it is whether its heads share their positions.
 STATELESS = [(policy, 14) for policy in POLICIES if not (policy.needs.state or policy.needs.statistics)]

@@ -5,12 +5,14 @@ import torch
 
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import assert_equal
-from windlass import Int4, Int8, KVCache, Plain, Recent, UsageError
+from windlass import KVCache, UsageError
 from windlass.core.types import KeyMeans, NewKeys, NewValues, SlotKeys, SlotValues
 from windlass.evals.speed.measure import bytes_held
 from windlass.evals.speed.rows import rows_of
 from windlass.evals.speed.workloads import BenchLists
 from windlass.hf.forward import LayerShape
+from windlass.policies import Recent
+from windlass.stores import Int4, Int8, Plain
 from windlass.stores.base import Parts, Store
 from windlass.stores.formats import STORES, store_of
 

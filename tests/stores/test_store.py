@@ -11,9 +11,9 @@ import windlass
 from tests.helpers.caches import POLICIES
 from tests.helpers.models import Models, Text, read
 from tests.helpers.stores import assert_equal
-from windlass import KeyDiff, KVCache, UsageError, kernels
+from windlass import KVCache, UsageError, kernels
 from windlass.core.types import KeyMeans, NewKeys, NewValues
-from windlass.policies import Policy
+from windlass.policies import KeyDiff, Policy
 from windlass.stores.base import Parts
 from windlass.stores.formats import KEY_MEANS, Int4, Int8, LowBit, Plain, store_of
 

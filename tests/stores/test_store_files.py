@@ -9,12 +9,12 @@ from transformers import PreTrainedModel
 
 import windlass
 from tests.helpers.models import Models, Text, read
-from windlass import H2O, KeyDiff, KVCache, Recent, UsageError
+from windlass import KVCache, UsageError
 from windlass.cache.options import CacheOptions
 from windlass.cli.options import LoadOptions
 from windlass.cli.session import open_session
 from windlass.hf.attach import attached
-from windlass.policies import Policy
+from windlass.policies import H2O, KeyDiff, Policy, Recent
 from windlass.stores.formats import Plain
 
 

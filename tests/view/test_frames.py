@@ -9,9 +9,9 @@ import torch
 
 from tests.helpers.models import Models, Text
 from tests.helpers.policies import ALL_POLICIES
-from windlass import KVCache, Policy
+from windlass import KVCache
 from windlass.cache.describe import bytes_by_part
-from windlass.policies import H2O, KeyDiff, Recent
+from windlass.policies import H2O, KeyDiff, Policy, Recent
 from windlass.view.frames import (
     DELTA,
     FULL,

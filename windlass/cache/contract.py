@@ -63,7 +63,9 @@ def check_policy(policy: Policy) -> None:
 def _check_declaration(policy: Policy) -> None:
     """What can be seen without running: the class, its fields and its docstring."""
     if not isinstance(policy, Policy):
-        raise PolicyError(f"{policy!r} is not a Policy; derive its class from windlass.Policy, and pass an instance")
+        raise PolicyError(
+            f"{policy!r} is not a Policy; derive its class from windlass.policies.Policy, and pass an instance"
+        )
     kind = type(policy)
     name = kind.__name__
     parameters = vars(kind).get("__dataclass_params__")  # of this class, not of one it inherits from

@@ -92,7 +92,7 @@ def _example(given: object) -> str:
     from windlass.policies.base import Policy
 
     if not isinstance(given, type) or not issubclass(given, Policy):
-        return '"key_diff" or windlass.KeyDiff()'
+        return '"key_diff" or windlass.policies.KeyDiff()'
     is_whole = all(each.default is not MISSING for each in fields(given)) if is_dataclass(given) else True
     return f"{given.__name__}({'' if is_whole else '...'})"
 

@@ -55,7 +55,7 @@ def auto(has_budget: bool = True) -> Policy:
 Value = bool | int | float | Policy | None
 KNOWN: dict[str, type[Policy]] = {**NAMES, **WRAPPERS, **FROM_FILES}
 FORMS = "use a name, Name(argument=number), Wrapper(name) or path/to/file.py:Class"
-POLICIES = PluginKind("policy", "policies", Policy, "windlass.Policy", PolicyError)
+POLICIES = PluginKind("policy", "policies", Policy, "windlass.policies.Policy", PolicyError)
 FILE = re.compile(r"(?P<mark>['\"]?)(?P<file>.*?)(?P=mark)\s*", re.DOTALL)  # in Pairs(...)
 
 

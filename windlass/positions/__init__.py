@@ -4,3 +4,9 @@
 one of what a user typed. `rotary` takes cos and sin tables out of a model's own rotary module (`Rotary`) and rotates
 a layer's states with them (`Rotation`).
 """
+
+from windlass.positions.modes import Clamp as Clamp
+from windlass.positions.modes import Compact as Compact
+from windlass.positions.modes import Original as Original
+from windlass.positions.modes import PositionMode as PositionMode
+from windlass.positions.modes import SelfExtend as SelfExtend

@@ -416,7 +416,13 @@ def position_mode(spec: str | PositionMode) -> PositionMode:
     """
     if isinstance(spec, PositionMode):
         return spec
-    check_kind("positions", spec, str, "a position mode or its name", 'write positions="compact" or windlass.Compact()')
+    check_kind(
+        "positions",
+        spec,
+        str,
+        "a position mode or its name",
+        'write positions="compact" or windlass.positions.Compact()',
+    )
     typed = parse_spec(spec)
     if typed is None or typed.name not in MODES:
         forms = ", ".join(map(_form, MODES.values()))

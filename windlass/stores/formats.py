@@ -154,7 +154,7 @@ def store_of(spec: str | Store) -> Store:
     """
     if isinstance(spec, Store):
         return spec
-    check_kind("store", spec, str, "a store or its name", 'write store="int8" or windlass.Int8()')
+    check_kind("store", spec, str, "a store or its name", 'write store="int8" or windlass.stores.Int8()')
     typed = parse_spec(spec)
     if typed is None or typed.name not in STORES:
         hint = "numbers of a store stand in parentheses, as in int4(sinks=4, newest=32)"
