@@ -111,6 +111,13 @@ def _rolled_back(model: PreTrainedModel) -> KVCache:
     return cache
 
 
+def _sinks_of_rows(model: PreTrainedModel) -> KVCache:
+    cache = KVCache(model, 12, sinks="system", window=3, chunk=7, positions="compact", batch=2)
+    cache.set_sinks(5, row=0)
+    cache.set_sinks(6, row=1)
+    return _read(model, cache)
+
+
 KINDS: dict[str, tuple[str, Callable[[PreTrainedModel], KVCache]]] = {
     "recent": ("llama", lambda model: _small(model)),
     "h2o": ("llama", lambda model: _small(model, windlass.policies.H2O())),
@@ -120,6 +127,7 @@ KINDS: dict[str, tuple[str, Callable[[PreTrainedModel], KVCache]]] = {
     "ring": ("llama", lambda model: _small(model, windlass.policies.KeyDiff(), store="int4(sinks=2, newest=5)")),
     "ring, rolled back": ("llama", _rolled_back),
     "merged": ("llama", lambda model: _small(model, windlass.policies.H2O(), merge="mean_count(next)")),
+    "sinks of rows": ("llama", _sinks_of_rows),
     "recall": ("llama", lambda model: _small(model, recall=8, recall_store="int4")),
     "recall by head": ("llama", lambda model: _small(model, windlass.policies.TOVA(), recall=16, recall_store="plain")),
     "edited": ("llama", _edited),
