@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors import safe_open
 from transformers import PreTrainedModel
 
 import windlass
@@ -61,17 +60,6 @@ def test_a_file_has_its_own_key_means(model: PreTrainedModel, text: Text, tmp_pa
     for mine, other in zip(again.layers, cache.layers, strict=True):
         assert mine.tensors()["key_codes"][:, :, 30:60].equal(other.tensors()["key_codes"][:, :, :30])
     seam.key_means = None
-
-
-def test_a_plain_file_is_one_that_the_first_windlass_reads(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
-    for store, version in (("plain", "1"), ("int8", "2")):
-        cache = KVCache(model, positions="original", store=store)
-        read(model, cache, text(9), 9)
-        cache.save(tmp_path / store)
-        with safe_open(tmp_path / store, "pt") as file:
-            assert file.metadata()["version"] == version
-            assert ('"store"' in file.metadata()["contents"]) == (store != "plain")
-        assert KVCache.load(tmp_path / store, model).store.name == store
 
 
 def test_a_store_from_outside_cannot_be_saved(model: PreTrainedModel, text: Text, tmp_path: Path) -> None:
