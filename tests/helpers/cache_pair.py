@@ -14,7 +14,6 @@ from tests.helpers.cache_model_layer import Difference
 from tests.helpers.cache_model_tokens import Mode
 from tests.helpers.cache_setup import GROUP, HEAD_DIM, KV_HEADS
 from tests.helpers.interrupts import interrupted_at
-from windlass.cache.decode import PlannedStep
 from windlass.core.errors import PromptCacheError, UsageError
 from windlass.core.step import AttentionCall
 
@@ -221,20 +220,14 @@ class Pair(Compared):
             fed.append(((queries, keys, values), out, call))
             return out
 
-        def noted_decode(layer: int, done: PlannedStep) -> None:
-            keep(layer, done)
-            fed.append((done.asked.states, done.output.out, done.asked.call))
-
-        keep = self.cache.keep_decoded
         self.cache.attend = noted  # type: ignore[method-assign]  # of this one object
-        self.cache.keep_decoded = noted_decode  # type: ignore[method-assign]  # likewise
         try:
             with torch.no_grad(), self.noting():
                 logits = self.setup.its_model(
                     input_ids=ids, attention_mask=torch.tensor(mask).long(), past_key_values=self.cache
                 ).logits
         finally:
-            del self.cache.attend, self.cache.keep_decoded
+            del self.cache.attend
         for layer, leaf, kind in zip(self.model.layers, self.model.leaves, self.kinds, strict=True):
             call = fed[leaf.layer][2]
             layer.this_pass = replace(

@@ -20,7 +20,7 @@ from windlass.testing import tiny_model
 if not kernels.has_linear("cpu"):
     pytest.skip("no kernel for linear layers on this CPU", allow_module_level=True)
 
-from windlass.kernels.cpu.decode import FewTokens
+from windlass.kernels.cpu.decode import DecoderSteps, FewTokens
 
 TOLERANCE = 1e-5
 SERVED = ["llama", "mistral", "qwen2", "qwen3", "gemma"]
@@ -37,14 +37,14 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         counted.append(hidden.shape[0] * hidden.shape[1])
         return after(self, hidden, attended)
 
-    decode_layers = kernels.decode_layers
+    steps = DecoderSteps.step
 
-    def counting_layers(layers: Any, hidden: Tensor) -> None:
-        counted.extend([hidden.shape[0]] * len(layers))
-        decode_layers(layers, hidden)
+    def counting_layers(self: DecoderSteps, *given: Any) -> Tensor:
+        counted.extend([self._batch] * len(self._layers))
+        return steps(self, *given)
 
     monkeypatch.setattr(FewTokens, "after_attention", counting)
-    monkeypatch.setattr(kernels, "decode_layers", counting_layers)
+    monkeypatch.setattr(DecoderSteps, "step", counting_layers)
     with torch.no_grad():
         yield counted
 

@@ -22,7 +22,7 @@ from windlass.testing import tiny_model
 if not kernels.has_linear("cpu"):
     pytest.skip("no kernel for linear layers on this CPU", allow_module_level=True)
 
-from windlass.kernels.cpu.decode import FewTokens
+from windlass.kernels.cpu.decode import DecoderSteps, FewTokens
 
 TOLERANCE = 1e-5
 
@@ -31,8 +31,8 @@ TOLERANCE = 1e-5
 def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The rows of each linear layer that our kernels serve, alone or in a decoder layer, one after the other."""
     counted: list[int] = []
-    decode_layers, linear, before, after = (
-        kernels.decode_layers,
+    steps, linear, before, after = (
+        DecoderSteps.step,
         kernels.linear,
         FewTokens.before_attention,
         FewTokens.after_attention,
@@ -50,11 +50,11 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
         counted.extend([hidden.shape[0] * hidden.shape[1]] * 4)
         return after(self, hidden, attended)
 
-    def counting_layers(layers: Any, hidden: Tensor) -> None:
-        counted.extend([hidden.shape[0]] * 7 * len(layers))
-        decode_layers(layers, hidden)
+    def counting_layers(self: DecoderSteps, *given: Any) -> Tensor:
+        counted.extend([self._batch] * 7 * len(self._layers))
+        return steps(self, *given)
 
-    monkeypatch.setattr(kernels, "decode_layers", counting_layers)
+    monkeypatch.setattr(DecoderSteps, "step", counting_layers)
     monkeypatch.setattr(kernels, "linear", counting)
     monkeypatch.setattr(FewTokens, "before_attention", counting_before)
     monkeypatch.setattr(FewTokens, "after_attention", counting_after)

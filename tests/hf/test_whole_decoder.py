@@ -1,23 +1,34 @@
 """A token of all decoder layers in one call of a kernel, against the same token layer by layer."""
 
 import copy
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, PreTrainedModel, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    Cache,
+    DynamicCache,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 import windlass
 from tests.helpers.caches import assert_same
-from windlass import KVCache, UsageError, kernels
-from windlass.cache.cache import TextCache
+from windlass import KVCache, kernels
+from windlass.cache.fused import FusedDecode
 from windlass.hf.cpu_decoder import WholeDecoder
 from windlass.testing import tiny_model
 
 if not kernels.has_linear("cpu"):
     pytest.skip("no kernel for linear layers on this CPU", allow_module_level=True)
+
+from windlass.kernels.cpu.decode import DecoderSteps
 
 TOLERANCE = 1e-5
 POLICIES = ["recent", "h2o", "tova", "snapkv", "key_diff"]
@@ -27,13 +38,13 @@ POLICIES = ["recent", "h2o", "tova", "snapkv", "key_diff"]
 def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     """The layers of each call of the kernel."""
     counted: list[int] = []
-    decode_layers = kernels.decode_layers
+    step = DecoderSteps.step
 
-    def counting(layers: Any, hidden: Tensor) -> None:
-        counted.append(len(layers))
-        decode_layers(layers, hidden)
+    def counting(self: DecoderSteps, *given: Any) -> Tensor:
+        counted.append(len(self._layers))
+        return step(self, *given)
 
-    monkeypatch.setattr(kernels, "decode_layers", counting)
+    monkeypatch.setattr(DecoderSteps, "step", counting)
     with torch.no_grad():
         yield counted
 
@@ -74,7 +85,7 @@ def test_it_leaves_what_layers_by_themselves_leave(
     ours = fed(model, caches[0], text, 15)
     assert len(calls) >= 14
     with monkeypatch.context() as patched:
-        patched.setattr(WholeDecoder, "result", lambda *_: None)
+        patched.setattr(WholeDecoder, "output", lambda *_: None)
         theirs = fed(model, caches[1], text, 15)
     assert torch.equal(ours, theirs)
     assert_same(*caches)
@@ -92,7 +103,7 @@ def test_padding_and_rows_of_several_lengths_are_the_same() -> None:
     for cache, own in zip(caches, (False, True), strict=True):
         with torch.no_grad(), pytest.MonkeyPatch.context() as patched:
             if own:
-                patched.setattr(WholeDecoder, "result", lambda *_: None)
+                patched.setattr(WholeDecoder, "output", lambda *_: None)
             model(text[:, :12], attention_mask=mask[:, :12], past_key_values=cache)
             for end in range(13, 21):
                 part = model(text[:, end - 1 : end], attention_mask=mask[:, :end], past_key_values=cache).logits
@@ -102,31 +113,60 @@ def test_padding_and_rows_of_several_lengths_are_the_same() -> None:
     assert_same(*caches)
 
 
-@pytest.mark.parametrize("at", [0, 1])
+@pytest.mark.parametrize("is_taken", [False, True])
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_interrupt_between_two_layers_that_are_kept_leaves_no_trace(
-    at: int, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "key_diff"])
+def test_an_interrupt_around_the_call_leaves_no_trace(
+    is_taken: bool, error: type[BaseException], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    model, text = windlass.attach(tiny_model("llama")), tokens(31)
-    cache = KVCache(model, budget=12, policy="h2o", rollback=2)
-    keep = TextCache.keep_decoded
+    """After one token and after many, which free what earlier ones evicted, with tokens that can be recalled."""
+    model, text = windlass.attach(tiny_model("llama")), tokens(48)
+    cache = KVCache(model, budget=12, policy=policy, rollback=2, recall=16)
+    take = FusedDecode.take
 
-    def interrupted(self: TextCache, layer: int, done: Any) -> None:
-        if layer == at:
-            raise error
-        keep(self, layer, done)
+    def interrupted(self: FusedDecode, *given: Any) -> Tensor:
+        if is_taken:
+            take(self, *given)
+        raise error
 
     with torch.no_grad():
-        fed(model, cache, text[:, :25], 6)
-        before = copy.deepcopy(cache)
-        with monkeypatch.context() as patched:
-            patched.setattr(TextCache, "keep_decoded", interrupted)
-            with pytest.raises(error):
-                model(text[:, 25:26], past_key_values=cache)
-        assert_same(cache, before)
-        after = [fed(model, each, text[:, 25:], 5) for each in (cache, before)]
-    assert torch.equal(*after)
-    assert_same(cache, before)
+        fed(model, cache, text[:, :25], 2)
+        for start in (25, 35):
+            before = copy.deepcopy(cache)
+            with monkeypatch.context() as patched:
+                patched.setattr(FusedDecode, "take", interrupted)
+                with pytest.raises(error):
+                    model(text[:, start : start + 1], past_key_values=cache)
+            assert_same(cache, before)
+            after = [fed(model, each, text[:, start : start + 9], 8) for each in (cache, before)]
+            assert torch.equal(*after)
+            assert_same(cache, before)
+
+
+def test_python_calls_of_a_token_do_not_grow_with_the_layers() -> None:
+    """Of 2 and of 12 layers: full, evicting, recalling, and a batch."""
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 4}
+    for options in ({}, {"budget": 24}, {"budget": 24, "policy": "h2o"}, {"budget": 32, "recall": 16}, {"batch": 3}):
+        counts = []
+        for layers in (2, 12):
+            config = LlamaConfig(num_hidden_layers=layers, num_key_value_heads=2, **sizes)
+            model = windlass.attach(LlamaForCausalLM(config).eval())
+            cache, called = KVCache(model, **options), 0
+            text = tokens(48, cache.batch_size)
+
+            def count(frame: object, event: str, function: object) -> None:  # noqa: ARG001
+                nonlocal called
+                called += event in ("call", "c_call")
+
+            with torch.no_grad():
+                fed(model, cache, text, 26)
+                for start in range(2):  # types are looked up the first time
+                    called = 0
+                    sys.setprofile(count)
+                    model(text[:, start : start + 1], past_key_values=cache)
+                    sys.setprofile(None)
+            counts.append(called)
+        assert counts[0] == counts[1], options
 
 
 def test_layers_that_are_hooked_left_out_or_of_several_kinds_are_called_by_themselves(calls: list[int]) -> None:
@@ -153,22 +193,3 @@ def test_layers_that_are_hooked_left_out_or_of_several_kinds_are_called_by_thems
     )
     assert (ours - theirs).abs().max() < TOLERANCE * theirs.std()
     assert not calls
-
-
-def test_layers_in_another_order_than_the_code_says_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A layer that is not given what the one before returned."""
-    model, text = windlass.attach(tiny_model("llama")), tokens(19)
-    cache, result = KVCache(model), WholeDecoder.result
-
-    def given_another(self: WholeDecoder, layer: Any, hidden: Tensor, *others: Any) -> Tensor | None:
-        return result(self, layer, hidden.clone(), *others)
-
-    with torch.no_grad():
-        fed(model, cache, text, 3)
-        before = copy.deepcopy(cache)
-        with monkeypatch.context() as patched:
-            patched.setattr(WholeDecoder, "result", given_another)
-            with pytest.raises(UsageError, match="in another order, or with other masks"):
-                model(text[:, -1:], past_key_values=cache)
-        assert_same(cache, before)
-        assert torch.equal(*(fed(model, each, text, 3) for each in (cache, before)))

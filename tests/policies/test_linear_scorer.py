@@ -1,7 +1,6 @@
 """A linear scorer: its formula number by number, what streams against what is chosen of a whole text, and its file."""
 
 import copy
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +21,7 @@ from windlass.policies.registry import spelled
 from windlass.testing import SLIDING_WINDOW, check_policy
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu.decode import PlannedLayer
+    pass
 
 SINKS, WINDOW, TOKENS = 2, 3, 61
 LIMITS: dict[str, Any] = {"sinks": SINKS, "window": WINDOW, "chunk": 64}
@@ -128,16 +127,18 @@ def test_decode_asks_the_policy_for_nothing_but_new_scores(
     attached_model: Models, text: Text, file: str, rows: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model, ids, layers = attached_model("llama"), text(60, rows=rows), list[int]()
-    decode_layers = kernels.decode_layers
+    from windlass.kernels.cpu.decode import DecoderSteps
 
-    def counted(planned: "Sequence[PlannedLayer]", hidden: Tensor) -> None:
-        layers.append(len(planned))
-        decode_layers(planned, hidden)
+    step = DecoderSteps.step
+
+    def counted(self: DecoderSteps, *given: Any) -> Tensor:
+        layers.append(len(self._layers))
+        return step(self, *given)
 
     cache = KVCache(model, 14, LinearScorer(file), batch=rows, **LIMITS)
     read(model, cache, ids[:, :40], 40)
     monkeypatch.setattr(LinearScorer, "score", None)
-    monkeypatch.setattr(kernels, "decode_layers", counted)
+    monkeypatch.setattr(DecoderSteps, "step", counted)
     read(model, cache, ids[:, 40:], 1)
     assert layers == [2] * 19  # all in one call, but for the first token, which packs the slots
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from windlass.cache import describe, edits
 from windlass.cache import describe as summary
 from windlass.cache.compress import compress
-from windlass.cache.decode import PlannedStep
 from windlass.cache.edits import check_pictures, check_rewrite, clear_row, put_row
+from windlass.cache.fused import FusedDecode
 from windlass.cache.head_groups import HeadGroups, Leaf, leaves_of
 from windlass.cache.layer import SlotLayer, attend_shared
 from windlass.cache.options import CacheOptions
@@ -25,10 +26,13 @@ from windlass.core.errors import UsageError, whole_number
 from windlass.core.parse import DEFAULT_SINKS, MAX_NUMBER, SYSTEM
 from windlass.core.ranks import RankHeads
 from windlass.core.step import AttentionCall, no_inference_mode
-from windlass.core.types import Attended, KeyMeans, NewKeys, NewValues, Queries, TokenIds, TokenMask
+from windlass.core.types import Attended, Hidden, KeyMeans, NewKeys, NewValues, Queries, TokenIds, TokenMask
 from windlass.policies.base import TOKEN
 from windlass.policies.calls import across_ranks
 from windlass.stores.base import Store
+
+if TYPE_CHECKING:
+    from windlass.kernels.cpu.decode import FewTokens
 
 
 def check_across_ranks(options: CacheOptions, heads: RankHeads | None) -> None:
@@ -125,7 +129,7 @@ class TextCache(CacheState):
         """Forget every token and free the memory."""
         leaves = leaves_of(self.options, len(self.rotaries))
         self.layers = [self._slot_layer(leaf) for leaf in leaves]
-        self.by_layer = HeadGroups.of(leaves, self.layers)
+        self.by_layer = HeadGroups.of(leaves, self._layers)
         self.recurrent = self.new_recurrent_layers()
         self.rows, self.expects_drafts = RowTable.at_start(self.batch_size), False
 
@@ -263,25 +267,28 @@ class TextCache(CacheState):
         return its.step(by_group, queries, keys, values, call)
 
     @no_inference_mode
-    def planned(
-        self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall
-    ) -> PlannedStep | None:
-        """What `attend` would do, where one call of a kernel does all of it, before it is done.
+    def fused_decode(
+        self, decoder: Sequence[FewTokens], hidden: Hidden, calls: Callable[[], list[AttentionCall]]
+    ) -> FusedDecode | None:
+        """Steps like the one that runs, of all layers in one call; None where that takes more than a kernel.
 
-        The queries, keys and values may still be unknown; None, and nothing has happened, where it is not one call.
+        `calls` are the model's of each layer, made where they are needed.
         """
-        step, its = self.text.pending, self.by_layer[layer].whole
-        assert step is not None, "attend outside of a pass"
-        if its is None:
+        step, fused = self.text.pending, self._fused
+        assert step is not None, "a decode step outside of a pass"
+        if fused is not None and fused.serves(decoder, hidden, step, self.positions):
+            return fused
+        if self.recurrent or len(self.layers) != len(decoder) or any(each.whole is None for each in self.by_layer):
             return None
-        return its.planned(its.asked((queries, keys, values), step, self.positions, call))
+        self._fused = FusedDecode.of(self.layers, decoder, hidden, step, self.positions, calls())
+        return self._fused
 
     @no_inference_mode
-    def keep_decoded(self, layer: int, done: PlannedStep) -> None:
-        """Hold what a step of a layer, which was planned and is taken, leaves."""
-        its = self.by_layer[layer].whole
-        assert its is not None, "a step of several groups of heads, planned as one"
-        its.keep_decoded(done)
+    def decode(self, fused: FusedDecode, hidden: Hidden) -> Hidden:
+        """The step of the pass that runs, in all layers; returns what the last layer of the decoder returns."""
+        step = self.text.pending
+        assert step is not None, "a decode step outside of a pass"
+        return fused.take(step, hidden)
 
     @no_inference_mode
     def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
@@ -317,8 +324,9 @@ class TextCache(CacheState):
         for state in self.recurrent:
             state.settle(step)
         self.text = Text(after, latest=step)  # from here on the pass has happened
-        for layer in self.layers:
-            layer.commit()
+        if self._fused is None or not self._fused.took(step):
+            for layer in self.layers:
+                layer.commit()
 
     @no_inference_mode
     def take_back(self, before: Text) -> None:
@@ -336,6 +344,10 @@ class TextCache(CacheState):
         ):  # it has happened: layers that are committed can't undo it
             for its in self.layers:
                 its.commit()
+            return
+        if self._fused is not None and self._fused.took(step):
+            self._fused.take_back()
+            self.text = before
             return
         for layer in (*self.layers, *self.recurrent):
             layer.take_back(step)

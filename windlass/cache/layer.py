@@ -20,7 +20,7 @@ from windlass.cache.attention import (
     slots_wanted,
     write_and_attend,
 )
-from windlass.cache.decode import DecodeKernel, LayerStep, PlannedStep, put_initial_state
+from windlass.cache.decode import DecodeKernel, KernelHandle, LayerStep, PlannedStep, put_initial_state
 from windlass.cache.eviction import evict, parts_of, scores_over_budget
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer_config import Layer, LayerConfig
@@ -101,8 +101,8 @@ class SlotLayer(Layer):
     ) -> Attended:
         """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
         asked = self.asked((queries, keys, values), step, mode, call)
-        if (planned := self.planned(asked)) is not None:
-            return self.keep_decoded(planned.taken())
+        if (prepared := self.whole_step(asked)) is not None:
+            return self._decoded(prepared, asked)
         if not step.is_captured:
             self.protect(step)
         if self.is_empty or not self.rules.knows(call):  # an import may not have known its window
@@ -127,16 +127,16 @@ class SlotLayer(Layer):
         evicted = self.history.has_evicted
         return LayerStep(self.table, self.rules, self.rotary, states, step, mode, call, self.index, self.heads, evicted)
 
-    def planned(self, asked: LayerStep) -> PlannedStep | None:
-        """The whole step by one call of a kernel, which is still to be taken; None where it takes more than that."""
+    def whole_step(self, asked: LayerStep) -> KernelHandle | None:
+        """The kernel that does all of a step; None where it takes more than that."""
         if self.is_shared or not asked.fits(self.history.reserved, self.reserve_hint, self.longest_decode):
             return None
-        if (prepared := self.decode_kernel.of(asked)) is None or not prepared.is_all(asked):
-            return None
-        return PlannedStep.of(prepared, asked, self.history.split(self.rules.limits.rollback)[1])
+        prepared = self.decode_kernel.of(asked)
+        return prepared if prepared is not None and prepared.is_all(asked) else None
 
-    def keep_decoded(self, done: PlannedStep) -> Attended:
-        """Hold what a step that was planned, and taken, leaves; returns what the queries read."""
+    def _decoded(self, prepared: KernelHandle, asked: LayerStep) -> Attended:
+        """Take a step by one call of a kernel; returns what the queries read."""
+        done = PlannedStep.of(prepared, asked, self.history.split(self.rules.limits.rollback)[1]).taken()
         self.checkpoint = Checkpoint(done.asked.step, self.table.unwritten(), self.rules, self.history, [])
         record, self.history = done.put(), self.history.split(self.rules.limits.rollback)[0]
         self.keep_record(record)

@@ -359,6 +359,15 @@ class RecallStore:
         """
         self._grow(max(self.lengths) + 1, self.memory.sample)
 
+    @property
+    def room(self) -> int:
+        """Tokens of each row that there is memory for."""
+        return self.memory.capacity - max(self.lengths, default=0)
+
+    def forget_recalled(self) -> None:
+        """Let no token be one that the latest step recalled."""
+        self.last_recalled.fill_(EMPTY)
+
     def count_written(self, positions: QueryPositions, counts: Sequence[int]) -> None:
         """Hold one token more, which a kernel has written, in each row where `counts` is 1."""
         for row, start in enumerate(self.lengths):

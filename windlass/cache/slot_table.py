@@ -16,7 +16,7 @@ from windlass.cache.merging import log_counts
 from windlass.cache.recall import TOKEN_INDEX, RecallSnapshot, RecallStore
 from windlass.core.inputs import PackedStates
 from windlass.core.parse import MAX_NUMBER
-from windlass.core.positions import EMPTY, PLACES, SlotPlaces
+from windlass.core.positions import EMPTY, PLACES, RESERVED, SlotPlaces
 from windlass.core.step import Step
 from windlass.core.types import IndexKeys, NewKeys, NewValues, QueryPositions, Scores, SlotIndex, SlotPositions
 from windlass.policies.calls import initial_writes
@@ -301,6 +301,12 @@ def free_reserved(positions: Tensor, index: SlotIndex, evicted_positions: SlotIn
     """Free what was reserved at `index` of `positions` for tokens that stood at `evicted_positions`."""
     now = positions.gather(-1, index)
     positions.scatter_(-1, index, now.masked_fill(evicted_positions >= 0, EMPTY))
+
+
+def reserve_again(positions: Tensor, index: SlotIndex, evicted_positions: SlotIndex) -> None:
+    """Undo `free_reserved`."""
+    now = positions.gather(-1, index)
+    positions.scatter_(-1, index, now.masked_fill(evicted_positions >= 0, RESERVED))
 
 
 @dataclass(frozen=True)

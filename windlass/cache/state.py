@@ -5,6 +5,7 @@ from typing import ClassVar
 
 import torch
 
+from windlass.cache.fused import FusedDecode
 from windlass.cache.head_groups import HeadGroups
 from windlass.cache.layer import SlotLayer
 from windlass.cache.merging import Merge
@@ -49,12 +50,6 @@ class CacheState:
     model_name: str = ""
     """What people call the model; empty where that is not known."""
 
-    layers: list[SlotLayer]
-    """One for each attention layer, in the order of the model; with shares, one for each group of its heads."""
-
-    by_layer: list[HeadGroups]
-    """The same, gathered: what each attention layer has."""
-
     recurrent: list[RecurrentLayer]
     """One for each recurrent layer; where a layer of the model attends as well, both have its number."""
 
@@ -78,7 +73,36 @@ class CacheState:
     ) -> None:
         self.model_id, self.options, self.rotaries, self.device = model_id, options, rotaries, device
         self.text = Text(RowTable.at_start(options.batch))
+        self._layers, self._by_layer = list[SlotLayer](), list[HeadGroups]()
+        self._fused: FusedDecode | None = None  # decode steps of which the layers do not know yet
         self.next_pass = READ
+
+    @property
+    def layers(self) -> list[SlotLayer]:
+        """One for each attention layer, in the order of the model; with shares, one for each group of its heads."""
+        self._settle()
+        return self._layers
+
+    @layers.setter
+    def layers(self, layers: list[SlotLayer]) -> None:
+        self._layers, self._fused = layers, None
+
+    @property
+    def by_layer(self) -> list[HeadGroups]:
+        """The same, gathered: what each attention layer has."""
+        self._settle()
+        return self._by_layer
+
+    @by_layer.setter
+    def by_layer(self, groups: list[HeadGroups]) -> None:
+        self._by_layer = groups
+
+    def _settle(self) -> None:
+        """Let the layers know of all steps."""
+        fused = self._fused
+        if fused is not None:
+            fused.settle()
+            self._fused = None
 
     @property
     def rows(self) -> RowTable:

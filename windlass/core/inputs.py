@@ -17,6 +17,7 @@ from windlass.core.types import (
     Bias,
     CodeScales,
     GroupPairs,
+    Hidden,
     KeyMeans,
     LinearInputs,
     LinearWeights,
@@ -570,3 +571,18 @@ class DecodeOutput(NamedTuple):
     state: tuple[Scores, ...]
     evicted: SlotIndex | None
     evicted_positions: SlotIndex | None
+
+
+@dataclass(frozen=True, eq=False)
+class TokenInput:
+    """One token per row: (batch, 1) positions, EMPTY for padding, and the hidden states that the first layer takes.
+
+    `starts` counts the tokens of each row in the recall stores. `longest` is 0 where all rows have padding.
+    """
+
+    hidden: Hidden
+    positions: QueryPositions
+    next_positions: RowCounts
+    starts: RowCounts | None
+    row_sinks: RowCounts | None
+    longest: int

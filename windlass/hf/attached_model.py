@@ -195,8 +195,11 @@ class AttachedModel(Attachment):
         mine = RunningPass(cache)
         try:
             self._begin(mine, bound)
-            args, kwargs = at_positions(cache, list(self._signature.parameters), args, kwargs)
-            output = self._replaced.original(*args, **kwargs)
+            output = self.known.output(args, kwargs) if self.decoder.outer is self.decoder.inner else None
+            if output is None:
+                self._configs.exchange(NAME)
+                args, kwargs = at_positions(cache, list(self._signature.parameters), args, kwargs)
+                output = self._replaced.original(*args, **kwargs)
             self._commit(mine)
             return output
         except BaseException:
@@ -215,7 +218,6 @@ class AttachedModel(Attachment):
             mine.cache.schedule(replace(mine.cache.next_pass, is_prompt=True))
         mine.cache.begin(*step)
         self.attended.clear()
-        self._configs.exchange(NAME)
 
     @not_compiled
     def _commit(self, mine: RunningPass) -> None:
@@ -264,6 +266,11 @@ class AttachedModel(Attachment):
             return AttentionCall(scale, None, softcap, sinks, attention_chunk=chunk, picker=picker)
         seen = sees_to(self._running["pass"], mask, window)
         return AttentionCall(scale, window, softcap, sinks, seen, picker=picker)
+
+    def text_call(self, layer: int, scale: float) -> AttentionCall:
+        """What a layer is asked for in a text, whose masks are causal."""
+        chunk = self._chunks[layer]
+        return AttentionCall(scale, None if chunk is not None else self._windows[layer], attention_chunk=chunk)
 
     def _note_indexer(self, indexer: Indexer, call: IndexerCall) -> None:
         """Note what an indexer was called with, in a pass with a cache or a probe."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from importlib import import_module
 from types import CodeType
 from typing import TYPE_CHECKING, Any, Final, final
@@ -17,17 +18,16 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_modules
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from windlass import kernels
 from windlass.cache.cache import TextCache
-from windlass.core.errors import UsageError
 from windlass.core.inputs import Activation, DecoderLayer, LinearLayer, Norm, Rounding
 from windlass.core.ranks import RankHeads
 from windlass.core.step import AttentionCall
 from windlass.hf.indexer import Indexer
 from windlass.hf.latent import Latent
-from windlass.hf.mask import Mask
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_facts import ordinary_ids
 from windlass.hf.mrope import AxisRotation, turn_of
@@ -35,11 +35,12 @@ from windlass.hf.passes import CACHE_NAMES, AttributePatch, WholePass, our_cache
 from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
 from windlass.hf.self_check import ROUNDING
-from windlass.hf.weights import FewRows, linears_of
+from windlass.hf.weights import FewRows, linears_of, watch_weights
 from windlass.kernels.cpu import MAX_ROWS
 from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
+    from windlass.kernels.cpu._native import Watch
     from windlass.kernels.cpu.decode import FewTokens
 
 Method = tuple[str, str, str]  # a family of transformers, a class of it, a method
@@ -180,107 +181,8 @@ class Attachment(ABC):
     indexers: list[Indexer]
 
     @abstractmethod
-    def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
-        """What a layer is asked for under this mask."""
-
-
-class KnownLayer(ABC):
-    """A decoder layer whose code is known: `module`, with an attention module that scales its scores by `scale`."""
-
-    module: nn.Module
-
-    @property
-    @abstractmethod
-    def is_alone(self) -> bool:
-        """Whether nothing is called beside the layer, or in its place."""
-
-    @property
-    @abstractmethod
-    def scale(self) -> float:
-        """Of its attention."""
-
-    @property
-    @abstractmethod
-    def attachment(self) -> Attachment:
-        """What `attach` left on the model."""
-
-    @abstractmethod
-    def kernel_of(self, hidden: Tensor) -> FewTokens | None:
-        """That which was prepared for the pass; None where there is none."""
-
-
-@final
-class WholeDecoder:
-    """All layers of a decoder, when the first one is called in a pass of one token per row.
-
-    The others then return what they are given, which is what the last one would.
-    """
-
-    def __init__(self, decoder: nn.Module, layers: Sequence[KnownLayer]) -> None:
-        self.decoder, self._layers = decoder, layers
-        self._is_known = any(has_code_of(decoder, each) for each in DECODERS)
-        self._done: tuple[object, Tensor, object] | None = None  # a pass's step, what the layers gave, their mask
-
-    def result(self, layer: KnownLayer, hidden: Tensor, cache: TextCache, mask: object) -> Tensor | None:
-        """What a layer returns in this way; None where it is to be called by itself.
-
-        Raises: UsageError where the layers turn out to be called in another order than the decoder's code says.
-        """
-        step = cache.text.pending
-        if self._done is not None and self._done[0] is step:
-            if layer is self._layers[0] or hidden is not self._done[1] or mask is not self._done[2]:
-                raise UsageError(
-                    "decoder layers were called in another order, or with other masks, than their model's code says"
-                )
-            return hidden
-        self._done = None
-        if layer is not self._layers[0] or step is None or not step.is_token or turn_of(cache) is not AxisRotation.NONE:
-            return None
-        if not self._can_be_whole():
-            return None
-        out = self._decoded(hidden, cache, mask)
-        self._done = None if out is None else (step, out, mask)
-        return out
-
-    def _can_be_whole(self) -> bool:
-        """Whether the decoder calls just these layers, one after the other, and nothing else is called beside them."""
-        decoder: Any = self.decoder
-        count = decoder.config.num_hidden_layers if self._is_known else 0
-        if count != len(self._layers) or len(set(getattr(decoder.config, "layer_types", None) or [None])) > 1:
-            return False
-        each = zip(decoder.layers[:count], self._layers, strict=True)
-        return all(layer.is_alone and layer.module is module for module, layer in each)
-
-    def _decoded(self, hidden: Tensor, cache: TextCache, mask: object) -> Tensor | None:
-        """What the last layer returns; None, and nothing has happened, where a layer takes more than a kernel."""
-        attachment = self._layers[0].attachment
-        if not isinstance(mask, Mask) or not _is_simple(attachment):
-            return None
-        plans, layers = [], []
-        for number, layer in enumerate(self._layers):
-            kernel = layer.kernel_of(hidden)
-            if kernel is None:
-                return None
-            states = kernel.states(hidden)
-            plan = cache.planned(number, *states, attachment.call(number, mask, layer.scale, None, None))
-            if plan is None:
-                return None
-            plans.append(plan)
-            layers.append(kernel.planned(states, plan.prepared.kernel, plan.planned, torch.empty_like(hidden)))
-        attachment.attended.update(range(len(plans)))
-        kernels.decode_layers(layers, hidden)
-        for number, plan in enumerate(plans):
-            cache.keep_decoded(number, plan)
-        return layers[-1].result
-
-
-def _is_simple(attachment: Attachment) -> bool:
-    """Whether layers hand our attention nothing but queries, keys and values as a cache takes them, each its own."""
-    rotaries = [rotary for rotary in attachment.rotaries if rotary is not None]
-    is_plain = all(each.norm_weights is None and not each.layout.is_interleaved for each in rotaries)
-    kinds = attachment.kinds
-    has_more = kinds.sources or kinds.is_recurrent or attachment.latents or attachment.indexers
-    return is_plain and not has_more and not attachment.query_scales
+    def text_call(self, layer: int, scale: float) -> AttentionCall:
+        """What a layer is asked for in a text, whose masks are causal."""
 
 
 ROTATION: Final = "apply_rotary_pos_emb"  # of the module that defines a layer, by which its code rotates
@@ -349,8 +251,8 @@ class KnownLayers:
     """
 
     def __init__(self, decoder: nn.Module) -> None:
+        self.decoder = decoder
         self.layers: list[FewTokensLayer] = []
-        self.whole = WholeDecoder(decoder, self.layers)
         self._step: object = None  # of the pass for which they were prepared
         self._classes: list[type[nn.Module]] = []  # of all that they compute
         self._code: list[object] = []
@@ -358,7 +260,7 @@ class KnownLayers:
 
     def note_code(self) -> None:
         """Note the code whose place kernels take: what others put in its place later is called instead."""
-        modules = [self.whole.decoder, *(module for layer in self.layers for module in layer.modules)]
+        modules = [self.decoder, *(module for layer in self.layers for module in layer.modules)]
         self._classes = list(dict.fromkeys(map(type, modules)))
         self._code = code_of(self._classes)
 
@@ -377,19 +279,190 @@ class KnownLayers:
         finally:
             self.is_proving = False
 
-    def prepare(self, step: object, hidden: Tensor) -> None:
+    def prepare(self, step: object, dtype: torch.dtype, device: torch.device) -> None:
         """Prepare all layers for the pass that takes this step, once."""
         if self._step is step:
             return
         has_hooks = bool(torch_modules._global_forward_hooks or torch_modules._global_forward_pre_hooks)
         has_hooks = has_hooks or code_of(self._classes) != self._code
         for layer in self.layers:
-            layer.prepare(hidden, has_hooks)
+            layer.prepare(dtype, device, has_hooks)
         self._step = step
+
+    def watch(self, watch: Watch) -> None:
+        """Let `watch` look at all that the prepared kernels were made of."""
+        for name in ("_global_forward_hooks", "_global_forward_pre_hooks"):
+            watch.empty(vars(torch_modules), name)
+        for kind in self._classes:
+            for name in METHODS:
+                if (method := getattr(kind, name, None)) is not None:
+                    watch.attribute(kind, name, method)
+                    if ROTATION in (outside := getattr(method, "__globals__", {})):
+                        watch.item(outside, ROTATION, outside[ROTATION])
+        for layer in self.layers:
+            layer.watch(watch)
 
 
 @final
-class FewTokensLayer(KnownLayer):
+class WholeDecoder:
+    """A decoder in a pass of one token per row: all layers in one call of a kernel, where their code is known."""
+
+    def __init__(self, known: KnownLayers, whole: WholePass, attention_name: str) -> None:
+        self._known, self._whole, self._name = known, whole, attention_name
+        self.decoder: Any = known.decoder
+        self._is_known = any(has_code_of(known.decoder, each) for each in DECODERS)
+        self._watch: Watch | None = None
+        self._step: object = None  # of the latest pass that looked
+        self._kernels: list[FewTokens] | None = None  # of all layers, as long as the watch sees no change
+
+    def __deepcopy__(self, memo: dict[int, object]) -> WholeDecoder:
+        """That of a copied decoder, whose weights are elsewhere."""
+        twin = WholeDecoder(copy.deepcopy(self._known, memo), copy.deepcopy(self._whole, memo), self._name)
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce__(self) -> tuple[type[WholeDecoder], tuple[KnownLayers, WholePass, str]]:
+        """Nothing is prepared for a decoder out of a file."""
+        return WholeDecoder, (self._known, self._whole, self._name)
+
+    def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseModelOutputWithPast | None:
+        """What the decoder returns; None, and nothing has happened, where its own code is to be called."""
+        cache = our_cache(kwargs)
+        if not self._is_known or args or cache is None or not self._is_served(cache, kwargs):
+            return None
+        kernels_of_all = self._all_kernels(cache)
+        if kernels_of_all is None:
+            return None
+        hidden = kwargs.get(EMBEDS)
+        weight = self.decoder.embed_tokens.weight
+        shape = weight.new_empty(cache.batch_size, 1, weight.shape[1]) if hidden is None else hidden
+        if not _is_plain(shape) or shape.shape[:2] != (cache.batch_size, 1):
+            return None
+        fused = cache.fused_decode(kernels_of_all, shape, self._calls)
+        if fused is None:
+            return None
+        if hidden is None:
+            hidden = self.decoder.embed_tokens(kwargs[IDS])
+        out = self.decoder.norm(cache.decode(fused, hidden))
+        given: dict[str, Any] = {"last_hidden_state": out, self._cache_name: cache}
+        return BaseModelOutputWithPast(**given)
+
+    def prove(self, model: PreTrainedModel, cache: ModelCache) -> None:
+        """See `KnownLayers.prove`."""
+        self._known.prove(model, cache)
+
+    @cached_property
+    def _cache_name(self) -> str:
+        """The name that this release of transformers gives to the cache in an output."""
+        return next(name for name in CACHE_NAMES if name in BaseModelOutputWithPast.__annotations__)
+
+    def _is_served(self, cache: TextCache, kwargs: dict[str, Any]) -> bool:
+        """Whether a pass is one of a token per row, in which the decoder returns hidden states and nothing else."""
+        step, config = cache.text.pending, self.decoder.config
+        if step is None or not step.is_token or turn_of(cache) is not AxisRotation.NONE or self._known.is_proving:
+            return False
+        if not self._whole.is_served or torch.compiler.is_compiling() or torch.is_grad_enabled():
+            return False
+        if torch.is_autocast_enabled("cpu") or self.decoder.training:
+            return False
+        if config.output_attentions or config.output_hidden_states or not config.return_dict:
+            return False
+        if (kwargs.get(IDS) is None) is (kwargs.get(EMBEDS) is None):
+            return False
+        others = [value for name, value in kwargs.items() if name not in READ and (name, value) not in PLAIN]
+        return all(value is None for value in others)
+
+    def _all_kernels(self, cache: TextCache) -> list[FewTokens] | None:
+        """Those of all layers; None where one of them has none, or something else is called beside them."""
+        if self._watch is not None and self._watch.is_unchanged():
+            return self._kernels
+        self._watch, self._kernels = None, None
+        embedding = self.decoder.embed_tokens
+        if not kernels.has_linear(embedding.weight.device.type):
+            return None
+        self._known.prepare(cache.text.pending, embedding.weight.dtype, embedding.weight.device)
+        found = [layer.kernel for layer in self._known.layers]
+        known = [kernel for kernel in found if kernel is not None]
+        if len(known) == len(found) and self._calls_just_these():
+            self._kernels = known
+        self._watch = kernels.watch()
+        self._known.watch(self._watch)
+        self._watch_decoder(self._watch)
+        return self._kernels
+
+    def _calls_just_these(self) -> bool:
+        """Whether the decoder calls just these layers, one after the other, as attention of ours, by its own code."""
+        decoder, layers = self.decoder, self._known.layers
+        config = decoder.config
+        if config.num_hidden_layers != len(layers) or len(set(getattr(config, "layer_types", None) or [None])) > 1:
+            return False
+        if type(decoder.embed_tokens) is not nn.Embedding or not layers:
+            return False
+        pairs = list(zip(decoder.layers, layers, strict=False))
+        is_alone = len(pairs) == len(layers) and all(layer.is_alone and layer.module is own for own, layer in pairs)
+        return is_alone and _is_simple(layers[0].attachment) and not _is_hooked(decoder.embed_tokens)
+
+    def _watch_decoder(self, watch: Watch) -> None:
+        decoder = self.decoder
+        for part in ("embed_tokens", "layers", "norm"):
+            watch.item(decoder._modules, part, decoder._modules[part])
+        for number, layer in decoder.layers._modules.items():
+            watch.item(decoder.layers._modules, number, layer)
+        _watch_forward(watch, decoder.embed_tokens)
+        watch.type(decoder.embed_tokens, type(decoder.embed_tokens))
+        for name in ("num_hidden_layers", "sliding_window"):
+            if name in vars(decoder.config):
+                watch.item(vars(decoder.config), name, vars(decoder.config)[name])
+        weights = decoder.embed_tokens._parameters
+        watch.item(weights, "weight", weights["weight"])
+
+    def _calls(self) -> list[AttentionCall]:
+        """What the layers are asked for: masks of single tokens are those of a text."""
+        layers = self._known.layers
+        return [layer.attachment.text_call(number, layer.scale) for number, layer in enumerate(layers)]
+
+
+def _is_simple(attachment: Attachment) -> bool:
+    """Whether layers hand our attention nothing but queries, keys and values as a cache takes them, each its own."""
+    rotaries = [rotary for rotary in attachment.rotaries if rotary is not None]
+    is_plain = all(each.norm_weights is None and not each.layout.is_interleaved for each in rotaries)
+    kinds = attachment.kinds
+    has_more = kinds.sources or kinds.is_recurrent or attachment.latents or attachment.indexers
+    return is_plain and not has_more and not attachment.query_scales
+
+
+IDS, EMBEDS = "input_ids", "inputs_embeds"
+# Arguments of a decoder that a cache has read, and those that ask for nothing.
+READ: Final = frozenset({IDS, EMBEDS, "attention_mask", "position_ids", *CACHE_NAMES})
+PLAIN: Final = frozenset(
+    {("use_cache", True), ("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)}
+)
+
+
+def _is_plain(hidden: object) -> bool:
+    """Whether hidden states are a tensor that a kernel reads."""
+    return type(hidden) is Tensor and hidden.ndim == 3 and hidden.is_contiguous()
+
+
+def _is_hooked(module: nn.Module) -> bool:
+    return bool(module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module))
+
+
+def _watch_forward(watch: Watch, module: nn.Module) -> None:
+    """See that what is called in place of a module, and beside it, stays as it is."""
+    if "forward" in vars(module):
+        watch.item(vars(module), "forward", vars(module)["forward"])
+    else:
+        watch.no_item(vars(module), "forward")
+    for name in ("_forward_hooks", "_forward_pre_hooks"):
+        if getattr(module, name):
+            watch.item(vars(module), name, None)  # it is hooked, and looked at anew in each pass
+        else:
+            watch.empty(vars(module), name)
+
+
+@final
+class FewTokensLayer:
     """The forward pass of one decoder layer: our kernel's for few tokens of a pass that is served, else its own.
 
     Its own, too, where gradients are wanted, or a module inside is hooked or replaced.
@@ -430,8 +503,6 @@ class FewTokensLayer(KnownLayer):
             return self.replaced.original(*args, **kwargs)
         cache = our_cache(kwargs)
         assert cache is not None, "a kernel without a cache"
-        if (out := self._all.whole.result(self, hidden, cache, kwargs.get(MASK))) is not None:
-            return out
         attend = ALL_ATTENTION_FUNCTIONS[self._name]
         others = {name: value for name, value in kwargs.items() if name not in (MASK, TABLES, *CACHE_NAMES)}
         queries, keys, values = kernel.before_attention(hidden)
@@ -455,14 +526,14 @@ class FewTokensLayer(KnownLayer):
             return None
         if self._attention.config._attn_implementation != self._name:
             return None
-        self._all.prepare(cache.text.pending, hidden)
+        self._all.prepare(cache.text.pending, hidden.dtype, hidden.device)
         prepared = self._prepared
         return None if prepared is None or prepared.dtype is not hidden.dtype else prepared.kernel
 
-    def kernel_of(self, hidden: Tensor) -> FewTokens | None:
-        """That which was prepared for the pass; None where there is none."""
-        prepared = self._prepared if self._is_proved else None
-        return None if prepared is None or prepared.dtype is not hidden.dtype else prepared.kernel
+    @property
+    def kernel(self) -> FewTokens | None:
+        """The kernel that was prepared for the pass; None where there is none."""
+        return self._prepared.kernel if self._is_proved and self._prepared is not None else None
 
     @property
     def is_alone(self) -> bool:
@@ -487,7 +558,23 @@ class FewTokensLayer(KnownLayer):
         """Of its attention."""
         return float(self._attention.scaling)
 
-    def prepare(self, hidden: Tensor, has_hooks: bool) -> None:
+    def watch(self, watch: Watch) -> None:
+        """Let `watch` look at all that the kernel was made of."""
+        _watch_forward(watch, self.module)
+        for part in (*self._own, *self._linears):
+            watch.item(part.parent._modules, part.name, part.module)
+            watch.type(part.module, part.kind)
+            _watch_forward(watch, part.module)
+        for part in self._linears:
+            watch_weights(watch, part.module)
+        for norm, name in self._numbers:
+            watch.item(norm._parameters, "weight", norm._parameters["weight"])
+            watch.address(norm.get_parameter("weight"))
+            watch.item(vars(norm), name, vars(norm)[name])
+        for name in ("scaling", "head_dim"):
+            watch.item(vars(self._attention), name, vars(self._attention)[name])
+
+    def prepare(self, dtype: torch.dtype, device: torch.device, has_hooks: bool) -> None:
         """Look up the weights, and prepare a kernel where they are elsewhere than before.
 
         `has_hooks`: all modules have, or classes have other code, so that each of them is to be called.
@@ -501,10 +588,10 @@ class FewTokensLayer(KnownLayer):
         made_of += [getattr(norm, name) for norm, name in self._numbers]
         made_of.append(getattr(self._own[4].module, "approximate", None))
         prepared = self._prepared
-        if prepared is None or prepared.made_of != made_of or prepared.dtype is not hidden.dtype:
+        if prepared is None or prepared.made_of != made_of or prepared.dtype is not dtype:
             layer = self._layer([layer for layer in layers if layer is not None])
-            kernel = None if layer is None else kernels.decoder_layer_of(layer, hidden)
-            self._prepared = _Prepared(kernel, made_of, hidden.dtype)
+            kernel = None if layer is None else kernels.decoder_layer_of(layer, dtype, device)
+            self._prepared = _Prepared(kernel, made_of, dtype)
 
     def _layer(self, linears: list[LinearLayer]) -> DecoderLayer | None:
         """The layer as a kernel takes it; None where a part is not known any more."""
@@ -556,11 +643,11 @@ def _own(module: nn.Module) -> object:
 
 def few_rows_of(
     model: nn.Module, decoder: nn.Module, whole: WholePass, attention_name: str, is_wanted: bool
-) -> tuple[KnownLayers, list[AttributePatch]]:
-    """Those of the model's linear layers, and of its decoder layers, that our kernels serve, each now installed."""
+) -> tuple[WholeDecoder, list[AttributePatch]]:
+    """The decoder, and its linear and decoder layers that our kernels serve, each now installed."""
     linears = linears_of(model, whole) if is_wanted else []
     known = [each for each in model.modules() if linears and "forward" not in vars(each) and _is_known(each)]
     layers = KnownLayers(decoder)
     layers.layers += [FewTokensLayer(each, whole, attention_name, layers) for each in known]
     layers.note_code()
-    return layers, [*(each.replaced for each in layers.layers), *linears]
+    return WholeDecoder(layers, whole, attention_name), [*(each.replaced for each in layers.layers), *linears]

@@ -191,8 +191,10 @@ def check_picks(indexers: Iterable[Indexer], cache: TextCache, tokens: int, unse
     Raises: UsageError for a pass in which an indexer would have to choose, and can't.
     """
     limit = min((each.limit for each in indexers), default=None)
+    if limit is None:
+        return
     most = tokens + max((layer.table.occupancy_bound for layer in cache.layers), default=0)
-    if limit is None or most <= limit:
+    if most <= limit:
         return
     why = unserved
     if cache.merge is not None:

@@ -204,6 +204,7 @@ class KVCache(ModelCache):
         """A cache of its own for the same model, which is not copied."""
         for shared in (self.model_id, self.config, *self.rotaries):
             memo[id(shared)] = shared
+        self._settle()
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
         twin.__dict__.update(copy.deepcopy(self.__dict__, memo))

@@ -4,7 +4,7 @@ import hashlib
 import json
 import warnings
 from dataclasses import dataclass
-from typing import Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from windlass.core.torchao_later import quiet_torchao
 from windlass.core.types import LinearInputs, LinearOutputs
 from windlass.hf.passes import AttributePatch, WholePass
 from windlass.kernels.cpu import MAX_ROWS, can_read_nibbles
+
+if TYPE_CHECKING:
+    from windlass.kernels.cpu._native import Watch
 
 GROUPS: Final = (128, 64, 32)  # inputs of an output that share a scale in 4 bits; the first that divides them
 OUTPUTS: Final = 16  # in 4 bits a layer has a multiple of so many
@@ -238,6 +241,23 @@ def linears_of(model: nn.Module, whole: WholePass) -> list[AttributePatch]:
     """Those of the model that are plain linear layers on a device with a kernel for them, each now installed."""
     plain = (each for each in model.modules() if type(each) is nn.Linear and "forward" not in vars(each))
     return [FewRows(each, whole).replaced for each in plain if kernels.has_linear(each.weight.device.type)]
+
+
+def watch_weights(watch: "Watch", module: nn.Module) -> None:
+    """Let `watch` look at the memory of a linear layer's weights: plain ones, or codes of torchao."""
+    held: dict[str, Any] = module._parameters
+    for name, tensor in held.items():
+        watch.item(held, name, tensor)
+        if tensor is None:
+            continue
+        kind = kind_of(tensor)
+        if kind is None:
+            watch.address(tensor)
+            continue
+        attributes = "qdata", "scale" if kind == "int8" else "scale_and_zero"
+        for attribute, part in zip(attributes, tensors_of(tensor, kind), strict=True):
+            watch.attribute(tensor, attribute, part)
+            watch.address(part)
 
 
 ANY: Final = "*"  # in place of an adapter's name: what computes does not depend on it

@@ -38,7 +38,8 @@ from windlass.kernels.cpu import slots as cpu_codes
 from windlass.kernels.cpu import slots as cpu_slots
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu.decode import Decode, FewTokens, PlannedLayer
+    from windlass.kernels.cpu._native import Watch
+    from windlass.kernels.cpu.decode import Decode, DecoderSteps, FewTokens, LayerSlots
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -125,26 +126,32 @@ def linear(call: LinearInput) -> LinearOutputs:
     return reference.linear(call)
 
 
-def decoder_layer_of(layer: DecoderLayer, hidden: Hidden) -> "FewTokens | None":
-    """`reference_layer` for this layer, and few tokens like those of `hidden`; None where no backend has it.
+def decoder_layer_of(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> "FewTokens | None":
+    """`reference_layer` for this layer, and few tokens of this dtype; None where no backend has it.
 
     It is to be called only while the layer's weights have the memory that they had.
     """
-    if not has_linear(hidden.device.type):
+    if not has_linear(device.type):
         return None
     from windlass.kernels.cpu.decode import FewTokens, can_serve  # late: it needs the compiled module
 
-    return FewTokens(layer, hidden.dtype) if can_serve(layer, hidden.dtype) else None
+    return FewTokens(layer, dtype) if can_serve(layer, dtype) else None
 
 
-def decode_layers(layers: "Sequence[PlannedLayer]", hidden: Hidden) -> None:
-    """Decoder layers of `decoder_layer_of` one after the other, each with the step in the cache that is planned for it.
+def decoder_steps(
+    layers: "Sequence[LayerSlots]", hidden: Hidden, is_kept: bool = False, keeps_keys: bool = False
+) -> "DecoderSteps":
+    """Decode steps of decoder layers of `decoder_layer_of`, for hidden states like these; see `DecoderSteps`."""
+    from windlass.kernels.cpu.decode import DecoderSteps  # late: it needs the compiled module
 
-    `hidden` is what the first one is given.
-    """
-    from windlass.kernels.cpu.decode import decode_layers  # late: it needs the compiled module
+    return DecoderSteps(layers, hidden, is_kept, keeps_keys)
 
-    decode_layers(layers, hidden)
+
+def watch() -> "Watch":
+    """A compiled look at objects of Python that are to stay as they are."""
+    from windlass.kernels.cpu._native import Watch  # late, likewise
+
+    return Watch()
 
 
 def has_linear(device: str) -> bool:

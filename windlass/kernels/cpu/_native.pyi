@@ -1,5 +1,9 @@
 """The compiled module, see `module.cpp`. Tensors are passed by address, 0 for none."""
 
+from typing import Any
+
+from torch import Tensor
+
 # data, scales, means, channels that are meant, the first of them, all that are held, bytes of a slot; ring at full
 # precision, index into it, its entries, their format
 PackedStates = tuple[int, int, int, int, int, int, int, int, int, int, int]
@@ -143,10 +147,35 @@ class DecoderLayer:
     def before(self, tokens: int, hidden: int, to: tuple[int, int, int], threads: int, /) -> None: ...
     def after(self, tokens: int, hidden: int, attended: int, result: int, threads: int, /) -> None: ...
 
-# a layer, addresses of its queries, keys and values, its step in the cache, the address of what it returns
-LayerStep = tuple[DecoderLayer, tuple[int, int, int], Decode, DecodeStep, int]
+# a layer, its decode kernel, positions and state, rows and slots, budget (negative: none) with tokens held and whether
+# any was evicted, whether the first state is observed, positions of a recall store and their number in a row
+LayerArguments = tuple[
+    DecoderLayer, Decode, tuple[int, list[int]], tuple[int, int], tuple[int, int, bool], bool, tuple[int, int]
+]
+# hidden, result, positions, next positions, starts, sinks of rows, tokens of any row at most
+GivenArguments = tuple[int, int, int, int, int, int, int]
+# written, evicted, evicted positions, state, mass, queries, keys
+UndoArguments = tuple[int, int, int, int, int, int, int]
 
-def decode_layers(layers: list[LayerStep], tokens: int, hidden: int, threads: int) -> None: ...
+class DecoderSteps:
+    # batch, heads, kv heads, channels of a head, numbers of `hidden`, bytes of a number
+    def __init__(self, sizes: tuple[int, int, int, int, int, int], layers: list[LayerArguments], /) -> None: ...
+    @property
+    def count(self) -> int: ...
+    def step(
+        self, given: GivenArguments, undo: UndoArguments, released: list[tuple[int, int]], threads: int, /
+    ) -> None: ...
+    def take_back(self, given: GivenArguments, undo: UndoArguments, released: list[tuple[int, int]], /) -> None: ...
+
+class Watch:
+    def item(self, owner: dict[Any, Any], key: object, value: object, /) -> None: ...
+    def no_item(self, owner: dict[Any, Any], key: object, /) -> None: ...
+    def empty(self, owner: dict[Any, Any], key: object, /) -> None: ...
+    def attribute(self, owner: object, name: str, value: object, /) -> None: ...
+    def type(self, owner: object, kind: type, /) -> None: ...
+    def address(self, tensor: Tensor, /) -> None: ...
+    def is_unchanged(self) -> bool: ...
+
 def best_pages(
     sizes: tuple[int, int, int, int, int, int, int, int, int],
     format: int,

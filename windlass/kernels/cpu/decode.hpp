@@ -1,6 +1,6 @@
 // A decode step of one layer: the new token of each row is written, its query reads the slots, and rows over budget
-// evict. Positions and state are read, and go to other memory: what they were stays. What a recall store has is put
-// into free slots first, which are free again afterwards.
+// evict. Positions and state go to the memory that a step gives for them, which may be where they are. What a recall
+// store has is put into free slots first, which are free again afterwards.
 #pragma once
 #include <algorithm>
 #include <cstdint>
@@ -33,7 +33,7 @@ class Decode {
         this->retain.orders = orders.data();
     }
 
-    // A tensor (batch, score_heads, slots) of before the step, and the memory of the one after it.
+    // A tensor (batch, score_heads, slots) of before the step, and the memory of the one after it: perhaps the same.
     template <class Number>
     struct Copy {
         const Number *from;
@@ -208,7 +208,7 @@ class Decode {
 
     template <class Number>
     static void copy(const Copy<Number> &tensor, std::int64_t count) {
-        std::memcpy(tensor.to, tensor.from, count * sizeof(Number));
+        if (tensor.to != tensor.from) std::memcpy(tensor.to, tensor.from, count * sizeof(Number));
     }
 
     void put(const Given &given, const NewStates &from, const PackedStates &to) const {

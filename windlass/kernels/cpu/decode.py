@@ -1,9 +1,11 @@
 """A decode step of a layer, and a decoder layer for few tokens, in C++."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, NamedTuple, final
 
 import torch
+from jaxtyping import Int32, Int64
 from torch import Tensor
 
 import windlass.kernels.cpu._native as _native
@@ -17,8 +19,17 @@ from windlass.core.inputs import (
     PackedStates,
     RecallSlots,
     Retention,
+    TokenInput,
 )
-from windlass.core.types import AttendedTokens, Hidden, NewKeys, NewValues, Queries
+from windlass.core.types import (
+    AttendedTokens,
+    Hidden,
+    NewKeys,
+    NewValues,
+    Queries,
+    SlotIndex,
+    SlotPositions,
+)
 from windlass.kernels import cpu
 from windlass.kernels.cpu.slots import digest_arguments
 from windlass.kernels.cpu.tensors import (
@@ -176,8 +187,8 @@ class FewTokens:
     def __init__(self, layer: DecoderLayer, dtype: torch.dtype) -> None:
         scales = [None if each.scales is None else each.scales.contiguous() for each in layer.linears]
         self._kept = scales  # whose memory the compiled module reads
-        self._head_dim = layer.head_dim
-        self._heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
+        self.head_dim = layer.head_dim
+        self.heads = [each.out_features // layer.head_dim for each in (layer.query, layer.key, layer.value)]
         linears = zip(layer.linears, scales, strict=True)
         first, second, of_queries, of_keys = (_norm_arguments(each) for each in layer.norms)
         self.native = _native.DecoderLayer(
@@ -191,7 +202,7 @@ class FewTokens:
     def states(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
         """Memory for what `before_attention` gives."""
         batch, tokens, _ = hidden.shape
-        queries, keys, values = (hidden.new_empty(batch, tokens, heads, self._head_dim) for heads in self._heads)
+        queries, keys, values = (hidden.new_empty(batch, tokens, heads, self.head_dim) for heads in self.heads)
         return queries.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
 
     def before_attention(self, hidden: Hidden) -> tuple[Queries, NewKeys, NewValues]:
@@ -199,12 +210,6 @@ class FewTokens:
         states, tokens = self.states(hidden), hidden.shape[0] * hidden.shape[1]
         self.native.before(tokens, hidden.data_ptr(), _addresses(states), torch.get_num_threads())
         return states
-
-    def planned(
-        self, states: tuple[Queries, NewKeys, NewValues], decode: Decode, step: Planned, result: Hidden
-    ) -> "PlannedLayer":
-        """The whole layer, with a step in the cache that takes `states`, and writes its result there."""
-        return PlannedLayer(self, states, decode, step, result)
 
     def after_attention(self, hidden: Hidden, attended: AttendedTokens) -> Hidden:
         """See `reference_layer.after_attention`; both are contiguous."""
@@ -215,24 +220,171 @@ class FewTokens:
         return result
 
 
-class PlannedLayer(NamedTuple):
-    """A decoder layer, memory for its queries, keys and values, its step in the cache, and memory for its result."""
+@dataclass(frozen=True, eq=False)
+class LayerSlots:
+    """A decoder layer, the kernel of its decode steps, and its slots, which the steps change in place.
 
-    kernel: FewTokens
-    states: tuple[Queries, NewKeys, NewValues]
+    `held` are tokens of any row at most, and `budget` is the most of them at rest. `is_observed`: a step changes the
+    state of all slots. `recall_positions` (batch, tokens) are those of the recall store, which all rows share.
+    """
+
+    layer: FewTokens
     decode: Decode
-    step: Planned
-    result: Hidden
+    positions: SlotPositions
+    state: tuple[Tensor, ...]
+    budget: int | None
+    held: int
+    has_evicted: bool
+    is_observed: bool
+    recall_positions: Tensor | None
+
+    @property
+    def rows(self) -> int:
+        """Rows of slots, over the batch and the heads that hold tokens of their own."""
+        return self.positions.shape[0] * self.positions.shape[1]
 
 
-def decode_layers(layers: Sequence[PlannedLayer], hidden: Hidden) -> None:
-    """See `kernels.decode_layers`."""
-    steps = [
-        (each.kernel.native, _addresses(each.states), each.decode.native, each.step.given, each.result.data_ptr())
-        for each in layers
-    ]
-    tokens = hidden.shape[0] * hidden.shape[1]
-    _native.decode_layers(steps, tokens, hidden.data_ptr(), torch.get_num_threads())
+@dataclass(frozen=True, eq=False)
+class StepMemory:
+    """Tensors of one step for all layers, one layer after the other: what undoes it, and what a record keeps of it.
+
+    `state` is that of observed layers before the step. `mass` and `queries` are None where nobody asks for them later,
+    and so are `keys`.
+    """
+
+    written: Int64[Tensor, " rows"]
+    evicted: Int64[Tensor, " rows"]
+    evicted_positions: Int32[Tensor, " rows"]
+    state: Tensor | None
+    mass: Tensor | None
+    queries: Tensor | None
+    keys: Tensor | None
+
+    @property
+    def addresses(self) -> tuple[int, int, int, int, int, int, int]:
+        """`UndoArguments` of `_native.pyi`."""
+        first = self.written.data_ptr(), self.evicted.data_ptr(), self.evicted_positions.data_ptr()
+        return (*first, address(self.state), address(self.mass), address(self.queries), address(self.keys))
+
+
+@final
+class DecoderSteps:
+    """Decode steps of all layers of a decoder, each in one call, and the latest of them taken back.
+
+    Weights, slots and tables must have the memory that they had when it was made. `is_kept`: mass and queries of
+    each step are kept; `keeps_keys`: its keys, too.
+    """
+
+    def __init__(self, layers: Sequence[LayerSlots], hidden: Hidden, is_kept: bool, keeps_keys: bool) -> None:
+        self._layers, self._batch, self._dtype = tuple(layers), hidden.shape[0], hidden.dtype
+        first = layers[0].layer
+        self._heads, self._kv_heads, self._head_dim = *first.heads[:2], first.head_dim
+        self._is_kept, self._keeps_keys = is_kept, keeps_keys
+        self._rows = sum(each.rows for each in layers)
+        self._state_sizes = [each.positions.numel() if each.is_observed else 0 for each in layers]
+        self._slots = [each.positions.shape[2] for each in layers]
+        self._starts = [sum(each.rows for each in layers[:at]) for at in range(len(layers))]
+        self._native = _native.DecoderSteps(
+            (self._batch, self._heads, self._kv_heads, self._head_dim, hidden.shape[2], hidden.itemsize),
+            [_slots_arguments(each) for each in layers],
+        )
+
+    @property
+    def count(self) -> int:
+        """Steps that were taken, and not taken back."""
+        return self._native.count
+
+    def memory(self) -> StepMemory:
+        """New memory for a step."""
+        state, heads = sum(self._state_sizes), len(self._layers) * self._batch * self._head_dim
+        mass = self._batch * self._kv_heads * sum(self._slots)
+        keeps_queries = self._is_kept or self._keeps_keys
+        return StepMemory(
+            written=torch.empty(self._rows, dtype=torch.int64),
+            evicted=torch.empty(self._rows, dtype=torch.int64),
+            evicted_positions=torch.empty(self._rows, dtype=torch.int32),
+            state=torch.empty(state) if state else None,
+            mass=torch.empty(mass) if self._is_kept else None,
+            queries=torch.empty(heads * self._heads, dtype=self._dtype) if keeps_queries else None,
+            keys=torch.empty(heads * self._kv_heads, dtype=self._dtype) if self._keeps_keys else None,
+        )
+
+    def step(self, token: TokenInput, memory: StepMemory, released: Sequence[StepMemory]) -> Hidden:
+        """Take a step; returns what the last layer does. What `released` steps evicted is free afterwards."""
+        result = torch.empty_like(token.hidden)
+        given = _token_arguments(token, result.data_ptr())
+        self._native.step(given, memory.addresses, _released(released), torch.get_num_threads())
+        return result
+
+    def take_back(self, token: TokenInput, memory: StepMemory, released: Sequence[StepMemory]) -> None:
+        """Let all be as before the latest step, which was given these."""
+        self._native.take_back(_token_arguments(token, 0), memory.addresses, _released(released))
+
+    def written(self, memory: StepMemory, layer: int) -> SlotIndex:
+        """The slots that a step wrote in a layer."""
+        return self._part(memory.written, layer)
+
+    def evicted(self, memory: StepMemory, layer: int) -> tuple[SlotIndex, SlotIndex]:
+        """The slots that a step evicted in a layer, and their positions."""
+        return self._part(memory.evicted, layer), self._part(memory.evicted_positions, layer)
+
+    def state(self, memory: StepMemory, layer: int) -> Tensor | None:
+        """The observed state of a layer before a step."""
+        if memory.state is None or not self._layers[layer].is_observed:
+            return None
+        state: Tensor = memory.state.split(self._state_sizes)[layer]
+        return state.view(self._layers[layer].positions.shape)
+
+    def mass(self, memory: StepMemory, layer: int) -> Mass | None:
+        """The attention that the slots of a layer got in a step."""
+        if memory.mass is None or not self._layers[layer].is_observed:
+            return None
+        sizes = [self._batch * self._kv_heads * slots for slots in self._slots]
+        return Mass(memory.mass.split(sizes)[layer].view(self._batch, self._kv_heads, 1, -1), None)
+
+    def queries(self, memory: StepMemory, layer: int) -> Queries:
+        """The queries of a step in a layer."""
+        assert memory.queries is not None, "queries that nobody kept"
+        return memory.queries.view(len(self._layers), self._batch, self._heads, 1, self._head_dim)[layer]
+
+    def keys(self, memory: StepMemory, layer: int) -> NewKeys:
+        """The keys of a step in a layer."""
+        assert memory.keys is not None, "keys that nobody kept"
+        return memory.keys.view(len(self._layers), self._batch, self._kv_heads, 1, self._head_dim)[layer]
+
+    def _part(self, tensor: Tensor, layer: int) -> Tensor:
+        start, rows = self._starts[layer], self._layers[layer].rows
+        return tensor[start : start + rows].view(self._batch, -1, 1)
+
+
+def _slots_arguments(slots: LayerSlots) -> "_native.LayerArguments":
+    recall = slots.recall_positions
+    budget = -1 if slots.budget is None else slots.budget
+    return (
+        slots.layer.native,
+        slots.decode.native,
+        (slots.positions.data_ptr(), [each.data_ptr() for each in slots.state]),
+        (slots.rows, slots.positions.shape[2]),
+        (budget, slots.held, slots.has_evicted),
+        slots.is_observed,
+        (0, 0) if recall is None else (recall.data_ptr(), recall.shape[1]),
+    )
+
+
+def _token_arguments(token: TokenInput, result: int) -> "_native.GivenArguments":
+    return (
+        token.hidden.data_ptr(),
+        result,
+        token.positions.data_ptr(),
+        token.next_positions.data_ptr(),
+        address(token.starts),
+        address(token.row_sinks),
+        token.longest,
+    )
+
+
+def _released(steps: Sequence[StepMemory]) -> list[tuple[int, int]]:
+    return [(each.evicted.data_ptr(), each.evicted_positions.data_ptr()) for each in steps]
 
 
 def can_serve(layer: DecoderLayer, dtype: torch.dtype) -> bool:

@@ -1,12 +1,16 @@
 // Linear layers, and decoder layers made of them, as Python sees them; see `module.cpp`.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/tuple.h>
 #include <nanobind/stl/vector.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <cstring>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "call.hpp"
@@ -86,22 +90,191 @@ void after(const BoundLayer &bound, int tokens, Address hidden, Address attended
     bound.kernels.after_attention(bound.layer, after_call(tokens, hidden, attended, result), scratch, threads);
 }
 
-// Layers one after the other, with their steps in the cache: each result is the next one's `hidden`.
-using LayerStep = std::tuple<const BoundLayer *, States, Decode *, const Decode::Given *, Address>;
+// All layers of a decoder, and their slots, in steps of one token per row. A step changes positions and state in place,
+// and notes in memory of its own how it is undone: which slots it wrote and evicted, and state that it observed.
+class DecoderSteps {
+  public:
+    // `held`: tokens of any row at most; `budget`: the most of them at rest, negative for any number. Of a layer that
+    // recalls, `recall_positions` (batch, `recall_tokens`) are those of the store's tokens.
+    struct Layer {
+        const BoundLayer *bound;
+        Decode *decode;
+        std::int32_t *positions;
+        std::vector<float *> state;
+        std::int64_t rows, slots;  // rows: batch * score_heads
+        std::int64_t budget, held;
+        bool has_evicted, is_observed;
+        std::int32_t *recall_positions;
+        std::int64_t recall_tokens;
+        std::int64_t at = 0, state_at = 0, mass_at = 0;  // where its part of a step's memory begins
+    };
+    struct Sizes {
+        int batch, heads, kv_heads, head_dim, width, number_bytes;  // width: numbers of `hidden`
+    };
+    // Memory of a step, for all layers one after the other; null where it is not wanted.
+    struct Undo {
+        std::int64_t *written, *evicted;
+        std::int32_t *evicted_positions;
+        float *state, *mass;
+        std::uint8_t *queries, *keys;
+    };
+    // Slots that an earlier step evicted, and that are free from now on.
+    using Released = std::vector<std::pair<const std::int64_t *, const std::int32_t *>>;
+    struct Given {
+        const std::uint8_t *hidden;
+        std::uint8_t *result;
+        const std::int64_t *positions, *next_positions, *starts, *row_sinks;
+        int longest;  // tokens of any row at most: 1, or 0
+    };
 
-void decode_layers(const std::vector<LayerStep> &layers, int tokens, Address hidden, int threads) {
-    std::size_t floats = 0;
-    for (const auto &[bound, states, decode, given, result] : layers)
-        floats = std::max({floats, bound->layer.scratch(tokens), decode->scratch(*given, threads)});
-    float *scratch = scratch_of(floats);
-    nb::gil_scoped_release released;
-    for (const auto &[bound, states, decode, given, result] : layers) {
-        const auto attended = reinterpret_cast<Address>(given->out);
-        bound->kernels.before_attention(bound->layer, before_call(tokens, hidden, states), scratch, threads);
-        decode->step(*given, scratch, threads);
-        bound->kernels.after_attention(bound->layer, after_call(tokens, hidden, attended, result), scratch, threads);
-        hidden = result;
+    DecoderSteps(Sizes sizes, std::vector<Layer> held_layers) : sizes(sizes), layers(std::move(held_layers)) {
+        for (std::size_t i = 1; i < layers.size(); ++i) {
+            const Layer &before = layers[i - 1];
+            layers[i].at = before.at + before.rows;
+            layers[i].state_at = before.state_at + (before.is_observed ? before.rows * before.slots : 0);
+            layers[i].mass_at = before.mass_at + std::int64_t(sizes.batch) * sizes.kv_heads * before.slots;
+        }
+        const std::size_t query = bytes(sizes.heads), key = bytes(sizes.kv_heads);
+        own.resize(2 * query + 2 * key + 2 * hidden_bytes());
     }
+
+    void step(const Given &given, const Undo &undo, const Released &released, int threads) {
+        std::vector<Decode::Given> steps;
+        std::size_t floats = 0;
+        for (std::size_t i = 0; i < layers.size(); ++i) {
+            steps.push_back(given_of(i, given, undo, released));
+            floats = std::max({floats, layers[i].bound->layer.scratch(sizes.batch), layers[i].decode->scratch(steps[i], threads)});
+        }
+        float *scratch = scratch_of(floats);
+        nb::gil_scoped_release unlocked;
+        const std::uint8_t *hidden = given.hidden;
+        for (std::size_t i = 0; i < layers.size(); ++i) {
+            Layer &layer = layers[i];
+            const BoundLayer &bound = *layer.bound;
+            const Decode::Given &now = steps[i];
+            auto *result = i + 1 == layers.size() ? given.result : scratch_hidden(i % 2);
+            const auto part = [](const void *states) { return const_cast<std::uint8_t *>(static_cast<const std::uint8_t *>(states)); };
+            if (undo.state && layer.is_observed)
+                std::memcpy(undo.state + layer.state_at, layer.state[0], layer.rows * layer.slots * sizeof(float));
+            if (!now.evicted) std::fill_n(undo.evicted_positions + layer.at, layer.rows, -1);
+            bound.kernels.before_attention(
+                bound.layer, {sizes.batch, hidden, part(now.queries), part(now.keys.states), part(now.values.states)}, scratch, threads);
+            layer.decode->step(now, scratch, threads);
+            bound.kernels.after_attention(bound.layer, {sizes.batch, hidden, now.out, result}, scratch, threads);
+            hidden = result;
+            if (layer.recall_positions)
+                for (int row = 0; row < sizes.batch; ++row)
+                    if (given.positions[row] >= 0)
+                        layer.recall_positions[row * layer.recall_tokens + given.starts[row]] = std::int32_t(given.positions[row]);
+        }
+        before.clear();
+        for (std::size_t i = 0; i < layers.size(); ++i) {
+            Layer &layer = layers[i];
+            before.emplace_back(layer.held, layer.has_evicted);
+            layer.held += given.longest - (steps[i].evicted ? 1 : 0);
+            layer.has_evicted |= steps[i].evicted != nullptr;
+        }
+        ++count;
+    }
+
+    // Lets all be as before the latest step, whose memory and given tensors these are.
+    void take_back(const Given &given, const Undo &undo, const Released &released) {
+        for (std::size_t i = 0; i < layers.size(); ++i) {
+            Layer &layer = layers[i];
+            for (std::int64_t row = 0; row < layer.rows; ++row) {
+                std::int32_t *positions = layer.positions + row * layer.slots;
+                const std::int64_t at = layer.at + row;
+                for (const auto &[slots, stood] : released)
+                    if (stood[at] >= 0) positions[slots[at]] = RESERVED;
+                if (undo.evicted_positions[at] >= 0) positions[undo.evicted[at]] = undo.evicted_positions[at];
+                positions[undo.written[at]] = EMPTY;
+            }
+            if (undo.state && layer.is_observed)
+                std::memcpy(layer.state[0], undo.state + layer.state_at, layer.rows * layer.slots * sizeof(float));
+            if (layer.recall_positions)
+                for (int row = 0; row < sizes.batch; ++row)
+                    if (given.positions[row] >= 0) layer.recall_positions[row * layer.recall_tokens + given.starts[row]] = EMPTY;
+            std::tie(layer.held, layer.has_evicted) = before[i];
+        }
+        --count;
+    }
+
+    std::int64_t count = 0;  // steps that were taken, and not taken back
+
+  private:
+    static constexpr std::int32_t EMPTY = -1, RESERVED = -2;
+    Sizes sizes;
+    std::vector<Layer> layers;
+    std::vector<std::pair<std::int64_t, bool>> before;  // `held` and `has_evicted` of each layer before the latest step
+    std::vector<std::uint8_t> own;                      // queries, what they read, keys, values, and two of `hidden`
+
+    std::size_t bytes(int heads) const { return std::size_t(sizes.batch) * heads * sizes.head_dim * sizes.number_bytes; }
+    std::size_t hidden_bytes() const { return std::size_t(sizes.batch) * sizes.width * sizes.number_bytes; }
+    std::uint8_t *scratch_hidden(std::size_t number) {
+        return own.data() + 2 * bytes(sizes.heads) + 2 * bytes(sizes.kv_heads) + number * hidden_bytes();
+    }
+
+    Decode::Given given_of(std::size_t number, const Given &given, const Undo &undo, const Released &released) {
+        Layer &layer = layers[number];
+        const std::size_t query = bytes(sizes.heads), key = bytes(sizes.kv_heads);
+        const std::uint8_t *queries = undo.queries ? undo.queries + number * query : own.data();
+        const std::uint8_t *keys = undo.keys ? undo.keys + number * key : own.data() + 2 * query;
+        const std::uint8_t *values = own.data() + 2 * query + key;
+        const std::int64_t row = std::int64_t(sizes.heads) * sizes.head_dim, kv_row = std::int64_t(sizes.kv_heads) * sizes.head_dim;
+        const std::int64_t head_bytes = std::int64_t(sizes.head_dim) * sizes.number_bytes;
+        const bool is_evicting = layer.budget >= 0 && layer.held + given.longest > layer.budget;
+        Decode::Given step{queries,
+                           {row, sizes.head_dim},
+                           {keys, kv_row * sizes.number_bytes, head_bytes},
+                           {values, kv_row * sizes.number_bytes, head_bytes},
+                           given.positions,
+                           given.next_positions,
+                           {layer.positions, layer.positions},
+                           {},
+                           undo.written + layer.at,
+                           own.data() + query,
+                           undo.mass && layer.is_observed ? undo.mass + layer.mass_at : nullptr,
+                           is_evicting ? undo.evicted + layer.at : nullptr,
+                           undo.evicted_positions + layer.at,
+                           {},
+                           layer.recall_positions ? given.starts : nullptr,
+                           layer.recall_positions && layer.has_evicted,
+                           given.row_sinks};
+        for (float *state : layer.state) step.state.push_back({state, state});
+        for (const auto &[slots, stood] : released) step.released.push_back({slots + layer.at, stood + layer.at, 1});
+        return step;
+    }
+};
+
+using LayerArguments = std::tuple<const BoundLayer *, Decode *, std::pair<Address, std::vector<Address>>,
+                                  std::tuple<std::int64_t, std::int64_t>, std::tuple<std::int64_t, std::int64_t, bool>, bool,
+                                  std::pair<Address, std::int64_t>>;
+using GivenArguments = std::tuple<Address, Address, Address, Address, Address, Address, int>;
+using UndoArguments = std::tuple<Address, Address, Address, Address, Address, Address, Address>;
+using ReleasedArguments = std::vector<std::pair<Address, Address>>;
+
+DecoderSteps::Layer layer_of(const LayerArguments &from) {
+    const auto &[bound, decode, slots, sizes, bounds, is_observed, recall] = from;
+    DecoderSteps::Layer layer{bound, decode, at<std::int32_t>(slots.first), {}, std::get<0>(sizes), std::get<1>(sizes),
+                              std::get<0>(bounds), std::get<1>(bounds), std::get<2>(bounds), is_observed,
+                              at<std::int32_t>(recall.first), recall.second};
+    for (const Address state : slots.second) layer.state.push_back(at<float>(state));
+    return layer;
+}
+DecoderSteps::Given given_of(const GivenArguments &from) {
+    const auto [hidden, result, positions, next_positions, starts, row_sinks, longest] = from;
+    return {at<const std::uint8_t>(hidden), at<std::uint8_t>(result), at<const std::int64_t>(positions),
+            at<const std::int64_t>(next_positions), at<const std::int64_t>(starts), at<const std::int64_t>(row_sinks), longest};
+}
+DecoderSteps::Undo undo_of(const UndoArguments &from) {
+    const auto [written, evicted, evicted_positions, state, mass, queries, keys] = from;
+    return {at<std::int64_t>(written), at<std::int64_t>(evicted), at<std::int32_t>(evicted_positions), at<float>(state),
+            at<float>(mass), at<std::uint8_t>(queries), at<std::uint8_t>(keys)};
+}
+DecoderSteps::Released released_of(const ReleasedArguments &from) {
+    DecoderSteps::Released released;
+    for (const auto &[slots, stood] : from) released.emplace_back(at<const std::int64_t>(slots), at<const std::int32_t>(stood));
+    return released;
 }
 
 }  // namespace
@@ -128,5 +301,20 @@ void windlass::bind_linear(nb::module_ &module) {
              })
         .def("before", &before)
         .def("after", &after);
-    module.def("decode_layers", &decode_layers, "layers"_a, "tokens"_a, "hidden"_a, "threads"_a);
+    nb::class_<DecoderSteps>(module, "DecoderSteps")
+        .def("__init__",
+             [](DecoderSteps *self, std::tuple<int, int, int, int, int, int> sizes, const std::vector<LayerArguments> &layers) {
+                 const auto [batch, heads, kv_heads, head_dim, width, number_bytes] = sizes;
+                 std::vector<DecoderSteps::Layer> held;
+                 for (const LayerArguments &each : layers) held.push_back(layer_of(each));
+                 new (self) DecoderSteps({batch, heads, kv_heads, head_dim, width, number_bytes}, std::move(held));
+             })
+        .def("step",
+             [](DecoderSteps &self, const GivenArguments &given, const UndoArguments &undo, const ReleasedArguments &released,
+                int threads) { self.step(given_of(given), undo_of(undo), released_of(released), threads); })
+        .def("take_back",
+             [](DecoderSteps &self, const GivenArguments &given, const UndoArguments &undo, const ReleasedArguments &released) {
+                 self.take_back(given_of(given), undo_of(undo), released_of(released));
+             })
+        .def_ro("count", &DecoderSteps::count);
 }

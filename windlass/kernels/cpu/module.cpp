@@ -338,6 +338,7 @@ NB_MODULE(_native, module) {
     module.def("read_tokens", &read_tokens, "sizes"_a, "pieces"_a, "index"_a, "out"_a, "instruction_set"_a,
                "threads"_a);
     bind_linear(module);
+    bind_watch(module);
     module.def("query_mass", &query_mass, "sizes"_a, "room"_a, "format"_a, "queries"_a, "keys"_a, "mask"_a,
                "log_counts"_a, "lse"_a, "targets"_a, "scale"_a, "mass"_a, "instruction_set"_a, "threads"_a);
     module.def("first_free",

@@ -31,5 +31,6 @@ inline float *scratch_of(std::size_t floats) {
 }
 
 void bind_linear(nanobind::module_ &module);
+void bind_watch(nanobind::module_ &module);
 
 }  // namespace windlass

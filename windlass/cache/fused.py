@@ -1,0 +1,314 @@
+"""Decode steps of all layers of a cache, each in one call of a kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, final
+
+import torch
+from torch import Tensor
+
+from windlass import kernels
+from windlass.cache.decode import KernelHandle, LayerStep
+from windlass.cache.history import History
+from windlass.cache.layer import SlotLayer
+from windlass.cache.recall import TOKEN_INDEX
+from windlass.cache.slot_table import free_reserved, reserve_again
+from windlass.core.inputs import TokenInput
+from windlass.core.parse import MAX_NUMBER
+from windlass.core.step import AttentionCall, Step, StepRecord
+from windlass.core.types import Hidden, SlotIndex
+from windlass.policies.base import Initializer
+from windlass.policies.calls import initial_state
+from windlass.policies.wrapper import find
+from windlass.positions.modes import PositionMode
+
+if TYPE_CHECKING:
+    from windlass.kernels.cpu.decode import FewTokens, StepMemory
+
+Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are free, and the positions of their tokens
+
+
+@dataclass(frozen=True, eq=False)
+class StepLog:
+    """One step: what it was given, and the memory that undoes it.
+
+    `taken` counts the tokens that steps of this object wrote before, in the longest row; `lengths` those of each row in
+    a recall store. `initial` is, per layer, the state that the policy gave the new tokens.
+    """
+
+    step: Step
+    token: TokenInput
+    memory: StepMemory
+    taken: int
+    lengths: tuple[int, ...]
+    initial: list[dict[str, Tensor]]
+
+    @property
+    def size(self) -> int:
+        """Slots that it takes of the headroom."""
+        return self.token.longest
+
+
+@dataclass(frozen=True, eq=False)
+class StepLogs:
+    """The latest steps that can be undone, and per layer the history before them."""
+
+    logs: tuple[StepLog, ...]
+    starting: tuple[History, ...]
+    taken: int
+    lengths: tuple[int, ...]
+    has_older: bool  # whether any of the histories has a step that can be undone
+
+
+@dataclass(frozen=True, eq=False)
+class _Turn:
+    """The latest step: the logs before and after it, and what it freed; `count` steps were taken before."""
+
+    before: StepLogs
+    after: StepLogs
+    dropped: tuple[StepLog, ...]
+    released: tuple[Released, ...]
+    count: int
+
+    @property
+    def log(self) -> StepLog:
+        return self.after.logs[-1]
+
+
+@final
+class FusedDecode:
+    """Decode steps of all layers of a cache, for the `kernels` of one model's decoder.
+
+    Layers learn of the steps when `settle` is called: until then their positions and states are those of now, and
+    their histories and counts those of before.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[SlotLayer],
+        asked: Sequence[LayerStep],
+        handles: Sequence[KernelHandle],
+        decoder: Sequence[FewTokens],
+        hidden: Hidden,
+    ) -> None:
+        from windlass.kernels.cpu.decode import LayerSlots  # late: it needs the compiled module
+
+        self._layers, self.decoder, first = tuple(layers), decoder, layers[0]
+        self._mode, self._shape, self._dtype = asked[0].mode, hidden.shape, hidden.dtype
+        self._tensors = [tensor for handle in handles for weak in handle.tensors if (tensor := weak()) is not None]
+        self._handles = tuple(handles)
+        self._end = min(handle.end for handle in handles)
+        self._left = min(map(_steps_left, layers, handles))
+        self._has_sinks = first.rules.row_sinks(asked[0].step) is not None
+        self._limit = first.rules.limits.rollback
+        self._initializes = find(first.policy, Initializer) is not None  # type: ignore[type-abstract]  # none is made
+        observed = [
+            handle.retention is not None and handle.retention.ranking.observe != "nothing" for handle in handles
+        ]
+        self._is_kept = any(observed) and hidden.shape[0] > 1
+        self._steps = kernels.decoder_steps(
+            [
+                LayerSlots(
+                    layer=kernel,
+                    decode=handle.kernel,
+                    positions=layer.table.positions,
+                    state=tuple(layer.table.state.values()),
+                    budget=layer.budget,
+                    held=layer.table.occupancy_bound,
+                    has_evicted=layer.history.has_evicted,
+                    is_observed=is_observed,
+                    recall_positions=None if layer.table.recall is None else layer.table.recall.positions,
+                )
+                for layer, kernel, handle, is_observed in zip(layers, decoder, handles, observed, strict=True)
+            ],
+            hidden,
+            self._is_kept,
+            self._initializes,
+        )
+        recall = first.table.recall
+        self._held = [layer.table.occupancy_bound for layer in layers]
+        self._first = StepLogs(
+            logs=(),
+            starting=tuple(layer.history for layer in layers),
+            taken=0,
+            lengths=() if recall is None else recall.lengths,
+            has_older=any(layer.history.records for layer in layers),
+        )
+        self._turn: _Turn | None = None
+
+    @classmethod
+    def of(
+        cls,
+        layers: Sequence[SlotLayer],
+        decoder: Sequence[FewTokens],
+        hidden: Hidden,
+        step: Step,
+        mode: PositionMode,
+        calls: Sequence[AttentionCall],
+    ) -> FusedDecode | None:
+        """For a step of these layers and others like it; None where one of them takes more than a kernel.
+
+        `hidden` tells shape and dtype.
+        """
+        asked, handles = [], list[KernelHandle]()
+        for layer, kernel, call in zip(layers, decoder, calls, strict=True):
+            one = layer.asked(kernel.states(hidden), step, mode, call)
+            if layer.is_empty or (handle := layer.whole_step(one)) is None:
+                return None
+            asked.append(one)
+            handles.append(handle)
+        return cls(layers, asked, handles, decoder, hidden) if _are_alike(layers, step) else None
+
+    def serves(self, decoder: Sequence[FewTokens], hidden: Hidden, step: Step, mode: PositionMode) -> bool:
+        """Whether a step is one of those that this was made for."""
+        is_like = decoder is self.decoder and mode is self._mode and step.end <= self._end
+        is_like = is_like and hidden.shape == self._shape and hidden.dtype is self._dtype
+        return is_like and self._state.taken < self._left and (step.sinks is not None) == self._has_sinks
+
+    @property
+    def _state(self) -> StepLogs:
+        turn = self._turn
+        if turn is None:
+            return self._first
+        return turn.after if self._steps.count > turn.count else turn.before
+
+    def took(self, step: Step) -> bool:
+        """Whether the latest step is this one."""
+        turn = self._turn
+        return turn is not None and turn.log.step is step and self._steps.count > turn.count
+
+    def take(self, step: Step, hidden: Hidden) -> Hidden:
+        """Take a step; returns what the last layer of the decoder returns."""
+        before = self._state
+        kept, dropped, size = list(before.logs), list[StepLog](), sum([log.size for log in before.logs])
+        older = [history.split(self._limit - size) for history in before.starting] if before.has_older else []
+        while kept and (size > self._limit or self._limit == 0):
+            dropped.append(kept.pop(0))
+            size -= dropped[-1].size
+        released = tuple(slots for _, slots in older)
+        starting = tuple(history for history, _ in older) or before.starting
+        has_older = any(history.records for history, _ in older)
+        longest, lengths = max(step.lengths), before.lengths
+        token = TokenInput(
+            hidden=hidden,
+            positions=step.positions.to(torch.int64).contiguous(),
+            next_positions=step.next_positions,
+            starts=torch.tensor(lengths) if lengths else None,
+            row_sinks=None if step.sinks is None or not self._has_sinks else step.sinks.tensor,
+            longest=longest,
+        )
+        log = StepLog(step, token, self._steps.memory(), before.taken, lengths, [])
+        grown = tuple([length + n for length, n in zip(lengths, step.lengths, strict=False)])
+        after = StepLogs(
+            logs=(*kept, log), starting=starting, taken=before.taken + longest, lengths=grown, has_older=has_older
+        )
+        self._turn = _Turn(before, after, tuple(dropped), released, self._steps.count)
+        result = self._steps.step(token, log.memory, [each.memory for each in dropped])
+        for layer, slots in zip(self._layers, released, strict=False):
+            for index, positions in slots:
+                free_reserved(layer.table.positions, index, positions)
+        if self._initializes:
+            self._put_initial_state(log)
+        return result
+
+    def take_back(self) -> None:
+        """Let the layers be as before the latest step."""
+        turn = self._turn
+        assert turn is not None, "no step to take back"
+        for layer, slots in zip(self._layers, turn.released, strict=False):
+            for index, positions in slots:
+                reserve_again(layer.table.positions, index, positions)
+        for layer in self._layers:
+            if layer.table.recall is not None:
+                layer.table.recall.forget_recalled()
+        self._steps.take_back(turn.log.token, turn.log.memory, [each.memory for each in turn.dropped])
+
+    def settle(self) -> None:
+        """Let the layers know of all steps, with a record for each that can be undone."""
+        state = self._state
+        if self._turn is None:
+            return
+        for number, layer in enumerate(self._layers):
+            table, history = layer.table, state.starting[number]
+            states = table.copied_state()
+            for log in state.logs:
+                history = history.with_record(self._record(layer, number, log, states))
+            evicts = layer.budget is not None and self._held[number] + state.taken > layer.budget
+            layer.history = replace_evicted(history, evicts)
+            table.occupancy_bound = self._held_after(number, state.taken)
+            if table.recall is not None:
+                table.recall.lengths = state.lengths
+
+    def _held_after(self, number: int, tokens: int) -> int:
+        budget, held = self._layers[number].budget, self._held[number] + tokens
+        return held if budget is None else min(held, budget)
+
+    def _record(self, layer: SlotLayer, number: int, log: StepLog, states: dict[str, Tensor]) -> StepRecord:
+        """What a step changed in a layer. `states` are those of now, which differ in slots that are free before it."""
+        step, memory, steps = log.step, log.memory, self._steps
+        held, budget = self._held_after(number, log.taken), layer.budget
+        is_evicting = budget is not None and held + log.token.longest > budget
+        evicted, stood = steps.evicted(memory, number) if is_evicting else (None, None)
+        observed = steps.state(memory, number)
+        if observed is not None:
+            states = states | {next(iter(states)): observed}
+        initial = dict(log.initial[number]) if log.initial else {}
+        if log.token.starts is not None:
+            initial[TOKEN_INDEX] = log.token.starts[:, None, None].float()
+        is_kept = self._is_kept and observed is not None
+        return StepRecord(
+            step=step,
+            rolled_back=(0,) * len(step.lengths),
+            occupancy_bound=held,
+            statistics=layer.table.statistics,
+            written=steps.written(memory, number),
+            state=states,
+            initial_state=initial,
+            observed=step.first_columns if is_kept else None,
+            mass=steps.mass(memory, number) if is_kept else None,
+            queries=steps.queries(memory, number) if is_kept else None,
+            evicted=evicted,
+            evicted_positions=stood,
+            evicted_count=int(is_evicting),
+        )
+
+    def _put_initial_state(self, log: StepLog) -> None:
+        """Let the new tokens have the state that the policy gives them; no kernel has ranked them yet."""
+        for number, layer in enumerate(self._layers):
+            queries, keys = self._steps.queries(log.memory, number), self._steps.keys(log.memory, number)
+            initial = initial_state(layer.policy, layer.index, layer.heads, queries, keys)
+            written = self._steps.written(log.memory, number)
+            for name, state in layer.table.state.items():
+                if name in initial:
+                    state.scatter_(-1, written, initial[name])
+            log.initial.append(initial)
+
+
+def replace_evicted(history: History, has_evicted: bool) -> History:
+    """The history of a layer of which tokens were evicted, though no record may tell of that any more."""
+    return history._replace(has_evicted=history.has_evicted or has_evicted)
+
+
+def _are_alike(layers: Sequence[SlotLayer], step: Step) -> bool:
+    """Whether one count of tokens serves all recall stores, and one number of sinks all layers."""
+    recalls = {layer.table.recall.lengths for layer in layers if layer.table.recall is not None}
+    have_recall = {layer.table.recall is not None for layer in layers}
+    sinks = {layer.rules.row_sinks(step) is not None for layer in layers}
+    return len(recalls) <= 1 and len(have_recall) == 1 and len(sinks) == 1
+
+
+def _steps_left(layer: SlotLayer, handle: KernelHandle) -> int:
+    """How many tokens a layer takes before it has to grow, or its policy has to be asked."""
+    table, rules, limit = layer.table, layer.rules, layer.rules.limits.rollback
+    own, held = table.slots - rules.recall_room, table.occupancy_bound
+    left = own - held - layer.history.reserved
+    if rules.budget is not None:
+        steady = own - rules.budget - limit - 1 > 0  # a budget's worth of tokens, and what may be rolled back
+        left = MAX_NUMBER if steady and handle.retention is not None else left
+        if handle.retention is None:
+            left = min(left, rules.budget - held)
+    if table.recall is not None:
+        left = min(left, table.recall.room)
+    return left

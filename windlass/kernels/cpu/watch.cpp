@@ -1,0 +1,88 @@
+// Whether objects of Python are what they were: modules, their hooks and their weights, looked at once a token. In Python
+// the look at all layers of a model takes longer than some of them do.
+#include <nanobind/nanobind.h>
+
+#include <cstdint>
+#include <vector>
+
+#include "module.hpp"
+
+namespace nb = nanobind;
+
+namespace windlass {
+namespace {
+
+class Watch {
+  public:
+    // The dictionary has this object, or one equal to it, at the key; a null object: it has nothing there.
+    void item(nb::dict dict, nb::object key, nb::object value) { items.push_back({dict, key, value}); }
+    void no_item(nb::dict dict, nb::object key) { items.push_back({dict, key, {}}); }
+    // The dictionary that another one has at the key is empty.
+    void empty(nb::dict dict, nb::object key) { empties.push_back({dict, key, {}}); }
+    // The attribute is this object, or equal to it.
+    void attribute(nb::object owner, nb::object name, nb::object value) { attributes.push_back({owner, name, value}); }
+    void type(nb::object object, nb::object kind) { types.push_back({object, {}, kind}); }
+    void address(nb::object tensor) { addresses.push_back({tensor, address_of(tensor)}); }
+
+    bool is_unchanged() const {
+        for (const Fact &each : types)
+            if (reinterpret_cast<PyObject *>(Py_TYPE(each.owner.ptr())) != each.value.ptr()) return false;
+        for (const Fact &each : items)
+            if (!is_same(PyDict_GetItemWithError(each.owner.ptr(), each.name.ptr()), each.value)) return false;
+        for (const Fact &each : empties) {
+            PyObject *found = PyDict_GetItemWithError(each.owner.ptr(), each.name.ptr());
+            if (found && PyDict_Check(found) && PyDict_Size(found) == 0) continue;
+            return false;
+        }
+        for (const Fact &each : attributes) {
+            PyObject *found = PyObject_GetAttr(each.owner.ptr(), each.name.ptr());
+            if (!found) PyErr_Clear();
+            const bool is_as_before = is_same(found, each.value);
+            Py_XDECREF(found);
+            if (!is_as_before) return false;
+        }
+        for (const auto &[tensor, address] : addresses)
+            if (address_of(tensor) != address) return false;
+        return true;
+    }
+
+  private:
+    struct Fact {
+        nb::object owner, name, value;
+    };
+    struct Memory {
+        nb::object tensor;
+        std::uint64_t address;
+    };
+    std::vector<Fact> items, empties, attributes, types;
+    std::vector<Memory> addresses;
+
+    static bool is_same(PyObject *found, const nb::object &value) {
+        if (!found) PyErr_Clear();
+        if (!found || !value.is_valid()) return !found && !value.is_valid();
+        if (found == value.ptr()) return true;
+        // Tensors compare number by number.
+        if (!PyFloat_CheckExact(found) && !PyLong_CheckExact(found) && !PyUnicode_CheckExact(found)) return false;
+        const int is_equal = PyObject_RichCompareBool(found, value.ptr(), Py_EQ);
+        if (is_equal < 0) PyErr_Clear();
+        return is_equal == 1;
+    }
+
+    static std::uint64_t address_of(const nb::object &tensor) { return nb::cast<std::uint64_t>(tensor.attr("data_ptr")()); }
+};
+
+}  // namespace
+
+void bind_watch(nb::module_ &module) {
+    nb::class_<Watch>(module, "Watch")
+        .def(nb::init<>())
+        .def("item", &Watch::item, nb::arg("owner"), nb::arg("key"), nb::arg("value").none())
+        .def("no_item", &Watch::no_item)
+        .def("empty", &Watch::empty)
+        .def("attribute", &Watch::attribute, nb::arg("owner"), nb::arg("name"), nb::arg("value").none())
+        .def("type", &Watch::type)
+        .def("address", &Watch::address)
+        .def("is_unchanged", &Watch::is_unchanged);
+}
+
+}  // namespace windlass
