@@ -20,7 +20,7 @@ from windlass.testing import tiny_model
 if not cpu.instruction_sets():
     pytest.skip("windlass was installed without its compiled kernels", allow_module_level=True)
 
-from windlass.kernels.cpu.decode import Decode, Planned
+from windlass.kernels.cpu.decode import Decode, DecoderSteps, Planned
 
 LIMITS: Final[dict[str, Any]] = {"sinks": 2, "window": 3, "chunk": 40}
 
@@ -30,7 +30,7 @@ class Watched:
 
     def __init__(self) -> None:
         self.made, self.steps, self.is_on = 0, 0, True
-        self._decode_of, self._planned = kernels.decode_of, Decode.planned
+        self._decode_of, self._planned, self._step = kernels.decode_of, Decode.planned, DecoderSteps.step
 
     def decode_of(self, slots: DecodeSlots, queries: Tensor) -> Decode | None:
         if not self.is_on:
@@ -44,12 +44,18 @@ class Watched:
         self.steps += 1
         return self._planned(kernel, new)
 
+    def step(self, kernel: DecoderSteps, *given: Any) -> Tensor:
+        """A step of all layers."""
+        self.steps += len(kernel._layers)
+        return self._step(kernel, *given)
+
 
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
     watch = Watched()
     monkeypatch.setattr(kernels, "decode_of", watch.decode_of)
     monkeypatch.setattr(Decode, "planned", lambda kernel, new: watch.planned(kernel, new))
+    monkeypatch.setattr(DecoderSteps, "step", lambda kernel, *given: watch.step(kernel, *given))
     return watch
 
 

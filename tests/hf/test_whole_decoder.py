@@ -148,7 +148,7 @@ def test_python_calls_of_a_token_do_not_grow_with_the_layers() -> None:
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 4}
     for options in ({}, {"budget": 24}, {"budget": 24, "policy": "h2o"}, {"budget": 32, "recall": 16}, {"batch": 3}):
         counts = []
-        for layers in (2, 12):
+        for layers in (2, 2, 12):  # the first one warms what looks types up
             config = LlamaConfig(num_hidden_layers=layers, num_key_value_heads=2, **sizes)
             model = windlass.attach(LlamaForCausalLM(config).eval())
             cache, called = KVCache(model, **options), 0
@@ -160,13 +160,11 @@ def test_python_calls_of_a_token_do_not_grow_with_the_layers() -> None:
 
             with torch.no_grad():
                 fed(model, cache, text, 26)
-                for start in range(2):  # types are looked up the first time
-                    called = 0
-                    sys.setprofile(count)
-                    model(text[:, start : start + 1], past_key_values=cache)
-                    sys.setprofile(None)
+                sys.setprofile(count)
+                model(text[:, :1], past_key_values=cache)
+                sys.setprofile(None)
             counts.append(called)
-        assert counts[0] == counts[1], options
+        assert counts[1] == counts[2], options
 
 
 def test_layers_that_are_hooked_left_out_or_of_several_kinds_are_called_by_themselves(calls: list[int]) -> None:
