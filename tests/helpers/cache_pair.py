@@ -1,5 +1,6 @@
 """A cache and its model side by side: each operation is done by both, then all that can be seen is compared."""
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -213,21 +214,21 @@ class Pair(Compared):
             return False
         mask, fed = self.ragged(columns, c, d), []
         ids = torch.from_numpy(np.random.default_rng(a).integers(31, size=(len(mask), columns)))
-        attend = self.cache.attend
+        twin = copy.deepcopy(self.cache)  # in which layers are called one by one
+        attend = twin.attend
 
         def noted(layer: int, queries: Tensor, keys: Tensor, values: Tensor, call: AttentionCall) -> Tensor:
             out = attend(layer, queries, keys, values, call)
             fed.append(((queries, keys, values), out, call))
             return out
 
-        self.cache.attend = noted  # type: ignore[method-assign]  # of this one object
-        try:
-            with torch.no_grad(), self.noting():
-                logits = self.setup.its_model(
-                    input_ids=ids, attention_mask=torch.tensor(mask).long(), past_key_values=self.cache
-                ).logits
-        finally:
-            del self.cache.attend
+        twin.attend = noted  # type: ignore[method-assign]  # of this one object
+        twin.fused_decode = lambda *_: None  # type: ignore[method-assign]  # likewise
+        given = {"input_ids": ids, "attention_mask": torch.tensor(mask).long()}
+        with torch.no_grad(), self.noting():
+            by_layer = self.setup.its_model(**given, past_key_values=twin).logits
+            logits = self.setup.its_model(**given, past_key_values=self.cache).logits
+        assert torch.equal(logits, by_layer), "all layers in one call"
         for layer, leaf, kind in zip(self.model.layers, self.model.leaves, self.kinds, strict=True):
             call = fed[leaf.layer][2]
             layer.this_pass = replace(

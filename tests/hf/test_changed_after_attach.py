@@ -165,7 +165,7 @@ STAGES = [
     "windlass.hf.attached_model.CheckedGenerate",
     "windlass.hf.attached_model.rotaries_of",
     "windlass.hf.attached_model.SelfCheck",
-    "windlass.hf.cpu_decoder.Proof",
+    "windlass.hf.cpu_decoder.LayerTrace",
 ]
 
 

@@ -195,7 +195,8 @@ class AttachedModel(Attachment):
         mine = RunningPass(cache)
         try:
             self._begin(mine, bound)
-            output = self.known.output(args, kwargs) if self.decoder.outer is self.decoder.inner else None
+            is_whole = self.decoder.outer is self.decoder.inner
+            output = self.known.output(args, kwargs) if is_whole else None
             if output is None:
                 self._configs.exchange(NAME)
                 args, kwargs = at_positions(cache, list(self._signature.parameters), args, kwargs)

@@ -31,7 +31,7 @@ from windlass.hf.latent import Latent
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_facts import ordinary_ids
 from windlass.hf.mrope import AxisRotation, turn_of
-from windlass.hf.passes import CACHE_NAMES, AttributePatch, WholePass, our_cache
+from windlass.hf.passes import CACHE_NAMES, AttributePatch, WholePass, not_compiled, our_cache
 from windlass.hf.probe import QueryScale, eval_mode
 from windlass.hf.recurrent import LayerKinds
 from windlass.hf.self_check import ROUNDING
@@ -325,6 +325,7 @@ class WholeDecoder:
         """Nothing is prepared for a decoder out of a file."""
         return WholeDecoder, (self._known, self._whole, self._name)
 
+    @not_compiled
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseModelOutputWithPast | None:
         """What the decoder returns; None, and nothing has happened, where its own code is to be called."""
         cache = our_cache(kwargs)
@@ -361,7 +362,7 @@ class WholeDecoder:
         step, config = cache.text.pending, self.decoder.config
         if step is None or not step.is_token or turn_of(cache) is not AxisRotation.NONE or self._known.is_proving:
             return False
-        if not self._whole.is_served or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        if not self._whole.is_served or torch.is_grad_enabled():
             return False
         if torch.is_autocast_enabled("cpu") or self.decoder.training:
             return False
