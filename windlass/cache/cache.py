@@ -20,7 +20,6 @@ from windlass.cache.recall import RecallMemory, RecallStore
 from windlass.cache.recompute import rewrite, second_pass
 from windlass.cache.recurrent import RecurrentLayer, check_columns
 from windlass.cache.rows import RowTable, check_positions
-from windlass.cache.splice import splice
 from windlass.cache.state import CacheState, Text
 from windlass.core.errors import UsageError, whole_number
 from windlass.core.parse import DEFAULT_SINKS, MAX_NUMBER, SYSTEM
@@ -141,8 +140,18 @@ class TextCache(CacheState):
         store, rotary = self._store(index, means), self.rotaries[index]
         is_shared, recall = index in self.shared, self._recall(index, means)
         heads = leaf.heads if self.heads is None else self.heads.heads(index)
-        beside = self.merge, layers, is_shared, recall, heads
-        return SlotLayer(index, leaf.limits, across_ranks(self.policy, self.heads), rotary, store, *beside)
+        return SlotLayer(
+            index=index,
+            limits=leaf.limits,
+            policy=across_ranks(self.policy, self.heads),
+            rotary=rotary,
+            store=store,
+            merge=self.merge,
+            layers=layers,
+            is_shared=is_shared,
+            recall=recall,
+            heads=heads,
+        )
 
     def _store(self, layer: int, key_means: KeyMeans | None) -> Store:
         store = self.store.fresh(key_means)
@@ -203,7 +212,7 @@ class TextCache(CacheState):
 
     @property
     def is_in_step(self) -> bool:
-        """Whether a pass of the model is running."""
+        """Return True if a pass of the model is running."""
         return self.text.pending is not None
 
     @no_inference_mode
@@ -380,7 +389,7 @@ class TextCache(CacheState):
     shift = edits.shift
     divide = edits.divide
     copy = edits.copy
-    splice = splice
+    splice = edits.splice
     put_row = put_row
     set_sinks = set_sinks
     clear_row = clear_row

@@ -55,7 +55,7 @@ class LayerStep(NamedTuple):
 
     @property
     def is_recalling(self) -> bool:
-        """Whether tokens are to be looked for that were evicted, of whichever row.
+        """Return True if tokens are to be looked for that were evicted, of whichever row.
 
         The lengths of rows do not tell: slots that one row fills hide how many tokens another one has lost. A row that
         has lost none finds none.
@@ -79,7 +79,7 @@ class LayerStep(NamedTuple):
         return [self._replace(states=states, step=step, call=call) for states, step, call in each]
 
     def fits(self, reserved: int, reserve_hint: int, longest_decode: int) -> bool:
-        """Whether it is one token per row, and the table, with so many slots reserved, is as it should be for it."""
+        """True if it is one token per row, and the table, with so many slots reserved, is as it should be for it."""
         table, rules = self.table, self.rules
         slots, held = table.slots, table.occupancy_bound
         if not self.step.is_token or slots - held - reserved <= rules.recall_room or not rules.knows(self.call):
@@ -127,13 +127,13 @@ class KernelHandle(NamedTuple):
     numbers: tuple[object, ...]
 
     def is_all(self, asked: LayerStep) -> bool:
-        """Whether the kernel does all there is to do in this step: no policy has to be asked."""
+        """Return True if the kernel does all there is to do in this step: no policy has to be asked."""
         budget, policy = asked.rules.budget, asked.rules.policy
         over = 0 if budget is None else asked.bound - budget
         return over <= 1 if self.retention is not None else over <= 0 and policy.observed_queries == 0
 
     def serves(self, asked: LayerStep) -> bool:
-        """Whether the kernel was prepared for a step like this one."""
+        """Return True if the kernel was prepared for a step like this one."""
         tensors = _tensors(asked.table, asked.rotary)
         if (
             tensors is None
@@ -301,8 +301,16 @@ def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor, end: int) -> 
     if rotary is not None:
         cos, sin = rotary.turn_at(DISTANCE, end, keys.device)
         turn = cos.clone(), sin.clone()
-    text, digests = (recall.positions, recall.last_recalled), (recall.digests.tiled(), recall.candidates)
-    return RecallSlots(pieces, *text, recall.page_count, turn, names.index(TOKEN_INDEX), *digests)
+    return RecallSlots(
+        pieces=pieces,
+        positions=recall.positions,
+        last_recalled=recall.last_recalled,
+        count=recall.page_count,
+        turn=turn,
+        state=names.index(TOKEN_INDEX),
+        digests=recall.digests.tiled(),
+        candidates=recall.candidates,
+    )
 
 
 def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | None:

@@ -162,7 +162,7 @@ class FusedDecode:
         return cls(layers, asked, handles, decoder, hidden) if _are_alike(layers, step) else None
 
     def serves(self, decoder: Sequence[FewTokens], hidden: Hidden, step: Step, mode: PositionMode) -> bool:
-        """Whether a step is one of those that this was made for."""
+        """Return True if a step is one of those that this was made for."""
         is_like = decoder is self.decoder and mode is self._mode and step.end <= self._end
         is_like = is_like and hidden.shape == self._shape and hidden.dtype is self._dtype
         return is_like and self._state.taken < self._left and (step.sinks is not None) == self._has_sinks
@@ -175,7 +175,7 @@ class FusedDecode:
         return turn.after if self._steps.count > turn.count else turn.before
 
     def took(self, step: Step) -> bool:
-        """Whether the latest step is this one."""
+        """Return True if the latest step is this one."""
         turn = self._turn
         return turn is not None and turn.log.step is step and self._steps.count > turn.count
 
@@ -292,7 +292,7 @@ def replace_evicted(history: History, has_evicted: bool) -> History:
 
 
 def _are_alike(layers: Sequence[SlotLayer], step: Step) -> bool:
-    """Whether one count of tokens serves all recall stores, and one number of sinks all layers."""
+    """Return True if one count of tokens serves all recall stores, and one number of sinks all layers."""
     recalls = {layer.table.recall.lengths for layer in layers if layer.table.recall is not None}
     have_recall = {layer.table.recall is not None for layer in layers}
     sinks = {layer.rules.row_sinks(step) is not None for layer in layers}

@@ -94,7 +94,7 @@ class History(NamedTuple):
         return None
 
     def can_roll_back(self, counts: Sequence[int]) -> bool:
-        """Whether the records tell how to roll these many tokens of each row back."""
+        """Return True if the records tell how to roll these many tokens of each row back."""
         for record in reversed(self.records):
             if not any(counts):
                 break

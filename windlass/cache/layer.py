@@ -168,9 +168,22 @@ class SlotLayer(Layer):
                 self.views.append(view.kept())
         seen = None if observed is None else queries_at(written.queries, observed)
         settled = settle(policy, self.index, lambda: self.slots_at(step), written.queries, step)
-        beside = state, ring, written.initial_state, observed, written.mass, seen, settled
-        record = StepRecord(step, (0,) * len(step.lengths), held, statistics, written.slots, *beside)
-        self.observe_and_evict(replace(record, is_continued=is_continued))
+        record = StepRecord(
+            step=step,
+            rolled_back=(0,) * len(step.lengths),
+            occupancy_bound=held,
+            statistics=statistics,
+            written=written.slots,
+            state=state,
+            ring=ring,
+            initial_state=written.initial_state,
+            observed=observed,
+            mass=written.mass,
+            queries=seen,
+            settled=settled,
+            is_continued=is_continued,
+        )
+        self.observe_and_evict(record)
         return written.out
 
     def protect(self, step: Step) -> Checkpoint:
@@ -249,7 +262,7 @@ class SlotLayer(Layer):
 
     @property
     def is_lossless(self) -> bool:
-        """Whether nothing but the tokens' own slots remembers that they were written."""
+        """Return True if nothing but the tokens' own slots remembers that they were written."""
         return not self.history.has_evicted and self.rules.is_lossless
 
     def forget_steps(self, tokens: int, newest: int = 0) -> None:
@@ -260,7 +273,7 @@ class SlotLayer(Layer):
         return self.is_lossless or self.history.can_roll_back(counts)
 
     def holds_full_precision(self, counts: Sequence[int]) -> bool:
-        """Whether the store still holds in full precision what it is to hold so without the newest `counts` tokens."""
+        """True if the store still holds in full precision what it is to hold so without the newest `counts` tokens."""
         ring = self.store.full_precision
         return ring.can_roll_back(counts) or self.history.ring_before(counts, ring) is not None
 

@@ -28,7 +28,7 @@ class Layer(ABC):
     @property
     @abstractmethod
     def is_empty(self) -> bool:
-        """Whether nothing was ever written."""
+        """Return True if nothing was ever written."""
 
     @abstractmethod
     def tensors(self) -> dict[str, Tensor]:
@@ -44,7 +44,7 @@ class Layer(ABC):
 
     @abstractmethod
     def can_roll_back(self, counts: Sequence[int]) -> bool:
-        """Whether the newest `counts` tokens of each row can be rolled back, with all that they changed."""
+        """Return True if the newest `counts` tokens of each row can be rolled back, with all that they changed."""
 
     @abstractmethod
     def roll_back(self, counts: Sequence[int], here: Step) -> None:
@@ -83,7 +83,7 @@ class LayerConfig:
     attention_chunk: int | None = None
     """Likewise; see `Visibility`."""
     has_places: bool = False
-    """Whether the text has pictures, so that it is kept of each token where it is read."""
+    """Return True if the text has pictures, so that it is kept of each token where it is read."""
 
     def with_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> LayerConfig:
         """Those of a layer that attends to its newest `sliding_window` tokens, or within an `attention_chunk`."""
@@ -94,7 +94,7 @@ class LayerConfig:
         return replace(rules, policy=Recent(), merge=None, budget=most)
 
     def knows(self, call: AttentionCall) -> bool:
-        """Whether the model's own limits are those of `call`."""
+        """Return True if the model's own limits are those of `call`."""
         return (self.sliding_window, self.attention_chunk) == (call.sliding_window, call.attention_chunk)
 
     def with_budget(self, budget: int | None) -> LayerConfig:
@@ -108,7 +108,7 @@ class LayerConfig:
 
     @cached_property
     def recalls(self) -> bool:
-        """Whether what is evicted may be read again: not where the model itself no longer sees it."""
+        """Return True if what is evicted may be read again: not where the model itself no longer sees it."""
         return self.limits.recall > 0 and self.most_visible is None
 
     @cached_property
@@ -118,7 +118,7 @@ class LayerConfig:
 
     @cached_property
     def is_whole_window(self) -> bool:
-        """Whether the budget is the sliding window, or the chunk of attention."""
+        """Return True if the budget is the sliding window, or the chunk of attention."""
         return self.most_visible is not None and self.budget == self.most_visible
 
     @cached_property
@@ -130,12 +130,12 @@ class LayerConfig:
 
     @cached_property
     def joins(self) -> bool:
-        """Whether tokens that the policy says so join the one before them as they come."""
+        """Return True if tokens that the policy says so join the one before them as they come."""
         return self.merge is not None and ACCUMULATES in self.policy.needs.state
 
     @cached_property
     def is_lossless(self) -> bool:
-        """Whether a token that is not evicted leaves nothing but its own slot."""
+        """Return True if a token that is not evicted leaves nothing but its own slot."""
         return not (self.policy.needs.state or self.policy.needs.statistics)
 
     @cached_property

@@ -72,7 +72,7 @@ MERGED: Final = "merged"  # how many evicted tokens a slot stands for beside its
 
 
 def holds_merged_tokens(positions: SlotPositions, state: dict[str, Tensor]) -> bool:
-    """Whether any held slot of a layer stands for several tokens. Waits for the device."""
+    """Return True if any held slot of a layer stands for several tokens. Waits for the device."""
     return MERGED in state and bool(((state[MERGED] > 0) & (positions >= 0)).any())
 
 
@@ -195,10 +195,10 @@ class Merge(ABC):
     """What a user calls it."""
 
     is_counted: ClassVar[bool] = False
-    """Whether the logarithm of a slot's count is added to its logits."""
+    """Return True if the logarithm of a slot's count is added to its logits."""
 
     is_mean: ClassVar[bool] = True
-    """Whether a slot's keys and values are weighted means over its tokens, so that tokens may join as they come."""
+    """True if a slot's keys and values are weighted means over its tokens, so that tokens may join as they come."""
 
     weighs_by: ClassVar[str | None] = None
     """Name of the policy's state that gives the weights; None weighs by counts."""

@@ -46,7 +46,7 @@ POSITIONS: Final = "positions"
 
 
 def is_moved_later(name: str) -> bool:
-    """Whether `RecallStore.load` takes a tensor of this name wherever it lies, as it may be larger than a device is."""
+    """True if `RecallStore.load` takes a tensor of this name wherever it lies, as it may be larger than a device is."""
     return name.startswith(RECALL) and name != RECALL + POSITIONS
 
 
@@ -284,7 +284,7 @@ class RecallStore:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever written."""
+        """Return True if nothing was ever written."""
         return not self.memory.segments
 
     def append(self, keys: NewKeys, values: NewValues, positions: QueryPositions, counts: Sequence[int]) -> Scores:
@@ -320,7 +320,7 @@ class RecallStore:
         return [] if self.is_empty else [self.positions, self.ends]
 
     def has_room(self, counts: Sequence[int]) -> bool:
-        """Whether there is memory for so many tokens more of each row."""
+        """Return True if there is memory for so many tokens more of each row."""
         return self.is_empty or max(map(operator.add, self.lengths, counts)) <= self.memory.capacity
 
     def count_recorded(self, lengths: Sequence[int]) -> None:

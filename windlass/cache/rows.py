@@ -88,7 +88,7 @@ class RowState:
         return None if self.ids is None else self.ids[: self.known_ids]
 
     def __eq__(self, other: object) -> bool:
-        """Whether both stand alike; what lies in `ids` beyond `known_ids` does not count."""
+        """Return True if both stand alike; what lies in `ids` beyond `known_ids` does not count."""
         return isinstance(other, RowState) and self._key == other._key
 
     @property
@@ -259,7 +259,7 @@ class RowTable:
 
     @property
     def has_pictures(self) -> bool:
-        """Whether any text has read a picture."""
+        """Return True if any text has read a picture."""
         return any(row.pictures for row in self.rows)
 
     def places(self, positions: QueryPositions, axes: Tensor | None = None) -> Places | None:

@@ -58,7 +58,7 @@ class SlotTable:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing was ever written."""
+        """Return True if nothing was ever written."""
         return self.store.slots == 0
 
     @property

@@ -42,10 +42,10 @@ class CacheState:
     """
 
     is_rotated: ClassVar[bool] = False
-    """Whether keys are stored as the model's own rotary module rotated them."""
+    """Return True if keys are stored as the model's own rotary module rotated them."""
 
     expects_drafts: bool = False
-    """Whether the tokens whose logits a pass asks for, but for the first, may turn out wrong and be rolled back."""
+    """True if the tokens whose logits a pass asks for, but for the first, may turn out wrong and be rolled back."""
 
     model_name: str = ""
     """What people call the model; empty where that is not known."""

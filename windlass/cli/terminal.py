@@ -137,7 +137,7 @@ class Bar:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all is read."""
+        """Return True if all is read."""
         return self.done == self._total
 
     @property
@@ -344,7 +344,7 @@ def parted(launch: Launch | None, code: int) -> int:
 
 
 def is_quiet(launch: Launch | None, is_asked: bool) -> bool:
-    """Whether a command says nothing beside its text: it was asked to, or another process says it."""
+    """Return True if a command says nothing beside its text: it was asked to, or another process says it."""
     return is_asked or (launch is not None and not launch.is_first)
 
 

@@ -132,7 +132,7 @@ def _parts(text: str) -> Iterator[str]:
 
 
 def _is_balanced(text: str) -> bool:
-    """Whether every parenthesis is closed after it was opened."""
+    """Return True if every parenthesis is closed after it was opened."""
     depth = 0
     for sign in text:
         depth += (sign == "(") - (sign == ")")
@@ -367,7 +367,7 @@ def _exists(path: Path) -> bool:
 
 
 def _is_path(name: str) -> bool:
-    """Whether `name` can only be meant as a folder: hub names have one slash at most."""
+    """Return True if `name` can only be meant as a folder: hub names have one slash at most."""
     return name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1 or not name
 
 

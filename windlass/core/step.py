@@ -73,20 +73,20 @@ class Step:
     end: int
     ids: TokenIds | None = None
     is_second_pass: bool = False
-    """Whether the policy observes a text that was read before; the layers then hold what they held."""
+    """Return True if the policy observes a text that was read before; the layers then hold what they held."""
     defer_eviction: bool = False
-    """Whether all tokens are held, whatever the budget, until `compress.cut_to_budget`."""
+    """Return True if all tokens are held, whatever the budget, until `compress.cut_to_budget`."""
     graph_headroom: int = 0
     """Further decode steps for which this step must stay valid when a graph replays it; included in `end`."""
     is_captured: bool = False
-    """Whether the step is being recorded as a graph: nothing is done then, so nothing has to be taken back."""
+    """Return True if the step is being recorded as a graph: nothing is done then, so nothing has to be taken back."""
     drafts: int = 0
     is_prompt: bool = False
-    """Whether it is a chunk of a prompt, however short; rows may have few tokens in it."""
+    """Return True if it is a chunk of a prompt, however short; rows may have few tokens in it."""
     places: Places | None = None
     """Where the tokens are read, in a text with pictures; None: at their positions."""
     is_rewrite: bool = False
-    """Whether its tokens are part of the text already, and are written over what layers hold at their positions."""
+    """True if its tokens are part of the text already, and are written over what layers hold at their positions."""
     sinks: RowSinks | None = None
     """Those of each row; None: all rows have those of the limits."""
 

@@ -150,7 +150,7 @@ class PromptReader(ABC):
         self.recomputed = 0
         """Tokens of parts that were read again in their place."""
         self.is_whole = False
-        """Whether the cache holds all that was read until the end, when it is cut."""
+        """Return True if the cache holds all that was read until the end, when it is cut."""
         self.logprobs: list[tuple[Logprob, ...]] = []
         """Of each token but the first, as far as the prompt is read; none where they are not asked for."""
         self.logits: Tensor | None = None

@@ -99,7 +99,7 @@ class EntrySelector:
     id: str | None = None
 
     def has(self, key: CacheKey, number: str) -> bool:
-        """Whether a cache is among them."""
+        """Return True if a cache is among them."""
         is_own = owner_of(key.tenant) == self.owner
         return is_own and self.name in (None, key.name) and self.id in (None, number)
 
@@ -288,7 +288,7 @@ class DiskTier:
         return self._ids(key, tokens, passes, [len(tokens)])[0]
 
     def is_pending(self, kept: CacheEntry) -> bool:
-        """Whether a cache is still to be written."""
+        """Return True if a cache is still to be written."""
         with self._changed:
             return kept.number in self._pending
 
@@ -461,7 +461,7 @@ class Snapshots:
 
     @property
     def packs(self) -> bool:
-        """Whether caches are packed as they are read: as a file has them, so that a hit goes on in the same slots."""
+        """True if caches are packed as they are read: as a file has them, so that a hit goes on in the same slots."""
         return self._disk is not None
 
     def longest(self, request: Request) -> CacheEntry | None:
@@ -543,7 +543,7 @@ def _key(request: Request) -> CacheKey:
 
 
 def _serves(kept: CacheEntry, request: Request) -> bool:
-    """Whether a prompt begins with what a cache has read, in the same passes."""
+    """Return True if a prompt begins with what a cache has read, in the same passes."""
     size, passes = len(kept.tokens), kept.passes
     is_whole = size == len(request.prompt)
     is_alike = request.prompt[:size] == kept.tokens and request.pass_ends[: len(passes)] == passes

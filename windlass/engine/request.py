@@ -188,7 +188,7 @@ class Ticket:
         self._changed = Condition()
         self._is_over = False
         self.is_cancelled = False
-        """Whether nobody waits for its events any more."""
+        """Return True if nobody waits for its events any more."""
 
     def put(self, event: Event) -> None:
         """Give out an event; after the last one, nothing."""

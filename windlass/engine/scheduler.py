@@ -305,7 +305,7 @@ class Scheduler(Service):
         self._threads = torch.get_num_threads()  # each thread has a number of its own
         self._thread = Thread(target=self.run, name="windlass-engine", daemon=True)
         self.has_failed = False
-        """Whether it ended by an error."""
+        """Return True if it ended by an error."""
 
     @property
     def bytes_limit(self) -> int:

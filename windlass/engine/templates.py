@@ -50,12 +50,12 @@ class TemplateLayout:
 
     calls: str = AS_GIVEN
     has_results: bool = True
-    """Whether results of tools are messages of their role, and not of the user."""
+    """Return True if results of tools are messages of their role, and not of the user."""
     has_tools: bool = True
-    """Whether the template is given the tools; else the system text has them."""
+    """Return True if the template is given the tools; else the system text has them."""
     system: str = AS_GIVEN
     is_joined: bool = False
-    """Whether neighbours of one role are one message."""
+    """Return True if neighbours of one role are one message."""
 
     def applied(self, messages: Messages, tools: Tools) -> tuple[Messages, Tools]:
         """The conversation in this form."""

@@ -370,12 +370,12 @@ class AttachedModel(Attachment):
 
     @not_compiled
     def _is_served(self) -> bool:
-        """Whether the pass that runs in this thread has a cache of ours."""
+        """Return True if the pass that runs in this thread has a cache of ours."""
         return self.probe is None and self.current_cache is not None
 
     @not_compiled
     def _is_ours(self) -> bool:
-        """Whether the pass that runs in this thread is one of ours, with a cache or a probe."""
+        """Return True if the pass that runs in this thread is one of ours, with a cache or a probe."""
         return self.probe is not None or self._is_served()
 
     @not_compiled

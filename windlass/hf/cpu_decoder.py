@@ -61,7 +61,7 @@ NORMS: Final[tuple[tuple[tuple[Method, ...], Rounding, str], ...]] = (
 
 
 def has_code_of(module: nn.Module, *methods: Method) -> bool:
-    """Whether each of these methods is, in the module's class, the same code."""
+    """Return True if each of these methods is, in the module's class, the same code."""
     return all(_is_same(getattr(type(module), name, None), _known(family, of, name)) for family, of, name in methods)
 
 
@@ -140,7 +140,7 @@ class LayerTrace:
             return self._own(*args, **kwargs)
 
     def is_near(self, hidden: Tensor, output: Tensor) -> bool:
-        """Whether the kernel, given the same, gives the same but for rounding."""
+        """Return True if the kernel, given the same, gives the same but for rounding."""
         states = [states.transpose(1, 2) for states in self._kernel.before_attention(hidden)]
         pairs = [(ours, self._states[name].view(ours.shape)) for ours, name in zip(states, "qkv", strict=True)]
         if self._attended is None:
@@ -206,7 +206,7 @@ class LayerPart:
 
     @property
     def is_as_found(self) -> bool:
-        """Whether it is still there, and nothing else is called in its place, or beside it."""
+        """Return True if it is still there, and nothing else is called in its place, or beside it."""
         module = self.module
         is_same = self.parent._modules.get(self.name) is module and type(module) is self.kind
         is_same = is_same and vars(module).get("forward") is self.forward
@@ -358,7 +358,7 @@ class WholeDecoder:
         return next(name for name in CACHE_NAMES if name in BaseModelOutputWithPast.__annotations__)
 
     def _is_served(self, cache: TextCache, kwargs: dict[str, Any]) -> bool:
-        """Whether a pass is one of a token per row, in which the decoder returns hidden states and nothing else."""
+        """True if a pass is one of a token per row, in which the decoder returns hidden states and nothing else."""
         step, config = cache.text.pending, self.decoder.config
         if step is None or not step.is_token or turn_of(cache) is not AxisRotation.NONE or self._known.is_proving:
             return False
@@ -392,7 +392,7 @@ class WholeDecoder:
         return self._kernels
 
     def _calls_just_these(self) -> bool:
-        """Whether the decoder calls just these layers, one after the other, as attention of ours, by its own code."""
+        """True if the decoder calls just these layers, one after the other, as attention of ours, by its own code."""
         decoder, layers = self.decoder, self._known.layers
         config = decoder.config
         if config.num_hidden_layers != len(layers) or len(set(getattr(config, "layer_types", None) or [None])) > 1:
@@ -424,7 +424,7 @@ class WholeDecoder:
 
 
 def _is_simple(attachment: Attachment) -> bool:
-    """Whether layers hand our attention nothing but queries, keys and values as a cache takes them, each its own."""
+    """True if layers hand our attention nothing but queries, keys and values as a cache takes them, each its own."""
     rotaries = [rotary for rotary in attachment.rotaries if rotary is not None]
     is_plain = all(each.norm_weights is None and not each.layout.is_interleaved for each in rotaries)
     kinds = attachment.kinds
@@ -441,7 +441,7 @@ PLAIN: Final = frozenset(
 
 
 def _is_plain(hidden: object) -> bool:
-    """Whether hidden states are a tensor that a kernel reads."""
+    """Return True if hidden states are a tensor that a kernel reads."""
     return type(hidden) is Tensor and hidden.ndim == 3 and hidden.is_contiguous()
 
 
@@ -538,7 +538,7 @@ class FewTokensLayer:
 
     @property
     def is_alone(self) -> bool:
-        """Whether nothing is called beside the layer, or in its place."""
+        """Return True if nothing is called beside the layer, or in its place."""
         module = self.module
         is_own = vars(module).get("forward") == self.forward
         return is_own and not module._forward_hooks and not module._forward_pre_hooks
@@ -604,8 +604,21 @@ class FewTokensLayer:
         if of_heads and (query_norm is None or key_norm is None):
             return None
         query, key, value, output, gate, up, down = linears
-        before = first, query, key, value, query_norm, key_norm
-        return DecoderLayer(*before, output, second, gate, up, down, activation, self._attention.head_dim)
+        return DecoderLayer(
+            first_norm=first,
+            query=query,
+            key=key,
+            value=value,
+            query_norm=query_norm,
+            key_norm=key_norm,
+            output=output,
+            second_norm=second,
+            gate=gate,
+            up=up,
+            down=down,
+            activation=activation,
+            head_dim=self._attention.head_dim,
+        )
 
 
 def layer_of(part: LayerPart) -> LinearLayer | None:
@@ -620,7 +633,7 @@ def _norm(module: nn.Module) -> Norm | None:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Whether the kernel computes what a module does."""
+    """Return True if the kernel computes what a module does."""
     if not has_code_of(module, LAYER):
         return False
     parts = module._modules

@@ -74,7 +74,7 @@ class Indexer:
 
     @property
     def is_known(self) -> bool:
-        """Whether it takes the arguments that are known here, so that it can be asked again."""
+        """Return True if it takes the arguments that are known here, so that it can be asked again."""
         names = self._signature.parameters.keys()
         needed = NEEDED | {self.cache_name}
         return needed <= names <= needed | BY_COLUMN.keys()
@@ -277,7 +277,7 @@ def indexed_layers(
 def _is_found(
     indexer: Indexer, plain: Tensor, rotated: Tensor, rotary: Rotary | None, positions: Tensor, tolerance: float
 ) -> bool:
-    """Whether it is now known which channels of its keys an indexer rotates, by the tables of its layer."""
+    """Return True if it is now known which channels of its keys an indexer rotates, by the tables of its layer."""
     width = plain.shape[-1]
     channels: list[slice | None] = [None]
     turn: Turn | None = None

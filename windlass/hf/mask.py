@@ -49,7 +49,7 @@ class Mask:
         return self if self._whole is None else self._whole
 
     def is_sliding_window(self) -> bool:
-        """Whether a query sees the newest `window` keys (None: all) up to its own, and no others.
+        """Return True if a query sees the newest `window` keys (None: all) up to its own, and no others.
 
         Of a mask that is not causal, whether it is in this pass.
         """
@@ -65,7 +65,7 @@ class Mask:
         return torch.equal(self.is_seen(zero, zero, torch.tensor(query), keys), (keys >= oldest) & (keys <= query))
 
     def is_chunked(self) -> bool:
-        """Whether a query sees the keys up to its own of the same chunk of `window` columns, and no others."""
+        """Return True if a query sees the keys up to its own of the same chunk of `window` columns, and no others."""
         if not self.is_causal or self.window is None:
             return False
         zero, keys = torch.tensor(0), torch.arange(3 * self.window)

@@ -107,7 +107,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
         return self._linear(layer_idx).update_recurrent_state(recurrent_states, state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
-        """Whether a layer, or all of them, have read a token."""
+        """Return True if a layer, or all of them, have read a token."""
         layers = [each for each in self.recurrent if layer_idx in (None, each.index)]
         return bool(layers) and all(
             has

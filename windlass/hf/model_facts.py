@@ -17,7 +17,7 @@ from windlass.hf.recurrent import keeps_states, layer_kinds, unknown_types
 
 
 def has_no_weights(model: PreTrainedModel) -> bool:
-    """Whether weights are missing that accelerate does not bring from elsewhere when a layer runs."""
+    """Return True if weights are missing that accelerate does not bring from elsewhere when a layer runs."""
     is_offloaded = any("_hf_hook" in vars(module) for module in model.modules())
     return not is_offloaded and any(parameter.is_meta for parameter in model.parameters())
 

@@ -172,7 +172,7 @@ def _whole(positions: Tensor) -> Tensor:
 
 @torch.no_grad()
 def _is_sum(rotary: Rotary, axes: Tensor) -> bool:
-    """Whether a module's table at positions of several axes is that of the first, turned on by the differences."""
+    """True if a module's table at positions of several axes is that of the first, turned on by the differences."""
     first, layout = axes[:1].expand_as(axes), rotary.layout
     whole, place, rest = (rotary.asked(each) for each in (axes, first, axes - first))
     for table in whole:

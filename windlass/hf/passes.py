@@ -386,7 +386,7 @@ class WholePass:
 
     @property
     def is_served(self) -> bool:
-        """Whether a pass with a cache of ours runs in this thread."""
+        """Return True if a pass with a cache of ours runs in this thread."""
         return get_ident() in self._passes
 
     @not_compiled

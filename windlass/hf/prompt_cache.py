@@ -100,7 +100,7 @@ def write(path: Path, tensors: dict[str, Tensor], contents: str) -> None:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Whether a disk has no more room; safetensors tells that in words only."""
+    """Return True if a disk has no more room; safetensors tells that in words only."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
 
 

@@ -1,4 +1,4 @@
-"""Whether what the tensors of a prompt-cache file hold could have been written by `save`.
+"""Return True if what the tensors of a prompt-cache file hold could have been written by `save`.
 
 Their layouts were compared before. All functions raise: InconsistentFile.
 """

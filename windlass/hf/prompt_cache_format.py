@@ -42,7 +42,7 @@ class InconsistentFile(Exception):
 
 
 def is_policy_number(value: object) -> bool:
-    """Whether a file may have `value` as a field of a policy."""
+    """Return True if a file may have `value` as a field of a policy."""
     return value is None or (type(value) in (bool, int, float) and abs(value) <= MAX_POLICY_NUMBER)  # type: ignore[arg-type]  # a number
 
 
@@ -304,7 +304,7 @@ class Header(_Model):
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Whether `value` is of a type that a field with this annotation takes; a whole number is a float, too."""
+    """Return True if `value` is of a type that a field with this annotation takes; a whole number is a float, too."""
     if isinstance(value, Policy):
         return hint is Policy
     kinds = get_args(hint) or (hint,)

@@ -45,7 +45,7 @@ class LayerKinds:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether any layer keeps a state."""
+        """Return True if any layer keeps a state."""
         return bool(self.recurrent)
 
     @property
@@ -86,7 +86,7 @@ def layer_kinds(model: PreTrainedModel) -> LayerKinds:
 
 
 def keeps_states(config: PreTrainedConfig) -> bool:
-    """Whether a config's layer types tell which layers keep a state, so that a cache can be made for them."""
+    """Return True if a config's layer types tell which layers keep a state, so that a cache can be made for them."""
     return bool(RECURRENT & set(_types(config)))
 
 

@@ -195,7 +195,7 @@ def written_by_first(heads: RankHeads | None, write: Callable[[], None]) -> None
 
 
 def _is_alike(positions: Tensor, policy: Policy) -> bool:
-    """Whether all heads of a layer hold the same tokens, with one row of positions for all of them."""
+    """Return True if all heads of a layer hold the same tokens, with one row of positions for all of them."""
     return positions.shape[1] == 1 and not policy.needs.per_head
 
 

@@ -230,7 +230,7 @@ class FewRows:
 
 
 def is_plain(module: nn.Module) -> bool:
-    """Whether a module is its weight and its bias and nothing else: not quantised, adapted, hooked, or offloaded."""
+    """True if a module is its weight and its bias and nothing else: not quantised, adapted, hooked, or offloaded."""
     forward = vars(module).get("forward")
     is_replaced = forward is not None and not isinstance(getattr(forward, "__self__", None), FewRows)
     is_hooked = module._forward_hooks or module._forward_pre_hooks or is_replaced
@@ -294,7 +294,7 @@ def _is_tuned(module: nn.Module) -> bool:
 
 
 def _kept(module: nn.Module) -> bool:
-    """Whether PEFT keeps a whole module for each adapter (`modules_to_save`)."""
+    """Return True if PEFT keeps a whole module for each adapter (`modules_to_save`)."""
     return {"original_module", "modules_to_save"} <= module._modules.keys()
 
 

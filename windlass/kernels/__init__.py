@@ -115,7 +115,7 @@ def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":
 
 
 def has_decode(device: str) -> bool:
-    """Whether `decode_of` may find a kernel on this kind of device."""
+    """Return True if `decode_of` may find a kernel on this kind of device."""
     return _is_compiled(device)
 
 
@@ -155,7 +155,7 @@ def watch() -> "Watch":
 
 
 def has_linear(device: str) -> bool:
-    """Whether a linear layer of few rows has a kernel of its own on this kind of device, faster than PyTorch's.
+    """Return True if a linear layer of few rows has a kernel of its own on this kind of device, faster than PyTorch's.
 
     Without AVX2 it was not measured, and is left to PyTorch.
     """
@@ -231,7 +231,7 @@ def read(states: Tensor, index: SlotIndex) -> Tensor:
 
 @cache
 def _is_compiled(device: str) -> bool:
-    """Whether the compiled kernels serve this kind of device; says once what is missing."""
+    """Return True if the compiled kernels serve this kind of device; says once what is missing."""
     if device != "cpu" or cpu.chosen() == "none":
         return False
     if cpu.instruction_set() == "none":
@@ -266,7 +266,7 @@ def _recall_of(tensor: Tensor) -> ModuleType:
 
 @cache
 def _has_triton(device: str) -> bool:
-    """Whether Triton's kernels serve this kind of device; says once where they are missing."""
+    """Return True if Triton's kernels serve this kind of device; says once where they are missing."""
     if device != "cuda":
         return False
     if find_spec("triton") is None:

@@ -187,7 +187,7 @@ class _MassSum:
 def visible(
     distance: Tensor, slots: SlotPositions, visibility: Visibility, sees_to: QueryPositions | None = None
 ) -> Tensor:
-    """Whether each query sees each slot: (batch, score_heads, tokens, slots)."""
+    """Return True if each query sees each slot: (batch, score_heads, tokens, slots)."""
     is_before = distance >= 0 if sees_to is None else slots[:, :, None, :] <= sees_to[:, None, :, None]
     seen = is_before & (slots >= 0)[:, :, None, :]
     if visibility.reach is not None:

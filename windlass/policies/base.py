@@ -182,7 +182,7 @@ class OneShot(ABC):  # noqa: B024  # every member has a default
     probability that one query head of one query gave the slot."""
 
     shares_budget: bool = False
-    """Whether the eviction ranks the tokens of all layers together, so that layers keep different numbers."""
+    """Return True if the eviction ranks the tokens of all layers together, so that layers keep different numbers."""
 
 
 class Budgeter(ABC):

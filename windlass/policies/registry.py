@@ -40,7 +40,7 @@ def _arguments(typed: Spec, kind: type[Any]) -> list[str]:
 
 
 def is_auto(policy: object) -> bool:
-    """Whether nobody chose a policy: None, or the word "auto" in any case."""
+    """Return True if nobody chose a policy: None, or the word "auto" in any case."""
     return policy is None or (isinstance(policy, str) and policy.strip().lower() == AUTO)
 
 

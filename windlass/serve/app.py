@@ -121,12 +121,12 @@ class Server:
             raise ApiError(404, told, "model", "model_not_found")
 
     async def health(self) -> Response:
-        """Whether the engine runs; needs no key."""
+        """Return True if the engine runs; needs no key."""
         self._check_alive()
         return JsonAnswer({"status": "ok"})
 
     async def ready(self) -> Response:
-        """Whether requests are taken."""
+        """Return True if requests are taken."""
         self._check_alive()
         if not self.gate.is_open:
             raise stopping()

@@ -219,7 +219,7 @@ class ResponsesRequest(NeutralFields, SharedFields):
     tools: Annotated[list[Annotated[AnyTool, Discriminator(tool_kind)]], Field(max_length=128, default_factory=list)]
     """Functions that the model may call."""
     tool_choice: Choice | FlatChoice = "auto"
-    """Whether to call a function, or which."""
+    """Value of `tool_choice`: which function is to be called, if any."""
     truncation: Literal["auto", "disabled"] = "disabled"
     previous_response_id: Annotated[None, PlainValidator(_no_answer)] = None
     """Always refused: no answer is stored."""

@@ -52,7 +52,7 @@ class ThoughtReader:
 
     @property
     def is_over(self) -> bool:
-        """Whether what comes now is the answer, or the white space before it."""
+        """Return True if what comes now is the answer, or the white space before it."""
         return self._at in (_At.GAP, _At.ANSWER)
 
     def feed(self, piece: str) -> TextPart:

@@ -389,7 +389,7 @@ class PromptTokenizer:
             return replace(prompt, has_begun_thought=has_begun_thought, ends=ends, head=head)
 
     def reads(self, name: str) -> bool:
-        """Whether the chat template reads a variable of this name."""
+        """Return True if the chat template reads a variable of this name."""
         return re.search(rf"\b{re.escape(name)}\b", str(self.tokenizer.chat_template)) is not None
 
     def behind(self, chunks: Sequence[Chunk], prompt: Prompt) -> Prompt:

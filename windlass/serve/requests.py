@@ -62,7 +62,7 @@ def options_of(asked: Mapping[str, Any], default: CacheOptions, kinds: Sequence[
 
 
 def _is_as_asked(kind: CacheOptions, own: dict[str, Any]) -> bool:
-    """Whether rows of a kind have all that a request asks for."""
+    """Return True if rows of a kind have all that a request asks for."""
     try:
         return CacheOptions(**(vars(kind) | own)).labels() == kind.labels()
     except UsageError:

@@ -46,7 +46,7 @@ LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach `host`."""
+    """Return True if only this machine can reach `host`."""
     try:
         return ip_address(host).is_loopback
     except ValueError:

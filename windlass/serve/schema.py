@@ -437,7 +437,7 @@ class ChatRequest(TextRequest):
     tools: Annotated[list[Annotated[Tool, Discriminator(tool_kind)]], Field(max_length=128)] = []
     """Functions that the model may call."""
     tool_choice: Choice | NamedChoice = "auto"
-    """Whether to call a function, or which."""
+    """Value of `tool_choice`: which function is to be called, if any."""
 
     @property
     def function_tools(self) -> list[dict[str, Any]]:

@@ -29,7 +29,7 @@ LOOK_SECONDS = 1.0  # between two looks at whether the engine still lives
 
 
 class Gate:
-    """Whether requests are admitted; closed once the server ends."""
+    """Return True if requests are admitted; closed once the server ends."""
 
     def __init__(self) -> None:
         self.is_open = True

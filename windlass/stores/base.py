@@ -60,7 +60,7 @@ class Store(ABC):
     """Whole numbers that a user may give in parentheses after the name: arguments of the constructor."""
 
     needs_key_means: ClassVar[bool] = False
-    """Whether `fresh` should be given the mean keys of a layer, which are measured once per model."""
+    """Return True if `fresh` should be given the mean keys of a layer, which are measured once per model."""
 
     latent: int = 0
     """Values that are not stored, for they are the last so many channels of the keys; 0: they are stored."""

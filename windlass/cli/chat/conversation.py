@@ -56,7 +56,7 @@ class Conversation:
 
     @property
     def has_template(self) -> bool:
-        """Whether the model was made for chat."""
+        """Return True if the model was made for chat."""
         return templates.has_template(self._tokenizer)
 
     @property
@@ -152,7 +152,7 @@ class SavedChat:
 
     @property
     def is_exact(self) -> bool:
-        """Whether the token ids of all that was said are there."""
+        """Return True if the token ids of all that was said are there."""
         return not self.skipped and all(turn.prompt and turn.tokens for turn in self.turns)
 
 

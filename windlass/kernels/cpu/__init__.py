@@ -66,13 +66,13 @@ def instruction_set() -> str:
 
 
 def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool:
-    """Whether `attend` knows the types of these tensors, which are in a CPU's memory."""
+    """Return True if `attend` knows the types of these tensors, which are in a CPU's memory."""
     is_known = queries.dtype in FLOATS and format_of(keys) == format_of(values)
     return is_known and knows(keys) and values.channels <= MAX_CHANNELS
 
 
 def knows(states: PackedStates) -> bool:
-    """Whether these kernels can read it."""
+    """Return True if these kernels can read it."""
     return format_of(states) >= 0 and states.channels <= MAX_CHANNELS
 
 
@@ -125,12 +125,12 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 
 
 def can_multiply(call: LinearInput) -> bool:
-    """Whether `linear` knows these tensors, which are in a CPU's memory, and is made for so few rows."""
+    """Return True if `linear` knows these tensors, which are in a CPU's memory, and is made for so few rows."""
     return 0 < call.rows <= MAX_ROWS and knows_linear(call.layer, call.inputs.dtype)
 
 
 def knows_linear(layer: LinearLayer, dtype: torch.dtype) -> bool:
-    """Whether `linear` knows this layer, for inputs of this dtype."""
+    """Return True if `linear` knows this layer, for inputs of this dtype."""
     weights = layer.weights
     if dtype not in FLOATS or not (layer.bias is None or (layer.bias.dtype == dtype and layer.bias.is_contiguous())):
         return False
@@ -143,7 +143,7 @@ def knows_linear(layer: LinearLayer, dtype: torch.dtype) -> bool:
 
 
 def can_read_nibbles(weights: Nibbles) -> bool:
-    """Whether `linear` knows these weights, whatever the inputs."""
+    """Return True if `linear` knows these weights, whatever the inputs."""
     outputs, groups = weights.codes.shape[0], weights.pairs.shape[0]
     has_sizes = weights.block in NIBBLE_BLOCKS and weights.group % MAX_LANES == 0
     is_whole = outputs % weights.block == 0 and groups * weights.group == weights.in_features
@@ -162,7 +162,7 @@ def linear(call: LinearInput) -> LinearOutputs:
 
 
 def can_decode(states: PackedStates, dtype: torch.dtype) -> bool:
-    """Whether `rotated` knows these numbers, as they are, and the dtype that is asked for."""
+    """Return True if `rotated` knows these numbers, as they are, and the dtype that is asked for."""
     is_whole = states.data.is_contiguous() and states.data.numel() > 0 and states.last is None
     has_scales = states.scales is None or states.scales.is_contiguous()
     return dtype in FLOATS and is_whole and has_scales and knows(states)

@@ -388,14 +388,14 @@ def _released(steps: Sequence[StepMemory]) -> list[tuple[int, int]]:
 
 
 def can_serve(layer: DecoderLayer, dtype: torch.dtype) -> bool:
-    """Whether `FewTokens` knows this layer, whose weights are in a CPU's memory, for numbers of this dtype."""
+    """Return True if `FewTokens` knows this layer, whose weights are in a CPU's memory, for numbers of this dtype."""
     norms = [norm.weights for norm in layer.norms if norm is not None]
     are_norms = all(weights.dtype == dtype and weights.is_contiguous() for weights in norms)
     return are_norms and all(cpu.knows_linear(each, dtype) for each in layer.linears) and _fits(layer)
 
 
 def _fits(layer: DecoderLayer) -> bool:
-    """Whether what one part gives is what the next one takes."""
+    """Return True if what one part gives is what the next one takes."""
     width, inner = layer.query.in_features, layer.down.in_features
     heads = [each.out_features % layer.head_dim == 0 for each in (layer.query, layer.key, layer.value)]
     takes = [each.in_features == width for each in (layer.key, layer.value, layer.gate, layer.up)]

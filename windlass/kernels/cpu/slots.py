@@ -84,7 +84,7 @@ def write(states: Tensor, index: SlotIndex, new: Tensor) -> None:
 
 
 def can_encode(states: Tensor, bits: int) -> bool:
-    """Whether `encode` knows the type of these numbers, which are in a CPU's memory, and how many there are."""
+    """Return True if `encode` knows the type of these numbers, which are in a CPU's memory, and how many there are."""
     width = states.shape[-1]
     return states.dtype in FLOATS and 0 < width <= MAX_CHANNELS and width * bits % 8 == 0
 
@@ -112,7 +112,7 @@ def encode(states: Tensor, means: Tensor | None, bits: int) -> tuple[Tensor, Ten
 
 
 def can_scan(pieces: Sequence[TiledKeys]) -> bool:
-    """Whether `best_pages` knows these keys, which are in a CPU's memory: it takes two tiles at a time."""
+    """Return True if `best_pages` knows these keys, which are in a CPU's memory: it takes two tiles at a time."""
     states = [piece.states for piece in pieces]
     return all(piece.tiles.shape[2] % 2 == 0 for piece in pieces) and all(
         format_of(each) >= 0 and each.first == 0 and each.held_channels <= MAX_CHANNELS and each.full_precision is None
@@ -121,7 +121,7 @@ def can_scan(pieces: Sequence[TiledKeys]) -> bool:
 
 
 def can_recall(store: RecallSlots) -> bool:
-    """Whether a decode step knows this recall store."""
+    """Return True if a decode step knows this recall store."""
     is_known = [knows(piece.values) and piece.values.full_precision is None for piece in store.pieces]
     return can_scan([*(piece.keys for piece in store.pieces), *keys_of(store.digests)]) and all(is_known)
 

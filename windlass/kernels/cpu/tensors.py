@@ -96,7 +96,7 @@ class SteadyTables:
         self._known = WeakIdKeyDictionary()  # of cos: a reference to sin, and what was found
 
     def __call__(self, tables: tuple[RotaryTable, RotaryTable], look: Look) -> bool:
-        """Whether a few keys at positions that follow each other may be rotated by the first rows of `tables`."""
+        """True if a few keys at positions that follow each other may be rotated by the first rows of `tables`."""
         cos, sin = tables
         known: tuple[ReferenceType[Tensor], bool] | None = self._known.get(cos)
         if known is None or known[0]() is not sin:

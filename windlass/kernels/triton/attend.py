@@ -169,7 +169,7 @@ MIN_TILE: Final = 16  # channels or rows that a tensor core takes at once
 
 
 def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool:
-    """Whether the kernel knows the types."""
+    """Return True if the kernel knows the types."""
     return queries.dtype in FLOATS and knows(keys) and knows(values)
 
 

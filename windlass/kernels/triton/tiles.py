@@ -37,7 +37,7 @@ def at_head(plane, i_batch, i_head):
 @triton.jit
 @no_type_check
 def visible(newest, oldest, slots, logit_args):
-    """Whether slots are seen by some query; `newest` and `oldest`: distance to the newest and the oldest query."""
+    """True if slots are seen by some query; `newest` and `oldest`: distance to the newest and the oldest query."""
     seen = (newest >= 0) & (slots >= 0)
     if logit_args.reach is not None:
         seen = seen & ((oldest < logit_args.reach) | (slots < logit_args.sinks))
@@ -313,7 +313,7 @@ class LogitArgs(NamedTuple):
 
 
 def knows(states: PackedStates) -> bool:
-    """Whether the kernels can read it."""
+    """Return True if the kernels can read it."""
     is_known = states.data.dtype in FLOATS if states.format is Format.FLOAT else states.format in LOW_BIT
     return is_known and states.channels <= MAX_CHANNELS
 
