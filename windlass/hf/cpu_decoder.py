@@ -40,8 +40,7 @@ from windlass.kernels.cpu import MAX_ROWS
 from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu._native import Watch
-    from windlass.kernels.cpu.decode import FewTokens
+    from windlass.kernels.cpu.decode import FewTokens, Watch
 
 Method = tuple[str, str, str]  # a family of transformers, a class of it, a method
 

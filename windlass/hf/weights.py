@@ -22,7 +22,7 @@ from windlass.hf.passes import AttributePatch, WholePass
 from windlass.kernels.cpu import MAX_ROWS, can_read_nibbles
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu._native import Watch
+    from windlass.kernels.cpu.decode import Watch
 
 GROUPS: Final = (128, 64, 32)  # inputs of an output that share a scale in 4 bits; the first that divides them
 OUTPUTS: Final = 16  # in 4 bits a layer has a multiple of so many

@@ -38,8 +38,7 @@ from windlass.kernels.cpu import slots as cpu_codes
 from windlass.kernels.cpu import slots as cpu_slots
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu._native import Watch
-    from windlass.kernels.cpu.decode import Decode, DecoderSteps, FewTokens, LayerSlots
+    from windlass.kernels.cpu.decode import Decode, DecoderSteps, FewTokens, LayerSlots, Watch
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
@@ -149,7 +148,7 @@ def decoder_steps(
 
 def watch() -> "Watch":
     """A compiled look at objects of Python that are to stay as they are."""
-    from windlass.kernels.cpu._native import Watch  # late, likewise
+    from windlass.kernels.cpu.decode import Watch  # late, likewise
 
     return Watch()
 

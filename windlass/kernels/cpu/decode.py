@@ -43,6 +43,7 @@ from windlass.kernels.cpu.tensors import (
 )
 
 OBSERVED: Final = {"nothing": 0, "sum": 1, "last": 2, "fade": 3}
+Watch = _native.Watch  # a look at objects of Python that are to stay as they are
 SCORES: Final = {"position": 0, "state": 1, "pooled": 2, "novelty": 3}
 
 
