@@ -132,6 +132,6 @@ def test_a_request_that_cannot_begin_leaves_its_row(
 
     with running(model, tokenizer, rows=1, limits=EngineLimits(queue=0)) as engine:
         with monkeypatch.context() as patched:
-            patched.setattr("windlass.engine.scheduler.Task", fails)
+            patched.setattr("windlass.engine.scheduler.ActiveRequest", fails)
             assert not isinstance(events_of(engine.submit(request_of(ids)))[-1], Finish)
         assert len(tokens_of(engine.submit(request_of(ids)))) == 6

@@ -18,7 +18,7 @@ from windlass.cache.slot_table import free_reserved, reserve_again
 from windlass.core.inputs import TokenInput
 from windlass.core.parse import MAX_NUMBER
 from windlass.core.step import AttentionCall, Step, StepRecord
-from windlass.core.types import Hidden, SlotIndex
+from windlass.core.types import Hidden
 from windlass.policies.base import Initializer
 from windlass.policies.calls import initial_state
 from windlass.policies.wrapper import find
@@ -27,7 +27,7 @@ from windlass.positions.modes import PositionMode
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import FewTokens, StepMemory
 
-Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are free, and the positions of their tokens
+Released = tuple[tuple[Tensor, Tensor], ...]  # slots that are free, and the positions of their tokens
 
 
 @dataclass(frozen=True, eq=False)
