@@ -11,7 +11,7 @@ ROOT = house.ROOT
 BANNED = ("What", "That", "Those", "Of", "Likewise", "Whether")
 FOLDERS = ("windlass", "tests", "benchmarks")
 # Docstrings that begin with a banned word, still to be mended: may only fall.
-MOST_BANNED = {"windlass": 237, "tests": 61, "benchmarks": 0}
+MOST_BANNED = {"windlass": 230, "tests": 58, "benchmarks": 0}
 MOST_README_WORDS, MOST_WORDS_BEFORE_CODE, MOST_GUIDE_WORDS, MOST_GUIDE_PAGES = 600, 60, 15_000, 10
 MOST_BENCHMARK_LINES = 5_000
 MOST_WHATS = 2.0  # per 1,000 words of README and guide. Wanted: 1

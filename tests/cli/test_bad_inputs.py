@@ -38,7 +38,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def answers(places: dict[str, str]) -> dict[str, tuple[int, str, str]]:
-    """What the program says to each line; one process runs those that need no torch, another the rest."""
+    """Answers to each command line: one process runs those that need no torch, another the rest."""
     light = dict(LIGHT)
     found: dict[str, tuple[int, str, str]] = {}
     for lines, options in (([line for line, _ in LINES if line not in light], ()), (list(light), ("light",))):

@@ -222,7 +222,7 @@ def command_lines() -> Iterator[tuple[str, str]]:
 
 
 def light_lines() -> Iterator[tuple[str, str]]:
-    """What is refused without torch.
+    """Command lines that are refused without torch.
 
     Each option of each command without its value; numbers that are none; and an unknown option.
     """

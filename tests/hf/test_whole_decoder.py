@@ -20,7 +20,7 @@ from transformers import (
 
 import windlass
 from tests.helpers.caches import assert_same
-from windlass import KVCache, kernels
+from windlass import KVCache, UsageError, kernels
 from windlass.cache.fused import FusedDecode
 from windlass.hf.cpu_decoder import WholeDecoder
 from windlass.testing import tiny_model
@@ -144,7 +144,7 @@ def test_an_interrupt_around_the_call_leaves_no_trace(
 
 
 def test_python_calls_of_a_token_do_not_grow_with_the_layers() -> None:
-    """Of 2 and of 12 layers: full, evicting, recalling, and a batch."""
+    """Compare models of 2 and of 12 layers, with caches that are full, evict, recall, or hold a batch."""
     sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_attention_heads": 4}
     for options in ({}, {"budget": 24}, {"budget": 24, "policy": "h2o"}, {"budget": 32, "recall": 16}, {"batch": 3}):
         counts = []
@@ -191,3 +191,26 @@ def test_layers_that_are_hooked_left_out_or_of_several_kinds_are_called_by_thems
     )
     assert (ours - theirs).abs().max() < TOLERANCE * theirs.std()
     assert not calls
+
+
+def test_arguments_and_embeddings_that_no_kernel_reads_go_the_decoders_own_way(calls: list[int]) -> None:
+    """A list among the arguments, and embeddings of another number type or in other memory."""
+    model, text = windlass.attach(tiny_model("llama")), tokens(24)
+    caches = [KVCache(model) for _ in range(3)]
+    embeds = model.get_input_embeddings()(text)
+    strided = embeds.mT.contiguous().mT
+    for cache in caches:
+        model(text[:, :20], past_key_values=cache)
+    for at in range(20, 24):
+        one = slice(at, at + 1)
+        ours = model(inputs_embeds=embeds[:, one].contiguous(), past_key_values=caches[0]).logits
+        before = len(calls)
+        theirs = model(inputs_embeds=strided[:, one], past_key_values=caches[1]).logits
+        assert len(calls) == before
+        assert (ours - theirs).abs().max() < TOLERANCE * theirs.std()
+    assert calls
+    with pytest.raises(RuntimeError, match="dtype"):
+        model(inputs_embeds=embeds[:, :1].double(), past_key_values=caches[2])
+    with pytest.raises(UsageError, match="hands its attention unheard_of"):
+        model(text[:, 20:21], past_key_values=caches[2], unheard_of=["a list"])
+    assert caches[2].columns_seen == 20

@@ -244,7 +244,7 @@ def joined(table: SlotTable, rules: LayerConfig, step: Step, new: StepTokens) ->
 
 
 def view_joined(view: TableView, written: SlotIndex, initial: Parts) -> TableView:
-    """What the queries of a step find: of each run the last token up to their own."""
+    """The view of a step's queries: the last token of each run up to their own."""
     (newest, newest_at), (own, own_at) = _let_go(view.positions, written, view.step.positions, initial[ACCUMULATES])
     positions = view.positions.scatter(-1, newest, view.positions.gather(-1, newest).where(newest_at < 0, EMPTY))
     if view.step.positions.shape[1] == 1:
@@ -336,7 +336,7 @@ class _Runs:
         self._is_first, self._starts = is_first, at.where(is_first, 0).cummax(-1).values
 
     def sums(self, numbers: Tensor) -> Tensor:
-        """Of each token the sum of (batch, heads, n, channels) over its run up to it, in float64."""
+        """Sums of (batch, heads, n, channels) over the run of each token up to it, in float64."""
         total = numbers.double().cumsum(2)
         starts = self._starts.expand(-1, numbers.shape[1], -1)[..., None].expand_as(total)
         return total - (total - numbers).gather(2, starts)
@@ -348,7 +348,7 @@ class _Runs:
 
 
 def with_recalled(view: TableView, asked: LayerStep, queries: Queries) -> TableView:
-    """What the queries of a step find in its slots, which have the step's tokens, and what they recall.
+    """The view of a step's queries: its slots, which have the step's tokens, and recalled tokens.
 
     What is recalled stands in free slots, which are free again for the next step.
 
@@ -469,7 +469,7 @@ def attend(
     call: AttentionCall,
     observed: ObservedColumns | None,
 ) -> tuple[Attended, Mass | None]:
-    """What the queries read of the slots, and the attention that each slot got from the `observed` ones."""
+    """Attention of the queries over the slots, and the mass that each slot got from the `observed` ones."""
     tokens, step = queries.shape[2], view.step
     if view.seen_until is not None and call.sees_to is not None:
         raise UsageError(
@@ -527,7 +527,7 @@ def attend(
 def _read(
     whole: AttentionInput, reading: Reading, rotary: Rotary, picks: IndexerState | None
 ) -> tuple[Attended, Mass | None]:
-    """What the queries of one reading read; zeros for the others of its columns."""
+    """Attention of one reading's queries; zeros in its other columns."""
     dtype = kernels.table_dtype(whole.queries)
     tables = rotary.tables(reading.bound, whole.queries.device, dtype, reading.length)
     call = replace(whole, rotary_index=reading.index, tables=tables)

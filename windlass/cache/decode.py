@@ -87,7 +87,7 @@ class LayerStep(NamedTuple):
         return slots == rules.slots_for(1, slots, held, reserve_hint, longest_decode, False)
 
     def given(self, is_observed: bool, is_evicting: bool = False, released: Released = ()) -> DecodeInput:
-        """What a kernel is given."""
+        """The input of a kernel."""
         (queries, keys, values), table, step = self.states, self.table, self.step
         recall, sinks = table.recall, self.rules.row_sinks(step)
         return DecodeInput(
@@ -107,7 +107,7 @@ class LayerStep(NamedTuple):
         )
 
     def remembered(self) -> dict[str, Tensor]:
-        """What a kernel tells the slots of the new tokens of the recall store."""
+        """State of the new tokens: their numbers in the recall store."""
         recall = self.table.recall
         if recall is None:
             return {}

@@ -98,7 +98,6 @@ class FusedDecode:
         self._layers, self.decoder, first = tuple(layers), decoder, layers[0]
         self._mode, self._shape, self._dtype = asked[0].mode, hidden.shape, hidden.dtype
         self._tensors = [tensor for handle in handles for weak in handle.tensors if (tensor := weak()) is not None]
-        self._handles = tuple(handles)
         self._end = min(handle.end for handle in handles)
         self._left = min(map(_steps_left, layers, handles))
         self._has_sinks = first.rules.row_sinks(asked[0].step) is not None
@@ -236,7 +235,8 @@ class FusedDecode:
             for log in state.logs:
                 history = history.with_record(self._record(layer, number, log, states))
             evicts = layer.budget is not None and self._held[number] + state.taken > layer.budget
-            layer.history = replace_evicted(history, evicts)
+            # No record may tell any more that tokens were evicted.
+            layer.history = history._replace(has_evicted=history.has_evicted or evicts)
             table.occupancy_bound = self._held_after(number, state.taken)
             if table.recall is not None:
                 table.recall.lengths = state.lengths
@@ -284,11 +284,6 @@ class FusedDecode:
                 if name in initial:
                     state.scatter_(-1, written, initial[name])
             log.initial.append(initial)
-
-
-def replace_evicted(history: History, has_evicted: bool) -> History:
-    """The history of a layer of which tokens were evicted, though no record may tell of that any more."""
-    return history._replace(has_evicted=history.has_evicted or has_evicted)
 
 
 def _are_alike(layers: Sequence[SlotLayer], step: Step) -> bool:

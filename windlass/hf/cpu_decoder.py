@@ -335,10 +335,10 @@ class WholeDecoder:
             return None
         hidden = kwargs.get(EMBEDS)
         weight = self.decoder.embed_tokens.weight
-        shape = weight.new_empty(cache.batch_size, 1, weight.shape[1]) if hidden is None else hidden
-        if not _is_plain(shape) or shape.shape[:2] != (cache.batch_size, 1):
+        expected = weight.new_empty(cache.batch_size, 1, weight.shape[1])
+        if hidden is not None and not _is_like(hidden, expected):
             return None
-        fused = cache.fused_decode(kernels_of_all, shape, self._calls)
+        fused = cache.fused_decode(kernels_of_all, expected, self._calls)
         if fused is None:
             return None
         if hidden is None:
@@ -369,8 +369,8 @@ class WholeDecoder:
             return False
         if (kwargs.get(IDS) is None) is (kwargs.get(EMBEDS) is None):
             return False
-        others = [value for name, value in kwargs.items() if name not in READ and (name, value) not in PLAIN]
-        return all(value is None for value in others)
+        others = [(name, value) for name, value in kwargs.items() if name not in READ and value is not None]
+        return all(name in PLAIN and value is PLAIN[name] for name, value in others)
 
     def _all_kernels(self, cache: TextCache) -> list[FewTokens] | None:
         """Those of all layers; None where one of them has none, or something else is called beside them."""
@@ -434,14 +434,14 @@ def _is_simple(attachment: Attachment) -> bool:
 IDS, EMBEDS = "input_ids", "inputs_embeds"
 # Arguments of a decoder that a cache has read, and those that ask for nothing.
 READ: Final = frozenset({IDS, EMBEDS, "attention_mask", "position_ids", *CACHE_NAMES})
-PLAIN: Final = frozenset(
-    {("use_cache", True), ("return_dict", True), ("output_attentions", False), ("output_hidden_states", False)}
-)
+PLAIN: Final = {"use_cache": True, "return_dict": True, "output_attentions": False, "output_hidden_states": False}
 
 
-def _is_plain(hidden: object) -> bool:
-    """Return True if hidden states are a tensor that a kernel reads."""
-    return type(hidden) is Tensor and hidden.ndim == 3 and hidden.is_contiguous()
+def _is_like(hidden: object, expected: Tensor) -> bool:
+    """Return True if a kernel for hidden states like the expected ones reads these."""
+    if type(hidden) is not Tensor or hidden.shape != expected.shape or not hidden.is_contiguous():
+        return False
+    return hidden.dtype is expected.dtype and hidden.device == expected.device
 
 
 def _is_hooked(module: nn.Module) -> bool:
@@ -571,6 +571,9 @@ class FewTokensLayer:
             watch.item(norm._parameters, "weight", norm._parameters["weight"])
             watch.address(norm.get_parameter("weight"))
             watch.item(vars(norm), name, vars(norm)[name])
+        activation = vars(self._own[4].module)
+        if "approximate" in activation:
+            watch.item(activation, "approximate", activation["approximate"])
         for name in ("scaling", "head_dim"):
             watch.item(vars(self._attention), name, vars(self._attention)[name])
 
