@@ -8,6 +8,7 @@ import pytest
 
 from tests.helpers.serving import ScriptedService, Served, ask, chat, complete, says, serving
 from windlass.cache.options import CacheOptions
+from windlass.core.fields import field_info
 from windlass.engine.sampling import Sampling
 from windlass.serve.items import ResponsesRequest
 from windlass.serve.schema import CacheFields, ChatRequest, CompletionRequest, SamplingFields
@@ -39,7 +40,7 @@ def test_every_route_is_described(served: Served) -> None:
     assert schemas["ChatRequest"]["required"] == ["messages"]
     assert schemas["ChatRequest"]["additionalProperties"] is False
     budget = schemas["ChatRequest"]["properties"]["budget"]
-    assert budget["description"].startswith("Tokens that the cache keeps")
+    assert budget["description"] == f"{field_info(CacheOptions)['budget'].help} (default: the server's)."
     assert budget["anyOf"][0] == {"type": "integer", "minimum": 1, "maximum": 1 << 20}
     assert b"/openapi.json" in ask(served.port, "/docs").body
 
@@ -55,6 +56,19 @@ def test_the_fields_are_those_of_the_library() -> None:
     assert {*CacheFields.model_fields} - {"cache"} < {each.name for each in fields(CacheOptions)}
     made = ChatRequest.model_validate(chat(seed=5, top_k=-1, min_p=0.25))
     assert made.sampling(2) == Sampling(temperature=1.0, min_p=0.25, seed=7)
+
+
+def test_help_and_ranges_are_those_of_the_declaration() -> None:
+    described = ChatRequest.model_json_schema()["properties"]
+    for name, option in field_info(Sampling).items():
+        assert described[name]["description"].startswith(f"{option.help} (default: "), name
+    for name in ("budget", "recall", "window"):
+        option, (number, _) = field_info(CacheOptions)[name], described[name]["anyOf"]
+        assert described[name]["description"] == f"{option.help} (default: the server's)."
+        assert number["minimum"] == option.least
+        assert number["maximum"] <= option.most
+    assert described["min_p"]["maximum"] == field_info(Sampling)["min_p"].most
+    assert described["repetition_penalty"]["exclusiveMinimum"] == 0
 
 
 MESSAGE = {"role": "user", "content": "x"}

@@ -5,11 +5,12 @@ they refuse.
 """
 
 import json
+import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
-from typing import Annotated, Any, ClassVar, Final, Literal
+from typing import Annotated, Any, ClassVar, Final, Literal, LiteralString
 
 from pydantic import (
     AfterValidator,
@@ -26,17 +27,21 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 from typing_extensions import TypeAliasType
 
+from windlass.cache.options import CacheOptions
+from windlass.core.fields import Option, field_info
 from windlass.core.parse import AUTO
 from windlass.engine.sampling import Sampling
 from windlass.policies import NAMES
-from windlass.positions.modes import MODES
 from windlass.serve.errors import UNSUPPORTED
-from windlass.stores.formats import STORES
 
+CACHE: Final = field_info(CacheOptions)
+SAMPLING: Final = field_info(Sampling)
 MOST_CHARACTERS: Final = 4_000_000
 SEEDS: Final = 2**62
 RANDOM: Final = -1  # a seed that stands for none
 MOST_FIELDS: Final = 1024
+TOKEN_ID: Final = re.compile(r"[0-9]{1,10}")
+STORES_NOTHING: Final = "must be false, as this server stores no answers, or a store of the cache such as int8"
 FUNCTION: Final = "function"
 FUNCTION_TAG: Final = "a function"  # no field has such a name
 
@@ -64,58 +69,43 @@ class Body(BaseModel):
         return given if is_plain else {name: each for name, each in given.items() if name not in cls.ignored}
 
 
-def only(*values: Any) -> Any:
-    """An annotation that refuses all values but these; neither `true` nor 1.0 is 1."""
-    wanted = " or ".join(map(json.dumps, values))
+def _such(holds: Callable[[Any], object], problem: str, code: LiteralString = "value") -> Callable[[Any], Any]:
+    """A check of a value; one that it does not hold for has this problem."""
 
     def checked(value: Any) -> Any:
-        if not any(type(value) is type(each) and value == each for each in values):
-            raise PydanticCustomError(UNSUPPORTED, "must be {wanted} on this server", {"wanted": wanted})
+        if not holds(value):
+            raise PydanticCustomError(code, "{problem}", {"problem": problem})
         return value
 
-    return PlainValidator(checked, json_schema_input_type=Annotated[Any, WithJsonSchema({"enum": [*values]})])
+    return checked
 
 
-def _known(names: Iterable[str], value: str) -> str:
-    """A value that is one of these names."""
-    if value not in names:
-        raise PydanticCustomError("unknown_name", "must be one of {names}", {"names": ", ".join(names)})
-    return value
+def only(*values: Any) -> Any:
+    """An annotation that refuses all values but these; neither `true` nor 1.0 is 1."""
+    known, wanted = [(type(each), each) for each in values], " or ".join(map(json.dumps, values))
+    check = _such(lambda value: (type(value), value) in known, f"must be {wanted} on this server", UNSUPPORTED)
+    return PlainValidator(check, json_schema_input_type=Annotated[Any, WithJsonSchema({"enum": [*values]})])
 
 
-def _position_mode(value: str) -> str:
-    """A mode, perhaps with numbers, which are checked where the mode is made."""
-    _known(MODES, value.partition("(")[0].strip())
-    return value
+def _one_of(names: Iterable[str], name_in: Callable[[str], str] = str) -> AfterValidator:
+    """A check of a text that is, or has in it, one of these names."""
+    return AfterValidator(_such(lambda value: name_in(value) in names, f"must be one of {', '.join(names)}"))
 
 
-def _variable(name: str) -> str:
-    if not name.isidentifier():
-        raise PydanticCustomError("variable", "must be the name of a variable")
-    return name
+def _of_option(option: Option) -> Any:  # of the type that the field is annotated with
+    """The field of a declared option, with its range and help."""
+    least, above = (None, option.least) if option.is_above else (option.least, None)
+    return Field(option.default, ge=least, gt=above, le=option.most, description=option.described)
 
 
-def _token_id(name: str) -> str:
-    if not (name.isascii() and name.isdecimal() and len(name) <= 10):
-        raise PydanticCustomError("token_id", "must be a token id, written as a string")
-    return name
-
-
-def _listed(value: Any) -> Any:
-    return [value] if isinstance(value, str) else value
+def _of_cache(name: str, most: int) -> Any:
+    """The field of an option of a cache, which a request may set up to `most`."""
+    return _of_option(replace(CACHE[name], default=None, usual="the server's", most=most))
 
 
 def text_of_json(value: Any) -> Any:
     """JSON that is neither a string nor a list, as text."""
     return value if isinstance(value, str | list) else json.dumps(value, ensure_ascii=False)
-
-
-def _no_true(value: Any) -> Any:
-    if value is True:
-        raise PydanticCustomError(
-            "store", "must be false, as this server stores no answers, or a store of the cache such as int8"
-        )
-    return None if value is False else value
 
 
 Object = dict[str, Any]
@@ -128,11 +118,11 @@ TokenIds = Annotated[list[TokenId], Field(min_length=1, max_length=MOST_CHARACTE
 Count = Annotated[int, Field(ge=1, le=2**30)]
 Top = Annotated[int, Field(ge=0, le=20)]
 Penalty = Annotated[float, Field(ge=-2.0, le=2.0)]
-Bias = Annotated[float, Field(ge=-100.0, le=100.0)]
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Variable = Annotated[str, Field(max_length=64), AfterValidator(_variable)]
-Policy = Annotated[str, AfterValidator(partial(_known, (AUTO, *sorted(NAMES))))]
-Store = Annotated[str, AfterValidator(partial(_known, tuple(STORES)))]
+Variable = Annotated[
+    str, Field(max_length=64), AfterValidator(_such(str.isidentifier, "must be the name of a variable"))
+]
+IdText = Annotated[str, AfterValidator(_such(TOKEN_ID.fullmatch, "must be a token id, written as a string"))]
+Positions = Annotated[Word, _one_of(CACHE["positions"].names, lambda mode: mode.partition("(")[0].strip())]
 Variables = Annotated[dict[Variable, bool | int | float | Label], BeforeValidator(partial(_entries, 16), Object)]
 Choice = Literal["none", "auto", "required"]
 Verbosity = Literal["low", "medium", "high"]
@@ -178,22 +168,18 @@ class NeutralFields(Body):
 class SamplingFields(Body):
     """The options of a `Sampling` under its names, with OpenAI's ranges."""
 
-    temperature: Annotated[float, Field(ge=0.0, le=2.0)] = 1.0
-    """Randomness of the text; 0 takes the likeliest token."""
-    top_k: Annotated[int, Field(ge=-1, le=2**20)] = Sampling.top_k
-    """Sample from this many of the likeliest tokens; 0 or -1: from all."""
-    top_p: Annotated[float, Field(ge=0.0, le=1.0)] = Sampling.top_p
-    """Sample from the likeliest tokens that have this probability together."""
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = Sampling.min_p
-    """Sample from tokens with at least this part of the likeliest token's probability."""
-    repetition_penalty: Annotated[float, Field(gt=0.0, le=100.0)] = Sampling.repetition_penalty
-    """Divide the scores of tokens that the text already has; 1: off."""
-    seed: Annotated[int, Field(ge=-(2**63), le=2**64 - 1)] = RANDOM
-    """The same seed gives the same text; -1: another one each time."""
+    temperature: float = _of_option(replace(SAMPLING["temperature"], default=1.0, most=2))
+    top_k: int = _of_option(replace(SAMPLING["top_k"], least=-1, most=2**20, usual="0, off, and so is -1"))
+    top_p: float = _of_option(replace(SAMPLING["top_p"], is_above=False))
+    min_p: float = _of_option(SAMPLING["min_p"])
+    repetition_penalty: float = _of_option(SAMPLING["repetition_penalty"])
+    seed: int = _of_option(
+        replace(SAMPLING["seed"], default=RANDOM, usual="-1, another one each time", least=-(2**63), most=2**64 - 1)
+    )
 
     def sampling(self, at: int) -> Sampling:
         """How text number `at` of a prompt is sampled."""
-        given = {each.name: getattr(self, each.name) for each in fields(Sampling)}
+        given = self.model_dump(include={*SAMPLING})
         seed = secrets.randbelow(SEEDS) if self.seed == RANDOM else self.seed
         given |= {"seed": (seed + at) % SEEDS, "top_k": max(0, self.top_k)}
         if not self.top_p:  # only the likeliest token is in top_p=0
@@ -215,28 +201,28 @@ class ReuseFields(Body):
 class CacheFields(Body):
     """Options of the cache that a request may set; arguments of a policy are for whoever starts the server."""
 
-    budget: Annotated[int, Field(ge=1, le=1 << 20)] | None = None
-    """Tokens that the cache keeps in each layer (default: the server's)."""
-    policy: Policy | None = None
+    budget: int | None = _of_cache("budget", 1 << 20)
+    policy: Annotated[str, _one_of((AUTO, *sorted(NAMES)))] | None = None
     """The policy that chooses which tokens to evict."""
-    positions: Annotated[Word, AfterValidator(_position_mode)] | None = None
+    positions: Positions | None = None
     """Position mode in which cached keys are read."""
-    store: Annotated[Store | None, BeforeValidator(_no_true, str | Literal[False])] = None
+    store: Annotated[
+        Annotated[str, _one_of(CACHE["store"].names)] | None,
+        BeforeValidator(lambda given: None if given is False else given, str | Literal[False]),
+        BeforeValidator(_such(lambda given: given is not True, STORES_NOTHING)),
+    ] = None
     """Format of cached keys and values; false is OpenAI's, and changes nothing."""
-    recall: Annotated[int, Field(ge=0, le=1 << 16)] | None = None
-    """Evicted tokens that each step reloads."""
-    sinks: Literal["system"] | Annotated[int, Field(ge=0, le=4096)] | None = None
+    recall: int | None = _of_cache("recall", 1 << 16)
+    sinks: Literal["system"] | Annotated[int, Field(ge=CACHE["sinks"].least, le=4096)] | None = None
     """First tokens that are never evicted; `system`: those of the system message."""
-    window: Annotated[int, Field(ge=1, le=1 << 16)] | None = None
-    """Newest tokens that are never evicted."""
+    window: int | None = _of_cache("window", 1 << 16)
     cache: ReuseFields = ReuseFields()
     """Use of cached prefixes."""
 
     @property
     def cache_options(self) -> dict[str, Any]:
         """The options that are set, under the names of `CacheOptions`."""
-        given = {name: getattr(self, name) for name in CacheFields.model_fields if name != "cache"}
-        return {name: each for name, each in given.items() if each is not None}
+        return self.model_dump(include={*CacheFields.model_fields} - {"cache"}, exclude_none=True)
 
 
 class StreamOptions(Body):
@@ -252,12 +238,16 @@ class SharedFields(SamplingFields, CacheFields):
 
     model: Label | None = None
     """The model's name, as `/v1/models` has it (default: the server's only model)."""
-    stop: Annotated[list[Stop], Field(max_length=16), BeforeValidator(_listed, str | list[str])] = []
+    stop: Annotated[
+        list[Annotated[Label, Field(min_length=1)]],
+        Field(max_length=16),
+        BeforeValidator(lambda given: [given] if isinstance(given, str) else given, str | list[str]),
+    ] = []
     """One or more strings that end the text."""
     presence_penalty: Penalty = 0.0
     frequency_penalty: Penalty = 0.0
     logit_bias: Annotated[
-        dict[Annotated[str, AfterValidator(_token_id)], Bias], BeforeValidator(partial(_entries, 1024), Object)
+        dict[IdText, Annotated[float, Field(ge=-100.0, le=100.0)]], BeforeValidator(partial(_entries, 1024), Object)
     ] = {}
     """A number that is added to the score of each of these token ids."""
     stream: bool = False
