@@ -161,17 +161,19 @@ def test_a_policy_is_told_the_layer_and_the_heads(attached_model: Models, text: 
         assert ((own.table.state["number"] == expected) | (own.positions < 0)).all()
 
 
-def test_every_policy_file_is_named_and_public() -> None:
-    """A file with a policy needs its line in `windlass/policies/__init__.py`."""
-    found = {}
+def test_every_policy_is_named_and_public() -> None:
+    """A policy needs its line in `windlass/policies/__init__.py`, and all but wrappers a file of their own."""
+    found: dict[str, list[str]] = {}
     for path in Path(windlass.policies.__file__ or "").parent.glob("*.py"):
         for node in ast.parse(path.read_text()).body:
             if isinstance(node, ast.ClassDef) and "score" in {getattr(each, "name", "") for each in node.body}:
-                found[path.stem] = node.name
+                found.setdefault(path.stem, []).append(node.name)
     del found["base"], found["calls"]  # made by nobody: what a policy is, and what sums one over processes
-    assert {name: kind.__name__ for name, kind in (NAMES | WRAPPERS | FROM_FILES).items()} == found
-    for name in found.values():
-        assert getattr(windlass.policies, name).__name__ == name
+    assert [kind.__name__ for kind in WRAPPERS.values()] == found.pop("wrapper")
+    assert {name: [kind.__name__] for name, kind in (NAMES | FROM_FILES).items()} == found
+    for name, kind in (NAMES | WRAPPERS | FROM_FILES).items():
+        assert getattr(windlass.policies, kind.__name__) is kind
+        assert name.replace("_", "") == kind.__name__.lower()
 
 
 def test_a_file_of_another_windlass_is_refused(tmp_path: Path) -> None:

@@ -1,9 +1,10 @@
-"""Which tokens to keep: one method a file. A line here names a policy and exports it.
+"""Which tokens to keep: one method a file, and one file of wrappers. A line here names a policy and exports it.
 
 `NAMES` holds those that can be made without arguments, by the names of their files, `WRAPPERS` those that go around
-another one, and `FROM_FILES` those that are made of a file of `windlass calibrate`.
+another one, by the names of their classes, and `FROM_FILES` those that are made of a file of `windlass calibrate`.
 """
 
+import re
 from dataclasses import MISSING, fields
 from inspect import isabstract
 from typing import Any
@@ -40,12 +41,12 @@ from windlass.policies.kvzip import KVzip as KVzip
 from windlass.policies.dmc import DMC as DMC
 from windlass.policies.pairs import Pairs as Pairs
 from windlass.policies.linear_scorer import LinearScorer as LinearScorer
-from windlass.policies.by_value_norm import ByValueNorm as ByValueNorm
-from windlass.policies.smoothed import Smoothed as Smoothed
-from windlass.policies.in_chunks import InChunks as InChunks
-from windlass.policies.in_groups import InGroups as InGroups
-from windlass.policies.pyramid import Pyramid as Pyramid
-from windlass.policies.composite import Composite as Composite
+from windlass.policies.wrapper import ByValueNorm as ByValueNorm
+from windlass.policies.wrapper import Smoothed as Smoothed
+from windlass.policies.wrapper import InChunks as InChunks
+from windlass.policies.wrapper import InGroups as InGroups
+from windlass.policies.wrapper import Pyramid as Pyramid
+from windlass.policies.wrapper import Composite as Composite
 # isort: on
 
 
@@ -54,10 +55,11 @@ def _takes_nothing(kind: type[Any]) -> bool:
 
 
 _CLASSES: list[type[Any]] = [each for each in list(vars().values()) if isinstance(each, type)]
-_POLICIES: dict[str, type[Policy]] = {
-    kind.__module__.rpartition(".")[2]: kind for kind in _CLASSES if issubclass(kind, Policy) and not isabstract(kind)
-}
+_POLICIES: list[type[Policy]] = [kind for kind in _CLASSES if issubclass(kind, Policy) and not isabstract(kind)]
+_BY_FILE = {kind.__module__.rpartition(".")[2]: kind for kind in _POLICIES if not issubclass(kind, Wrapper)}
 
-NAMES = {name: kind for name, kind in _POLICIES.items() if _takes_nothing(kind)}
-WRAPPERS: dict[str, type[Wrapper]] = {name: kind for name, kind in _POLICIES.items() if issubclass(kind, Wrapper)}
-FROM_FILES = {name: kind for name, kind in _POLICIES.items() if name not in NAMES and name not in WRAPPERS}
+NAMES = {name: kind for name, kind in _BY_FILE.items() if _takes_nothing(kind)}
+WRAPPERS: dict[str, type[Wrapper]] = {
+    re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower(): kind for kind in _POLICIES if issubclass(kind, Wrapper)
+}
+FROM_FILES = {name: kind for name, kind in _BY_FILE.items() if name not in NAMES}

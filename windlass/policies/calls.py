@@ -12,15 +12,10 @@ from windlass.core.errors import PolicyError
 from windlass.core.ranks import RankHeads
 from windlass.core.types import NewKeys, Queries, Scores, SlotPositions, TokenIds
 from windlass.policies.base import TOKEN, WEIGHT, Initializer, ModelSpecific, Observation, Policy, Slots
-from windlass.policies.composite import Composite
-from windlass.policies.in_chunks import InChunks
-from windlass.policies.in_groups import InGroups
 from windlass.policies.pairs import Pairs
-from windlass.policies.pyramid import Pyramid
 from windlass.policies.recent import Recent
-from windlass.policies.smoothed import Smoothed
 from windlass.policies.tova import TOVA
-from windlass.policies.wrapper import Wrapper, changes_keys, find
+from windlass.policies.wrapper import Composite, InChunks, InGroups, Pyramid, Smoothed, Wrapper, changes_keys, find
 
 UNKNOWN_STATE: Final = {TOKEN: -1.0, WEIGHT: 1.0}  # of tokens written while it was not kept; other state is 0
 
