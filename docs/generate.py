@@ -32,8 +32,8 @@ class LargeValues(windlass.policies.Policy):
 `windlass.testing.check_policy(LargeValues())` checks it, and `check_on_models` runs it on tiny models of every kind.
 `--policy file.py:LargeValues` uses it on the command line, and `KVCache(model, budget=256, policy=LargeValues())` in
 Python. A policy that joins Windlass follows the list in [CONTRIBUTING](../CONTRIBUTING.md). All
-[policies](results/policies.md) are one file each in `windlass/policies/`, but for the wrappers, which share one. The contract below is the docstring of
-[`windlass/policies/base.py`](../windlass/policies/base.py), where the types are.
+[policies](results/policies.md) are one file each in `windlass/policies/`, but for the wrappers, which share one. The
+contract below is the docstring of [`windlass/policies/base.py`](../windlass/policies/base.py), where the types are.
 """
 
 

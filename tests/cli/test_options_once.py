@@ -1,21 +1,25 @@
 """The options of a cache and of sampling are declared once: all else derives from their fields."""
 
 import ast
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
+from types import ModuleType
 from typing import Annotated, Any
 
 import pytest
 import typer
 
 import windlass
+from windlass.cache import options
 from windlass.cache.options import CacheOptions
 from windlass.cli import session
-from windlass.cli.parameters import expanded
+from windlass.cli.options import expanded
 from windlass.core.errors import UsageError
 from windlass.core.fields import Option, declared, field_info
 from windlass.engine.sampling import Sampling
+from windlass.hf import kv_cache
 
 PACKAGE = Path(windlass.__file__).parent
 NAMES = {each.name for each in fields(CacheOptions)}
@@ -75,6 +79,25 @@ def test_a_place_is_found_by_what_it_names() -> None:
     ):
         assert len(list(places(source))) == 1
     assert not list(places(f"def a({', '.join(names[:4])}): ..."))
+
+
+def parameters_of(module: ModuleType, record: str) -> list[tuple[str, str, Any]]:
+    """Name, annotation and default of each parameter of a class's `__init__`, as its file writes them."""
+    tree = ast.parse(inspect.getsource(module))
+    (kind,) = (each for each in tree.body if isinstance(each, ast.ClassDef) and each.name == record)
+    (made,) = (each for each in ast.walk(kind) if isinstance(each, ast.FunctionDef) and each.name == "__init__")
+    given, defaults = made.args.args[-len(made.args.defaults) :], map(ast.unparse, made.args.defaults)
+    pairs = zip(given, defaults, strict=True)
+    return [(each.arg, ast.unparse(each.annotation or each), eval(default, vars(module))) for each, default in pairs]
+
+
+def test_a_cache_takes_the_options_as_they_are_declared() -> None:
+    """Its signature repeats them, for editors, type checkers and documents, which import nothing."""
+    taken = parameters_of(kv_cache, "KVCache")
+    assert taken == parameters_of(options, "CacheOptions")
+    assert [(name, default) for name, _, default in taken] == [
+        (each.name, each.default) for each in fields(CacheOptions)
+    ]
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from windlass.cache.options import CacheOptions
 from windlass.cli import generate, measure_options, serve, terminal
 from windlass.cli import options as take
 from windlass.cli.measure_options import RayArguments, RayOptionCommand, TuneArguments, TuneSize, TuneText, check_ray
-from windlass.cli.options import Chunk, the_model
-from windlass.cli.parameters import CommandGroup, Unset, expanded
+from windlass.cli.options import Chunk, CommandGroup, Unset, expanded, the_model
 from windlass.cli.terminal import INTERRUPTED, INTERRUPTED_LINE, loading
 from windlass.core.errors import UsageError, WindlassError
 from windlass.core.files import check_text, check_writable

@@ -163,9 +163,16 @@ def facts_table(rows: list[FactsRow]) -> Table:
     for row in rows:
         store = in_units(row.recall_bytes) if row.recall else "none"
         seconds = f"{row.reading_s + row.asking_s:.1f} s"
-        counts = f"{row.tokens_read:,}", f"{row.slots:,}", f"{row.recall:,}"
-        found = f"{row.found} of {row.asked}"
-        shown.add_row(Text(row.label), *counts, in_units(row.bytes_held), store, seconds, found)
+        shown.add_row(
+            Text(row.label),
+            f"{row.tokens_read:,}",
+            f"{row.slots:,}",
+            f"{row.recall:,}",
+            in_units(row.bytes_held),
+            store,
+            seconds,
+            f"{row.found} of {row.asked}",
+        )
     return shown
 
 
@@ -323,9 +330,15 @@ def table(rows: list[DemoRow]) -> Table:
     shown.add_column("answer", max_width=13, overflow="fold")
     shown.add_column("found", no_wrap=True)
     for row in rows:
-        numbers = f"{row.tokens_read:,}", f"{row.slots:,}", in_units(row.bytes_held), f"{row.tokens_per_s:,.0f}"
-        found = "[green]yes[/]" if row.is_found else "[red]no[/]"
-        shown.add_row(Text(row.label), *numbers, Text(trimmed(row.answer)), found)
+        shown.add_row(
+            Text(row.label),
+            f"{row.tokens_read:,}",
+            f"{row.slots:,}",
+            in_units(row.bytes_held),
+            f"{row.tokens_per_s:,.0f}",
+            Text(trimmed(row.answer)),
+            "[green]yes[/]" if row.is_found else "[red]no[/]",
+        )
     return shown
 
 
@@ -349,5 +362,4 @@ def _run(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
 
 def _cache(model: PreTrainedModel, setup: Setup) -> KVCache:
     """Raises: UsageError for a budget or a policy that cannot be had."""
-    memory, positions = (setup.budget, setup.policy), setup.positions
-    return KVCache(model, *memory, positions=positions, chunk=CHUNK, shares=setup.shares)
+    return KVCache(model, setup.budget, setup.policy, positions=setup.positions, chunk=CHUNK, shares=setup.shares)

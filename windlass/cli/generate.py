@@ -1,8 +1,7 @@
 """The commands that read and write text: `generate`, `chat`, `cache`."""
 
 from windlass.cli import options, terminal
-from windlass.cli.options import CacheValues, file_of_info, model_and_prompt, the_model
-from windlass.cli.parameters import Unset, as_typed, expanded
+from windlass.cli.options import CacheValues, Unset, as_typed, expanded, file_of_info, model_and_prompt, the_model
 from windlass.cli.serve import Record
 from windlass.cli.terminal import loading
 from windlass.core.errors import UsageError

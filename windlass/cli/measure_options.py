@@ -9,8 +9,7 @@ from typing import Annotated, Any, Final
 from typer import Argument, Option
 from typer.core import TyperCommand
 
-from windlass.cli.options import CACHE, PositionModes, Samples, Seed, StoreSpecs
-from windlass.cli.parameters import list_option
+from windlass.cli.options import CACHE, PositionModes, Samples, Seed, StoreSpecs, list_option
 from windlass.core.errors import UsageError
 
 EvalTasks = Annotated[

@@ -12,8 +12,7 @@ from typer import Argument, Option
 from windlass.cli import options as take
 from windlass.cli import terminal
 from windlass.cli.measure_options import LOCAL, RayAddress, RayArguments, check_ray
-from windlass.cli.options import CacheValues, LoadOptions, the_model
-from windlass.cli.parameters import Unset, expanded
+from windlass.cli.options import CacheValues, LoadOptions, Unset, expanded, the_model
 from windlass.cli.terminal import loading, note
 from windlass.core.errors import UsageError
 from windlass.core.parse import SYSTEM, folder_of, parse_bytes

@@ -17,8 +17,7 @@ from windlass.cache.describe import beyond_note, reading_now
 from windlass.cache.options import CacheOptions
 from windlass.cache.recall import POSITIONS
 from windlass.cache.state import CacheState
-from windlass.cli.options import LoadOptions
-from windlass.cli.parameters import number_or_word
+from windlass.cli.options import LoadOptions, number_or_word
 from windlass.cli.terminal import (
     INTERRUPTED,
     Bar,

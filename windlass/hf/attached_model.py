@@ -312,8 +312,14 @@ class AttachedModel(Attachment):
         self.query_scales = query_scales(rotated, partial(self.probed, model, False), tolerance_of(model))
         self._windows, self._chunks, self.numbers = rotated.windows, rotated.chunks, rotated.numbers
         self.kinds = replace(self.kinds, latents=rotated.latents).with_sources(rotated.sources)
-        picks = plain.picks, rotated.picks, probed_positions(model), tolerance_of(model)
-        self.indexed = indexed_layers(self.kinds, self.rotaries, *picks)
+        self.indexed = indexed_layers(
+            self.kinds,
+            self.rotaries,
+            plain=plain.picks,
+            rotated=rotated.picks,
+            positions=probed_positions(model),
+            tolerance=tolerance_of(model),
+        )
         self.kinds = replace(self.kinds, indexed=self.indexed.widths)
         try:
             self._check(model, rotated)

@@ -267,8 +267,8 @@ def indexed_layers(
     for layer, indexer in rotated.layers.items():
         if indexer is None or indexer not in plain.keys or indexer not in rotated.keys:
             return IndexedLayers(unserved=f"layer {layer} has an indexer that windlass does not know")
-        keys, rotary = (plain.keys[indexer], rotated.keys[indexer]), rotaries[kinds.place(layer)]
-        if not _is_found(indexer, *keys, rotary, positions, tolerance):
+        rotary = rotaries[kinds.place(layer)]
+        if not _is_found(indexer, plain.keys[indexer], rotated.keys[indexer], rotary, positions, tolerance):
             return IndexedLayers(unserved=f"the indexer of layer {layer} rotates its keys otherwise than the layer")
         found[layer] = indexer
     return IndexedLayers(found, {layer: plain.keys[each].shape[-1] for layer, each in found.items()})

@@ -170,8 +170,22 @@ class KVCache(ModelCache):
     ) -> None:
         check_adapter(model)
         attachment = attached(model)
-        newest = recall, recall_store, recall_folder, shares
-        options = CacheOptions(budget, policy, sinks, window, chunk, positions, batch, rollback, store, merge, *newest)
+        options = CacheOptions(
+            budget=budget,
+            policy=policy,
+            sinks=sinks,
+            window=window,
+            chunk=chunk,
+            positions=positions,
+            batch=batch,
+            rollback=rollback,
+            store=store,
+            merge=merge,
+            recall=recall,
+            recall_store=recall_store,
+            recall_folder=recall_folder,
+            shares=shares,
+        )
         has_store = options.recall_store.name != DEFAULT_RECALL_STORE
         check_recall(options.recall, options.budget, options.recall_folder is not None, has_store)
         trained = find(options.policy, ModelSpecific)

@@ -155,10 +155,11 @@ def turned_by_differences(module: nn.Module, args: tuple[Any, ...], kwargs: dict
     """What a rotary module returns for how far each axis is from the first one, without the scale of its tables."""
 
     if POSITIONS in kwargs:
-        kwargs = {**kwargs, POSITIONS: kwargs[POSITIONS] - kwargs[POSITIONS][:1]}
+        differences = kwargs[POSITIONS] - kwargs[POSITIONS][:1]
+        cos, sin = module.forward(*args, **{**kwargs, POSITIONS: differences})
     else:
-        args = (args[0], args[1] - args[1][:1], *args[2:])
-    cos, sin = module.forward(*args, **kwargs)
+        states, places, *others = args
+        cos, sin = module.forward(states, places - places[:1], *others, **kwargs)
     scale = (cos.float().square() + sin.float().square()).sqrt()
     return (cos / scale).to(cos.dtype), (sin / scale).to(sin.dtype)
 

@@ -54,12 +54,12 @@ def rotaries_of(model: PreTrainedModel, rotated: Probe, plain: Probe) -> list[Ro
         if _error(plain.keys[layer], rotated.keys[layer]) <= tolerance:
             rotaries.append(None)
             continue
-        keys, weights = (plain.keys[layer], rotated.keys[layer]), rotated.norm_weights.get(layer)
+        keys, rotated_keys, weights = plain.keys[layer], rotated.keys[layer], rotated.norm_weights.get(layer)
         if weights is not None:
             check_weights(layer, weights)
-            seen = [weights.left_out(each.queries[layer], each.keys[layer]) for each in (plain, rotated)]
-            queries, keys = zip(*seen, strict=True)
-        best = _best(layer, candidates, *keys, tolerance, kinds[layer] if layer < len(kinds) else None)
+            queries, keys = weights.left_out(plain.queries[layer], keys)
+            rotated_queries, rotated_keys = weights.left_out(rotated.queries[layer], rotated_keys)
+        best = _best(layer, candidates, keys, rotated_keys, tolerance, kinds[layer] if layer < len(kinds) else None)
         its = candidates[best]
         rotary = Rotary(
             its.module,
@@ -70,7 +70,7 @@ def rotaries_of(model: PreTrainedModel, rotated: Probe, plain: Probe) -> list[Ro
             its.axes,
         )
         rotary = found.setdefault(best, rotary)
-        if weights is not None and not its.error(*queries) <= tolerance:
+        if weights is not None and not its.error(queries, rotated_queries) <= tolerance:
             raise UnsupportedModel(f"applies norms to rotated queries of layer {layer} otherwise than to its keys")
         rotaries.append(rotary if weights is None else rotary.with_norm_weights(weights))
     return rotaries

@@ -507,10 +507,18 @@ def recall(slots: DecodeSlots, new: DecodeInput, places: SlotPositions, kept: Sc
     queries = (queries if store.turn is None else rotate(queries, *store.turn)) * slots.scale
     pieces = tuple(piece.keys for piece in store.pieces)
     is_query = torch.ones_like(new.positions, dtype=torch.bool)
-    text = store.positions, kept.where(places >= 0, -1.0), store.count
-    digests = store.digests if store.candidates else ()
-    pages = PageInput(queries, is_query, pieces, *text, digests, store.candidates)
-    best = best_pages(pages)
+    best = best_pages(
+        PageInput(
+            queries=queries,
+            is_query=is_query,
+            pieces=pieces,
+            positions=store.positions,
+            kept_index=kept.where(places >= 0, -1.0),
+            count=store.count,
+            digests=store.digests if store.candidates else (),
+            candidates=store.candidates,
+        )
+    )
     index = tokens_of(best.pages)
     free = first_free(places, index.shape[-1]).expand(-1, kv_heads, -1)
     keys = torch.cat([each.packed().floats() for each in pieces], 2)
@@ -622,9 +630,17 @@ def _evict_lowest(
     """Reserve the lowest slot of each row that is over budget; returns the slots, and what stood there."""
     starts = (new.next_positions - retention.window)[:, None, None]
     score = _score(slots, retention.ranking, places, state, starts)
-    limits = retention.sinks, retention.window, slots.visibility.sliding_window
-    beside = slots.visibility.attention_chunk, new.row_sinks
-    order = EvictionInput(score, places, new.next_positions, *limits, 1, *beside)
+    order = EvictionInput(
+        score=score,
+        positions=places,
+        next_positions=new.next_positions,
+        sinks=retention.sinks,
+        window=retention.window,
+        sliding_window=slots.visibility.sliding_window,
+        count=1,
+        attention_chunk=slots.visibility.attention_chunk,
+        row_sinks=new.row_sinks,
+    )
     ranks = total_order(order).masked_fill(places < 0, torch.iinfo(torch.int64).max)
     is_over = (places >= 0).sum(-1, keepdim=True) > retention.budget
     lowest_slot = ranks.argsort(dim=-1, stable=True)[..., :1]

@@ -9,7 +9,7 @@ Source: online softmax over blocks, Dao et al. 2022 (arXiv:2205.14135); splits t
 Flash-Decoding, Dao et al. 2023.
 """
 
-from typing import Final, no_type_check
+from typing import Final, NamedTuple, no_type_check
 
 import torch
 import triton
@@ -168,6 +168,14 @@ def column_mass(
 MIN_TILE: Final = 16  # channels or rows that a tensor core takes at once
 
 
+class _QueriesAndKeys(NamedTuple):
+    """The parts of every logit, as kernels take them."""
+
+    queries: StridedQueries
+    keys: PackedTensors
+    logit_args: LogitArgs
+
+
 def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool:
     """Return True if the kernel knows the types."""
     return queries.dtype in FLOATS and knows(keys) and knows(values)
@@ -187,7 +195,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 
     logit_args = pack_logit_args(call)
     pairs = 0 if logit_args.cos is None else logit_args.cos.shape[1]
-    inputs = (StridedQueries(queries, *queries.stride()), packed_tensors(keys), logit_args)
+    inputs = _QueriesAndKeys(StridedQueries(queries, *queries.stride()), packed_tensors(keys), logit_args)
     channels: dict[str, object] = {
         "GROUP": group,
         "WIDTH": keys.held_channels,
@@ -213,18 +221,19 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
         partials = scratch(batch, kv_heads, splits, rows, values.channels)
         partial_softmax = scratch(batch, kv_heads, splits, rows, 2)
     width = _padded(values.channels)
-    ends = (call.sink_logits, out, lse)
     with torch.cuda.device_of(queries):
         attend_kernel[(programs * splits,)](
-            *inputs, packed_tensors(values), *ends, partials, partial_softmax, logits_buf, batch, kv_heads, tokens,
-            slots, splits, each, **channels, VALUE_FIRST=values.first, VALUE_WIDTH=values.channels, VALUES=width,
-            VALUE_BITS=values.bits, ROWS=at.rows, BLOCK=at.block,
+            inputs.queries, inputs.keys, logit_args, packed_tensors(values), call.sink_logits, out, lse, partials,
+            partial_softmax, logits_buf, batch, kv_heads, tokens, slots, splits, each, **channels,
+            VALUE_FIRST=values.first, VALUE_WIDTH=values.channels, VALUES=width, VALUE_BITS=values.bits, ROWS=at.rows,
+            BLOCK=at.block,
             SKIPS=tokens > 1 and splits == 1 and logits_buf is None, num_warps=at.warps, num_stages=at.stages,
         )  # fmt: skip
         if splits > 1:
             join_kernel[(batch * kv_heads * rows,)](
-                partials, partial_softmax, *ends, kv_heads, tokens, splits, GROUP=group, VALUE_WIDTH=values.channels,
-                VALUES=width, SPLITS=triton.next_power_of_2(splits), SOME=min(16, triton.next_power_of_2(splits)),
+                partials, partial_softmax, call.sink_logits, out, lse, kv_heads, tokens, splits, GROUP=group,
+                VALUE_WIDTH=values.channels, VALUES=width, SPLITS=triton.next_power_of_2(splits),
+                SOME=min(16, triton.next_power_of_2(splits)),
             )  # fmt: skip
         mass = None
         if observed is not None and lse is not None:
@@ -233,7 +242,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 
 
 def _mass(
-    inputs: tuple[StridedQueries, PackedTensors, LogitArgs],
+    inputs: _QueriesAndKeys,
     lse: Tensor,
     logits_buf: Tensor | None,
     observed: ObservedColumns,
@@ -241,10 +250,9 @@ def _mass(
     channels: dict[str, object],
     width: int,
 ) -> Mass:
-    queries, keys, _ = inputs
     batch, heads, tokens = lse.shape
-    kv_heads, slots = keys.data.shape[1:3]
-    at = tiles.mass_plan(tokens * heads // kv_heads, width, queries.start.itemsize)
+    kv_heads, slots = inputs.keys.data.shape[1:3]
+    at = tiles.mass_plan(tokens * heads // kv_heads, width, inputs.queries.start.itemsize)
     padded = triton.next_power_of_2(heads // kv_heads)
     rows = lse.new_empty(batch, kv_heads, observed.shape[1], slots)
     rest = is_other = None
@@ -253,9 +261,9 @@ def _mass(
         is_other = torch.ones(batch, tokens + 1, dtype=torch.int8, device=observed.device)
         is_other = is_other.scatter(1, observed.where(observed >= 0, tokens), 0)[:, :-1].contiguous()
     mass_kernel[(batch * kv_heads * -(-slots // at.block),)](
-        *inputs, lse, logits_buf, observed.contiguous(), is_other, rows, rest, batch, kv_heads, tokens, slots,
-        observed.shape[1], **channels, PADDED=padded, COLUMNS=max(1, at.rows // padded), BLOCK=at.block,
-        num_warps=at.warps, num_stages=at.stages,
+        inputs.queries, inputs.keys, inputs.logit_args, lse, logits_buf, observed.contiguous(), is_other, rows, rest,
+        batch, kv_heads, tokens, slots, observed.shape[1], **channels, PADDED=padded,
+        COLUMNS=max(1, at.rows // padded), BLOCK=at.block, num_warps=at.warps, num_stages=at.stages,
     )  # fmt: skip
     return Mass(rows, rest)
 
