@@ -5,8 +5,7 @@ from typing import Any
 from families.tiny import Family
 from transformers import CONFIG_MAPPING, PreTrainedConfig, PreTrainedModel
 
-from windlass.hf.attach import attached
-from windlass.hf.attached_model import AttachedModel
+from windlass.hf.attach import AttachedModel, attached
 from windlass.hf.forward import LayerShape, layer_shapes
 
 BYTES = 2  # of a number in bfloat16

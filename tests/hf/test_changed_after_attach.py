@@ -14,8 +14,7 @@ from torch.nn.functional import linear
 import windlass
 from tests.helpers.models import Text
 from windlass import KVCache, UnsupportedModel
-from windlass.hf.attach import attached
-from windlass.hf.attached_model import AttachedModel
+from windlass.hf.attach import AttachedModel, attached
 from windlass.testing import tiny_model
 
 Patch = pytest.MonkeyPatch
@@ -161,10 +160,10 @@ def _state(model: nn.Module) -> list[tuple[object, ...]]:
 STAGES = [
     "windlass.hf.attach.check_kind_of_model",
     "windlass.hf.attach.decoder_of",
-    "windlass.hf.attached_model.few_rows_of",
-    "windlass.hf.attached_model.CheckedGenerate",
-    "windlass.hf.attached_model.rotaries_of",
-    "windlass.hf.attached_model.SelfCheck",
+    "windlass.hf.attach.few_rows_of",
+    "windlass.hf.attach.CheckedGenerate",
+    "windlass.hf.attach.rotaries_of",
+    "windlass.hf.attach.SelfCheck",
     "windlass.hf.cpu_decoder.LayerTrace",
 ]
 

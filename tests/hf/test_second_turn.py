@@ -13,7 +13,7 @@ from torch import Tensor
 import windlass
 from tests.helpers.models import Models, Text, read
 from windlass import KVCache, UsageError
-from windlass.hf.attached_model import WAY_OUT
+from windlass.hf.attach import WAY_OUT
 from windlass.policies import KeyDiff
 from windlass.testing import tiny_model
 

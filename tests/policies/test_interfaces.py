@@ -68,8 +68,9 @@ def test_slots_tell_their_layer(attached_model: Models, text: Text) -> None:
 def test_the_outermost_that_offers_it_is_found() -> None:
     composite = Composite(KeyDiff())
     assert find(Pyramid(composite), OneShot) is composite
-    nested = Smoothed(Pyramid(KeyDiff(), 3))
-    assert find(nested, Budgeter) is nested.policy  # type: ignore[type-abstract]
+    pyramid = Pyramid(KeyDiff(), 3)
+    nested = Smoothed(pyramid)
+    assert find(nested, Budgeter) is pyramid  # type: ignore[type-abstract]
     assert find(nested, OneShot) is None
     assert [scoring_chunk(each) for each in (KeyDiff(), composite, Composite(ByValueNorm(KVzip(9))))] == [0, 0, 9]
     assert [keeps_newest(each) for each in (Recent(), Pyramid(Recent()), Smoothed(Recent()))] == [True, True, False]

@@ -28,9 +28,8 @@ def test_a_worker_stays_with_its_text_and_helps_another_at_the_end() -> None:
     assert [shown(queue.next_of(worker)) for worker in "abaab"] == [
         ("20", [0]), ("20", [1]), ("30", [0]), ("40", [0]), ("30", [1]),
     ]  # fmt: skip
-    assert not queue.is_empty
-    assert shown(queue.next_of("a")) == ("40", [1])
-    assert queue.is_empty
+    around = queue.is_empty, shown(queue.next_of("a")), queue.is_empty
+    assert around == (False, ("40", [1]), True)
     assert queue.next_of("b") is None
 
 

@@ -5,17 +5,408 @@ module returns the identity, so that the keys it hands to `past_key_values.updat
 and its attention function is ours, which lets the cache write, attend, observe and evict.
 """
 
+import inspect
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from threading import get_ident
+from typing import Any, Final
+
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
-from windlass.core.errors import UsageError, WindlassError
-from windlass.hf.attached_model import NAME, AttachedModel
+from windlass.cache.cache import TextCache
+from windlass.core.errors import UnsupportedModel, UsageError, WindlassError
+from windlass.core.ranks import RankHeads
+from windlass.core.step import READ, AttentionCall
+from windlass.hf.cpu_decoder import Attachment, few_rows_of
+from windlass.hf.indexer import IndexedLayers, Indexer, IndexerCall, check_picks, indexed_layers, indexers_of
+from windlass.hf.latent import EXPAND, Latent
 from windlass.hf.mask import Mask, mask
-from windlass.hf.model_facts import check_kind_of_model, refusal
-from windlass.hf.passes import BUSY, ModuleState, check_arguments, check_model, inference_only, not_compiled
-from windlass.hf.probe import decoder_of
+from windlass.hf.model_facts import check_kind_of_model, device_of_inputs, refusal
+from windlass.hf.mrope import Axes, AxisRotation, RopeDeltas, tell_deltas, turn_of, turned_by_differences
+from windlass.hf.passes import (
+    BUSY,
+    GENERATE,
+    POSITIONS,
+    AttributePatch,
+    ModuleState,
+    RunningPass,
+    WholePass,
+    at_positions,
+    cache_name,
+    check_arguments,
+    check_call,
+    check_model,
+    fed,
+    inference_only,
+    not_compiled,
+    real_columns,
+    sees_to,
+    token_types,
+    with_cache_as,
+)
+from windlass.hf.probe import (
+    DecoderModules,
+    OwnConfigs,
+    Probe,
+    QueryScale,
+    decoder_of,
+    probed_positions,
+    query_scales,
+    run,
+)
+from windlass.hf.recurrent import Columns, columns_of, layer_kinds, meta_states
+from windlass.hf.rope import rotaries_of, tolerance_of
+from windlass.hf.self_check import OPTIONS, CheckCache, SelfCheck
 from windlass.hf.tensor_parallel import heads_of, ranks_of
+from windlass.positions.rotary import Rotary, unturned
+
+WAY_OUT: Final = "pass the whole conversation, as it was read, and what is new, or call cache.reset() first"
+UNKNOWN: Final = -1  # in place of the id of padding, or of a token that came without one
+
+
+class CheckedGenerate:
+    """`generate` of an attached model, which first compares its text with what the cache has read.
+
+    It stands on the model in place of the model's own, until `remove`.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self._own = model, vars(model).get("generate")
+        bound: Any = model.generate
+        self._generate: Callable[..., Any] = bound
+        vars(model)["generate"] = self.generate
+
+    def remove(self) -> None:
+        """Leave the model as it was found."""
+        del vars(self._model)["generate"]
+        if self._own is not None:
+            vars(self._model)["generate"] = self._own
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """As the model's own, whose arguments these are. Raises: UsageError for a text that does not go on."""
+        kwargs = with_cache_as(GENERATE, kwargs)
+        cache, mask, embeds = (kwargs.get(name) for name in (GENERATE, "attention_mask", "inputs_embeds"))
+        ids = args[0] if args else kwargs.get("input_ids", kwargs.get("inputs"))
+        columns: Any = ids if embeds is None else embeds
+        # A mask of more columns than there are ids tells that only what is new was passed.
+        is_whole = isinstance(columns, Tensor) and (mask is None or mask.shape[1:2] == columns.shape[1:2])
+        if isinstance(cache, TextCache) and is_whole:
+            check_continues(cache, columns.shape[1], None if columns is embeds else ids)
+            if cache.columns_seen and not cache.batch_size % len(columns):
+                tell_deltas(self._model, cache, len(columns))
+        return self._generate(*args, **kwargs)
+
+
+def check_continues(cache: TextCache, columns: int, ids: Tensor | None) -> None:
+    """Raises: UsageError where a text of `columns`, with these `ids` (rows, columns), does not go on from the cache's.
+
+    Rows, or columns, of which the cache does not know what they were are not compared.
+    """
+    seen = cache.columns_seen
+    if not seen:
+        return
+    if columns <= seen:
+        raise UsageError(
+            f"generate was given a text of {columns} tokens, and this cache has read {seen} before; {WAY_OUT}"
+        )
+    if ids is None or cache.batch_size % len(ids):
+        return
+    read = torch.tensor([_columns_of(cache, row)[:seen] for row in range(cache.batch_size)])
+    given = ids[:, :seen].cpu().repeat_interleave(cache.batch_size // len(ids), 0)  # as `generate` does for beams
+    is_other = (read != UNKNOWN) & (read != given)
+    if bool(is_other.any()):
+        row, column = is_other.nonzero()[0].tolist()
+        raise UsageError(
+            f"generate was given another text than this cache has read: token {column} of row {row} is "
+            f"{int(given[row, column])}, and was {int(read[row, column])}; {WAY_OUT}"
+        )
+
+
+def _columns_of(cache: TextCache, row: int) -> list[int]:
+    """The id that a row was fed in each column; UNKNOWN where it was padding, and where it is not known."""
+    its = cache.rows.rows[row]
+    tokens = its.tokens
+    padding = {column for start, end in its.padding or () for column in range(start, end)}
+    if tokens is None or len(tokens) + len(padding) != its.columns:
+        return [UNKNOWN] * its.columns
+    ids = iter(tokens)
+    return [UNKNOWN if column in padding else next(ids) for column in range(its.columns)]
+
+
+NAME = "windlass"  # of the attention function, and of the attribute on an attached model
+
+
+class AttachedModel(Attachment):
+    """What `attach` found out about a model, and the cache of the pass that is running."""
+
+    def __init__(self, model: PreTrainedModel, decoder: DecoderModules, own_linear: bool) -> None:
+        rotary_modules, outer = decoder.rotary_modules, decoder.outer
+        self._configs, self.kinds = OwnConfigs(decoder.modules), layer_kinds(model)
+        self.model, self.decoder = model, decoder
+        self._signature, self._cache_name = inspect.signature(outer.forward), cache_name(outer.forward)
+        self._handles: list[RemovableHandle] = [
+            module.register_forward_hook(self._rotary_hook, with_kwargs=True) for module in rotary_modules
+        ]
+        self.whole = WholePass(model)
+        self._deltas = RopeDeltas(model)
+        self.axes = Axes(0, False)
+        self._replaced = AttributePatch(outer, "forward", self.forward)
+        self.latents = {
+            module: Latent(module, self._is_served)
+            for module in decoder.attention_modules
+            if callable(getattr(module, EXPAND, None))
+        }
+        self.indexers = indexers_of(decoder.attention_modules, self._is_ours, self._note_indexer)
+        self.indexed = IndexedLayers()
+        self.own_linear = own_linear
+        self.heads: RankHeads | None = None  # what this process has, where several hold the model together
+        self.known, self.few_rows = few_rows_of(model, decoder.inner, self.whole, NAME, own_linear)
+        self.columns: list[Columns] = []  # recurrent layers that are read token by token
+        self._generate = CheckedGenerate(model) if model.can_generate() else None
+        self._windows: dict[int, int | None] = {}  # per layer, as the model's text masks have them
+        self._chunks: dict[int, int | None] = {}  # likewise, of attention within chunks
+        self.rotaries: list[Rotary | None] = []  # per attention layer; None where it does not rotate
+        self.numbers: dict[nn.Module, int] = {}  # of attention modules that have none of their own
+        self.query_scales: dict[int, QueryScale] = {}
+        self.states: dict[str, Tensor] = {}  # of recurrent layers, on "meta": their shapes for one row
+        self.key_means: list[Tensor | None] | None = None  # measured when a store first asks for it
+        self._running: dict[str, RunningPass] = {}  # none or one; a dict's `setdefault` lets one thread in, not two
+        self.attended: set[int] = set()  # layers, in the pass that is running
+        self.probe: Probe | None = None
+
+    def remove(self) -> None:
+        """Leave the decoder as it was found."""
+        for handle in (*self._handles, *self._deltas.handles):
+            handle.remove()
+        inner = [*(each.replaced for each in self.latents.values()), *(each.replaced for each in self.indexers)]
+        for replaced in (
+            *self.few_rows,
+            *inner,
+            *(each.replaced for each in self.columns),
+            self._replaced,
+            self.whole.replaced,
+        ):
+            replaced.put_back()
+        if self._generate is not None:
+            self._generate.remove()
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The forward pass of the decoder's outer module; with our cache, a step of it.
+
+        Not hooks of the module: those are not called when a pass is interrupted. The arguments are those
+        of the model at hand, passed on as they come.
+        """
+        kwargs = with_cache_as(self._cache_name, kwargs)
+        bound = self._signature.bind_partial(*args, **kwargs).arguments
+        bound = {**bound.pop("kwargs", {}), **bound}
+        if isinstance(cache := bound.get(self._cache_name), TextCache):
+            return self._step(cache, bound, args, kwargs)
+        if self._running:
+            raise UsageError(BUSY)
+        return self._replaced.original(*args, **kwargs)
+
+    def _step(self, cache: TextCache, bound: dict[str, Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A pass with our cache. One that fails, or is interrupted at any line, leaves no trace."""
+        mine = RunningPass(cache)
+        try:
+            self._begin(mine, bound)
+            is_whole = self.decoder.outer is self.decoder.inner
+            output = self.known.output(args, kwargs) if is_whole else None
+            if output is None:
+                self._configs.exchange(NAME)
+                args, kwargs = at_positions(cache, list(self._signature.parameters), args, kwargs)
+                output = self._replaced.original(*args, **kwargs)
+            self._commit(mine)
+            return output
+        except BaseException:
+            self._take_back(mine)
+            raise
+
+    @not_compiled
+    def _begin(self, mine: RunningPass, bound: dict[str, Any]) -> None:
+        mine.thread = get_ident()
+        self.whole.begin(mine)
+        if self._running.setdefault("pass", mine) is not mine:
+            raise UsageError(BUSY)
+        step = self._checked(mine.cache, bound)
+        mine.before, mine.types = mine.cache.text, token_types(bound)
+        if mine.types is not None and step[1] > 1:  # with a picture, perhaps, which is read in one piece
+            mine.cache.schedule(replace(mine.cache.next_pass, is_prompt=True))
+        mine.cache.begin(*step)
+        self.attended.clear()
+
+    @not_compiled
+    def _commit(self, mine: RunningPass) -> None:
+        self._configs.give_back()
+        mine.cache.commit()
+        mine.cache.schedule(READ)
+        self.whole.end(mine, is_complete=True)
+        del self._running["pass"]
+
+    @not_compiled
+    def _take_back(self, mine: RunningPass) -> None:
+        self.whole.end(mine, is_complete=False)
+        if self._running.get("pass") is mine:
+            self._configs.give_back()
+            del self._running["pass"]
+        if mine.before is not None:
+            mine.cache.take_back(mine.before)
+            mine.cache.schedule(READ)
+
+    @property
+    def current_cache(self) -> TextCache | None:
+        """The cache of the pass that runs in this thread."""
+        running = self._running.get("pass")
+        return running.cache if running is not None and running.thread == get_ident() else None
+
+    def place(self, layer: int, keys: Tensor) -> tuple[int, bool]:
+        """Which of the cache's layers a layer of the model attends to, and whether another one has written that.
+
+        Raises: UsageError where `keys` are not those that attach has seen it attend to.
+        """
+        source, handed = self.kinds.sources.get(layer), self._running["pass"].keys
+        if source is None:
+            handed[layer] = keys
+        elif handed.get(source) is not keys:
+            raise UsageError(f"layer {layer} attends to other keys than those of layer {source}, as it did at attach")
+        return self.kinds.place(layer), source is not None
+
+    def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
+        """What a layer is asked for under this mask. Raises: UsageError for a mask that no cache can honour."""
+        mask = mask.whole
+        window, chunk = mask.window if mask.is_causal else self._windows[layer], self._chunks[layer]
+        picker = self.indexed.picker(layer, self._running["pass"])
+        if chunk is not None:
+            if not mask.is_causal:
+                raise UsageError(f"layer {layer} attends within chunks of {chunk} tokens by a mask that is not causal")
+            return AttentionCall(scale, None, softcap, sinks, attention_chunk=chunk, picker=picker)
+        seen = sees_to(self._running["pass"], mask, window)
+        return AttentionCall(scale, window, softcap, sinks, seen, picker=picker)
+
+    def text_call(self, layer: int, scale: float) -> AttentionCall:
+        """What a layer is asked for in a text, whose masks are causal."""
+        chunk = self._chunks[layer]
+        return AttentionCall(scale, None if chunk is not None else self._windows[layer], attention_chunk=chunk)
+
+    def _note_indexer(self, indexer: Indexer, call: IndexerCall) -> None:
+        """Note what an indexer was called with, in a pass with a cache or a probe."""
+        if self.probe is not None:
+            self.probe.picks.note(indexer, call)
+        else:
+            self.indexed.note(indexer, call, self._running["pass"])
+
+    def at_positions(self, layer: int, queries: Tensor) -> Tensor:
+        """Queries that a layer scaled by their columns, scaled by their positions."""
+        cache, scale = self._running["pass"].cache, self.query_scales.get(layer)
+        if scale is None:
+            return queries
+        step = cache.text.pending
+        assert step is not None, "attention outside of a pass"
+        return scale.moved(queries, cache.columns_seen, step.positions)
+
+    def probed(self, model: PreTrainedModel, is_identity: bool, columns_seen: int = 0) -> Probe:
+        """One pass of one token, with or without rotation, by a cache that says it has seen so many columns."""
+        self.probe = Probe(is_identity, columns_seen)
+        try:
+            with self._configs.exchanged(NAME):
+                return run(self.probe, model, self.decoder.outer, self.kinds)
+        finally:
+            self.probe = None
+
+    def find_rotaries(self, model: PreTrainedModel) -> None:
+        """Find out how each layer rotates its keys, then read a short text with a cache, to see that it works.
+
+        Raises: UnsupportedModel, UsageError for a model that does not.
+        """
+        rotated = self.probed(model, False)
+        if rotated.axes and self.decoder.outer is not self.decoder.inner:
+            raise UnsupportedModel("makes positions of several axes (M-RoPE) where no cache can see them")
+        plain = self.probed(model, True)
+        self.rotaries = rotaries_of(model, rotated, plain)
+        self.axes = Axes.found(rotated.axes, self.rotaries, device_of_inputs(model))
+        self.query_scales = query_scales(rotated, partial(self.probed, model, False), tolerance_of(model))
+        self._windows, self._chunks, self.numbers = rotated.windows, rotated.chunks, rotated.numbers
+        self.kinds = replace(self.kinds, latents=rotated.latents).with_sources(rotated.sources)
+        self.indexed = indexed_layers(
+            self.kinds,
+            self.rotaries,
+            plain=plain.picks,
+            rotated=rotated.picks,
+            positions=probed_positions(model),
+            tolerance=tolerance_of(model),
+        )
+        self.kinds = replace(self.kinds, indexed=self.indexed.widths)
+        try:
+            self._check(model, rotated)
+        except UnsupportedModel:
+            if not self.kinds.is_recurrent:
+                raise
+            layers = [number for number, _, _ in self.kinds.recurrent]
+            self.columns = columns_of(self.decoder.attention_modules, layers, self._states_of)
+            self._check(model, rotated)
+
+    def _check(self, model: PreTrainedModel, probe: Probe) -> None:
+        config = model.config.get_text_config()
+        cache = CheckCache(self, OPTIONS, self.rotaries, device_of_inputs(model), config, self.kinds)
+        cache.reset()
+        SelfCheck(model, self.decoder.outer, probe.modules).run(cache, self._configs.exchanged("eager"))
+        self.states = meta_states(cache.recurrent)
+        cache.reset()
+        self.known.prove(model, cache)
+
+    def _states_of(self, layer: int) -> list[Tensor]:
+        """What the cache of the pass that runs in this thread keeps of a recurrent layer; nothing before a token."""
+        cache = self.current_cache
+        kept = [] if cache is None else [each for each in cache.recurrent if each.index == layer]
+        return [state for each in kept for state in each.tensors().values()]
+
+    def _checked(
+        self, cache: TextCache, bound: dict[str, Any]
+    ) -> tuple[int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
+        """What `TextCache.begin` takes of a pass with these arguments. Raises: UsageError for one that can't be."""
+        if cache.model_id is not self:
+            raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
+        check_call((self.decoder.inner, self.decoder.outer), bound)
+        columns, ids = fed(bound)
+        batch, tokens = columns.shape[:2]
+        check_picks(self.indexers, cache, tokens, self.indexed.unserved)
+        positions, axes = self.axes.split(bound.get(POSITIONS), self.decoder.first_position)
+        if axes is not None and self._deltas.is_relative:
+            axes = axes + torch.tensor([row.next_place for row in cache.rows.rows], device=axes.device)[:, None]
+        return batch, tokens, real_columns(bound.get("attention_mask"), cache, tokens), positions, ids, axes
+
+    def _rotary_hook(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """Forward hook of the rotary modules: no rotation while a pass with a cache of un-rotated keys runs.
+
+        `args` and `kwargs` are the module's own, which differ from model to model.
+        """
+        if self.probe is not None:
+            return self.probe.rotary_output(module, args, kwargs, output)
+        turn = self._turn() if self._running else AxisRotation.OWN
+        if turn is AxisRotation.OWN:
+            return output
+        if turn is AxisRotation.DIFFERENCES:
+            return turned_by_differences(module, args, kwargs)
+        return unturned(output)
+
+    @not_compiled
+    def _is_served(self) -> bool:
+        """Return True if the pass that runs in this thread has a cache of ours."""
+        return self.probe is None and self.current_cache is not None
+
+    @not_compiled
+    def _is_ours(self) -> bool:
+        """Return True if the pass that runs in this thread is one of ours, with a cache or a probe."""
+        return self.probe is not None or self._is_served()
+
+    @not_compiled
+    def _turn(self) -> AxisRotation:
+        """What the rotary modules do in the pass that runs in this thread."""
+        return turn_of(self.current_cache)
 
 
 def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:

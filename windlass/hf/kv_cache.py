@@ -20,8 +20,7 @@ from windlass.core.errors import UsageError, check_kind
 from windlass.core.parse import AUTO, check_recall
 from windlass.core.step import PROMPT, READ, no_inference_mode
 from windlass.hf import model_cache, prompt_cache
-from windlass.hf.attach import attached
-from windlass.hf.attached_model import AttachedModel
+from windlass.hf.attach import AttachedModel, attached
 from windlass.hf.forward import ROWS, measure_key_means, model_info
 from windlass.hf.model_cache import ModelCache
 from windlass.hf.model_facts import device_of_inputs

@@ -104,10 +104,11 @@ def stored_bytes(tensor: Tensor) -> int:
 
 def parts_of(tensor: Tensor) -> dict[str, Tensor]:
     """The plain tensors of which one is made, by their names; itself, by no name, where it is plain."""
-    if not is_traceable_wrapper_subclass(tensor):
+    wrapper: object = tensor
+    if not is_traceable_wrapper_subclass(wrapper):
         return {"": tensor}
     inner: dict[str, Tensor] = {}
-    for name in tensor.__tensor_flatten__()[0]:
+    for name in wrapper.__tensor_flatten__()[0]:
         inner |= {f".{name}{rest}": each for rest, each in parts_of(getattr(tensor, name)).items()}
     return inner
 
@@ -281,7 +282,7 @@ def computing(model: nn.Module) -> list[tuple[str, Tensor]]:
     return [(name.removeprefix(PEFT_ROOT), tensor) for name, tensor in named if name is not None]
 
 
-def inner_model(model: PreTrainedModel) -> PreTrainedModel:
+def inner_model(model: nn.Module) -> nn.Module:
     """The model of transformers that PEFT wraps; itself, where it is one."""
     if isinstance(model, PreTrainedModel):
         return model

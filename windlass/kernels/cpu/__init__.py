@@ -55,9 +55,9 @@ def instruction_set() -> str:
 
     Raises: UsageError when WINDLASS_CPU asks for one that this CPU does not run.
     """
-    if _native is None:
-        return "none"
     wanted, known = chosen(), (*instruction_sets(), "none")
+    if known[0] == "none":
+        return known[0]
     if wanted is not None and wanted not in known:
         raise UsageError(
             f"WINDLASS_CPU={wanted!r} is not an instruction set of this CPU; use one of: {', '.join(known)}"
