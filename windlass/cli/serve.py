@@ -210,11 +210,6 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
 def serve_replicas(model: str, load: LoadOptions, options: "ServeOptions", count: int, address: str) -> int:
     """Serve through `count` replicas until a signal; returns the exit code. Raises: WindlassError as `serve` does."""
     is_local = address == LOCAL
-    if not (is_local or options.keys):
-        raise UsageError(
-            f"replicas of the cluster at {address} can be reached from other machines, and there is no key; give "
-            "--api-key KEY"
-        )
     from windlass.evals.ray_cluster import connected
 
     threads = load.threads or (max(1, (os.cpu_count() or 1) // count) if is_local else 1)
@@ -227,7 +222,13 @@ def serve_replicas(model: str, load: LoadOptions, options: "ServeOptions", count
         crew = Crew.of(count, threads, load.device, "--replicas")
         device = "cuda" if crew.gpus else load.device
         asked = ReplicaOptions(
-            model, load.dtype, device, load.weights, crew.threads, options, str(Path.cwd()), is_local
+            model=model,
+            dtype=load.dtype,
+            device=device,
+            weights=load.weights,
+            threads=crew.threads,
+            serve=options,
+            folder=str(Path.cwd()),
         )
         return run(asked, count, crew.gpus, note, note)
 

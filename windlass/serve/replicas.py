@@ -1,45 +1,124 @@
-"""Replicas of a server in processes of Ray's, and the front that hands requests to them."""
+"""Replicas of the server on Ray Serve: a router that keeps a conversation on its replica, and the front before them.
+
+Ray Serve starts, checks and restarts replicas. Its own HTTP proxy is left out: behind it a router sees no body, and
+errors are plain text. The front reads the body instead, and passes an affinity to the router.
+"""
 
 import asyncio
+import hashlib
+import json
+import logging
 import os
-import socket
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import secrets
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from contextlib import aclosing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Event, Thread
-from types import FrameType
+from time import monotonic, sleep
 from typing import Any, Final
 
-import ray
 import torch
-import uvicorn
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from fastapi import Request as HttpRequest
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import DeploymentUnavailableError
+from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
+from ray.serve.schema import LoggingConfig
+from starlette.datastructures import Headers
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from windlass.core.errors import UsageError, WindlassError
-from windlass.engine.scheduler import Service
+from windlass.core.errors import UsageError
 from windlass.hf.load import load
-from windlass.serve.app import with_origins
-from windlass.serve.front import Front, Place, Places
+from windlass.serve.app import make_app, with_origins
+from windlass.serve.errors import ApiError, JsonAnswer, RequestLimits, event, stopping
+from windlass.serve.middleware import BodyLimit, bare_path
 from windlass.serve.run import (
     CUT_SECONDS,
-    HttpServer,
+    DrainingServer,
     ServeOptions,
     address_of,
     bound,
-    config_of,
     server_of,
     started_service,
 )
-from windlass.view.server import SchedulerWatcher
+from windlass.serve.stream import ClientGone, unless_gone
+from windlass.view.server import SchedulerWatcher, ViewApp
 
-LOOPBACK = "127.0.0.1"
-LOOK_SECONDS = 1.0  # between two looks whether the engine runs
+SESSION: Final = "x-session-id"
+PREFIX: Final = 1024  # characters of a prompt that count
+LOOK_SECONDS: Final = 1.0  # between two looks at the replicas
+LOOK_TIMEOUT: Final = 10.0
+ACCEPT_SECONDS: Final = 5.0  # in which a replica must accept a request
+RETRY_SECONDS: Final = 1.0
+
+
+@dataclass(frozen=True)
+class Affinity:
+    """The replicas that suit a request: replica `number` alone, or all in the order that `key` gives them."""
+
+    key: str = ""
+    number: int | None = None
+
+    def ranked(self, numbers: Iterable[int]) -> list[int]:
+        """The suitable replicas, best first, by rendezvous hashing: a lost replica moves its own keys alone."""
+        if self.number is not None:
+            return [number for number in numbers if number == self.number]
+        key = self.key.encode("utf-8", "replace")
+        return sorted(numbers, key=lambda number: hashlib.sha256(f"{number} ".encode() + key).digest())
+
+
+ANY: Final = Affinity()
+
+
+def key_of(headers: Headers, body: bytes) -> str:
+    """The key of a conversation: its API key, and its header `X-Session-Id`, its `user` or the start of its prompt.
+
+    Messages count up to the first of a user, so that all turns of a conversation have one key.
+    """
+    return f"{headers.get('authorization', '')}\n{_conversation(headers, body)}"
+
+
+def _conversation(headers: Headers, body: bytes) -> str:
+    if headers.get(SESSION):
+        return f"session {headers[SESSION]}"
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError):
+        return ""
+    if not isinstance(document, dict):
+        return ""
+    if isinstance(document.get("user"), str) and document["user"]:
+        return f"user {document['user']}"
+    turns = next((document[name] for name in ("messages", "input") if isinstance(document.get(name), list)), None)
+    begun = document.get("prompt", document.get("input", "")) if turns is None else _opening(turns)
+    return "prompt " + (begun if isinstance(begun, str) else json.dumps(begun))[:PREFIX]
+
+
+def _opening(messages: list[Any]) -> list[Any]:
+    roles = [each.get("role") if isinstance(each, dict) else None for each in messages]
+    return messages[: roles.index("user") + 1] if "user" in roles else messages[:1]
+
+
+class AffinityRouter(RequestRouter):
+    """Ranks replicas by the affinity of a request, its first argument; a full replica spills over to the next."""
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        if pending_request is None:
+            return [candidate_replicas]
+        pending_request.routing_context.should_backoff = True
+        # A replica's id changes when it is restarted, its number does not.
+        numbered = {each.routing_stats["number"]: each for each in candidate_replicas if each.routing_stats}
+        return [[numbered[number]] for number in pending_request.args[0].ranked(numbered)]
 
 
 @dataclass(frozen=True)
 class ReplicaOptions:
-    """What a replica loads, and how it serves. `is_local`: the front runs on its machine, and nobody else asks it."""
+    """The model that a replica loads, and how it serves."""
 
     model: str
     dtype: str
@@ -48,199 +127,303 @@ class ReplicaOptions:
     threads: int
     serve: ServeOptions
     folder: str
-    is_local: bool
 
 
 class Replica:
-    """What runs in a process of Ray's; its methods are called side by side."""
+    """A model and its server in a process of Ray Serve's."""
 
-    def __init__(self) -> None:
-        self._http: HttpServer | None = None
-        self._service: Service | None = None
-        self._thread: Thread | None = None
-        self._is_ending = Event()
+    def __init__(self, options: ReplicaOptions) -> None:
+        """Raises: WindlassError as `windlass serve` does."""
+        if not Path(options.folder).is_dir():
+            raise UsageError(f"{options.folder} is not on {os.uname().nodename}; run this where all machines have it")
+        os.chdir(options.folder)
+        torch.set_num_threads(options.threads)
+        model, tokenizer = load(options.model, options.dtype, options.device, options.weights)
+        asked, watch = replace(options.serve, origins=()), SchedulerWatcher()  # the front answers browsers
+        self._service = started_service(model, tokenizer, asked, watch)
+        page = ViewApp(watch, tokenizer, self._service.status, asked.is_shown)
+        self._app = make_app(server_of(model, tokenizer, asked, self._service), page)
 
-    def start(self, asked: ReplicaOptions) -> str:
-        """Load the model and serve; returns where, as `http://127.0.0.1:40123`. Raises: WindlassError as `serve`."""
-        if not Path(asked.folder).is_dir():
-            raise UsageError(f"{asked.folder} is not on {os.uname().nodename}; run this where all machines have it")
-        os.chdir(asked.folder)
-        torch.set_num_threads(asked.threads)
-        host = LOOPBACK if asked.is_local else ray.util.get_node_ip_address()
-        options = replace(asked.serve, host=host, port=0, origins=())  # the front tells browsers
-        model, tokenizer = load(asked.model, asked.dtype, asked.device, asked.weights)
-        listener = bound(options.host, 0)
-        watch = SchedulerWatcher()
-        self._service = started_service(model, tokenizer, options, watch)
-        self._http = server_of(model, tokenizer, options, self._service, watch)
-        listener.listen()
-        self._thread = Thread(target=self._http.run, args=([listener],), name="windlass-replica", daemon=True)
-        self._thread.start()
-        return f"http://{host}:{listener.getsockname()[1]}"
+    async def answer(self, _: Affinity, scope: Scope, body: bytes) -> AsyncIterator[int | Message]:
+        """Yield the replica's number at once, and then the answer as it is written."""
+        yield await self.number()
+        async with aclosing(answered(self._app, scope, body)) as messages:
+            async for message in messages:
+                yield message
+
+    async def number(self, _: Affinity = ANY) -> int:
+        """The replica's number, from 0; a restarted replica has that of the lost one.
+
+        Raises: RuntimeError once the engine has stopped.
+        """
+        if not self._service.status().is_alive:
+            raise RuntimeError("the engine has stopped")
+        return int(serve.get_replica_context().rank.rank)
+
+    async def check_health(self) -> None:
+        """Let Ray Serve restart the replica once its engine has stopped."""
+        await self.number()
+
+    async def record_routing_stats(self) -> dict[str, int]:
+        """The number, for the router."""
+        return {"number": await self.number()}
+
+
+async def answered(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[Message]:
+    """Yield the messages of an application's answer; it sees a disconnect once they are no longer read."""
+    messages, is_over = asyncio.Queue[Message | None](), asyncio.Event()
+    request = iter([{"type": "http.request", "body": body}])
+
+    async def receive() -> Message:
+        for message in request:
+            return message
+        await is_over.wait()
+        return {"type": "http.disconnect"}
+
+    async def run() -> None:
+        try:
+            await app(scope, receive, messages.put)
+        finally:
+            messages.put_nowait(None)
+
+    task = asyncio.create_task(run())
+    try:
+        while (message := await messages.get()) is not None:
+            yield message
+        await task
+    finally:
+        is_over.set()
+
+
+class ReplicaSet:
+    """All replicas of a deployment. `live` has the numbers of those that last answered; `note` hears of changes."""
+
+    def __init__(self, handle: Any, count: int, note: Callable[[str], None]) -> None:
+        self._handle, self.count, self._note = handle, count, note
+        self.live = frozenset(range(count))
+
+    def answer(self, affinity: Affinity, scope: Scope, body: bytes) -> Any:
+        """Send a request; returns the items of `Replica.answer` as they come, with a method `cancel`."""
+        return self._handle.options(stream=True).answer.remote(affinity, scope, body)
 
     def wait(self) -> None:
-        """Returns once the server has ended. Raises: RuntimeError where its engine has stopped, or it fell over."""
-        assert self._thread is not None
-        assert self._service is not None
-        while self._thread.is_alive():
-            self._thread.join(LOOK_SECONDS)
-            if not (self._service.status().is_alive or self._is_ending.is_set()):
-                raise RuntimeError("the engine has stopped")
-        if not self._is_ending.is_set():
-            raise RuntimeError("the server has ended")
+        """Return once the router knows the number of each replica."""
+        for number in range(self.count):
+            self._handle.number.remote(Affinity(number=number)).result()
 
-    def end(self) -> None:
-        """Take no more requests, and end once those under way are finished or cut."""
-        self._is_ending.set()
-        if self._http is not None:
-            self._http.end()
-
-    def process(self) -> int:
-        """Its id."""
-        return os.getpid()
-
-
-MOST_PAUSE_S: Final = 60.0  # between two tries to start a replica again
+    def watch(self, is_over: Event) -> None:
+        """Keep `live` up to date until `is_over`."""
+        while not is_over.wait(LOOK_SECONDS):
+            try:
+                found = self._handle.broadcast("number").results(timeout_s=LOOK_TIMEOUT, return_exceptions=True)
+            except TimeoutError:
+                continue  # they are busy
+            except (RayError, DeploymentUnavailableError):
+                found = []
+            live = frozenset(each for each in found if isinstance(each, int))
+            for number in sorted(self.live - live):
+                self._note(f"replica {number} died; it is restarted")
+            for number in sorted(live - self.live):
+                self._note(f"replica {number} serves again")
+            self.live = live
 
 
-class Replicas(Places):
-    """So many replicas, each of which is started again whenever it dies. `note` is told of that.
+NUMBERED: Final = "/replicas/"
+OF_ONE: Final = ("/metrics", "/v1/cache")  # each replica has its own
+STREAM: Final = "text/event-stream"
 
-    To be used in one event loop.
+
+class Front:
+    """The application that clients talk to; it hands each request to a replica, and the answer on as it comes.
+
+    A client that takes nothing for `unread_seconds` is given up.
     """
 
-    def __init__(self, options: ReplicaOptions, count: int, gpus: int, note: Callable[[str], None]) -> None:
-        self._options, self._note = options, note
-        kind: Any = ray.remote(Replica)
-        self._kind = kind.options(num_cpus=options.threads, num_gpus=gpus, max_restarts=0, max_concurrency=4)
-        self._places = [Place(number) for number in range(count)]
-        self.actors: dict[int, Any] = {}
-        self._is_ending = False
-        self._keepers: list[asyncio.Task[None]] = []
+    def __init__(
+        self,
+        replicas: ReplicaSet,
+        limits: RequestLimits,
+        unread_seconds: float,
+        accept_seconds: float = ACCEPT_SECONDS,
+    ) -> None:
+        self._replicas, self._limits = replicas, limits
+        self._unread_seconds, self._accept_seconds = unread_seconds, accept_seconds
+        self.is_open, self._is_cut = True, False
+        self.under_way = set[asyncio.Task[None]]()
+        self._app: ASGIApp = BodyLimit(self._answer, limits.body_bytes)
 
-    @property
-    def places(self) -> Sequence[Place]:
-        return self._places
-
-    async def start(self) -> None:
-        """Returns once all of them serve. Raises: WindlassError where one cannot be started at all."""
-        started = [asyncio.get_running_loop().create_future() for _ in self.places]
-        self._keepers = [
-            asyncio.create_task(self._keep(place, first)) for place, first in zip(self.places, started, strict=True)
-        ]
-        await asyncio.gather(*started)
-
-    async def end(self, seconds: float) -> None:
-        """Let the replicas finish what is under way, for so long at most, and then end them."""
-        self._is_ending = True
-        calls = [actor.end.remote() for actor in self.actors.values()]
-        for call in calls:
-            with suppress(RayError):
-                await call
-        if self._keepers:
-            await asyncio.wait(self._keepers, timeout=seconds)
-        for keeper in self._keepers:
-            keeper.cancel()
-        await asyncio.gather(*self._keepers, return_exceptions=True)
-
-    async def _keep(self, place: Place, first: "asyncio.Future[None]") -> None:
-        pause = 1.0
-        while not self._is_ending:
-            actor = self.actors[place.number] = self._kind.remote()
-            try:
-                place.open(await actor.start.remote(self._options))
-                pause = 1.0
-                if first.done():
-                    self._note(f"replica {place.number} serves again")
-                else:
-                    first.set_result(None)
-                await actor.wait.remote()
-            except RayError as error:
-                if not first.done():
-                    first.set_exception(_cause(error))
-                    return
-                if not self._is_ending:
-                    self._note(f"replica {place.number} died ({_reason(error)}); it is started again")
-            finally:
-                await place.close()
-                ray.kill(actor)
-            if not self._is_ending:
-                await asyncio.sleep(pause)
-                pause = min(2 * pause, MOST_PAUSE_S)
-
-
-def _cause(error: RayError) -> BaseException:
-    cause = error.cause if isinstance(error, RayTaskError) else None
-    return cause if isinstance(cause, WindlassError | MemoryError) else error
-
-
-def _reason(error: RayError) -> str:
-    """Why a replica is gone, in a few words."""
-    cause = _cause(error)
-    if isinstance(cause, RayTaskError):
-        cause = cause.cause or cause
-    return "its process ended" if isinstance(cause, RayActorError) else str(cause).strip().rpartition("\n")[2]
-
-
-END_SECONDS: Final = 2 * CUT_SECONDS  # for replicas to end, beyond what requests under way have
-
-
-class FrontServer(uvicorn.Server):
-    """Runs until a signal comes: then no request is admitted, and those under way are finished or cut."""
-
-    def __init__(self, front: Front, replicas: Replicas, stop_seconds: float, origins: Sequence[str] = ()) -> None:
-        super().__init__(config_of(with_origins(front, origins)))
-        self._front, self._replicas, self._stop_seconds = front, replicas, stop_seconds
-        self._ending: asyncio.Task[None] | None = None
-        self._loop = asyncio.get_running_loop()
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End, and on a second signal at once."""
-        self._loop.call_soon_threadsafe(self.end)
-
-    def end(self) -> None:
-        """Admit nothing more; the server ends when the replicas have."""
-        self._front.is_open = False
-        if self._ending is not None:
-            self.should_exit = self.force_exit = True
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
             return
-        self._ending = asyncio.create_task(self._drain())
-
-    async def _drain(self) -> None:
         try:
-            await self._replicas.end(self._stop_seconds + END_SECONDS)
+            await self._app(scope, receive, send)
+        except (ClientGone, ClientDisconnect):
+            pass
+        except ApiError as error:
+            answer = error.answer()
+            answer.headers["x-request-id"] = f"req_{secrets.token_hex(12)}"
+            await answer(scope, receive, send)
+
+    def close(self) -> None:
+        """Admit no more requests."""
+        self.is_open = False
+
+    def drain(self, seconds: float) -> None:
+        """Return once requests under way have ended; after `seconds` they are cut, and told so."""
+        until = monotonic() + seconds
+        while self.under_way and monotonic() < until:
+            sleep(0.05)
+        self._is_cut = True
+        for task in list(self.under_way):
+            task.get_loop().call_soon_threadsafe(task.cancel)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = bare_path(scope)
+        if path in ("/health", "/ready"):
+            await self._health(path == "/ready")(scope, receive, send)
+            return
+        if not self.is_open:
+            raise stopping()
+        http = HttpRequest(scope, receive)
+        try:
+            async with asyncio.timeout(self._limits.body_seconds):
+                body = await http.body()
+        except TimeoutError:
+            told = f"the body did not come within {self._limits.body_seconds:g} s"
+            raise ApiError(408, told, None, "body_timeout") from None
+        if path.startswith(NUMBERED):
+            number, _, path = path.removeprefix(NUMBERED).partition("/")
+            affinity = Affinity(number=self._number(number))
+        elif path in OF_ONE or path.startswith(f"{OF_ONE[1]}/"):
+            raise ApiError(404, f"each replica has its own; ask {NUMBERED}0{path}", None, "unknown_route")
+        else:
+            affinity = Affinity(key_of(http.headers, body))
+        if not affinity.ranked(self._replicas.live):
+            raise _no_replica()
+        await unless_gone(receive, self._passed(affinity, {**scope, "path": f"/{path.lstrip('/')}"}, body, send))
+
+    async def _passed(self, affinity: Affinity, scope: Scope, body: bytes, send: Send) -> None:
+        """Raises: ApiError where no replica answers; ConnectionError in the middle of a whole answer."""
+        answers, head = self._replicas.answer(affinity, scope, body), None
+        task = asyncio.current_task()
+        assert task is not None
+        self.under_way.add(task)
+        try:
+            async with asyncio.timeout(self._accept_seconds):
+                number = await anext(answers)
+            async for message in answers:
+                if message["type"] == "http.response.start":
+                    head = Headers(raw=message["headers"])
+                    message["headers"] = [*message["headers"], (b"x-replica", str(number).encode())]
+                await self._sent(send, message)
+        except TimeoutError:
+            raise _busy() from None
+        except DeploymentUnavailableError:
+            raise _no_replica() from None
+        except (RayError, asyncio.CancelledError) as error:
+            if isinstance(error, asyncio.CancelledError) and not self._is_cut:
+                raise  # the client has gone
+            failed = stopping() if self._is_cut else _died()
+            if head is None:
+                raise failed from error
+            if not head.get("content-type", "").startswith(STREAM):
+                # The connection closes before the announced length: no client takes that for whole.
+                raise ConnectionError("the replica died in the middle of an answer") from error
+            await self._sent(send, {"type": "http.response.body", "body": event(failed.document())})
         finally:
-            self.should_exit = True
+            self.under_way.discard(task)
+            answers.cancel()
+
+    async def _sent(self, send: Send, message: Message) -> None:
+        try:
+            async with asyncio.timeout(self._unread_seconds):
+                await send(message)
+        except TimeoutError:
+            raise ClientGone from None
+
+    def _number(self, number: str) -> int:
+        most = self._replicas.count - 1
+        if not number.isdecimal() or len(number) > 6 or int(number) > most:
+            raise ApiError(404, f"there is no replica {number[:20]!r}; they are 0 to {most}", None, "unknown_route")
+        return int(number)
+
+    def _health(self, is_ready: bool) -> JsonAnswer:
+        live = self._replicas.live
+        if is_ready and not self.is_open:
+            raise stopping()
+        if not live:
+            raise _no_replica()
+        states = {str(number): "ok" if number in live else "down" for number in range(self._replicas.count)}
+        return JsonAnswer({"status": "ready" if is_ready else "ok", "replicas": states})
+
+
+def _busy() -> ApiError:
+    return ApiError(503, "all replicas are full; send it again", None, "replica_busy", RETRY_SECONDS)
+
+
+def _died() -> ApiError:
+    return ApiError(503, "the replica died; send it again", None, "replica_died", RETRY_SECONDS)
+
+
+def _no_replica() -> ApiError:
+    return ApiError(503, "no replica is there; they are restarted", None, "no_replica", 5 * RETRY_SECONDS)
+
+
+def deployed(options: ReplicaOptions, count: int, gpus: int, name: str, note: Callable[[str], None]) -> ReplicaSet:
+    """Start `count` replicas as the application `name` of Ray Serve, and return once all of them serve.
+
+    Raises: UsageError where a replica cannot be started.
+    """
+    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
+    logging.getLogger("ray.serve").setLevel(logging.ERROR)
+    serve.start(proxy_location="Disabled", logging_config=quiet)
+    deployment: Any = serve.deployment(
+        Replica,
+        num_replicas=count,
+        ray_actor_options={"num_cpus": options.threads, "num_gpus": gpus},
+        max_ongoing_requests=options.serve.rows + options.serve.limits.queue,
+        request_router_config={"request_router_class": AffinityRouter},
+        health_check_period_s=LOOK_SECONDS,
+        graceful_shutdown_wait_loop_s=0.1,
+        graceful_shutdown_timeout_s=CUT_SECONDS,
+        max_constructor_retry_count=1,
+        logging_config=quiet,
+    )
+    try:
+        handle = serve.run(deployment.bind(options), name=name, route_prefix=None, logging_config=quiet)
+    except RuntimeError as error:
+        raise _start_error(name) from error
+    replicas = ReplicaSet(handle, count, note)
+    replicas.wait()
+    return replicas
+
+
+def _start_error(name: str) -> UsageError:
+    """The error of a replica, the last line of the traceback that Ray Serve reports."""
+    [told] = [each.message for each in serve.status().applications[name].deployments.values()]
+    kind, _, problem = told.strip().rpartition("\n")[2].partition(": ")
+    return UsageError(problem if kind.startswith("windlass.") else f"a replica did not start: {kind}: {problem}")
 
 
 def serve_replicas(
     options: ReplicaOptions, count: int, gpus: int, say: Callable[[str], None], note: Callable[[str], None]
 ) -> int:
-    """Serve until a signal ends it; `say` is told the address once all replicas stand. Returns the exit code.
+    """Serve until a signal ends it; `say` is told the address once all replicas serve. Returns the exit code.
 
-    Raises: WindlassError where the address cannot be had, or a replica cannot be started.
+    Raises: UsageError where the address is taken, or a replica cannot be started.
     """
-    with bound(options.serve.host, options.serve.port) as listener:
-        asyncio.run(_served(listener, options, count, gpus, say, note))
+    asked, name, is_over = options.serve, f"windlass-{secrets.token_hex(4)}", Event()
+    with bound(asked.host, asked.port) as listener:
+        try:
+            replicas = deployed(options, count, gpus, name, note)
+            front = Front(replicas, asked.settings.request, asked.limits.unread_seconds)
+            drain = partial(front.drain, asked.stop_seconds)
+            http = DrainingServer(with_origins(front, asked.origins), front.close, drain)
+            Thread(target=replicas.watch, args=(is_over,), name="windlass-replicas", daemon=True).start()
+            listener.listen()
+            say(f"{address_of(asked.host, listener)}/v1 ({asked.name}, {count} replicas of {asked.rows} rows)")
+            http.run(sockets=[listener])
+        finally:
+            is_over.set()
+            serve.delete(name)
     return 0
-
-
-async def _served(
-    listener: socket.socket,
-    options: ReplicaOptions,
-    count: int,
-    gpus: int,
-    say: Callable[[str], None],
-    note: Callable[[str], None],
-) -> None:
-    asked = options.serve
-    replicas = Replicas(options, count, gpus, note)
-    try:
-        await replicas.start()
-        front = Front(replicas, asked.rows + asked.limits.queue, asked.settings.request)
-        server = FrontServer(front, replicas, asked.stop_seconds, asked.origins)
-        listener.listen()
-        say(f"{address_of(asked.host, listener)}/v1 ({asked.name}, {count} replicas of {asked.rows} rows)")
-        await server.serve(sockets=[listener])
-    finally:
-        await replicas.end(0.0)

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from ipaddress import ip_address
 from pathlib import Path
 from threading import Event, Thread
@@ -123,31 +124,38 @@ def config_of(app: ASGIApp) -> uvicorn.Config:
     )
 
 
-class HttpServer(uvicorn.Server):
-    """Runs until a signal comes: then no request is admitted, and those under way are finished or cut."""
+class DrainingServer(uvicorn.Server):
+    """Runs until a signal comes. Then `close` admits no more requests, and the server ends once `drain` returns."""
 
-    def __init__(self, server: Server, page: ViewApp | None = None) -> None:
-        super().__init__(config_of(make_app(server, page)))
-        self._server, self._is_ending = server, False
+    def __init__(self, app: ASGIApp, close: Callable[[], None], drain: Callable[[], None]) -> None:
+        super().__init__(config_of(app))
+        self._close, self._drain, self._is_ending = close, drain, False
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """End, and on a second signal at once."""
-        self.end(is_at_once=self._is_ending)
+        self.end()
 
-    def end(self, is_at_once: bool = False) -> None:
-        """Admit nothing more; the server ends when the engine has."""
-        self._server.gate.close()
-        if is_at_once:
+    def end(self) -> None:
+        """Begin to end; a second call ends at once."""
+        self._close()
+        if self._is_ending:
             self.should_exit = self.force_exit = True
-        if not self._is_ending:
-            self._is_ending = True
-            Thread(target=self._drain, name="windlass-serve-end", daemon=True).start()
+            return
+        self._is_ending = True
+        Thread(target=self._end, name="windlass-serve-end", daemon=True).start()
 
-    def _drain(self) -> None:
+    def _end(self) -> None:
         try:
-            self._server.service.stop(self._server.settings.stop_seconds)
+            self._drain()
         finally:
             self.should_exit = True
+
+
+class HttpServer(DrainingServer):
+    """The server of one model: requests under way are finished or cut when it ends."""
+
+    def __init__(self, server: Server, page: ViewApp | None = None) -> None:
+        drain = partial(server.service.stop, server.settings.stop_seconds)
+        super().__init__(make_app(server, page), server.gate.close, drain)
 
 
 class PromptProtocol(H11Protocol):
@@ -243,16 +251,11 @@ def scheduler_of(
 
 
 def server_of(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    asked: ServeOptions,
-    service: Service,
-    watch: SchedulerWatcher,
-) -> HttpServer:
-    """The server of an engine that runs, not yet on a socket."""
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, asked: ServeOptions, service: Service
+) -> Server:
+    """The routes of an engine that runs."""
     words = PromptTokenizer(tokenizer, end_of_text(model), vocabulary_of(model), marks_messages=asked.reuse_bytes > 0)
-    settings = replace(asked.settings, facts=ModelFacts.of(model))
-    return HttpServer(Server(service, words, settings), ViewApp(watch, tokenizer, service.status, asked.is_shown))
+    return Server(service, words, replace(asked.settings, facts=ModelFacts.of(model)))
 
 
 def serve(
@@ -271,7 +274,8 @@ def serve(
         watch = SchedulerWatcher()
         service = started(model, tokenizer, asked, watch)
         try:
-            http = server_of(model, tokenizer, asked, service, watch)
+            page = ViewApp(watch, tokenizer, service.status, asked.is_shown)
+            http = HttpServer(server_of(model, tokenizer, asked, service), page)
             limit, rows = service.status().bytes_limit, service.status().total_rows
             listener.listen()  # from here on clients can connect; they are answered in a moment
             say(f"{address_of(asked.host, listener)}/v1 ({asked.name}, {rows} rows, {limit:,} bytes)")
