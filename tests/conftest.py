@@ -2,11 +2,16 @@
 
 import os
 from collections import Counter, defaultdict
+from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
+from secrets import token_hex
 from typing import TYPE_CHECKING
 from zlib import crc32
 
 os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["RAY_AUTH_MODE"] = "token"  # read when Ray is imported, which some test modules do
+os.environ["RAY_AUTH_TOKEN"] = token_hex(32)
 os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"  # without it no product on a GPU is deterministic
 
 import jaxtyping
@@ -24,6 +29,7 @@ from transformers import PreTrainedModel
 
 import tests.helpers.checked
 import windlass
+from windlass.evals.ray_cluster import connected
 from windlass.testing import VOCABULARY, tiny_model
 
 for name in [each for each in os.environ if each.startswith("WINDLASS_") and each != "WINDLASS_CPU"]:
@@ -105,6 +111,15 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 @pytest.fixture(autouse=True)
 def _seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(scope="session")
+def ray() -> Iterator[None]:
+    """A local Ray with three processors."""
+    if find_spec("ray") is None:
+        pytest.skip("needs windlass[ray]")
+    with connected("local", 3):
+        yield
 
 
 @pytest.fixture

@@ -105,6 +105,8 @@ def _opening(messages: list[Any]) -> list[Any]:
 class AffinityRouter(RequestRouter):
     """Ranks replicas by the affinity of a request, its first argument; a full replica spills over to the next."""
 
+    queue_len_response_deadline_s = max_queue_len_response_deadline_s = ACCEPT_SECONDS  # a busy one is not a full one
+
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:

@@ -11,7 +11,8 @@ import pytest
 
 from tests.helpers.processes import is_alive
 from tests.helpers.serving import soon
-from windlass.core.launch import MARK
+from windlass.core.errors import UsageError
+from windlass.core.launch import MARK, Launch
 
 RANK = """
 import os, pathlib, signal, sys, time
@@ -48,3 +49,13 @@ def test_a_rank_ends_with_its_starter(tmp_path: Path, mark: dict[str, str], heed
         assert is_alive(rank)
         os.kill(rank, signal.SIGKILL)
     assert (tmp_path / "term").exists() is bool(mark)
+
+
+def test_a_process_alone_is_told_how_to_start_others() -> None:
+    with pytest.raises(UsageError, match=r"RANK, LOCAL_RANK.* not set\); start it with `torchrun --nproc-per"):
+        Launch.of({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
+    with pytest.raises(UsageError, match="must be numbers"):
+        Launch.of({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
+    assert Launch.of(
+        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
+    ) == Launch(3, 1, 4, "host")

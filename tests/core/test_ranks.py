@@ -15,7 +15,6 @@ import windlass
 from tests.helpers import ranks
 from tests.helpers.ranks import Case, Found
 from tests.helpers.scorers import scorer_of
-from windlass.core.launch import Launch
 
 # Plans that leave each rank its own kv heads, and plans that give each rank all of them.
 SPLIT = ("llama", "mistral", "qwen3", "gemma2", "cohere", "granite")
@@ -219,13 +218,3 @@ def test_a_rank_that_dies_ends_the_engine_of_the_other(of_ranks: dict[str, list[
     survivor, *dead = of_ranks["a rank dies"]
     assert survivor.error == "lost: the engine has stopped; start the server again"
     assert dead == [Found()] * len(dead)
-
-
-def test_a_process_alone_is_told_how_to_start_others() -> None:
-    with pytest.raises(windlass.UsageError, match=r"RANK, LOCAL_RANK.* not set\); start it with `torchrun --nproc-per"):
-        Launch.of({"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"})
-    with pytest.raises(windlass.UsageError, match="must be numbers"):
-        Launch.of({"RANK": "x", "LOCAL_RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"})
-    assert Launch.of(
-        {"RANK": "3", "LOCAL_RANK": "1", "WORLD_SIZE": "4", "MASTER_ADDR": "host", "MASTER_PORT": "1"}
-    ) == Launch(3, 1, 4, "host")
