@@ -46,7 +46,7 @@ def spread(asked: Any, workers: int, note: Callable[[str], None]) -> Any:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Those of cases, in an order of their own, without their times."""
+    """Lines of cases, in an order of their own, without their times."""
     rows = [json.loads(row) for row in path.read_text().splitlines()]
     assert rows[0].pop("kind") == "header"
     return sorted(
@@ -55,7 +55,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def quiet(*_: object) -> None:
-    """What nobody is told."""
+    """A listener that ignores everything."""
 
 
 def alone(asked: EvalOptions) -> list[dict[str, Any]]:

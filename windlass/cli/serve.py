@@ -89,7 +89,7 @@ StopSeconds = Annotated[
 
 @dataclass(frozen=True)
 class ServeArguments:
-    """Where is listened, and how much is taken."""
+    """The address of a server, and its limits."""
 
     rows: Rows = 4
     kinds: Kinds = None
@@ -177,7 +177,7 @@ def check_replicas(asked: ServeArguments, is_parallel: bool) -> None:
 
 
 def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "ServeOptions":
-    """What was typed, as the server takes it. Raises: UsageError for what cannot be honoured."""
+    """Return the options of the server. Raises: UsageError for an option that cannot be honoured."""
     from windlass.cli.session import cache_options, kinds_of
     from windlass.engine.request import EngineLimits
     from windlass.serve.run import ServeOptions

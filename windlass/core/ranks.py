@@ -103,7 +103,7 @@ class RankHeads:
         return tuple(range(self.ranks.number * count, (self.ranks.number + 1) * count))
 
     def in_all(self, count: int) -> int:
-        """How many heads a layer has of which this rank has `count`."""
+        """The number of heads of a layer of which this rank has `count`."""
         return count * self.ranks.size if self.is_split else count
 
     @property

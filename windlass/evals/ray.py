@@ -57,7 +57,7 @@ class Worker:
 
 @dataclass(frozen=True)
 class Crew:
-    """How many workers, and what each has of its machine."""
+    """The number of workers, and the share of its machine that each has."""
 
     workers: int
     threads: int

@@ -1,4 +1,4 @@
-"""Where the processes are: a Ray of our own on this machine, or a cluster that runs already.
+"""A Ray of our own on this machine, or a cluster that runs already.
 
 Ray reads its environment when it is first imported, so it is imported here, once that is set, and nowhere before.
 """

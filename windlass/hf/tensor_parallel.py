@@ -1,4 +1,4 @@
-"""What a rank has of a model that transformers' tensor-parallel plan has spread over several processes.
+"""The part of a rank in a model that transformers' tensor-parallel plan has spread over several processes.
 
 Attention there sees the plain tensors of this rank's heads, while the config still tells those of the whole model. So
 what a rank has is looked at in a pass, and not computed.
@@ -41,7 +41,7 @@ SLOTS_AXIS: Final = 2  # of tensors with a head axis before it; ranks may hold d
 
 
 def plan_of_processes(weights: str = AUTO_WEIGHTS) -> dict[str, Any]:
-    """What `from_pretrained` takes for a model that the processes of `torchrun` load together; lets them meet.
+    """Let the processes of `torchrun` meet, and return the arguments with which `from_pretrained` loads a shared model.
 
     Raises: UsageError where `torchrun` did not start this process, for codes of `weights`, and for libraries that
     are missing or too old.
@@ -102,7 +102,7 @@ def _check_heads(model: PreTrainedModel, size: int) -> None:
 
 
 def heads_of(ranks: Ranks, probe: Probe, kinds: LayerKinds) -> RankHeads:
-    """What this rank has of each layer's heads, as a pass of the model on all ranks showed. A collective call.
+    """Return this rank's heads in each layer, as a pass of the model on all ranks showed. A collective call.
 
     Raises: UnsupportedModel where layers differ, or each rank has all queries and some keys.
     """
@@ -200,7 +200,7 @@ def _is_alike(positions: Tensor, policy: Policy) -> bool:
 
 
 def _head_axis(name: str, is_alike: bool) -> int | None:
-    """Which axis of a layer's tensor counts heads; None where the tensor is the same on all ranks.
+    """The axis of a layer's tensor that counts heads; None where the tensor is the same on all ranks.
 
     `is_alike`: whether its heads share positions, and so what is kept of each slot.
     """

@@ -190,7 +190,7 @@ class Server:
         return self._builder.built(body, [prompt], grammars, self.service.limits.max_tokens, tenant)
 
     def _partial(self, body: ChatRequest, asked: GenerationRequest) -> PartialText:
-        """What reads a text of a chat: its thought, if its model thinks, and calls of the tools that it was given."""
+        """Return the reader of a chat's text, of thoughts where its model thinks, and of calls of the given tools."""
         names = body.function_names
         calls = CallReader(names, body.choice != "auto") if names and body.choice != "none" else None
         begun = asked.has_begun_thought
@@ -210,7 +210,7 @@ class Server:
         return self._builder.built(body, prompts, (), LEGACY_MAX_TOKENS, tenant)
 
     def _echoing(self, body: CompletionRequest, asked: GenerationRequest) -> list[PartialText]:
-        """What reads the texts of completions, which begin with their prompts where that is asked for."""
+        """Return the readers of completions, which begin with their prompts where `echo` asks for them."""
         if not body.echo:
             return [PartialText() for _ in asked.requests]
         texts = [each if isinstance(each, str) else None for each in body.prompts]

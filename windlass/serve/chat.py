@@ -149,7 +149,7 @@ class PartialText:
 
 @dataclass(frozen=True)
 class AnswerHeader:
-    """What the documents of one answer share. `top_logprobs`: None where no log probabilities were asked for."""
+    """Facts that all documents of an answer share. `top_logprobs` is None where no log probabilities were asked for."""
 
     words: PromptTokenizer
     model: str
@@ -197,7 +197,7 @@ class AnswerDocuments(ABC):
 
 
 class _Documents:
-    """What stands around the choices."""
+    """The frame around the choices."""
 
     def __init__(self, head: AnswerHeader, prefix: str, kind: str) -> None:
         self.head, self._kind = head, kind
@@ -215,7 +215,7 @@ class _Documents:
         return {**self._common, "object": kind, "choices": choices, "usage": usage}
 
     def ending(self, kind: str, texts: Sequence[PartialText]) -> bytes:
-        """What all texts took, if it was asked for, and the end."""
+        """Return the usage of all texts, if it was asked for, and the end."""
         return (event(self.whole(kind, [], texts)) if self.head.has_usage else b"") + DONE
 
     def closed(self, chunk: dict[str, Any], written: PartialText) -> dict[str, Any]:

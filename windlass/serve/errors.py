@@ -22,7 +22,7 @@ def to_json(document: Any) -> bytes:
 
 
 def from_json(body: bytes) -> Any:
-    """What `body` says. Raises: ValueError for what is no JSON, and for half a pair of surrogates."""
+    """Return the document of `body`. Raises: ValueError for text that is no JSON, and for half a pair of surrogates."""
     try:
         document = json.loads(body.decode("utf-8"), parse_constant=_refused)
         if not _is_flat(document):
@@ -178,7 +178,7 @@ def _field_error(error: Mapping[str, Any], document: Any) -> FieldError:
 
 
 def of_usage(error: UsageError, param: str | None = None) -> ApiError:
-    """What the library refused."""
+    """A value that the library refused."""
     return ApiError(400, str(error), param or _param_of(str(error)), "invalid_value")
 
 
@@ -232,7 +232,7 @@ class RequestLimits:
 
 @dataclass(frozen=True)
 class ServerSettings:
-    """How a server behaves. `name`: the model's, for clients; `keys`: one of them must come with each request, none:
+    """Settings of a server. `name`: the model's, for clients; `keys`: one of them must come with each request, none:
     no key is asked for. A comment goes to a silent stream after `ping_seconds`."""
 
     name: str

@@ -24,7 +24,7 @@ Schema = Mapping[str, Any]
 
 
 class JsonGrammar(Grammar):
-    """What llguidance allows. An end-of-text token is allowed where the JSON is complete."""
+    """The tokens that llguidance allows. An end-of-text token is allowed where the JSON is complete."""
 
     def __init__(self, matcher: LLMatcher, vocabulary: int) -> None:
         self._matcher, self._vocabulary = matcher, vocabulary

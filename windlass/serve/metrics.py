@@ -37,7 +37,7 @@ COUNTERS: Final = {
 
 
 class Metrics:
-    """What the server counts by itself, and what its engine tells when it is asked."""
+    """Counters of the server, and the status of its engine at the moment of asking."""
 
     content_type: Final = CONTENT_TYPE_LATEST
 
@@ -106,7 +106,7 @@ class ModelFacts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "ModelFacts":
-        """Those of a model that was loaded; one that has no files is as old as the server."""
+        """Return the facts of a loaded model. A model without files is as old as the server."""
         trained, folder = trained_length(model.config.get_text_config()), _folder_of(model.name_or_path or "")
         found = [] if folder is None else [path for each in WEIGHTS for path in folder.glob(each)]
         if folder is not None and not found and (folder / CONFIG).exists():

@@ -1,4 +1,4 @@
-"""What every request passes before its route: pure ASGI, so that routes still see when a client has gone."""
+"""Middleware before the routes: pure ASGI, so that routes still see when a client has gone."""
 
 import hashlib
 import hmac

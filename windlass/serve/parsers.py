@@ -13,7 +13,7 @@ from windlass.serve.errors import BadField
 
 
 def begun(text: str, mark: str) -> int:
-    """How many signs at the end of `text` may become `mark`, which is not whole there."""
+    """The number of signs at the end of `text` that may become `mark`, which is not whole there."""
     return next((n for n in range(min(len(text), len(mark) - 1), 0, -1) if mark.startswith(text[-n:])), 0)
 
 
@@ -56,7 +56,7 @@ class ThoughtReader:
         return self._at in (_At.GAP, _At.ANSWER)
 
     def feed(self, piece: str) -> TextPart:
-        """What is certain now that `piece` came; what may belong to a mark is held back."""
+        """Return the text that is certain now that `piece` came. Text that may belong to a mark is held back."""
         self._held += piece
         thought = ""
         if self._at is _At.START:
@@ -72,7 +72,7 @@ class ThoughtReader:
         return TextPart(text, thought)
 
     def end(self) -> TextPart:
-        """What was held back. A thought that was cut off is no answer."""
+        """Return the text that was held back. A thought that was cut off is no answer."""
         held, self._held = self._held, ""
         is_thought = self._at is _At.THOUGHT or (self._at is _At.START and self._is_open)
         return TextPart(thought=held.rstrip()) if is_thought else TextPart(held)
@@ -160,7 +160,7 @@ class CallReader:
         return given
 
     def end(self) -> tuple[str, list[Call]]:
-        """What is left of the text, and the calls."""
+        """Return the rest of the text, and the calls."""
         held, self._held = self._held, ""
         if not self._is_text and (call := self._call(held)) is not None:
             return "", [call]

@@ -203,7 +203,7 @@ PROBE: Final = "☺"  # which tokenizers of SentencePiece join to no text behind
 
 @dataclass(frozen=True)
 class Infill:
-    """How a tokenizer marks a gap. `middle` is None where the suffix comes first; tokens of `ends` end the text."""
+    """Marks of a gap in a tokenizer's text. `middle` is None where the suffix comes first; tokens of `ends` end the text."""
 
     prefix: int
     suffix: int
@@ -248,7 +248,7 @@ class Echo:
     def of(
         cls, tokenizer: PreTrainedTokenizerBase, text: str | None, tokens: tuple[int, ...], lead: tuple[int, ...]
     ) -> "Echo":
-        """That of a prompt whose first tokens, `lead`, no text shows; `text` is None for a prompt of token ids."""
+        """Return the echo of a prompt whose first tokens, `lead`, no text shows. `text` is None for token ids."""
         decoder, read, offsets = codecs.getincrementaldecoder("utf-8")("replace"), "", []
         before = lead if tokens[: len(lead)] == lead else ()
         for token in tokens[len(before) :]:
@@ -459,7 +459,7 @@ class PromptTokenizer:
         return source, text, form
 
     def stops(self, strings: Sequence[str]) -> Stops:
-        """What ends a text: the model's own tokens, and these strings."""
+        """Return the stops of a text: the model's own tokens, and these strings."""
         return stops_of(list(strings) or None, self.tokenizer, self.ends, self.vocabulary)
 
     def shown(self, token: int) -> tuple[str, list[int] | None]:

@@ -35,7 +35,7 @@ class GenerationRequest:
 
     @property
     def options(self) -> CacheOptions:
-        """Those of every text's row."""
+        """The options of the row of every text."""
         return self.requests[0].options
 
 
@@ -91,7 +91,7 @@ def max_seconds_of(body: TextRequest, most: float | None) -> float | None:
 
 
 def parts_of(chunks: Recompute | None, prompt: Prompt) -> PromptParts | None:
-    """What is asked of the chunks of a prompt; None where it has none.
+    """Return the request for the chunks of a prompt; None for a prompt without chunks.
 
     Raises: BadField for a mode that there is not, or one that nothing asks for.
     """

@@ -100,12 +100,12 @@ def bound(host: str, port: int) -> socket.socket:
 
 
 def address_of(host: str, listener: socket.socket) -> str:
-    """What clients call it: `"http://127.0.0.1:8000"`."""
+    """Return the address for clients: `"http://127.0.0.1:8000"`."""
     return f"http://{f'[{host}]' if ':' in host else host}:{listener.getsockname()[1]}"
 
 
 def config_of(app: ASGIApp) -> uvicorn.Config:
-    """How `app` is listened for."""
+    """Return the configuration of uvicorn for `app`."""
     return uvicorn.Config(
         app,
         http=PromptProtocol,
@@ -183,7 +183,7 @@ class PromptProtocol(H11Protocol):
 
 @dataclass(frozen=True)
 class ServeOptions:
-    """How a server is started. `name`: the model's, for clients; `rows` of these `options`: texts at once; `kinds` are
+    """Options of a server. `name`: the model's, for clients; `rows` of these `options`: texts at once; `kinds` are
     further rows, of other options. `reuse_bytes` are for the beginnings of prompts, which go to files of
     `reuse_folder`, too, of `disk_bytes` in all, if there is one. `is_shown`: the page at `/` shows what all requests
     hold, to whoever has a key. Pages of these `origins` may read answers in a browser."""
@@ -221,7 +221,7 @@ class ServeOptions:
 
     @property
     def settings(self) -> ServerSettings:
-        """What of it the routes go by."""
+        """The settings of the routes."""
         hosts = hosts_of(self.host, self.keys)
         # Files outlive the server, and are found by the names of their owners only.
         salt = None if self.reuse_folder is None else salt_of(self.reuse_folder)

@@ -71,7 +71,7 @@ class Tickets:
                 self._service.cancel(ticket)
 
     async def events(self, ping_seconds: float) -> AsyncIterator[list[tuple[int, Event]]]:
-        """What came since the last time, each event with the number of its text, until all texts have ended.
+        """Yield the events since the last time, each with the number of its text, until all texts have ended.
 
         An empty list after `ping_seconds` of silence.
         """
@@ -118,7 +118,7 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, Outcome]) -> Outcome:
-    """What `work` gives; it is cancelled once the client has closed its connection. The body must have been read.
+    """Return the outcome of `work`, which is cancelled once the client closes its connection. Read the body before.
 
     Raises: ClientGone then.
     """
