@@ -6,14 +6,14 @@ Replicas are applications in this process; a stand-in for the handle of Ray Serv
 import asyncio
 import json
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 from starlette.datastructures import Headers
-from starlette.types import ASGIApp, Scope
+from starlette.types import Receive, Scope, Send
 
 from tests.helpers.serving import (
     NAME,
@@ -37,72 +37,54 @@ from ray.exceptions import RayActorError
 
 from windlass.serve.app import Server, make_app
 from windlass.serve.errors import RequestLimits, ServerSettings
-from windlass.serve.replicas import Affinity, Front, Replica, ReplicaSet, answered, key_of
+from windlass.serve.replicas import ANY, Affinity, Front, Replica, ReplicaSet, key_of
 from windlass.serve.run import DrainingServer, bound
 
 
-class Answers:
-    """The answer of an application, until it is cancelled or its replica dies."""
+class Scripted(Replica):
+    """A replica in this process, whose engine is scripted."""
 
-    def __init__(self, app: ASGIApp | None, number: int, scope: Scope, body: bytes) -> None:
-        self._items = asyncio.Queue[Any]()
-        self._task = asyncio.create_task(self._run(app, number, scope, body))
-        self.loop = asyncio.get_running_loop()
+    def __init__(self, service: ScriptedService, settings: ServerSettings, number: int) -> None:
+        self._service, self._app, self._number = service, self._mortal, number
+        self._server = make_app(Server(service, words(), settings))
+        self.under_way = set[asyncio.Task[None]]()
 
-    async def _run(self, app: ASGIApp | None, number: int, scope: Scope, body: bytes) -> None:
-        if app is not None:
-            self._items.put_nowait(number)
-            messages = answered(app, scope, body)
-            try:
-                async for message in messages:
-                    self._items.put_nowait(message)
-                self._items.put_nowait(StopAsyncIteration())
-            finally:
-                await messages.aclose()
+    async def number(self, _: Affinity = ANY) -> int:
+        return self._number
 
-    def __aiter__(self) -> "Answers":
-        return self
-
-    async def __anext__(self) -> Any:
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    def cancel(self) -> None:
-        self._task.cancel()
+    async def _mortal(self, scope: Scope, receive: Receive, send: Send) -> None:
+        task = asyncio.ensure_future(self._server(scope, receive, send))
+        self.under_way.add(task)
+        task.add_done_callback(self.under_way.discard)
+        try:
+            await task
+        except asyncio.CancelledError:
+            raise RayActorError from None
 
     def die(self) -> None:
-        self._items.put_nowait(RayActorError())
+        for task in self.under_way:
+            task.get_loop().call_soon_threadsafe(task.cancel)
 
 
-@dataclass
-class Scripted(ReplicaSet):
-    """Replicas whose engines are scripted, each of which takes `most` requests."""
+class ScriptedSet(ReplicaSet):
+    """Replicas of which each takes `most` requests."""
 
-    apps: list[ASGIApp]
-    most: int
-    sent: list[tuple[int, Answers]] = field(default_factory=list)
+    def __init__(self, replicas: Sequence[Scripted], most: int) -> None:
+        self.all, self.most, self.count = replicas, most, len(replicas)
+        self.live = frozenset(range(self.count))
 
-    def __post_init__(self) -> None:
-        self.count, self.live = len(self.apps), frozenset(range(len(self.apps)))
-
-    def answer(self, affinity: Affinity, scope: Scope, body: bytes) -> Answers:
-        free = (each for each in affinity.ranked(self.live) if len(self.under_way(each)) < self.most)
-        number = next(free, None)
-        if number is None:
-            return Answers(None, -1, scope, body)
-        self.sent.append((number, Answers(self.apps[number], number, scope, body)))
-        return self.sent[-1][1]
-
-    def under_way(self, number: int) -> list[Answers]:
-        return [each for at, each in self.sent if at == number and not each._task.done()]
+    async def answer(self, affinity: Affinity, scope: Scope, body: bytes) -> AsyncGenerator[Any]:
+        free = [each for each in affinity.ranked(self.live) if len(self.all[each].under_way) < self.most]
+        if not free:
+            await asyncio.Event().wait()
+        async with aclosing(self.all[free[0]].answer(affinity, scope, body)) as items:
+            async for item in items:
+                yield item
 
     def lose(self, number: int) -> None:
         """Let a replica die."""
         self.live -= {number}
-        for each in self.under_way(number):
-            each.loop.call_soon_threadsafe(each.die)
+        self.all[number].die()
 
 
 @dataclass
@@ -110,7 +92,7 @@ class Fronted:
     port: int
     front: Front
     http: DrainingServer
-    replicas: Scripted
+    replicas: ScriptedSet
 
     def replica_of(self, session: str) -> int:
         key = key_of(Headers({"x-session-id": session}), b"")
@@ -132,7 +114,7 @@ def fronted(
 ) -> Iterator[Fronted]:
     """A front before applications, until the end of the block."""
     settings = ServerSettings(NAME, keys, hosts=("localhost",))
-    replicas = Scripted([make_app(Server(each, words(), settings)) for each in services], most)
+    replicas = ScriptedSet([Scripted(each, settings, number) for number, each in enumerate(services)], most)
     front = Front(replicas, RequestLimits(**limits), unread_seconds, accept_seconds=0.3)
     http = DrainingServer(front, front.close, lambda: front.drain(stop_seconds))
     listener = bound("127.0.0.1", 0)
@@ -244,7 +226,7 @@ def test_full_replicas_say_when_to_come_back() -> None:
         assert refused.headers["retry-after"] == "1"
         assert refused.headers["x-request-id"].startswith("req_")
         clients[0].close()
-        assert soon(lambda: not front.replicas.under_way(0))
+        assert soon(lambda: not front.replicas.all[0].under_way)
         again = RawClient(front.port)
         again.post("/v1/completions", complete(stream=True), X_Session_Id=name)
         assert b"x-replica: 0" in again.until(b'"a"'), "a place that is left is a place"

@@ -1,6 +1,5 @@
 """Replicas of the shipped model on Ray Serve: under load one is killed, and everybody is told something."""
 
-import json
 import os
 import signal
 import threading
@@ -100,25 +99,12 @@ class Asker(threading.Thread):
 
     def _asked(self) -> tuple[str, str]:
         """The replica that answered, and how it ended."""
-        client = RawClient(self.port)
-        try:
-            # A length that no end of a text cuts short: half a second of writing, or so.
-            body = complete(stream=self.is_streamed, max_tokens=150, **ENDLESS)
-            client.post("/v1/completions", body, X_Session_Id=self.session)
-            head = client.until(b"\r\n\r\n")
-            replica = head.partition(b"x-replica: ")[2][:1].decode()
-            if b"text/event-stream" in head:
-                rest = client.answer_rest()
-                return replica, "whole" if b"data: [DONE]" in rest else _code(rest)
-            length = int(head.lower().partition(b"content-length: ")[2].partition(b"\r")[0])
-            document = json.loads(client._exactly(length))
-            return replica, "whole" if "choices" in document else str(document["error"]["code"])
-        finally:
-            client.close()
-
-
-def _code(rest: bytes) -> str:
-    return rest.partition(b'"code":"')[2].partition(b'"')[0].decode()
+        # A length that no end of a text cuts short: half a second of writing, or so.
+        body = complete(stream=self.is_streamed, max_tokens=150, **ENDLESS)
+        answer = ask(self.port, "/v1/completions", body, X_Session_Id=self.session)
+        code = answer.body.partition(b'"code":"')[2].partition(b'"')[0].decode()
+        is_whole = b"[DONE]" in answer.body if self.is_streamed else answer.status == 200
+        return answer.headers.get("x-replica", ""), "whole" if is_whole else code
 
 
 @pytest.mark.slow

@@ -203,7 +203,7 @@ PROBE: Final = "☺"  # which tokenizers of SentencePiece join to no text behind
 
 @dataclass(frozen=True)
 class Infill:
-    """Marks of a gap in a tokenizer's text. `middle` is None where the suffix comes first; tokens of `ends` end the text."""
+    """A tokenizer's marks of a gap. `middle` is None where the suffix comes first; tokens of `ends` end the text."""
 
     prefix: int
     suffix: int

@@ -10,7 +10,7 @@ import json
 import logging
 import os
 import secrets
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
+from collections.abc import AsyncGenerator, Callable, Iterable
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -146,12 +146,34 @@ class Replica:
         page = ViewApp(watch, tokenizer, self._service.status, asked.is_shown)
         self._app = make_app(server_of(model, tokenizer, asked, self._service), page)
 
-    async def answer(self, _: Affinity, scope: Scope, body: bytes) -> AsyncIterator[int | Message]:
-        """Yield the replica's number at once, and then the answer as it is written."""
-        yield await self.number()
-        async with aclosing(answered(self._app, scope, body)) as messages:
-            async for message in messages:
+    async def answer(self, _: Affinity, scope: Scope, body: bytes) -> AsyncGenerator[int | Message]:
+        """Yield the replica's number at once, and then the messages of the answer as they are written.
+
+        The application sees a disconnect once they are no longer read.
+        """
+        messages, is_over = asyncio.Queue[Message | None](), asyncio.Event()
+        request = iter([{"type": "http.request", "body": body}])
+
+        async def receive() -> Message:
+            for message in request:
+                return message
+            await is_over.wait()
+            return {"type": "http.disconnect"}
+
+        async def run() -> None:
+            try:
+                await self._app(scope, receive, messages.put)
+            finally:
+                messages.put_nowait(None)
+
+        task = asyncio.create_task(run())
+        try:
+            yield await self.number()
+            while (message := await messages.get()) is not None:
                 yield message
+            await task
+        finally:
+            is_over.set()
 
     async def number(self, _: Affinity = ANY) -> int:
         """The replica's number, from 0; a restarted replica has that of the lost one.
@@ -171,32 +193,6 @@ class Replica:
         return {"number": await self.number()}
 
 
-async def answered(app: ASGIApp, scope: Scope, body: bytes) -> AsyncGenerator[Message]:
-    """Yield the messages of an application's answer; it sees a disconnect once they are no longer read."""
-    messages, is_over = asyncio.Queue[Message | None](), asyncio.Event()
-    request = iter([{"type": "http.request", "body": body}])
-
-    async def receive() -> Message:
-        for message in request:
-            return message
-        await is_over.wait()
-        return {"type": "http.disconnect"}
-
-    async def run() -> None:
-        try:
-            await app(scope, receive, messages.put)
-        finally:
-            messages.put_nowait(None)
-
-    task = asyncio.create_task(run())
-    try:
-        while (message := await messages.get()) is not None:
-            yield message
-        await task
-    finally:
-        is_over.set()
-
-
 class ReplicaSet:
     """All replicas of a deployment. `live` has the numbers of those that last answered; `note` hears of changes."""
 
@@ -204,14 +200,14 @@ class ReplicaSet:
         self._handle, self.count, self._note = handle, count, note
         self.live = frozenset(range(count))
 
-    def answer(self, affinity: Affinity, scope: Scope, body: bytes) -> Any:
-        """Send a request; returns the items of `Replica.answer` as they come, with a method `cancel`."""
-        return self._handle.options(stream=True).answer.remote(affinity, scope, body)
-
-    def wait(self) -> None:
-        """Return once the router knows the number of each replica."""
-        for number in range(self.count):
-            self._handle.number.remote(Affinity(number=number)).result()
+    async def answer(self, affinity: Affinity, scope: Scope, body: bytes) -> AsyncGenerator[Any]:
+        """Yield the items of `Replica.answer` of the replica that suits best, and end the request when closed."""
+        items = self._handle.options(stream=True).answer.remote(affinity, scope, body)
+        try:
+            async for item in items:
+                yield item
+        finally:
+            items.cancel()
 
     def watch(self, is_over: Event) -> None:
         """Keep `live` up to date until `is_over`."""
@@ -306,35 +302,35 @@ class Front:
 
     async def _passed(self, affinity: Affinity, scope: Scope, body: bytes, send: Send) -> None:
         """Raises: ApiError where no replica answers; ConnectionError in the middle of a whole answer."""
-        answers, head = self._replicas.answer(affinity, scope, body), None
-        task = asyncio.current_task()
+        task, head = asyncio.current_task(), None
         assert task is not None
         self.under_way.add(task)
+        task.add_done_callback(self.under_way.discard)
         try:
-            async with asyncio.timeout(self._accept_seconds):
-                number = await anext(answers)
-            async for message in answers:
-                if message["type"] == "http.response.start":
-                    head = Headers(raw=message["headers"])
-                    message["headers"] = [*message["headers"], (b"x-replica", str(number).encode())]
-                await self._sent(send, message)
+            async with aclosing(self._replicas.answer(affinity, scope, body)) as answer:
+                async with asyncio.timeout(self._accept_seconds):
+                    number = await anext(answer)
+                async for message in answer:
+                    if message["type"] == "http.response.start":
+                        head = Headers(raw=message["headers"])
+                        message["headers"] = [*message["headers"], (b"x-replica", str(number).encode())]
+                    await self._sent(send, message)
         except TimeoutError:
-            raise _busy() from None
+            told = "all replicas are full; send it again"
+            raise ApiError(503, told, None, "replica_busy", RETRY_SECONDS) from None
         except DeploymentUnavailableError:
             raise _no_replica() from None
         except (RayError, asyncio.CancelledError) as error:
             if isinstance(error, asyncio.CancelledError) and not self._is_cut:
                 raise  # the client has gone
-            failed = stopping() if self._is_cut else _died()
+            died = ApiError(503, "the replica died; send it again", None, "replica_died", RETRY_SECONDS)
+            failed = stopping() if self._is_cut else died
             if head is None:
                 raise failed from error
             if not head.get("content-type", "").startswith(STREAM):
                 # The connection closes before the announced length: no client takes that for whole.
                 raise ConnectionError("the replica died in the middle of an answer") from error
             await self._sent(send, {"type": "http.response.body", "body": event(failed.document())})
-        finally:
-            self.under_way.discard(task)
-            answers.cancel()
 
     async def _sent(self, send: Send, message: Message) -> None:
         try:
@@ -359,14 +355,6 @@ class Front:
         return JsonAnswer({"status": "ready" if is_ready else "ok", "replicas": states})
 
 
-def _busy() -> ApiError:
-    return ApiError(503, "all replicas are full; send it again", None, "replica_busy", RETRY_SECONDS)
-
-
-def _died() -> ApiError:
-    return ApiError(503, "the replica died; send it again", None, "replica_died", RETRY_SECONDS)
-
-
 def _no_replica() -> ApiError:
     return ApiError(503, "no replica is there; they are restarted", None, "no_replica", 5 * RETRY_SECONDS)
 
@@ -383,7 +371,7 @@ def deployed(options: ReplicaOptions, count: int, gpus: int, name: str, note: Ca
         Replica,
         num_replicas=count,
         ray_actor_options={"num_cpus": options.threads, "num_gpus": gpus},
-        max_ongoing_requests=options.serve.rows + options.serve.limits.queue,
+        max_ongoing_requests=sum(rows for rows, _ in options.serve.all_rows) + options.serve.limits.queue,
         request_router_config={"request_router_class": AffinityRouter},
         health_check_period_s=LOOK_SECONDS,
         graceful_shutdown_wait_loop_s=0.1,
@@ -392,19 +380,21 @@ def deployed(options: ReplicaOptions, count: int, gpus: int, name: str, note: Ca
         logging_config=quiet,
     )
     try:
-        handle = serve.run(deployment.bind(options), name=name, route_prefix=None, logging_config=quiet)
+        handle: Any = serve.run(deployment.bind(options), name=name, route_prefix=None, logging_config=quiet)
     except RuntimeError as error:
         raise _start_error(name) from error
-    replicas = ReplicaSet(handle, count, note)
-    replicas.wait()
-    return replicas
+    for number in range(count):  # until the router knows each of them
+        handle.number.remote(Affinity(number=number)).result()
+    return ReplicaSet(handle, count, note)
 
 
 def _start_error(name: str) -> UsageError:
     """The error of a replica, the last line of the traceback that Ray Serve reports."""
     [told] = [each.message for each in serve.status().applications[name].deployments.values()]
-    kind, _, problem = told.strip().rpartition("\n")[2].partition(": ")
-    return UsageError(problem if kind.startswith("windlass.") else f"a replica did not start: {kind}: {problem}")
+    last = told.strip().rpartition("\n")[2]
+    if last.startswith("windlass."):
+        return UsageError(last.partition(": ")[2])
+    return UsageError(f"a replica did not start ({last}); is there memory for one in each? lower --replicas")
 
 
 def serve_replicas(
