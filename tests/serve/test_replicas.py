@@ -148,15 +148,18 @@ def _replicas() -> list[int]:
 
 
 def test_a_conversation_stays_where_its_prefix_is(running: Running) -> None:
-    for user in ("ann", "bob", "eve"):
+    homes = set()
+    for user in ("ann", "bob", "eve", "joe", "kim"):
         prompt = f"{user} went down the river and saw a boat and a lock and a house by the bank. " * 3
         first, second = (
             ask(running.port, "/v1/completions", complete(prompt=prompt, user=user, max_tokens=4)) for _ in "ab"
         )
         assert first.headers["x-replica"] == second.headers["x-replica"]
+        homes.add(first.headers["x-replica"])
         cached = [each.document["usage"]["prompt_tokens_details"]["cached_tokens"] for each in (first, second)]
         assert cached[0] == 0
         assert cached[1] > 20
+    assert homes == {"0", "1"}
 
 
 def test_a_full_replica_spills_over(running: Running) -> None:
