@@ -12,7 +12,7 @@ from windlass.cache import describe, edits
 from windlass.cache import describe as summary
 from windlass.cache.compress import compress
 from windlass.cache.edits import check_pictures, check_rewrite, clear_row, put_row
-from windlass.cache.fused import FusedDecode
+from windlass.cache.fused import FusedDecode, FusedLayer
 from windlass.cache.head_groups import HeadGroups, Leaf, leaves_of
 from windlass.cache.layer import SlotLayer, attend_shared
 from windlass.cache.options import CacheOptions
@@ -182,8 +182,9 @@ class TextCache(CacheState):
     def reserve(self, tokens: int) -> None:
         """Let a cache without budget grow once, not step by step, while the next `tokens` are written."""
         tokens = whole_number("tokens", tokens, 0, MAX_NUMBER)
-        for layer in self.layers:
-            layer.reserve_hint = layer.table.occupancy_bound + tokens
+        if self._fused is None or not self._fused.has_room(tokens):
+            for layer in self.layers:
+                layer.reserve_hint = layer.table.occupancy_bound + tokens
 
     @property
     def tokens_seen(self) -> list[int]:
@@ -289,7 +290,13 @@ class TextCache(CacheState):
             return fused
         if self.recurrent or len(self.layers) != len(decoder) or any(each.whole is None for each in self.by_layer):
             return None
-        self._fused = FusedDecode.of(self.layers, decoder, hidden, step, self.positions, calls())
+        layers = list[FusedLayer]()
+        for layer, kernel, call in zip(self.layers, decoder, calls(), strict=True):
+            asked = layer.asked(kernel.states(hidden), step, self.positions, call)
+            if layer.is_empty or (handle := layer.whole_step(asked)) is None:
+                return None
+            layers.append(FusedLayer(asked, handle, layer.history))
+        self._fused = FusedDecode.of(layers, decoder, hidden)
         return self._fused
 
     @no_inference_mode

@@ -134,7 +134,8 @@ def _cut_layer(layer: SlotLayer, here: Step, ranking: Policy) -> None:
     try:
         nothing = layer.positions.new_empty(*layer.positions.shape[:2], 0, dtype=torch.long)
         none_yet = (0,) * len(here.lengths)
-        layer.observe_and_evict(StepRecord(here, none_yet, table.occupancy_bound, dict(table.statistics), nothing))
+        record = StepRecord(here, none_yet, table.occupancy_bound, dict(table.statistics), nothing)
+        layer.keep_record(layer.observe_and_evict(record))
     finally:
         layer.rules = rules
     assert rules.budget is not None, "a cut to no budget"

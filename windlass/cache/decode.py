@@ -1,7 +1,8 @@
-"""A decode step of a layer in one call of a kernel."""
+"""A step of a layer, how a backend takes it, and the kernel that takes a decode step in one call."""
 
 import copy
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple, final
@@ -18,7 +19,7 @@ from windlass.cache.slot_table import SlotTable
 from windlass.core.inputs import DecodeInput, DecodeOutput, DecodeSlots, Format, RecallSlots, Retention
 from windlass.core.parse import MAX_NUMBER
 from windlass.core.step import AttentionCall, Step, StepRecord
-from windlass.core.types import SlotIndex
+from windlass.core.types import Attended, SlotIndex
 from windlass.policies.base import TOKEN, Policy
 from windlass.policies.calls import initial_state
 from windlass.policies.wrapper import changes_keys, ranking_of
@@ -26,7 +27,7 @@ from windlass.positions.modes import PositionMode
 from windlass.positions.rotary import Rotary
 
 if TYPE_CHECKING:
-    from windlass.kernels.cpu.decode import Decode, Planned
+    from windlass.kernels.cpu.decode import Decode
 
 Released = tuple[tuple[SlotIndex, SlotIndex], ...]  # slots that are to be free, and what stood there
 
@@ -126,6 +127,11 @@ class KernelHandle(NamedTuple):
     mode: PositionMode
     numbers: tuple[object, ...]
 
+    @property
+    def observes(self) -> bool:
+        """Return True if the kernel changes the state of all slots by the attention that they get."""
+        return self.retention is not None and self.retention.ranking.observe != "nothing"
+
     def is_all(self, asked: LayerStep) -> bool:
         """Return True if the kernel does all there is to do in this step: no policy has to be asked."""
         budget, policy = asked.rules.budget, asked.rules.policy
@@ -212,61 +218,19 @@ class DecodeKernel:
         return KernelHandle(kernel, retention, end, tuple(map(ref, tensors)), rules, rotary, mode, _numbers(asked))
 
 
-class PlannedStep(NamedTuple):
-    """A step that a kernel does all of, before it is taken; nothing has happened yet."""
+class StepPlan(ABC):
+    """A step of a layer as one backend takes it: nothing has changed when it is planned. Run it, then record it.
 
-    prepared: KernelHandle
-    asked: LayerStep
-    planned: "Planned"
-    is_kept: bool  # what is observed
-    is_continued: bool
+    `FusedStep` is the backend of one call of a kernel, `GenericStep` that of the four verbs one by one.
+    """
 
-    @classmethod
-    def of(
-        cls, prepared: KernelHandle, asked: LayerStep, released: Released = (), is_continued: bool = False
-    ) -> "PlannedStep":
-        """One token of one row is rolled back as a whole; of several rows what was observed is kept."""
-        retention, budget = prepared.retention, asked.rules.budget
-        is_over = budget is not None and asked.bound > budget
-        is_observed = retention is not None and retention.ranking.observe != "nothing"
-        is_kept = is_observed and len(asked.step.lengths) > 1
-        return cls(
-            prepared, asked, prepared.kernel.planned(asked.given(is_kept, is_over, released)), is_kept, is_continued
-        )
+    @abstractmethod
+    def run(self) -> Attended:
+        """Write the new tokens and attend; returns what the queries read."""
 
-    def taken(self) -> "PlannedStep":
-        """Now that the kernel has run."""
-        self.prepared.kernel.take(self.planned)
-        return self
-
-    @property
-    def output(self) -> DecodeOutput:
-        """What the step leaves, which no table has yet."""
-        return self.planned.output
-
-    def put(self) -> StepRecord:
-        """Let the table have what the step leaves; returns how that is undone."""
-        table, step, done, budget = self.asked.table, self.asked.step, self.output, self.asked.rules.budget
-        evicted_count = int(budget is not None and self.asked.bound > budget)
-        initial = put_initial_state(self.asked, done)
-        record = StepRecord(
-            step,
-            (0,) * len(step.lengths),
-            table.occupancy_bound,
-            table.statistics,
-            done.written,
-            table.state,
-            initial_state=initial,
-            observed=step.first_columns if self.is_kept else None,
-            mass=done.mass,
-            queries=self.asked.states[0].detach() if self.is_kept else None,
-            evicted=done.evicted,
-            evicted_positions=done.evicted_positions,
-            evicted_count=evicted_count,
-            is_continued=self.is_continued,
-        )
-        table.replace(done.slot_positions, done.state, self.asked.bound - evicted_count, step)
-        return record
+    @abstractmethod
+    def record(self) -> StepRecord:
+        """Observe and evict, and let the table be as after the step; returns how all of it is undone."""
 
 
 def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]:

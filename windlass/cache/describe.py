@@ -19,10 +19,11 @@ def bytes_by_part(cache: CacheState) -> dict[str, int]:
     The parts are the tensors of the layers, by name: keys, values, positions, state. Then come "key_means", those
     that a store did not take over as they are, and "rollback": what is kept so that steps can be taken back.
     """
-    parts = [part for layer in cache.layers for part in layer.tensors().items()]
+    layers = cache.layers_to_read
+    parts = [part for layer in layers for part in layer.tensors().items()]
     parts += [("recurrent states", tensor) for layer in cache.recurrent for tensor in layer.tensors().values()]
     parts += [("key_means", tensor) for tensor in _tensors_in(cache.key_means)]
-    undo = [(layer.history, layer.checkpoint) for layer in cache.layers]
+    undo = [(layer.history, layer.checkpoint) for layer in layers]
     parts += [("rollback", tensor) for layer in cache.recurrent for tensor in layer.undo_tensors]
     parts += [("rollback", tensor) for tensor in _tensors_in((undo, cache.text, cache.next_pass))]
     total: dict[str, int] = {}
@@ -60,7 +61,7 @@ def recall_bytes(cache: CacheState) -> int:
 
 
 def _recalled(cache: CacheState) -> list[Tensor]:
-    stores = [layer.table.recall for layer in cache.layers if layer.table.recall is not None]
+    stores = [layer.table.recall for layer in cache.layers_to_read if layer.table.recall is not None]
     return [tensor for store in stores for tensor in store.allocated()]
 
 
@@ -81,7 +82,9 @@ def reading_now(cache: CacheState) -> str:
     mode = cache.positions.within(cache.trained_length, cache.limits.budget is not None)
     if not isinstance(mode, Windowed):
         return str(mode)
-    held = max((layer.table.occupancy_bound for layer in cache.layers if layer.rules.most_visible is None), default=0)
+    held = max(
+        (layer.table.occupancy_bound for layer in cache.layers_to_read if layer.rules.most_visible is None), default=0
+    )
     return mode.label(max(cache.next_positions), held)
 
 
@@ -105,7 +108,7 @@ def describe(cache: CacheState) -> str:
     """What is held and what it takes, from what is allocated."""
     limits = cache.limits
     budget = "unbounded" if limits.budget is None else f"{limits.budget} tokens a layer"
-    each = [layer.rules.limits.budget for layer in cache.layers]
+    each = [layer.rules.limits.budget for layer in cache.layers_to_read]
     budgets = {budget for budget in each if budget is not None}
     if len(budgets) > 1:
         budget += f" on average, from {min(budgets)} to {max(budgets)}"
@@ -126,14 +129,14 @@ def describe(cache: CacheState) -> str:
     note = beyond_note(cache)
     lines += [] if note is None else [f"  note     {note}"]
     groups: dict[str, list[int]] = {}
-    for layer in cache.layers:
+    for layer in cache.layers_to_read:
         held = "nothing yet" if layer.is_empty else f"{layer.table.occupancy_bound} of {layer.table.slots} slots"
         if layer.sliding_window is not None:
             held += f", sliding window {layer.sliding_window}"
         if layer.rules.attention_chunk is not None:
             held += f", attention within chunks of {layer.rules.attention_chunk}"
         groups.setdefault(held, []).append(layer.index)
-    what = "layers" if len(cache.layers) == len(cache.by_layer) else "layers or groups of heads"
+    what = "layers" if len(cache.layers_to_read) == len(cache.by_layer) else "layers or groups of heads"
     lines += [f"  held     {held} in {len(layers)} {what}" for held, layers in groups.items()]
     states = Counter(layer.kind for layer in cache.recurrent)
     lines += [f"  states   {kind} in {count} layers, of one size" for kind, count in states.items()]
@@ -185,7 +188,7 @@ def as_html(cache: CacheState) -> str:
 
 def _kept(cache: CacheState) -> str:
     """Tokens that each row keeps, or the least and the most where layers differ, or heads after an edit."""
-    counts = [(layer.positions >= 0).sum(-1).T.tolist() for layer in cache.layers if not layer.is_empty]
+    counts = [(layer.positions >= 0).sum(-1).T.tolist() for layer in cache.layers_to_read if not layer.is_empty]
     heads = [rows for layer in counts for rows in layer]
     if not heads:
         return "0"

@@ -48,16 +48,18 @@ def evict(
     """
     assert rules.budget is not None, "eviction without a budget"
     count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget
-    order = (*rules.protected, rules.sliding_window, count)
-    row_sinks = rules.row_sinks(record.step)
+    (sinks, window), row_sinks = rules.protected, rules.row_sinks(record.step)
     evicted, before = kernels.evict(
         EvictionInput(
-            score,
-            table.positions,
-            record.step.next_positions,
-            *order,
-            rules.attention_chunk,
-            None if row_sinks is None else row_sinks.tensor,
+            score=score,
+            positions=table.positions,
+            next_positions=record.step.next_positions,
+            sinks=sinks,
+            window=window,
+            sliding_window=rules.sliding_window,
+            count=count,
+            attention_chunk=rules.attention_chunk,
+            row_sinks=None if row_sinks is None else row_sinks.tensor,
         )
     )
     table.occupancy_bound = rules.budget

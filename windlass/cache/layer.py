@@ -20,8 +20,9 @@ from windlass.cache.attention import (
     slots_wanted,
     write_and_attend,
 )
-from windlass.cache.decode import DecodeKernel, KernelHandle, LayerStep, PlannedStep, put_initial_state
+from windlass.cache.decode import DecodeKernel, KernelHandle, LayerStep, StepPlan, put_initial_state
 from windlass.cache.eviction import evict, parts_of, scores_over_budget
+from windlass.cache.fused import FusedStep
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer_config import Layer, LayerConfig
 from windlass.cache.merging import Merge
@@ -101,8 +102,33 @@ class SlotLayer(Layer):
     ) -> Attended:
         """Write, attend, observe, evict; returns what the queries read. Until `commit`, `take_back` undoes it."""
         asked = self.asked((queries, keys, values), step, mode, call)
-        if (prepared := self.whole_step(asked)) is not None:
-            return self._decoded(prepared, asked)
+        if (handle := self.whole_step(asked)) is not None:
+            self.checkpoint = Checkpoint(step, self.table.unwritten(), self.rules, self.history, [])
+            self.history, released = self.history.split(self.rules.limits.rollback)
+            return self._taken(FusedStep(handle, asked, released))
+        self._begin(asked)
+        asked = asked._replace(rules=self.rules)
+        parts = asked.split(parts_of(self.table, self.rules, step, asked.is_recalling))
+        outs = [self._taken(self._planned(part, is_continued=part is not parts[0])) for part in parts]
+        self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
+
+    def _taken(self, plan: StepPlan) -> Attended:
+        out = plan.run()
+        self.keep_record(plan.record())
+        return out
+
+    def _planned(self, asked: LayerStep, is_continued: bool) -> StepPlan:
+        """The plan of a step, or of a part of one: the fused one where a kernel does all of it."""
+        asked = asked._replace(has_evicted=self.history.has_evicted)  # the part before may have
+        handle = None if self.is_shared else self.decode_kernel.of(asked)
+        if handle is not None and handle.is_all(asked):
+            return FusedStep(handle, asked, is_continued=is_continued)
+        return GenericStep(self, asked, handle, is_continued)
+
+    def _begin(self, asked: LayerStep) -> None:
+        """Note how to undo the step, and let rules and slots be as it needs them."""
+        step, call, (_, keys, values) = asked.step, asked.call, asked.states
         if not step.is_captured:
             self.protect(step)
         if self.is_empty or not self.rules.knows(call):  # an import may not have known its window
@@ -114,11 +140,6 @@ class SlotLayer(Layer):
                 self.table.keep_places()
         self.longest_decode = max(self.longest_decode, step.positions.shape[1] if step.drafts else 0)
         self.make_room(keys, values, step.is_decode, step.defer_eviction)
-        asked = asked._replace(rules=self.rules)
-        parts = asked.split(parts_of(self.table, self.rules, step, asked.is_recalling))
-        outs = [self._step(part, is_continued=part is not parts[0]) for part in parts]
-        self.forget_steps(self.rules.limits.rollback if step.is_decode else 0, newest=len(parts))
-        return outs[0] if len(outs) == 1 else torch.cat(outs, 2)
 
     def asked(
         self, states: tuple[Queries, NewKeys, NewValues], step: Step, mode: PositionMode, call: AttentionCall
@@ -133,58 +154,6 @@ class SlotLayer(Layer):
             return None
         prepared = self.decode_kernel.of(asked)
         return prepared if prepared is not None and prepared.is_all(asked) else None
-
-    def _decoded(self, prepared: KernelHandle, asked: LayerStep) -> Attended:
-        """Take a step by one call of a kernel; returns what the queries read."""
-        done = PlannedStep.of(prepared, asked, self.history.split(self.rules.limits.rollback)[1]).taken()
-        self.checkpoint = Checkpoint(done.asked.step, self.table.unwritten(), self.rules, self.history, [])
-        record, self.history = done.put(), self.history.split(self.rules.limits.rollback)[0]
-        self.keep_record(record)
-        return done.output.out
-
-    def _step(self, asked: LayerStep, is_continued: bool) -> Attended:
-        """Write, attend, observe, evict, and note how to undo it."""
-        asked = asked._replace(has_evicted=self.history.has_evicted)  # the part before may have
-        table, step, policy, state = self.table, asked.step, self.policy, self.table.state
-        held, statistics, ring = table.occupancy_bound, dict(table.statistics), table.store.full_precision.tensors
-        prepared = None if self.is_shared else self.decode_kernel.of(asked)
-        if prepared is not None and prepared.is_all(asked):
-            decoded = PlannedStep.of(prepared, asked, is_continued=is_continued).taken()
-            self.keep_record(decoded.put())
-            return decoded.output.out
-        observed = observed_columns(step, policy.observed_queries)
-        weighed = observed if policy.needs.mass else None
-        if prepared is not None and prepared.retention is None:
-            done = prepared.kernel(asked.given(weighed is not None, False))
-            written = WriteResult(done.written, done.out, done.mass, asked.states[0], put_initial_state(asked, done))
-            table.replace(done.slot_positions, done.state, asked.bound, step)
-        else:
-            state = table.copied_state()
-            if self.checkpoint is not None and not is_continued:
-                self.checkpoint.table.copies.extend(zip(table.state.values(), state.values(), strict=True))
-            table.occupancy_bound = asked.bound
-            written, view = write_and_attend(asked, self.configured_policy, weighed)
-            if self.is_shared:
-                self.views.append(view.kept())
-        seen = None if observed is None else queries_at(written.queries, observed)
-        settled = settle(policy, self.index, lambda: self.slots_at(step), written.queries, step)
-        record = StepRecord(
-            step=step,
-            rolled_back=(0,) * len(step.lengths),
-            occupancy_bound=held,
-            statistics=statistics,
-            written=written.slots,
-            state=state,
-            ring=ring,
-            initial_state=written.initial_state,
-            observed=observed,
-            mass=written.mass,
-            queries=seen,
-            settled=settled,
-            is_continued=is_continued,
-        )
-        self.observe_and_evict(record)
-        return written.out
 
     def protect(self, step: Step) -> Checkpoint:
         """Note what the layer is before anything changes, so that `take_back` finds it again."""
@@ -206,8 +175,8 @@ class SlotLayer(Layer):
             self.store.full_precision.tensors = ring
             self.table.roll_back_recall(step.lengths)
 
-    def observe_and_evict(self, record: StepRecord) -> None:
-        """The second half of a step; the record is kept so that the step can be rolled back."""
+    def observe_and_evict(self, record: StepRecord) -> StepRecord:
+        """Take the second half of a step; returns its record with what was evicted."""
         table, rules = self.table, self.rules
         record = let_go(table, rules, record)
         if record.queries is not None:
@@ -216,7 +185,7 @@ class SlotLayer(Layer):
         if rules.budget is not None and not record.step.defer_eviction and table.occupancy_bound > rules.budget:
             score = scores_over_budget(table, rules, self.index, self.slots_at(record.step))
             record = evict(table, rules, record, score, self.checkpoint)
-        self.keep_record(record)
+        return record
 
     def keep_record(self, record: StepRecord) -> None:
         """Keep what a step changed, so that it can be rolled back."""
@@ -290,7 +259,7 @@ class SlotLayer(Layer):
         ring.roll_back([sum(record.step.lengths[row] for record in kept) for row in range(len(counts))])
         for record in kept:
             ring.roll_back([-n for n in record.step.lengths])
-            self.observe_and_evict(written_again(record, self.table))
+            self.keep_record(self.observe_and_evict(written_again(record, self.table)))
 
     def edit(self, change: Callable[[Tensor], Tensor], row: int | None = None) -> None:
         """Replace the positions of one row, or of all; earlier steps can't be rolled back after it."""
@@ -317,6 +286,58 @@ class SlotLayer(Layer):
 
     def tensors(self) -> dict[str, Tensor]:
         return self.table.tensors()
+
+
+@final
+class GenericStep(StepPlan):
+    """A step whose four verbs are taken one by one; where a `handle` serves it, its kernel writes and attends."""
+
+    def __init__(self, layer: SlotLayer, asked: LayerStep, handle: KernelHandle | None, is_continued: bool) -> None:
+        self._layer, self._asked, self._handle, self._is_continued = layer, asked, handle, is_continued
+        self._observed = observed_columns(asked.step, layer.policy.observed_queries)
+        self._held, self._statistics = asked.table.occupancy_bound, dict(asked.table.statistics)
+        self._state, self._ring = asked.table.state, asked.table.store.full_precision.tensors
+        self._written: WriteResult | None = None
+
+    def run(self) -> Attended:
+        layer, asked, handle, table = self._layer, self._asked, self._handle, self._asked.table
+        weighed = self._observed if layer.policy.needs.mass else None
+        if handle is not None and handle.retention is None:
+            done = handle.kernel(asked.given(weighed is not None, False))
+            initial = put_initial_state(asked, done)
+            table.replace(done.slot_positions, done.state, asked.bound, asked.step)
+            self._written = WriteResult(done.written, done.out, done.mass, asked.states[0], initial)
+            return done.out
+        self._state = table.copied_state()
+        if layer.checkpoint is not None and not self._is_continued:
+            layer.checkpoint.table.copies.extend(zip(table.state.values(), self._state.values(), strict=True))
+        table.occupancy_bound = asked.bound
+        self._written, view = write_and_attend(asked, layer.configured_policy, weighed)
+        if layer.is_shared:
+            layer.views.append(view.kept())
+        return self._written.out
+
+    def record(self) -> StepRecord:
+        layer, step, written, observed = self._layer, self._asked.step, self._written, self._observed
+        assert written is not None, "a record of a step that was not run"
+        seen = None if observed is None else queries_at(written.queries, observed)
+        settled = settle(layer.policy, layer.index, lambda: layer.slots_at(step), written.queries, step)
+        record = StepRecord(
+            step=step,
+            rolled_back=(0,) * len(step.lengths),
+            occupancy_bound=self._held,
+            statistics=self._statistics,
+            written=written.slots,
+            state=self._state,
+            ring=self._ring,
+            initial_state=written.initial_state,
+            observed=observed,
+            mass=written.mass,
+            queries=seen,
+            settled=settled,
+            is_continued=self._is_continued,
+        )
+        return layer.observe_and_evict(record)
 
 
 def append(

@@ -257,10 +257,10 @@ class Fitting:
         its = next(sums for own, sums in zip(self.layers, self.sums, strict=True) if own is layer)
         if its is None:
             return second_pass(layer, queries, keys, values, step, mode, call)
-        outs, kept, new = [], its.kept, (queries, keys, values)
+        outs, kept = [], its.kept
         with (
-            written_beside(layer, *new, step, call) as (view, own),
-            written_beside(kept, *new, step, call) as (kept_view, _),
+            written_beside(layer, queries, keys, values, step, call) as (view, own),
+            written_beside(kept, queries, keys, values, step, call) as (kept_view, _),
         ):
             pairs = zip(
                 by_member(layer, view, own, mode, call), by_member(kept, kept_view, own, mode, call), strict=True

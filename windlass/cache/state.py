@@ -88,8 +88,18 @@ class CacheState:
         self._layers, self._fused = layers, None
 
     @property
+    def layers_to_read(self) -> list[SlotLayer]:
+        """The same for a reader that changes nothing in them: decode goes on as fast as before."""
+        fused = self._fused
+        self._settle()
+        if fused is not None:
+            fused.go_on([layer.history for layer in self._layers])
+            self._fused = fused
+        return self._layers
+
+    @property
     def by_layer(self) -> list[HeadGroups]:
-        """The same, gathered: what each attention layer has."""
+        """The same, gathered: slots of each attention layer."""
         self._settle()
         return self._by_layer
 
@@ -100,9 +110,21 @@ class CacheState:
     def _settle(self) -> None:
         """Let the layers know of all steps."""
         fused = self._fused
-        if fused is not None:
-            fused.settle()
-            self._fused = None
+        if fused is None:
+            return
+        for layer, history in zip(self._layers, fused.histories(), strict=True):
+            layer.history = history
+        self._fused = None
+        if fused.is_final:
+            self.forget_steps()
+
+    def forget_steps(self) -> None:
+        """Let no step be rolled back any more, which takes memory."""
+        if self._fused is not None:
+            self._fused.forget()
+        else:
+            for layer in self._layers:
+                layer.forget_steps(0)
 
     @property
     def rows(self) -> RowTable:

@@ -21,7 +21,7 @@ from windlass.cache.recurrent import refuse_edit
 from windlass.core.errors import UsageError, check_kind, whole_number
 from windlass.core.step import PROMPT
 from windlass.engine.generate import check_reading, checked_prompts, read_whole
-from windlass.engine.prefill import Progress, PromptReader, empty_cache, feed, forget
+from windlass.engine.prefill import Progress, PromptReader, empty_cache, feed
 from windlass.engine.prefix_cache import CacheEntry, CacheKey, PrefixCache
 from windlass.engine.recompute import Divergent as Divergent
 from windlass.engine.recompute import Everything as Everything
@@ -296,7 +296,7 @@ class PartsReader(PromptReader):
             self.done = start + len(ids)
             is_last = self.done == len(prompt)
             logits = feed(self._model, self.cache, [ids], [len(ids) - 1] if is_last else [], PROMPT)
-            forget(self.cache)
+            self.cache.forget_steps()
             if is_last:
                 self.logits = logits[0, 0]
             yield
@@ -321,7 +321,7 @@ class PartsReader(PromptReader):
         self.cached -= len(self._known & {*again})
         for step in passes(self.cache, again, ids, 0):
             read_step(self._model, self.cache, step)
-            forget(self.cache)
+            self.cache.forget_steps()
             yield
 
     def _spliced(self, piece: Piece) -> Iterator[None]:
@@ -357,7 +357,7 @@ class PartsReader(PromptReader):
                     yield
                 piece = read[at : at + options.chunk]
                 feed(self._model, cache, [piece], [], replace(PROMPT, defer_eviction=True))
-                forget(cache)
+                cache.forget_steps()
                 self.done = start + max(at + len(piece) - len(key.prefix), 0)
             begin_after(cache, len(key.prefix), ids)
             self.cache.splice(cache)

@@ -76,8 +76,8 @@ class Decoder:
     ) -> None:
         # A replayed step would change the state of a recurrent layer without a copy of what it was. Where tokens of a
         # text with pictures are read, the host tells each step, and it ranks what lies in a file.
-        is_told = cache.rows.has_pictures or any(map(is_ranked_by_host, cache.layers))
-        self._graph = None if cache.recurrent or is_told else graph
+        is_served = graph is not None and not cache.recurrent and not cache.rows.has_pictures
+        self._graph = graph if is_served and not any(map(is_ranked_by_host, cache.layers)) else None
         self._model, self._cache, self._sampler = model, cache, sampler
         self._is_recordable = self._graph is not None
         self._active = self._fed = [True] * cache.batch_size

@@ -216,7 +216,7 @@ class Reader(PromptReader):
         if self.request.scores_prompt:
             self._score(self.done, logits)
         self.done += len(piece)
-        forget(self.cache)
+        self.cache.forget_steps()  # a server rolls nothing back
         if self._snapshots.packs:
             pack(self.cache)
         if is_last:
@@ -231,7 +231,7 @@ class Reader(PromptReader):
 
     def _read_whole(self) -> None:
         self.done, total = next(self._passes)
-        forget(self.cache)
+        self.cache.forget_steps()  # a server rolls nothing back
         if self.done == total:
             if self.cache.budget is not None:
                 cut_to_budget(self.cache)
@@ -247,12 +247,6 @@ def empty_cache(model: PreTrainedModel, request: Request) -> KVCache:
     if request.options.sinks == SYSTEM:
         cache.set_sinks(request.head)
     return cache
-
-
-def forget(cache: KVCache) -> None:
-    """Let nothing of the latest step be rolled back: a server never does, and it would take memory."""
-    for layer in cache.layers:
-        layer.forget_steps(0)
 
 
 def pack(cache: KVCache) -> None:

@@ -52,8 +52,7 @@ class RowBytes:
             cache.set_sinks(0)
         feed(model, cache, [[0] * PROBE], [], PROMPT)
         feed_tokens(model, cache, {0: 0})
-        for layer in cache.layers:
-            layer.forget_steps(0)
+        cache.forget_steps()
         layers = tuple(map(_measured, cache.layers))
         slots = sum(each.of_slot * layer.table.slots for each, layer in zip(layers, cache.layers, strict=True))
         return cls(cache.options, layers, cache.bytes_held - slots + STEP_BYTES * cache.chunk)

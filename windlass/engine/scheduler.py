@@ -108,11 +108,6 @@ class Totals:
         self.written += task.writer.written
         self.evicted += task.seen - task.kept
 
-    @property
-    def all(self) -> tuple[int, int, int, int, int, int, int]:
-        """In the order of `EngineStatus`."""
-        return self.prompt, self.written, self.cached, self.errors, self.cancelled, self.steps, self.evicted
-
 
 LOG: Final = logging.getLogger("windlass.engine")
 ERRORS: Final = 3  # in a row, after which the engine is dead
@@ -516,9 +511,21 @@ class Scheduler(Service):
         caches += [task.cache for task in self._tasks if task.reader is not None or task.lane.is_alone]
         sizes = self._sizes.of(caches, is_exact=not self._tasks)  # no other count may follow soon
         of_cache = {id(cache): size // cache.batch_size for cache, size in zip(caches, sizes, strict=True)}
-        free = sum(len(lane.free) for lane in self._lanes)
-        rows = sum(lane.options.batch for lane in self._lanes)
-        told = tuple(task.status(of_cache[id(task.cache)]) for task in self._tasks)
-        queue = len(self._waiting.tickets), self._waiting.tokens
-        held = sum(sizes) + self._snapshots.kept.bytes
-        return EngineStatus(not self._is_dead, told, free, rows, *queue, held, self._limit, *self._totals.all)
+        totals = self._totals
+        return EngineStatus(
+            is_alive=not self._is_dead,
+            rows=tuple(task.status(of_cache[id(task.cache)]) for task in self._tasks),
+            free_rows=sum(len(lane.free) for lane in self._lanes),
+            total_rows=sum(lane.options.batch for lane in self._lanes),
+            queued=len(self._waiting.tickets),
+            queued_tokens=self._waiting.tokens,
+            bytes_held=sum(sizes) + self._snapshots.kept.bytes,
+            bytes_limit=self._limit,
+            prompt_tokens_total=totals.prompt,
+            written_tokens_total=totals.written,
+            cached_tokens_total=totals.cached,
+            errors_total=totals.errors,
+            cancelled_total=totals.cancelled,
+            steps_total=totals.steps,
+            evicted_total=totals.evicted,
+        )

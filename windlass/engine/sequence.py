@@ -17,7 +17,7 @@ from windlass.core.errors import UsageError
 from windlass.core.ranks import Ranks
 from windlass.engine.chunks import PartsReader
 from windlass.engine.generate import RowText
-from windlass.engine.prefill import PromptReader, Reader, feed_tokens, forget
+from windlass.engine.prefill import PromptReader, Reader, feed_tokens
 from windlass.engine.prefix_cache import Snapshots
 from windlass.engine.recompute import Everything
 from windlass.engine.request import (
@@ -213,7 +213,7 @@ class Lane:
         if self._idle_steps > PATIENCE:
             self._arrange(rows)
         logits = feed_tokens(self._model, self.cache, {self._index[row]: token for row, token in tokens.items()})
-        forget(self.cache)
+        self.cache.forget_steps()  # a server rolls nothing back
         return {row: logits[self._index[row]] for row in tokens}
 
     def reset(self) -> None:
@@ -317,14 +317,23 @@ class ActiveRequest:
     def usage(self) -> Usage:
         """Usage until now. Asks the device."""
         cache, row = self.cache, self.index
-        held = [layer.positions[row] for layer in cache.layers if not layer.is_empty]
+        held = [layer.positions[row] for layer in cache.layers_to_read if not layer.is_empty]
         kept = max((int((positions >= 0).sum(-1).max()) for positions in held), default=0)
         evicted = max(self.seen - kept, 0)
         recalled = min(cache.options.recall, evicted)
         prompt = len(self.ticket.request.prompt)
         size = cache.bytes_held // cache.batch_size + cache.recall_bytes
-        own = self.seen, kept, evicted, recalled, size, self.recomputed
-        return Usage(prompt, self.writer.written, self.cached, *own)
+        return Usage(
+            prompt=prompt,
+            written=self.writer.written,
+            cached=self.cached,
+            seen=self.seen,
+            kept=kept,
+            evicted=evicted,
+            recalled=recalled,
+            bytes=size,
+            recomputed=self.recomputed,
+        )
 
     def status(self, size: int) -> RowStatus:
         """Status of a row of so many bytes, without asking the device."""
@@ -336,8 +345,6 @@ class ActiveRequest:
         """The most that a layer holds of `seen`: what the budget allows."""
         budget, is_held_whole = self.lane.options.budget, self.reader is not None and self.reader.is_whole
         return self.seen if budget is None or is_held_whole else min(self.seen, budget)
-        budget = self.lane.options.budget
-        return self.seen if budget is None else min(self.seen, budget)
 
 
 def _reader_of(model: PreTrainedModel, request: Request, snapshots: Snapshots) -> PromptReader:
