@@ -1,6 +1,7 @@
 """A token of all decoder layers in one call of a kernel, against the same token layer by layer."""
 
 import copy
+import random
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -92,6 +93,63 @@ def test_it_leaves_what_layers_by_themselves_leave(
     for cache in caches:
         cache.rollback(2)
     assert_same(*caches)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("rollback", "budget"), [(0, 16), (3, 16), (3, 48)])
+def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
+    policy: str, batch: int, rollback: int, budget: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bytes are counted, steps forgotten, passes interrupted and taken back between two tokens, in any order."""
+    model, text = windlass.attach(tiny_model("llama")), tokens(70, batch)
+    options: dict[str, Any] = {"policy": policy, "rollback": rollback, "budget": budget, "recall": 16}
+    caches = [KVCache(model, batch=batch, **options) for _ in range(2)]
+    run, told = FusedDecode.run, list[list[Any]]()
+
+    def interrupted(self: FusedDecode, plan: Any) -> Tensor:
+        run(self, plan)
+        raise KeyboardInterrupt
+
+    for cache, is_whole in zip(caches, (True, False), strict=True):
+        calls.clear()
+        told.append([])
+        with monkeypatch.context() as patched:
+            if not is_whole:
+                patched.setattr(WholeDecoder, "output", lambda *_: None)
+            fed(model, cache, text[:, :20], 2)
+            draw = random.Random(batch)
+            for at in range(20, 60):
+                told[-1].append(model(text[:, at : at + 1], past_key_values=cache).logits)
+                for _ in range(draw.randrange(3)):
+                    what = draw.choice(["forget", "read", "interrupt", "roll back"])
+                    if what == "forget":
+                        cache.forget_steps()
+                    elif what == "read":
+                        told[-1] += [layer.table.occupancy_bound for layer in cache.layers_to_read]
+                        told[-1] += [len(layer.history.records) for layer in cache.layers_to_read]
+                    elif what == "interrupt" and is_whole:
+                        with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+                            broken.setattr(FusedDecode, "run", interrupted)
+                            model(text[:, at + 1 : at + 2], past_key_values=cache)
+                    elif what == "roll back":
+                        told[-1].append(_rolled_back(cache))
+        assert bool(calls) == is_whole
+    for ours, theirs in zip(*told, strict=True):
+        if isinstance(ours, Tensor):  # slots that are free a token later are filled in another order
+            assert (ours - theirs).abs().max() < TOLERANCE * theirs.std()
+        else:
+            assert ours == theirs
+    held = [[layer.positions.sort(-1).values for layer in cache.layers] for cache in caches]
+    assert all(map(torch.equal, *held))
+
+
+def _rolled_back(cache: KVCache) -> bool:
+    try:
+        cache.rollback(1)
+    except UsageError:
+        return False
+    return True
 
 
 def test_padding_and_rows_of_several_lengths_are_the_same() -> None:
