@@ -31,7 +31,10 @@ CASES: list[tuple[Policy, dict[str, Any]]] = [
 
 def walked(cache: KVCache) -> int:
     """Bytes of all storages that can be reached from the cache, but through the model or what its caches share."""
-    shared = (cache.model_id, cache.config, cache.policy, *cache.rotaries)
+    tables = [
+        table for rotary in cache.rotaries if rotary is not None for pair in rotary.built.values() for table in pair
+    ]
+    shared = (cache.model_id, cache.config, cache.policy, *cache.rotaries, *tables)
     seen = {id(each) for each in shared}
 
     def tensors(thing: object) -> Iterator[Tensor]:

@@ -1,4 +1,4 @@
-"""A token that the engine feeds takes all layers in one call, and the layers need not know of it before somebody asks."""
+"""Tokens that the engine feeds take all layers in one call each, and nothing makes the layers record them early."""
 
 from collections.abc import Callable, Iterator
 

@@ -129,9 +129,10 @@ def test_readers_and_forgotten_steps_leave_what_layers_by_themselves_leave(
                         told[-1] += [layer.table.occupancy_bound for layer in cache.layers_to_read]
                         told[-1] += [len(layer.history.records) for layer in cache.layers_to_read]
                     elif what == "interrupt" and is_whole:
-                        with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
-                            broken.setattr(FusedDecode, "run", interrupted)
+                        patched.setattr(FusedDecode, "run", interrupted)
+                        with pytest.raises(KeyboardInterrupt):
                             model(text[:, at + 1 : at + 2], past_key_values=cache)
+                        patched.setattr(FusedDecode, "run", run)
                     elif what == "roll back":
                         told[-1].append(_rolled_back(cache))
         assert bool(calls) == is_whole

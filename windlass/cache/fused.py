@@ -12,8 +12,10 @@ from torch import Tensor
 from windlass import kernels
 from windlass.cache.decode import KernelHandle, LayerStep, Released, StepPlan, put_initial_state
 from windlass.cache.history import History
+from windlass.cache.layer_config import LayerConfig
 from windlass.cache.recall import TOKEN_INDEX
-from windlass.cache.slot_table import free_reserved, reserve_again
+from windlass.cache.shares import Heads
+from windlass.cache.slot_table import SlotTable, free_reserved, reserve_again
 from windlass.core.inputs import Mass, TokenInput
 from windlass.core.parse import MAX_NUMBER
 from windlass.core.step import Step, StepRecord
@@ -110,6 +112,21 @@ class FusedLayer(NamedTuple):
     history: History
 
 
+class _Place(NamedTuple):
+    """A layer whose steps are fused, with `held` tokens of any row at most before the first of them."""
+
+    table: SlotTable
+    rules: LayerConfig
+    index: int
+    heads: Heads | None
+    held: int
+
+    def held_after(self, tokens: int) -> int:
+        """Tokens of any row at most, once so many more are written."""
+        held, budget = self.held + tokens, self.rules.budget
+        return held if budget is None else min(held, budget)
+
+
 @dataclass(frozen=True, eq=False)
 class StepLog:
     """One step: what it was given, and the memory that undoes it.
@@ -172,8 +189,11 @@ class FusedDecode:
     def __init__(self, layers: Sequence[FusedLayer], decoder: Sequence[FewTokens], hidden: Hidden) -> None:
         from windlass.kernels.cpu.decode import LayerSlots  # late: it needs the compiled module
 
-        self.decoder, self._asked = decoder, [each.asked for each in layers]
-        self._tables, first = [each.table for each in self._asked], self._asked[0]
+        first, self.decoder = layers[0].asked, decoder
+        steps = [each.asked for each in layers]
+        self._layers = [
+            _Place(each.table, each.rules, each.layer, each.heads, each.table.occupancy_bound) for each in steps
+        ]
         self._mode, self._shape, self._dtype = first.mode, hidden.shape, hidden.dtype
         handles = [each.handle for each in layers]
         self._tensors = [tensor for handle in handles for weak in handle.tensors if (tensor := weak()) is not None]
@@ -203,7 +223,6 @@ class FusedDecode:
             self._initializes,
         )
         recall = first.table.recall
-        self._held = [table.occupancy_bound for table in self._tables]
         self._first = StepLogs(
             logs=(),
             starting=tuple(each.history for each in layers),
@@ -278,9 +297,9 @@ class FusedDecode:
         """Take the step that was planned last; returns the output of the decoder's last layer."""
         log = plan.log
         result = self._steps.step(log.token, log.memory, [each.memory for each in plan.dropped])
-        for table, slots in zip(self._tables, plan.released, strict=False):
+        for layer, slots in zip(self._layers, plan.released, strict=False):
             for index, positions in slots:
-                free_reserved(table.positions, index, positions)
+                free_reserved(layer.table.positions, index, positions)
         if self._initializes:
             self._put_initial_state(log)
         return result
@@ -289,12 +308,12 @@ class FusedDecode:
         """Let the layers be as before the latest step."""
         plan = self._plan
         assert plan is not None, "no step to take back"
-        for table, slots in zip(self._tables, plan.released, strict=False):
+        for layer, slots in zip(self._layers, plan.released, strict=False):
             for index, positions in slots:
-                reserve_again(table.positions, index, positions)
-        for table in self._tables:
-            if table.recall is not None:
-                table.recall.forget_recalled()
+                reserve_again(layer.table.positions, index, positions)
+        for layer in self._layers:
+            if layer.table.recall is not None:
+                layer.table.recall.forget_recalled()
         self._steps.take_back(plan.log.token, plan.log.memory, [each.memory for each in plan.dropped])
 
     @property
@@ -309,15 +328,15 @@ class FusedDecode:
     def histories(self) -> list[History]:
         """The history of each layer, with a record for each step that can be undone. Tables have their counts."""
         state, histories = self._state, list[History]()
-        for number, (asked, history) in enumerate(zip(self._asked, state.starting, strict=True)):
-            table, budget = asked.table, asked.rules.budget
+        for number, (layer, history) in enumerate(zip(self._layers, state.starting, strict=True)):
+            table, budget = layer.table, layer.rules.budget
             states = table.copied_state() if state.logs else {}
             for log in state.logs:
                 history = history.with_record(self._log_record(number, log, states))
-            evicts = budget is not None and self._held[number] + state.taken > budget
+            evicts = budget is not None and layer.held + state.taken > budget
             # No record may tell any more that tokens were evicted.
             histories.append(history._replace(has_evicted=history.has_evicted or evicts))
-            table.occupancy_bound = self._held_after(number, state.taken)
+            table.occupancy_bound = layer.held_after(state.taken)
             if table.recall is not None:
                 table.recall.lengths = state.lengths
         return histories
@@ -334,14 +353,10 @@ class FusedDecode:
         )
         self._plan = None
 
-    def _held_after(self, number: int, tokens: int) -> int:
-        budget, held = self._asked[number].rules.budget, self._held[number] + tokens
-        return held if budget is None else min(held, budget)
-
     def _log_record(self, number: int, log: StepLog, states: dict[str, Tensor]) -> StepRecord:
         """The record of a step in a layer. `states` are those of now, which differ in slots that are free before it."""
-        memory, steps, asked = log.memory, self._steps, self._asked[number]
-        held, budget = self._held_after(number, log.taken), asked.rules.budget
+        memory, steps, layer = log.memory, self._steps, self._layers[number]
+        held, budget = layer.held_after(log.taken), layer.rules.budget
         is_over = budget is not None and held + log.token.longest > budget
         observed, mass = steps.state(memory, number), steps.mass(memory, number)
         if observed is not None:
@@ -353,7 +368,7 @@ class FusedDecode:
         return _record(
             step=log.step,
             held=held,
-            statistics=asked.table.statistics,
+            statistics=layer.table.statistics,
             state=states,
             initial_state=initial,
             written=steps.written(memory, number),
@@ -364,11 +379,11 @@ class FusedDecode:
 
     def _put_initial_state(self, log: StepLog) -> None:
         """Let the new tokens have the state that the policy gives them; no kernel has ranked them yet."""
-        for number, asked in enumerate(self._asked):
+        for number, layer in enumerate(self._layers):
             queries, keys = self._steps.queries(log.memory, number), self._steps.keys(log.memory, number)
-            initial = initial_state(asked.rules.policy, asked.layer, asked.heads, queries, keys)
+            initial = initial_state(layer.rules.policy, layer.index, layer.heads, queries, keys)
             written = self._steps.written(log.memory, number)
-            for name, state in asked.table.state.items():
+            for name, state in layer.table.state.items():
                 if name in initial:
                     state.scatter_(-1, written, initial[name])
             log.initial.append(initial)
