@@ -1,4 +1,4 @@
-"""What a cache offers: passes of a model, all or nothing, and edits between them."""
+"""The operations of a cache: passes of a model, all or nothing, and edits between them."""
 
 from __future__ import annotations
 
@@ -308,7 +308,7 @@ class TextCache(CacheState):
 
     @no_inference_mode
     def attend_shared(self, layer: int, queries: Queries, call: AttentionCall) -> Attended:
-        """What a layer of the model without keys and values of its own reads of layer `layer`, which has attended.
+        """Attention of a layer of the model without keys and values of its own to those of `layer`, which has attended.
 
         `queries` are those of the pass's last columns, mostly of all. Raises: UsageError for another sliding window.
         """

@@ -43,7 +43,7 @@ def compress(cache: CacheState, budget: int, window: int | None = None) -> None:
 
 
 def budgets_apart(cache: CacheState) -> list[int | None]:
-    """Of each of the cache's `layers` the budget that a cut gave it, or None where it is what it began with."""
+    """The budget that a cut gave each of the cache's `layers`; None where the layer still has its first one."""
     planned = leaves_of(cache.options, len(cache.rotaries))
     pairs = [(layer.rules.limits.budget, leaf.limits.budget) for layer, leaf in zip(cache.layers, planned, strict=True)]
     return [None if budget == plan else budget for budget, plan in pairs]
@@ -52,7 +52,7 @@ def budgets_apart(cache: CacheState) -> list[int | None]:
 def shared_budgets(
     scores: Sequence[Scores], limits: Limits, heads: RankHeads | None = None, sinks: int | None = None
 ) -> list[int]:
-    """What layers keep where one ranking over all of them decides, of the budget on average.
+    """The budgets of layers where one ranking over all of them decides; their mean is the cache's budget.
 
     `scores` are those of each layer's tokens that may be evicted, -inf where there is none. The tokens
     of a rank, one in each row and head, stand or fall together: their mean score counts. Where several processes have

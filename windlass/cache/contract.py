@@ -61,7 +61,7 @@ def check_policy(policy: Policy) -> None:
 
 
 def _check_declaration(policy: Policy) -> None:
-    """What can be seen without running: the class, its fields and its docstring."""
+    """Check the class, its fields and its docstring, without running anything."""
     if not isinstance(policy, Policy):
         raise PolicyError(
             f"{policy!r} is not a Policy; derive its class from windlass.policies.Policy, and pass an instance"

@@ -168,7 +168,7 @@ class DecodeKernel:
         self._prepared: KernelHandle | None = None
 
     def __deepcopy__(self, memo: dict[int, object]) -> "DecodeKernel":
-        """That of a copied layer, whose slots are elsewhere."""
+        """Copy for a layer whose slots are elsewhere: nothing is prepared."""
         return DecodeKernel(copy.deepcopy(self._policy, memo))
 
     def of(self, asked: LayerStep) -> KernelHandle | None:
@@ -247,7 +247,7 @@ def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]
 
 
 def _retention(rules: LayerConfig) -> Retention | None:
-    """What the kernel observes and evicts in the place of the policy; None where the policy has to be asked."""
+    """Rules by which the kernel observes and evicts in place of the policy; None where the policy has to be asked."""
     ranking = ranking_of(rules.policy)
     if ranking is None:
         return None
@@ -288,7 +288,7 @@ def _tensors(table: SlotTable, rotary: Rotary | None) -> tuple[Tensor, ...] | No
 
 
 def _numbers(asked: LayerStep) -> tuple[object, ...]:
-    """What else is the same in all steps that one kernel serves."""
+    """Sizes and numbers that are the same in all steps that one kernel serves."""
     (queries, keys, values), call = asked.states, asked.call
     sizes = queries.shape, keys.shape, values.shape, queries.dtype, keys.dtype, values.dtype
     return *sizes, tuple(asked.table.state), call.scale, call.softcap, asked.step.sinks is None

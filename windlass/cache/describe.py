@@ -1,4 +1,4 @@
-"""What a cache holds and what it takes, read from what is allocated."""
+"""Tokens and bytes of a cache, counted from the tensors that are allocated."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -66,7 +66,7 @@ def _recalled(cache: CacheState) -> list[Tensor]:
 
 
 def recall_note(cache: CacheState) -> str:
-    """What each step recalls, of how much, and what that takes."""
+    """A sentence on recall: tokens of each step, tokens that can be recalled, and their bytes."""
     options = cache.options
     place = "in memory" if options.recall_folder is None else f"in a file of {options.recall_folder}"
     held = ", ".join(map(str, cache.rows.tokens_seen))
@@ -89,7 +89,7 @@ def reading_now(cache: CacheState) -> str:
 
 
 def beyond_note(cache: CacheState) -> str | None:
-    """What to say of a full cache that reads a text where its model was not trained to; None where it does not."""
+    """A warning about a full cache that reads a text beyond the trained length of its model; None for others."""
     trained, tokens = cache.trained_length, max(cache.next_positions)
     if (
         trained is None
@@ -105,7 +105,7 @@ def beyond_note(cache: CacheState) -> str | None:
 
 
 def describe(cache: CacheState) -> str:
-    """What is held and what it takes, from what is allocated."""
+    """The cache's settings, tokens and bytes, line by line, from the tensors that are allocated."""
     limits = cache.limits
     budget = "unbounded" if limits.budget is None else f"{limits.budget} tokens a layer"
     each = [layer.rules.limits.budget for layer in cache.layers_to_read]
@@ -152,7 +152,7 @@ MAX_ROWS: Final = 6  # of a batch, that are told one by one
 
 
 def facts(cache: CacheState) -> dict[str, str]:
-    """What the cache was asked for, and what it holds now, by name. Counts slots, and copies none of them."""
+    """The cache's options and contents, by name. Counts slots, and copies none of them."""
     options = cache.options.labels()
     told = {"model": cache.model_name} if cache.model_name else {}
     told["budget"] = "none" if cache.limits.budget is None else f"{cache.limits.budget:,}"

@@ -112,7 +112,8 @@ class FusedLayer(NamedTuple):
     history: History
 
 
-class _Place(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class _Place:
     """A layer whose steps are fused, with `held` tokens of any row at most before the first of them."""
 
     table: SlotTable

@@ -21,7 +21,7 @@ from windlass.policies.wrapper import find
 
 
 class Leaf(NamedTuple):
-    """What one `SlotLayer` holds: of which layer of the model, of which of its kv heads (None: all), and how much."""
+    """The share of one `SlotLayer`: its layer of the model, its kv heads (None: all), and its limits."""
 
     layer: int
     heads: Heads | None
@@ -69,7 +69,7 @@ class HeadGroups:
 
     @classmethod
     def of(cls, leaves: Sequence[Leaf], layers: Sequence[SlotLayer]) -> list[HeadGroups]:
-        """What each layer of the model has of the `layers` that were made for `leaves`, which stand in its order."""
+        """Group the `layers` that were made for `leaves`, in the order of the model, by layer of the model."""
         found = []
         for _, group in groupby(zip(leaves, layers, strict=True), lambda pair: pair[0].layer):
             pairs = list(group)
@@ -84,11 +84,11 @@ class HeadGroups:
 
     @property
     def kv_heads(self) -> int:
-        """Of a layer of the model whose heads are in groups."""
+        """The kv heads of a layer of the model whose heads are in groups."""
         return sum(map(len, self.heads))
 
     def step(self, take: Take, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
-        """What the queries read, each group of heads by itself.
+        """Take a step of each group of heads by itself; returns the attention of all queries.
 
         Raises: UsageError for another number of kv heads, or an indexer, whose picks are for all heads.
         """
@@ -104,12 +104,12 @@ class HeadGroups:
         return self.joined([take(*own) for own in each])
 
     def read(self, read: Read, queries: Queries, call: AttentionCall) -> Attended:
-        """What queries of a layer without keys of its own read, each group of heads by itself."""
+        """Attention of queries of a layer without keys of its own, each group of heads by itself."""
         each = zip(self.layers, self.split(queries), self._calls(call), strict=True)
         return self.joined([read(*own) for own in each])
 
     def split(self, states: Tensor, dim: int = 1) -> list[Tensor]:
-        """What each group has of `states`, of as many kv heads or of a multiple of these."""
+        """The part of `states`, of as many kv heads or a multiple of these, that belongs to each group."""
         if not self.heads:
             return [states]
         width = states.shape[dim] // self.kv_heads

@@ -17,7 +17,7 @@ from windlass.stores.full_precision import FullPrecisionRing
 
 
 class Checkpoint(NamedTuple):
-    """What a layer was before `step`. A merge is noted in `merged` before it overwrites slots."""
+    """A layer before `step`. A merge is noted in `merged` before it overwrites slots."""
 
     step: Step
     table: TableSnapshot
@@ -84,7 +84,7 @@ class History(NamedTuple):
         return (self if at == 0 else History(records[at:], self.has_evicted, size, reserved)), tuple(released)
 
     def ring_before(self, counts: Sequence[int], ring: FullPrecisionRing) -> dict[str, Tensor] | None:
-        """What `ring` held before these many tokens of each row; None unless a pass began there and set it aside."""
+        """Contents of `ring` before these many tokens of each row; None unless a pass set them aside there."""
         for record in reversed(self.records):
             kept, counts = record.split(counts)
             if any(kept):

@@ -359,7 +359,7 @@ def append(
 
 
 def attend_shared(layer: SlotLayer, queries: Queries, mode: PositionMode, call: AttentionCall) -> Attended:
-    """What queries of the pass's last columns read of a layer that has taken its step; afterwards it is as before.
+    """Attention of the pass's last columns to a layer that has taken its step, and that stays as it is.
 
     `call.sees_to` is for all columns of the step.
 

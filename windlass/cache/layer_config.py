@@ -86,7 +86,7 @@ class LayerConfig:
     """Return True if the text has pictures, so that it is kept of each token where it is read."""
 
     def with_sliding_window(self, sliding_window: int | None, attention_chunk: int | None = None) -> LayerConfig:
-        """Those of a layer that attends to its newest `sliding_window` tokens, or within an `attention_chunk`."""
+        """Rules for a layer that attends to its newest `sliding_window` tokens, or within an `attention_chunk`."""
         rules = replace(self, sliding_window=sliding_window, attention_chunk=attention_chunk)
         most = rules.most_visible
         if most is None or (self.budget is not None and most > self.budget):
@@ -123,7 +123,7 @@ class LayerConfig:
 
     @cached_property
     def state(self) -> tuple[str, ...]:
-        """What is kept per slot: the policy's state, what merging needs, and where tokens are read."""
+        """Names of the state per slot: the policy's, the merge's, and the positions at which tokens are read."""
         own = self.policy.needs.state if self.merge is None else (*self.policy.needs.state, *self.merge.state)
         own = (*own, TOKEN_INDEX) if self.recalls else own
         return (*own, *PLACES) if self.has_places else own

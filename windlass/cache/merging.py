@@ -155,7 +155,7 @@ def _unit_keys(keys: SlotKeys, index: SlotIndex) -> Tensor:
 
 @dataclass(frozen=True)
 class TokenStates:
-    """What some slots hold; floats are float32.
+    """Contents of some slots; floats are float32.
 
     `states` are keys and values side by side. `weights` say how many tokens a slot stands for, or give the policy's
     weight where the rule has `weighs_by`; they are 0 for a token that is dropped.
@@ -250,7 +250,7 @@ class LayerView:
 
 @dataclass(frozen=True)
 class SlotContent:
-    """What some slots hold: the parts of their keys and values in the store, and state, both by name."""
+    """Contents of some slots: the parts of their keys and values in the store, and state, both by name."""
 
     parts: Parts
     state: dict[str, Tensor]
@@ -258,7 +258,7 @@ class SlotContent:
 
 @dataclass(frozen=True)
 class MergePlan:
-    """What a merge will write, and what is there before. It holds copies: making it changes nothing.
+    """The new contents of the slots that a merge writes, and those before. It holds copies: making it changes nothing.
 
     `targets` names for each evicted token the slot that takes it. A token that is dropped has its own slot there:
     the eviction emptied it, so that what is written to it is never read.
@@ -327,7 +327,7 @@ def _write(store: Store, state: dict[str, Tensor], targets: SlotIndex, content: 
 
 
 def log_counts(merge: Merge | None, state: dict[str, Tensor]) -> Scores | None:
-    """What is added to each slot's logits: log(n) where it stands for n tokens. None where the rule does not count."""
+    """Terms to add to each slot's logits: log(n) where it stands for n tokens. None where the rule does not count."""
     return None if merge is None or not merge.is_counted else state[MERGED].log1p()
 
 

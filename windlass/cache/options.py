@@ -283,7 +283,7 @@ class CacheOptions:
 
     @property
     def limits(self) -> Limits:
-        """What every layer is told; where no window is given, it is a quarter of what the sinks leave, at most 64.
+        """The limits of every layer; the default window is a quarter of the slots beside the sinks, at most 64.
 
         Sinks are the least number of them where each row has those of its system text.
         """
@@ -299,7 +299,7 @@ class CacheOptions:
 
     @property
     def recalled(self) -> str:
-        """What each step recalls, as a row of results says it: `"128 in int4"`, or `"none"`."""
+        """The recall of each step as a row of results has it: `"128 in int4"`, or `"none"`."""
         return f"{self.recall} in {self.recall_store.name}" if self.recall else NO_RECALL
 
     def document(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a layer has evicted, outside of its slots: each step reads the best of it again, beside the slots.
+"""Evicted tokens of a layer, outside of its slots: each step reads the best of them again, beside the slots.
 
 Every token is written here when it is written to a slot, un-rotated. Which of them are evicted is not noted: a slot
 knows which token it holds, and the others are those that may be recalled. So nothing has to be moved when a token is
@@ -93,7 +93,7 @@ class RecallMemory:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the parts."""
+        """Names of the parts."""
         return tuple(self.segments[0].parts)
 
     @property
@@ -316,7 +316,7 @@ class RecallStore:
 
     @property
     def step_tensors(self) -> list[Tensor]:
-        """What a recorded step finds here: other tensors once it would not."""
+        """Tensors that a recorded step reads here: others where it has to be recorded again."""
         return [] if self.is_empty else [self.positions, self.ends]
 
     def has_room(self, counts: Sequence[int]) -> bool:
@@ -334,8 +334,18 @@ class RecallStore:
         (batch, score_heads, slots) are the indices of the tokens in slots, negative in the others.
         """
         keys = tuple(piece.keys for piece in self.pieces())
-        text, digests = (self.positions, kept, self.page_count), self.digests.tiled() if self.candidates else ()
-        best = kernels.best_pages(PageInput(queries, is_query, keys, *text, digests, self.candidates))
+        best = kernels.best_pages(
+            PageInput(
+                queries=queries,
+                is_query=is_query,
+                pieces=keys,
+                positions=self.positions,
+                kept_index=kept,
+                count=self.page_count,
+                digests=self.digests.tiled() if self.candidates else (),
+                candidates=self.candidates,
+            )
+        )
         index = tokens_of(best.pages)
         positions = self.positions[:, None].expand(-1, index.shape[1], -1).gather(-1, index)
         positions = self.last_recalled.copy_(positions.where(best.is_read, EMPTY))
@@ -535,7 +545,7 @@ class RecallSnapshot(NamedTuple):
 
     @classmethod
     def of(cls, store: RecallStore) -> RecallSnapshot:
-        """Of a store as it is now."""
+        """Snapshot of a store as it is now."""
         segments = [each.segments for each in (store.memory, *store.digests.both)]
         return cls(store.lengths, store.positions, store.last_recalled, segments)
 

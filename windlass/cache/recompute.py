@@ -41,7 +41,7 @@ class SlotLookup(NamedTuple):
 
     @classmethod
     def of(cls, slots: SlotPositions, tokens: QueryPositions) -> SlotLookup:
-        """Of the tokens at these positions, EMPTY for padding."""
+        """Look up the tokens at these positions, EMPTY for padding."""
         ordered, order = tokens.long().sort(1)
         rows, heads = slots.shape[:2]
         ordered, order = (each[:, None].expand(-1, heads, -1).contiguous() for each in (ordered, order))
@@ -70,7 +70,7 @@ def rewrite(
     mode: PositionMode,
     call: AttentionCall,
 ) -> Attended:
-    """What the queries of tokens read that stand in the layer already, and now have these keys and values there.
+    """Attention of tokens that stand in the layer already, and now have these keys and values there.
 
     Its policy observes nothing, and nothing is evicted. Until `commit`, `take_back` undoes it: no byte of what the
     layer held is overwritten before then, for the tokens get free slots and leave those that they had.
@@ -133,7 +133,7 @@ def second_pass(
     mode: PositionMode,
     call: AttentionCall,
 ) -> Attended:
-    """What the queries read, as in a step; afterwards the layer holds what it held, but for what its policy noted."""
+    """Attention as in a step; afterwards the layer holds the same tokens, and its policy has observed the queries."""
     with written_beside(layer, queries, keys, values, step, call) as (view, queries):
         outs, peaks = [], []
         for out, mass in by_member(layer, view, queries, mode, call):
@@ -171,7 +171,7 @@ def written_beside(
 def by_member(
     layer: SlotLayer, view: TableView, queries: Queries, mode: PositionMode, call: AttentionCall
 ) -> Iterator[tuple[Attended, Mass]]:
-    """What the queries of one head of each kv head read, and what each of them gave each slot; then the next.
+    """Attention of one query head of each kv head, and the mass that each query gave each slot; then of the next head.
 
     The query heads that share a kv head are taken one after the other: their mass comes as a sum.
     """
@@ -191,7 +191,7 @@ RIDGE: Final = 1e-2  # of the mean square of a kept token's probabilities: what 
 
 @dataclass
 class LayerSums:
-    """What the queries of the second reading found in one layer, summed.
+    """Sums over the queries of the second reading in one layer.
 
     `square` (batch, kv_heads, n, n) are products of the probabilities of the n slots of the layer that was cut, each
     with each; `missing` (batch, kv_heads, n, channels) products with what attention to them lacks of what it was.
@@ -253,7 +253,7 @@ class Fitting:
         mode: PositionMode,
         call: AttentionCall,
     ) -> Attended:
-        """What the queries read, as in `windlass.cache.recompute`; what they find in the cut layer is summed."""
+        """Attention as in `windlass.cache.recompute`, and sums over the cut layer."""
         its = next(sums for own, sums in zip(self.layers, self.sums, strict=True) if own is layer)
         if its is None:
             return second_pass(layer, queries, keys, values, step, mode, call)
@@ -274,7 +274,7 @@ class Fitting:
         return torch.stack(outs, 2).flatten(1, 2)
 
     def _shares(self, view: TableView, mass: Mass) -> Tensor:
-        """What each query gives the slots of the text, of all that it gives them; zeros where that is nothing."""
+        """The share of its attention to the text that each query gives each slot; zeros where there is none."""
         is_text = (view.positions >= 0) & (view.positions < self.ends[:, None, None])
         rows = mass.rows * is_text[:, :, None]
         total = rows.sum(-1, keepdim=True)
@@ -299,7 +299,7 @@ class _LookupResult(NamedTuple):
 
 @final
 class Divergence:
-    """What passes that end at attention layer `index` of the model bring to it; `layer` are its slots."""
+    """Queries, keys and values of passes that end at attention layer `index` of the model; `layer` are its slots."""
 
     def __init__(self, index: int, layer: SlotLayer) -> None:
         self.index, self._layer = index, layer

@@ -15,7 +15,7 @@ from windlass.core.types import TokenMask
 
 
 class PriorState(NamedTuple):
-    """What a state was before `step`, by name; no tensors where no token had come."""
+    """A state before `step`, by name; no tensors where no token had come."""
 
     step: Step
     states: dict[str, Tensor]
@@ -46,7 +46,7 @@ class RecurrentLayer(Layer):
 
     @property
     def undo_tensors(self) -> list[Tensor]:
-        """What is kept so that the last pass can be rolled back."""
+        """Tensors that are kept so that the last pass can be rolled back."""
         return list(self._copies.values())
 
     def protect(self, step: Step) -> None:

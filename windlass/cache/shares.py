@@ -20,7 +20,7 @@ Heads = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Shares:
-    """What each kv head keeps beside sinks and window, in multiples of the mean over all of them.
+    """Tokens that each kv head keeps beside sinks and window, in multiples of the mean over all heads.
 
     `layers` has for each attention layer a number of at least 0 for each of its kv heads, or None for a layer that
     takes no part, whose heads keep the budget each. Heads of a layer with equal numbers lie in one tensor. `name` is

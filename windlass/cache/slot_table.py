@@ -27,7 +27,7 @@ STATISTICS: Final = "statistics."
 
 
 class TableSnapshot(NamedTuple):
-    """What a table was: its tensors, and copies of those that are written into."""
+    """A table at one moment: its tensors, and copies of those that are written into."""
 
     store: StoreSnapshot
     positions: Tensor
@@ -183,13 +183,13 @@ class SlotTable:
         self.occupancy_bound = 0 if self.is_empty else int((self.positions >= 0).sum(-1).max())
 
     def snapshot(self) -> TableSnapshot:
-        """What the table is now, for `restore`. Who writes into the state adds it to `copies` first."""
+        """Snapshot for `restore`. Code that writes into the state adds it to `copies` first."""
         now = self.unwritten()
         now.copies.append((self.positions, self.positions.clone()))
         return now
 
     def unwritten(self) -> TableSnapshot:
-        """What the table is now, for a step that writes into none of its tensors: it goes on with others."""
+        """Snapshot for a step that writes into none of the table's tensors: it goes on with others."""
         return TableSnapshot(
             self.store.snapshot(),
             self.positions,
@@ -265,7 +265,7 @@ class SlotTable:
         return {**self.store.tensors(), "positions": self.positions, **state, **statistics}
 
     def recalled_tensors(self) -> dict[str, Tensor]:
-        """What a file has to hold of the tokens that can be recalled, by name."""
+        """Tensors of the tokens that can be recalled, for a file, by name."""
         return {} if self.recall is None else self.recall.tensors()
 
     def load(self, tensors: dict[str, Tensor], state: tuple[str, ...], tokens_seen: Sequence[int]) -> None:
@@ -330,7 +330,7 @@ class TableView:
 
     @classmethod
     def of(cls, table: SlotTable, rules: LayerConfig, step: Step) -> TableView:
-        """That of a table which holds the tokens of `step` already."""
+        """View of a table that holds the tokens of `step` already."""
         store, occupancy = table.store, min(table.occupancy_bound + step.graph_headroom, table.slots)
         counts = log_counts(rules.merge, table.state)
         return cls(step, *store.packed(), table.positions, counts, table.places, occupancy, store.index_keys)
@@ -358,7 +358,7 @@ class TableView:
         return replace(self, keys=keys, values=values, positions=self.positions.clone())
 
     def tail(self, columns: int) -> TableView:
-        """What the last `columns` queries of the step find; the step's `lengths` stay those of the whole."""
+        """The view of the last `columns` queries of the step, whose `lengths` stay those of the whole."""
         if columns == self.step.positions.shape[1]:
             return self
         assert self.places is None, "a part of a pass with pictures"

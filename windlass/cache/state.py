@@ -1,4 +1,4 @@
-"""What a cache is: its options, layers and rows. What it offers stands above, in `cache`."""
+"""The state of a cache: its options, layers and rows. Its operations are in `cache`."""
 
 from dataclasses import dataclass, replace
 from typing import ClassVar
@@ -154,7 +154,7 @@ class CacheState:
 
     @property
     def limits(self) -> Limits:
-        """What every layer was told."""
+        """The limits of every layer."""
         return self.options.limits
 
     @property

@@ -36,7 +36,7 @@ Labels = tuple[int | str | None, ...]
 
 @dataclass(frozen=True)
 class CacheKey:
-    """What two requests must have in common to share a cache.
+    """Properties that two requests must have in common to share a cache.
 
     `kind`: the beginning of a prompt, or a part that was read behind the tokens of `prefix`. `labels` are those of the
     cache's options, and the tokens of the system text where these are its sinks.
@@ -50,7 +50,7 @@ class CacheKey:
 
     @classmethod
     def of(cls, kind: Kind, request: Request, options: CacheOptions, prefix: tuple[int, ...] = ()) -> CacheKey:
-        """That of a request's own caches with these options."""
+        """The key of a request's own caches with these options."""
         sinks = request.head if options.sinks == SYSTEM else None
         return cls(kind, request.tenant, request.reuse.name, (*options.labels().values(), sinks), prefix)
 
@@ -73,13 +73,13 @@ class CacheEntry:
 
     @property
     def stored(self) -> EntryInfo:
-        """What its owner is told of it."""
+        """Facts about it for its owner."""
         return EntryInfo(self.number, self.key.kind, self.key.name, len(self.tokens), self.bytes, "memory")
 
 
 @dataclass(frozen=True)
 class EntryInfo:
-    """What an owner is told of a cache that is kept for it."""
+    """Facts about a kept cache for its owner."""
 
     id: str
     kind: Kind
@@ -130,7 +130,7 @@ class PrefixCache:
         return sum(each.bytes for each in self._held) + sum(self._reserved.values())
 
     def of(self, key: CacheKey) -> list[CacheEntry]:
-        """Those with this key."""
+        """Entries with this key."""
         with self._lock:
             return [each for each in self._held if each.key == key]
 
@@ -179,7 +179,7 @@ class PrefixCache:
         return [each.stored for each in found]
 
     def stored(self, wanted: EntrySelector) -> list[EntryInfo]:
-        """What is to be told of these, the one used last first."""
+        """Facts about the wanted entries, the one used last first."""
         with self._lock:
             return [each.stored for each in reversed(self._held) if wanted.has(each.key, each.number)]
 
@@ -275,7 +275,7 @@ class DiskTier:
 
     @property
     def bytes(self) -> int:
-        """Of all files; never more than `limit`."""
+        """Bytes of all files; never more than `limit`."""
         with self._changed:
             return self._bytes
 
@@ -284,7 +284,7 @@ class DiskTier:
         return sum(each.bytes for each in self._files.values())
 
     def id_of(self, key: CacheKey, tokens: tuple[int, ...], passes: tuple[int, ...]) -> str:
-        """What a cache of these tokens, which were read in these passes, is called."""
+        """The id of a cache of these tokens, which were read in these passes."""
         return self._ids(key, tokens, passes, [len(tokens)])[0]
 
     def is_pending(self, kept: CacheEntry) -> bool:
@@ -322,7 +322,7 @@ class DiskTier:
         return None
 
     def stored(self, wanted: EntrySelector) -> list[EntryInfo]:
-        """What is to be told of these files, the one used last first."""
+        """Facts about the wanted files, the one used last first."""
         with self._changed:
             return [self._told(each) for each in reversed(self._files.values()) if self._is(wanted, each)]
 
@@ -433,7 +433,7 @@ class DiskTier:
         return hmac.new(self._salt, json.dumps(said).encode(), hashlib.sha256).hexdigest()[:16]
 
     def _ids(self, key: CacheKey, tokens: tuple[int, ...], passes: tuple[int, ...], lengths: list[int]) -> list[str]:
-        """What caches of the first tokens are called, for `lengths` that rise, read in passes that end at `passes`."""
+        """Ids of caches of the first tokens, for `lengths` that rise, read in passes that end at `passes`."""
         said = ["cache", self._model_hash, key.kind, key.tenant, key.name, key.labels]
         digest, ids, at = hmac.new(self._salt, json.dumps(said).encode() + b"\n", hashlib.sha256), [], 0
         ends = frozenset(passes)
@@ -446,7 +446,7 @@ class DiskTier:
 
 
 def _most_bytes(kept: CacheEntry) -> int:
-    """What a file of a cache takes at most."""
+    """The most bytes of a cache's file."""
     return kept.bytes + 4 * len(kept.tokens) + LAYER_BYTES * len(kept.cache.layers) + FILE_BYTES
 
 
@@ -513,7 +513,7 @@ class Snapshots:
             self.kept.release(place)
 
     def stored(self, wanted: EntrySelector) -> list[EntryInfo]:
-        """What is kept of these: first that in memory."""
+        """Facts about the wanted entries: first of those in memory, then of those on disk."""
         held = self.kept.stored(wanted)
         return held + _others(held, [] if self._disk is None else self._disk.stored(wanted))
 
@@ -533,7 +533,7 @@ class Snapshots:
 
 
 def _others(held: Sequence[EntryInfo], files: Sequence[EntryInfo]) -> list[EntryInfo]:
-    """Those files whose caches are not in memory, too."""
+    """Files whose caches are not also in memory."""
     numbers = {each.id for each in held}
     return [each for each in files if each.id not in numbers]
 

@@ -244,7 +244,7 @@ class Timer:
         return clock() - started
 
     def _begun(self) -> Callable[[], None]:
-        """What is timed. Raises: UsageError for a step that cannot be recorded, though a graph is asked for."""
+        """The function to time. Raises: UsageError for a step that cannot be recorded, though a graph is asked for."""
         if self.row.workload.is_prompt:
             return self._read
         if self._graph is None:
@@ -326,7 +326,7 @@ Progress = Callable[[str, int, int], None]  # what is run next, how many runs ar
 
 @dataclass(frozen=True)
 class BenchRequest:
-    """What the user asked for: a `model` by name, or a `shape` (of so many `layers`) with random weights."""
+    """A benchmark that a user asked for: a `model` by name, or a `shape` (of so many `layers`) with random weights."""
 
     model: str | None
     shape: str | None
@@ -444,5 +444,5 @@ def free_bytes(device: torch.device) -> int | None:
 
 
 def gpu_name(device: torch.device) -> str | None:
-    """What the maker calls it; None for a CPU."""
+    """The GPU's name; None for a CPU."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else None

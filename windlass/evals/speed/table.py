@@ -22,7 +22,7 @@ def _now() -> str:
 
 @dataclass(frozen=True)
 class Conditions:
-    """What all rows of a run have in common."""
+    """Conditions that all rows of a run have in common."""
 
     model: str
     size_bytes: int
@@ -35,7 +35,7 @@ class Conditions:
 
     @property
     def backend(self) -> str:
-        """What does the attention, as in the table."""
+        """The attention backend, as in the table."""
         if self.gpu is not None:
             return f"cuda ({'triton' if find_spec('triton') else 'reference'})"
         name = cpu.instruction_set()
@@ -43,7 +43,7 @@ class Conditions:
 
     @property
     def versions(self) -> dict[str, str]:
-        """Of the libraries that decide about speed."""
+        """Versions of the libraries that decide about speed."""
         return {name: version(name) for name in ("windlass", "torch", "transformers")}
 
 
@@ -76,7 +76,7 @@ def table(rows: Sequence[BenchRow], conditions: Conditions) -> str:
 
 
 def in_common(rows: Sequence[BenchRow], conditions: Conditions) -> str:
-    """What all rows share: the model, where it ran, and settings that are not the default."""
+    """A line for all rows: the model, the machine, and settings that are not the default."""
     usual, first = BenchSetup().texts, rows[0].setup.texts
     same = [axis for axis in AXES if axis != "threads" and axis not in _varied(rows)]
     threads = "" if "threads" in _varied(rows) else f", {first['threads']} thread{'s' * (first['threads'] != '1')}"
@@ -106,7 +106,7 @@ def _varied(rows: Sequence[BenchRow]) -> list[str]:
 
 
 def footnote(rows: Sequence[BenchRow], conditions: Conditions) -> str:
-    """What the numbers of the table are, and where they were measured."""
+    """The units of the table's numbers, and the place where they were measured."""
     counts = sorted({len(row.samples_s) for row in rows})
     runs = " or ".join(map(str, counts)) + (" run" if counts == [1] else " runs")
     versions = ", ".join(f"{name} {number}" for name, number in conditions.versions.items())

@@ -1,4 +1,4 @@
-"""What a benchmark runs, as a user types it. Nothing here needs torch."""
+"""Workloads of a benchmark, as a user types them. Nothing here needs torch."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ MOST_ROWS: Final = 65536
 
 @dataclass(frozen=True)
 class BenchLists:
-    """What was typed; values are separated by commas. `threads` None: as torch has it; `graph` None: off.
+    """Lists as they were typed, separated by commas. `threads` None: torch's number. `graph` None: off.
 
     `options` holds lists of values of the cache's options by their name; one without a list is the default.
     """

@@ -40,7 +40,7 @@ NIBBLE_BLOCKS: Final = (32, 64)  # outputs that lie side by side
 
 
 def chosen() -> str | None:
-    """What WINDLASS_CPU asks for: avx512_bf16, avx512, avx2, plain, or none for plain PyTorch."""
+    """The value of WINDLASS_CPU: avx512_bf16, avx512, avx2, plain, or none for plain PyTorch."""
     return os.environ.get("WINDLASS_CPU") or None
 
 

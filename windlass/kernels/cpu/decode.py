@@ -215,9 +215,8 @@ class FewTokens:
     def after_attention(self, hidden: Hidden, attended: AttendedTokens) -> Hidden:
         """See `reference_layer.after_attention`; both are contiguous."""
         result = torch.empty_like(hidden)
-        rows = hidden.shape[0] * hidden.shape[1]
-        addresses = hidden.data_ptr(), attended.data_ptr(), result.data_ptr()
-        self.native.after(rows, *addresses, torch.get_num_threads())
+        rows, threads = hidden.shape[0] * hidden.shape[1], torch.get_num_threads()
+        self.native.after(rows, hidden.data_ptr(), attended.data_ptr(), result.data_ptr(), threads)
         return result
 
 

@@ -50,9 +50,17 @@ def lowest(call: EvictionInput) -> SlotIndex:
     out = torch.empty(*positions.shape[:2], call.count, dtype=torch.int64)
     limits = (call.sinks, call.window, call.sliding_window or 0, call.attention_chunk or NO_LIMIT)
     row_sinks = None if call.row_sinks is None else call.row_sinks.to(torch.int64).contiguous()
-    addresses = score.data_ptr(), positions.data_ptr(), ends.data_ptr()
-    threads = torch.get_num_threads()
-    native.lowest(tuple(positions.shape), *addresses, limits, address(row_sinks), call.count, out.data_ptr(), threads)
+    native.lowest(
+        tuple(positions.shape),
+        score.data_ptr(),
+        positions.data_ptr(),
+        ends.data_ptr(),
+        limits,
+        address(row_sinks),
+        call.count,
+        out.data_ptr(),
+        torch.get_num_threads(),
+    )
     return out
 
 
@@ -127,7 +135,7 @@ def can_recall(store: RecallSlots) -> bool:
 
 
 def keys_of(digests: Sequence[Digests]) -> list[TiledKeys]:
-    """What digests hold as keys."""
+    """The keys of digests."""
     return [keys for each in digests for keys in (each.largest, each.least)]
 
 

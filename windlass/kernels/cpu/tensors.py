@@ -109,5 +109,5 @@ are_steady: Final = SteadyTables()
 
 
 def steady_arguments(tables: tuple[RotaryTable, RotaryTable] | None, look: Look) -> tuple[int, int, int, bool]:
-    """Those of `table_arguments`, and whether the tables are steady."""
+    """The arguments of `table_arguments`, and whether the tables are steady."""
     return *table_arguments(tables), tables is not None and are_steady(tables, look)
