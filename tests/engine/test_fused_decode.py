@@ -27,7 +27,7 @@ class Counts:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.made = self.steps = self.told = 0
-        make, run, histories = FusedDecode.__init__, FusedDecode.run, FusedDecode.histories
+        make, run, settle = FusedDecode.__init__, FusedDecode.run, FusedDecode.settle
 
         def counted(name: str, function: Callable[..., object]) -> Callable[..., object]:
             def call(*given: object) -> object:
@@ -38,7 +38,7 @@ class Counts:
 
         patch.setattr(FusedDecode, "__init__", counted("made", make))
         patch.setattr(FusedDecode, "run", counted("steps", run))
-        patch.setattr(FusedDecode, "histories", counted("told", histories))
+        patch.setattr(FusedDecode, "settle", counted("told", settle))
 
 
 @pytest.fixture(scope="module")

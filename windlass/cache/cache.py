@@ -12,7 +12,7 @@ from windlass.cache import describe, edits
 from windlass.cache import describe as summary
 from windlass.cache.compress import compress
 from windlass.cache.edits import check_pictures, check_rewrite, clear_row, put_row
-from windlass.cache.fused import FusedDecode, FusedLayer
+from windlass.cache.fused import FusedDecode
 from windlass.cache.head_groups import HeadGroups, Leaf, leaves_of
 from windlass.cache.layer import SlotLayer, attend_shared
 from windlass.cache.options import CacheOptions
@@ -290,13 +290,7 @@ class TextCache(CacheState):
             return fused
         if self.recurrent or len(self.layers) != len(decoder) or any(each.whole is None for each in self.by_layer):
             return None
-        layers = list[FusedLayer]()
-        for layer, kernel, call in zip(self.layers, decoder, calls(), strict=True):
-            asked = layer.asked(kernel.states(hidden), step, self.positions, call)
-            if layer.is_empty or (handle := layer.whole_step(asked)) is None:
-                return None
-            layers.append(FusedLayer(asked, handle, layer.history))
-        self._fused = FusedDecode.of(layers, decoder, hidden)
+        self._fused = FusedDecode.of(self.layers, decoder, hidden, step, self.positions, calls())
         return self._fused
 
     @no_inference_mode

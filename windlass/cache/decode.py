@@ -132,6 +132,10 @@ class KernelHandle(NamedTuple):
         """Return True if the kernel changes the state of all slots by the attention that they get."""
         return self.retention is not None and self.retention.ranking.observe != "nothing"
 
+    def keeps_observed(self, rows: int) -> bool:
+        """Return True if records keep what was observed: one token of one row is rolled back as a whole."""
+        return self.observes and rows > 1
+
     def is_all(self, asked: LayerStep) -> bool:
         """Return True if the kernel does all there is to do in this step: no policy has to be asked."""
         budget, policy = asked.rules.budget, asked.rules.policy
@@ -231,6 +235,48 @@ class StepPlan(ABC):
     @abstractmethod
     def record(self) -> StepRecord:
         """Observe and evict, and let the table be as after the step; returns how all of it is undone."""
+
+
+@final
+class FusedStep(StepPlan):
+    """A step of one layer. The kernel leaves it in memory of its own, which the table has once it is recorded.
+
+    What `released` steps evicted is free afterwards.
+    """
+
+    def __init__(
+        self, handle: KernelHandle, asked: LayerStep, released: Released = (), is_continued: bool = False
+    ) -> None:
+        budget = asked.rules.budget
+        self._handle, self._asked, self._is_continued = handle, asked, is_continued
+        self._is_over = budget is not None and asked.bound > budget
+        given = asked.given(handle.keeps_observed(len(asked.step.lengths)), self._is_over, released)
+        self._planned = handle.kernel.planned(given)
+
+    def run(self) -> Attended:
+        self._handle.kernel.take(self._planned)
+        return self._planned.output.out
+
+    def record(self) -> StepRecord:
+        asked, done, table = self._asked, self._planned.output, self._asked.table
+        record = StepRecord(
+            step=asked.step,
+            rolled_back=(0,) * len(asked.step.lengths),
+            occupancy_bound=table.occupancy_bound,
+            statistics=table.statistics,
+            written=done.written,
+            state=table.state,
+            initial_state=put_initial_state(asked, done),
+            observed=None if done.mass is None else asked.step.first_columns,
+            mass=done.mass,
+            queries=None if done.mass is None else asked.states[0].detach(),
+            evicted=done.evicted,
+            evicted_positions=done.evicted_positions,
+            evicted_count=int(self._is_over),
+            is_continued=self._is_continued,
+        )
+        table.replace(done.slot_positions, done.state, asked.bound - int(self._is_over), asked.step)
+        return record
 
 
 def put_initial_state(asked: LayerStep, done: DecodeOutput) -> dict[str, Tensor]:

@@ -1,25 +1,24 @@
-"""The fused backend: steps that compiled kernels do all of, of one layer or of all layers of a decoder at once."""
+"""The fused backend for all layers of a cache: each decode step is one call of a kernel."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, final
+from typing import TYPE_CHECKING, final
 
 import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.cache.decode import KernelHandle, LayerStep, Released, StepPlan, put_initial_state
+from windlass.cache.decode import KernelHandle, LayerStep, Released
 from windlass.cache.history import History
-from windlass.cache.layer_config import LayerConfig
+from windlass.cache.layer import SlotLayer
 from windlass.cache.recall import TOKEN_INDEX
-from windlass.cache.shares import Heads
-from windlass.cache.slot_table import SlotTable, free_reserved, reserve_again
-from windlass.core.inputs import Mass, TokenInput
+from windlass.cache.slot_table import free_reserved, reserve_again
+from windlass.core.inputs import TokenInput
 from windlass.core.parse import MAX_NUMBER
-from windlass.core.step import Step, StepRecord
-from windlass.core.types import Attended, Hidden, Queries
+from windlass.core.step import AttentionCall, Step, StepRecord
+from windlass.core.types import Hidden
 from windlass.policies.base import Initializer
 from windlass.policies.calls import initial_state
 from windlass.policies.wrapper import find
@@ -27,105 +26,6 @@ from windlass.positions.modes import PositionMode
 
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import FewTokens, StepMemory
-
-
-def _record(
-    step: Step,
-    held: int,
-    statistics: dict[str, Tensor],
-    state: dict[str, Tensor],
-    initial_state: dict[str, Tensor],
-    written: Tensor,
-    evicted: Tensor | None,
-    evicted_positions: Tensor | None,
-    observed: tuple[Mass, Queries] | None,
-    is_continued: bool = False,
-) -> StepRecord:
-    """The record of a step that a kernel took, with `held` tokens before it."""
-    mass, queries = observed or (None, None)
-    return StepRecord(
-        step=step,
-        rolled_back=(0,) * len(step.lengths),
-        occupancy_bound=held,
-        statistics=statistics,
-        written=written,
-        state=state,
-        initial_state=initial_state,
-        observed=None if observed is None else step.first_columns,
-        mass=mass,
-        queries=queries,
-        evicted=evicted,
-        evicted_positions=evicted_positions,
-        evicted_count=int(evicted is not None),
-        is_continued=is_continued,
-    )
-
-
-def _is_kept(handle: KernelHandle, rows: int) -> bool:
-    """Return True if a record keeps what is observed: one token of one row is rolled back as a whole."""
-    return rows > 1 and handle.observes
-
-
-@final
-class FusedStep(StepPlan):
-    """A step of one layer. The kernel leaves it in memory of its own, which the table has once it is recorded.
-
-    What `released` steps evicted is free afterwards.
-    """
-
-    def __init__(
-        self, handle: KernelHandle, asked: LayerStep, released: Released = (), is_continued: bool = False
-    ) -> None:
-        budget = asked.rules.budget
-        self._handle, self._asked, self._is_continued = handle, asked, is_continued
-        self._is_over = budget is not None and asked.bound > budget
-        given = asked.given(_is_kept(handle, len(asked.step.lengths)), self._is_over, released)
-        self._planned = handle.kernel.planned(given)
-
-    def run(self) -> Attended:
-        self._handle.kernel.take(self._planned)
-        return self._planned.output.out
-
-    def record(self) -> StepRecord:
-        asked, done, table = self._asked, self._planned.output, self._asked.table
-        record = _record(
-            step=asked.step,
-            held=table.occupancy_bound,
-            statistics=table.statistics,
-            state=table.state,
-            initial_state=put_initial_state(asked, done),
-            written=done.written,
-            evicted=done.evicted,
-            evicted_positions=done.evicted_positions,
-            observed=None if done.mass is None else (done.mass, asked.states[0].detach()),
-            is_continued=self._is_continued,
-        )
-        table.replace(done.slot_positions, done.state, asked.bound - int(self._is_over), asked.step)
-        return record
-
-
-class FusedLayer(NamedTuple):
-    """A layer before its fused steps: a step like them, its kernel, and the steps that can be undone."""
-
-    asked: LayerStep
-    handle: KernelHandle
-    history: History
-
-
-@dataclass(frozen=True, eq=False)
-class _Place:
-    """A layer whose steps are fused, with `held` tokens of any row at most before the first of them."""
-
-    table: SlotTable
-    rules: LayerConfig
-    index: int
-    heads: Heads | None
-    held: int
-
-    def held_after(self, tokens: int) -> int:
-        """Tokens of any row at most, once so many more are written."""
-        held, budget = self.held + tokens, self.rules.budget
-        return held if budget is None else min(held, budget)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,60 +83,81 @@ class DecodePlan:
 class FusedDecode:
     """Decode steps of all layers of a cache, for the `kernels` of one model's decoder: plan a step, then run it.
 
-    Layers get the records of all steps when `histories` is called: until then their positions and states are those of
-    now, and their histories and counts those of before.
+    Layers get the records of all steps when `settle` is called. Until then their positions and states are those of now,
+    and their histories and counts those of before.
     """
 
-    def __init__(self, layers: Sequence[FusedLayer], decoder: Sequence[FewTokens], hidden: Hidden) -> None:
+    def __init__(
+        self,
+        layers: Sequence[SlotLayer],
+        asked: Sequence[LayerStep],
+        handles: Sequence[KernelHandle],
+        decoder: Sequence[FewTokens],
+        hidden: Hidden,
+    ) -> None:
         from windlass.kernels.cpu.decode import LayerSlots  # late: it needs the compiled module
 
-        first, self.decoder = layers[0].asked, decoder
-        steps = [each.asked for each in layers]
-        self._layers = [
-            _Place(each.table, each.rules, each.layer, each.heads, each.table.occupancy_bound) for each in steps
-        ]
-        self._mode, self._shape, self._dtype = first.mode, hidden.shape, hidden.dtype
-        handles = [each.handle for each in layers]
+        self._layers, self.decoder, first = tuple(layers), decoder, layers[0]
+        self._mode, self._shape, self._dtype = asked[0].mode, hidden.shape, hidden.dtype
         self._tensors = [tensor for handle in handles for weak in handle.tensors if (tensor := weak()) is not None]
         self._end = min(handle.end for handle in handles)
-        self._left = min(map(_steps_left, layers))
-        self._has_sinks = first.rules.row_sinks(first.step) is not None
+        self._left = min(map(_steps_left, layers, handles))
+        self._has_sinks = first.rules.row_sinks(asked[0].step) is not None
         self._limit = first.rules.limits.rollback
-        self._initializes = find(first.rules.policy, Initializer) is not None  # type: ignore[type-abstract]  # none is made
-        self._is_kept = any(_is_kept(handle, hidden.shape[0]) for handle in handles)
+        self._initializes = find(first.policy, Initializer) is not None  # type: ignore[type-abstract]  # none is made
+        self._is_kept = any(handle.keeps_observed(hidden.shape[0]) for handle in handles)
         self._steps = kernels.decoder_steps(
             [
                 LayerSlots(
                     layer=kernel,
                     decode=handle.kernel,
-                    positions=asked.table.positions,
-                    state=tuple(asked.table.state.values()),
-                    budget=asked.rules.budget,
-                    held=asked.table.occupancy_bound,
-                    has_evicted=asked.has_evicted,
+                    positions=layer.table.positions,
+                    state=tuple(layer.table.state.values()),
+                    budget=layer.budget,
+                    held=layer.table.occupancy_bound,
+                    has_evicted=layer.history.has_evicted,
                     is_observed=handle.observes,
-                    recall_positions=None if asked.table.recall is None else asked.table.recall.positions,
+                    recall_positions=None if layer.table.recall is None else layer.table.recall.positions,
                 )
-                for (asked, handle, _), kernel in zip(layers, decoder, strict=True)
+                for layer, kernel, handle in zip(layers, decoder, handles, strict=True)
             ],
             hidden,
             self._is_kept,
             self._initializes,
         )
         recall = first.table.recall
+        self._held = [layer.table.occupancy_bound for layer in layers]
         self._first = StepLogs(
             logs=(),
-            starting=tuple(each.history for each in layers),
+            starting=tuple(layer.history for layer in layers),
             taken=0,
             lengths=() if recall is None else recall.lengths,
-            has_older=any(each.history.records for each in layers),
+            has_older=any(layer.history.records for layer in layers),
         )
         self._plan: DecodePlan | None = None  # the latest
 
     @classmethod
-    def of(cls, layers: Sequence[FusedLayer], decoder: Sequence[FewTokens], hidden: Hidden) -> FusedDecode | None:
-        """Steps like those of these layers; None where no call takes them all. `hidden` has their shape and dtype."""
-        return cls(layers, decoder, hidden) if _are_alike([each.asked for each in layers]) else None
+    def of(
+        cls,
+        layers: Sequence[SlotLayer],
+        decoder: Sequence[FewTokens],
+        hidden: Hidden,
+        step: Step,
+        mode: PositionMode,
+        calls: Sequence[AttentionCall],
+    ) -> FusedDecode | None:
+        """For a step of these layers and others like it; None where one of them takes more than a kernel.
+
+        `hidden` tells shape and dtype.
+        """
+        asked, handles = [], list[KernelHandle]()
+        for layer, kernel, call in zip(layers, decoder, calls, strict=True):
+            one = layer.asked(kernel.states(hidden), step, mode, call)
+            if layer.is_empty or (handle := layer.whole_step(one)) is None:
+                return None
+            asked.append(one)
+            handles.append(handle)
+        return cls(layers, asked, handles, decoder, hidden) if _are_alike(layers, step) else None
 
     def serves(self, decoder: Sequence[FewTokens], hidden: Hidden, step: Step, mode: PositionMode) -> bool:
         """Return True if a step is one of those that this was made for."""
@@ -326,63 +247,64 @@ class FusedDecode:
         """Let no step so far be undone."""
         self._first, self._plan = replace(self._state, is_final=True), None
 
-    def histories(self) -> list[History]:
-        """The history of each layer, with a record for each step that can be undone. Tables have their counts."""
-        state, histories = self._state, list[History]()
-        for number, (layer, history) in enumerate(zip(self._layers, state.starting, strict=True)):
-            table, budget = layer.table, layer.rules.budget
+    def settle(self) -> None:
+        """Let the layers know of all steps, with a record for each that can be undone."""
+        state = self._state
+        for number, layer in enumerate(self._layers):
+            table, history = layer.table, state.starting[number]
             states = table.copied_state() if state.logs else {}
             for log in state.logs:
-                history = history.with_record(self._log_record(number, log, states))
-            evicts = budget is not None and layer.held + state.taken > budget
+                history = history.with_record(self._record(layer, number, log, states))
+            evicts = layer.budget is not None and self._held[number] + state.taken > layer.budget
             # No record may tell any more that tokens were evicted.
-            histories.append(history._replace(has_evicted=history.has_evicted or evicts))
-            table.occupancy_bound = layer.held_after(state.taken)
+            layer.history = history._replace(has_evicted=history.has_evicted or evicts)
+            table.occupancy_bound = self._held_after(number, state.taken)
             if table.recall is not None:
                 table.recall.lengths = state.lengths
-        return histories
 
-    def go_on(self, histories: Sequence[History]) -> None:
-        """Go on from these histories, which the layers have."""
-        state = self._state
-        self._first = StepLogs(
-            logs=(),
-            starting=tuple(histories),
-            taken=state.taken,
-            lengths=state.lengths,
-            has_older=any(history.records for history in histories),
-        )
+    def resume(self) -> None:
+        """Go on from the histories of the layers, which know of all steps."""
+        histories, state = tuple(layer.history for layer in self._layers), self._state
+        has_older = any(history.records for history in histories)
+        self._first = StepLogs((), histories, state.taken, state.lengths, has_older)
         self._plan = None
 
-    def _log_record(self, number: int, log: StepLog, states: dict[str, Tensor]) -> StepRecord:
+    def _held_after(self, number: int, tokens: int) -> int:
+        budget, held = self._layers[number].budget, self._held[number] + tokens
+        return held if budget is None else min(held, budget)
+
+    def _record(self, layer: SlotLayer, number: int, log: StepLog, states: dict[str, Tensor]) -> StepRecord:
         """The record of a step in a layer. `states` are those of now, which differ in slots that are free before it."""
-        memory, steps, layer = log.memory, self._steps, self._layers[number]
-        held, budget = layer.held_after(log.taken), layer.rules.budget
+        memory, steps, held, budget = log.memory, self._steps, self._held_after(number, log.taken), layer.budget
         is_over = budget is not None and held + log.token.longest > budget
+        evicted, positions = steps.evicted(memory, number) if is_over else (None, None)
         observed, mass = steps.state(memory, number), steps.mass(memory, number)
         if observed is not None:
             states = states | {next(iter(states)): observed}
         initial = dict(log.initial[number]) if log.initial else {}
-        evicted, evicted_positions = steps.evicted(memory, number) if is_over else (None, None)
         if log.token.starts is not None:
             initial[TOKEN_INDEX] = log.token.starts[:, None, None].float()
-        return _record(
+        return StepRecord(
             step=log.step,
-            held=held,
+            rolled_back=(0,) * len(log.step.lengths),
+            occupancy_bound=held,
             statistics=layer.table.statistics,
+            written=steps.written(memory, number),
             state=states,
             initial_state=initial,
-            written=steps.written(memory, number),
+            observed=None if mass is None else log.step.first_columns,
+            mass=mass,
+            queries=None if mass is None else steps.queries(memory, number),
             evicted=evicted,
-            evicted_positions=evicted_positions,
-            observed=None if mass is None else (mass, steps.queries(memory, number)),
+            evicted_positions=positions,
+            evicted_count=int(is_over),
         )
 
     def _put_initial_state(self, log: StepLog) -> None:
         """Let the new tokens have the state that the policy gives them; no kernel has ranked them yet."""
         for number, layer in enumerate(self._layers):
             queries, keys = self._steps.queries(log.memory, number), self._steps.keys(log.memory, number)
-            initial = initial_state(layer.rules.policy, layer.index, layer.heads, queries, keys)
+            initial = initial_state(layer.policy, layer.index, layer.heads, queries, keys)
             written = self._steps.written(log.memory, number)
             for name, state in layer.table.state.items():
                 if name in initial:
@@ -390,23 +312,23 @@ class FusedDecode:
             log.initial.append(initial)
 
 
-def _are_alike(steps: Sequence[LayerStep]) -> bool:
+def _are_alike(layers: Sequence[SlotLayer], step: Step) -> bool:
     """Return True if one count of tokens serves all recall stores, and one number of sinks all layers."""
-    recalls = {each.table.recall.lengths for each in steps if each.table.recall is not None}
-    have_recall = {each.table.recall is not None for each in steps}
-    sinks = {each.rules.row_sinks(each.step) is not None for each in steps}
+    recalls = {layer.table.recall.lengths for layer in layers if layer.table.recall is not None}
+    have_recall = {layer.table.recall is not None for layer in layers}
+    sinks = {layer.rules.row_sinks(step) is not None for layer in layers}
     return len(recalls) <= 1 and len(have_recall) == 1 and len(sinks) == 1
 
 
-def _steps_left(layer: FusedLayer) -> int:
+def _steps_left(layer: SlotLayer, handle: KernelHandle) -> int:
     """How many tokens a layer takes before it has to grow, or its policy has to be asked."""
-    table, rules, limit = layer.asked.table, layer.asked.rules, layer.asked.rules.limits.rollback
+    table, rules, limit = layer.table, layer.rules, layer.rules.limits.rollback
     own, held = table.slots - rules.recall_room, table.occupancy_bound
     left = own - held - layer.history.reserved
     if rules.budget is not None:
         steady = own - rules.budget - limit - 1 > 0  # a budget's worth of tokens, and what may be rolled back
-        left = MAX_NUMBER if steady and layer.handle.retention is not None else left
-        if layer.handle.retention is None:
+        left = MAX_NUMBER if steady and handle.retention is not None else left
+        if handle.retention is None:
             left = min(left, rules.budget - held)
     if table.recall is not None:
         left = min(left, table.recall.room)

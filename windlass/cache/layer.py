@@ -20,9 +20,8 @@ from windlass.cache.attention import (
     slots_wanted,
     write_and_attend,
 )
-from windlass.cache.decode import DecodeKernel, KernelHandle, LayerStep, StepPlan, put_initial_state
+from windlass.cache.decode import DecodeKernel, FusedStep, KernelHandle, LayerStep, StepPlan, put_initial_state
 from windlass.cache.eviction import evict, parts_of, scores_over_budget
-from windlass.cache.fused import FusedStep
 from windlass.cache.history import Checkpoint, History, written_again
 from windlass.cache.layer_config import Layer, LayerConfig
 from windlass.cache.merging import Merge

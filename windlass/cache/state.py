@@ -93,7 +93,7 @@ class CacheState:
         fused = self._fused
         self._settle()
         if fused is not None:
-            fused.go_on([layer.history for layer in self._layers])
+            fused.resume()
             self._fused = fused
         return self._layers
 
@@ -110,13 +110,11 @@ class CacheState:
     def _settle(self) -> None:
         """Let the layers know of all steps."""
         fused = self._fused
-        if fused is None:
-            return
-        for layer, history in zip(self._layers, fused.histories(), strict=True):
-            layer.history = history
-        self._fused = None
-        if fused.is_final:
-            self.forget_steps()
+        if fused is not None:
+            fused.settle()
+            self._fused = None
+            if fused.is_final:
+                self.forget_steps()
 
     def forget_steps(self) -> None:
         """Let no step be rolled back any more, which takes memory."""
