@@ -2,9 +2,9 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -69,9 +69,10 @@ def _check_declaration(policy: Policy) -> None:
     kind = type(policy)
     name = kind.__name__
     parameters = vars(kind).get("__dataclass_params__")  # of this class, not of one it inherits from
-    if not is_dataclass(policy) or parameters is None or not parameters.frozen:
+    if parameters is None or not parameters.frozen:
         raise PolicyError(f"{name} is not a frozen dataclass; put @dataclass(frozen=True) above the class")
-    for field, value in ((field.name, getattr(policy, field.name)) for field in fields(policy)):
+    declared: Any = policy  # a dataclass, as the check above has shown
+    for field, value in ((field.name, getattr(policy, field.name)) for field in fields(declared)):
         is_file = isinstance(value, str) and Path(value).expanduser().is_file()
         if not (is_file or isinstance(value, int | float | Policy | None)):
             raise PolicyError(

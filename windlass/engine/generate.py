@@ -75,7 +75,7 @@ def _ids(row: int, prompt: object) -> list[int]:
     given = prompt.tolist() if isinstance(prompt, Tensor) else prompt
     if not isinstance(given, Sequence) or isinstance(given, str):
         raise UsageError(f"the prompt of row {row} must be a list of token ids, got {shown(prompt)}; {way_out}")
-    wrong = [kind for kind in set(map(type, given)) if not issubclass(kind, Integral) or issubclass(kind, bool)]
+    wrong = [kind for kind in set(map(type, given)) if kind is bool or not issubclass(kind, Integral)]
     if wrong:
         first = next(each for each in given if type(each) in wrong)
         raise UsageError(f"the prompt of row {row} must be a list of token ids, and has {shown(first)}; {way_out}")
