@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, final
 
 import torch
@@ -51,17 +51,13 @@ class StepLog:
 
 @dataclass(frozen=True, eq=False)
 class StepLogs:
-    """The latest steps that can be undone, and per layer the history before them.
-
-    `is_final`: none of them will be undone, and the next step frees what they reserve.
-    """
+    """The latest steps that can be undone, and per layer the history before them."""
 
     logs: tuple[StepLog, ...]
     starting: tuple[History, ...]
     taken: int
     lengths: tuple[int, ...]
     has_older: bool  # whether any of the histories has a step that can be undone
-    is_final: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -190,9 +186,8 @@ class FusedDecode:
         """The plan of the next step; nothing has changed yet."""
         before = self._state
         kept, dropped, size = list(before.logs), list[StepLog](), sum([log.size for log in before.logs])
-        limit = 0 if before.is_final else self._limit
-        older = [history.split(limit - size) for history in before.starting] if before.has_older else []
-        while kept and (size > limit or limit == 0):
+        older = [history.split(self._limit - size) for history in before.starting] if before.has_older else []
+        while kept and (size > self._limit or self._limit == 0):
             dropped.append(kept.pop(0))
             size -= dropped[-1].size
         longest, lengths = max(step.lengths), before.lengths
@@ -238,14 +233,16 @@ class FusedDecode:
                 layer.table.recall.forget_recalled()
         self._steps.take_back(plan.log.token, plan.log.memory, [each.memory for each in plan.dropped])
 
-    @property
-    def is_final(self) -> bool:
-        """Return True if no step so far will be undone."""
-        return self._state.is_final
-
     def forget(self) -> None:
-        """Let no step so far be undone."""
-        self._first, self._plan = replace(self._state, is_final=True), None
+        """Let no step so far be undone, and free what they reserve."""
+        state, histories = self._state, list[History]()
+        for number, layer in enumerate(self._layers):
+            histories.append(state.starting[number].forgotten(0, 0, layer.table.positions))
+            for log in state.logs:
+                if self._is_over(number, log):
+                    evicted, positions = self._steps.evicted(log.memory, number)
+                    free_reserved(layer.table.positions, evicted, positions)
+        self._go_on(histories)
 
     def settle(self) -> None:
         """Let the layers know of all steps, with a record for each that can be undone."""
@@ -264,10 +261,17 @@ class FusedDecode:
 
     def resume(self) -> None:
         """Go on from the histories of the layers, which know of all steps."""
-        histories, state = tuple(layer.history for layer in self._layers), self._state
-        has_older = any(history.records for history in histories)
-        self._first = StepLogs((), histories, state.taken, state.lengths, has_older)
+        self._go_on([layer.history for layer in self._layers])
+
+    def _go_on(self, histories: Sequence[History]) -> None:
+        state, has_older = self._state, any(history.records for history in histories)
+        self._first = StepLogs((), tuple(histories), state.taken, state.lengths, has_older)
         self._plan = None
+
+    def _is_over(self, number: int, log: StepLog) -> bool:
+        """Return True if a step took a layer over its budget."""
+        budget = self._layers[number].budget
+        return budget is not None and self._held_after(number, log.taken) + log.token.longest > budget
 
     def _held_after(self, number: int, tokens: int) -> int:
         budget, held = self._layers[number].budget, self._held[number] + tokens
@@ -275,8 +279,7 @@ class FusedDecode:
 
     def _record(self, layer: SlotLayer, number: int, log: StepLog, states: dict[str, Tensor]) -> StepRecord:
         """The record of a step in a layer. `states` are those of now, which differ in slots that are free before it."""
-        memory, steps, held, budget = log.memory, self._steps, self._held_after(number, log.taken), layer.budget
-        is_over = budget is not None and held + log.token.longest > budget
+        memory, steps, is_over = log.memory, self._steps, self._is_over(number, log)
         evicted, positions = steps.evicted(memory, number) if is_over else (None, None)
         observed, mass = steps.state(memory, number), steps.mass(memory, number)
         if observed is not None:
@@ -287,7 +290,7 @@ class FusedDecode:
         return StepRecord(
             step=log.step,
             rolled_back=(0,) * len(log.step.lengths),
-            occupancy_bound=held,
+            occupancy_bound=self._held_after(number, log.taken),
             statistics=layer.table.statistics,
             written=steps.written(memory, number),
             state=states,

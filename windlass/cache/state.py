@@ -113,8 +113,6 @@ class CacheState:
         if fused is not None:
             fused.settle()
             self._fused = None
-            if fused.is_final:
-                self.forget_steps()
 
     def forget_steps(self) -> None:
         """Let no step be rolled back any more, which takes memory."""
