@@ -21,6 +21,7 @@ from tests.helpers.schedulers import (
 )
 from windlass import UsageError
 from windlass.cache.options import CacheOptions
+from windlass.engine import row_bytes
 from windlass.engine.request import EngineLimits, Progress
 from windlass.engine.scheduler import Scheduler
 from windlass.hf.attach import attached
@@ -111,8 +112,14 @@ def test_a_cancel_waits_for_one_piece(
     ("rows", "options"), [(2, options_of(policy=TWICE, store="int8")), (1, options_of(policy=SHARED))]
 )
 def test_bytes_never_exceed_the_formula(
-    attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text, rows: int, options: CacheOptions
+    attached_model: Models,
+    tokenizer: PreTrainedTokenizerBase,
+    text: Text,
+    rows: int,
+    options: CacheOptions,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(row_bytes, "SECONDS", 0.0)  # so that no turn goes uncounted
     model, limits = attached_model("llama"), EngineLimits(prompt_tokens=150, max_tokens=40, alone=0)
     prompts = rows_of(text, 150, 41, 149, 13)
     with running(model, tokenizer, kinds=[(rows, options)], limits=limits) as engine:
