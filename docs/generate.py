@@ -46,7 +46,7 @@ def contract() -> str:
 
 
 def made_by_default() -> dict[str, Policy]:
-    """One of each policy by its name; what goes around another one, around `KeyDiff`."""
+    """One of each policy by its name. Wrappers are around `KeyDiff`."""
     around = {name: kind(KeyDiff()) for name, kind in WRAPPERS.items()}
     return {name: kind() for name, kind in NAMES.items()} | around
 
@@ -55,7 +55,7 @@ def catalogue() -> str:
     """The page of all policies."""
     intro = (
         "Every policy works with any budget, sinks, window, chunk and position mode. The names are for `--policy`,\n"
-        "the classes are in `windlass.policies`. From the docstrings; `python docs/generate.py` writes this page."
+        "the classes are in `windlass.policies`. `python docs/generate.py` writes this page from the docstrings."
     )
     made = [_entry(name, type(each), repr(each), each) for name, each in made_by_default().items()]
     made += [_entry(name, kind, f"{kind.__name__}(FILE)", kind) for name, kind in FROM_FILES.items()]
@@ -81,7 +81,7 @@ def _entry(name: str, kind: type[Policy], label: str, made: Policy | type[Policy
         return f"{entry}\n\nGoes around any other: `{name}(snapkv)`, `{name}(snapkv(pool=7))`.{goes_on}"
     if isinstance(made, Policy) and scoring_chunk(made):
         sees = f"the text a second time, {scoring_chunk(made)} tokens at once"
-    told = f"Ranks {ranks}; observes {sees}; state per slot: {', '.join(made.needs.state) or 'none'}."
+    told = f"Ranks {ranks}. Observes {sees}. State per slot: {', '.join(made.needs.state) or 'none'}."
     return f"{entry}\n\n{told} {STREAMS if whole is None else HELD_WHOLE}"
 
 

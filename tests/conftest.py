@@ -53,16 +53,16 @@ IS_CHECKED = pytest.StashKey[bool]()
 
 @pytest.hookimpl(tryfirst=True)  # before `-m` chooses
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark as slow most cases that differ little; choose the cases in which shapes are checked.
+    """Mark as slow most cases that differ little, and choose the cases in which shapes are checked.
 
     `make test-all` runs all cases of a test. `make test` runs, of a test with several arguments, each value of each of
-    them; and of those that are left, one in three where each case reads a model or runs in Triton's interpreter. Which
+    them. And of those that are left, one in three where each case reads a model or runs in Triton's interpreter. Which
     of the three it is differs from test to test: all families are read by some of them.
 
     Annotations of shapes are checked in every test, but not in all of its cases: a check takes longer than most
     functions do.
 
-    Long texts say nothing of shapes that short ones do not; `tests/helpers/checked.py` ends those of a long test.
+    Long texts say nothing of shapes that short ones do not. `tests/helpers/checked.py` ends those of a long test.
     """
     _mark_combinations(items)
     _mark_models(items)
@@ -124,13 +124,13 @@ def ray() -> Iterator[None]:
 
 @pytest.fixture
 def any_type() -> None:
-    """Arguments of the wrong type reach the code, whose errors are tested; else annotations refuse them first."""
+    """Arguments of the wrong type reach the code, whose errors are tested. Otherwise annotations refuse them first."""
     jaxtyping.config.update("jaxtyping_disable", True)
 
 
 @pytest.fixture(scope="session")
 def plain_model() -> "Models":
-    """A tiny model of a family that is never attached: what transformers itself gives."""
+    """A tiny model of a family that is never attached: transformers' own results."""
     return _cached(tiny_model)
 
 
@@ -153,7 +153,7 @@ def _cached(make: "Models") -> "Models":
 
 @pytest.fixture(scope="session")
 def text() -> "Text":
-    """Random token ids of shape (rows, tokens); another seed gives another text."""
+    """Random token ids of shape (rows, tokens). Another seed gives another text."""
 
     def make(tokens: int, rows: int = 1, seed: int = 0) -> torch.Tensor:
         return torch.randint(VOCABULARY, (rows, tokens), generator=torch.Generator().manual_seed(seed))

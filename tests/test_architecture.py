@@ -71,7 +71,7 @@ def _imported(tree: ast.Module) -> Iterator[str]:
 
 
 def upward(imports: Imports) -> set[str]:
-    """Each import that does not go down, as `module -> imported`; the package itself is above all rooms."""
+    """Each import that does not go down, as `module -> imported`. The package itself is above all rooms."""
     pairs = [(name, target) for name, targets in imports.items() for target in targets]
     rooms = [(name.split(".")[0], target.split(".")[0]) for name, target in pairs]
     return {

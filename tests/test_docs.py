@@ -170,7 +170,7 @@ def test_the_architecture_names_every_room() -> None:
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_links_lead_somewhere(document: Path) -> None:
-    """To a file, and to a heading of it; `make docs` checks the same for the site."""
+    """To a file, and to a heading of it. `make docs` checks the same for the site."""
     links = re.findall(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)", document.read_text())
     targets = [(document.parent / link if link else document, heading) for link, heading in links]
     assert [str(target) for target, _ in targets if not target.exists()] == []
@@ -251,7 +251,7 @@ def test_contributing_is_short() -> None:
 
 @pytest.mark.parametrize("path", sorted(Path(policies.__file__).parent.glob("*.py")), ids=lambda path: path.name)
 def test_a_policy_file_tells_its_source(path: Path) -> None:
-    """One method a file, each in `NAMES`, or in `FROM_FILES` if it needs one; it holds `Source:` and `Differs:`."""
+    """One method a file, each in `NAMES`, or in `FROM_FILES` if it needs one. It holds `Source:` and `Differs:`."""
     text = path.read_text()
     if re.search(r"^class \w+\(Policy(, (?!ABC)\w+)*\)", text, re.MULTILINE):
         assert path.stem in NAMES | FROM_FILES

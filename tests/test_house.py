@@ -10,8 +10,21 @@ from tests.helpers import house
 ROOT = house.ROOT
 BANNED = ("What", "That", "Those", "Of", "Likewise", "Whether")
 FOLDERS = ("windlass", "tests", "benchmarks")
+ROOMS = (*sorted(f"windlass/{path.parent.name}" for path in (ROOT / "windlass").glob("*/__init__.py")), "tests")
+RESULTS = sorted([*(ROOT / "docs" / "results").glob("*.md"), ROOT / "docs" / "log.md"])
+CODE = re.compile(r"`[^`]*`")
 # Docstrings that begin with a banned word, still to be mended: may only fall.
-MOST_BANNED = {"windlass": 230, "tests": 58, "benchmarks": 0}
+MOST_BANNED = {"windlass": 9, "tests": 0, "benchmarks": 0}
+# Docstrings with a semicolon in rooms that are still to be mended: may only fall. Other rooms have none.
+MOST_SEMICOLONS = {
+    "windlass/cache": 142,
+    "windlass/core": 6,
+    "windlass/engine": 96,
+    "windlass/evals": 19,
+    "windlass/hf": 31,
+    "windlass/kernels": 16,
+    "windlass/serve": 68,
+}
 MOST_README_WORDS, MOST_WORDS_BEFORE_CODE, MOST_GUIDE_WORDS, MOST_GUIDE_PAGES = 600, 60, 15_000, 10
 MOST_BENCHMARK_LINES = 5_000
 MOST_WHATS = 2.0  # per 1,000 words of README and guide. Wanted: 1
@@ -38,7 +51,18 @@ def test_docstrings_begin_with_a_verb_or_a_noun(folder: str) -> None:
     assert len(found) <= MOST_BANNED[folder], "\n".join(found)
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *house.GUIDE], ids=lambda page: page.name)
+@pytest.mark.parametrize("room", ROOMS)
+def test_docstrings_have_no_semicolon(room: str) -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{line}: {text.splitlines()[0]}"
+        for path in house.modules(room)
+        for line, text in house.docstrings(path)
+        if semicolons(CODE.sub("", text))
+    ]
+    assert len(found) <= MOST_SEMICOLONS.get(room, 0), "\n".join(found)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *house.GUIDE, *RESULTS], ids=lambda page: page.name)
 def test_prose_has_no_semicolon(page: Path) -> None:
     assert semicolons(house.prose(page)) == []
 

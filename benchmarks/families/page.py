@@ -46,21 +46,21 @@ attached and compared with itself unattached. Out of `benchmarks/results/familie
 
 The models are tiny and random: the default config of the class, shrunk to a hidden size of 64 and 4 to 6 layers, every
 layer type of it kept. Their weights are drawn so that attention is far from uniform and norms and biases are not
-constant, and that a changed token and moved positions show. So this page tells of arithmetic; it tells nothing of the
+constant, and that a changed token and moved positions show. So this page tells of arithmetic, but nothing of the
 quality of a policy, and nothing of pictures: image-text classes read text alone.
 
 "Equal" means, in float32 and against plain eager attention in one pass, at most {TOLERANCE:.0e} of a standard deviation
 of the logits at any token:
 
-- {SHORT} tokens, read {", ".join(map(str, CHUNKS[:-1]))} and all at once; {LONG} tokens, {LONG_CHUNK} at once;
-- rows of {SHORT} and {SHORTER} tokens, padded on the left, each as if it were alone;
+- {SHORT} tokens, read {", ".join(map(str, CHUNKS[:-1]))} and all at once, and {LONG} tokens, {LONG_CHUNK} at once,
+- rows of {SHORT} and {SHORTER} tokens, padded on the left, each as if it were alone,
 - {SHORT} tokens, one by one, in a budget of {BUDGET} with {SINKS} sinks and the policy `Recent`, against the plain
-  model under the mask that this amounts to;
-- `generate`: the same {WRITTEN} tokens as plain greedy decoding;
+  model under the mask that this amounts to,
+- `generate`: the same {WRITTEN} tokens as plain greedy decoding,
 - and the attached model without our cache, and the detached one, are to the bit what the plain one was.
 
 States of recurrent layers round by how a text is cut. Where a check is beyond that limit, the plain model reads the
-same pieces with transformers' own cache, and must be as near; the notes tell how far it is from one pass itself. States
+same pieces with transformers' own cache, and must be as near. The notes tell how far it is from one pass itself. States
 add up how linear layers round, too: where ours bring a check beyond the limit, the class is read with PyTorch's, and
 the notes tell how far both are from float64.
 
@@ -88,7 +88,12 @@ def _reasons(lines: Sequence[Line]) -> str:
 
 
 def _reason(line: Line) -> str:
-    return str(line["reason"]).split(": [")[0].replace("|", "/")
+    return _cell(line["reason"]).split(": [")[0]
+
+
+def _cell(text: object) -> str:
+    """A text as a table of prose takes it."""
+    return str(text).replace("|", "/").replace("; ", ", ")
 
 
 def _name(line: Line) -> str:
@@ -118,8 +123,10 @@ def _equal(lines: Sequence[Line]) -> str:
             low = (f"{errors[f'bfloat16 {who}']:.4f}" for who in ("windlass", "plain"))
             its = line["served"]
             size = "" if its["bytes"] is None else f"{its['bytes']:,}"
-            about = its["how"], its["lacks"], size
-            rows.append([_name(line), line["class_name"], *about, f"{largest:.0e}", *low, "; ".join(line["notes"])])
+            about = _cell(its["how"]), _cell(its["lacks"]), size
+            rows.append(
+                [_name(line), line["class_name"], *about, f"{largest:.0e}", *low, _cell(", ".join(line["notes"]))]
+            )
     heads = ["model type", "class", "what layers keep", "what it cannot have", "bytes per token and layer"]
     heads += ["float32", "bfloat16, windlass", "bfloat16, plain", "notes"]
     return table(heads, rows)
@@ -127,7 +134,7 @@ def _equal(lines: Sequence[Line]) -> str:
 
 def _others(lines: Sequence[Line]) -> str:
     rows = [
-        [_name(line), line["class_name"], line["outcome"], str(line["reason"]).replace("|", "/")]
+        [_name(line), line["class_name"], line["outcome"], _cell(line["reason"])]
         for line in lines
         if line["outcome"] != "equal"
     ]
@@ -141,11 +148,11 @@ def _clients(lines: Sequence[Line]) -> str:
         f"`make bench-clients`, with {versions}, transformers {last['transformers']}, torch {last['torch']}, "
         f"{last['date']}. The model that is shipped, in float32 on a CPU, against the same program on a plain one. "
         "Equal means logits within 1e-5 of those of plain, relative to their norm, 24 greedy tokens as plain, and a "
-        "run in a budget of 128 at `compact` positions; for the harness, the same answers."
+        "run in a budget of 128 at `compact` positions. For the harness, the same answers."
     )
     rows = []
     for line in lines:
         error = line.get("logits_error")
         text = "" if error is None else f"{error:.0e}"
-        rows.append([line["client"], line["result"], text, str(line["reason"]).replace("|", "/")])
+        rows.append([line["client"], line["result"], text, _cell(line["reason"])])
     return f"{about}\n\n{table(['client', 'result', 'logits', 'in its words'], rows)}"

@@ -16,7 +16,7 @@ from windlass.evals.report.page import table
 
 COMMAND = "benchmarks/gpu.sh OUT"
 MISSING = f"""This page has no figures of a GPU: none was ever measured. The kernels' results are tested in Triton's
-interpreter; their speed is not known. On a CUDA machine with PyTorch, Triton and transformers, this measures
+interpreter. Their speed is not known. On a CUDA machine with PyTorch, Triton and transformers, this measures
 all of it in under ten minutes, without the internet, and puts it here:
 
 ```sh
@@ -51,9 +51,9 @@ def _about(lines: Sequence[Line]) -> str:
         memory = f", {line['memory_bytes'] / 2**30:.0f} GiB" if "memory_bytes" in line else ""
         units = f", {line['multiprocessors']} multiprocessors, CUDA {line['cuda']}" if "cuda" in line else ""
         said.append(
-            f"{line['device']}{memory}{units}; torch {line['torch']}, triton {line['triton']}, transformers "
+            f"{line['device']}{memory}{units}, torch {line['torch']}, triton {line['triton']}, transformers "
             f"{line['transformers']}. A copy on the device reads and writes {line['copy_gb_per_s']:,.0f} GB/s, a sum "
-            f"reads {line['read_gb_per_s']:,.0f} GB/s; `of copy` is a rate over the former."
+            f"reads {line['read_gb_per_s']:,.0f} GB/s. `of copy` is a rate over the former."
         )
     for line in of_kind(lines, "parity"):
         counts = ", ".join(f"{line[name]} {name}" for name in ("passed", "failed", "error", "skipped") if line[name])
@@ -110,7 +110,7 @@ def _settings(lines: Sequence[Line]) -> str:
                 [line["model"], line["test"], budget, line["graph"], line[axis], *_rates(line), _ratio(line, base, 3)]
             )
         heads = ["model", "test", "budget", "graph", axis, "tokens/s", "GB/s", "ratio"]
-        tables.append(_titled(title, f"Whole decode; the ratio is that of tokens/s to `{first}`.", heads, rows))
+        tables.append(_titled(title, f"Whole decode. The ratio is that of tokens/s to `{first}`.", heads, rows))
     return "\n\n".join(each for each in tables if each)
 
 
@@ -125,7 +125,7 @@ def _peers(lines: Sequence[Line]) -> str:
     heads = ["shape", "batch", "depth", "cache", "tokens/s", "quartiles", "over static", "step MiB"]
     text = (
         "The same weights in one process, in turn. `static, compiled`: a `StaticCache` and "
-        '`torch.compile(mode="reduce-overhead")`; `dynamic`: a `DynamicCache` as it is.'
+        '`torch.compile(mode="reduce-overhead")`. `dynamic`: a `DynamicCache` as it is.'
     )
     return _titled("Against transformers", text, heads, rows)
 
@@ -140,7 +140,7 @@ def _recall(lines: Sequence[Line]) -> str:
         for line in found
     ]  # fmt: skip
     told = {f"{line['depth']:,} tokens, budget {line['budget']:,}, recall {line['recall']}" for line in found}
-    text = f"One token behind a text of {', '.join(sorted(told))}; `recall`: all tokens that can be recalled."
+    text = f"One token behind a text of {', '.join(sorted(told))}. `recall`: all tokens that can be recalled."
     heads = ["shape", "graph", "recall store", "ms", "over no recall", "slots MiB", "recall MiB"]
     return _titled("Recall", text, heads, rows)
 

@@ -138,9 +138,9 @@ def _conditions(run: Run) -> str:
     ]
     return "\n".join(
         [
-            "Medians of rounds in which the libraries take turns; the ratio is that within a round, above 1 where "
+            "Medians of rounds in which the libraries take turns. The ratio is that within a round, above 1 where "
             f"{OURS} is faster. `pp` reads a prompt, `tg` decodes, `@ d` behind so many tokens. A plain read is "
-            "PyTorch's sum of a gibibyte of float32, once a round; of it: the bytes of weights and cache of a token. "
+            "PyTorch's sum of a gibibyte of float32, once a round. `of it`: the bytes of weights and cache of a token. "
             f"{about['cpu']}, {about['cores']} cores, {about['system']}, Python {about['python']}, {about['date']}.",
             "",
             *said,

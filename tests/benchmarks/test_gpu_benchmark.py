@@ -1,4 +1,4 @@
-"""`benchmarks/gpu.sh`: what it makes of its lines, that no part starves another, and its parts on the CPU."""
+"""`benchmarks/gpu.sh`: parsing of its lines, time limits of its parts, and its parts on the CPU."""
 
 import argparse
 import json

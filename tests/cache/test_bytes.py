@@ -1,4 +1,4 @@
-"""`nbytes` and `describe` against what the cache really keeps: its objects, walked, and the growth of a process."""
+"""`nbytes` and `describe` against the memory of a cache: its objects, walked, and the growth of a process."""
 
 import gc
 import os
@@ -30,7 +30,7 @@ CASES: list[tuple[Policy, dict[str, Any]]] = [
 
 
 def walked(cache: KVCache) -> int:
-    """Bytes of all storages that can be reached from the cache, but through the model or what its caches share."""
+    """Bytes of all storages reachable from the cache, except through the model or shared objects."""
     tables = [
         table for rotary in cache.rotaries if rotary is not None for pair in rotary.built.values() for table in pair
     ]
@@ -88,7 +88,7 @@ def test_bytes_are_those_of_all_that_is_kept_alive(
 
 
 def test_a_description_names_the_parts_and_their_bytes(attached_model: Models, text: Text) -> None:
-    """Of a cache of a few slots undoing a step takes a part that counts."""
+    """In a cache of a few slots, the records for rollback are a visible part."""
     model = attached_model("llama")
     cache = KVCache(model, 20, H2O(), sinks=2, window=3)
     read(model, cache, text(40), 40)
@@ -143,7 +143,7 @@ for name, size in sizes.items():
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 def test_a_process_grows_by_as_many_bytes() -> None:
-    """Within 5 %: pages are whole, and an allocator keeps some of what was freed."""
+    """Within 5 %: pages are whole, and an allocator keeps some freed memory."""
     memory = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", GROWTH], capture_output=True, text=True, check=True, env=os.environ | memory

@@ -1,4 +1,4 @@
-"""The four steps against explicit masks, a row against itself alone, and what must always hold."""
+"""The four steps against explicit masks, a row against itself alone, and invariants."""
 
 import pytest
 import torch
@@ -165,7 +165,7 @@ def test_another_batch_size_is_refused(attached_model: Models, text: Text) -> No
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "gemma3"])
 def test_bytes_are_the_formula_and_what_is_allocated(attached_model: Models, text: Text, family: str) -> None:
-    """At rest: budget + 32 slots a layer (16 to write to, 16 for rollback); a window layer has its window."""
+    """At rest: budget + 32 slots a layer (16 to write to, 16 for rollback). A window layer has its window."""
     model = attached_model(family)
     cache = KVCache(model, budget=40, batch=2, policy=Recent())
     read(model, cache, text(100, rows=2), 50)
@@ -225,7 +225,7 @@ def test_finished_rows_cost_the_others_nothing(attached_model: Models, text: Tex
 
 
 def _votes(layer: SlotLayer, row: int) -> dict[tuple[int, int], float]:
-    """SnapKV's votes of what a row holds, by (head, position)."""
+    """SnapKV's votes of a row's tokens, by (head, position)."""
     return {
         (head, int(position)): float(vote)
         for head, (positions, votes) in enumerate(

@@ -111,7 +111,7 @@ def test_what_came_before_cannot_be_taken_back(attached_model: Models, text: Tex
 @pytest.mark.parametrize("family", ["mistral", "gemma3"])
 @pytest.mark.parametrize("budget", [SLIDING_WINDOW + 3, SLIDING_WINDOW, SLIDING_WINDOW - 2])
 def test_sliding_windows(attached_model: Models, text: Text, policy: Policy, family: str, budget: int) -> None:
-    """A layer of a whole window keeps it while it fits; else a policy that observes starts from its newest tokens."""
+    """A layer of a whole window keeps it while it fits. Otherwise an observing policy starts from its newest tokens."""
     model = attached_model(family)
     caches = [KVCache(model, wide, policy, sinks=2, window=3, chunk=64) for wide in (None, budget)]
     for cache in caches:

@@ -1,4 +1,4 @@
-"""Decode steps in one call of a kernel leave what the four steps one by one leave, and are taken where they may be."""
+"""Decode steps in one call of a kernel equal the four steps one by one, and are used where possible."""
 
 import copy
 from dataclasses import dataclass
@@ -26,7 +26,7 @@ LIMITS: Final[dict[str, Any]] = {"sinks": 2, "window": 3, "chunk": 40}
 
 
 class Watched:
-    """`kernels.decode_of`, which counts the kernels it makes and their steps; none are made while it is off."""
+    """`kernels.decode_of`, which counts its kernels and their steps. None are made while it is off."""
 
     def __init__(self) -> None:
         self.made, self.steps, self.is_on = 0, 0, True
@@ -60,7 +60,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Watched:
 
 
 def both(model: Any, ids: Tensor, watched: Watched, **options: Any) -> tuple[KVCache, KVCache, int]:
-    """A prompt and 20 tokens one by one, with the kernel and without; returns the caches and the kernel's steps."""
+    """A prompt and 20 tokens one by one, with the kernel and without. Returns the caches and the kernel's steps."""
     logits, steps = [], []
     caches: list[KVCache] = []
     for watched.is_on in (True, False):

@@ -1,4 +1,4 @@
-"""Sequence edits: integers change, bytes do not, and what is read afterwards is exact."""
+"""Sequence edits: integers change, bytes do not, and later reads are exact."""
 
 import copy
 from collections.abc import Callable
@@ -247,7 +247,7 @@ def test_a_shift_of_one_row_asks_nothing_of_the_others(attached_model: Models, t
 
 
 def test_the_end_of_a_text_stays_behind_its_tokens(attached_model: Models, text: Text) -> None:
-    """What would let the next token stand on an old one, or before it, is refused."""
+    """Positions that would put the next token on an old one, or before it, are refused."""
     model = attached_model("llama")
     cache = KVCache(model)
     read(model, cache, text(20), 20)

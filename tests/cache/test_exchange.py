@@ -115,7 +115,7 @@ def test_options(attached_model: Models, text: Text, options: dict[str, Any]) ->
 def test_a_cache_that_never_wrote_has_as_many_rows_as_it_is_arranged_for(
     attached_model: Models, text: Text, rows: list[None]
 ) -> None:
-    """Also of what is recalled, past the first segment of the store."""
+    """The same holds for recalled tokens, past the first segment of the store."""
     model, ids = attached_model("llama"), text(1100, 1)
     options: dict[str, Any] = {"recall": 16, "recall_store": "plain", "chunk": 600}
     alone, lane = cache_of(model, **options), cache_of(model, batch=2, **options)

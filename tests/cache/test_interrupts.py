@@ -89,7 +89,7 @@ def test_first_passes_growth_and_other_stores(
 def test_first_and_later_passes_of_a_cache_with_recall(
     attached_model: Models, text: Text, recall_store: str, is_in_file: bool, tmp_path: Path
 ) -> None:
-    """One that was interrupted in its first pass is as new; memory that grew in an interrupted pass is as before."""
+    """After an interrupted first pass the cache is as new. Memory that grew in an interrupted pass shrinks back."""
     model, ids = attached_model("llama"), text(1100)
     folder = tmp_path if is_in_file else None
     options = {**LIMITS, "recall": 8, "recall_store": recall_store, "recall_folder": folder}
@@ -157,7 +157,7 @@ def test_a_second_pass_that_is_interrupted_while_it_is_committed_has_happened(
 
 
 def test_an_interrupted_decode_goes_on_as_if_nothing_had_been(attached_model: Models, text: Text) -> None:
-    """Lines of the decoder and the engine, too: what was given out is in the cache, whole or not at all."""
+    """Also within the decoder and the engine: every emitted token is in the cache, whole or not at all."""
     model, ids = attached_model("llama"), text(30)
     cache = KVCache(model, policy=KeyDiff(), merge="mean_count", **LIMITS)
     step(model, ids)(cache)

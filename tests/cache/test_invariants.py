@@ -1,4 +1,4 @@
-"""Random sequences of steps, rollbacks and edits against a list in plain Python, and what must hold after each."""
+"""Random sequences of steps, rollbacks and edits against a list in plain Python, with invariants after each."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Row:
                 count -= len(ids)
 
     def move(self, change: Callable[[int], int | None], at: int) -> None:
-        """An edit of positions; None drops a token."""
+        """An edit of positions, where None drops a token."""
         text: dict[int, list[int]] = {}
         for position, ids in self.text.items():
             to = change(position)

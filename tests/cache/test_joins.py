@@ -26,7 +26,7 @@ STEPS = {"tokens": (1,) * 40, "chunks": (7, 1, 1, 17, 2, 12), "whole": (40,)}
 def by_hand(
     model: PreTrainedModel, ids: Tensor, policy: DMC, sinks: int, mode: str, rule: str
 ) -> tuple[Tensor, list[list[list[Run]]]]:
-    """Logits of a text whose heads each accumulate by their own decisions; and the runs of each layer and head."""
+    """Logits of a text whose heads each accumulate by their own decisions, and the runs of each layer and head."""
     config, inner = model.config, model.model
     heads, kv_heads, head_dim = config.num_attention_heads, config.num_key_value_heads, config.head_dim
     hidden, told = inner.embed_tokens(ids[None]), list[list[list[Run]]]()
@@ -92,7 +92,7 @@ def turned(inner: torch.nn.Module, query: Tensor, distance: int) -> Tensor:
 def test_it_reads_what_the_recurrence_reads(
     attached_model: Models, text: Text, mode: str, steps: str, rule: str
 ) -> None:
-    """Without a budget, and whatever the steps are; ranks within a chunk count all tokens, so there token by token."""
+    """Without a budget, for any steps. Ranks within a chunk count all tokens, so those are read token by token."""
     model, ids = attached_model("llama"), text(40)
     for policy, sinks in ((DMC(0.0, -0.4), 2), (DMC(1.0, 0.3, channel=-1), 0)):
         with torch.no_grad():
@@ -242,7 +242,7 @@ class OfLayers(Policy, ModelSpecific):
 
 
 def test_a_policy_of_ones_own_joins(attached_model: Models, text: Text) -> None:
-    """In the layers that it chooses, and for all heads alike; `mean_count` gives each token the same weight."""
+    """In the chosen layers, and for all heads alike. `mean_count` gives each token the same weight."""
     model, ids = attached_model("llama"), text(33, rows=2)
     whole, cache = (
         KVCache(model, None, each, batch=2, merge=rule) for each, rule in ((Recent(), None), (OfLayers(), "mean_count"))
@@ -262,7 +262,7 @@ def test_a_policy_of_ones_own_joins(attached_model: Models, text: Text) -> None:
 
 
 def test_it_goes_with_stores_and_recall(attached_model: Models, text: Text) -> None:
-    """Codes are rounded anew with each token that joins; recalled tokens stand beside the slots of a budget."""
+    """Codes are rounded anew with each joining token. Recalled tokens are beside the slots of a budget."""
     model, ids = attached_model("llama"), text(60)
 
     def logits(**options: Any) -> Tensor:

@@ -70,7 +70,7 @@ def test_past_ten_times_the_trained_length_text_stays_text(name: str, trained: i
 
 
 def test_babyllama_at_four_times_its_window() -> None:
-    """Past the window, `original` collapses; `self_extend` and `compact` stay at what a fresh window gives."""
+    """Past the window, `original` collapses. `self_extend` and `compact` stay at the level of a fresh window."""
     model, ids = load("babyllama-361")
     inside = float(nats_inside(model, ids, 257, 1025, 256).mean())
     past = {
@@ -96,7 +96,7 @@ def test_two_thousand_tokens_at_budget_256_take_flat_memory() -> None:
 
 
 class Work(TorchDispatchMode):
-    """Counts what a step computes: operations, and the elements that they give."""
+    """Counts the work of a step: operations, and the elements of their results."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""A cache that recalls all that it has evicted reads what a full cache reads, whatever is done with the text."""
+"""A cache that recalls every evicted token reads the same as a full cache, after any edit of the text."""
 
 from collections.abc import Callable
 from typing import Any
@@ -110,7 +110,7 @@ RAGGED = [[0, 20], [17, 1], [1, 1], [0, 1], [23, 0], [0, 30], [1, 0], [1, 1]]
     "options", [{}, {"shares": Shares(APART)}, {"policy": H2O()}, {"positions": "compact"}], ids=str
 )
 def test_a_row_recalls_whatever_the_others_hold(attached_model: Models, text: Text, options: dict[str, Any]) -> None:
-    """A row that has evicted beside one that has room: what fills slots of the one tells nothing of the other."""
+    """A row that has evicted beside one with room: the slots of one row do not affect the other."""
     model, ids = attached_model("llama"), text(100, 2)
     caches = both(model, batch=2, **{"positions": "original", **options})
     at = [0, 0]

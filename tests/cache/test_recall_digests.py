@@ -1,4 +1,4 @@
-"""Digests of a recall store's pages: what they are, and that those of a text lead to all of it."""
+"""Digests of a recall store's pages: their numbers, and that those of a text lead to all of it."""
 
 import copy
 from pathlib import Path

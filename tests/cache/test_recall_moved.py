@@ -1,4 +1,4 @@
-"""What a recall store gives to another: by splices, copies and files."""
+"""Recall stores moved by splices, copies and files."""
 
 import copy
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What once went wrong, or could have without a test seeing it: one small case each."""
+"""Regressions: one small case for each past or possible error."""
 
 from dataclasses import dataclass
 
@@ -50,7 +50,7 @@ def test_what_exceeds_the_budget_is_not_held_back_for_rollback(
 def test_a_plain_dynamic_cache_of_a_sliding_model_keeps_to_the_window(
     plain_model: Models, attached_model: Models, text: Text
 ) -> None:
-    """`DynamicCache()` without a config does not know the window; the model does."""
+    """`DynamicCache()` without a config does not know the window, but the model does."""
     source, ids = DynamicCache(), text(45)
     with torch.no_grad():
         plain_model("mistral")(ids[:, :39], past_key_values=source)
@@ -85,7 +85,7 @@ def test_a_splice_into_an_empty_cache_that_cannot_hold_it_is_refused(attached_mo
 
 
 def test_export_counts_what_each_row_holds(attached_model: Models, text: Text) -> None:
-    """Rows filled one after the other can be exported; rows of different lengths can't, in any mode."""
+    """Rows filled one after the other can be exported, and rows of different lengths can't, in any mode."""
     model, ids = attached_model("llama"), text(5, rows=2)
     cache, ragged = KVCache(model, batch=2), KVCache(model, batch=2, positions="compact")
     with torch.no_grad():
@@ -287,7 +287,7 @@ def test_a_policy_that_asks_gets_the_keys_as_transformers_rotates_them(
 
 
 def test_a_short_pass_recalls_for_each_token_after_a_drop(attached_model: Models, text: Text) -> None:
-    """Nothing was to be evicted, so it was taken in one piece, and all tokens read what the newest ones chose."""
+    """Without evictions the pass was read in one piece, and all tokens read the choice of the newest ones."""
     model, ids = attached_model("llama"), text(54)
     outs = []
     for chunk in (4, 1):

@@ -1,4 +1,4 @@
-"""Passes that write over what layers hold at their positions: all or nothing, and no other token is touched."""
+"""Passes that overwrite held tokens at their positions: all or nothing, and no other token is touched."""
 
 import copy
 from dataclasses import replace
@@ -18,7 +18,7 @@ from windlass.policies import H2O
 
 
 def step_at(cache: KVCache, ids: Tensor, positions: Tensor) -> Step:
-    """A step that reads `ids` (rows, tokens) where they stand; a position below 0 is padding."""
+    """A step that reads `ids` (rows, tokens) at their places. A position below 0 is padding."""
     lengths = tuple((positions >= 0).sum(-1).tolist())
     ends, prompts = torch.tensor(cache.next_positions), torch.tensor(cache.rows.prompt_ends)
     step = Step(positions, lengths, ends, prompts, max(cache.next_positions), ids, defer_eviction=True)
@@ -40,7 +40,7 @@ def test_where_tokens_stand() -> None:
 
 @pytest.mark.parametrize("columns", [1, 3, 17])
 def test_scattered_tokens_of_rows_of_different_lengths(attached_model: Models, text: Text, columns: int) -> None:
-    """What a row reads again is what it would read alone, in any order of the columns."""
+    """A row reads the same again as it would alone, in any order of the columns."""
     model, ids = attached_model("llama"), text(38, rows=2)
     caches = [KVCache(model, batch=2), KVCache(model), KVCache(model)]
     windlass.prefill(model, caches[0], [ids[0].tolist(), ids[1, :21].tolist()])

@@ -81,7 +81,7 @@ def test_rows_take_back_what_each_must(attached_model: Models, text: Text) -> No
 def test_a_rollback_before_anything_is_evicted_leaves_earlier_steps_their_records(
     attached_model: Models, text: Text
 ) -> None:
-    """Two tokens go while there is room; later ones push tokens out, and all of them can still be taken back."""
+    """Two tokens go while there is room. Later ones push tokens out, and all of them can still be rolled back."""
     model, ids = attached_model("llama"), text(29)
     caches = [KVCache(model, budget=12, policy=Recent(), window=2) for _ in range(2)]
     for cache in caches:

@@ -42,7 +42,7 @@ def begin(cache: KVCache, tokens: int, padding: int = 0) -> None:
 
 
 def check(cache: KVCache, steps: list[int], drafts: int = 0) -> None:
-    """The layer's own queries, handed in once more, read the same; and the cache is as one that nobody shares."""
+    """The layer's own queries, handed in once more, read the same, and the cache equals one that nobody shares."""
     tokens, start = sum(steps), 0
     states = drawn(tokens), drawn(tokens, KV_HEADS, seed=5), drawn(tokens, KV_HEADS, seed=6)
     twin = copy.deepcopy(cache)
@@ -103,7 +103,7 @@ def test_more_drafts_than_a_store_can_take_back(attached_model: Models) -> None:
 def test_other_queries_read_as_if_they_were_the_layers_own(
     attached_model: Models, heads: int, merge: str | None
 ) -> None:
-    """KeyDiff observes none, so whose queries they are makes no difference to what is evicted."""
+    """KeyDiff observes no queries, so their owner makes no difference to evictions."""
     cache, twin = (shared_cache(attached_model, policy=KeyDiff(), merge=merge) for _ in range(2))
     for number, size in enumerate(STEPS):
         own, other = drawn(size, seed=number), drawn(size, heads, seed=number + 50)

@@ -98,7 +98,7 @@ def test_each_head_sees_what_its_own_budget_holds(
 
 
 def by_head(cache: KVCache) -> list[list[list[Tensor]]]:
-    """Per layer of the model, head and row what is held, in the order of the text: positions, keys, values, state."""
+    """Held tokens per layer of the model, head and row, in the order of the text: positions, keys, values, state."""
     found: list[list[list[Tensor]]] = []
     for its in cache.by_layer:
         heads: dict[int, list[list[Tensor]]] = {}

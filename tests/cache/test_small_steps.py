@@ -17,7 +17,7 @@ DECODE = [policy for policy in POLICIES if not isinstance(policy, Random)] + [Ra
 
 
 def both_ways(model: object, ids: Tensor, sizes: list[int], **options: object) -> None:
-    """Read 40 tokens, then the others one by one, or in passes of `sizes`; compare logits and caches."""
+    """Read 40 tokens, then the rest one by one, or in passes of `sizes`. Compare logits and caches."""
     caches = [KVCache(model, sinks=2, window=3, **options) for _ in range(2)]  # type: ignore[arg-type]
     for cache in caches:
         read(model, cache, ids[:, :40], 40)  # type: ignore[arg-type]
@@ -34,7 +34,7 @@ def test_passes_of_few_tokens_are_single_tokens(attached_model: Models, text: Te
 
 
 def outputs(cache: KVCache, states: tuple[Tensor, Tensor, Tensor], sizes: list[int]) -> Tensor:
-    """What queries read of the first layer where queries, keys and values come in steps of `sizes`."""
+    """Outputs of the first layer's queries where queries, keys and values come in steps of `sizes`."""
     outs, start = [], 0
     for size in sizes:
         span = slice(start, start + size)
@@ -102,7 +102,7 @@ def test_padded_rows(attached_model: Models, text: Text) -> None:
 def test_rows_roll_back_by_different_numbers_of_single_tokens(
     attached_model: Models, text: Text, policy: Policy
 ) -> None:
-    """Each row is what it would be alone, though their tokens share steps."""
+    """Each row equals the row alone, though their tokens share steps."""
     model, ids = attached_model("llama"), text(60, rows=3)
     cache = KVCache(model, budget=14, policy=policy, window=2, batch=3)
     twin = KVCache(model, budget=14, policy=policy, window=2, batch=3)

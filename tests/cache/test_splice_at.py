@@ -1,4 +1,4 @@
-"""A splice into the middle of a text: what stands behind is moved, and nothing else changes."""
+"""A splice into the middle of a text: later tokens move, and nothing else changes."""
 
 import copy
 

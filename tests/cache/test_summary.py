@@ -1,4 +1,4 @@
-"""`repr` of a cache and its table in a notebook: two lines that tell what is held."""
+"""`repr` of a cache and its table in a notebook: two lines on its contents."""
 
 from html.parser import HTMLParser
 from pathlib import Path

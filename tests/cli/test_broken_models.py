@@ -1,4 +1,4 @@
-"""Model folders that are broken in one way each: what is wrong is said in one line that names it."""
+"""Model folders that are broken in one way each: one line names the problem."""
 
 import json
 import os

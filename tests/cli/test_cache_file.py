@@ -1,4 +1,4 @@
-"""`windlass cache`: what is in a file, told without its model; and text appended to one, whole or not at all."""
+"""`windlass cache`: the contents of a file, shown without its model, and text appended to one, whole or not at all."""
 
 import itertools
 import json

@@ -1,4 +1,4 @@
-"""`windlass calibrate` after Ctrl-C: what was measured so far is written, and replaces no older file."""
+"""`windlass calibrate` after Ctrl-C: results so far are written, and replace no older file."""
 
 from collections.abc import Callable
 from pathlib import Path

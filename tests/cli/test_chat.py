@@ -1,4 +1,4 @@
-"""Chat through a pipe: the same turns as the library's, commands, and what is wrong in one line."""
+"""Chat through a pipe: the same turns as the library's, commands, and errors in one line."""
 
 import shutil
 import sys

@@ -1,4 +1,4 @@
-"""What a chat does between turns, against conversations in which it was never needed."""
+"""Actions of a chat between turns, against conversations that never needed them."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""A conversation that outlives its process: what is written, what is read back, and whose it is."""
+"""A conversation that outlives its process: the written file, reading it back, and its owner."""
 
 import json
 import os
@@ -204,7 +204,7 @@ class Terminal:
         self.shown = ""
 
     def wait_for(self, text: str, seconds: float = 90.0) -> None:
-        """Until `text` is shown, after what was waited for before."""
+        """Wait until `text` is shown, after the text of the last wait."""
         end = time.monotonic() + seconds
         while text not in self.shown:
             ready, _, _ = select.select([self._ours], [], [], max(end - time.monotonic(), 0))

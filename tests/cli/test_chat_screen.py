@@ -1,4 +1,4 @@
-"""Lines typed at a terminal, by keys as terminals send them; and words at the screen's edge."""
+"""Lines typed at a terminal, by keys as terminals send them, and words at the screen's edge."""
 
 import io
 import os
@@ -91,7 +91,7 @@ def test_without_history_nothing_is_written(asked: Asked, tmp_path: Path, monkey
 
 
 class Screenful(DummyOutput):
-    """Notes what is drawn."""
+    """Notes the drawn text."""
 
     def __init__(self) -> None:
         self.drawn = ""

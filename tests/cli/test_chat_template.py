@@ -1,4 +1,4 @@
-"""`generate` and `cache` with a model that has a chat template: what is read is what the template makes of it."""
+"""`generate` and `cache` with a model that has a chat template: the model reads the template's output."""
 
 import json
 from collections.abc import Callable

@@ -86,7 +86,7 @@ def test_other_signals_end_a_command_as_ctrl_c_does(number: signal.Signals):
 
 @pytest.mark.parametrize("is_late", [True, False])
 def test_a_note_begins_a_line_where_a_pipe_lags_behind(monkeypatch: pytest.MonkeyPatch, is_late: bool):
-    """A row of spaces after a text ends in the next line; where the cursor stands at the start of one, in that one."""
+    """A row of spaces after a text ends in the next line. Where the cursor is at the start of a line, it stays."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 40))
     terminal = os.fdopen(theirs, "w")

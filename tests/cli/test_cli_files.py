@@ -128,7 +128,7 @@ def test_a_closed_stdout_is_told(capsys: pytest.CaptureFixture[str], monkeypatch
 
 
 def test_closed_outputs_in_a_process():
-    """As a shell closes them, with `>&-` and `2>&-`; nothing is imported for the first."""
+    """As a shell closes them, with `>&-` and `2>&-`. Nothing is imported for the first."""
     command = " ".join(f"'{part}'" for part in (*START, *generate(PROMPT)))
     ran = subprocess.run(["sh", "-c", f"{command} >&-"], capture_output=True, check=False)
     assert (ran.returncode, ran.stdout) == (2, b"")

@@ -1,4 +1,4 @@
-"""The demo: what is hidden where, and rows that say what the cache really did."""
+"""The demo: hidden facts and their places, and rows that report the true state of the cache."""
 
 import io
 import json
@@ -34,7 +34,7 @@ def opened() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The start of the novel, some 4,000 tokens: 16 times the budget, 8 times what was trained."""
+    """The start of the novel, some 4,000 tokens: 16 times the budget, 8 times the trained length."""
     file = tmp_path_factory.mktemp("demo") / "short.txt"
     file.write_text(texts.novel()[:12_500])
     return file
@@ -42,7 +42,7 @@ def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def _few_facts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eight of them: the table, the evaluation and what is remembered are those of forty."""
+    """Eight facts: the table and the evaluation are those of forty."""
     facts = NAMES["facts"]
     assert isinstance(facts, Multiturn)
     monkeypatch.setitem(NAMES, "facts", replace(facts, needles=replace(facts.needles, keys=8)))

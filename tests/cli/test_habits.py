@@ -1,4 +1,4 @@
-"""What fingers know from other programs: the version, help, completion, quiet and verbose, the environment."""
+"""Habits from other programs: the version, help, completion, quiet and verbose, the environment."""
 
 import json
 import os

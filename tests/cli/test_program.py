@@ -1,4 +1,4 @@
-"""The program as a process: what it imports, what a terminal shows while it loads, and how it ends."""
+"""The program as a process: its imports, the terminal's contents while it loads, and its end."""
 
 import os
 import pty

@@ -1,4 +1,4 @@
-"""Checks of arguments: what is taken, what is refused, and how a value is shown."""
+"""Checks of arguments: accepted values, refused ones, and the form of a value in an error."""
 
 import re
 from collections.abc import Callable

@@ -41,7 +41,7 @@ def test_a_pipe_that_nobody_writes_to_is_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("wait_s", [0.0, 0.2])
 def test_what_a_shell_substitutes_for_a_command_is_read(wait_s: float) -> None:
-    """`<(command)` is the name of a pipe that the shell has opened; the command may think before it writes."""
+    """`<(command)` is the name of a pipe that the shell has opened. The command may think before it writes."""
     reader, writer = os.pipe()
 
     def write() -> None:

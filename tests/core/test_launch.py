@@ -1,4 +1,4 @@
-"""A rank notices that what started it has ended, and ends; by force, where it does not heed the first signal."""
+"""A rank notices that its starter has ended, and ends, by force where it ignores the first signal."""
 
 import os
 import signal

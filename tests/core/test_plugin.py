@@ -1,4 +1,4 @@
-"""Policies and tasks by name or in a user's file: what is found, and one clear line for all that is wrong."""
+"""Policies and tasks by name or in a user's file: lookups, and one clear line for each error."""
 
 import os
 import sys
@@ -53,7 +53,7 @@ class Other:
 
 @dataclass(frozen=True)
 class Asked:
-    """How something is asked for, and what errors say of it."""
+    """A lookup of something, and the words of its errors."""
 
     load: Callable[[str], object]
     source: str
@@ -127,7 +127,7 @@ def test_a_broken_file_is_one_line_that_names_its_own(asked: Asked, tmp_path: Pa
 @each
 @pytest.mark.parametrize("end", ["", "\nraise ValueError(3)\n"])
 def test_nothing_looks_for_the_source_of_a_pipe(asked: Asked, tmp_path: Path, end: str):
-    """It has been read; who opens it again waits for ever, as `traceback` and `inspect.getsource` would."""
+    """The pipe has been read. A second open waits for ever, as in `traceback` and `inspect.getsource`."""
     pipe = tmp_path / f"pipe{len(end)}"
     os.mkfifo(pipe)
     writer = threading.Thread(target=pipe.write_text, args=(asked.source + end,))

@@ -204,7 +204,7 @@ def test_what_ranks_cannot_agree_on_is_refused_by_name(size: int, name: str, of_
 def test_an_engine_on_several_ranks_answers_as_in_one_process(
     of_ranks: dict[str, list[Found]], model_of: Load, folder: Path
 ) -> None:
-    """A request that rank 0 refuses in the middle ends on all; the ranks end together."""
+    """A request that rank 0 refuses in the middle ends on all. The ranks end together."""
     one = ranks.found(CASES["served"], model_of("llama"), folder)
     led, *others = of_ranks["served"]
     assert led.error == one.error == ""

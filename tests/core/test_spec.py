@@ -1,4 +1,4 @@
-"""The one grammar of what a user types, by hand."""
+"""The one grammar of typed specs, by hand."""
 
 import pytest
 

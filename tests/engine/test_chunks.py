@@ -133,7 +133,7 @@ def test_a_later_part_changes_no_earlier_row(attached_model: Models, mode: str) 
 
 @pytest.mark.parametrize("store", ["int8", "int4"])
 def test_a_join_rounds_nothing(store: str) -> None:
-    """Codes and scales are copied, wherever they go: in bfloat16 codes of what codes stand for are others."""
+    """Codes and scales are copied, wherever they go: encoding decoded bfloat16 values again would change them."""
     model, own = windlass.attach(tiny_model("llama").bfloat16()), texts(10)
     options = CacheOptions(store=store)
     parts = [chunks.encode(model, each, options) for each in own]

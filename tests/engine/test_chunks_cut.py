@@ -75,7 +75,7 @@ def test_what_a_head_has_evicted_is_seen_by_itself_alone(attached_model: Models)
 
 @pytest.mark.parametrize("policy", [KeyDiff(), SnapKV(observed_queries=3, pool=3), H2O(), Recent()], ids=str)
 def test_a_budget_cuts_when_the_model_reads_on(attached_model: Models, policy: windlass.policies.Policy) -> None:
-    """Until then the whole text is held, so what is read again sees all of it."""
+    """Until then the whole text is held, so tokens that are read again see all of it."""
     model, (*own, question) = attached_model("qwen3"), texts(23, (*SIZES, 6))
     options = CacheOptions(budget=40, policy=policy, sinks=2, window=4)
     parts = [chunks.encode(model, each, CacheOptions(policy=policy)) for each in own]
@@ -92,7 +92,7 @@ def test_a_budget_cuts_when_the_model_reads_on(attached_model: Models, policy: w
 
 
 def test_a_row_beside_others(attached_model: Models) -> None:
-    """Each row gets its own order of the parts; what the others hold stays to the bit."""
+    """Each row gets its own order of the parts. The tokens of other rows stay to the bit."""
     model, (*own, question) = attached_model("llama"), texts(24, (*SIZES, 5))
     parts = [chunks.encode(model, each) for each in own]
     cache = KVCache(model, batch=3)
@@ -111,7 +111,7 @@ def test_a_row_beside_others(attached_model: Models) -> None:
 
 @pytest.mark.parametrize("mode", ["none", "all"])
 def test_text_before_and_behind(attached_model: Models, mode: str) -> None:
-    """Parts go into the middle of a text; what stands behind them keeps its keys and values."""
+    """Parts go into the middle of a text. Later tokens keep their keys and values."""
     model, (start, own, other, end) = attached_model("llama"), texts(25, (11, 17, 6, 13))
     parts = [chunks.encode(model, own), chunks.encode(model, other)]
     cache = KVCache(model)

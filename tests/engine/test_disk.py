@@ -1,4 +1,4 @@
-"""Snapshots in files: a hit is a miss to the bit, and what a file must not be, it is not used as."""
+"""Snapshots in files: a hit is a miss to the bit, and an invalid file is not used."""
 
 import logging
 from collections.abc import Iterator
@@ -24,7 +24,7 @@ PLENTY = 1 << 30
 def opened(
     folder: Path, model: PreTrainedModel, limit: int = PLENTY, memory: int = PLENTY
 ) -> Iterator[tuple[Snapshots, DiskTier]]:
-    """What a server has; at the end all is written."""
+    """A server's prefix cache. At the end all is written."""
     disk = DiskTier(folder, limit, model)
     snapshots = Snapshots(PrefixCache(memory), disk)
     try:
@@ -166,7 +166,7 @@ def test_a_file_under_the_name_of_another_is_not_used(
     other: str,
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A name is found by its owner alone; who renames files gets nothing but the same text through."""
+    """A name is found by its owner alone. Renamed files are used for no other text."""
     with opened(tmp_path, model) as (snapshots, _):
         read(model, ids, snapshots)
     [name] = files(tmp_path)

@@ -29,7 +29,7 @@ SAMPLED = Sampling(temperature=1.5, top_p=0.9, top_k=20, min_p=0.01, repetition_
 
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled kernels would hide what they do from the tape."""
+    """Reference kernels, as compiled ones would hide their work from the tape."""
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
     monkeypatch.setattr(FewTokensLayer, "_kernel", lambda *_: None)  # which a shared model may have prepared before
 

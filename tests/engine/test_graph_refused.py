@@ -18,7 +18,7 @@ from windlass.testing import TRAINED_LENGTH
 
 @pytest.fixture(autouse=True)
 def _reference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compiled kernels would hide what they do from the tape."""
+    """Reference kernels, as compiled ones would hide their work from the tape."""
     monkeypatch.setattr(kernels, "_is_compiled", lambda _: False)
     monkeypatch.setattr(FewTokensLayer, "_kernel", lambda *_: None)  # which a shared model may have prepared before
 

@@ -1,4 +1,4 @@
-"""A lane's step computes the rows that write, rounded up, and moves them seldom; what they write stays the same."""
+"""A lane's step computes the rows that write, rounded up, and moves them seldom. Their text stays the same."""
 
 from collections.abc import Callable, Iterator, Sequence
 
@@ -25,7 +25,7 @@ ROWS, MOVER = 6, "windlass.engine.sequence.arrange_rows"
 
 
 class Driven:
-    """A lane whose texts a test begins, goes on with and ends; `computed` has the rows of each step of the model."""
+    """A lane whose texts a test begins, continues and ends. `computed` has the rows of each step of the model."""
 
     def __init__(self, model: PreTrainedModel, options: CacheOptions, rows: int = ROWS) -> None:
         self._model, self._options = model, options
@@ -35,7 +35,7 @@ class Driven:
         self.hook = attached(model).decoder.outer.register_forward_pre_hook(self._count, with_kwargs=True)
 
     def begin(self, prompt: list[int]) -> int:
-        """Read a prompt; returns its row."""
+        """Read a prompt. Returns its row."""
         row = self.lane.take()
         assert row is not None
         cache = KVCache.from_options(self._model, self._options)
@@ -45,7 +45,7 @@ class Driven:
         return row
 
     def step(self, count: int = 1) -> list[int]:
-        """Write so many tokens; returns how many rows each step computed."""
+        """Write so many tokens. Returns the number of computed rows of each step."""
         self.computed.clear()
         for _ in range(count):
             for row, logits in self.lane.step({row: text[-1] for row, text in self.texts.items()}).items():
@@ -66,7 +66,7 @@ Drive = Callable[[PreTrainedModel, CacheOptions], Driven]
 
 @pytest.fixture
 def drive() -> Iterator[Drive]:
-    """Makes such lanes; the models are then left as they were."""
+    """Make driven lanes, and restore the models afterwards."""
     made = list[Driven]()
 
     def make(model: PreTrainedModel, options: CacheOptions) -> Driven:
@@ -185,7 +185,7 @@ def test_bytes_are_counted_anew_once_there_are_more_rows(drive: Drive, attached_
 def test_rows_that_are_lost_while_they_are_moved_are_told(
     monkeypatch: pytest.MonkeyPatch, attached_model: Models, tokenizer: PreTrainedTokenizerBase, text: Text
 ) -> None:
-    """The new one, for which there was no memory, and the one that wrote; the next begins on clean rows."""
+    """The new row, for which there was no memory, and the row that wrote. The next begins on clean rows."""
     model = attached_model("llama")
     one, other, third = rows_of(text, 20, 31, 25)
 

@@ -1,4 +1,4 @@
-"""Prompts with parts: what is joined is what the library joins, and what is kept for later stays within its bytes."""
+"""Prompts with parts: joins equal the library's, and the prefix cache stays within its bytes."""
 
 from functools import cache
 from typing import Any
@@ -64,7 +64,7 @@ def read(model: PreTrainedModel, request: Request, kept: PrefixCache) -> PromptR
 def test_parts_are_joined_as_transformers_itself_would(
     plain_model: Models, attached_model: Models, family: str, recompute: str
 ) -> None:
-    """Each was read alone, and what is read again is written over, where it stands."""
+    """Each was read alone, and tokens that are read again overwrite their old places."""
     own = texts(3, SIZES)[1:]
     kept = PrefixCache(PLENTY)
     reader = read(attached_model(family), prompt_of(own, [True, True, True, False], recompute), kept)
@@ -79,7 +79,7 @@ def test_parts_are_joined_as_transformers_itself_would(
 
 @pytest.mark.parametrize("recompute", ["first(4)", "divergent(0.3)"])
 def test_text_before_between_and_behind(attached_model: Models, recompute: str) -> None:
-    """As `windlass.chunks` joins them, group by group; a part is read behind the first token of the prompt."""
+    """As `windlass.chunks` joins them, group by group. A part is read behind the first token of the prompt."""
     model, own = attached_model("qwen3"), texts(5, (4, 17, 8, 11, 6, 3))
     request = prompt_of(own, [False, True, True, False, True, False], recompute)
     reader = read(model, request, PrefixCache(PLENTY))
@@ -126,7 +126,7 @@ def test_what_was_read_once_is_not_read_again(attached_model: Models) -> None:
     ],
 )
 def test_who_shares_parts(attached_model: Models, other: dict[str, Any], cached: int) -> None:
-    """A part evicts nothing, so that it fits rows of any budget; all else must be alike."""
+    """A part evicts nothing, so that it fits rows of any budget. All other options must be alike."""
     model, kept = attached_model("llama"), PrefixCache(PLENTY)
     read(model, usual(), kept)
     assert read(model, usual(**other), kept).cached == cached
@@ -167,7 +167,7 @@ def test_bytes_stay_within_what_was_said(attached_model: Models, family: str, st
 @settings(max_examples=40, deadline=None)
 @given(limit=st.integers(0, 90), sizes=st.lists(st.tuples(st.integers(1, 50), st.integers(0, 2)), max_size=25))
 def test_the_limit_holds_after_every_call(limit: int, sizes: list[tuple[int, int]]) -> None:
-    """Whatever is reserved, added and given back; what is there is room enough for what fits."""
+    """After every reservation, addition and release, the memory in use leaves room enough for each fitting request."""
     kept, places = PrefixCache(limit), list[tuple[int, int]]()
     for size, what in sizes:
         if what == 0 and places:

@@ -45,7 +45,7 @@ def scores_of(logits: Tensor, ids: Sequence[int]) -> list[float]:
 
 
 def told(events: list[Event], top: int) -> list[float]:
-    """The prompt's own log probabilities; of the likeliest there are `top`, the first first."""
+    """The prompt's own log probabilities, and the `top` likeliest ones, best first."""
     (found,) = (each.logprobs for each in events if isinstance(each, PromptLogprobs))
     assert {len(each) for each in found} == {top + 1}
     for _, *others in found:

@@ -34,7 +34,7 @@ def tokenizer(loaded: tuple[PreTrainedModel, PreTrainedTokenizerBase]) -> PreTra
 
 
 class Pieces:
-    """A tokenizer of the given pieces of text; ids are their indices."""
+    """A tokenizer of the given pieces of text, whose ids are their indices."""
 
     def __init__(self, pieces: list[str]) -> None:
         self.pieces = pieces
@@ -142,7 +142,7 @@ def test_an_interrupted_stream_has_fed_what_it_held_back(
 
 @pytest.mark.usefixtures("any_type")
 def test_what_stop_asks_for(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Strings stand beside the model's own ends, ids in their place; a special token is never in a text."""
+    """Strings stand beside the model's own ends, ids in their place. A special token is never in a text."""
     for stop, expected in (
         (None, Stops(frozenset({1, 9}))),
         ([], Stops(frozenset())),

@@ -1,4 +1,4 @@
-"""Pieces of a conversation add up to what the tokenizer's template makes of all of it, in several styles."""
+"""Pieces of a conversation add up to the template's output for all of it, in several styles."""
 
 import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerBase

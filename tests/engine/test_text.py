@@ -74,7 +74,7 @@ def test_a_text_is_that_of_its_bytes_wherever_it_is_cut(tokenizer: PreTrainedTok
 
 @pytest.mark.parametrize("seed", range(40))
 def test_bytes_that_are_no_text(tokenizer: PreTrainedTokenizerBase, seed: int) -> None:
-    """A model may write any bytes in any order; a byte that no character has is a replacement character at once."""
+    """A model may write any bytes in any order. A byte that no character has is a replacement character at once."""
     draw = random.Random(seed)
     vocabulary = tokenizer.get_vocab()
     parts = [each for each in vocabulary.values() if len(codes_of(tokenizer, [each])) == 1]

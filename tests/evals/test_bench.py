@@ -1,4 +1,4 @@
-"""The benchmark: what is timed, in which order and on which cache, and how it ends."""
+"""The benchmark: timed parts, their order and caches, and its end."""
 
 import json
 from collections.abc import Callable, Iterator

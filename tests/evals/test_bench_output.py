@@ -1,4 +1,4 @@
-"""What a benchmark says: shapes, bytes and speeds worked by hand, the table, the ratios and the JSON lines."""
+"""Output of a benchmark: shapes, bytes and speeds worked by hand, the table, the ratios and the JSON lines."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""What is timed of one row: batches, steps out of a graph, and when the clock is read."""
+"""Timing of one row: batches, steps out of a graph, and when the clock is read."""
 
 from unittest.mock import Mock
 

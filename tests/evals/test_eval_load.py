@@ -1,4 +1,4 @@
-"""Tasks from what a user types, texts of their own, and one clear line for all that is wrong."""
+"""Tasks from typed specs, texts of their own, and one clear line for each error."""
 
 from pathlib import Path
 

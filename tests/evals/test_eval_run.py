@@ -1,4 +1,4 @@
-"""Runs on the shipped model: what must be found is found, what can't be isn't, and a stopped run goes on."""
+"""Runs on the shipped model: findable answers are found, others are not, and an interrupted run continues."""
 
 import json
 import random

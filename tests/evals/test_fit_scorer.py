@@ -50,7 +50,7 @@ def test_moments_of_pieces_give_the_regression_of_the_whole() -> None:
 
 
 def test_weights_are_those_of_a_second_reading(attached_model: Models, text: Text) -> None:
-    """From what the projections of the model gave in the first reading, and where the second one looked."""
+    """From the outputs of the model's projections in the first reading, and the attention of the second one."""
     model = attached_model("llama")
     texts, told = [text(70, seed=seed)[0].tolist() for seed in (1, 2)], list[tuple[int, int]]()
     found = calibrate.fitted(model, texts, lambda *numbers: told.append(numbers), "novel.txt", "magic_single")

@@ -1,4 +1,4 @@
-"""Which worker is sent what, by hand; and that cells of a batch are read together as one process reads them."""
+"""Cells sent to each worker, by hand. Cells of a batch are read together as one process reads them."""
 
 import json
 from pathlib import Path

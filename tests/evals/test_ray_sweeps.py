@@ -31,7 +31,7 @@ CACHE = {"policies": "key_diff", "budgets": "40"}
 
 @pytest.fixture(autouse=True)
 def _ray(ray: None) -> None:
-    """All but what is refused need it."""
+    """Everything but refusals needs it."""
 
 
 def options(output: Path, tasks: str, samples: int, batch: int = 1, threads: int | None = 1) -> EvalOptions:
@@ -55,7 +55,7 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def quiet(*_: object) -> None:
-    """A listener that ignores everything."""
+    """A callback that ignores its messages."""
 
 
 def alone(asked: EvalOptions) -> list[dict[str, Any]]:

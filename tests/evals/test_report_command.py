@@ -1,4 +1,4 @@
-"""`windlass report`: what it tells, and one line for what is wrong."""
+"""`windlass report`: its messages, and one line for each error."""
 
 import sys
 from collections.abc import Callable

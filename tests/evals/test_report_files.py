@@ -1,4 +1,4 @@
-"""Results files: each case counts once, what is damaged is told, what is foreign is refused in one line."""
+"""Results files: each case counts once, damage is reported, foreign files are refused in one line."""
 
 import json
 import math
@@ -179,7 +179,7 @@ def test_two_models_are_not_mixed(file: Path, change: Line, other: str):
     ],
 )
 def test_one_model_by_any_name(file: Path, change: Line):
-    """By its fingerprint; in a file of before that has none, by the last part of its path."""
+    """By its fingerprint, or in an older file without one, by the last part of its path."""
     found = read_results([write(file, case(), HEADER | change, case(sample=1))])
     assert len(found.cases) == 2
     assert "jo" not in "".join(header.name for header in found.headers)

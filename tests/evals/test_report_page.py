@@ -1,4 +1,4 @@
-"""The page: what it says, that it needs nothing else, and what the command tells."""
+"""The page: its words, its independence of other files, and the command's messages."""
 
 import errno
 import re
@@ -21,7 +21,7 @@ NASTY = '<script>alert(1)</script> & "it\'s"'
 
 
 class Page(HTMLParser):
-    """The page as a browser reads it: texts by section, rows of cells, and what is fetched."""
+    """The page as a browser reads it: texts by section, rows of cells, and fetched addresses."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -156,7 +156,7 @@ def test_the_page_begins_with_the_verdict(page: Callable[..., Page]):
 
 
 def test_no_path_of_the_machine_is_on_the_page(file: Path):
-    """Old files have what was typed."""
+    """Old files have the typed path."""
     labels = ("perplexity(/home/jo/a text.txt)", "/home/jo/task.py:Mine")
     lines = [case(task=label, depth=0.5) for label in labels]
     data = write(file, HEADER | {"model": "/home/jo/models/finder-3m", "fingerprint": None}, *lines)
@@ -189,7 +189,7 @@ def test_names_are_shown_as_they_are(page: Callable[..., Page], file: Path):
 
 @pytest.mark.parametrize("name", ["_hidden", "$x_{$", "50$", "數字", "a\nb", "x" * 300])
 def test_figures_take_any_name(file: Path, name: str):
-    """Whatever matplotlib thinks of it; warnings are errors here."""
+    """Whatever matplotlib thinks of it. Warnings are errors here."""
     assert write_report([write(file, case(policy=name, task=name, depth=0.5))], file.with_name("a.html")).figures == 2
 
 

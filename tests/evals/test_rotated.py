@@ -1,4 +1,4 @@
-"""Keys that are stored rotated: the same numbers, and a clear no to what they cannot do."""
+"""Keys that are stored rotated: the same numbers, and a clear error for each unsupported operation."""
 
 import copy
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Tune: budgets out of bytes, rounds, and verdicts, by hand; and a run on the shipped model that goes on."""
+"""Tune: budgets out of bytes, rounds, and verdicts, by hand, and a run on the shipped model that continues."""
 
 import json
 import shlex

@@ -1,4 +1,4 @@
-"""Steps for `kernels.attend`, and what the reference gives for them in float64: shared by all backends' tests."""
+"""Steps for `kernels.attend`, and the reference's results for them in float64, shared by all backends' tests."""
 
 import itertools
 import random
@@ -87,7 +87,7 @@ def noise(case: Case, seed: int = 0) -> Callable[..., Tensor]:
 
 
 def held(case: Case, randn: Callable[..., Tensor], width: int, has_means: bool) -> PackedStates:
-    """Random keys or values about as large as 1; scales of either sign."""
+    """Random keys or values about as large as 1, with scales of either sign."""
     kv_heads = case.shape[0]
     if case.bits is None:
         return PackedStates(randn(BATCH, kv_heads, case.slots, width).to(case.dtype))
@@ -101,7 +101,7 @@ def held(case: Case, randn: Callable[..., Tensor], width: int, has_means: bool) 
 
 
 def positions(case: Case, seed: int = 0) -> Tensor:
-    """Rows with free and reserved slots in the middle or none yet evicted; row 2 is empty."""
+    """Rows with free and reserved slots in the middle or none yet evicted. Row 2 is empty."""
     g = torch.Generator().manual_seed(seed + case.slots)
     score_heads = case.shape[0] if case.is_per_head else 1
     if case.is_evicted:
@@ -118,7 +118,7 @@ def positions(case: Case, seed: int = 0) -> Tensor:
 
 
 def step(case: Case, seed: int = 0) -> AttentionInput:
-    """A call of `attend`; queries are a transposed view, as transformers gives them."""
+    """A call of `attend`, whose queries are a transposed view, as transformers gives them."""
     kv_heads, group, head_dim, value_dim, pairs = case.shape
     randn, where = noise(case, seed), positions(case, seed)
     end = 2 * case.slots + 1

@@ -1,4 +1,4 @@
-"""Tiny models whose pictures have positions of three axes, and what they read."""
+"""Tiny models whose pictures have positions of three axes, and their inputs."""
 
 import copy
 from collections.abc import Callable
@@ -156,7 +156,7 @@ THINKERS: dict[str, type[PreTrainedModel]] = {
 
 @cache
 def plain_reader(family: str, layers: int = 2) -> PreTrainedModel:
-    """A tiny model of `FAMILIES`, as transformers has it; attention far from uniform."""
+    """A tiny model of `FAMILIES`, as transformers has it, with attention far from uniform."""
     text, vision, own = FAMILIES[family]
     text = {**TEXT, **text, "num_hidden_layers": layers}
     if layers == 1 and "layer_types" in text:
@@ -227,7 +227,7 @@ def error(ours: Tensor, theirs: Tensor) -> float:
 
 @torch.no_grad()
 def embedded(model: PreTrainedModel, given: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What a plain model hands its decoder: embeddings, those of pictures among them, and (3, batch, tokens) axes."""
+    """Inputs of a plain model's decoder: embeddings, with those of pictures, and (3, batch, tokens) axes."""
     found: dict[str, Any] = {}
 
     def note(_module: object, _args: object, kwargs: dict[str, Any]) -> None:
@@ -263,7 +263,7 @@ def read_on(model: PreTrainedModel, cache: Any, given: dict[str, Any], prompt: i
 def one_layer_read(
     family: str, given: dict[str, Any], cut: int, **options: Any
 ) -> tuple[KVCache, Callable[[int], Tensor]]:
-    """A cache that has read `cut` tokens, and what feeds it one of the others; returns its logits."""
+    """A cache that has read `cut` tokens, and a function that feeds it one of the rest and returns its logits."""
     model = attached_reader(family, 1)
     cache = KVCache(model, **{"policy": Recent(), "positions": "original", **options})
     model(**first(given, cut), past_key_values=cache)

@@ -1,4 +1,4 @@
-"""Whole command lines with files, folders or arguments that are not there or of another kind, and what is said."""
+"""Whole command lines with missing files, folders or arguments, or ones of another kind, and their errors."""
 
 FILES = [
     ("generate {missing} hi", "model folder .* does not exist"),

@@ -1,4 +1,4 @@
-"""Bad and odd inputs of the command line as data: what is typed, and what its one line of error must say.
+"""Bad and odd inputs of the command line as data: arguments, and the content of their one line of error.
 
 In braces stand places that the tests make: `{model}` works, `{folder}` is empty, `{text}` is a text, and so on.
 """
@@ -215,7 +215,7 @@ NAMES = [
 
 
 def command_lines() -> Iterator[tuple[str, str]]:
-    """Values that are refused before weights are loaded: what is typed after `windlass`, and what its line says."""
+    """Values that are refused before weights are loaded: the arguments after `windlass`, and their line of error."""
     for command, options, says in (*NUMBERS, *NAMES):
         yield f"{command} {WORKING[command]} {options}", says
     yield from FILES
@@ -224,7 +224,7 @@ def command_lines() -> Iterator[tuple[str, str]]:
 def light_lines() -> Iterator[tuple[str, str]]:
     """Command lines that are refused without torch.
 
-    Each option of each command without its value; numbers that are none; and an unknown option.
+    Each option of each command without its value, with numbers that are none, and an unknown option.
     """
     commands: Any = typer.main.get_command(app)
     for name, command in commands.commands.items():

@@ -1,4 +1,4 @@
-"""A tiny attached model with LoRA adapters, and a plain twin, which reads with what attention gave the attached one."""
+"""A tiny attached model with LoRA adapters, and a plain twin, which reads the attached one's attention outputs."""
 
 import copy
 import warnings
@@ -19,14 +19,14 @@ REPLAY = "windlass-tests-replay"
 
 @contextmanager
 def quietly() -> Iterator[None]:
-    """Without what PEFT warns of: adapters that not all layers have, and what transformers will remove."""
+    """Hide PEFT's warnings: adapters that not all layers have, and features that transformers will remove."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
 
 
 class Replayed(NamedTuple):
-    """A layer's un-rotated queries, keys and values, each (batch, heads, tokens, head_dim), and what these read."""
+    """A layer's un-rotated queries, keys and values, each (batch, heads, tokens, head_dim), and their outputs."""
 
     queries: Tensor
     keys: Tensor
@@ -35,7 +35,7 @@ class Replayed(NamedTuple):
 
 
 class Twin:
-    """A plain model, whose attention is told what it reads: so all the rest of it is compared."""
+    """A plain model whose attention outputs are given, so that all other parts are compared."""
 
     def __init__(self, model: Any) -> None:
         self.model = model
@@ -48,12 +48,12 @@ class Twin:
     def attend(
         self, module: Any, queries: Tensor, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, None]:
-        """Note what comes, and give what is replayed."""
+        """Note the inputs, and give the replayed outputs."""
         self.states.append((queries, keys, values))
         return self.outs[len(self.states) - 1].transpose(1, 2), None
 
     def read(self, ids: Tensor, outs: Sequence[Tensor]) -> tuple[Tensor, list[Replayed]]:
-        """The logits, and what each layer's attention is asked, of a pass in which that reads `outs`."""
+        """Logits and inputs of each layer's attention, in a pass with the attention outputs `outs`."""
         AttentionInterface.register(REPLAY, self.attend)
         self.outs, self.states = list(outs), []
         with torch.no_grad():
@@ -63,7 +63,7 @@ class Twin:
 
 
 def no_mask(*_: Any, **__: Any) -> None:
-    """Attention that is told what it reads has none."""
+    """Attention with given outputs has no mask."""
 
 
 class State(NamedTuple):
@@ -106,7 +106,7 @@ class Adapted:
 
     @quietly()
     def change(self, number: int) -> bool:
-        """Have another adapter compute, or none, or the same one merged; False where that is not possible now."""
+        """Activate another adapter, or none, or merge the present one. Returns False where that is not possible now."""
         now, kind = self.state, number % 6
         if kind == 5 or now.is_merged:
             if not now.is_on:
@@ -138,15 +138,17 @@ class Adapted:
 
 
 def scale(model: Any, adapter: str, factor: float) -> None:
-    """Let an adapter count so much."""
+    """Scale the outputs of an adapter."""
+    from peft.tuners.lora import LoraLayer  # an optional package
+
     for module in model.modules():
-        if hasattr(module, "set_scale"):
+        if isinstance(module, LoraLayer):
             module.set_scale(adapter, factor)
 
 
 @quietly()
 def with_adapters(model: PreTrainedModel) -> Any:
-    """A model of PEFT with two adapters, the first of them active; neither of them changes nothing."""
+    """A model of PEFT with two adapters, the first of them active. Both change the outputs."""
     from peft import LoraConfig, get_peft_model  # an optional package
 
     targets = ["q_proj", "k_proj", "v_proj", "o_proj", "down_proj"]

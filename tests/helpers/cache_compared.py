@@ -75,7 +75,7 @@ class Compared:
 
     @contextmanager
     def noting(self) -> Iterator[None]:
-        """Note what the cache's layers hold after each step that is taken, or taken again."""
+        """Note the contents of the cache's layers after each step, also after one that is repeated."""
         layers, self.steps = list(self.cache.layers), []
         for layer in layers:
             steps: list[Noted] = []
@@ -88,7 +88,7 @@ class Compared:
                 del layer.keep_record
 
     def expect(self) -> None:
-        """Tell the model's layers what the cache holds, and what was noted, for where rounding decides."""
+        """Give the model's layers the contents of the cache, and the notes, for cases that rounding decides."""
         steps, self.steps = self.steps or [[] for _ in self.cache.layers], []
         for mine, its, noted in zip(self.model.layers, self.cache.layers, steps, strict=True):
             mine.expected, mine.noted = held(its.positions), noted
@@ -124,7 +124,7 @@ class Compared:
                 raise Difference(f"layer {mine.index} counts {its.table.occupancy_bound} tokens, holds {most}")
 
     def compare_memory(self, mine: LayerModel, its: Any) -> None:
-        """The positions of what may be recalled."""
+        """The positions of recallable tokens."""
         if not mine.recalls:
             return
         lengths = [own.tokens for own in mine.memory]
@@ -179,7 +179,7 @@ class Compared:
                 raise Difference(f"layer {its.index}, row {row}, list {at}: tokens do not stand for {counts} tokens")
 
     def adopt_merges(self) -> None:
-        """Take over what merged tokens hold, where only rounding, or a target that it chose, makes the difference."""
+        """Copy the contents of merged tokens, where only rounding, or a target chosen by it, makes the difference."""
         if self.model.options.rules.merge is None:
             return
         is_exact = self.setup.store == "plain" and self.setup.dtype == "float32"
@@ -218,7 +218,7 @@ class Compared:
 
 
 def after_step(layer: Any, work: Callable[[StepRecord], None], steps: list[Any], record: StepRecord) -> None:
-    """The end of a step, and what is held after it."""
+    """The end of a step, and the tokens held after it."""
     work(record)
     store = layer.table.recall
     told = None if store is None or store.is_empty else store.last_recalled.tolist()

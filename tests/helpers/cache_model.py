@@ -108,7 +108,7 @@ class CacheModel(TextModel):
         ]
 
     def join(self, layer: LayerModel, memory: Memory, row: int, at: int, is_same_store: bool) -> None:
-        """Let what another cache remembers of a row be recalled in one of `layer`, as text from position `at` on."""
+        """Let the recall store of another cache's row be recalled in one of `layer`, as text from position `at` on."""
         keys, values = memory.keys, memory.values
         if not memory.tokens:
             return

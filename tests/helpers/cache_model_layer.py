@@ -22,7 +22,7 @@ RECENT = PolicyModel("recent", per_head=False)
 
 
 class Difference(AssertionError):
-    """The cache is not what the model says."""
+    """A difference between the cache and the model."""
 
 
 class Record(NamedTuple):
@@ -42,7 +42,7 @@ class Record(NamedTuple):
 
 @dataclass
 class Counts:
-    """How often lists went over budget, heads recalled any, and how often rounding decided what goes or is recalled."""
+    """Counts of lists over budget, of heads that recalled any, and of evictions and recalls decided by rounding."""
 
     evictions: int = 0
     resettled: int = 0
@@ -51,7 +51,7 @@ class Counts:
 
 @dataclass
 class Held:
-    """The lists of one layer, `held[row][list]`; a list is of one kv head, or of all where they are ranked alike."""
+    """The lists of one layer, `held[row][list]`. A list is of one kv head, or of all where they are ranked alike."""
 
     index: int
     configured: Rules
@@ -90,7 +90,7 @@ class Held:
         return window is not None and (budget is None or window <= budget)
 
     def take_rules(self) -> None:
-        """Go by what was configured, or by the window alone."""
+        """Use the configured rules, or the window alone."""
         self.rules = self.configured
         if self.is_whole_window and self.kind is not None:
             window = self.kind.sliding_window
@@ -125,7 +125,7 @@ class Held:
         self.memory = [Memory(np.zeros(0, dtype=np.int64), *[none] * 6)] * self.batch if self.recalls else []
 
     def reader(self, row: int) -> Reader | None:
-        """How attention reads tokens: the first and the newest of a row are exact; None where none are."""
+        """How attention reads tokens: the first and the newest of a row are exact, or None where none are."""
         rules, written = self.configured, self.written[row]
         if not rules.store_sinks + rules.store_newest:
             return None

@@ -18,7 +18,7 @@ STEPS = 256  # of a logarithm of a share to 1: closer ones count as equal
 class Noted(NamedTuple):
     """A cache after a step: the positions that it held, and the positions that the step recalled, page by page.
 
-    `candidates` pages were looked at token by token; 0: all.
+    `candidates` is the number of pages that were scored token by token, or 0 for all.
     """
 
     held: list[list[list[int]]]
@@ -29,8 +29,8 @@ class Noted(NamedTuple):
 class Memory(NamedTuple):
     """All tokens written to a row, in that order: (kv_heads, tokens, channels) as the recall store decodes them.
 
-    `positions` are -1 where a token is no part of the text any more. `read_keys` and `read_values` are what attention
-    reads of those that are recalled into slots. `largest` and `least` (kv_heads, pages, channels) are digests.
+    `positions` are -1 for removed tokens. `read_keys` and `read_values` are read by attention where tokens are recalled
+    into slots. `largest` and `least` (kv_heads, pages, channels) are digests.
     """
 
     positions: Array
@@ -53,7 +53,7 @@ class Memory(NamedTuple):
         return Memory(self.positions[:tokens], keys, values, read_keys, read_values, largest, least)
 
     def moved(self, move: Callable[[int], int | None]) -> "Memory":
-        """With tokens elsewhere in the text, as `move` says; None takes one out of it."""
+        """The memory with tokens elsewhere in the text, as `move` gives. None removes one."""
         places = [-1 if p < 0 else move(p) for p in self.positions.tolist()]
         return self._replace(positions=np.array([-1 if p is None else p for p in places], dtype=np.int64))
 
@@ -70,13 +70,13 @@ class Choice(NamedTuple):
 
 
 class NotAChoice(AssertionError):
-    """The cache recalls what no rounding lets it recall."""
+    """The cache recalls a token that no rounding can explain."""
 
 
 class Search(NamedTuple):
     """One kv head looks for at most `pages` pages of `memory`, by queries (members, tokens, channels).
 
-    `candidates` pages are looked at token by token; 0: all.
+    `candidates` is the number of pages that are scored token by token, or 0 for all.
     """
 
     kind: Kind

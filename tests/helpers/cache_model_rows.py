@@ -11,7 +11,7 @@ MOST_WINDOW = 64  # of a window that nobody gave
 
 @dataclass(frozen=True)
 class Rules:
-    """By which a layer keeps tokens. Roundings are shares of what is rounded."""
+    """Rules by which a layer keeps tokens. Roundings are relative."""
 
     policy: PolicyModel
     merge: MergeModel | None
@@ -36,7 +36,7 @@ class Leaf(NamedTuple):
 
 
 class RowModel(NamedTuple):
-    """Where the text of a row stands; `prompts` are the spans that came in steps of several columns."""
+    """The place of a row in its text. `prompts` are the spans that came in steps of several columns."""
 
     end: int = 0
     seen: int = 0

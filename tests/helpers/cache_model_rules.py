@@ -14,10 +14,10 @@ STEPS = 2.0**16  # KeyNorm, KeyDiff and the targets of merging compare in steps 
 
 
 class Scores:
-    """A score for each token of a list; higher ones are kept. `slack` is how far rounding may take each.
+    """A score for each token of a list. The lowest are evicted. `slack` is how far rounding may take each.
 
-    `in_steps`: scores are rounded to whole numbers. `sources`: tokens that have the same one share one number, so
-    that rounding does not part them; None or negative where each has its own.
+    `in_steps`: scores are rounded to whole numbers. `sources`: tokens that have the same one share one number, so that
+    rounding does not part them, and None or negative where each token has its own.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class PolicyModel:
-    """A policy: what it remembers of attention, and its scores. `observed`: its last queries; None: all, 0: none."""
+    """A policy: its memory of attention, and its scores. `observed`: number of last queries (None: all, 0: none)."""
 
     name: str
     per_head: bool = True
@@ -151,7 +151,7 @@ def merged(
     rule: MergeModel, kept: Tokens, evicted: Tokens, is_target: Callable[[int], bool], is_lost: Callable[[int], bool],
     slack: float, odd_heads: Sequence[int],
 ) -> tuple[Tokens, bool]:  # fmt: skip
-    """`kept` with `evicted` merged into those that may take tokens; and whether rounding might have chosen others."""
+    """`kept` with `evicted` merged into targets, and True if rounding might have chosen others."""
     targets = [at for at, token in enumerate(kept) if is_target(token.position)]
     groups: dict[int, Tokens] = {}
     is_close = False

@@ -28,8 +28,8 @@ class LayerModel(Reader):
     ) -> Array:  # fmt: skip
         """Write, attend, observe, evict, for the tokens of a short pass one by one, for a long or a first one at once.
 
-        `starts` are where rows stood before. Returns what (batch, heads, columns, head_dim) queries read, zeros for
-        padding.
+        `starts` are the places of rows before it. Returns the outputs of queries (batch, heads, columns, head_dim),
+        zeros for padding.
         """
         kind, self.mode = self.kind, mode
         assert kind is not None
@@ -89,7 +89,7 @@ class LayerModel(Reader):
         self.records.append(record)
 
     def expect_step(self, number: int, steps: int) -> None:
-        """Look at what the cache held after step `number` of so many, where it took as many."""
+        """Compare the tokens held after step `number` of so many, where the cache took as many."""
         is_noted = len(self.noted) == steps
         self.is_last = number == steps - 1
         self.is_seen = self.is_last or is_noted
@@ -114,7 +114,7 @@ class LayerModel(Reader):
         self.sure = len(self.records) - oldest
 
     def forget(self) -> None:
-        """An edit: what came before can't be rolled back."""
+        """An edit, after which earlier steps can't be rolled back."""
         self.records, self.sure = [], 0
 
     @property
@@ -150,7 +150,7 @@ class LayerModel(Reader):
         return lengths
 
     def roll_back(self, counts: Sequence[int], ends: Sequence[int], prompt_ends: Sequence[int]) -> None:
-        """As if the newest tokens had never come; `ends` are those after it."""
+        """Remove the newest tokens as if they had never come. `ends` are those after it."""
         left, again = list(counts), []
         if self.recalls:
             self.memory = [own.cut(own.tokens - n) for own, n in zip(self.memory, counts, strict=True)]
@@ -206,13 +206,13 @@ class LayerModel(Reader):
         self.sure += 1
 
     def compress(self, rules: Rules, ends: Sequence[int], prompt_ends: Sequence[int]) -> None:
-        """See `cut_to`; steps before can't be rolled back."""
+        """See `cut_to`. Earlier steps can't be rolled back."""
         self.forget()
         self.cut_to(rules, ends, prompt_ends)
 
 
 def most_read(lists: list[Tokens], recalled: list[Recalled]) -> int:
-    """The most tokens that a head of a row reads, what is recalled among them."""
+    """The most tokens that a head of a row reads, with recalled ones."""
     each = lists if len(lists) > 1 else lists * len(recalled)
     return max(len(own) + len(more[0]) for own, more in zip(each, recalled, strict=True))
 

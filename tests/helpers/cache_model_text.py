@@ -73,7 +73,7 @@ class TextModel:
         self, mask: Sequence[Sequence[bool]], ids: Sequence[Sequence[int]] | None, kinds: Sequence[Kind],
         states: Sequence[tuple[Array, Array, Array]],
     ) -> list[Array]:  # fmt: skip
-        """One pass of the model, whose queries, keys and values of each layer are `states`: what each layer reads."""
+        """One pass of the model with queries, keys and values `states` of each layer: the outputs of each layer."""
         places = self.positions(mask)
         rows = []
         for at, (row, own) in enumerate(zip(self.rows, places, strict=True)):
@@ -104,7 +104,7 @@ class TextModel:
             layer.sure = 0
 
     def rollback_is_refused(self, counts: Sequence[int]) -> bool | None:
-        """True: it must raise. None: it may, but what it does must be right."""
+        """True: it must raise. None: it may, but otherwise must be right."""
         if any(n > min(row.end, row.since_edit) for n, row in zip(counts, self.rows, strict=True)):
             return True
         if not any(counts):
@@ -128,7 +128,7 @@ class TextModel:
             layer.roll_back(counts, self.ends, self.prompt_ends)
 
     def change(self, row: int | None, move: Callable[[int], int | None], ends: Sequence[int]) -> None:
-        """Move the tokens of one row, or of all; those without a new place go."""
+        """Move the tokens of one row, or of all. Those without a new place go."""
         for layer in self.layers:
             layer.forget()
             for at in range(len(self.rows)) if row is None else [row]:

@@ -14,9 +14,9 @@ LONGEST = 8192  # no text of the model is longer
 
 
 class Token(NamedTuple):
-    """One token as one list holds it; `key` and `value` are (heads of the list, channels), as the store decodes them.
+    """One token as one list holds it. `key` and `value` are (heads of the list, channels), as the store decodes them.
 
-    `exact_key` and `exact_value` are those that came, where the store keeps some tokens so. `number` counts the
+    `exact_key` and `exact_value` are the original ones, where the store keeps some tokens so. `number` counts the
     tokens written to the row, and `stands_for` those that are merged into it, with itself. `state` is the policy's.
     `place_in_store` is its number in the row's recall store, where there is one.
     """
@@ -67,9 +67,9 @@ class Mode:
         return self.name in ("compact", "auto")
 
     def distances(self, queries: Array, held: Array, kind: Kind, is_bounded: bool, fuller: int) -> Array:
-        """(queries, held): at which distance each of the newest tokens reads each that is held, itself included.
+        """Distances (queries, held) at which each of the newest tokens reads each held token, itself included.
 
-        The fullest list of the row holds `fuller` more; `is_bounded` tells whether the layer has a budget.
+        The fullest list of the row holds `fuller` more. `is_bounded` tells whether the layer has a budget.
         """
         ranks = np.empty(len(held), dtype=np.int64)
         ranks[np.argsort(held, kind="stable")] = np.arange(len(held))

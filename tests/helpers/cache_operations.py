@@ -20,7 +20,7 @@ class Run(Pair):
     """A cache and its model, with every edit."""
 
     def both(self, work: Callable[[], object], truth: Callable[[], object], refused: bool | None, what: str) -> None:
-        """Do it in the cache, and in the model unless it is refused; None: it may be."""
+        """Run an operation in the cache, and in the model unless it is refused (None: it may be)."""
         was_refused = is_refused(work)
         if refused is not None and was_refused != refused:
             raise Difference(f"{what} is {'refused' if was_refused else 'done'}, expected otherwise")
@@ -139,7 +139,7 @@ class Run(Pair):
         self.both(lambda: self.cache.compress(budget, window), truth, refused, f"compress({budget}, {window})")
 
     def do_splice(self, a: int, b: int, c: int, d: int) -> bool | None:
-        """Another cache's tokens after those of a row; now and then a row of its own."""
+        """Insert another cache's tokens after those of a row, now and then a row of its own."""
         row = c % len(self.model.rows)
         if d % 11 == 0:
             other: Pair = self
@@ -163,7 +163,7 @@ class Run(Pair):
         return None
 
     def donor(self, b: int, d: int) -> Setup:
-        """What another cache of the same model is made of."""
+        """Settings and text of another cache of the same model."""
         own, draw = self.setup, random.Random(b * 7919 + d)
         policy, merge = draw.choice([own.policy, "recent", "key_diff"]), draw.choice([own.merge, None, None])
         budget = draw.choice([8, 12, None]) if merge is None else 9

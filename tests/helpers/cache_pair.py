@@ -52,7 +52,7 @@ class Pair(Compared):
     # Passes
 
     def do_decode(self, a: int, b: int, c: int, d: int) -> None:
-        """One token for each row; sometimes some rows are idle."""
+        """One token for each row, of which some are idle at times."""
         batch = self.cache.batch_size
         mask = [[(b >> row) % 4 != 0 or c % 3 != 0] for row in range(batch)]
         self.feed(mask, a, d)
@@ -63,10 +63,10 @@ class Pair(Compared):
         self.feed(self.ragged(1 if self.is_unseen() else columns, c, d), a, d)
 
     def is_unseen(self) -> bool:
-        """Return True if a pass must be of one token, for only its end can be followed.
+        """Return True if a pass must be of one token, because only its end can be followed.
 
-        What goes between two tokens may be the cache's own choice, or one of two at one position; merged tokens may be
-        one code apart, and where words repeat, rounding chooses their targets.
+        The evictions between two tokens may be the cache's own choice, or one of two at one position. Merged tokens may
+        be one code apart, and where words repeat, rounding chooses their targets.
         """
         is_coarse = self.setup.store != "plain" or self.setup.dtype == "bfloat16"
         is_followed = self.setup.merge is None or not (is_coarse or self.setup.repeats)
@@ -77,7 +77,7 @@ class Pair(Compared):
         self.feed(self.ragged(17 + b % 14, c, d), a, d)
 
     def ragged(self, columns: int, c: int, d: int) -> list[list[bool]]:
-        """Rows of different lengths, padded at either end; two of three times without padding."""
+        """Rows of different lengths, padded at either end. Two of three times there is no padding."""
         batch = self.cache.batch_size
         if c % 3:
             return [[True] * columns] * batch
@@ -158,7 +158,7 @@ class Pair(Compared):
         self, mask: list[list[bool]], ids: list[list[int]] | None, states: list[tuple[Tensor, Tensor, Tensor]],
         outs: list[Tensor],
     ) -> None:  # fmt: skip
-        """Let the model take the same pass, and compare what each layer read."""
+        """Let the model take the same pass, and compare the outputs of each layer."""
         self.expect()
         truths = self.model.pass_of(mask, ids, self.kinds, self.arrays(states))
         for at, ((out,), truth) in enumerate(zip(self.split([(out,) for out in outs]), truths, strict=True)):
@@ -177,7 +177,7 @@ class Pair(Compared):
         return [tuple(each.double().numpy() for each in own) for own in self.split(states)]  # type: ignore[misc]  # three
 
     def bound(self, columns: int, truth: Array, layer: int) -> float:
-        """How far rounding may take what is read.
+        """Largest difference of outputs by rounding.
 
         In bfloat16 probabilities are rounded, and in long steps the rotated keys, too.
         """
@@ -208,7 +208,7 @@ class Pair(Compared):
         return None
 
     def do_model(self, a: int, b: int, c: int, d: int) -> bool | None:
-        """A pass of the real model; its own queries, keys and values are the model's of the cache, too."""
+        """A pass of the real model, whose queries, keys and values the model of the cache takes, too."""
         columns = 1 if self.is_unseen() else (1, 3, 20)[b % 3]
         if self.setup.dtype != "float32" or max(self.model.ends) + columns > LONGEST:
             return False
@@ -243,7 +243,7 @@ class Pair(Compared):
     def compare_model(
         self, mask: list[list[bool]], ids: Tensor, logits: Tensor, fed: Sequence[tuple[tuple[Tensor, ...], Tensor, Any]]
     ) -> None:
-        """All but attention: what a plain model of the same adapters makes of what attention gave."""
+        """Compare everything but attention: a plain model with the same adapters, given the attention outputs."""
         is_token = torch.tensor(mask)
         truth, replayed = self.setup.twin.read(ids, [out for _, out, _ in fed])
         pairs = [("logits", logits[is_token], truth[is_token])]

@@ -73,7 +73,7 @@ def random_operations(draw: random.Random, count: int, weights: Mapping[str, flo
 
 
 def first_difference(setup: Setup, operations: Sequence[Operation]) -> tuple[int, str] | None:
-    """The index of the operation after which cache and model differ, and how; None where they never do."""
+    """The index of the operation after which cache and model differ, and how, or None where they never do."""
     run = Run(setup)
     for at, operation in enumerate(operations):
         try:

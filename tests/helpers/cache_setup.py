@@ -1,4 +1,4 @@
-"""What a cache and its model are made of, side by side: tiny models, policies, stores, as plain data."""
+"""Settings of a cache and its model, side by side: tiny models, policies, stores, as plain data."""
 
 import tempfile
 from collections.abc import Callable
@@ -76,7 +76,7 @@ def twin_of(name: str, dtype: str, trained_length: int) -> Twin:
 
 @cache
 def adapted(name: str, dtype: str, trained_length: int) -> Adapted:
-    """One of each kind: what sequences change, its `reset` takes back."""
+    """One of each kind. Its `reset` undoes the changes of sequences."""
     return Adapted(unbound_model(name, dtype, trained_length))
 
 
@@ -90,7 +90,7 @@ def windows_of(name: str) -> tuple[int | None, ...]:
 
 @dataclass(frozen=True)
 class Setup:
-    """What a pair is made of, as plain data that can be written down and made again."""
+    """Settings of a pair, as plain data that can be written down and made again."""
 
     model: str = "plain"
     dtype: str = "float32"
@@ -132,7 +132,7 @@ class Setup:
         return tempfile.gettempdir() if self.recall_in_files else None
 
     def leaves(self) -> list[Leaf]:
-        """Heads of one layer with one share lie together; alone where all have one."""
+        """Heads of one layer with one share lie together, and alone where all have one."""
         found = []
         for layer in range(len(windows_of(self.model))):
             own = (1.0,) if self.shares is None else self.shares[layer]
@@ -186,7 +186,7 @@ class Setup:
         return CacheModel(options, self.leaves(), self.batch, self.codec(self.store), recall_codec, self.mode)
 
     def codec(self, store: str) -> Callable[[int, Array, Array], tuple[Array, Array]]:
-        """What a store gives back of a leaf's keys and values (batch, kv_heads, tokens, channels)."""
+        """Keys and values (batch, kv_heads, tokens, channels) of a leaf, as a store decodes them."""
         dtype, leaves = self.torch_dtype, self.leaves()
         if store == "plain":
             if self.dtype == "float32":

@@ -13,12 +13,12 @@ POLICIES = [policy() for policy in NAMES.values()]
 
 
 def bytes_of_slots(cache: KVCache) -> int:
-    """Bytes of all slots of a cache, their state and what a policy keeps of a layer; no records of steps."""
+    """Bytes of all slots of a cache, their state and the policy's statistics of a layer, without records of steps."""
     return sum(tensor.untyped_storage().nbytes() for layer in cache.layers for tensor in layer.tensors().values())
 
 
 def held(cache: KVCache, layer: int = 0, row: int = 0) -> list[list[int]]:
-    """Positions of what each head of a layer holds."""
+    """Positions held by each head of a layer."""
     return [sorted(p for p in head if p >= 0) for head in cache.layers[layer].positions[row].tolist()]
 
 

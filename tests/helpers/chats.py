@@ -34,7 +34,7 @@ def with_template(template: str | None = TEMPLATE) -> PreTrainedTokenizerBase:
 
 @pytest.fixture
 def dialogue(model: PreTrainedModel, tmp_path: Path) -> Iterator[Make]:
-    """Makes conversations, each with a new cache of the options given; they keep their journals in one folder.
+    """Make conversations, each with a new cache of the options given. They keep their journals in one folder.
 
     Shapes are not checked meanwhile: a reply would take ten times as long, and has none that other tests do not see.
     """

@@ -31,7 +31,7 @@ class Checks:
         self._calls.clear()
 
     def count(self, number: int) -> bool:
-        """Note a call of the function of this number; returns whether it is its last one to be checked."""
+        """Note a call of the function of this number. Returns True if it is the last one to be checked."""
         self._calls[number] += 1
         return self._calls[number] == MOST_CALLS
 

@@ -1,4 +1,4 @@
-"""The command line run in this process, what it says, and what the library gives for the same."""
+"""The command line run in this process, its output, and the library's result for the same."""
 
 import io
 import os

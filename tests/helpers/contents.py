@@ -15,7 +15,7 @@ from windlass.core.positions import RESERVED
 
 
 def content(cache: KVCache) -> dict[str, Any]:
-    """Where the rows stand, and what is held, in the order of the text: positions, keys, values, state."""
+    """Places of the rows, and held tokens in the order of the text: positions, keys, values, state."""
     found: dict[str, Any] = {"rows": cache.rows, "is in a pass": cache.is_in_step}
     for layer in cache.layers:
         table = layer.table
@@ -83,9 +83,9 @@ def check_every_line(
     stride: int = 1,
     may_be_done: bool = False,
 ) -> int:
-    """Interrupt `work`, a pass, before every `stride`-th line, and at last not at all; returns how many there were.
+    """Interrupt `work`, a pass, before every `stride`-th line, and at last not at all. Returns the number of lines.
 
-    `may_be_done`: the pass may also have left all it leaves, for the interrupt came when it had ended.
+    `may_be_done`: the pass may also have finished, as the interrupt came after its end.
     """
     names = [config._attn_implementation for config in (model.config, model.model.config)]
     before, twin, lines = content(cache), copy.deepcopy(cache), 1

@@ -41,7 +41,7 @@ class Waits(PassKey):
 
 
 def written_to(folder: Path) -> Path:
-    """The file, and the lists beside it that say which texts, by their pass keys; they are empty."""
+    """The file, and empty lists beside it that name the texts by their pass keys."""
     for name in ("always", "once", "held"):
         (folder / name).write_text("")
     path = folder / "tasks.py"

@@ -67,7 +67,7 @@ class Gate(Watcher):
 
 
 class Told(Service):
-    """A scheduler that counts what it is asked for."""
+    """A scheduler that counts requests."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler, self.limits, self.options = scheduler, scheduler.limits, scheduler.options

@@ -1,4 +1,4 @@
-"""Caches of hybrids that are under way, and what they hold."""
+"""Caches of hybrids in the middle of a text, and their contents."""
 
 from collections.abc import Callable
 from typing import Any
@@ -21,7 +21,7 @@ each_pass = pytest.mark.parametrize("tokens", [1, 5])
 
 
 def held(cache: KVCache) -> dict[str, Tensor]:
-    """Everything that decides what comes next: states, and tokens in the order of their positions."""
+    """Everything that decides the next token: states, and tokens in the order of their positions."""
     found = {
         f"{state.label} {name}": each.clone() for state in cache.recurrent for name, each in state.tensors().items()
     }

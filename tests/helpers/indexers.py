@@ -47,7 +47,7 @@ CLASSES = tuple(OWN)
 
 
 def made(name: str, picked: int, **options: Any) -> PreTrainedModel:
-    """A model of this type, not attached, whose indexers pick so many tokens; the same at every call."""
+    """A model of this type, not attached, whose indexers pick so many tokens. Every call gives the same."""
     layers = options.get("num_hidden_layers", 4)
     own = {option: each[:layers] if isinstance(each, list) else each for option, each in OWN[name].items()}
     config = AutoConfig.for_model(name, **{**OPTIONS, "index_topk": picked, **own, **options})

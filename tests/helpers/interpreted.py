@@ -7,7 +7,7 @@ from triton.runtime import interpreter
 
 
 def interpret_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without what takes the interpreter three quarters of its time."""
+    """Remove the parts that take the interpreter three quarters of its time."""
     patched: set[str] = set()
 
     def call(function: interpreter.InterpretedFunction, *args: object, **options: object) -> object:

@@ -1,4 +1,4 @@
-"""Parts of texts, and what transformers itself says of them: with explicit places, masks, and tokens written over."""
+"""Parts of texts, and transformers' own results: with explicit places, masks, and overwritten tokens."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -44,7 +44,7 @@ class WrittenAt(DynamicCache):
 def read_at(
     model: PreTrainedModel, cache: WrittenAt, ids: Sequence[int], places: Sequence[int], first: int = 0
 ) -> Tensor:
-    """Logits of the tokens at `places`, each of which sees what stands from `first` up to its own place."""
+    """Logits of the tokens at `places`, each of which sees tokens from `first` up to its own place."""
     at, every = torch.tensor(places), torch.arange(cache.tokens)
     cache.places = at
     seen = (every <= at[:, None]) & (every >= first)

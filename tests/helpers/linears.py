@@ -7,7 +7,7 @@ from windlass.core.inputs import LinearInput, LinearLayer, Nibbles
 
 
 def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: bool) -> LinearInput:
-    """A linear layer of random numbers; in 4 bits of the next larger size that can be had."""
+    """A linear layer of random numbers, in 4 bits of the next larger supported size."""
     rows, outputs, width = shape
     block = int(kind.split()[-1]) if kind.startswith("int4") else 0
     group = 32 if width < 200 else 64 if width < 1000 else 128

@@ -10,7 +10,7 @@ HEADS, SLOTS, KEY_DIM, VALUE_DIM, SINKS, WINDOW, ENDS = 3, 17, 10, 4, 2, 3, (20,
 
 
 def random_step(ranked: int, seed: int) -> dict[str, Tensor]:
-    """Two rows over budget; some slots free, some evicted ones too, some slots hold merged tokens already."""
+    """Two rows over budget, with some slots free, some evicted ones too, and some slots with merged tokens already."""
     g = torch.Generator().manual_seed(seed)
     positions = torch.stack([torch.randperm(ENDS[i // ranked], generator=g)[:SLOTS] for i in range(2 * ranked)])
     positions = positions.reshape(2, ranked, SLOTS).int()

@@ -1,4 +1,4 @@
-"""Models and texts that the tests read, and what a model says of a text."""
+"""Models and texts that the tests read, and a model's results for a text."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -53,7 +53,7 @@ def read(model: PreTrainedModel, cache: KVCache, ids: Tensor, chunk: int) -> Ten
 
 
 def given_cache(options: dict[str, Any]) -> Any:
-    """Take the cache, by whatever name this release of transformers gives it, out of what a layer was called with."""
+    """Take the cache from the arguments of a layer, by its name in this release of transformers."""
     return next((cache for name in CACHE_NAMES if (cache := options.pop(name, None)) is not None), None)
 
 
@@ -72,7 +72,7 @@ def logits_at(model: PreTrainedModel, ids: list[int], positions: list[int]) -> T
 
 @torch.no_grad()
 def greedy(model: Callable[..., Any], cache: KVCache, ids: Tensor, tokens: int) -> list[int]:
-    """The tokens that follow; all of them are fed."""
+    """The next tokens, all of which are fed."""
     written = []
     for _ in range(tokens):
         ids = model(ids, past_key_values=cache).logits[:, -1:].argmax(-1)

@@ -15,7 +15,7 @@ ALL_POLICIES: list[Policy] = [*(kind() for kind in NAMES.values()), *(kind(H2O()
 
 
 def made_by_default() -> dict[str, Policy]:
-    """One of each policy by its name; what goes around another one, around `KeyDiff`."""
+    """One of each policy by its name. Wrappers are around `KeyDiff`."""
     around = {name: kind(KeyDiff()) for name, kind in WRAPPERS.items()}
     return {name: kind() for name, kind in NAMES.items()} | around
 
@@ -38,7 +38,7 @@ def policy(
 
 
 def unchecked(**names: object) -> Needs:
-    """What a policy needs, of types that the tests would refuse."""
+    """Needs of a policy, of types that the tests would refuse."""
     needs = Needs()
     vars(needs).update(names)
     return needs

@@ -32,7 +32,7 @@ class CacheFile:
 
     @classmethod
     def read(cls, path: Path) -> "CacheFile":
-        """Those of a file that safetensors can open. Raises: as safetensors does."""
+        """Tensors and header of a file that safetensors can open. Raises: as safetensors does."""
         with safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118  # not a dict
@@ -45,7 +45,7 @@ class CacheFile:
         return found
 
     def to_bytes(self, is_signed: bool = True) -> bytes:
-        """The file, with the checksum of what it holds now."""
+        """The file, with the checksum of its present contents."""
         metadata = {**self.metadata, "contents": self.contents}
         if is_signed:
             metadata["checksum"] = checksum(self.contents, self.tensors)
@@ -53,7 +53,7 @@ class CacheFile:
 
 
 class Honest(NamedTuple):
-    """A file that `save` wrote, for this model; `policy` must be given to `load` unless it is None."""
+    """A file that `save` wrote, for this model. `policy` must be given to `load` unless it is None."""
 
     name: str
     model: PreTrainedModel

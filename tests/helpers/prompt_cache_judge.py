@@ -1,4 +1,4 @@
-"""What became of loading a file that someone spoiled: refused in words, loaded rightly, loaded silently, or worse."""
+"""Outcome of loading a spoiled file: refused in words, loaded rightly, loaded silently, or worse."""
 
 import json
 from collections import Counter
@@ -16,10 +16,10 @@ OF_ROWS = "tokens_seen", "next_position", "since_edit", "prompts", "columns"
 
 
 def verdict(honest: Honest, data: bytes, path: Path) -> tuple[str, str]:
-    """One of the four words, and why.
+    """One of the four words, and the reason.
 
-    "loaded" is harmless: the file contradicts itself nowhere, the cache says just what the file says, and a decode
-    step gives logits, or an error in words. "silent" is a load of which one of the first two is not true.
+    "loaded" is harmless: the file contradicts itself nowhere, the cache agrees with the file, and a decode step gives
+    logits, or an error in words. "silent" is a load where one of the first two is not true.
     """
     path.write_bytes(data)
     try:
@@ -41,7 +41,7 @@ def verdict(honest: Honest, data: bytes, path: Path) -> tuple[str, str]:
 
 
 def _decoded(cache: KVCache, honest: Honest) -> str:
-    """Two steps of the model; their logits may be anything, for keys may be anything finite."""
+    """Two steps of the model. Their logits may be anything, as keys may be anything finite."""
     ids = torch.arange(cache.batch_size)[:, None] % VOCABULARY
     try:
         with torch.no_grad():
@@ -54,7 +54,7 @@ def _decoded(cache: KVCache, honest: Honest) -> str:
 
 
 def _difference(file: CacheFile, cache: KVCache, path: Path) -> str | None:
-    """What the cache, saved again, says otherwise than the file."""
+    """Differences of the cache, saved again, from the file."""
     cache.save(path)
     again = CacheFile.read(path)
     ours, theirs = again.document, file.document

@@ -31,7 +31,7 @@ NAMES_OF_OTHERS = (
 
 
 def mutated(honest: Honest, draw: random.Random) -> tuple[str, bytes]:
-    """A spoiled copy of a file, with words for what was done. The same `draw` gives the same file."""
+    """A spoiled copy of a file, with a description. The same `draw` gives the same file."""
     file = honest.file
     file = CacheFile(file.contents, {name: tensor.clone() for name, tensor in file.tensors.items()}, file.metadata)
     kinds: list[Callable[[CacheFile, random.Random], str]] = [_field, _entry]
@@ -110,7 +110,7 @@ def _entry(file: CacheFile, draw: random.Random) -> str:
 
 
 def _picked(file: CacheFile, draw: random.Random) -> str:
-    """A tensor; those that hold no states come as often as those that do."""
+    """A tensor. Tensors without states come as often as those with states."""
     small = [name for name, tensor in file.tensors.items() if not tensor.is_floating_point() or tensor.ndim < 4]
     return draw.choice(draw.choice((small or list(file.tensors), list(file.tensors))))
 
@@ -224,7 +224,7 @@ def _raw(file: CacheFile, draw: random.Random) -> tuple[str, bytes]:
 
 
 def _signed_again(data: bytes, end: int) -> bytes:
-    """With the checksum of what a spoiled header says, if it can still be read."""
+    """The spoiled header with its own checksum, if it can still be read."""
     from safetensors.torch import load
 
     try:

@@ -1,7 +1,7 @@
 """Processes that hold tiny models together, started once for many cases, and the same cases in one process.
 
-`run` writes cases to a folder and starts `python -m tests.helpers.ranks` for each rank; each process writes what it
-found next to them. What a rank cannot do is what it raised.
+`run` writes cases to a folder and starts `python -m tests.helpers.ranks` for each rank. Each process writes its results
+next to them. The result of a failure is its error.
 """
 
 import json
@@ -37,10 +37,10 @@ LIMITS: Final[dict[str, Any]] = {"budget": 12, "sinks": 2, "window": 3, "chunk":
 
 @dataclass(frozen=True)
 class Case:
-    """What a process does: read `PROMPT` with a cache of these options, and write `tokens`.
+    """A case of a process: read `PROMPT` with a cache of these options, and write `tokens`.
 
-    `load` goes on from a file in place of a new cache, `save` writes one before the tokens are written; `then` names
-    something done between the two, see `_between`.
+    `load` continues from a file in place of a new cache, `save` writes one before the tokens are written. `then` names
+    an operation between the two, see `_between`.
     """
 
     model: str
@@ -54,7 +54,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Found:
-    """What came of a case: tokens, the sorted positions that each layer holds, bytes; or the error."""
+    """Result of a case: tokens, the sorted positions that each layer holds, bytes, or the error."""
 
     tokens: list[int] = field(default_factory=list)
     positions: list[torch.Tensor] = field(default_factory=list)
@@ -92,7 +92,7 @@ def folder_of(models: Path, name: str) -> Path:
 
 
 def found(case: Case, model: PreTrainedModel, files: Path, seed: int = 0) -> Found:
-    """What a model, attached, gives in a case. Of a model on several ranks, all of them call it."""
+    """Result of an attached model in a case. For a model on several ranks, all of them call it."""
     try:
         return _found(case, model, files, seed)
     except WindlassError as error:
@@ -132,7 +132,7 @@ def _made(options: dict[str, Any], files: Path) -> dict[str, Any]:
 
 
 def _bytes(cache: KVCache) -> int:
-    """Of keys and values, as they are held."""
+    """Bytes of keys and values, as they are held."""
     parts = [part for layer in cache.layers for part in layer.tensors().items()]
     return sum(tensor.nbytes for name, tensor in parts if name in ("keys", "values"))
 
@@ -155,7 +155,7 @@ def _between(then: str, model: PreTrainedModel, cache: KVCache) -> None:
 
 @contextmanager
 def started(folder: Path, cases: dict[str, Case], models: Path, size: int) -> Iterator[list[subprocess.Popen[str]]]:
-    """The ranks, running; they are ended with the block."""
+    """The ranks, running. They are ended with the block."""
     (folder / "cases.json").write_text(json.dumps({name: asdict(case) for name, case in cases.items()}))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -180,7 +180,7 @@ def started(folder: Path, cases: dict[str, Case], models: Path, size: int) -> It
 
 
 def run(folder: Path, cases: dict[str, Case], models: Path, size: int) -> dict[str, list[Found]]:
-    """What each of `size` ranks found in each case."""
+    """Results of each of `size` ranks in each case."""
     with started(folder, cases, models, size) as running:
         codes = [each.wait(SECONDS) for each in running]
     is_deadly = any(case.then == "die" for case in cases.values())
@@ -191,7 +191,7 @@ def run(folder: Path, cases: dict[str, Case], models: Path, size: int) -> dict[s
 
 
 def main(arguments: Sequence[str]) -> None:
-    """A rank: all cases, in order, and what came of each to a file."""
+    """A rank: all cases, in order, and each result to a file."""
     from windlass.hf.tensor_parallel import plan_of_processes
 
     folder, models = map(Path, arguments)

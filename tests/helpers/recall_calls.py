@@ -1,4 +1,4 @@
-"""Calls of the scan of what was evicted: random keys, some of them kept, some no part of the text."""
+"""Calls of the scan of evicted tokens: random keys, some of them kept, some outside of the text."""
 
 import torch
 from torch import Tensor

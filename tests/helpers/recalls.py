@@ -27,7 +27,7 @@ def both(model: PreTrainedModel, **options: Any) -> tuple[KVCache, KVCache]:
 
 
 def read_both(model: PreTrainedModel, caches: tuple[KVCache, KVCache], ids: Tensor, chunk: int) -> None:
-    """Read into both, and compare what they say."""
+    """Read into both, and compare the results."""
     torch.testing.assert_close(*(read(model, cache, ids, chunk) for cache in caches), **TOLERANCE)
 
 

@@ -35,7 +35,7 @@ def write(
     steps: int = 0,
     between: Callable[[int], None] = lambda _: None,
 ) -> list[list[int]]:
-    """Rows of tokens, each as long as `ENDS` says, or `steps` for all; `between` is called before every step."""
+    """Rows of tokens, each as long as `ENDS` says, or `steps` for all. `between` is called before every step."""
     ends = [steps or end for end in ENDS[: cache.batch_size]]
     texts: list[list[int]] = [[] for _ in ends]
     decoding = Decoder(model, cache, Sampler(sampling, [[1]] * len(ends), cache.device), logits, graph)

@@ -45,7 +45,7 @@ HEADER_OF: dict[str, Any] = {
 
 
 def tokenizer_of(words: Sequence[str]) -> PreTrainedTokenizerBase:
-    """One whose tokens are these words, all different; together they are the text."""
+    """A tokenizer of these words, all different. Together they are the text."""
     model = Tokenizer(WordLevel({word: number for number, word in enumerate(words)}))
     model.decoder = Fuse()
     return PreTrainedTokenizerFast(tokenizer_object=model)

@@ -1,4 +1,4 @@
-"""Lines of a results file, the file, and what is read from it."""
+"""Lines of a results file, the file, and the cases read from it."""
 
 import json
 from collections.abc import Mapping

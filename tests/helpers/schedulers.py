@@ -1,4 +1,4 @@
-"""Schedulers over tiny models, and what their requests give."""
+"""Schedulers over tiny models, and the results of requests."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -25,7 +25,7 @@ def options_of(**options: Any) -> CacheOptions:
 
 
 def request_of(ids: list[int], max_tokens: int = 6, **given: Any) -> Request:
-    """Without a stop; `options` of the cache may be given, as a `CacheOptions`."""
+    """A request without a stop. `options` of the cache may be given, as a `CacheOptions`."""
     options = given.pop("options", options_of())
     return Request(tuple(ids), options, max_tokens, given.pop("stops", Stops(frozenset())), **given)
 

@@ -1,4 +1,4 @@
-"""Files of linear scorers with drawn weights, and what such a scorer says, number by number."""
+"""Files of linear scorers with random weights, and the scores, number by number."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +18,7 @@ TOLD = ("novel.txt", "", 7, 900)
 
 
 def drawn(layers: Sequence[int] = (0, 1), model: str = "any", mark: str = "any", heads: int = KV_HEADS) -> Scorer:
-    """A scorer of layers of `heads` kv heads; predicted logarithms are of order 1 below -4."""
+    """A scorer of layers of `heads` kv heads, with predicted logarithms of order 1 below -4."""
     draw = torch.Generator().manual_seed(3)
     weights = {
         layer: LayerWeights(

@@ -1,6 +1,6 @@
-"""A process that runs command lines one after the other, without weights; after `light` without torch, too.
+"""A process that runs command lines one after the other, without weights, and after `light` without torch, too.
 
-Reads a line of JSON per command line, a list of arguments; writes one per run: exit code, stdout, stderr.
+Reads a line of JSON per command line, a list of arguments. Writes one per run: exit code, stdout, stderr.
 """
 
 import json
@@ -16,7 +16,7 @@ HEAVY = ("torch", "transformers")
 
 
 class HeavyWork(BaseException):
-    """Something imported or loaded what takes seconds. No `Exception`: nobody catches it on the way."""
+    """A slow import or load. No `Exception`, so nobody catches it on the way."""
 
 
 class Refuse:
@@ -31,7 +31,7 @@ class Refuse:
 
 
 def ran(arguments: list[str]) -> tuple[int, str, str]:
-    """What `main` returns, and what was written to the process's own outputs."""
+    """Return value of `main`, and the texts on the process's own outputs."""
     from windlass.cli.app import main
 
     kept = os.dup(1), os.dup(2)
@@ -71,7 +71,7 @@ def refuse_weights() -> None:
 
 
 def serve() -> None:
-    """Until stdin ends; the commands themselves get an empty one."""
+    """Serve until stdin ends. The commands themselves get an empty one."""
     if "light" in sys.argv:
         sys.meta_path.insert(0, Refuse())
     else:

@@ -31,7 +31,7 @@ def engine_served(
     folder: Path | None = None,
     **settings: Any,
 ) -> Iterator[tuple[int, Scheduler]]:
-    """Two rows with these options, and a folder for what is kept; its port and its engine."""
+    """Two rows with these options, and a folder for the prefix cache: a port and an engine."""
     jaxtyping.config.update("jaxtyping_disable", True)  # of the engine's thread, which reads one setting for all
     limits, disk = EngineLimits(max_tokens=4000), None if folder is None else DiskTier(folder, 1 << 30, model)
     settings |= {} if folder is None else {"salt": salt_of(folder)}

@@ -48,7 +48,7 @@ def requests(prompt: Sequence[int]) -> list[Request]:
 
 
 def served(model: PreTrainedModel, prompt: Sequence[int]) -> list[int]:
-    """The tokens of all requests, each list ended by -1, by -2 where it failed; of a rank that follows -3.
+    """The tokens of all requests, each list ended by -1, by -2 where it failed, or on a rank that follows by -3.
 
     Before them one is cancelled as it writes.
     """

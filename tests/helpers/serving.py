@@ -1,4 +1,4 @@
-"""A server on loopback whose engine writes what a test says, and a raw client of it."""
+"""A server on loopback whose engine writes a test's script, and a raw client of it."""
 
 import json
 import socket
@@ -69,12 +69,12 @@ def says(text: str) -> Script:
 
 
 def events(*given: Event | None) -> Script:
-    """Gives out these; None waits until the request is cancelled or `release` is called."""
+    """Yield these events. None waits until the request is cancelled or `release` is called."""
     return lambda _: iter(given)
 
 
 class ScriptedService(Service):
-    """Answers each request by a script, in a thread of its own. What it was asked is in `requests`."""
+    """Answers each request by a script, in a thread of its own. The received requests are in `requests`."""
 
     def __init__(self, script: Script, limits: EngineLimits | None = None) -> None:
         self.script, self.limits, self.options = script, limits or EngineLimits(), OPTIONS
@@ -155,7 +155,7 @@ def soon(holds: Callable[[], bool], seconds: float = 10.0) -> bool:
 
 @dataclass(frozen=True)
 class Served:
-    """A server that runs: where, and what is behind it."""
+    """A running server: its address, and its parts."""
 
     port: int
     service: ScriptedService
@@ -173,7 +173,7 @@ class Served:
 
 @contextmanager
 def serving(service: ScriptedService, known: PromptTokenizer | None = None, **settings: Any) -> Iterator[Served]:
-    """A server on a free port of loopback, until the end of the block; with other words if they are given."""
+    """A server on a free port of loopback, until the end of the block, with other words if they are given."""
     listener = bound("127.0.0.1", 0)
     server = Server(service, known or words(), ServerSettings(NAME, **settings))
     http = HttpServer(server)
@@ -219,7 +219,7 @@ class RawClient:
         self._got = b""
 
     def send(self, method: str, path: str, body: bytes = b"", /, **headers: str) -> None:
-        """A request; headers are named with _ for -."""
+        """A request. Headers are named with _ for -."""
         lines = {"Host": "localhost", "Content-Type": "application/json", "Content-Length": str(len(body))}
         lines |= {name.replace("_", "-"): value for name, value in headers.items()}
         head = "".join(f"{name}: {value}\r\n" for name, value in lines.items())

@@ -28,7 +28,10 @@ def slots_of(
     rotate: Callable[[Tensor, Tensor], Tensor] = lambda states, _: states,
     step_angles: Callable[[], tuple[Tensor, Tensor] | None] = lambda: None,
 ) -> Slots:
-    """Rows of different lengths with gaps in their text, in any order of slots; free slots hold what must not count."""
+    """Rows of different lengths with gaps in their text, in any order of slots.
+
+    Free slots hold numbers that must not count.
+    """
     draw = torch.Generator().manual_seed(seed)
     keys = torch.randn(BATCH, KV_HEADS, SLOTS, HEAD_DIM, generator=draw) + torch.arange(HEAD_DIM)
     values = torch.randn(BATCH, KV_HEADS, SLOTS, VALUE_DIM, generator=draw)
@@ -56,7 +59,7 @@ def turned_slots() -> Slots:
 
 
 def observe(policy: Policy, slots: Slots) -> list[dict[int, Tensor]]:
-    """Shows three steps of queries; returns those of each row by position: (heads, head_dim)."""
+    """Observe three steps of queries. Returns those of each row by position: (heads, head_dim)."""
     draw = torch.Generator().manual_seed(1)
     rows: list[dict[int, Tensor]] = [{} for _ in range(BATCH)]
     for step in STEPS:

@@ -18,9 +18,9 @@ SPECS = ("int4(sinks=3, newest=5)", "int8(newest=4)", "int4(sinks=2)")
 
 
 class Told(Plain):
-    """The oracle: floats, and each token's number; what is exact is told anew at each reading.
+    """The oracle: floats, and each token's number. Exact tokens are given anew at each reading.
 
-    It keeps everything and has no ring. It is told (`roll_back`) what was rolled back.
+    It keeps everything and has no ring. `roll_back` reports rolled back tokens to it.
     """
 
     part_names = ("keys", "values", "coded_keys", "coded_values", "numbers")  # type: ignore[assignment]  # more than Plain has

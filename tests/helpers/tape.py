@@ -1,7 +1,7 @@
 """A graph of PyTorch's operations on the CPU, which behaves as one of CUDA does.
 
-What was recorded is done again on the memory it was recorded with, results into the memory of the first results;
-recording itself changes nothing; and what would make the host wait for a device, or send it something, is refused.
+Recorded operations run again on the memory of the recording, with results in the memory of the first results. Recording
+itself changes nothing. Operations that would make the host wait for a device, or send it something, are refused.
 """
 
 from collections.abc import Callable
@@ -54,7 +54,7 @@ class Tape(Graph):
 
 
 class Recorder(TorchDispatchMode):
-    """Keeps every operation, and what was in the memory that they write to."""
+    """Keeps every operation, and the former contents of its output memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class Recorder(TorchDispatchMode):
         return results
 
     def restore(self) -> None:
-        """Put back what was there."""
+        """Restore the former contents."""
         for storage, before in self._before.values():
             storage.copy_(before)
 

@@ -38,7 +38,7 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 
 @torch.no_grad()
 def last_logits(family: str, given: dict[str, Any], kept: Sequence[int], axes: Tensor) -> Tensor:
-    """What transformers says after the tokens at `kept`, read at these positions (3, 1, kept)."""
+    """Logits of transformers after the tokens at `kept`, read at these positions (3, 1, kept)."""
     embeds, _ = embedded(plain_reader(family, 1), given)
     return at_axes(plain_reader(family, 1), embeds[:, list(kept)], axes)[:, -1]
 
@@ -130,7 +130,7 @@ def test_shift_that_no_text_survives(text: Text) -> None:
 
 @each_family
 def test_rollback(family: str, text: Text) -> None:
-    """Of text after pictures, and of a whole pass with one; not to the middle of one."""
+    """Roll back text after pictures, and a whole pass with one, but not to the middle of a picture."""
     given, model = shown(text, TOKENS, STARTS, family), attached_reader(family, 1)
     _, axes = embedded(plain_reader(family, 1), given)
     cache, feed = one_layer_read(family, given, 60, budget=70, rollback=40)

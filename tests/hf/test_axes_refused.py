@@ -1,4 +1,4 @@
-"""What can't be had of a text with pictures of several axes, and what is said of it. The cache stays as it was."""
+"""Unsupported operations on a text with pictures of several axes, and their errors. The cache is unchanged."""
 
 from typing import Any
 

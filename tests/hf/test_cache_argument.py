@@ -19,7 +19,7 @@ FAMILIES = ("llama", "gemma3", "mistral")
 @pytest.mark.parametrize("name", CACHE_NAMES)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_either_name_reads_a_text(family: str, name: str, attached_model: Models, text: Text) -> None:
-    """In a pass of the model, of its decoder alone, and in `generate`; and nobody is warned."""
+    """In a pass of the model, of its decoder alone, and in `generate`. Nobody is warned."""
     model, ids = attached_model(family), text(9)
     decoder, head = attached(model).decoder.outer, model.get_output_embeddings()
     wanted = greedy(model, KVCache(model), ids, 6)

@@ -1,4 +1,4 @@
-"""Model code that changes after `attach` is what a pass with a cache runs, and a refused `attach` changes nothing."""
+"""A pass with a cache runs model code that changed after `attach`, and a refused `attach` changes nothing."""
 
 import copy
 import io

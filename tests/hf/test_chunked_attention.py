@@ -120,7 +120,7 @@ def one_layer(is_chunked: bool) -> PreTrainedModel:
 
 @pytest.mark.parametrize("is_chunked", [True, False])
 def test_after_an_edit_tokens_stand_where_they_stand(is_chunked: bool, text: Text) -> None:
-    """Chunks are those of positions, and so is the scale of queries; neither is of columns."""
+    """Chunks are those of positions, and so is the scale of queries. Neither is of columns."""
     model, ids, after = one_layer(is_chunked), text(10, seed=8), text(30, seed=9)
     assert model.config.layer_types == ["chunked_attention" if is_chunked else "full_attention"]
     left = torch.cat((ids[:, :2], ids[:, 7:], after), 1)
@@ -144,7 +144,7 @@ def test_a_cache_comes_back_from_a_file(attached_model: Models, text: Text, tmp_
 
 
 def test_an_import_is_kept_in_a_file(attached_model: Models, plain_model: Models, text: Text, tmp_path: Path) -> None:
-    """Of transformers' caches, those of chunks and of windows are alike; ours are not."""
+    """The chunk and window layers of transformers' caches are alike, and ours are not."""
     plain, model, ids = plain_model("llama4"), attached_model("llama4"), text(TOKENS, seed=12)
     theirs = DynamicCache(config=plain.config)
     with torch.no_grad():

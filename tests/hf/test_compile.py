@@ -29,7 +29,7 @@ Compile = Callable[[PreTrainedModel, str], PreTrainedModel]
 
 @pytest.fixture(autouse=True)
 def _forgetting() -> Iterator[None]:
-    """What one test compiled is not another's. Checks of shapes would be compiled, too."""
+    """Clear the compiled functions between tests. Checks of shapes would be compiled, too."""
     jaxtyping.config.update("jaxtyping_disable", True)
     torch.compiler.reset()
     yield
@@ -76,7 +76,7 @@ def test_a_compiled_model_reads_as_before(
     one_layer: tuple[PreTrainedModel, PreTrainedModel],
     text: Text,
 ) -> None:
-    """Its kernels get addresses of tensors; frames that hold tensors by address alone have crashed the interpreter."""
+    """Its kernels get addresses of tensors. Frames that hold tensors by address alone have crashed the interpreter."""
     attached, ids = one_layer[1], text(43)
     model = copy.deepcopy(one_layer[0])
     if is_attached_first:

@@ -53,7 +53,10 @@ def test_a_cache_travels_there_and_back(family: str, plain_model: Models, attach
 def test_an_import_is_rolled_back_only_where_nothing_was_dropped(
     family: str, plain_model: Models, attached_model: Models, text: Text
 ) -> None:
-    """A sliding layer of a DynamicCache lacks what an earlier query would see; a text within its window is whole."""
+    """A sliding layer of a DynamicCache lacks tokens that an earlier query would see.
+
+    A text within its window is whole.
+    """
     plain, model, ids = plain_model(family), attached_model(family), text(41)
     for tokens in (30, 9):
         theirs = DynamicCache(config=plain.config)
@@ -100,7 +103,7 @@ def test_from_rotated_refuses_what_it_cannot_know(attached_model: Models, text: 
 
 
 def test_an_imported_cache_has_every_option(plain_model: Models, attached_model: Models, text: Text) -> None:
-    """Its twin read the same text itself; both evict and merge afterwards, and take three steps back."""
+    """Its twin read the same text itself. Both evict and merge afterwards, and take three steps back."""
     model, ids = attached_model("llama"), text(60, rows=2)
     logits_of(plain_model("llama"), ids[:, :20], theirs := DynamicCache(config=model.config))
     options = CacheOptions(24, KeyDiff(), 2, 5, 7, "compact", 2, 3, "plain", "mean_count(next)")

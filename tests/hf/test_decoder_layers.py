@@ -1,4 +1,4 @@
-"""Which decoder layers are computed by a kernel, in which passes; and that the others are left as they were."""
+"""Decoder layers that a kernel computes, the passes in which it does, and unchanged others."""
 
 import copy
 from collections.abc import Callable, Iterator
@@ -154,7 +154,7 @@ CHANGES = [
 def test_what_is_changed_after_attach_is_respected(
     change: Callable[[nn.Module], None], is_first: bool, calls: list[int]
 ) -> None:
-    """In one layer; the others are served as before. Whether or not the layer was served before the change."""
+    """In one layer. The others are served as before, whether or not the layer was served before the change."""
     torch.manual_seed(0)
     plain = tiny_model("qwen3")
     model = windlass.attach(copy.deepcopy(plain))

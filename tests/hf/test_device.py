@@ -1,4 +1,4 @@
-"""Where a model is put: the names of devices, and what is said where there is none."""
+"""Device of a model: the names of devices, and the error where there is none."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""Every family: a cache that has room for the whole text gives what transformers gives."""
+"""Every family: a cache that has room for the whole text gives the results of transformers."""
 
 from collections.abc import Collection
 
@@ -33,8 +33,8 @@ each_family = pytest.mark.parametrize("family", FAMILIES)
 def cases(last: Collection[str]) -> list[tuple[str, int | None, str]]:
     """Each family with each chunk, and with each of `last`.
 
-    Token by token, which takes four fifths of the time, a family is read under one of them, in turn: what is a
-    family's own is in `windlass.hf`, which asks nothing of a cache's options. Those of `OWN_LAYERS` have all.
+    Token by token, which takes four fifths of the time, a family is read under one of them, in turn: the code of a
+    family is in `windlass.hf`, which asks nothing of a cache's options. Those of `OWN_LAYERS` have all.
     """
     return [
         (family, chunk, each)
@@ -67,7 +67,7 @@ def assert_close(ours: Tensor, theirs: Tensor) -> None:
 
 
 def padded(texts: list[Tensor], side: str) -> tuple[Tensor, Tensor]:
-    """Ids and mask of one batch; the padding is a real token's id, so that reading it would show."""
+    """Ids and mask of one batch. The padding is a real token's id, so that reading it would show."""
     width = max(text.shape[1] for text in texts)
     pairs = []
     for text in texts:

@@ -1,4 +1,4 @@
-"""`compress(fit=True)`: values by least squares over what transformers itself attends to in a repeated text."""
+"""`compress(fit=True)`: values by least squares over transformers' own attention in a repeated text."""
 
 import copy
 import re
@@ -35,7 +35,7 @@ def filled(
 
 
 def attention(plain: PreTrainedModel, ids: list[int], piece: int) -> list[Tensor]:
-    """Per layer (heads, tokens, tokens): what each token of the text, read again behind it, gives those of the text."""
+    """Attention (heads, tokens, tokens) per layer of each token of the repeated text to those of the text."""
     rows: list[list[Tensor]] = [[] for _ in range(plain.config.num_hidden_layers)]
     for start in range(0, len(ids), piece):
         with torch.no_grad():
@@ -46,7 +46,7 @@ def attention(plain: PreTrainedModel, ids: list[int], piece: int) -> list[Tensor
 
 
 def probabilities(weights: Tensor, head: int, kept: list[int]) -> Tensor:
-    """Of the query heads of a kv head, one after the other, among the tokens that are kept."""
+    """Probabilities of the query heads of a kv head, one after the other, among the kept tokens."""
     found = weights[head * GROUP : (head + 1) * GROUP].flatten(0, 1)[:, kept]
     return found / found.sum(-1, keepdim=True)
 
@@ -56,7 +56,7 @@ def probabilities(weights: Tensor, head: int, kept: list[int]) -> Tensor:
 def test_values_are_those_of_least_squares(
     plain_model: Models, attached_model: Models, text: Text, family: str
 ) -> None:
-    """Grouped heads, learned sinks, soft-caps; a layer that holds just its sliding window stays what it was."""
+    """Grouped heads, learned sinks, soft-caps. A layer that holds just its sliding window is unchanged."""
     ids = text(29)[0].tolist()
     model, truth = attached_model(family), attention(plain_model(family), ids, 7)
     whole = filled(model, [ids], sinks=2)

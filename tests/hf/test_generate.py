@@ -1,4 +1,4 @@
-"""What transformers' own `generate` asks of a cache: turns, padding, drafts, beams."""
+"""Requirements of transformers' own `generate`: turns, padding, drafts, beams."""
 
 from itertools import product
 from typing import Any
@@ -90,7 +90,7 @@ def test_a_ragged_second_turn_on_sliding_windows(plain_model: Models, attached_m
 def test_columns_that_are_padding_in_every_row(
     prefill_chunk_size: int | None, attached_model: Models, text: Text
 ) -> None:
-    """As a tokenizer's `pad_to_multiple_of` makes them; whole chunks of them, too."""
+    """As a tokenizer's `pad_to_multiple_of` makes them, also with whole chunks of padding."""
     model, texts = attached_model("mistral"), [text(19, seed=1), text(14, seed=2)]
     ids = torch.cat([torch.cat((torch.full((1, 28 - piece.shape[1]), 7), piece), 1) for piece in texts])
     mask = torch.tensor([[0] * (28 - piece.shape[1]) + [1] * piece.shape[1] for piece in texts])
@@ -120,7 +120,7 @@ def test_assisted_decoding_equals_greedy(family: str, attached_model: Models, te
 
 
 def assert_drafts_change_nothing(model: PreTrainedModel, ids: Tensor, tokens: int, **options: Any) -> None:
-    """Assisted decoding and prompt lookup write what greedy decoding writes, through as large a cache."""
+    """Assisted decoding and prompt lookup write the text of greedy decoding, through as large a cache."""
     run: dict[str, Any] = {"max_new_tokens": tokens, **GREEDY}
     greedy = model.generate(ids, past_key_values=KVCache(model, **options), **run)
     # Drafts that are all right, and longer ones that are mostly wrong.

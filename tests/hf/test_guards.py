@@ -1,4 +1,4 @@
-"""What a KVCache cannot honour is refused by name, before anything changes."""
+"""A KVCache refuses unsupported arguments by name, before anything changes."""
 
 import copy
 import io
@@ -24,7 +24,7 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 def test_a_backward_pass_through_a_cache_is_refused(
     policy: H2O | None, attached_model: Models, plain_model: Models, text: Text
 ) -> None:
-    """The forward pass is right without `no_grad`, as most call it; a gradient would lack all that the cache gave."""
+    """The forward pass is right without `no_grad`, as most call it. A gradient would lack the cached tokens."""
     model, ids = attached_model("llama"), text(12)
     embeds = model.get_input_embeddings()(ids).detach().requires_grad_()
     cache = KVCache(model, policy=policy)

@@ -1,4 +1,4 @@
-"""The seam: what `attach` changes and what it does not, and what it refuses."""
+"""The seam: changes by `attach`, unchanged parts, and refused models."""
 
 import copy
 from pathlib import Path

@@ -171,7 +171,7 @@ def test_an_older_transformers_is_named(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_module_that_two_layers_call_is_refused() -> None:
-    """Those of Zamba2 share weights, and are told in each pass which layer they are; each is of one layer."""
+    """Layers of Zamba2 share weights, and are told in each pass which layer they are. Each is of one layer."""
     model = windlass.attach(tiny_hybrid("zamba2"))
     layers = [model.model.layers[number].shared_transformer for number in (1, 3, 4)]
     assert [block.self_attn.layer_idx for block in layers] == [-1, -1, -1]

@@ -25,7 +25,7 @@ def bound(name: str, layers: int = 4) -> PreTrainedModel:
 
 
 def one_layer(name: str) -> tuple[PreTrainedModel, PreTrainedModel]:
-    """A model of one layer, plain and attached: what it holds depends on the tokens alone, so any edit is exact."""
+    """A model of one layer, plain and attached: its contents depend on the tokens alone, so any edit is exact."""
     return plain_indexed(name, PICKED, num_hidden_layers=1), bound(name, 1)
 
 

@@ -1,4 +1,4 @@
-"""Beyond what an indexer picks: its keys are held beside each token's own, and a query reads the best of those held."""
+"""Contexts beyond an indexer's picks: its keys are held beside each token's own, and a query reads the best."""
 
 import pytest
 import torch
@@ -68,7 +68,7 @@ def test_a_layer_that_does_not_rotate(chunk: int, text: Text) -> None:
 @each_class
 @pytest.mark.parametrize("chunk", [1, 5, 9])
 def test_a_budget_equals_an_explicit_mask(name: str, chunk: int, text: Text) -> None:
-    """The model's own indexer scores under that mask: it picks among what the mask leaves."""
+    """The model's own indexer scores under that mask: it picks among the visible tokens."""
     budget, sinks, ids = 26, 3, text(TOKENS)
     cache = KVCache(bound(name), budget, Recent(), sinks, positions="original")
     ours = read(bound(name), cache, ids, chunk)
@@ -128,7 +128,7 @@ def test_assisted_decoding_takes_drafts_back(name: str, text: Text) -> None:
 
 @pytest.mark.parametrize("policy", sorted(set(NAMES) - {"DMC"}))
 def test_policies_rank_the_keys_that_attention_reads(policy: str, text: Text) -> None:
-    """The first layer is fed the same whatever is picked: so it keeps the same by what does not depend on attention."""
+    """The first layer's input does not depend on the picks, so rules without attention keep the same tokens."""
     ids, budget = text(TOKENS)[0].tolist(), 24
     caches = []
     for picked in (PICKED, TOKENS):

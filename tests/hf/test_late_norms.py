@@ -53,7 +53,7 @@ def test_a_budget_equals_an_explicit_mask(
 
 
 def test_positions_are_places(plain_model: Models, attached_model: Models, text: Text) -> None:
-    """Ranks are places of a text, too. Where distances alone would be kept, attention is not what it would be."""
+    """Ranks are places of a text, too. With preserved distances alone, attention would differ."""
     model, ids = attached_model("hunyuan"), text(45, seed=5)
     with torch.no_grad():
         expected = plain_model("hunyuan")(ids, use_cache=False).logits
@@ -138,7 +138,7 @@ def test_a_norm_with_other_weights_than_its_own_is_refused(which: str, why: str)
 
 @dataclass(frozen=True)
 class Compares(Policy):
-    """Computes attention from what policies see of keys and queries, and compares it with what they got."""
+    """Computes attention from the keys and queries that policies see, and compares it with the mass that they got."""
 
     needs = Needs(state=("seen",))
     observed_queries = 1

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: the latent is held once, and read as transformers reads what it expands."""
+"""Multi-head latent attention: the latent is held once, and reads equal transformers' expanded keys and values."""
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Which linear layers our kernel serves, in which passes; and that the others are left as they were."""
+"""Linear layers that our kernel serves, the passes in which it does, and unchanged others."""
 
 import copy
 from collections.abc import Iterator
@@ -145,7 +145,7 @@ def test_a_pass_that_fails_in_the_head_leaves_no_trace() -> None:
 
 
 def test_hooks_and_wrappers_of_a_linear_layer_are_respected(rows: list[int]) -> None:
-    """A LoRA adapter wraps a layer and adds to its outputs; a hook may change them."""
+    """A LoRA adapter wraps a layer and adds to its outputs. A hook may change them."""
     plain = tiny_model("llama")
     model = windlass.attach(copy.deepcopy(plain))
 

@@ -68,7 +68,7 @@ def test_a_long_text_is_no_reason_to_warn(caplog: pytest.LogCaptureFixture):
 
 @pytest.mark.parametrize("is_off", [False, True])
 def test_the_hub_shows_its_downloads_where_its_user_wants_them(is_off: bool, monkeypatch: pytest.MonkeyPatch):
-    """transformers' bars are silent while a model is loaded; both are as before afterwards."""
+    """transformers' bars are silent while a model is loaded. Both are as before afterwards."""
     seen = []
 
     def loaded(*_: object) -> None:

@@ -1,4 +1,4 @@
-"""What accelerate and PEFT do to a model, in short: weights that come when a layer runs, and a prefix for a cache."""
+"""Changes of a model by accelerate and PEFT, in short: weights loaded when a layer runs, and a prefix for a cache."""
 
 from pathlib import Path
 from types import SimpleNamespace

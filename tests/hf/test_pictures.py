@@ -56,7 +56,7 @@ def types_at(starts: Sequence[int], tokens: int = TOKENS) -> Tensor:
 
 
 def explicit(family: str, reach: int | None = None) -> dict[str, Tensor]:
-    """The masks as matrices; `reach` as a budget of the newest tokens, and the sinks, has it."""
+    """The masks as matrices. `reach` is that of a budget of the newest tokens, and the sinks."""
     at, block = torch.arange(TOKENS), torch.full((TOKENS,), -1)
     for number, start in enumerate(STARTS):
         block[start : start + PICTURE] = number

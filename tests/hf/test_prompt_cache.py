@@ -49,14 +49,14 @@ def small(
 
 
 def read(model: PreTrainedModel, cache: KVCache, seed: int = 0) -> Tensor:
-    """Feed one prompt per row; the logits after it."""
+    """Feed one prompt per row. Returns the logits after it."""
     draw = torch.Generator().manual_seed(seed)
     return windlass.prefill(model, cache, [torch.randint(VOCABULARY, (n,), generator=draw).tolist() for n in PROMPTS])
 
 
 @torch.no_grad()
 def write(model: PreTrainedModel, cache: KVCache, logits: Tensor, tokens: int) -> Tensor:
-    """Greedy decode; the logits of each step, (tokens, batch, vocabulary)."""
+    """Greedy decode. Returns the logits of each step, (tokens, batch, vocabulary)."""
     steps = []
     for _ in range(tokens):
         logits = model(input_ids=logits.argmax(-1, keepdim=True), past_key_values=cache).logits[:, -1]
@@ -202,7 +202,7 @@ def test_a_policy_from_outside(model: PreTrainedModel, tmp_path: Path) -> None:
 def test_the_window_follows_the_budget_after_a_load_too(
     given: int | None, model: PreTrainedModel, tmp_path: Path
 ) -> None:
-    """`compress` takes the window that was given; where none was, it takes the default of the new budget."""
+    """`compress` uses the given window. Where none was given, it takes the default of the new budget."""
     cache = KVCache(model, budget=64, window=given, chunk=64, batch=2, policy=Recent())
     logits = read(model, cache)
     cache.save(tmp_path / "cache")

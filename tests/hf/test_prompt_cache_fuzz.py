@@ -1,4 +1,4 @@
-"""Files that someone spoiled and signed again: refused in one line, or loaded as they say; never anything else."""
+"""Files that someone spoiled and signed again: refused in one line, or loaded consistently, never anything else."""
 
 import json
 import random
@@ -73,7 +73,7 @@ def text(contents: str) -> Spoil:
 
 
 def tensors(change: Callable[[str, torch.Tensor], torch.Tensor | None]) -> Spoil:
-    """Every tensor becomes what `change` makes of its name and it; None: it goes."""
+    """Replace every tensor by the result of `change` for its name and itself. None removes it."""
 
     def spoil(file: CacheFile) -> None:
         made = {name: change(name, tensor.clone()) for name, tensor in file.tensors.items()}

@@ -1,4 +1,4 @@
-"""Every combination of options that a cache accepts: `load` takes what `save` wrote, and the text goes on alike."""
+"""Every combination of options that a cache accepts: `load` takes the files of `save`, and texts continue alike."""
 
 import random
 from collections.abc import Callable
@@ -78,7 +78,7 @@ def _label(case: Case) -> str:
 
 @dataclass(frozen=True)
 class Made:
-    """A model, what its caches are made of, and where evicted tokens go in a file."""
+    """A model, the settings of its caches, and the place of evicted tokens in a file."""
 
     model: PreTrainedModel
     case: Case
@@ -98,7 +98,7 @@ class Made:
 
     @torch.no_grad()
     def read(self, cache: KVCache, lengths: tuple[int, ...], seed: int = 0) -> Tensor:
-        """Feed rows of these lengths, 7 tokens at a time; the logits of the last column."""
+        """Feed rows of these lengths, 7 tokens at a time. Returns the logits of the last column."""
         most, draw = max(lengths), torch.Generator().manual_seed(seed)
         mask = (torch.arange(most) < torch.tensor(lengths)[:, None]).long()
         ids, logits = torch.randint(VOCABULARY, mask.shape, generator=draw), torch.zeros(len(lengths), VOCABULARY)
@@ -110,7 +110,7 @@ class Made:
 
     @torch.no_grad()
     def write(self, cache: KVCache, logits: Tensor, tokens: int) -> Tensor:
-        """Greedy decode; the logits of each step."""
+        """Greedy decode. Returns the logits of each step."""
         steps = []
         for _ in range(tokens):
             logits = self.model(input_ids=logits.argmax(-1, keepdim=True), past_key_values=cache).logits[:, -1]
@@ -164,7 +164,7 @@ CASES = pairwise(OPTIONS)
 
 
 def _is_quick() -> list[bool]:
-    """Of each case whether it has a value that no earlier one has."""
+    """Mark each case with a value that no earlier one has."""
     seen: set[tuple[str, str]] = set()
     quick = []
     for case in CASES:

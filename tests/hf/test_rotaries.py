@@ -34,7 +34,7 @@ TABLES = {
 
 
 def two_tables() -> PreTrainedModel:
-    """A small OLMo 3; its matrices hold values of bfloat16, so that one text is the same in both dtypes."""
+    """A small OLMo 3. Its matrices hold values of bfloat16, so that one text is the same in both dtypes."""
     config = AutoConfig.for_model(
         "olmo3",
         vocab_size=VOCABULARY,

@@ -21,13 +21,13 @@ RUN = {"do_sample": False, "pad_token_id": 0, "max_new_tokens": 6}
 
 
 def padded(ids: Tensor, gaps: list[int]) -> tuple[Tensor, Tensor]:
-    """The rows of `ids` with padding, of an id that some token has, too, in their first columns; and the mask."""
+    """The rows of `ids` with padding, of an id that some token has, too, in their first columns, and the mask."""
     mask = torch.tensor([[0] * gap + [1] * (ids.shape[1] - gap) for gap in gaps])
     return ids.where(mask.bool(), 7), mask
 
 
 def refused(model: object, cache: KVCache, says: str, *args: object, **options: object) -> None:
-    """`generate` raises one line with the way out, and the cache is what it was."""
+    """`generate` raises one line with the way out, and the cache is unchanged."""
     twin = copy.deepcopy(cache)
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
         model.generate(*args, past_key_values=cache, **RUN, **options)  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def test_padding_is_not_compared_and_tokens_of_its_id_are(attached_model: Models
 
 
 def test_what_is_not_known_is_not_compared(attached_model: Models, text: Text, tmp_path: Path) -> None:
-    """Embeddings have no ids; a file does not tell which columns were padding; an edit leaves the ids as they were."""
+    """Embeddings have no ids. A file does not name its padding columns. An edit leaves the ids unchanged."""
     model, ids = attached_model("llama"), text(20)
     cache = KVCache(model)
     with torch.no_grad():

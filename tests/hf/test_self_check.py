@@ -221,7 +221,7 @@ def test_ordinary_ids_are_spread_and_have_no_meaning_of_their_own() -> None:
 
 
 class Coded(nn.Module):
-    """A projection that is 0.4 % off in short passes, as codes of activations may be; its weights are of `dtype`."""
+    """A projection that is 0.4 % off in short passes, as codes of activations may be. Its weights are of `dtype`."""
 
     def __init__(self, inner: nn.Module, dtype: torch.dtype) -> None:
         super().__init__()

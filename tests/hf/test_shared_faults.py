@@ -1,4 +1,4 @@
-"""Faults planted in layers that share keys, each refused by name; what is theirs alone is honoured; pictures."""
+"""Faults planted in layers that share keys, each refused by name. Changes of unshared parts are honoured. Pictures."""
 
 import copy
 from typing import Any

@@ -1,4 +1,4 @@
-"""Models in which layers share another layer's keys and values. What every family does is in `test_families.py`."""
+"""Models in which layers share another layer's keys and values. Common behaviour is in `test_families.py`."""
 
 import copy
 from collections.abc import Callable
@@ -74,7 +74,7 @@ def test_all_layers_see_what_the_one_that_wrote_holds(
     text: Text,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Transformers' own attention under masks of what each layer held: heads of their own, layer by layer."""
+    """Transformers' own attention under masks of the tokens each layer held: heads of their own, layer by layer."""
     model, ids = attached_model(family), text(TOKENS)
     cache = KVCache(model, policy=policy, **LIMITS)
     heads = model.config.num_attention_heads

@@ -40,7 +40,7 @@ def held_in_layer(model: PreTrainedModel, layer: int, tokens: int) -> Iterator[t
 
 @contextmanager
 def thread(work: Callable[[], object]) -> Iterator[list[object]]:
-    """Run `work` in another thread meanwhile; after it, its result or its error is in the list."""
+    """Run `work` in another thread meanwhile. After the block, its result or its error is in the list."""
     found: list[object] = []
 
     def run() -> None:

@@ -79,7 +79,7 @@ def test_it_equals_the_plain_model(family: str, batch: int, calls: list[int]) ->
 def test_it_leaves_what_layers_by_themselves_leave(
     policy: str, batch: int, calls: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To the last bit: logits, slots, state, and what is left after tokens were taken back."""
+    """To the last bit: logits, slots, state, and the remainder after a rollback."""
     model, text = windlass.attach(tiny_model("qwen3")), tokens(47, batch)
     caches = [KVCache(model, batch=batch, budget=16, policy=policy, rollback=3) for _ in range(2)]
     calls.clear()
@@ -174,7 +174,7 @@ def test_padding_and_rows_of_several_lengths_are_the_same() -> None:
 def test_an_interrupt_around_the_call_leaves_no_trace(
     is_taken: bool, error: type[BaseException], policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After one token and after many, which free what earlier ones evicted, with tokens that can be recalled."""
+    """After one token and after many, which free the slots of earlier evictions, with tokens that can be recalled."""
     model, text = windlass.attach(tiny_model("llama")), tokens(48)
     cache = KVCache(model, budget=12, policy=policy, rollback=2, recall=16)
     take = FusedDecode.take

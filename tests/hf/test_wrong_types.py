@@ -1,4 +1,4 @@
-"""Arguments of the wrong type: one line with the argument, its value and what is wanted, and nothing has changed."""
+"""Arguments of the wrong type: one line with the argument, its value and the right type, and nothing has changed."""
 
 import re
 from collections.abc import Callable

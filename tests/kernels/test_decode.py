@@ -32,7 +32,7 @@ RANKINGS = {
 
 
 class Slots:
-    """Slots of random keys and values, of which some are free and some reserved; each row and head has its own."""
+    """Slots of random keys and values, some free and some reserved, different for each row and head."""
 
     def __init__(self, score_heads: int, dtype: torch.dtype, states: int = 2, seed: int = 0, **options: Any) -> None:
         draw = torch.Generator().manual_seed(seed + score_heads)
@@ -55,7 +55,7 @@ class Slots:
         return [self.fixed.keys, self.fixed.values, self.positions, *self.state]
 
     def new_token(self, step: int, dtype: torch.dtype, is_observed: bool, is_evicting: bool = False) -> DecodeInput:
-        """States as a model hands them in, which are views; in the second step the first row is padding."""
+        """States as a model hands them in, which are views. In the second step the first row is padding."""
         draw = torch.Generator().manual_seed(100 + step)
         widths = (KV_HEADS * GROUP, HEAD_DIM), (KV_HEADS, HEAD_DIM), (KV_HEADS, VALUE_DIM)
         queries, keys, values = (

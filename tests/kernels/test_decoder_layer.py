@@ -132,7 +132,7 @@ def test_it_equals_plain_pytorch_in_float64(
 @pytest.mark.parametrize("rounding", Rounding)
 @pytest.mark.parametrize("activation", Activation)
 def test_it_rounds_where_transformers_rounds(rounding: Rounding, activation: Activation) -> None:
-    """In bfloat16 most numbers are the reference's own, which rounds as modules do; sums may fall to either side."""
+    """In bfloat16 most numbers are the reference's own, which rounds as modules do. Sums may fall to either side."""
     layer = layer_of((128, 64, 2, 1, 192), torch.bfloat16, ("floats", rounding, activation, True))
     kernel, (hidden, attended) = FewTokens(layer, torch.bfloat16), inputs_of(layer, 2, 4, torch.bfloat16)
     ours = (*kernel.before_attention(hidden), kernel.after_attention(hidden, attended))

@@ -1,4 +1,4 @@
-"""What runs where there are no compiled kernels, or where WINDLASS_CPU asks for others than the best."""
+"""Fallbacks without compiled kernels, or where WINDLASS_CPU asks for slower ones."""
 
 import os
 import subprocess
@@ -38,7 +38,7 @@ print(len(calls) > 24, text[0].tolist())
 
 @pytest.fixture
 def _caches_cleared() -> Iterator[None]:
-    """What is decided once in a process is decided anew, here and in the tests that follow."""
+    """Clear the decisions of a process, before the test and after it."""
     decided = cpu.instruction_set, kernels._is_compiled
     for decision in decided:
         decision.cache_clear()

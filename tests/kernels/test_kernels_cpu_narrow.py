@@ -1,4 +1,4 @@
-"""Attention in bfloat16 products, where widths, counts and holes do not fill its tiles; codes made in C++."""
+"""Attention in bfloat16 products, where widths, counts and holes do not fill its tiles, and codes made in C++."""
 
 from dataclasses import replace
 

@@ -57,7 +57,7 @@ def test_lowest_takes_the_first_of_the_total_order(
 
 
 def test_what_no_later_token_sees_goes_first() -> None:
-    """The next token, at 23, sees from 20 on: the rest of its chunk of 10; at 30 it would see nothing of all this."""
+    """The next token, at 23, sees from 20 on: the rest of its chunk of 10. At 30 it would see nothing of all this."""
     where = torch.tensor([[[22, 3, 20, 19, -1, 21, 18]], [[29, 27, 0, -1, 25, 24, 28]]]).int()
     score = torch.tensor([[[1.0, 9.0, 2.0, 8.0, 0.0, 3.0, 7.0]], [[1.0, 9.0, 2.0, 8.0, 0.0, 3.0, 7.0]]])
     for lowest in (slots.lowest, reference.lowest):

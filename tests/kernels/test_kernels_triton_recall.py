@@ -155,7 +155,7 @@ def test_a_model_recalls_the_same_through_triton(
     text: Text,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Chunks, padding, single tokens, and a rollback; with digests and before them."""
+    """Chunks, padding, single tokens, and a rollback, with digests and before them."""
     monkeypatch.setattr(recall_of_cache, "CANDIDATES", 3)
     monkeypatch.setattr(memory_of_cache, "RecallMemory", partial(RecallMemory, piece=128))
     if on == "cpu":

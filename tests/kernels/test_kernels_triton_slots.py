@@ -28,7 +28,7 @@ of_examples = settings(max_examples=15, deadline=None, suppress_health_check=[He
 
 @pytest.fixture(autouse=True, params=["interpreter", pytest.param("device", marks=pytest.mark.gpu)])
 def on(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
-    """Where tensors are; blocks are small, so that few slots are more than one."""
+    """Device of tensors. Blocks are small, so that few slots are more than one."""
     is_device = request.param == "device"
     if not is_device and torch.cuda.is_available():
         pytest.skip("with a GPU, kernels are compiled")

@@ -1,6 +1,6 @@
 """`mean_key_cosine`: the reference and every backend against loops.
 
-And what follows for `KeyDiff`, which ranks by it: whichever backend runs, scores differ by one step at most.
+`KeyDiff` ranks by it: with any backend, scores differ by one step at most.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ CASES += [
 
 @pytest.fixture(params=BACKENDS)
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Backend:
-    """One way to compute it; takes and gives tensors on the CPU."""
+    """One way to compute it, which takes and gives tensors on the CPU."""
     if request.param == "reference":
         return reference.mean_key_cosine
     if request.param != "triton":

@@ -1,4 +1,4 @@
-"""The scan of what was evicted: every instruction set and format against products of whole keys."""
+"""The scan of evicted tokens: every instruction set and format against products of whole keys."""
 
 from collections.abc import Callable
 from dataclasses import replace

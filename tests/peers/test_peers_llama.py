@@ -1,8 +1,8 @@
 """The behaviours that llama.cpp's KV tests and long-context examples demand, rewritten for ours.
 
-A sequence is a row; `seq_rm` is `drop`, `seq_add` is `shift`, `seq_div` is `divide`, `seq_cp` is
-`copy` or `splice`, `seq_keep` is `select_rows`; a slot is a row or a cache. Context shift, chunk reuse
-and group attention are in `test_peers_llama_context`. Already shown elsewhere:
+A sequence is a row. `seq_rm` is `drop`, `seq_add` is `shift`, `seq_div` is `divide`, `seq_cp` is `copy` or `splice`,
+`seq_keep` is `select_rows`. A slot is a row or a cache. Context shift, chunk reuse and group attention are in
+`test_peers_llama_context`. Already shown elsewhere:
 
     test-backend-ops (attention)        test_kernels::test_attend_equals_loops, test_low_precision_stays_near_float64
     test-llama-archs                    test_families, test_prompt_cache::test_goes_on_in_every_kind_of_layer
@@ -16,8 +16,8 @@ and group attention are in `test_peers_llama_context`. Already shown elsewhere:
     test_speculative                    test_generate::test_assisted_decoding_equals_greedy
     test_speculative, context shift     test_generate::test_assisted_decoding_over_budget
 
-Not ours: test-save-load-state 5 (caches on other devices), the splitting into micro-batches of
-test-batch-alloc, the errors of a prompt longer than the slot (our texts may be longer than the memory).
+Not ours: test-save-load-state 5 (caches on other devices), the splitting into micro-batches of test-batch-alloc, the
+errors of a prompt longer than the slot (our texts may be longer than the memory).
 """
 
 from pathlib import Path
@@ -39,8 +39,11 @@ from windlass.policies import H2O, Recent, SnapKV
 def test_keys_turned_by_100_and_back_by_67_stand_at_33(
     plain_model: Models, attached_model: Models, text: Text, family: str
 ) -> None:
-    """test-rope: rope at 100 + i, then by -67, equals rope at 33 + i, relative L1 below 1e-4; with ours the keys
-    as they are read, after shifts by 100 and -67, equal transformers' own at 33 + i, in five kinds of rotation."""
+    """test-rope: rope at 100 + i, then by -67, equals rope at 33 + i, relative L1 below 1e-4.
+
+    With ours the keys as they are read, after shifts by 100 and -67, equal transformers' own at 33 + i, in five kinds
+    of rotation.
+    """
     model, ids = attached_model(family), text(20)
     cache, theirs = KVCache(model), DynamicCache(config=plain_model(family).config)
     read(model, cache, ids, 6)
@@ -59,8 +62,10 @@ def test_keys_turned_by_100_and_back_by_67_stand_at_33(
 
 
 def test_one_row_removed_leaves_the_other_and_goes_on(attached_model: Models, text: Text) -> None:
-    """test-save-load-state, 2: of two sequences one is removed; the bytes of the other are unchanged, it goes on as
-    before, and the freed row reads a new text from position 0."""
+    """test-save-load-state, 2: of two sequences one is removed.
+
+    The bytes of the other are unchanged, it goes on as before, and the freed row reads a new text from position 0.
+    """
     model, ids = attached_model("llama"), text(36, rows=2)
     cache, alone, fresh = (
         KVCache(model, 20, batch=2, policy=Recent()),
@@ -93,8 +98,11 @@ def test_a_file_and_its_last_token_again(attached_model: Models, text: Text, tmp
 
 
 def test_a_row_is_restored_where_others_have_gone_on(attached_model: Models, text: Text, tmp_path: Path) -> None:
-    """test-state-restore-fragmented: three interleaved sequences of 70; one is saved, removed and, after the others
-    went on, restored: every row then holds what it would hold without that, and decodes so."""
+    """test-state-restore-fragmented: three interleaved sequences of 70.
+
+    One is saved, removed and, after the others went on, restored: every row then holds the same as without the
+    interruption, and decodes so.
+    """
     model, ids = attached_model("llama"), text(80, rows=3)
     cache, single = KVCache(model, batch=3), KVCache(model)
     read(model, cache, ids[:, :70], 7)
@@ -118,8 +126,10 @@ def test_a_row_is_restored_where_others_have_gone_on(attached_model: Models, tex
 
 
 def test_a_slot_is_saved_restored_elsewhere_and_erased(attached_model: Models, text: Text, tmp_path: Path) -> None:
-    """test_slot_save, test_kv_keep_only_active: a prompt of 21 and what follows, 84 in all, is saved; restored in
-    another row, only a suffix of 6 is read; the original needs 1 token; once erased, all 21 again."""
+    """test_slot_save, test_kv_keep_only_active: a prompt of 21 and its continuation, 84 in all, is saved.
+
+    Restored in another row, only a suffix of 6 is read. The original needs 1 token. Once erased, all 21 again.
+    """
     model, prompt, suffix = attached_model("llama"), text(21), text(6, seed=1)
     slots = KVCache(model)
     first = read(model, slots, prompt, 21)[:, -1]
@@ -164,8 +174,10 @@ def test_rollback_by_3_then_a_file(attached_model: Models, text: Text, tmp_path:
 
 
 def test_caches_of_one_model_do_not_meet(attached_model: Models, text: Text) -> None:
-    """test-thread-safety: several caches, and passes without one, take turns on one model; here each text is that of
-    a cache that had the model to itself."""
+    """test-thread-safety: several caches, and passes without one, take turns on one model.
+
+    Here each text is that of a cache that had the model to itself.
+    """
     model, ids = attached_model("llama"), text(33, rows=2)
     makes = [
         lambda: KVCache(model, batch=2),

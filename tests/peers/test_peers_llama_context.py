@@ -1,7 +1,7 @@
-"""What llama.cpp does with positions to read more than fits: context shift, chunk reuse, group attention.
+"""Positions in llama.cpp for texts longer than the context: context shift, chunk reuse, group attention.
 
-On a model of one layer every edit is exact, so each is compared with transformers reading the text
-that is left at the positions it then has. The tests of rows and files are in `test_peers_llama`.
+On a model of one layer every edit is exact, so each is compared with transformers reading the remaining text at its new
+positions. The tests of rows and files are in `test_peers_llama`.
 """
 
 from collections.abc import Sequence
@@ -31,8 +31,11 @@ def common(one: Sequence[int], other: Sequence[int]) -> int:
 
 @pytest.mark.parametrize(("n_keep", "n_discard", "end"), [(0, 0, 195), (4, 0, 197), (32, 0, 211), (4, 10, 252)])
 def test_context_shift(one_layer: Pair, text: Text, n_keep: int, n_discard: int, end: int) -> None:
-    """test_ctx_shift: a prompt of 226 and 96 more in 256; when full, n_discard tokens (half of the rest) after the
-    first n_keep go and the others move down. What is read then is the text that is left."""
+    """test_ctx_shift: a prompt of 226 and 96 more in 256.
+
+    When full, n_discard tokens (half of the rest) after the first n_keep go and the others move down. The remaining
+    text is then read.
+    """
     plain, attached = one_layer
     ids = text(226 + 96)[0].tolist()
     cache, left = KVCache(attached), ids[:226]
@@ -66,8 +69,11 @@ def test_keep_4_discard_1_is_recent_under_compact(attached_model: Models, text: 
 
 @pytest.mark.parametrize(("least", "reused"), [(0, 6), (1, 17), (4, 17), (5, 13), (8, 6)])
 def test_chunks_are_reused(one_layer: Pair, least: int, reused: int) -> None:
-    """--cache-reuse N: from A B C x D to A C D Y; N=0 keeps A; N up to the shorter of C and D moves both left by drop
-    and shift; N above D's length loses D, above C's both. The rest is read anew."""
+    """--cache-reuse N: from A B C x D to A C D Y.
+
+    N=0 keeps A. N up to the shorter of C and D moves both left by drop and shift. N above D's length loses D, above C's
+    both. The rest is read anew.
+    """
     plain, attached = one_layer
     a, b, c, x, d, y = (list(part) for part in torch.arange(30).split([6, 5, 7, 3, 4, 5]))
     old, new = (torch.stack(parts).tolist() for parts in (a + b + c + x + d, a + c + d + y))
@@ -109,7 +115,7 @@ def test_alternating_prompts_reuse_their_prefix(attached_model: Models, text: Te
 
 
 def test_part_of_a_row_is_copied(one_layer: Pair, text: Text) -> None:
-    """seq_cp with a range: the other row holds just these tokens, at their positions; the source keeps every byte."""
+    """seq_cp with a range: the other row holds just these tokens, at their positions. The source keeps every byte."""
     plain, attached = one_layer
     ids = text(21, rows=2)
     cache = KVCache(attached, batch=2)
@@ -142,8 +148,11 @@ def test_group_attention_of_the_passkey_example(one_layer: Pair, text: Text) -> 
 
 @pytest.mark.parametrize(("n", "w"), [(2, 8), (4, 8), (3, 6)])
 def test_group_attention_of_the_server(one_layer: Pair, text: Text, n: int, w: int) -> None:
-    """--grp-attn-n, --grp-attn-w: tokens one by one; those below the moving border stand at i // n, the others
-    follow step by step, without a gap, and attention is at these positions."""
+    """--grp-attn-n, --grp-attn-w: tokens one by one.
+
+    Those below the moving border stand at i // n, the others follow step by step, without a gap, and attention is at
+    these positions.
+    """
     plain, attached = one_layer
     ids, cache, border = text(41)[0].tolist(), KVCache(attached), 0
     for at, token in enumerate(ids):
@@ -165,8 +174,10 @@ def test_group_attention_of_the_server(one_layer: Pair, text: Text, n: int, w: i
 
 
 def test_the_pass_key_is_found_in_groups_of_8_and_not_of_2() -> None:
-    """passkey.feature: a text of six times the trained length with the key in its first fifth; enough grouping must
-    answer with the key, too little must not."""
+    """passkey.feature: a text of six times the trained length with the key in its first fifth.
+
+    Enough grouping must answer with the key, too little must not.
+    """
     model = windlass.attach(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32).eval())
     tokenizer = AutoTokenizer.from_pretrained(MODEL, model_max_length=10**9)
     junk = " The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."

@@ -1,9 +1,9 @@
 """The behaviours that mlx-lm's own cache tests demand, rewritten for ours.
 
-A ring of `max_size` with `keep` is our budget with sinks under `Recent`: the tokens at rest are the
-same, and a query sees them beside itself. `trim` is `rollback`; `merge` and `extend` are `splice`;
-`filter` and `extract` are `select_rows`. Of their behaviours 32 apply: 19 in the docstrings here and in
-`test_peers_mlx_masks`, and 13 that are shown elsewhere:
+A ring of `max_size` with `keep` is our budget with sinks under `Recent`: the tokens at rest are the same, and a query
+sees them beside itself. `trim` is `rollback`. `merge` and `extend` are `splice`. `filter` and `extract` are
+`select_rows`. Of their behaviours 32 apply: 19 in the docstrings here and in `test_peers_mlx_masks`, and 13 that are
+shown elsewhere:
 
     test_prompt_cache.py
       test_save_load_mixed_cache                 test_prompt_cache::test_goes_on_in_every_kind_of_layer[gemma2]
@@ -21,10 +21,10 @@ same, and a query sees them beside itself. `trim` is `rollback`; `merge` and `ex
       per-row samplers and stop matchers         test_engine::test_rows_of_a_batch_are_the_rows_alone[sampled]
       test_batch_max_kv_size_*                   test_cache::test_budget_sinks_and_window_hold
 
-Not ours: `..._quantized_cache`, `test_cache_to_quantized`, `test_quantized_sdpa_*` (the store is plain);
+Not ours: `..._quantized_cache`, `test_cache_to_quantized`, `test_quantized_sdpa_*` (the store is plain).
 `..._arrays_cache` and `test_arrays_cache_*` (recurrent models are refused, and so is Llama 4's
-`test_llama4_chunked_kv_cache`); `test_save_load_cache_list` (a layer holds one cache, never a list);
-`test_many_batches`, `test_batch_unique_max_toks`, `test_remove_prompt_*` (a scheduler of requests);
+`test_llama4_chunked_kv_cache`). `test_save_load_cache_list` (a layer holds one cache, never a list).
+`test_many_batches`, `test_batch_unique_max_toks`, `test_remove_prompt_*` (a scheduler of requests).
 `TestLRUPromptCache`, `TestKeepalive` (a server).
 """
 
@@ -62,8 +62,11 @@ def test_a_file_gives_back_every_byte(attached_model: Models, text: Text, tmp_pa
 
 
 def test_a_trim_is_whole_or_refused(attached_model: Models, text: Text) -> None:
-    """test_trim_cache: of 10 tokens 7 go; where theirs then answers a wish for 4 with 3, ours refuses and
-    keeps the 3. A cache of 6 with 5 gives up 4; after 10 more theirs gives none, ours the newest exactly."""
+    """test_trim_cache: of 10 tokens 7 go.
+
+    Where theirs then answers a wish for 4 with 3, ours refuses and keeps the 3. A cache of 6 with 5 gives up 4. After
+    10 more theirs gives none, ours the newest exactly.
+    """
     model, ids = attached_model("llama"), text(30)
     cache, twin = KVCache(model), KVCache(model, budget=6, sinks=2, window=1, policy=Recent())
     read(model, cache, ids[:, :10], 10)
@@ -156,8 +159,9 @@ def test_a_single_write_touches_one_slot(attached_model: Models, text: Text, sin
 
 @pytest.mark.parametrize("budget", [None, 4])
 def test_rows_are_filtered_and_joined(attached_model: Models, text: Text, budget: int | None) -> None:
-    """test_batch_kv_cache, test_batch_rotating_kv_cache: two rows are kept, others join, and the five then
-    stand at 6, 7, 6, 1, 4; no padding is held, and decode and another ragged prompt are those of each row alone."""
+    """test_batch_kv_cache, test_batch_rotating_kv_cache: two rows are kept, others join, and the five then stand at 6,
+    7, 6, 1, 4. No padding is held, and decode and another ragged prompt are those of each row alone.
+    """
     model, lengths = attached_model("llama"), (6, 7, 6, 1, 4)
     prompts = [text(n, seed=i)[0].tolist() for i, n in enumerate(lengths)]
     more = [text(n, seed=20 + i)[0].tolist() for i, n in enumerate((2, 5, 1, 9, 3))]
@@ -207,7 +211,7 @@ def test_empty_caches_join(attached_model: Models, text: Text) -> None:
 
 
 def test_merge_then_extract_is_lossless(attached_model: Models, text: Text) -> None:
-    """test_cache_list: caches that become rows of one and are taken out again are what they were."""
+    """test_cache_list: caches that become rows of one and are taken out again are unchanged."""
     model = attached_model("gemma3")
     singles = [KVCache(model, budget=14, window=2, policy=Recent()) for _ in range(3)]
     merged = KVCache(model, budget=14, window=2, batch=3, policy=Recent())

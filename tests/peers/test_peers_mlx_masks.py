@@ -1,7 +1,7 @@
-"""The masks of mlx-lm's cache tests: which tokens a query sees, read off what attention returns.
+"""The masks of mlx-lm's cache tests: which tokens a query sees, read off the outputs of attention.
 
-A ring of `max_size` holds as many at rest as our budget; ours is read by a query beside that query
-itself. The other behaviours, and those that are shown elsewhere, are in `test_peers_mlx`.
+A ring of `max_size` holds as many at rest as our budget. Ours is read by a query beside that query itself. The other
+behaviours, and those that are shown elsewhere, are in `test_peers_mlx`.
 """
 
 import pytest
@@ -18,7 +18,7 @@ LONGEST = 48  # tokens of a watched row
 
 
 class Watched:
-    """A layer that tells what its queries see: keys are alike, and each value names its own position."""
+    """A layer that reports which tokens its queries see: keys are alike, and each value names its own position."""
 
     def __init__(self, budget: int | None, sinks: int = 0, sliding_window: int | None = None, rows: int = 1) -> None:
         limits = Limits(budget, sinks, window=1, chunk=1, rollback=0)
@@ -27,7 +27,7 @@ class Watched:
         self.ends = [0] * rows
 
     def append(self, *lengths: int) -> list[list[list[int]]]:
-        """Write so many tokens per row; per row and new token, the positions that it sees."""
+        """Write so many tokens per row. Returns per row and new token the positions that it sees."""
         columns = torch.arange(max(lengths))
         positions = torch.stack(
             [(columns + e).where(columns < n, EMPTY) for e, n in zip(self.ends, lengths, strict=True)]
@@ -45,14 +45,15 @@ class Watched:
 
 
 def newest(first: int, last: int, most: int, sinks: int = 0) -> list[list[int]]:
-    """What the tokens `first` up to `last` see: the sinks, and their newest `most`."""
+    """Tokens seen by the tokens `first` up to `last`: the sinks, and their newest `most`."""
     return [sorted({*range(min(sinks, q + 1)), *range(max(q + 1 - most, 0), q + 1)}) for q in range(first, last)]
 
 
 @pytest.mark.parametrize("seen", [0, 16])
 def test_masks_without_a_budget(seen: int) -> None:
-    """test_make_mask_with_cache, test_window_mask_with_full_kv_cache, test_mask_with_window: one token sees
-    all; 4 see causally, as within a window of 4; a window of 3 is explicit, row sums 1, 2, 3, 3, 3."""
+    """test_make_mask_with_cache, test_window_mask_with_full_kv_cache, test_mask_with_window: one token sees all. 4 see
+    causally, as within a window of 4. A window of 3 is explicit, row sums 1, 2, 3, 3, 3.
+    """
     for window in (None, 4, 3):
         watched = Watched(None, sliding_window=window)
         if seen:
@@ -63,8 +64,10 @@ def test_masks_without_a_budget(seen: int) -> None:
 
 
 def test_a_ring_under_a_smaller_window() -> None:
-    """test_rotating_cache_mask: with a window of 5 under a budget of 8 each query sees exactly 5 or, at the
-    start, all; as 3 tokens after 10, and decoding around the ring; every one of them sees itself."""
+    """test_rotating_cache_mask: with a window of 5 under a budget of 8 each query sees exactly 5 or, at the start, all.
+
+    As 3 tokens after 10, and decoding around the ring. Every one of them sees itself.
+    """
     watched = Watched(8, sliding_window=5)
     assert watched.append(10) == [newest(0, 10, 5)]
     assert watched.append(3) == [newest(10, 13, 5)]
@@ -94,8 +97,9 @@ def test_a_ring_in_chat_mode_ends_with_the_newest() -> None:
 
 
 def test_sinks_are_seen_by_every_token_of_a_chunk() -> None:
-    """Ring of 8 with keep=4, appends of 8, 4, 4 and six singles: where theirs hides sinks from all but the first
-    query of a chunk, every query of ours sees all four; at rest 0-3 and the newest four."""
+    """Ring of 8 with keep=4, appends of 8, 4, 4 and six singles: where theirs hides sinks from all but the first query
+    of a chunk, every query of ours sees all four. At rest 0-3 and the newest four.
+    """
     watched = Watched(8, sinks=4)
     for tokens, at in ((8, 8), (4, 12), (4, 16), *((1, at) for at in range(17, 23))):
         assert watched.append(tokens) == [newest(at - tokens, at, 8 - 4 + 1, sinks=4)]

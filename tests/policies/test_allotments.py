@@ -1,4 +1,4 @@
-"""Layers with budgets of their own: the formulas by hand, what is allocated, files, and what must not change."""
+"""Layers with budgets of their own: the formulas by hand, allocation, files, and invariants."""
 
 import math
 from pathlib import Path
@@ -74,7 +74,7 @@ def by_hand(scores: list[list[list[list[float]]]], limits: Limits) -> list[int]:
 
 @pytest.mark.parametrize("budget", [6, 7, 9, 12, 15, 17, 30])
 def test_layers_share_a_budget_by_one_ranking_of_composites(budget: int) -> None:
-    """Two rows of different lengths, three heads, four layers; whole numbers, so that many scores are equal."""
+    """Two rows of different lengths, three heads, four layers, and whole numbers, so that many scores are equal."""
     limits = Limits(budget, 2, 3, 64, 0)
     draw = torch.Generator().manual_seed(budget)
     layers, tensors = [], []

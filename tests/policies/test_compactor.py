@@ -19,7 +19,7 @@ from windlass.testing import check_policy
 def test_what_all_queries_of_a_block_look_at(
     monkeypatch: pytest.MonkeyPatch, block: int, asked: int, sinks: int, window: int
 ) -> None:
-    """Tokens of a block look at one another, at those before and after; sinks and padding queries at nothing.
+    """Tokens of a block look at one another, and at those before and after. Sinks and padding queries look at nothing.
 
     A token before the window is looked at by queries before it, over keys before it alone.
     """
@@ -67,7 +67,7 @@ def test_what_all_queries_of_a_block_look_at(
 @pytest.mark.parametrize(("sinks", "window"), [(0, 0), (11, 25)])
 @pytest.mark.parametrize("blend", [0.0, 0.3, 1.0])
 def test_leverage_and_attention_in_standard_deviations(blend: float, sinks: int, window: int) -> None:
-    """Of the tokens between sinks and window, as if these were not there."""
+    """Leverage and attention of the tokens between sinks and window, as if these were not there."""
     slots = replace(slots_of(3, ("attended",)), sinks=sinks, window=window)
     window_starts = (slots.next_positions - window)[:, None, None]
     is_between = (slots.positions >= sinks) & (slots.positions < window_starts)

@@ -24,7 +24,7 @@ Cell = tuple[int, Tensor, Tensor, float]  # position, key, value and weight
 
 
 def recurrence(queries: Tensor, keys: Tensor, values: Tensor, policy: DMC) -> list[Cell]:
-    """One head's cells after a text, token by token; its queries are (group, tokens, head_dim)."""
+    """One head's cells after a text, token by token, with queries (group, tokens, head_dim)."""
     cells: list[Cell] = []
     for t in range(keys.shape[0]):
         key, value = keys[t].double().clone(), values[t].double()
@@ -85,7 +85,7 @@ def test_the_cells_of_a_text_are_those_of_the_recurrence(policy: DMC, steps: tup
 
 
 def held_by_hand(decisions: list[bool], budget: int, sinks: int, window: int) -> list[list[int]]:
-    """Of one head, the members of each cell after a text that came token by token."""
+    """Members of each cell of one head after a text that came token by token."""
     cells: list[list[int]] = []
     for t, accumulates in enumerate(decisions):
         if accumulates and t > sinks:
@@ -99,7 +99,7 @@ def held_by_hand(decisions: list[bool], budget: int, sinks: int, window: int) ->
 
 
 def kept_by_hand(decisions: list[bool], budget: int, sinks: int, window: int) -> list[int]:
-    """Of one head, the tokens that stay where none are merged."""
+    """Tokens of one head that stay where none are merged."""
     kept = list[int]()
     joins = set[int]()  # tokens that the one after them would have taken in
     for t, _ in enumerate(decisions):
@@ -156,7 +156,7 @@ def test_each_head_goes_by_its_own_decisions(
 def test_attention_is_that_of_a_model_without_the_channel(
     attached_model: Models, text: Text, family: str, channel: int
 ) -> None:
-    """Whose rows of weights are 0, in transformers' own attention; nothing is over budget."""
+    """Rows of its weights are 0, in transformers' own attention, and nothing is over budget."""
     model, ids = tiny_model(family), text(40, rows=2)
     config = model.config
     for layer in model.model.layers:
@@ -173,7 +173,7 @@ def test_attention_is_that_of_a_model_without_the_channel(
 
 
 def test_it_can_be_taken_back_saved_and_spliced(attached_model: Models, text: Text, tmp_path: Path) -> None:
-    """With what each token came with, also where a part of a step stands."""
+    """With each token's initial state, also where a part of a step stands."""
     model, ids = attached_model("llama"), text(70, rows=2)
     options = {"budget": 30, "policy": DMC(0.0), "window": 3, "batch": 2, "merge": "weighted"}
     caches = [KVCache(model, **options) for _ in range(2)]  # type: ignore[arg-type]
@@ -205,7 +205,7 @@ def test_it_can_be_taken_back_saved_and_spliced(attached_model: Models, text: Te
 
 
 def test_without_merging_what_joins_is_dropped(attached_model: Models, text: Text) -> None:
-    """The control: once over budget, tokens that the next one would take in go first; keys and values stay theirs."""
+    """The control: once over budget, tokens that the next one would take in go first. Keys and values are unchanged."""
     model, ids = attached_model("llama"), text(40)
     whole, cache = KVCache(model, policy=DMC(0.0)), KVCache(model, 20, DMC(0.0), sinks=2, window=3)
     read(model, whole, ids, 40)

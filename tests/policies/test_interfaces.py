@@ -1,4 +1,4 @@
-"""What the cache asks of a policy beyond its scores: found through wrappers, and refused where nothing would use it."""
+"""Interfaces of a policy beyond its scores: found through wrappers, and refused where nothing would use them."""
 
 import ast
 from dataclasses import dataclass, field
@@ -101,7 +101,7 @@ def test_what_nothing_would_use_is_named(attributes: dict[str, object], words: s
 
 @dataclass(frozen=True)
 class Asking(Policy, ModelSpecific):
-    """Keeps what it is told of a model. Source: none. Differs: none."""
+    """Keeps the facts that it gets of a model. Source: none. Differs: none."""
 
     told: list[ModelInfo] = field(default_factory=list)
 
@@ -130,7 +130,7 @@ def test_a_policy_is_told_of_the_model(attached_model: Models, monkeypatch: pyte
 
 @dataclass(frozen=True)
 class Placed(Policy, Initializer):
-    """Keeps tokens by what it is told of their place; notes it. Source: none. Differs: none."""
+    """Keeps tokens by the facts it gets of their place, and notes these. Source: none. Differs: none."""
 
     told: set[tuple[str, int, tuple[int, ...] | None]] = field(default_factory=set)
 

@@ -1,4 +1,4 @@
-"""KVzip: a first text is held whole, shown once more, and cut; scores are attention weights of transformers itself."""
+"""KVzip: a first text is held whole, shown once more, and cut. Scores are attention weights of transformers itself."""
 
 from collections.abc import Callable
 
@@ -37,7 +37,7 @@ def peaks(plain: PreTrainedModel, ids: list[int], repeat: int) -> list[list[list
 def test_the_best_by_what_the_repeated_text_looks_at_are_kept(
     plain_model: Models, attached_model: Models, text: Text, family: str
 ) -> None:
-    """Grouped heads, learned sinks, soft-caps; a layer that holds just its sliding window is none of its business."""
+    """Grouped heads, learned sinks, soft-caps. A layer that holds just its sliding window is unaffected."""
     ids = text(29)[0].tolist()
     model, truth = attached_model(family), peaks(plain_model(family), ids, 6)
     budget, sinks, window = 16, 2, 3
@@ -60,7 +60,7 @@ def test_the_best_by_what_the_repeated_text_looks_at_are_kept(
 
 
 def test_the_second_reading_leaves_nothing_but_scores(attached_model: Models, text: Text) -> None:
-    """What is kept, and what follows, is as in a cache that read the text once."""
+    """Kept tokens and later logits equal those of a cache that read the text once."""
     model, ids = attached_model("llama"), text(40, rows=2)
     prompts = [ids[0].tolist(), ids[1, :23].tolist()]
     zipped = KVCache(model, 60, KVzip(7), chunk=9, batch=2)

@@ -1,4 +1,4 @@
-"""A linear scorer: its formula number by number, what streams against what is chosen of a whole text, and its file."""
+"""A linear scorer: its formula number by number, streaming against a choice from a whole text, and its file."""
 
 import copy
 from pathlib import Path
@@ -36,7 +36,7 @@ def file(attached_model: Models, tmp_path: Path) -> str:
 
 
 def scores(model: PreTrainedModel, ids: Tensor, cache: KVCache, chunk: int) -> list[Tensor]:
-    """What the formula gives for each layer, kv head and token of a text that `cache` reads: (kv_heads, tokens)."""
+    """Scores of the formula for each layer, kv head and token of a text that `cache` reads: (kv_heads, tokens)."""
     weights = drawn().layers
     with projected(model) as layers:
         read(model, cache, ids, chunk)
@@ -58,7 +58,7 @@ def scores(model: PreTrainedModel, ids: Tensor, cache: KVCache, chunk: int) -> l
 
 
 def by_token(cache: KVCache, layer: int, row: int = 0) -> list[dict[int, float]]:
-    """Of each kv head of a layer of the model, the score of each token that it holds."""
+    """Scores of the tokens that each kv head of a layer holds."""
     groups, heads = cache.by_layer[layer], dict[int, dict[int, float]]()
     for number, own in enumerate(groups.layers):
         for at, head in enumerate(groups.heads[number] if groups.heads else range(KV_HEADS)):
@@ -73,7 +73,7 @@ def by_token(cache: KVCache, layer: int, row: int = 0) -> list[dict[int, float]]
 def test_a_token_has_the_score_of_the_formula_and_the_best_stay(
     attached_model: Models, text: Text, file: str, chunk: int, budget: int | None, shares: Shares | None
 ) -> None:
-    """The best of all that have left the window, whatever the chunk: what was evicted once would not be among them."""
+    """The best of all tokens outside of the window, for any chunk: a token once evicted would not be among them."""
     model, ids = attached_model("llama"), text(TOKENS)
     cache = KVCache(model, budget, LinearScorer(file), shares=shares, **LIMITS)
     expected = scores(model, ids, cache, chunk)
@@ -147,7 +147,7 @@ def test_decode_asks_the_policy_for_nothing_but_new_scores(
 def test_what_is_rolled_back_was_never_there(
     attached_model: Models, text: Text, file: str, lengths: tuple[int, int]
 ) -> None:
-    """Of two rows, after a step of several tokens and steps of one."""
+    """Two rows, after a step of several tokens and steps of one."""
     model, ids = attached_model("llama"), text(60, rows=2)
     for steps in (8, 1):
         cache = KVCache(model, 16, LinearScorer(file), batch=2, **LIMITS)
@@ -184,7 +184,7 @@ def test_a_row_of_a_ragged_batch_is_the_row_alone(
 
 @pytest.mark.parametrize("store", ["int8", "int4", "int4(sinks=2, newest=5)"])
 def test_stores_do_not_change_scores(attached_model: Models, text: Text, file: str, store: str) -> None:
-    """They are of the token as it came; the first layer's tokens come alike."""
+    """Scores are of the token as it came. The first layer's tokens come alike."""
     model, ids = attached_model("llama"), text(60)
     caches = [KVCache(model, 16, LinearScorer(file), store=name, **LIMITS) for name in ("plain", store)]
     for cache in caches:

@@ -20,7 +20,7 @@ from windlass.testing import check_policy
 
 @dataclass
 class Head:
-    """What one kv head of one row has held and seen."""
+    """History of one kv head of one row: held and seen tokens."""
 
     held: list[int] = field(default_factory=list)
     keys: dict[int, Tensor] = field(default_factory=dict)
@@ -28,7 +28,7 @@ class Head:
     steps: list[list[dict[int, float]]] = field(default_factory=list)  # per step and query, over the group
 
     def attend(self, queries: Tensor, at: int) -> dict[int, float]:
-        """Attention of one token's queries (group, head_dim) over what is held up to `at`."""
+        """Attention of one token's queries (group, head_dim) over the tokens held up to `at`."""
         total = dict.fromkeys(self.held, 0.0)
         for query in queries:
             weights = {p: math.exp(float(query @ self.keys[p]) * 0.5) for p in self.held if p <= at}
@@ -73,7 +73,7 @@ def key_diff(heads: list[Head]) -> list[dict[int, float]]:
 
 
 def pooled_votes(heads: list[Head], pool: Callable[[list[float]], float]) -> list[dict[int, float]]:
-    """observed_queries=4, pool=3. A step of n < 4 tokens keeps 1 - n/4 of the earlier votes; the window has none."""
+    """observed_queries=4, pool=3. A step of n < 4 tokens keeps 1 - n/4 of the earlier votes. The window has none."""
     scores = []
     for head in heads:
         votes: dict[int, float] = {}
@@ -150,8 +150,11 @@ def test_a_policy_keeps_what_its_paper_says(policy: Policy, rule: Rule, steps: t
 
 
 def test_random_keeps_the_prompt_and_thins_the_rest_evenly() -> None:
-    """Of 4,000 generated tokens each head keeps its own few; over many heads, any age is as likely
-    as under a fresh draw at every step: the chance to survive falls geometrically with age."""
+    """Each head keeps its own few of 4,000 generated tokens.
+
+    Over many heads, any age is as likely as under a fresh choice at every step: the chance to survive falls
+    geometrically with age.
+    """
     layer = SlotLayer(0, Limits(40, 2, 1, 8, 0), Random(), None, Plain())
     heads = 64
     empty = torch.zeros(1, heads, 1, 1)

@@ -1,4 +1,4 @@
-"""Groups of neighbours that shrink to one cell: the order by hand, and what is in the cells of a cache."""
+"""Groups of neighbours that shrink to one cell: the order by hand, and the cells of a cache."""
 
 from dataclasses import replace
 

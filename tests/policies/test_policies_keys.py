@@ -122,7 +122,7 @@ def test_leverage_finds_the_one_key_in_a_direction_of_its_own() -> None:
 
 
 def votes_of(observation: Observation, votes: Tensor, wanted: int) -> list[list[dict[int, float]]]:
-    """Per row and head: what each slot has after one more step."""
+    """Votes of each slot, per row and head, after one more step."""
     after = []
     for row in range(BATCH):
         share = sum(p >= 0 for p in observation.positions[row].tolist()) / wanted
@@ -193,7 +193,7 @@ def test_r_kv_compares_in_blocks_as_at_once(monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize("policy", [LagKV(3), LagKV(5), Leverage(sketch=5), RKV(observed_queries=3, pool=3)], ids=repr)
 def test_small_ones_keep_the_contract(policy: Policy) -> None:
-    """The defaults are checked with all other policies; these are small enough for the check's small cache."""
+    """The defaults are checked with all other policies. These are small enough for the check's small cache."""
     check_policy(policy)
     assert policy_of(repr(policy)) == policy
 

@@ -1,4 +1,4 @@
-"""Pairs from a table: the order of joining against a greedy loop, and what is in the cells of a cache."""
+"""Pairs from a table: the order of joining against a greedy loop, and the cells of a cache."""
 
 import itertools
 from dataclasses import dataclass
@@ -45,7 +45,7 @@ def test_turns_are_those_of_joining_the_cheapest_of_the_smallest(seed: int, monk
 
 
 def test_pairs_then_fours_and_what_is_in_no_pair_stays(attached_model: Models, tmp_path: Path) -> None:
-    """By hand. 1 to 9 may be merged with what follows them, the cheaper the smaller; 50 and above may not."""
+    """By hand. 1 to 9 may be merged with their next tokens, the cheaper the smaller. 50 and above may not."""
     model = attached_model("llama")
     costs = {(a, b): a + b / 10 for a in range(1, 10) for b in range(1, 10)}
     policy = Pairs(table_of(tmp_path / "pairs.json", model, costs))
@@ -81,7 +81,7 @@ def test_a_token_at_the_window_waits(attached_model: Models, tmp_path: Path) -> 
 
 
 def test_tokens_of_a_sliding_window_are_in_no_pair(attached_model: Models, tmp_path: Path) -> None:
-    """A layer that held just its window kept no ids; those of tokens that come after `compress` are known."""
+    """A layer that held just its window kept no ids. Those of tokens that come after `compress` are known."""
     model = attached_model("mistral")
     table = table_of(tmp_path / "pairs.json", model, {(0, 0): 0.1, (3, 0): 0.2, (0, 3): 0.3, (3, 4): 0.4})
     cache = KVCache(model, SLIDING_WINDOW, Pairs(table), sinks=0, window=2, merge="mean_count(next)")
@@ -96,7 +96,7 @@ def test_tokens_of_a_sliding_window_are_in_no_pair(attached_model: Models, tmp_p
 
 
 def test_token_by_token_is_as_at_once(attached_model: Models, text: Text, tmp_path: Path) -> None:
-    """What a token is worth does not depend on when its neighbour was there to be seen."""
+    """A token's worth does not depend on the time when its neighbour became visible."""
     model, ids = attached_model("llama"), text(60)
     costs = {(a, b): (a * 31 + b * 17) % 101 / 50 for a, b in itertools.pairwise(ids[0].tolist())}
     policy = Pairs(table_of(tmp_path / "pairs.json", model, costs))

@@ -1,4 +1,4 @@
-"""What policies keep of the queries of a text: right, never lost, and declared."""
+"""A policy's statistics of a text's queries: right, never lost, and declared."""
 
 from dataclasses import dataclass
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Policies around policies: the formula on scores that are given, and what is inside goes on as it would alone."""
+"""Policies around policies: the formula on given scores, and the inner policy works as it would alone."""
 
 import math
 from collections.abc import Callable
@@ -73,7 +73,7 @@ def test_in_chunks(size: int) -> None:
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.9])
 def test_smoothed(decay: float) -> None:
-    """Three steps; in the second a slot gets a new token, whose past does not count."""
+    """Three steps. In the second a slot gets a new token, whose past does not count."""
     policy = Smoothed(Given(), decay)
     slots = given(policy)
     row, head, order = texts(slots)[0]
@@ -121,7 +121,7 @@ def test_it_prints_as_it_is_made() -> None:
 
 @pytest.mark.parametrize("policy", [ByValueNorm(Smoothed(H2O())), InChunks(ExpectedAttention(), 4)], ids=repr)
 def test_what_is_inside_observes_as_it_would_alone(policy: Policy, attached_model: Models, text: Text) -> None:
-    """Before anything is evicted, both see the same; after it, no slot is lost."""
+    """Before anything is evicted, both see the same. After it, no slot is lost."""
     model, ids = attached_model("llama"), text(60, rows=2)
     while isinstance(inner := getattr(policy, "policy", None), Policy):
         outer, policy = policy, inner

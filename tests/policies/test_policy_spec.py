@@ -1,4 +1,4 @@
-"""Policies from what a user types: names, arguments, files, and one clear line for all that is wrong."""
+"""Policies from typed specs: names, arguments, files, and one clear line for each error."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""The mode `auto`: as the model reads up to its trained length, within it afterwards; against a model with a mask."""
+"""The mode `auto`: as the model reads up to its trained length, within it afterwards, against a model with a mask."""
 
 import copy
 from collections.abc import Sequence
@@ -48,7 +48,7 @@ def distance(query: int, key: int, place: int, key_place: int) -> int:
 
 
 def distances(mode: Windowed, slots: Tensor, queries: Sequence[int]) -> list[list[int]]:
-    """What `mode` makes of one row and head: per query the distances of the held keys that it sees, by position."""
+    """Distances of the held keys that each query of one row and head sees under `mode`, by position."""
     at = torch.tensor([list(queries)])
     end = max(queries) + 1
     step = Step(at, (len(queries),), torch.tensor([end]), torch.tensor([0]), end)

@@ -41,7 +41,7 @@ PHASES = {
 
 
 class Real(NamedTuple):
-    """A server of one row, and what is behind it."""
+    """A server of one row, and its parts."""
 
     port: int
     service: Told

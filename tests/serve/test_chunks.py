@@ -1,4 +1,4 @@
-"""Parts in any order as content of a request: what reaches the engine, and what a client gets of it."""
+"""Parts in any order as content of a request: the engine's input, and the client's response."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -134,7 +134,7 @@ def engine(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> Iterat
 
 
 def test_an_answer_out_of_stored_parts(engine: tuple[int, Scheduler]) -> None:
-    """The number stands in one of them, whatever their order; usage tells what was read and what was not."""
+    """The number is in one of them, in any order. Usage counts read and reused tokens."""
     port, running = engine
     question = " What is the special magic number for quiet-river mentioned above? The special magic number"
     found = []

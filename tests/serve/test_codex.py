@@ -81,7 +81,7 @@ def served() -> Iterator[Served]:
 
 
 def events_of(answer: Answer) -> list[dict[str, Any]]:
-    """The events that Codex parses: `type` of the data, not the event's name, is what it goes by."""
+    """The events that Codex parses, by the `type` of the data, not by the event's name."""
     assert answer.status == 200, answer.body
     parts = [part.partition(b"data: ")[2] for part in answer.body.split(b"\n\n")]
     return [json.loads(part) for part in parts if part]

@@ -1,4 +1,4 @@
-"""OpenAI's own client, sync and async, streamed and not: its types say what an answer must have."""
+"""OpenAI's own client, sync and async, streamed and not, whose types define an answer."""
 
 import asyncio
 import json
@@ -263,7 +263,7 @@ def test_errors_are_those_of_the_client(client: openai.OpenAI) -> None:
 
 
 def test_log_probabilities_do_not_wait_for_a_text_of_others(served: Served, client: openai.OpenAI) -> None:
-    """They are written in the event loop; while a long prompt is tokenized, it must go on."""
+    """They are written in the event loop. While a long prompt is tokenized, it must go on."""
     served.service.script = likely
     with served.server.words._lock:
         answer = client.with_options(timeout=5.0).completions.create(model=NAME, prompt=[5, 6], logprobs=1)

@@ -81,7 +81,7 @@ def test_all_texts_of_a_request_are_cancelled(served: Served) -> None:
 
 
 def test_a_client_that_does_not_read_is_given_up() -> None:
-    """Its socket's buffers are full; the engine writes on, and is told after `unread_seconds`."""
+    """Its socket's buffers are full. The engine writes on, and is told after `unread_seconds`."""
 
     def endless(request: Request) -> Iterator[Event | None]:
         for _ in range(200):
@@ -119,7 +119,7 @@ def test_a_slow_reader_holds_nobody_up(served: Served) -> None:
 
 
 def test_work_that_misses_a_cancellation_is_cancelled_again() -> None:
-    """As `asyncio.wait_for` does before Python 3.12, where what it waits for ends at the same moment."""
+    """As `asyncio.wait_for` does before Python 3.12, where the awaited task ends at the same moment."""
     ends = list[str]()
 
     async def work() -> None:

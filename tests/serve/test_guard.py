@@ -1,4 +1,4 @@
-"""Keys, names, bodies that are too large or too slow, and what a log says."""
+"""Keys, names, bodies that are too large or too slow, and lines of the log."""
 
 import logging
 from collections.abc import Iterator, Sequence

@@ -26,7 +26,7 @@ def with_tokens(path: Path | str, *names: str) -> PreTrainedTokenizerBase:
 
 
 def asked(tokenizer: PreTrainedTokenizerBase, **fields: Any) -> tuple[ScriptedService, Answer]:
-    """A completion of one or more prompts, and what the engine was asked for."""
+    """A completion of one or more prompts, and the requests to the engine."""
     service = ScriptedService(says("pi"))
     with serving(service, PromptTokenizer(tokenizer, [1], len(tokenizer))) as served:
         return service, ask(served.port, "/v1/completions", complete(**{"prompt": PREFIX} | fields))
@@ -59,7 +59,7 @@ def test_the_parts_have_the_tokens_that_they_have_alone() -> None:
 
 
 def test_code_llamas_suffix_begins_without_a_space() -> None:
-    """SentencePiece puts a space before a text, which what goes on from another one has not."""
+    """SentencePiece puts a space before a text, but not before a continuation."""
     marks = ("▁<PRE>", "▁<SUF>", "▁<MID>", "▁<EOT>")
     tokenizer = with_tokens(STORIES, *marks)
     service, _ = asked(tokenizer, prompt="Once", suffix="upon")

@@ -69,7 +69,7 @@ def test_rows_that_cannot_be_are_refused_before_the_model_is_loaded(
 
 
 def test_a_request_gets_the_smallest_rows_that_are_as_it_asks(attached_model: Models) -> None:
-    """By the bytes of a row; the first kind where it asks for nothing, and a cache of its own where there is none."""
+    """By the bytes of a row. The first kind without a wish, and a cache of its own where no kind fits."""
     first = CacheOptions(budget=100, policy="h2o")
     wide, small, wider = (
         CacheOptions(budget=300, policy="snapkv"),

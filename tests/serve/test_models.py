@@ -75,7 +75,7 @@ ALLOWED = "access-control-allow-origin"
 
 
 def test_a_page_may_ask_where_it_is_allowed() -> None:
-    """A browser asks first, without a key; then it lets the page read what came, errors too."""
+    """A browser asks first, without a key. Then it lets the page read the responses, errors too."""
     with serving(ScriptedService(says("fine")), origins=(PAGE, "http://localhost:3000"), keys=(KEY,)) as served:
         first = {
             "Origin": PAGE,

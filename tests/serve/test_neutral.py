@@ -1,4 +1,4 @@
-"""Fields and values that change nothing of an answer are taken on every route; what would change it is refused."""
+"""Fields and values without effect are accepted on every route, and those with an effect are refused."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -102,7 +102,7 @@ def test_the_meaning_of_numbers(served: Served, route: str) -> None:
 
 @pytest.mark.parametrize("effort", [{"reasoning_effort": "none"}, {"reasoning": {"effort": "none"}}])
 def test_no_effort_switches_a_thought_off(effort: dict[str, Any]) -> None:
-    """Where the template has the variable; a value that the client gives itself comes first."""
+    """Where the template has the variable. The client's own value comes first."""
     template = "{% if enable_thinking is false %}[quick]{% endif %}" + TEMPLATE
     route = "/v1/responses" if "reasoning" in effort else "/v1/chat/completions"
     with serving(ScriptedService(says("Late.")), PromptTokenizer(with_template(template), [1], VOCABULARY)) as server:

@@ -1,4 +1,4 @@
-"""The page at `/docs` describes what the routes take, and the one error that is told of a body says what to mend."""
+"""The page at `/docs` describes the routes' fields, and the one error of a body names its fix."""
 
 from collections.abc import Iterator
 from dataclasses import fields

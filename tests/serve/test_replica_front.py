@@ -1,6 +1,6 @@
 """The front before replicas, on engines that are scripted: the replica that is asked, and the answers to clients.
 
-Replicas are applications in this process; a stand-in for the handle of Ray Serve ranks them as the router does.
+Replicas are applications in this process. A stand-in for the handle of Ray Serve ranks them as the router does.
 """
 
 import asyncio

@@ -83,7 +83,7 @@ def home_of(session: str) -> int:
 
 
 class Asker(threading.Thread):
-    """Asks for long texts of one session until it is told to end; notes how each ended."""
+    """Asks for long texts of one session until it is told to end, and notes how each ended."""
 
     def __init__(self, port: int, session: str, is_streamed: bool) -> None:
         super().__init__(daemon=True)

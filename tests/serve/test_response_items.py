@@ -33,7 +33,7 @@ def client(served: Served) -> Iterator[openai.OpenAI]:
 
 
 def told(item: Any) -> dict[str, Any]:
-    """An item as it was sent, without what the client makes of it."""
+    """An item as it was sent, without the client's own fields."""
     found: dict[str, Any] = item.model_dump(exclude={"parsed_arguments": True, "content": {"__all__": {"parsed"}}})
     return found
 

@@ -1,4 +1,4 @@
-"""`/v1/responses` as OpenAI's own client has it: streamed and not, and what it refuses because nothing is kept."""
+"""`/v1/responses` as OpenAI's own client has it: streamed and not, and refusals, as nothing is stored."""
 
 import json
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""What a model thinks is told beside its answer, however it comes, and a template's switches reach it."""
+"""A model's thoughts are returned beside its answer, in any form, and a template's switches reach it."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -1,4 +1,4 @@
-"""With the real engine: what a client gets is what the library writes, alone and beside others."""
+"""With the real engine: a client gets the library's text, alone and beside others."""
 
 import json
 import threading

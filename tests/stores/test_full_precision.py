@@ -63,7 +63,7 @@ def test_families(attached_model: Models, text: Text, family: str, spec: str) ->
 
 
 def test_worked_by_hand() -> None:
-    """Two rows, of which one has padding before its tokens; one first token and the two newest are exact."""
+    """Two rows, of which one has padding before its tokens. One first token and the two newest are exact."""
     keys, values = torch.randn(2, 3, 6, 8), torch.randn(2, 3, 6, 4)
     store = Int4(1, 2)
     store.allocate(keys, values, 9)

@@ -1,4 +1,4 @@
-"""A store from outside: what the contract asks of it, and all that works without it being known anywhere."""
+"""A store from outside: the demands of the contract, and all features that work with an unknown store."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ from windlass.stores.formats import STORES, store_of
 
 
 class Shifted(Store):
-    """Keys and values as the model made them, plus `by`: what kernels must read is not what lies in memory."""
+    """Keys and values as the model made them, plus `by`: kernels must read other numbers than those in memory."""
 
     part_names = ("key_and_value",)
     constant_names = ("by", "width")

@@ -1,4 +1,4 @@
-"""Rows to learn from: what they tell, what they ask, and which of their tokens weigh."""
+"""Rows to learn from: their facts, their questions, and the weights of their tokens."""
 
 import random
 import re

@@ -1,4 +1,4 @@
-"""Frames against what the cache's layers hold."""
+"""Frames against the contents of the cache's layers."""
 
 from itertools import pairwise, product
 from typing import Any
@@ -192,7 +192,7 @@ def test_the_formula_is_what_the_slots_take(attached_model: Models, text: Text, 
 
 @torch.no_grad()
 def test_layers_of_other_lengths_and_windows(attached_model: Models, text: Text) -> None:
-    """Some layers of Gemma 3 slide; their planes say so, and have slots of their own."""
+    """Some layers of Gemma 3 slide. Their planes report it, and have slots of their own."""
     model = attached_model("gemma3")
     cache = KVCache(model, budget=40, sinks=2, window=4, chunk=16, policy=KeyDiff())
     look = Look(cache, 0)

@@ -32,7 +32,7 @@ SHOWN = "document.body.dataset.step !== undefined"
 
 
 class Server:
-    """A chat of one row, as OpenAI's API streams it; frames are behind the key where one is `needed`."""
+    """A chat of one row, as OpenAI's API streams it. Frames are behind the key where one is `needed`."""
 
     def __init__(self, is_key_needed: bool = False) -> None:
         self.model, self.tokenizer = load(MODEL, "float32")
@@ -172,7 +172,7 @@ def _index(mode: Any, slots: torch.Tensor, step: Any) -> RotaryIndex:
 def test_where_a_key_is_read_is_what_the_cache_says(
     browser: Browser, attached_model: Models, text: Text, tmp_path: Path, positions: str, tokens: int
 ) -> None:
-    """The page's own arithmetic against the position modes; `auto` in each of its three ways."""
+    """The page's own arithmetic against the position modes, with `auto` in each of its three ways."""
     model: PreTrainedModel = attached_model("llama")
     budget = 600 if tokens == 700 else 20
     cache = KVCache(model, budget=budget, sinks=2, window=4, chunk=64, positions=positions)

@@ -176,7 +176,7 @@ def test_a_mouse_points_at_tokens_and_heads(browser: Browser, address: str, reco
 
 @pytest.mark.parametrize("is_dark", [False, True], ids=["light", "dark"])
 def test_all_is_readable_in_both_schemes(browser: Browser, address: str, is_dark: bool) -> None:
-    """Contrast of 4.5 and more, by the formula of WCAG 2, for every shade; shades go one way in lightness."""
+    """Contrast of 4.5 and more, by the formula of WCAG 2, for every shade. Shades go one way in lightness."""
     browser.open(address, is_dark=is_dark)
     browser.until(SHOWN)
     found = browser.run("""(() => {

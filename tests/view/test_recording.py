@@ -1,4 +1,4 @@
-"""Files of frames: what was written is read, and what is damaged is refused."""
+"""Files of frames: written frames are read back, and damaged files are refused."""
 
 from pathlib import Path
 

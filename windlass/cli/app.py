@@ -1,4 +1,4 @@
-"""The command line: what each command takes. What it does is in the module that it calls.
+"""The command line: the parameters of each command. The work is done in the modules that commands call.
 
 Those modules are imported when a command runs, because torch and transformers take seconds.
 """
@@ -42,9 +42,9 @@ def evaluate(
     spread: RayArguments,
     is_quiet: take.IsQuiet = False,
 ) -> int:
-    """Measure what a model still finds in texts that its cache has compressed; lists (a,b) make every combination.
+    """Measure how well a model answers questions on texts after eviction. Lists (a,b) make every combination.
 
-    A run that was stopped goes on where it was when the command is given again.
+    Results of an interrupted run are kept: give the same command again to continue.
     """
     model = the_model(named.name, named.model, "model" in unset)
     check_writable(output, "-o")
@@ -125,9 +125,9 @@ app = typer.Typer(
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command line (by default that of the process); returns the exit code.
+    """Run the command line (by default that of the process). Returns the exit code.
 
-    What a user can mend is one line on stderr and exit code 2, without a traceback.
+    A mistake of the user is one line on stderr and exit code 2, without a traceback.
     """
     if sys.stderr is None:  # closed by the caller: what would have been said is lost, and no file takes its place
         sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the process ends
@@ -167,13 +167,13 @@ def _failed(message: str) -> int:
 
 @app.callback()
 def before_command(is_version: take.Version = False) -> None:
-    """What may stand before a command. The version is shown before this is called."""
+    """Options before the command. The version is shown before this is called."""
     assert not is_version
 
 
 @app.command("help")
 def show_help(command: take.Command = None) -> int:
-    """Show what a command takes, or which commands there are."""
+    """Show the parameters of a command, or the list of commands."""
     arguments = ["--help"] if command is None else [command, "--help"]
     return int(app(args=arguments, prog_name="windlass", standalone_mode=False) or 0)
 
@@ -236,9 +236,9 @@ def bench(
     has_ratios: take.HasRatios = False,
     is_quiet: take.IsQuiet = False,
 ) -> int:
-    """Measure tokens per second, as llama-bench does; lists (a,b) make every combination, in turn in one run.
+    """Measure tokens per second, as llama-bench does. Lists (a,b) make every combination, in turn in one run.
 
-    Tokens, keys and values are random, for speed does not depend on them; there is no sampler.
+    Tokens, keys and values are random, as speed does not depend on them. Sampling is not timed.
     """
     if is_json and table not in ("table", "json"):
         raise UsageError(f"--json and --format {table} exclude each other; give one of them")
@@ -286,9 +286,9 @@ def calibrate(
     load: take.LoadOptions,
     is_quiet: take.IsQuiet = False,
 ) -> int:
-    """Measure which neighbouring tokens can be merged at what cost, for `--policy "Pairs(FILE)"`.
+    """Measure the cost of merging neighbouring tokens, for `--policy "Pairs(FILE)"`.
 
-    With --shares: how much of a budget each layer and each kv head gets. With --scorer: weights of a policy.
+    With --shares: the part of a budget for each layer and each kv head. With --scorer: weights of a policy.
     """
     asked.check(is_of_shares, is_of_scorer, tokens)
     check_writable(output, "-o")
@@ -321,7 +321,7 @@ def calibrate(
 
 @app.command()
 def policies(is_json: take.Json = False) -> int:
-    """List the policies: name, defaults, what is kept, and where it comes from."""
+    """List the policies: name, defaults, kept tokens, and source."""
     with loading():
         from windlass.policies.registry import catalogue
 

@@ -46,7 +46,7 @@ CHUNK = 128
 
 @dataclass(frozen=True)
 class Facts:
-    """A text with its questions: what `windlass eval --tasks facts` makes of the same length and seed."""
+    """A text with its questions, as `windlass eval --tasks facts` makes it with the same length and seed."""
 
     task: Task
     sample: Sample
@@ -59,7 +59,7 @@ class Facts:
 
 @dataclass(frozen=True)
 class Memory:
-    """What a step reads: slots, and tokens that are recalled beside them."""
+    """Memory that a step reads: slots, and recalled tokens."""
 
     policy: Policy
     slots: int
@@ -186,7 +186,7 @@ Each = TypeVar("Each")
 
 @dataclass(frozen=True)
 class Options:
-    """What the user may play with; None draws the depth from the seed, or takes the novel, or the usual length.
+    """Options of the demo. None samples the depth from the seed, or means the novel, or the usual length.
 
     `length` counts the tokens of the text with facts.
     """
@@ -202,7 +202,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Setup:
-    """One row before it is run: what to read, and with which cache."""
+    """One row before it is run: its text and its cache."""
 
     text: str
     policy: Policy
@@ -223,7 +223,7 @@ class Setup:
 class DemoRow:
     """One row of the table.
 
-    `slots` counts those in use by a kv head, the mean of all of them; `bytes_held` all that the cache keeps alive.
+    `slots` is the mean number of slots in use by a kv head. `bytes_held` is all memory that the cache keeps alive.
     """
 
     label: str
@@ -236,7 +236,7 @@ class DemoRow:
 
 
 def demo(options: Options, is_json: bool) -> int:
-    """Run the rows of both tables and print them side by side; returns the exit code.
+    """Run the rows of both tables and print them side by side. Returns the exit code.
 
     Raises: WindlassError for a text, policy, budget or length that cannot be used.
     """
@@ -343,14 +343,14 @@ def table(rows: list[DemoRow]) -> Table:
 
 
 def trimmed(answer: str) -> str:
-    """An answer up to its first stop, since the words after it were begun for no reader; else with an ellipsis."""
+    """An answer up to its first stop, or with an ellipsis."""
     words = " ".join(answer.split())
     clause = re.match(r"([^.,;:!?]+)[.,;:!?]", words)
     return clause[1] if clause else f"{words}\N{HORIZONTAL ELLIPSIS}"
 
 
 def _run(done: list[Each], runs: Iterable[Callable[[], Each]]) -> bool:
-    """Append what each run returns; False if one was interrupted, and then no more are begun."""
+    """Append the result of each run. Returns False, and starts no more, after an interrupt."""
     try:
         with as_interrupts():
             for run in runs:

@@ -30,7 +30,7 @@ def generate(
 ) -> int:
     """Write the text that follows a prompt, or the reply to it where the model has a chat template.
 
-    MODEL may be left out after -m or with WINDLASS_MODEL; a single argument is then the prompt.
+    MODEL may be left out after -m or with WINDLASS_MODEL. A single argument is then the prompt.
     """
     model, prompt = _model_and_prompt(unset, words)
     launch = terminal.launch_of(is_parallel, prompt, words.file, record)
@@ -73,7 +73,7 @@ def chat(
     load: options.LoadOptions,
     loudness: options.Verbosity,
 ) -> int:
-    """Talk to a model, many turns on one cache; /help there lists what else can be done."""
+    """Talk to a model, many turns on one cache. Enter /help there for the list of commands."""
     model = the_model(named.name, named.model, "model" in unset)
     if kept.keeps_system:
         if "sinks" in limits:
@@ -107,9 +107,9 @@ def cache(
     is_json: options.Json = False,
     is_parallel: options.TensorParallel = False,
 ) -> int:
-    """Read a prompt once, into a file that `generate` and `chat` go on from.
+    """Read a prompt once, into a file from which `generate` and `chat` continue.
 
-    `windlass cache FILE info` tells what is in such a file.
+    `windlass cache FILE info` shows the contents of the file.
     """
     if prompt_cache is None and (file := file_of_info(words.name, words.prompt)) is not None:
         from windlass.cli import session

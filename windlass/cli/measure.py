@@ -1,4 +1,4 @@
-"""What `windlass bench`, `calibrate`, `eval` and `tune` show while they measure."""
+"""Output of `windlass bench`, `calibrate`, `eval` and `tune` while they measure."""
 
 import json
 import time
@@ -62,11 +62,11 @@ class OutputFormat:
 
 
 def bench(request: BenchRequest, output: Path | None, form: OutputFormat, clock: Clock = time.perf_counter) -> int:
-    """Measure all rows in turn and show them; returns the exit code. Ctrl-C shows what was measured.
+    """Measure all rows in turn and show them. Returns the exit code. Ctrl-C shows the rows measured so far.
 
-    `output` gets one JSON object per row after what is already there.
+    `output` gets one JSON object per row, appended.
 
-    Raises: WindlassError for what cannot be honoured, before anything is measured.
+    Raises: WindlassError for invalid options, before anything is measured.
     """
     if output is not None:
         check_regular(output, "-o")
@@ -96,7 +96,7 @@ def bench(request: BenchRequest, output: Path | None, form: OutputFormat, clock:
 
 
 def _show(benchmark: Benchmark, output: Path | None, form: OutputFormat) -> None:
-    """The table and, where they are wanted, the ratios, or JSON objects, on stdout; JSON objects in the file."""
+    """Show the table, ratios if wanted, or JSON objects on stdout, and append JSON objects to the file."""
     rows, conditions = [row for row in benchmark.rows if row.samples_s], benchmark.conditions
     if not rows:
         return
@@ -113,7 +113,7 @@ def _show(benchmark: Benchmark, output: Path | None, form: OutputFormat) -> None
 
 
 def _print(rows: Sequence[BenchRow], conditions: Conditions, has_ratios: bool) -> None:
-    """What all rows have in common, and a table of the rest that is no wider than the terminal."""
+    """Print the values that all rows share, and a table of the rest no wider than the terminal."""
     # A pipe gets whole lines, whatever the width of a terminal.
     console = Console(width=None if Console().is_terminal else PIPE_WIDTH, highlight=False)
     console.print(Text(in_common(rows, conditions)))
@@ -152,7 +152,7 @@ SCORER_WARNING: Final = (
 
 @dataclass(frozen=True)
 class CalibrationOptions:
-    """What the user asked for; `tokens` are of pairs."""
+    """Options of `windlass calibrate`. `tokens` is the number of pairs."""
 
     model: str
     text: Path
@@ -166,9 +166,9 @@ class CalibrationOptions:
 
 
 def calibrate_pairs(options: CalibrationOptions) -> int:
-    """Measure the pairs of a text and write their table; returns the exit code. After Ctrl-C it has fewer pairs.
+    """Measure the pairs of a text and write their table. Returns the exit code. After Ctrl-C it has fewer pairs.
 
-    Raises: WindlassError for what cannot be honoured.
+    Raises: WindlassError for invalid options.
     """
     check_writable(options.output, "-o")
     text = read_text(options.text, f"text {options.text}")
@@ -191,9 +191,9 @@ def calibrate_pairs(options: CalibrationOptions) -> int:
 
 
 def calibrate_shares(options: CalibrationOptions, asked: TextsArguments) -> int:
-    """Measure shares on texts and write their file; returns the exit code. After Ctrl-C it is of fewer texts.
+    """Measure shares on texts and write their file. Returns the exit code. After Ctrl-C it is of fewer texts.
 
-    Raises: WindlassError for what cannot be honoured.
+    Raises: WindlassError for invalid options.
     """
     policy, budget = policy_of(asked.policy or "key_diff"), budget_of("--budget", asked.budget or "4x")
     return _of_texts(
@@ -207,9 +207,9 @@ def calibrate_shares(options: CalibrationOptions, asked: TextsArguments) -> int:
 
 
 def calibrate_scorer(options: CalibrationOptions, asked: TextsArguments) -> int:
-    """Fit a scorer to texts and write its file; returns the exit code. After Ctrl-C it is of fewer texts.
+    """Fit a scorer to texts and write its file. Returns the exit code. After Ctrl-C it is of fewer texts.
 
-    Raises: WindlassError for what cannot be honoured.
+    Raises: WindlassError for invalid options.
     """
     source, tasks = options.text.name, asked.tasks or ""
     code = _of_texts(
@@ -254,9 +254,9 @@ def _of_texts(
 
 
 def _measured(bar: Bar, output: Path, measure: Callable[[Bar], Measured]) -> tuple[Measured | None, int, Path]:
-    """What is measured, the exit code, and the file for it.
+    """Measurements, the exit code, and the file for them.
 
-    Ctrl-C and SIGTERM end with what was measured until then, which replaces no older file; None where that is nothing.
+    Ctrl-C and SIGTERM end with the measurements so far, which replace no older file. None where there are none.
     """
     with as_interrupts():
         try:
@@ -312,11 +312,11 @@ def _pairs(table: PairTable, tokenizer: PreTrainedTokenizerBase, path: Path) -> 
 
 @contextmanager
 def executor_of(options: EvalOptions, asked: RayArguments, note: Callable[[str], None]) -> Iterator[Executor]:
-    """The workers, until the end of the block; without --ray this process, with the model loaded.
+    """The workers, until the end of the block. Without --ray, this process with the model loaded.
 
-    Nothing of what is printed to stdout in the block is shown while there are workers.
+    With workers, output to stdout within the block is hidden.
 
-    Raises: WindlassError for what cannot be honoured.
+    Raises: WindlassError for invalid options.
     """
     if asked.ray is None:
         yield options.runner()
@@ -335,11 +335,11 @@ TUNE_SPEED_S: Final = 600.0
 
 
 def evaluate(options: EvalOptions, spread: RayArguments) -> int:
-    """Run every case that the output lacks and show the means of all; returns the exit code.
+    """Run every case that the output lacks and show the means of all. Returns the exit code.
 
-    Ctrl-C leaves whole lines; the same command goes on from there.
+    Ctrl-C leaves whole lines, and the same command continues from there.
 
-    Raises: WindlassError for what cannot be honoured, before anything is run.
+    Raises: WindlassError for invalid options, before anything is run.
     """
     notes: list[str] = []
     with ExitStack() as stack:
@@ -363,7 +363,7 @@ def evaluate(options: EvalOptions, spread: RayArguments) -> int:
 
 
 def _run(sweep: Sweep, speed_s: float) -> bool:
-    """Run a sweep with a bar; whether that was done before an interrupt."""
+    """Run a sweep with a bar. Returns True unless it was interrupted."""
     with progress("cases", speed_s=speed_s) as bars:
         bar = bars.add_task("", visible=False)
         return sweep.run(
@@ -396,11 +396,11 @@ def options_of(model: str, text: Path, size: str, asked: TuneArguments, load: Lo
 
 
 def tune(options: TuneOptions, spread: RayArguments) -> int:
-    """Measure the candidates, and show who did best and the line to paste; returns the exit code.
+    """Measure the candidates, and show the best and the command to paste. Returns the exit code.
 
-    Ctrl-C leaves whole lines, and the same command goes on from there.
+    Ctrl-C leaves whole lines, and the same command continues from there.
 
-    Raises: WindlassError for what cannot be honoured, before anything is run.
+    Raises: WindlassError for invalid options, before anything is run.
     """
     with ExitStack() as stack:
         with loading():
@@ -439,7 +439,7 @@ def _command(options: TuneOptions, best: CandidateResult) -> str:
 
 
 def _table(ranking: list[CandidateResult], full: CandidateResult | None) -> Table:
-    """One row per candidate, the best first; then the full cache."""
+    """One row per candidate, the best first and the full cache last."""
     table = Table(box=SIMPLE, padding=(0, 1, 0, 0))
     for name in ("policy", "store", "positions"):
         table.add_column(name, overflow="fold")

@@ -77,7 +77,7 @@ class EvalLists:
 
     @property
     def of_cache(self) -> dict[str, str]:
-        """Those of the cache's options, by the names of their flags."""
+        """Options of the cache, by the names of their flags."""
         return {name: typed for name, typed in vars(self).items() if name not in ("tasks", "lengths", "depth")}
 
 
@@ -107,7 +107,7 @@ TuneOut = Annotated[
 
 @dataclass(frozen=True)
 class TuneArguments:
-    """Lists of what may be combined into candidates: the more, the longer it takes."""
+    """Lists of values to combine into candidates. More values take longer."""
 
     tasks: EvalTasks = "passkey_novel,perplexity"
     policies: EvalPolicies = "recent,key_diff,snapkv"
@@ -197,7 +197,7 @@ Groups = Annotated[
 
 @dataclass(frozen=True)
 class TextsArguments:
-    """On which texts shares are measured, or a scorer is fitted, and how shares are; None stands for the default."""
+    """Texts for measuring shares or fitting a scorer, and options of shares. None stands for the default."""
 
     texts: Texts = None
     length: Length = None
@@ -213,7 +213,7 @@ class TextsArguments:
 
     @property
     def of_shares(self) -> list[str]:
-        """Those of them that only shares take."""
+        """Options that only shares take."""
         return [name for name in self.given if name in ("--budget", "--policy", "--groups")]
 
     def check(self, is_of_shares: bool, is_of_scorer: bool, tokens: int | None) -> None:
@@ -274,7 +274,7 @@ class RayOptionCommand(TyperCommand):
 
 
 def check_ray(asked: RayArguments) -> None:
-    """Raises: UsageError for what is no address, workers of nothing, or where Ray is not installed."""
+    """Check options of Ray. Raises: UsageError for a wrong address, workers without --ray, or a missing package."""
     if asked.ray is None:
         if asked.workers is not None:
             raise UsageError(f"--workers {asked.workers} goes with --ray; give that, too, or leave it out")

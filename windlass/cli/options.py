@@ -1,6 +1,6 @@
 """The options of the command line: how Typer takes those that the library declares, all others, and the words before.
 
-A command's parameters are records; the environment gives options, too.
+A command's parameters are records. The environment gives options, too.
 """
 
 import os
@@ -74,7 +74,7 @@ def _record_of(kind: Any) -> Any:
 
 
 def _parameters(record: Any, is_given: bool) -> Iterator[Parameter]:
-    """The fields of a record as parameters; without defaults if only those that are given are told."""
+    """The fields of a record as parameters, without defaults if only given options are passed on."""
     options = field_info(record)
     if not options:
         yield from (_parameter(each.name, each.type, each.default) for each in fields(record))
@@ -109,7 +109,7 @@ def typer_option(option: DeclaredOption) -> Any:
 
 
 def list_option(option: DeclaredOption, flag: str = "", note: str = "") -> Any:
-    """A list of values of a declared option; `flag` where it is not called like the option, `note` after its help."""
+    """A list of values of a declared option. `flag` replaces its name, and `note` follows its help."""
     flags = (flag,) if flag else (f"--{option.name.replace('_', '-')}", *option.flags)
     return Option(*flags, metavar="LIST", help=f"{option.help}{note}.")
 
@@ -160,7 +160,7 @@ class CommandGroup(TyperGroup):
         return super().resolve_command(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
-        """Run a command. Raises: Abort where it was interrupted; Typer itself would make a bare exit code of that."""
+        """Run a command. Raises: Abort where it was interrupted, which Typer itself would turn into an exit code."""
         try:
             return super().invoke(ctx)
         except KeyboardInterrupt:
@@ -311,7 +311,7 @@ ESCAPES: Final = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
 def unescaped(typed: Sequence[str] | None) -> list[str] | None:
-    """With `\\n`, `\\t` and `\\\\` as the signs that they stand for; None where nothing was typed."""
+    """A text with `\\n`, `\\t` and `\\\\` replaced by their characters, or None where nothing was typed."""
     return [re.sub(r"\\([nt\\])", lambda sign: ESCAPES[sign[1]], text) for text in typed or ()] or None
 
 
@@ -426,7 +426,7 @@ Page = Annotated[
 
 @dataclass(frozen=True)
 class ChatArguments:
-    """What a chat goes on with, and whether anything of it is kept."""
+    """Options of a chat: the saved conversation to continue, and the journal."""
 
     conversation: Conversation = None
     has_history: HasHistory = True
@@ -435,7 +435,7 @@ class ChatArguments:
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """How the model is loaded, and what runs it."""
+    """Options of loading a model, and its device."""
 
     dtype: Dtype = "auto"
     device: Device = "auto"
@@ -507,7 +507,7 @@ def model_and_prompt(
 
 
 def file_of_info(first: str | None, second: str | None) -> Path | None:
-    """The FILE of `windlass cache FILE info`, or of `windlass cache info FILE`; None for other words."""
+    """The FILE of `windlass cache FILE info`, or of `windlass cache info FILE`, or None for other words."""
     if first is None or second is None or "info" not in (first, second):
         return None
     return Path(first if second == "info" else second)

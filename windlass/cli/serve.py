@@ -122,10 +122,10 @@ def serve(
     is_quiet: take.IsQuiet = False,
     is_parallel: take.TensorParallel = False,
 ) -> int:
-    """Answer many clients at once, over HTTP as OpenAI's API has it, in memory that is known beforehand.
+    """Answer many clients at once, over HTTP with OpenAI's API, in memory of known size.
 
-    Each of --rows texts has a cache of --budget tokens, by default 1024; --kind adds rows of other
-    options. Needs the packages of the extra `serve`.
+    Each of --rows texts has a cache of --budget tokens, by default 1024. Use --kind to add rows with other options.
+    Needs the packages of the extra `serve`.
     """
     model = the_model(named.name, named.model, "model" in unset)
     check_extra()
@@ -208,7 +208,7 @@ def options_of(model: str, limits: CacheValues, asked: ServeArguments) -> "Serve
 
 
 def serve_replicas(model: str, load: LoadOptions, options: "ServeOptions", count: int, address: str) -> int:
-    """Serve through `count` replicas until a signal; returns the exit code. Raises: WindlassError as `serve` does."""
+    """Serve through `count` replicas until a signal. Returns the exit code. Raises: WindlassError as `serve` does."""
     is_local = address == LOCAL
     from windlass.evals.ray_cluster import connected
 

@@ -1,4 +1,4 @@
-"""One model, tokenizer and cache, as the options of the command line ask for, and what is done with them."""
+"""One model, tokenizer and cache, from the options of the command line, and the actions on them."""
 
 import json
 import time
@@ -64,7 +64,7 @@ from windlass.view.recording import Recorder
 
 @contextmanager
 def recording(path: Path | None, cache: CacheState, tokenizer: PreTrainedTokenizerBase) -> Iterator[Callable[[], None]]:
-    """A block in which each call of what it is given writes a frame to `path`; None: nothing is written.
+    """A block in which each call of its callback writes a frame to `path` (None: no recording).
 
     Raises: UsageError for a file that cannot be written.
     """
@@ -80,9 +80,9 @@ HALF = {torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
 class Choices:
-    """Tells once, when a text has outgrown its budget or its model's trained length, how it is kept and read.
+    """Reports once how a text beyond its budget or the trained length is kept and read.
 
-    `given` are the options that the user named: what these say is not told again.
+    `given` are the options that the user named, which are not reported again.
     """
 
     def __init__(self, cache: KVCache, given: Collection[str]) -> None:
@@ -97,7 +97,7 @@ class Choices:
 
 
 def chosen(cache: KVCache, given: Collection[str]) -> str | None:
-    """What was chosen for a text that is longer than the budget or the trained length; None while nothing was."""
+    """The choices for a text longer than the budget or the trained length, or None before that."""
     tokens, end, trained = max(cache.tokens_seen), max(cache.next_positions), cache.trained_length
     parts = []
     if cache.budget is not None and tokens > cache.budget and "policy" not in given:
@@ -113,14 +113,14 @@ def chosen(cache: KVCache, given: Collection[str]) -> str | None:
 
 
 def dtype_note(asked: str, dtype: torch.dtype, device: torch.device) -> str | None:
-    """That a CPU computes in half precision because the weights are stored so; None where it was asked for, or not."""
+    """A note that a CPU computes in half precision because weights are stored so, or None if not needed."""
     if asked != AUTO or device.type != "cpu" or dtype not in HALF:
         return None
     return f"computed in {HALF[dtype]}, as the weights are stored; --dtype float32 is more exact"
 
 
 class OutputMode(Enum):
-    """What goes to stdout: the text, one JSON object at the end, or one for each piece as well."""
+    """Output on stdout: the text, one JSON object at the end, or one for each piece as well."""
 
     TEXT = "text"
     JSON = "json"
@@ -134,7 +134,7 @@ class OutputMode(Enum):
 
 @dataclass(frozen=True)
 class PromptInput:
-    """What is wanted of a prompt. `is_begun`: it is read as the beginning of a message that goes on later.
+    """Options of a prompt. `is_begun`: it is read as the beginning of a message that continues later.
 
     Raises: UsageError for a number of tokens that cannot be written.
     """
@@ -152,7 +152,7 @@ class PromptInput:
 
 @dataclass(frozen=True)
 class Session:
-    """What a command works with, and how long it took to open."""
+    """Model, tokenizer and cache of a command, and the time that opening took."""
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
@@ -177,14 +177,14 @@ def open_session(
     prompt_cache_file: Path | None = None,
     is_parallel: bool = False,
 ) -> Session:
-    """Load the model and make its cache, or load that too; options are read before the model.
+    """Load the model and make its cache, or load the cache too. Options are read before the model.
 
-    `given`: the cache's options that the user named. `is_parallel`: together with the other processes that `torchrun`
-    started.
+    `given` are the cache's options that the user named. `is_parallel`: run together with the other processes of
+    `torchrun`.
 
     A prompt cache decides everything but `positions`, which may change at any time.
 
-    Raises: WindlassError for whatever cannot be honoured.
+    Raises: WindlassError for invalid options.
     """
     path = prompt_cache_file
     numbers = {name: value for name, value in given.items() if isinstance(value, int)}
@@ -227,9 +227,9 @@ def _check_same(path: Path, wanted: Mapping[str, object], made: Mapping[str, obj
 def generate(
     session: Session, prompt: str, asked: PromptInput, shown: OutputMode, record: Path | None = None
 ) -> tuple[int, Result]:
-    """Write what follows `prompt` to stdout; returns the exit code, and what was written.
+    """Write the text after `prompt` to stdout. Returns the exit code and the written text.
 
-    What the cache holds after each step goes to the file `record`.
+    The contents of the cache after each step go to the file `record`.
 
     Raises: UsageError for a system prompt where it has no place, or a file that cannot be written.
     """
@@ -310,9 +310,9 @@ def _each(stream: Stream, write_frame: Callable[[], None]) -> Iterator[str]:
 
 
 def write(stream: Iterable[str], is_shown: bool, is_json: bool = False) -> int:
-    """Show the pieces of a stream as they come, each as a line of JSON if `is_json`; returns the exit code.
+    """Show the pieces of a stream as they come, each as a line of JSON if `is_json`. Returns the exit code.
 
-    Ctrl-C ends the stream alone.
+    Ctrl-C ends only the stream.
     """
     piece = "\n"
     code = 0
@@ -328,12 +328,12 @@ def write(stream: Iterable[str], is_shown: bool, is_json: bool = False) -> int:
 
 
 def labels(cache: KVCache) -> dict[str, object]:
-    """What a result was made with, for a JSON object."""
+    """Options that a result was made with, for a JSON object."""
     return {"tokens_seen": cache.tokens_seen[0], **cache.options.labels()}
 
 
 def say_chosen(session: Session, asked: PromptInput) -> None:
-    """The model and where it runs, the cache's options, and what becomes of a prompt."""
+    """Report the model and its device, the cache's options, and how a prompt is read."""
     model = session.model
     name = labelled(Path(str(model.config.name_or_path)).name or "model", model)
     dtype, device = str(model.dtype).removeprefix("torch."), model.device
@@ -350,7 +350,7 @@ def say_chosen(session: Session, asked: PromptInput) -> None:
 
 
 def say_done(session: Session, result: Result) -> None:
-    """The seconds of each phase, and what the cache holds."""
+    """Report the seconds of each phase, and the contents of the cache."""
     read, written = result.prompt_tokens, len(result.tokens)
     phases = [f"load {session.load_s:.2f} s"]
     if result.prefill_tokens_per_s:
@@ -362,10 +362,10 @@ def say_done(session: Session, result: Result) -> None:
 
 
 def save_cache(session: Session, prompt: str, asked: PromptInput, path: Path, is_json: bool) -> int:
-    """Read `prompt` into a prompt-cache file; returns the exit code.
+    """Read `prompt` into a prompt-cache file. Returns the exit code.
 
-    The session's cache may hold the beginning of the text. Ctrl-C and SIGTERM write what was read so far, but to no
-    older file; the same command goes on from there.
+    The session's cache may hold the beginning of the text. Ctrl-C and SIGTERM write the tokens read so far, but replace
+    no older file. The same command continues from there.
     """
     before = session.cache.tokens_seen[0]
     ids = encode(session.tokenizer, fed(session, prompt, asked), is_start=before == 0)
@@ -429,9 +429,9 @@ def _started(session: Session, ids: list[int], path: Path) -> tuple[Path, KVCach
 
 
 def _interrupted(session: Session, path: Path, source: Path | None, before: int, total: int) -> str:
-    """Write what was read of `total` tokens, where it is any; tells where it is, and how to go on.
+    """Write the tokens read of `total`, if any, and report the file and how to continue.
 
-    `source` is the file from which this run went on.
+    `source` is the file that this run continued.
     """
     cache = session.cache
     read = cache.tokens_seen[0] - before
@@ -457,11 +457,11 @@ SHOWN_TOKENS = 12  # at the beginning of the text, and at its end
 
 
 def show(path: Path, tokenizer: str | None, is_json: bool) -> int:
-    """Print what is in the file, or one JSON object of it; returns the exit code.
+    """Print the contents of the file, or one JSON object of it. Returns the exit code.
 
-    `tokenizer` is the model whose tokenizer turns the ids in the file into words; None shows none.
+    `tokenizer` is the model whose tokenizer turns the ids in the file into words (None: no words).
 
-    Raises: PromptCacheError for a file that is missing, damaged or no prompt cache; UsageError for a model without
+    Raises: PromptCacheError for a file that is missing, damaged or no prompt cache. UsageError for a model without
     tokenizer.
     """
     try:
@@ -497,7 +497,7 @@ def _is_positions(name: str) -> bool:
 
 
 def facts(path: Path, header: Header, tensors: Mapping[str, Tensor]) -> dict[str, object]:
-    """What the file says of itself, by the names that are shown; counts of a batch are those of its first row."""
+    """The facts of a file, by the names that are shown. Counts of a batch are those of its first row."""
     options, first = header.options.model_dump(), header.rows[0]
     limits, texts = options.pop("limits"), options.pop("batch")
     if not options["recall"]:
@@ -538,9 +538,9 @@ MAX_ROWS: Final = 1024
 
 
 def kinds_of(typed: Sequence[str], first: Mapping[str, Any]) -> tuple[tuple[int, CacheOptions], ...]:
-    """How many rows of which options each of `typed` asks for; what one does not name is as in the `first` kind.
+    """The number of rows and the options of each of `typed`. Options that one does not name are those of `first`.
 
-    Raises: UsageError for another name, one given twice, no number of rows, or options that cannot be honoured.
+    Raises: UsageError for another name, one given twice, no number of rows, or invalid options.
     """
     options = field_info(CacheOptions).values()
     parsers = {"rows": int_parser(f"{KIND} rows", 1, MAX_ROWS)}

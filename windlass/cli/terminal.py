@@ -1,4 +1,4 @@
-"""What the command line shows, and where prompts come from. Text goes to stdout, all else to stderr."""
+"""Output of the command line, and input of prompts. Text goes to stdout, all else to stderr."""
 
 import io
 import os
@@ -33,10 +33,10 @@ INTERRUPTED: Final = 130  # the exit code that shells give to Ctrl-C
 
 @contextmanager
 def loading(is_quiet: bool = False) -> Iterator[None]:
-    """`loading ...` on stderr while the block runs; it leaves the screen.
+    """Show `loading ...` on stderr while the block runs, then erase it.
 
-    Nothing if `is_quiet`, or where stderr is no terminal. After the block an interrupt raises KeyboardInterrupt, also
-    where it ended the process before (`end_at_ctrl_c`).
+    Nothing is shown if `is_quiet`, or where stderr is no terminal. After the block an interrupt raises
+    KeyboardInterrupt, also where it ended the process before (`end_at_ctrl_c`).
     """
     is_shown = sys.stderr.isatty() and not is_quiet
     try:
@@ -108,9 +108,9 @@ def progress(unit: str, *, has_thread: bool = True, speed_s: float = 30.0) -> Pr
 
 
 class Bar:
-    """A progress bar on stderr while `total` tokens are read; only counts when stderr is no terminal.
+    """A progress bar on stderr while `total` tokens are read. It only counts when stderr is no terminal.
 
-    Call it as the engine's `progress`. It leaves the screen when all is read.
+    Call it as the engine's `progress`. It is erased when all tokens are read.
     """
 
     def __init__(self, label: str, total: int, unit: str = "tokens") -> None:
@@ -152,7 +152,7 @@ class Bar:
 
 
 def speeds(result: Result, bar: Bar) -> str:
-    """One line: what was read and written, how fast, and the bytes held."""
+    """One line: tokens read and written, speeds, and the bytes held."""
     read = f"{result.prompt_tokens:,}"
     if bar.done < result.prompt_tokens:
         read = f"{bar.done:,} of {read}"
@@ -170,16 +170,16 @@ def per_s(speed: float) -> str:
 
 
 def note(line: str) -> None:
-    """One line on stderr, after whatever is on stdout; none in a command that is quiet."""
+    """One line on stderr, after any text on stdout. Quiet commands print none."""
     sys.stdout.flush()
     if not _QUIET.get():
         print(f"{_line_start()}{line}", file=sys.stderr, flush=True)
 
 
 def _line_start() -> str:
-    """What leads a terminal to the start of a line, where the reader of a pipe may have shown a part of the text there.
+    """Characters that move a terminal to the start of a line, where the reader of a pipe may have shown text.
 
-    A row of spaces ends in the next line, but for a cursor that stands at the start of one.
+    A row of spaces ends in the next line, unless the cursor is at the start of a line.
     """
     if sys.stdout.isatty() or not sys.stderr.isatty():
         return ""
@@ -193,7 +193,7 @@ def say(piece: str) -> None:
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:
-    """The text of the argument, the file, or stdin; one line end at its end is not part of it.
+    """The text of the argument, the file, or stdin, without one line end at its end.
 
     Raises: UsageError when there is none, more than one, or it is not UTF-8.
     """
@@ -242,7 +242,7 @@ class Page:
         self.end()
 
     def end(self) -> None:
-        """Show what is left, and end the line."""
+        """Show the rest, and end the line."""
         self._say(self._placed(self._word) + ("\n" if self._column else ""))
         self._column, self._word = 0, ""
 
@@ -290,7 +290,7 @@ def private_file(path: Path) -> Path:
 def launch_of(
     is_parallel: bool, prompt: str | None = None, file: Path | None = None, record: Path | None = None
 ) -> Launch | None:
-    """This process among the others; None where there are none.
+    """This process among the other ranks, or None without ranks.
 
     Raises: UsageError where `torchrun` did not start it, for a prompt that would come through a pipe, and a recording.
     """
@@ -306,9 +306,9 @@ def launch_of(
 
 @contextmanager
 def first_speaks(launch: Launch | None) -> Iterator[None]:
-    """Let what other processes than the first print to stdout vanish, and what they find wrong with an option.
+    """Silence the output and the option errors of all processes but the first.
 
-    The first one finds the same, and says so. All of them end when `torchrun` has ended.
+    The first one finds the same errors and prints them. All of them end when `torchrun` has ended.
     """
     if launch is None:
         yield
@@ -335,7 +335,7 @@ def first_speaks(launch: Launch | None) -> Iterator[None]:
 
 
 def parted(launch: Launch | None, code: int) -> int:
-    """`code`, once all processes are done; one that was interrupted waits for nobody."""
+    """Return `code` once all processes are done. An interrupted one waits for nobody."""
     if launch is not None and code == 0:
         from windlass.core.ranks import leave
 
@@ -350,7 +350,7 @@ def is_quiet(launch: Launch | None, is_asked: bool) -> bool:
 
 @contextmanager
 def unechoed() -> Iterator[None]:
-    """A block during which typed keys are not shown but wait for the next line that is asked for; Ctrl-C works.
+    """Hide typed keys during a block and keep them for the next input. Ctrl-C works.
 
     Does nothing where stdin is no terminal.
     """

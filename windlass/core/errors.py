@@ -1,13 +1,13 @@
 """The errors a user of windlass can meet.
 
-WindlassError            every error below; the command line prints it as one line, exit code 2
+WindlassError            every error below: the command line prints it as one line, exit code 2
   UsageError             an argument, a prompt or a position that cannot be honoured
   PolicyError            a policy broke its contract, or could not be found or loaded
-  UnsupportedModel       the model cannot work with a cache of un-rotated keys; says why
+  UnsupportedModel       the model cannot work with a cache of un-rotated keys, and why
   PromptCacheError       a prompt-cache file that is damaged, foreign or too new
   RecordingError         a recording of a cache that is damaged or too new
 
-WindlassWarning          what a user may want to know; the command line prints it as a note
+WindlassWarning          a note to the user, which the command line prints
 """
 
 import reprlib
@@ -47,7 +47,7 @@ MAX_SHOWN = 60  # signs of a value in an error
 
 
 def shown(value: object) -> str:
-    """`value` as an error shows it: what is short as it is, all else by its type, such as `a LlamaForCausalLM`."""
+    """`value` as an error shows it: short ones as they are, all else by type, such as `a LlamaForCausalLM`."""
     if isinstance(value, type):
         return f"the class {value.__name__}"
     if isinstance(value, BUILTIN):
@@ -65,9 +65,9 @@ def check_kind(name: str, value: object, kinds: type | tuple[type, ...], wanted:
 
 
 def whole_number(name: str, value: object, least: int, most: int, otherwise: str = "") -> int:
-    """`value`, of Python or numpy, as an int of Python. `otherwise` tells what else is taken: `" or None"`.
+    """`value`, of Python or numpy, as a Python int. `otherwise` names further accepted values: `" or None"`.
 
-    Raises: UsageError for what is no whole number (64.0 and True are none), or out of range.
+    Raises: UsageError if it is no whole number (64.0 and True are none), or out of range.
     """
     if isinstance(value, bool) or not isinstance(value, Integral):
         hint = f"; write {round(value)}" if isinstance(value, float) and value.is_integer() else ""
@@ -79,7 +79,7 @@ def whole_number(name: str, value: object, least: int, most: int, otherwise: str
 
 
 def real_number(name: str, value: object) -> float:
-    """`value`, of Python or numpy, as a number of Python. Raises: UsageError for what is none; True is none."""
+    """`value`, of Python or numpy, as a Python number. Raises: UsageError if it is no number. True is none."""
     if isinstance(value, bool) or not isinstance(value, Real):
         raise UsageError(f"{name} must be a number, got {shown(value)}")
     return float(value)

@@ -15,14 +15,14 @@ KEY: Final = "option"  # of a field's metadata
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a record; `name` is that of its field.
+    """One option of a record. `name` is that of its field.
 
     `kind` is `int`, `float`, or `str` for a text that stands for an object. A number is from `least` to `most`, or
-    above `least` if `is_above`; `off` is the number that turns the option off. `words` are taken in place of a number.
+    above `least` if `is_above`. `off` is the number that disables the option. `words` are taken in place of a number.
     `usual` tells the default, where its value does not. `names` are those that a shell completes to.
 
-    On the command line the option has further `flags`, and a `metavar`; it is not there unless `is_typed`. `label` is
-    the value in a row of results, made of the record; None leaves the option out.
+    On the command line the option has further `flags`, and a `metavar`, but only if `is_typed`. `label` is the value in
+    a row of results, made of the record, and None leaves the option out.
     """
 
     default: Any
@@ -55,7 +55,7 @@ class Option:
         return f"{self.help} (default: {default})."
 
     def check(self, value: object) -> Any:
-        """`value` as a number of Python, where this option is one; numbers of numpy are taken, too.
+        """Return `value` of this option as a Python number, where it is one. Numbers of numpy are accepted, too.
 
         Raises: UsageError for a value of another type, or out of range.
         """

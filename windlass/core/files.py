@@ -19,7 +19,7 @@ WRITER_SECONDS: Final = 2.0  # to wait for somebody who writes into a named pipe
 
 
 def read_text(file: Path, what: str) -> str:
-    """The text of a file, which errors call `what`; see `read_bytes` and `decoded`.
+    """The text of a file, called `what` in errors. See `read_bytes` and `decoded`.
 
     Raises: UsageError when it cannot be read, is empty, or is not UTF-8.
     """
@@ -27,9 +27,9 @@ def read_text(file: Path, what: str) -> str:
 
 
 def read_bytes(path: Path, what: str) -> bytes:
-    """What a regular file or a pipe holds, which errors call `what`; never more than `MAX_BYTES`.
+    """Read a regular file or a pipe, called `what` in errors, of at most `MAX_BYTES`.
 
-    Raises: UsageError when it cannot be read, is something else (a device has no end), or is larger.
+    Raises: UsageError when it cannot be read, is of another kind (a device has no end), or is larger.
     """
     mode = check_readable(path, what)
     try:
@@ -44,9 +44,9 @@ def read_bytes(path: Path, what: str) -> bytes:
 
 
 def check_readable(path: Path, what: str) -> int:
-    """The mode of a regular file or a pipe, which errors call `what`; it is not opened.
+    """The mode of a regular file or a pipe, called `what` in errors, without opening it.
 
-    Raises: UsageError when it is not there, may not be read, or is something else: a device has no end.
+    Raises: UsageError when it is missing, may not be read, or is of another kind: a device has no end.
     """
     try:
         mode = path.stat().st_mode
@@ -64,13 +64,13 @@ def check_readable(path: Path, what: str) -> int:
 
 
 def check_text(file: Path, what: str) -> None:
-    """Raises: UsageError, which calls the file `what`, when it cannot be read; a regular file is read for that."""
+    """Read a regular file to check it. Raises: UsageError, which calls it `what`, when that fails."""
     if stat.S_ISREG(check_readable(file, what)):
         read_text(file, what)
 
 
 def check_folder(path: Path, what: str) -> Path:
-    """`path`, which errors call `what`. Raises: UsageError when it is no folder, or none that may be written into."""
+    """Return a writable folder `path`. Raises: UsageError, which calls it `what`, for any other path."""
     if not path.is_dir():
         raise UsageError(f"{what} {str(path)!r} is no folder; make it first, or leave it out")
     if not os.access(path, os.W_OK | os.X_OK):
@@ -79,7 +79,7 @@ def check_folder(path: Path, what: str) -> Path:
 
 
 def read_limited(read: Callable[[int], bytes], what: str) -> bytes:
-    """All that `read` gives. Raises: UsageError, which calls it `what`, for more than `MAX_BYTES`."""
+    """The whole output of `read`. Raises: UsageError, which calls it `what`, for more than `MAX_BYTES`."""
     data = read(MAX_BYTES + 1)
     if len(data) > MAX_BYTES:
         raise UsageError(f"{what} has more than {MAX_BYTES:,} bytes, which is the most that is read; give a part of it")
@@ -87,7 +87,7 @@ def read_limited(read: Callable[[int], bytes], what: str) -> bytes:
 
 
 def decoded(data: bytes, what: str) -> str:
-    """UTF-8 bytes as text, with `\\n` at the ends of lines; one line end at its end is not part of it.
+    """UTF-8 bytes as text, with `\\n` at the ends of lines and without one line end at the end of the text.
 
     Raises: UsageError when it is empty, binary, or not UTF-8.
     """
@@ -106,7 +106,7 @@ def decoded(data: bytes, what: str) -> str:
 
 
 def check_writable(path: Path, what: str) -> None:
-    """Check that `path` can be written, which is better known before a long run than after it.
+    """Check that `path` can be written, before a long run.
 
     Raises: UsageError, which calls the path `what`, when it is a folder, a device or a pipe, or its folder is missing
     or not writable.
@@ -122,17 +122,17 @@ def check_writable(path: Path, what: str) -> None:
 
 
 def check_regular(path: Path, what: str) -> None:
-    """Raises: UsageError, which calls the path `what`, when there is something at `path` that is not a regular file."""
+    """Check `path`. Raises: UsageError, which calls it `what`, if it exists and is no regular file."""
     if path.exists() and not path.is_file():
         raise UsageError(f"{what} {path} is not a regular file; give the name of a file")
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A new file beside `path` for the block to write; it takes its place when the block ends without an error.
+    """A new file beside `path` for the block to write. It replaces `path` when the block ends without an error.
 
-    At no moment is there half a file, and an older file at `path` stays as it is where anything fails. The new one has
-    its permissions.
+    At no moment is there half a file, and an older file at `path` stays as it is where anything fails. The new file has
+    the permissions of the older one.
 
     Raises: OSError as the system does.
     """
@@ -153,7 +153,7 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def replacing_folder(path: Path) -> Iterator[Path]:
-    """A new folder beside `path` for the block to fill; it becomes `path` when the block ends without an error.
+    """A new folder beside `path` for the block to fill. It becomes `path` when the block ends without an error.
 
     Where there is a folder at `path`, the new files take the places of those of their names in it. At no moment is
     there half a file, and a new folder has all of its files or is not there.

@@ -45,11 +45,11 @@ MIDDLE = 8  # the code of 4 bits that is worth its zero point
 
 @dataclass(frozen=True)
 class Nibbles:
-    """Weights of 4 bits, as PyTorch packs them for a CPU: in blocks of so many outputs, a multiple of which there are.
+    """Weights of 4 bits, as PyTorch packs them for a CPU: in blocks of outputs, the last one full.
 
-    A block holds its inputs one after the other. Byte j of an input has the code of output j in its low nibble and
-    that of output j + block / 2 in its high one. A code is worth (code - 8) * scale + zero point; `pairs` holds the two
-    for each `group` of inputs.
+    A block holds its inputs one after the other. Byte j of an input has the code of output j in its low nibble and that
+    of output j + block / 2 in its high one. A code is worth (code - 8) * scale + zero point. `pairs` holds both for
+    each `group` of inputs.
     """
 
     codes: NibbleCodes
@@ -59,11 +59,11 @@ class Nibbles:
 
     @property
     def in_features(self) -> int:
-        """Of the layer."""
+        """Number of inputs of the layer."""
         return 2 * self.codes.shape[1]
 
     def floats(self, dtype: torch.dtype) -> LinearWeights:
-        """What the codes are worth."""
+        """The numbers that the codes stand for."""
         outputs, width = self.codes.shape[0], self.in_features
         packed = self.codes.view(outputs // self.block, width, self.block // 2)
         codes = torch.cat([packed & 15, packed >> 4], -1).transpose(1, 2).reshape(outputs, width)
@@ -75,8 +75,7 @@ class Nibbles:
 class LinearLayer:
     """Weights, and a bias (None: 0).
 
-    `weights` are floats of the inputs' dtype; or int8 codes, of which each is worth itself times the scale of its
-    output; or codes of 4 bits.
+    `weights` are floats of the inputs' dtype, int8 codes with a scale for each output, or codes of 4 bits.
     """
 
     weights: LinearWeights | Nibbles
@@ -85,18 +84,18 @@ class LinearLayer:
 
     @property
     def addresses(self) -> list[int]:
-        """Of the memory that is read."""
+        """Addresses of the memory that a kernel reads."""
         held = (self.weights.codes, self.weights.pairs) if isinstance(self.weights, Nibbles) else (self.weights,)
         return [each.data_ptr() for each in (*held, self.bias, self.scales) if each is not None]
 
     @property
     def in_features(self) -> int:
-        """Of an input."""
+        """Number of features of an input."""
         return self.weights.in_features if isinstance(self.weights, Nibbles) else self.weights.shape[1]
 
     @property
     def out_features(self) -> int:
-        """Of an output."""
+        """Number of features of an output."""
         return self.weights.codes.shape[0] if isinstance(self.weights, Nibbles) else self.weights.shape[0]
 
 
@@ -109,13 +108,13 @@ class LinearInput:
 
     @property
     def rows(self) -> int:
-        """Of the inputs, all leading dimensions counted."""
+        """Number of inputs, all leading dimensions multiplied."""
         return self.inputs.numel() // self.inputs.shape[-1]
 
 
 @unique
 class Rounding(IntEnum):
-    """How a norm of 16-bit numbers rounds; the numbers are those of `Norm::Kind` in `call.hpp`."""
+    """How a norm of 16-bit numbers rounds. The numbers are those of `Norm::Kind` in `call.hpp`."""
 
     NARROW = 0  # numbers are rounded, then multiplied with the weights, and rounded
     ONE_MORE = 1  # they are multiplied with weights + 1, then rounded
@@ -124,7 +123,7 @@ class Rounding(IntEnum):
 
 @unique
 class Activation(IntEnum):
-    """Of the gate; the numbers are those of `DecoderLayer::Activation` in `call.hpp`."""
+    """Activation of the gate. The numbers are those of `DecoderLayer::Activation` in `call.hpp`."""
 
     SILU = 0
     GELU_TANH = 1
@@ -141,9 +140,9 @@ class Norm:
 
 @dataclass(frozen=True, eq=False)
 class DecoderLayer:
-    """Attention and gated feed-forward layers, each behind a norm and added to what came before.
+    """Attention and gated feed-forward layers, each behind a norm and added to its input.
 
-    `query_norm` and `key_norm` are of the channels of a head; None for none.
+    `query_norm` and `key_norm` are norms over the channels of a head (None: no norm).
     """
 
     first_norm: Norm
@@ -167,7 +166,7 @@ class DecoderLayer:
 
     @property
     def norms(self) -> tuple[Norm | None, ...]:
-        """Of what goes into attention, and into the feed-forward layers; of queries and keys."""
+        """Norms before attention and before the feed-forward layer, and those of queries and keys."""
         return self.first_norm, self.second_norm, self.query_norm, self.key_norm
 
 
@@ -186,11 +185,11 @@ class Format(Enum):
 class PackedStates:
     """Keys or values of all slots: `data` (batch, kv_heads, slots, width) in a `format`.
 
-    A number of INT8 or INT4 is code * scale + mean: one scale for each slot and head, one mean for each
-    channel (None: 0). Some slots are also held at full precision and are read from there: slot s at entry
-    `ring_index[s]` of `full_precision`, -1 for none.
+    A number of INT8 or INT4 is code * scale + mean: one scale for each slot and head, one mean for each channel (None:
+    0). Some slots are also held at full precision and are read from there: slot s at entry `ring_index[s]` of
+    `full_precision`, -1 for none.
 
-    `last`: only the last so many channels are meant, as in values that are a part of their keys; None: all of them.
+    `last`: the number of channels at the end that count, as in values that are a part of their keys (None: all).
     """
 
     data: Tensor
@@ -222,7 +221,7 @@ class PackedStates:
         return 4 if self.format is Format.INT4 else 8 * self.data.itemsize
 
     def floats(self) -> Tensor:
-        """The decoded numbers, float32; floats come as they are."""
+        """The decoded numbers, in float32. Floats are returned unchanged."""
         return self._held()[..., self.first :]
 
     def _held(self) -> Tensor:
@@ -247,11 +246,11 @@ Writes = Sequence[tuple[Tensor, Tensor | float]]
 
 @dataclass(frozen=True)
 class Visibility:
-    """Which of the earlier tokens a query may see; None lifts a limit.
+    """Limits on the earlier tokens that a query may see. None lifts a limit.
 
     `sliding_window`: only keys at distances below it (the model's own window).
-    `reach`: likewise, but the first `sinks` positions of the text are exempt.
-    `attention_chunk`: only keys of the same chunk of the text, which are so many positions, the first from 0 on.
+    `reach`: the same, but the first `sinks` positions of the text are exempt.
+    `attention_chunk`: only keys of the same chunk of so many positions, counted from 0.
     """
 
     sliding_window: int | None = None
@@ -269,23 +268,23 @@ def most_visible(sliding_window: int | None, attention_chunk: int | None) -> int
 class AttentionInput:
     """One call of `attend`: queries, the slots they read, and how.
 
-    Queries and keys come un-rotated. `rotary_index` gives the rotary position of each, which are rows of
-    `tables` (cos, sin); where either is None nothing is rotated. A query sees slots at or before its own
-    position, as far as `visibility` allows; a slot with a negative position is never seen.
-    `query_gain` (head_dim) multiplies each query once it is rotated: weights of the model's norms after RoPE.
+    Queries and keys come un-rotated. `rotary_index` gives the rotary position of each, which are rows of `tables` (cos,
+    sin). Where either is None nothing is rotated. A query sees slots at or before its own position, as far as
+    `visibility` allows. A slot with a negative position is never seen. `query_gain` (head_dim) multiplies each query
+    once it is rotated: weights of the model's norms after RoPE.
 
-    Logits are multiplied by `scale`, then capped: `softcap * tanh(logit / softcap)`. `log_counts` are added
-    to the logits of their slots: a slot that stands for n tokens counts n times. `sink_logits` (one per head)
-    join each softmax and take their share away.
+    Logits are multiplied by `scale`, then capped: `softcap * tanh(logit / softcap)`. `log_counts` are added to the
+    logits of their slots: a slot that stands for n tokens counts n times. `sink_logits` (one per head) join each
+    softmax and take their share away.
 
-    `sees_to` is the last position that each query sees, where some see later ones than their own (in a picture, say);
-    it lies nowhere before a query's own. Distances within `visibility` are still those from its own position.
+    `sees_to` is the last position that each query sees, where some see later ones than their own (in a picture, say).
+    It lies nowhere before a query's own. Distances within `visibility` are still those from its own position.
 
-    `seen_until` is the position of the last query that sees each slot; None: all later ones do.
+    `seen_until` is the position of the last query that sees each slot, or None where all later queries do.
 
-    `picked`: the only slots that each query reads, of those that it sees; None: all of these.
+    `picked`: the only slots that each query reads, of those that it sees (None: all of these).
 
-    `observed` names the query columns whose attention mass is returned row by row (-1: none, a row of zeros);
+    `observed` names the query columns whose attention mass is returned row by row (-1: none, a row of zeros).
     `is_rest_wanted` asks for the sum over all other queries, too.
     """
 
@@ -326,9 +325,9 @@ class EvictionInput:
     """One call of `evict`: free `count` slots of each row and head, those of the lowest `score`.
 
     The first `sinks` tokens of the text and the newest `window` tokens before `next_positions` (the position of each
-    row's next token) come last, whatever their score; `row_sinks` are the `sinks` of each row, where these differ.
-    Tokens that no later query sees, because of the model's own `sliding_window` or `attention_chunk` (None: there is
-    none), come first.
+    row's next token) come last, whatever their score. `row_sinks` are the `sinks` of each row, where these differ.
+    Tokens that no later query sees, because of the model's own `sliding_window` or `attention_chunk`, come first. None
+    means no such limit.
     """
 
     score: Scores
@@ -387,7 +386,7 @@ class Digests:
     """The largest and the least number of each channel among the keys of each page, both as keys are held.
 
     No token of a page has a larger product with a query than its positive numbers have with the largest and its
-    negative ones with the least, but for what rounding of codes adds.
+    negative ones with the least, apart from the rounding of codes.
 
     Source: Quest, Tang et al. 2024 (arXiv:2406.10774). Differs: keys are held before RoPE.
     """
@@ -398,13 +397,13 @@ class Digests:
 
 @dataclass(frozen=True)
 class PageInput:
-    """One call of `best_pages`: queries, the keys of a recall store, piece by piece, and what is left out of them.
+    """One call of `best_pages`: queries, the keys of a recall store, piece by piece, and excluded tokens.
 
-    `is_query` tells which of the queries count. `positions` are negative where a token is no part of the text.
-    `kept_index` are the tokens in slots, by their number among all pieces' tokens, negative in the slots of none.
+    `is_query` marks the queries that count. `positions` are negative for tokens outside of the text. `kept_index` are
+    the tokens in slots, by their number among all pieces' tokens, negative in free slots.
 
-    `digests` are those of each page, with room for more behind the last one; only the `candidates` pages whose digests
-    promise most are looked at then, which are at least `count`. Without digests all are.
+    `digests` are those of each page, with room for more behind the last one. Only the `candidates` pages with the best
+    digests are scored exactly, at least `count` of them. Without digests all pages are.
     """
 
     queries: Queries
@@ -442,7 +441,7 @@ class ReadInput:
 class WriteInput:
     """One call of `write_tokens`: pieces as `ReadInput` has them, and the rows that tokens get there.
 
-    Each token is written at its `index` in all heads of its batch row; nowhere where that is negative.
+    Each token is written at its `index` in all heads of its batch row. Tokens with a negative index are not written.
     """
 
     pieces: tuple[Tensor, ...]
@@ -461,13 +460,13 @@ class RecallPiece:
 
 @dataclass(frozen=True, eq=False)
 class RecallSlots:
-    """A recall store that decode steps write to and read: what stays the same from one step to the next.
+    """A recall store that decode steps write to and read: the part that stays the same from step to step.
 
-    `positions` are negative where a token is no part of the text. `count` pages are read at most. Each step that reads
-    any writes their tokens' positions to `last_recalled`, EMPTY for those it left out. `turn` (cos, sin) is
-    what queries are rotated by before they are multiplied with keys; None: not at all. `state`: which of the slots'
-    tensors has the number of each slot's token. Of a page that gets a new token the digest is written anew; pages are
-    chosen by digests where `candidates` is not 0.
+    `positions` are negative for tokens outside of the text. At most `count` pages are read. Each step that reads any
+    writes their tokens' positions to `last_recalled`, EMPTY for skipped ones. `turn` (cos, sin) rotates queries before
+    they are multiplied with keys (None: no rotation). `state` is the index of the slots' tensor that has the number of
+    each slot's token. A page that gets a new token gets a new digest. Pages are chosen by digests where `candidates` is
+    not 0.
     """
 
     pieces: tuple[RecallPiece, ...]
@@ -484,12 +483,12 @@ class RecallSlots:
 class Ranking:
     """How a policy observes one query per row and scores slots, where a kernel can do it.
 
-    `observe`: what the mass of the query does to the policy's one tensor of state. It is added ("sum"), or takes its
-    place, summed over kv heads ("last"), or the state is multiplied by `1 - share` and `share` of it added ("fade").
-    A padding query does nothing.
+    `observe`: how the mass of the query updates the policy's one tensor of state. It is added ("sum"), or takes its
+    place, summed over kv heads ("last"), or the state is multiplied by `1 - share` and `share` of it added ("fade"). A
+    padding query does nothing.
 
-    `score`: the positions of the tokens, the state, the state pooled over `pool` neighbours in the text ("pooled"; by
-    the mean where `is_mean`, else by the most; that of the window counts as 0), or how little a key is like the mean
+    `score`: the positions of the tokens, the state, the state pooled over `pool` neighbours in the text ("pooled". By
+    the mean where `is_mean`, else by the most. That of the window counts as 0), or how little a key is like the mean
     direction of all ("novelty": minus `mean_key_cosine` in steps of 2**-16).
     """
 
@@ -512,10 +511,10 @@ class Retention:
 
 @dataclass(frozen=True, eq=False)
 class DecodeSlots:
-    """Slots that decode steps write to and read: what stays the same from one step to the next.
+    """Slots that decode steps write to and read: the part that stays the same from step to step.
 
-    `tables` (cos, sin) have a row for each position of the text; None: nothing is rotated. `retention`: None where the
-    kernel is to observe and evict nothing. `recall`: None where nothing is recalled. The other fields are those of
+    `tables` (cos, sin) have a row for each position of the text (None: no rotation). `retention`: None where the kernel
+    neither observes nor evicts. `recall`: None where nothing is recalled. The other fields are those of
     `AttentionInput`.
     """
 
@@ -534,12 +533,11 @@ class DecodeSlots:
 class DecodeInput:
     """The queries, keys and values of one new token per row, at `positions`, which are negative for padding.
 
-    `slot_positions` and `state`, which is 0 for new tokens, are of before the step, and stay as they are.
-    `is_observed`: whether the mass of the queries is returned. `is_evicting`: whether each row that is then over budget
-    evicts the lowest of its tokens; `next_positions` are of after the step. `released`: pairs of slots and positions
-    that an earlier step gave as `evicted`; they are free after this one. `remembered`: tokens of each row in the recall
-    store, which the new one is added to. `is_recalling`: whether the best pages of it are read beside the slots.
-    `row_sinks`: see `EvictionInput`.
+    `slot_positions` and `state`, which is 0 for new tokens, are of before the step, and are not changed. `is_observed`:
+    return the mass of the queries. `is_evicting`: each row that is then over budget evicts the lowest of its tokens.
+    `next_positions` are of after the step. `released`: pairs of slots and positions that an earlier step gave as
+    `evicted`, which are free after this one. `remembered`: tokens of each row in the recall store, which the new one is
+    added to. `is_recalling`: read the store's best pages beside the slots. `row_sinks`: see `EvictionInput`.
     """
 
     queries: Queries
@@ -558,10 +556,10 @@ class DecodeInput:
 
 
 class DecodeOutput(NamedTuple):
-    """What a decode step leaves. `slot_positions` and `state` are in memory of their own.
+    """Result of a decode step. `slot_positions` and `state` are in memory of their own.
 
-    `written` and `evicted` (batch, score_heads, 1) are slots, `evicted_positions` what stood there: negative, and the
-    slot any, where nothing was evicted; both are None where nothing was to be.
+    `written` and `evicted` (batch, score_heads, 1) are slots. `evicted_positions` are their former positions: negative,
+    with an arbitrary slot, where nothing was evicted. Both are None in a step without eviction.
     """
 
     written: SlotIndex

@@ -51,10 +51,10 @@ GRACE_S: Final = 30.0  # as torchrun itself gives its ranks
 
 
 def end_with_starter(environment: Mapping[str, str], look_s: float = LOOK_S, grace_s: float = GRACE_S) -> None:
-    """Look every `look_s` seconds, in a thread, whether `torchrun` still runs; when it does not, end this process.
+    """Watch in a thread, every `look_s` seconds, that `torchrun` still runs, and end this process when it does not.
 
     `torchrun` ends its ranks itself, unless it is killed by a signal that no process can handle. Then each rank sends
-    itself SIGTERM, and SIGKILL after `grace_s` seconds. Ranks that something else started are left alone.
+    itself SIGTERM, and SIGKILL after `grace_s` seconds. Ranks that other programs started are left alone.
     """
     if MARK in environment:
         threading.Thread(target=_watch, args=(os.getppid(), look_s, grace_s), daemon=True).start()

@@ -29,8 +29,8 @@ NO_RECALL: Final = "none"
 class Spec:
     """A name with its arguments, as text: `self_extend(8, window=64)`.
 
-    `named` keeps the order and what is given twice. `inside` is the text between the parentheses, for an argument
-    that may hold any sign, such as the name of a file; None without parentheses.
+    `named` keeps the order and duplicates. `inside` is the text between the parentheses, for an argument that may hold
+    any sign, such as the name of a file, or None without parentheses.
     """
 
     name: str
@@ -40,7 +40,7 @@ class Spec:
 
 
 def parse_spec(text: str) -> Spec | None:
-    """The name and the arguments of `text`; None where it has another form.
+    """The name and the arguments of `text`, or None where it has another form.
 
     Arguments are separated by commas, and may be of the same form themselves. One comma may stand after the last.
     """
@@ -63,9 +63,9 @@ def parse_spec(text: str) -> Spec | None:
 
 
 def parse_list(option: str, typed: str, make: Callable[[str], Value]) -> list[Value]:
-    """What `make` gives for each part of a list; commas inside parentheses belong to a part.
+    """Parse a list: the result of `make` for each part. Commas inside parentheses belong to a part.
 
-    Raises: UsageError, beginning with `option`, for an empty part; and whatever `make` raises.
+    Raises: UsageError, beginning with `option`, for an empty part, and any error that `make` raises.
     """
     parts = list(_parts(typed))
     if not all(parts):
@@ -85,7 +85,7 @@ def int_parser(option: str, least: int, most: int) -> Callable[[str], int]:
 
 
 def parse_ints(setting: str, spec: Spec, names: Sequence[str]) -> dict[str, int]:
-    """The arguments of `spec` as whole numbers by name; those without a name are taken in the order of `names`.
+    """The arguments of `spec` as whole numbers by name. Unnamed ones are taken in the order of `names`.
 
     Raises: UsageError, beginning with `setting`, for another name, one given twice, or no number.
     """
@@ -102,7 +102,7 @@ def parse_ints(setting: str, spec: Spec, names: Sequence[str]) -> dict[str, int]
 
 
 def parse_bytes(option: str, typed: str) -> int:
-    """A number of bytes as people write it: `"64MiB"`, `"1.5 GiB"` or `"4096"`; units are powers of 1024.
+    """A number of bytes as people write it: `"64MiB"`, `"1.5 GiB"` or `"4096"`. Units are powers of 1024.
 
     Raises: UsageError, beginning with `option`, for another form, or less than one byte.
     """
@@ -189,9 +189,9 @@ CLOSE: Final = 0.65  # of 1, for equal names; names that share only some letters
 
 
 def did_you_mean(typed: str, names: Iterable[str]) -> str:
-    """A question with the name that is close to `typed`, for an error; nothing where none is.
+    """A question with the name that is close to `typed`, for an error, or an empty text.
 
-    Case, `_` and `-` do not matter, nor does what stands in parentheses.
+    Case, `_` and `-` do not matter, nor does text in parentheses.
     """
     known = {plain(name): name for name in names}
     near = difflib.get_close_matches(plain(typed.partition("(")[0].strip()), list(known), n=1, cutoff=CLOSE)
@@ -210,13 +210,13 @@ def near_to(typed: str, names: Iterable[str]) -> str:
 
 
 def plain(name: str) -> str:
-    """A name without what does not matter in it."""
+    """A name reduced to the characters that matter."""
     return name.lower().replace("_", "").replace("-", "")
 
 
 @dataclass(frozen=True)
 class PluginKind:
-    """What can be asked for: subclasses of `base`, which users import as `imported_as`.
+    """A kind of plug-in: subclasses of `base`, which users import as `imported_as`.
 
     Errors call one of them `word` and several `words`, and are of class `error`.
     """
@@ -228,7 +228,7 @@ class PluginKind:
     error: type[WindlassError]
 
     def split(self, spec: str) -> tuple[Path | None, str]:
-        """The file, if any, and what is asked for: a name, perhaps with parentheses after it.
+        """The file, if any, and the name after it, perhaps with parentheses.
 
         Raises: the kind's error for a file alone.
         """
@@ -241,11 +241,11 @@ class PluginKind:
         return None, spec
 
     def name_in(self, typed: str, names: Iterable[str]) -> str | None:
-        """That of `names` which is meant, if any; case, `_` and `-` do not matter."""
+        """The name in `names` that was typed, if any. Case, `_` and `-` do not matter."""
         return next((name for name in names if plain(name) == plain(typed)), None)
 
     def name_of(self, typed: str, names: Collection[str]) -> str:
-        """That of `names` which is meant; case, `_` and `-` do not matter.
+        """The name in `names` that was typed. Case, `_` and `-` do not matter.
 
         Raises: the kind's error for an unknown name, with one that is close to it, if any.
         """
@@ -336,7 +336,10 @@ def check_weights(name: str) -> None:
 
 
 def gpu_number(device: str) -> int | None:
-    """Which GPU `cuda` or `cuda:1` means; None for `auto`, `cpu` and `mps`. Raises: UsageError for another name."""
+    """The number of the GPU in `cuda` or `cuda:1`, or None for `auto`, `cpu` and `mps`.
+
+    Raises: UsageError for another name.
+    """
     match = DEVICE.fullmatch(device)
     if match is None:
         raise UsageError(
@@ -346,9 +349,9 @@ def gpu_number(device: str) -> int | None:
 
 
 def folder_of(name: str | os.PathLike[str]) -> Path | None:
-    """The folder that `name` means, checked; None where it is a name on the hub.
+    """The folder that `name` means, checked, or None where it is a name on the hub.
 
-    Raises: UsageError for a folder that lacks what a model needs, and for a name that can be neither.
+    Raises: UsageError for a folder without the files that a model needs, and for a name that can be neither.
     """
     folder = Path(name).expanduser()
     if not isinstance(name, str) or _exists(folder) or _is_path(name):
@@ -401,7 +404,7 @@ def _json(path: Path) -> Any:
 
 
 def check_config(what: str, config: Any) -> None:
-    """Raises: UsageError, which calls the config `what`, where it is no object or counts something wrongly."""
+    """Check a config. Raises: UsageError, which calls it `what`, if it is no object or has a wrong count."""
     if not isinstance(config, dict):
         raise UsageError(f"{what} is not an object of JSON; copy it again")
     for part in (config, config.get("text_config")):

@@ -18,7 +18,7 @@ RESERVED = -2  # position of a slot whose token was evicted but can still be rol
 
 @dataclass(frozen=True)
 class RotaryBranch:
-    """Rotary positions of one set of logits; all are at least 0 and below `PositionMode.bound`."""
+    """Rotary positions of one set of logits. All are at least 0 and below `PositionMode.bound`."""
 
     queries: RotaryQueries
     keys: RotaryKeys
@@ -28,8 +28,8 @@ class RotaryBranch:
 class RotaryIndex:
     """The rotary position of each query and of each slot's key.
 
-    Keys at distance `near_window` and beyond take their logit from `far`; `far` is None when one
-    branch serves every distance.
+    Keys at distance `near_window` and beyond take their logit from `far`, which is None when one branch serves every
+    distance.
     """
 
     near: RotaryBranch
@@ -69,7 +69,7 @@ class Places:
     """Where the tokens of a step are read.
 
     `at` is the place of each, EMPTY where padding. The picture that a token belongs to reaches from `block_start` up to
-    `block_end`, on all axes; a token of text is one by itself. `end` is one past the last place of any row. `pictures`
+    `block_end`, on all axes. A token of text is one by itself. `end` is one past the last place of any row. `pictures`
     are those that begin in the step, per row.
     """
 
@@ -103,9 +103,9 @@ class Places:
 
 
 def places_of_axes(positions: QueryPositions, axes: Tensor, next_places: list[int]) -> Places:
-    """Where the tokens at `positions` are read whose positions on all `axes` (axes, batch, tokens) a model gives.
+    """Places of the tokens at `positions`, for which a model gives positions on all `axes` (axes, batch, tokens).
 
-    A token begins a block if all of its axes lie beyond all that came before; `next_places` is where each row goes on.
+    A token begins a block if all of its axes lie beyond all that came before. `next_places` is where each row goes on.
 
     Raises: UsageError where a block does not begin one past the one before, and where the last token of a row does not
     reach as far as those before it: models do not agree on where the text goes on then.
@@ -137,7 +137,7 @@ def places_of_axes(positions: QueryPositions, axes: Tensor, next_places: list[in
 
 
 def _next(values: Tensor, is_start: Tensor, last: Tensor) -> Tensor:
-    """Per column, the value at the next start after it; `last` after the last one."""
+    """Per column, the value at the next start after it, or `last` where no start follows."""
     later = torch.cat((values.where(is_start, MAX_NUMBER)[:, 1:], last), 1)
     return later.flip(1).cummin(1).values.flip(1)
 
@@ -154,9 +154,9 @@ def _check_follows(axes: Tensor, is_token: Tensor, is_start: Tensor, low: Tensor
 
 
 def rotate(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Each pair (i, i + n) of the first 2n channels rotated by its angle; the other channels stay as they are.
+    """Each pair (i, i + n) of the first 2n channels rotated by its angle. The other channels stay as they are.
 
-    `cos` and `sin` have n columns, one per pair; the other axes broadcast.
+    `cos` and `sin` have n columns, one per pair. The other axes broadcast.
     """
     pairs = cos.shape[-1]
     first, second = states[..., :pairs], states[..., pairs : 2 * pairs]

@@ -185,8 +185,8 @@ PROMPT: Final = Pass(is_prompt=True)
 class AttentionCall:
     """Arguments that the model passes to attention beside queries, keys and values.
 
-    `sliding_window`, `attention_chunk`: see `Visibility`. `sees_to`: see `AttentionInput`; for all columns of the step.
-    `picker`: the indexer that picks which slots each query reads; None: it reads all that it sees.
+    `sliding_window`, `attention_chunk`: see `Visibility`. `sees_to`: see `AttentionInput`, for all columns of the step.
+    `picker`: the indexer that picks which slots each query reads (None: it reads all that it sees).
     """
 
     scale: float
@@ -253,7 +253,7 @@ class StepRecord:
 
     @property
     def size(self) -> int:
-        """Tokens written or slots reserved, whichever is more: what the record takes of the headroom."""
+        """Tokens written or slots reserved, whichever is more: the headroom that the record takes."""
         return max(self.evicted_count, *self.step.lengths)
 
     def split(self, counts: Sequence[int]) -> tuple[list[int], list[int]]:

@@ -76,8 +76,8 @@ class Picker(ABC):
     def picked(self, keys: IndexKeys, seen: PickedSlots, keys_turn: Turn | None, queries_turn: Turn | None) -> Tensor:
         """The `limit` slots that score best among those each query sees. Names of unseen slots do not matter.
 
-        `keys` are those of all slots, un-rotated; the turns are those of the layer's keys and queries, None without
-        rotation. Which of equal scores are picked is left to `torch.topk`, as in the model itself.
+        `keys` are those of all slots, un-rotated. The turns are those of the layer's keys and queries (None: no
+        rotation). Which of equal scores are picked is left to `torch.topk`, as in the model itself.
         """
 
     @abstractmethod

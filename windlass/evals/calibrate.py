@@ -47,11 +47,11 @@ def measure_shares(
 ) -> Shares:
     """The shares of the heads of `model`, on average over `texts` of token ids, by the scores of `policy`.
 
-    The heads of a layer are put into at most so many `groups` of one share each. `progress` is called with (texts
-    read, texts). After an interrupt the shares are those of fewer texts.
+    The heads of a layer are put into at most so many `groups` of one share each. `progress` is called with (texts read,
+    texts). After an interrupt the shares are those of fewer texts.
 
-    Raises: KeyboardInterrupt before a text was read; UsageError for texts that fit into the budget whole, or a policy
-    that has no scores to compare.
+    Raises: KeyboardInterrupt before a text was read, and UsageError for texts that fit into the budget whole, or a
+    policy that has no scores to compare.
     """
     found: list[list[Tensor | None]] = []  # per text and layer
     try:
@@ -75,10 +75,10 @@ def measure_shares(
 def kept_shares(
     model: PreTrainedModel, ids: Sequence[int], policy: Policy, budget: Budget, is_by_head: bool
 ) -> list[Tensor | None]:
-    """Per layer what each kv head keeps of one text, in multiples of the mean; None for a layer that has its own size.
+    """The tokens that each kv head of each layer keeps of one text, in multiples of the mean.
 
-    One ranking goes over the tokens of all heads, or over those of a rank in all heads of a layer, where not
-    `is_by_head`.
+    A layer that has its own size gets None. One ranking goes over the tokens of all heads, or over those of a rank in
+    all heads of a layer, where not `is_by_head`.
     """
     cache = KVCache(model, policy=policy, chunk=512, rollback=0)
     prefill(model, cache, [list(ids)])
@@ -118,7 +118,7 @@ def kept_shares(
 def clustered(shares: Sequence[float], groups: int) -> list[float]:
     """The shares of heads in at most so many groups, each with the mean of its own, so that they differ least.
 
-    Groups hold neighbours in the order of their shares; the sum of squared differences from the means is least.
+    Groups hold neighbours in the order of their shares. The sum of squared differences from the means is least.
     """
     order = sorted(range(len(shares)), key=lambda head: shares[head])
     values = [shares[head] for head in order]
@@ -166,7 +166,7 @@ def measure_pair_costs(
 
     `progress` is called with (pairs measured, pairs to measure). After an interrupt the table is of fewer pairs.
 
-    Raises: UsageError for a text too short for one stretch; KeyboardInterrupt before anything is measured.
+    Raises: UsageError for a text too short for one stretch, and KeyboardInterrupt before anything is measured.
     """
     ids = encode(tokenizer, text, is_start=False)
     start = encode(tokenizer, text, is_start=True)
@@ -226,7 +226,7 @@ def pair_costs(model: PreTrainedModel, stretch: Sequence[int], firsts: Sequence[
 class Successive(Policy):
     """Evicts position `first` in the first row, the next one in the second row, and so on.
 
-    Source: none. Differs: none; it measures.
+    Source: none. Differs: none, as it measures.
     """
 
     first: int
@@ -258,7 +258,7 @@ MAX_FEATURES: Final = 4096  # of a head: its products with each other are held i
 
 @dataclass(frozen=True)
 class FeatureRecorder(Wrapper, Initializer):
-    """The policy that it wraps; notes the features of the tokens of each layer, in pieces, as they come.
+    """The wrapped policy, which also notes the features of each layer's tokens, in pieces, as they come.
 
     Source: none.
     Differs: none.
@@ -281,7 +281,7 @@ def features(queries: Queries, keys: NewKeys) -> Tensor:
 
 
 class Moments(NamedTuple):
-    """Sums over the tokens of a layer, per kv head, of features x and scores y; `products` of (x, y) with (x, y)."""
+    """Sums over the tokens of a layer, per kv head: features x, scores y, and products of (x, y) with (x, y)."""
 
     tokens: int
     sums: Tensor  # (kv_heads, features + 1)
@@ -298,7 +298,7 @@ class Moments(NamedTuple):
         return Moments(self.tokens + other.tokens, self.sums + other.sums, self.products + other.products)
 
     def solved(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Per kv head the weights of the features, the bias, and what part of the variance they explain."""
+        """Weights of the features, the bias, and the part of the variance they explain, per kv head."""
         means = self.sums / self.tokens
         spread = self.products / self.tokens - means[:, :, None] * means[:, None]
         among, towards, variance = spread[:, :-1, :-1], spread[:, :-1, -1], spread[:, -1, -1]
@@ -327,8 +327,8 @@ def fitted(
     `source` and `tasks` say where the texts come from. `progress` is called with (texts read, texts). After an
     interrupt the weights are fitted to fewer texts.
 
-    Raises: KeyboardInterrupt before enough texts were read; UsageError for fewer tokens than there are weights, or a
-    model that has no such layer or too wide heads.
+    Raises: KeyboardInterrupt before enough texts were read, and UsageError for fewer tokens than there are weights, or
+    a model that has no such layer or too wide heads.
     """
     read, found, is_interrupted = 0, LayerMoments(), False
     try:
@@ -400,8 +400,8 @@ def calibration_texts(
 ) -> list[list[int]]:
     """The token ids of up to `count` texts of `length` tokens, which `seed` chooses.
 
-    Without `tasks` they are stretches of the file, none of which overlap, and fewer where it is too short. Else the
-    tasks take turns, each with the file as its filler, if it reads one; their questions are left out.
+    Without `tasks` they are stretches of the file, none of which overlap, and fewer where it is too short. Otherwise
+    the tasks take turns, each with the file as its filler, if it reads one. Their questions are left out.
 
     Raises: UsageError for a task that cannot be found or made, or a text too short for one stretch.
     """

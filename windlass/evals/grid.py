@@ -28,9 +28,9 @@ from windlass.stores.formats import store_of
 
 @dataclass(frozen=True)
 class SampleSpec:
-    """Which sample: number `number` of those that the task makes with this seed, up to `length` tokens.
+    """A sample by its `number` among those that the task makes with this seed, up to `length` tokens.
 
-    `label` names the task, in errors and in what is drawn. The same specification gives the same sample.
+    `label` names the task, in errors and in random samples. The same specification gives the same sample.
     """
 
     task: Task
@@ -86,7 +86,7 @@ def fit(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> SizedSample:
 def shortest(spec: SampleSpec, tokenizer: PreTrainedTokenizerBase) -> SizedSample:
     """The same sample with as few units as the task allows.
 
-    Raises: UsageError when even that is longer than `spec.length`; or for a task that fails.
+    Raises: UsageError when even that is longer than `spec.length`, or for a task that fails.
     """
     made = _sample(spec, tokenizer, spec.task.least_units)
     if made.total_tokens > spec.length:
@@ -136,7 +136,7 @@ def load_task(spec: str) -> tuple[str, Task]:
 
     Names ignore case, `_` and `-`. Code of a file is run, once.
 
-    Raises: UsageError for what cannot be found, read or made.
+    Raises: UsageError for a task that cannot be found, read or made.
     """
     typed = parse_spec(spec)
     if typed is not None and typed.inside:
@@ -165,10 +165,10 @@ OPTIONS = {"budgets": "budget", "policies": "policy"}  # of flags that are not c
 
 @dataclass(frozen=True)
 class ListOptions:
-    """Lists as they were typed; values are separated by commas.
+    """Lists as they were typed, with values separated by commas.
 
     `options` holds lists of values of the cache's options by the name of their flag, such as `policies`. An option
-    without a list is as the cache has it by default. Without `depths` an answer stands anywhere.
+    without a list has its default. Without `depths`, answers stand at random depths.
     """
 
     tasks: str
@@ -194,7 +194,7 @@ class Settings:
 
 @dataclass(frozen=True)
 class Cell:
-    """One sample under one setting; a run makes a `Case` of each of its questions."""
+    """One sample under one setting. A run makes a `Case` of each question."""
 
     spec: SampleSpec
     settings: Settings
@@ -202,7 +202,7 @@ class Cell:
 
     @property
     def turns(self) -> list[int | None]:
-        """The number of each question; a single question has none."""
+        """The number of each question, or none for a single question."""
         return [*range(self.spec.task.turns)] if self.spec.task.turns > 1 else [None]
 
     @property
@@ -226,7 +226,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """Everything that is combined; tasks by label. Each of the `samples` texts is made with the same `seed`."""
+    """All combined values, with tasks by label. Each of the `samples` texts is made with the same `seed`."""
 
     tasks: dict[str, Task]
     lengths: list[int]
@@ -237,7 +237,7 @@ class Grid:
 
     @property
     def cells(self) -> list[Cell]:
-        """Every combination; cells with the same text are neighbours."""
+        """Every combination. Cells with the same text are neighbours."""
         return [
             Cell(SampleSpec(task, label, length, self.seed, number), settings, self.is_aware)
             for number in range(self.samples)
@@ -248,11 +248,11 @@ class Grid:
 
 
 def grid_of(lists: ListOptions) -> Grid:
-    """The product of all lists; what was named twice is run once.
+    """The product of all lists, without duplicates.
 
     A budget of `all` evicts nothing under any policy or rule, so it is run once, under the default ones.
 
-    Raises: WindlassError for what cannot be honoured.
+    Raises: WindlassError for invalid options.
     """
     axes = axes_of(lists.options)
     usual: dict[str, Any] = {"policy": Recent(), "positions": Original()}  # named in results, so never "auto"
@@ -275,7 +275,7 @@ def grid_of(lists: ListOptions) -> Grid:
 def tasks_of(lists: ListOptions) -> dict[str, Task]:
     """Each task at each depth, by label: `passkey`, or `passkey@0.5` where depths were typed.
 
-    Raises: UsageError for what cannot be found, read or made, and for a task that has no one place for an answer.
+    Raises: UsageError for a task that cannot be found, read or made, or that has no one place for an answer.
     """
     tasks = dict(parse_list("--tasks", lists.tasks, load_task))
     if lists.depths is None:
@@ -291,9 +291,9 @@ def tasks_of(lists: ListOptions) -> dict[str, Task]:
 
 
 def axes_of(lists: Mapping[str, str]) -> dict[str, list[Any]]:
-    """The values of each list by the name of its option, in the order of the lists; budgets are `Budget`s.
+    """The values of each list by the name of its option, in the order of the lists. Budgets are `Budget`s.
 
-    Raises: WindlassError for what cannot be honoured.
+    Raises: WindlassError for invalid options.
     """
     axes: dict[str, list[Any]] = {}
     for flag, typed in lists.items():

@@ -67,10 +67,10 @@ class _Line(BaseModel):
 
 
 class Header(_Line):
-    """With what cases were run. `model` is the name of a folder or on the hub; `fingerprint` says which model it is.
+    """The conditions of cases. `model` is the name of a folder or on the hub, `fingerprint` identifies it.
 
-    `dtype`, `trained_length` and `fingerprint` are None where they are not known: in files of before, `model` is
-    whatever was typed.
+    `dtype`, `trained_length` and `fingerprint` are None where they are unknown. In older files, `model` is the typed
+    text.
     """
 
     kind: Literal["header"] = "header"
@@ -100,7 +100,7 @@ class Header(_Line):
 
     @property
     def name(self) -> str:
-        """The model as it is shown; of a path that was typed, the last folder."""
+        """The model as it is shown. A typed path is shown as its last folder."""
         is_hub_name = self.model.count("/") < 2 and not self.model.startswith((".", "~", "/"))
         return self.model if is_hub_name else _last(self.model)
 
@@ -110,7 +110,7 @@ class Header(_Line):
         return self.name if self.dtype is None else f"{self.name} in {self.dtype}"
 
     def difference(self, other: "Header") -> tuple[str, object, object] | None:
-        """The first thing that tells this model from that of `other`, as name and both values; None: it is the same.
+        """The first difference to the model of `other`, as name and both values, or None if it is the same.
 
         Where both have a fingerprint, names do not count.
         """
@@ -125,7 +125,7 @@ class Header(_Line):
 
 
 class Measures(_Line):
-    """Mean negative log-likelihood of a text that was predicted, and divergence from a full cache; nats per token."""
+    """Mean negative log-likelihood of a predicted text, and divergence from a full cache, in nats per token."""
 
     nll: Real | None = None
     kl: Real | None = None
@@ -175,7 +175,7 @@ class Case(_Line):
 
     @model_serializer(mode="wrap")
     def _as_before(self, handler: SerializerFunctionWrapHandler) -> JsonObject:
-        """A line has no field that files of before did not have, where it says what they meant."""
+        """Remove the fields that older files lack where the value is their implicit one."""
         line: JsonObject = handler(self)
         line["expected"] = list(self.expected)
         if self.nll is None:
@@ -187,12 +187,12 @@ class Case(_Line):
 
     @property
     def nll(self) -> float | None:
-        """The mean negative log-likelihood; None where the text was not predicted."""
+        """The mean negative log-likelihood, or None where the text was not predicted."""
         return self.measures.nll
 
     @property
     def kl(self) -> float | None:
-        """The mean divergence from a full cache; None where none was read beside."""
+        """The mean divergence from a full cache, or None where none was read beside."""
         return self.measures.kl
 
     @property
@@ -202,7 +202,7 @@ class Case(_Line):
 
     @property
     def label(self) -> str:
-        """The row or line that it belongs to: the policy, and what else is not the default.
+        """Label of the row or line: the policy, and every option that is not the default.
 
         Where nothing is evicted a policy makes no difference, and none is named.
         """
@@ -358,7 +358,7 @@ def _check_same_run(path: Path, found: Header, header: Header) -> None:
 
 @dataclass(frozen=True)
 class LoadedResults:
-    """All files together. `notes` tell what was left out, and why."""
+    """All files together. `notes` list the cases left out, with reasons."""
 
     headers: tuple[Header, ...]
     cases: tuple[Case, ...]
@@ -366,10 +366,10 @@ class LoadedResults:
 
 
 def read_results(files: Sequence[Path]) -> LoadedResults:
-    """The cases of `files`, in their order, each once; a last line that was cut is left out.
+    """The cases of `files`, in their order, without duplicates and without a last line that was cut.
 
-    Raises: UsageError when a file cannot be read, is no results file, is of another version or damaged, when no
-    file has a case, or when two models were run.
+    Raises: UsageError when a file cannot be read, is no results file, is of another version or damaged, when no file
+    has a case, or when two models were run.
     """
     headers: dict[Header, Path] = {}
     cases: dict[tuple[object, ...], Case] = {}
@@ -413,7 +413,7 @@ def _lines(file: Path) -> tuple[list[Header | Case], bool]:
 
 
 def _object(row: bytes) -> JsonObject | None:
-    """The object of a line; None where it is none."""
+    """The object of a line, or None where it is none."""
     try:
         found = from_json(row)
     except ValueError:

@@ -70,10 +70,10 @@ def answered(
     cells: Sequence[Cell],
     texts: Sequence[SizedSample],
 ) -> list[list[Case]]:
-    """The model's answers, greedy, to every question on each text; one cell and its text per row of the cache.
+    """The model's greedy answers to every question on each text, with one cell and its text per row of the cache.
 
-    Aware, the first question is read with the text. Each question finds the cache as the text left it.
-    Bytes and seconds are those of all rows, divided by their number.
+    Aware, the first question is read with the text. Each question finds the cache as the text left it. Bytes and
+    seconds are those of all rows, divided by their number.
 
     Raises: UsageError for a task that fails.
     """
@@ -126,10 +126,10 @@ def _slots_held(cache: KVCache) -> list[int]:
 
 @torch.no_grad()
 def predicted(model: PreTrainedModel, cache: KVCache, ids: list[int], full: KVCache | None) -> Measures:
-    """How well every token but the first is predicted from those before it, as far as the cache has kept them.
+    """How well every token but the first is predicted from the kept tokens before it.
 
-    `nll` is the mean negative log-likelihood, `kl` the mean divergence of what `full` (a cache without
-    budget) predicts from what `cache` does; both in nats per token.
+    `nll` is the mean negative log-likelihood, in nats per token. `kl` is the mean divergence of the predictions with
+    `full` (a cache without budget) from those with `cache`, in nats per token.
     """
     nll = kl = 0.0
     tokens = len(ids) - 1
@@ -158,7 +158,7 @@ POOL = 8  # texts per row of a batch, among which those of one budget are found
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """Options of the command; `batch` is the most texts that are read side by side."""
+    """Options of the command. `batch` is the most texts that are read side by side."""
 
     model: str
     lists: ListOptions
@@ -173,17 +173,17 @@ class EvalOptions:
     weights: str = "auto"
 
     def grid(self) -> Grid:
-        """Every combination of the lists. Raises: WindlassError for what cannot be honoured."""
+        """Every combination of the lists. Raises: WindlassError for invalid options."""
         return replace(grid_of(self.lists), samples=self.samples, seed=self.seed, is_aware=self.is_aware)
 
     def runner(self) -> "Runner":
-        """The runner in this process. Raises: WindlassError for what cannot be honoured."""
+        """The runner in this process. Raises: WindlassError for invalid options."""
         return Runner(self)
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The header of the results, and the grid, once the model is known; `notes` tell what was left out of it."""
+    """The header of the results, and the grid, once the model is known. `notes` list the excluded combinations."""
 
     header: Header
     grid: Grid
@@ -200,11 +200,11 @@ class Executor(ABC):
     @property
     @abstractmethod
     def plan(self) -> Plan:
-        """The work, checked by a loaded model. Raises: WindlassError for what cannot be honoured."""
+        """The work, checked by a loaded model. Raises: WindlassError for invalid options."""
 
     @abstractmethod
     def measure(self, cells: Sequence[Cell], batch: int, started: Started) -> Measured:
-        """Run cells of the plan, up to `batch` texts side by side; each result comes once, as soon as it is there.
+        """Run cells of the plan, up to `batch` texts side by side. Each result comes once, as soon as it is there.
 
         `started` is called with a cell when it begins. A cell that could not be run does not come.
 
@@ -216,7 +216,7 @@ class Runner(Executor):
     """Runs cells here, one after another, in their order: a loaded model, and the samples that were made last."""
 
     def __init__(self, options: EvalOptions) -> None:
-        """Load the model. Raises: WindlassError for what cannot be honoured."""
+        """Load the model. Raises: WindlassError for invalid options."""
         self.options, self.typed = options, options.grid()  # refused before a model is loaded
         if options.threads is not None:
             torch.set_num_threads(options.threads)
@@ -231,7 +231,7 @@ class Runner(Executor):
 
     @cached_property
     def proposal(self) -> Plan:
-        """The plan before it is checked. Raises: WindlassError for what cannot be honoured."""
+        """The plan before it is checked. Raises: WindlassError for invalid options."""
         return Plan(header_of(self.options.model, self.options.seed, self.model), self.typed)
 
     def measure(self, cells: Sequence[Cell], batch: int, started: Started) -> Measured:
@@ -242,7 +242,7 @@ class Runner(Executor):
     def check(self, grid: Grid) -> None:
         """Check every length on all texts, and every budget on the first of each task and length.
 
-        Raises: UsageError for what cannot be honoured.
+        Raises: UsageError for lengths or budgets that do not fit.
         """
         for label, task in grid.tasks.items():
             for length in grid.lengths:
@@ -270,7 +270,7 @@ class Runner(Executor):
                 yield from (group[start : start + batch] for start in range(0, len(group), batch))
 
     def measured(self, batch: Sequence[Cell]) -> list[Case]:
-        """Run cells that can share a cache; returns a case per question, text by text."""
+        """Run cells that can share a cache. Returns a case per question, text by text."""
         settings, texts = batch[0].settings, [self._fitted(cell.spec) for cell in batch]
         has_questions = bool(texts[0].sample.turns)
         budget = settings.budget.of(texts[0].context_tokens)
@@ -351,11 +351,11 @@ class Sweep:
     """Everything that was asked for, and the file that its cases go to."""
 
     def __init__(self, options: EvalOptions, note: Callable[[str], None], executor: Executor | None = None) -> None:
-        """Check what was asked for, and open the file; `note` is told what was amended in it.
+        """Check the options, and open the file. `note` is called with each amendment of the file.
 
-        Without an `executor` the model is loaded, and asked, in this process.
+        Without an `executor` the model is loaded in this process.
 
-        Raises: WindlassError for what cannot be honoured, before anything is run.
+        Raises: WindlassError for invalid options, before anything is run.
         """
         self._executor = executor or options.runner()
         self._batch = options.batch
@@ -364,10 +364,10 @@ class Sweep:
         self._results = open_results(options.output, plan.header, note)
 
     def run(self, progress: Callable[[int, int, str], None]) -> bool:
-        """Run what the file lacks, and write it there; whether that was done before an interrupt.
+        """Run the cells that the file lacks, and write them there. Returns True unless interrupted.
 
-        `progress` is called with (cells done, cells in all, what comes next). Ctrl-C leaves whole lines; a further
-        run goes on from there.
+        `progress` is called with (cells done, cells in all, next cell). Ctrl-C leaves whole lines, and a further run
+        continues from there.
         """
         done, total = 0, self._total()
 
@@ -397,7 +397,7 @@ class Sweep:
         return sum(map(self._is_done, self._cells)), len(self._cells)
 
     def _rounds(self) -> Iterator[Sequence[Cell]]:
-        """The cells to run, round by round; a round may depend on the cases of those before it."""
+        """The cells to run, round by round. A round may depend on the cases of those before it."""
         yield self._cells
 
     def _total(self) -> int:
@@ -443,7 +443,7 @@ def _label(case: Case, name: str) -> str:
 
 
 def _scores(scored: Sequence[Case]) -> list[str]:
-    """The mean and its interval; the questions on one text are one sample."""
+    """The mean and its interval. Questions on one text are one sample."""
     if not scored:
         return ["-", "-"]
     row = score_row(scored)

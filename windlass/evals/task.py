@@ -1,8 +1,7 @@
 """The contract of a task: a text made to measure, questions on it, and how an answer is scored.
 
-A task of your own is one file: subclass `Task`, write `compose`, and name it `path/to/file.py:Class`.
-The text is read first; the questions come when the cache has been compressed, or (aware) the first
-of them is part of what is read.
+A task of your own is one file: subclass `Task`, write `compose`, and name it `path/to/file.py:Class`. The text is read
+first. The questions come when the cache has been compressed, or (aware) the first of them is part of the text.
 """
 
 import random
@@ -20,9 +19,9 @@ from windlass.core.parse import MAX_NUMBER, PluginKind, int_parser
 class Question:
     """One question, and the strings that a right answer holds.
 
-    `prefix` is the start of the answer, which the model goes on from; it is never empty. Both begin
-    with whatever joins them to the text before. `depth` tells where in the text (0 to 1) the answer
-    stands; None when it stands nowhere or in several places.
+    `prefix` is the start of the answer, which the model goes on from. It is never empty. Both include the space or line
+    end that joins them to the text before. `depth` tells where in the text (0 to 1) the answer stands, or None when it
+    stands nowhere or in several places.
     """
 
     question: str
@@ -53,7 +52,7 @@ class Task(ABC):
 
     @property
     def most_units(self) -> int | None:
-        """The largest size that there is material for; None where that never ends."""
+        """The largest size that there is material for, or None without a limit."""
         return None
 
     @abstractmethod
@@ -73,14 +72,14 @@ class Task(ABC):
         return sum(each.lower() in lowered for each in turn.expected) / len(turn.expected)
 
     def reading(self, file: Path) -> "Task | None":
-        """This task on the text of a file; None where it reads none.
+        """This task on the text of a file, or None where it reads none.
 
         Raises: UsageError when the file cannot be read.
         """
         return None
 
     def at(self, depth: float) -> "Task | None":
-        """This task with its answer at `depth` (0 to 1) of every text; None where it has no one place to stand."""
+        """This task with its answer at `depth` (0 to 1) of every text, or None where answers have no single place."""
         return None
 
 
@@ -99,7 +98,7 @@ class Budget:
     divisor: float | None = None
 
     def of(self, context_tokens: int) -> int | None:
-        """Slots for a text of so many tokens; None keeps them all."""
+        """Number of slots for a text of so many tokens, or None to keep them all."""
         return self.slots if self.divisor is None else int(context_tokens / self.divisor)
 
 

@@ -49,18 +49,18 @@ SENTENCES = "The grass is green. The sky is blue. The sun is yellow. Here we go.
 
 
 class Filler(ABC):
-    """Makes text in pieces; each brings the space or line end before it."""
+    """Makes text in pieces, which begin with the space or line end before them."""
 
     joint: str
     """The text before a line that is hidden here."""
 
     @abstractmethod
     def pieces(self, draw: random.Random, count: int) -> list[str]:
-        """So many pieces; the same `draw` gives the same first ones at any count."""
+        """`count` pieces, the first of which are the same for any count with the same `draw`."""
 
     @property
     def most(self) -> int | None:
-        """The most pieces there are; None where they never end."""
+        """The most pieces there are, or None without a limit."""
         return None
 
 
@@ -79,12 +79,12 @@ class Noise(Filler):
 
 @dataclass(frozen=True)
 class Novel(Filler):
-    """The words of the shipped novel or of a `file`, from the start of any sentence on, then round to it.
+    """The words of the shipped novel or of a `file`, from the start of any sentence on, and then from the beginning.
 
-    `has_numerals` leaves numerals as they are; else they are spelled out, digit by digit, because a
-    small model takes any number for the one that it is to remember.
+    `has_numerals` leaves numerals as they are. Otherwise they are spelled out, digit by digit, because a small model
+    takes any number for the one that it is to remember.
 
-    Raises: UsageError when a file that is asked for cannot be read.
+    Raises: UsageError when the file cannot be read.
     """
 
     file: Path | None = None
@@ -121,7 +121,7 @@ NOISE, NOISE_LINES, NOVEL = Noise(), Noise("\n"), Novel()
 
 
 def from_file(filler: Filler | None, file: Path) -> Novel | None:
-    """The same filler with a file's text; None where it isn't read out of a text.
+    """The same filler with a file's text, or None where the filler reads no text.
 
     Raises: UsageError when the file cannot be read.
     """
@@ -195,7 +195,7 @@ def letters(draw: random.Random, count: int) -> str:
 
 
 def distinct(draw: random.Random, make: Callable[[random.Random], str], count: int) -> list[str]:
-    """`count` different ones; the first of them are the same for any count."""
+    """`count` different names, the first of which are the same for any count."""
     found: dict[str, None] = {}
     while len(found) < count:
         found[make(draw)] = None

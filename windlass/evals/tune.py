@@ -51,7 +51,7 @@ STEPS = HEADROOM + 8  # of decode in a probe: more than records are kept of
 
 @dataclass(frozen=True)
 class LayerCost:
-    """Bytes of the slots of a layer: `fixed` ones, and `per_slot` for each; at most `most_tokens` are held."""
+    """Bytes of the slots of a layer: a `fixed` part, and `per_slot` for each of at most `most_tokens`."""
 
     fixed: int
     per_slot: int
@@ -65,7 +65,7 @@ class LayerCost:
 
 @dataclass(frozen=True)
 class Records:
-    """Bytes of what a cache keeps beside its slots: statistics of layers, and records of the latest steps."""
+    """Bytes that a cache holds beside its slots: statistics of layers, and records of the latest steps."""
 
     fixed: float = 0.0
     per_token: float = 0.0
@@ -101,7 +101,7 @@ def bytes_of(layers: Sequence[LayerCost], options: CacheOptions, budget: int, re
 def records_of(
     model: PreTrainedModel, ids: Sequence[int], options: CacheOptions, layers: Sequence[LayerCost]
 ) -> Records:
-    """Measured on two small caches that read `ids` over and over: what it takes grows with the budget, if at all."""
+    """Measure the records on two small caches that read `ids` repeatedly. They may grow with the budget."""
     low, high = ((budget, _most_held(model, ids, replace(options, budget=budget))) for budget in PROBES)
     beside = [max(0.0, held - bytes_of(layers, options, budget)) for budget, held in (low, high)]
     per_token = max(0.0, (beside[1] - beside[0]) / (PROBES[1] - PROBES[0]))
@@ -150,7 +150,7 @@ FULL_CACHE = Settings(Budget(ALL), CacheOptions(policy=Recent(), positions=Origi
 
 
 def tasks_on(file: Path, tasks: str) -> dict[str, Task]:
-    """The tasks that were asked for, by label; those that read a text read that of `file`.
+    """The chosen tasks, by label, with the text of `file` for those that read one.
 
     The label names the file without its folder and its contents, so that another text is another task.
 
@@ -166,11 +166,11 @@ def tasks_on(file: Path, tasks: str) -> dict[str, Task]:
 
 
 def placed(tokens: int, budget: int, trained: int | None) -> tuple[int, PositionMode]:
-    """The budget and the positions with which a model reads a text of `tokens` of which `budget` could be kept.
+    """The budget and the positions with which a model reads a text of `tokens`, of which `budget` could be kept.
 
-    Within the trained length they stay as they are. Past it, kept tokens are counted anew where they fit in what the
-    model was trained on beside a chunk, or in half of it. Where they do not, distances are divided by as much as the
-    text needs; where that is more than `MOST_GROUP`, fewer are kept, so that they fit.
+    Within the trained length they are unchanged. Past it, kept tokens are numbered anew if they fit, beside a chunk,
+    into the trained length or half of it. If they do not fit, distances are divided by the factor that the text needs.
+    If that factor is above `MOST_GROUP`, fewer tokens are kept, so that they fit.
     """
     if trained is None or tokens <= trained:
         return budget, Original()
@@ -183,9 +183,9 @@ def placed(tokens: int, budget: int, trained: int | None) -> tuple[int, Position
 
 @dataclass(frozen=True)
 class CandidateResult:
-    """How one candidate did: per text what it found of what was hidden there (0 to 1), and the nll of what it read.
+    """Result of one candidate: per text, the share of hidden answers found (0 to 1) and the nll.
 
-    `kl` is the mean divergence from a full cache, where one was read beside; `bytes_held` the most of any case.
+    `kl` is the mean divergence from a full cache, where one was read beside. `bytes_held` is the most of any case.
     """
 
     settings: Settings
@@ -201,22 +201,22 @@ class CandidateResult:
 
     @property
     def share_found(self) -> float | None:
-        """The mean of what was found; None where nothing was hidden."""
+        """The mean share of hidden answers found, or None where nothing was hidden."""
         return fmean(self.found.values()) if self.found else None
 
     @property
     def nll(self) -> float | None:
-        """The mean, in nats per token; None where no text was predicted."""
+        """The mean, in nats per token, or None where no text was predicted."""
         return fmean(self.losses.values()) if self.losses else None
 
     @property
     def interval(self) -> str:
-        """The 95 % interval of what was found."""
+        """The 95 % interval of the share found."""
         return interval(self.share_found or 0.0, len(self.found))
 
     @property
     def perplexity(self) -> str:
-        """The perplexity of what was read."""
+        """The perplexity of the text."""
         return perplexity(self.nll or 0.0)
 
     @property
@@ -241,7 +241,7 @@ class CandidateResult:
 
 
 def ranked(settings: Sequence[Settings], cases: Sequence[Case], samples: int | None = None) -> list[CandidateResult]:
-    """Results of the `settings` that have cases, the best first; only the first `samples` texts of each count."""
+    """Results of the `settings` that have cases, the best first. Only the first `samples` texts of each count."""
     found = []
     counted = [case for case in cases if samples is None or case.sample < samples]
     for each in settings:
@@ -260,7 +260,7 @@ def ranked(settings: Sequence[Settings], cases: Sequence[Case], samples: int | N
 
 
 def sentence(results: Sequence[CandidateResult], full: CandidateResult | None, size: int) -> str:
-    """The verdict on `results`, the best first, none of which takes more than `size` bytes; `full` evicts nothing."""
+    """The verdict on `results`, the best first, none of which takes more than `size` bytes. `full` evicts nothing."""
     best, *others = results
     finalists = [each for each in others if each.samples == best.samples]
     facts = {
@@ -285,7 +285,7 @@ def is_surely_better(one: CandidateResult, other: CandidateResult) -> bool:
 
 
 def command(model: str, text: str, best: CandidateResult, loading: Sequence[str]) -> str:
-    """The line that reads a text in the cache that did best; `loading` are the options of the model, as typed."""
+    """The command that reads a text in the best cache. `loading` are the options of the model, as typed."""
     labels, options = best.settings.labels, best.settings.options
     words = ["windlass", "generate", model, "--budget", labels["asked_budget"], "--policy", best.policy]
     words += ["--store", labels["store"], "--positions", labels["positions"]]
@@ -299,9 +299,10 @@ SHARES = (4, 2, 1)  # of the samples, after which half of the candidates leave
 
 @dataclass(frozen=True, kw_only=True)
 class TuneOptions(EvalOptions):
-    """Options of the command: a cache of `size` bytes for texts like `text`; `length` None chooses by itself.
+    """Options of the command: a cache of `size` bytes for texts like `text`.
 
-    The options of the cache are lists to combine; an empty list of positions goes by the trained length.
+    A `length` of None is chosen automatically. The options of the cache are lists to combine. An empty list of
+    positions is chosen by the trained length.
     """
 
     text: Path
@@ -309,7 +310,7 @@ class TuneOptions(EvalOptions):
     length: int | None = None
 
     def grid(self) -> Grid:
-        """The tasks on the text; only the model tells the length and the candidates."""
+        """The tasks on the text. Only the model decides the length and the candidates."""
         return Grid(tasks_on(self.text, self.lists.tasks), [], [], self.samples, self.seed)
 
     def runner(self) -> "TuneRunner":
@@ -317,7 +318,7 @@ class TuneOptions(EvalOptions):
 
 
 class TuneRunner(Runner):
-    """The model that is tuned for; candidates are the settings of its grid, after the full cache."""
+    """Runs candidates on one model. Candidates are the settings of its grid, after the full cache."""
 
     options: TuneOptions
 
@@ -358,7 +359,7 @@ class TuneRunner(Runner):
             super().check(grid)
 
     def _fitting(self, ids: Sequence[int]) -> tuple[list[tuple[CacheOptions, int]], list[str]]:
-        """Each combination that fits, with its largest budget; and why the rest does not."""
+        """Each combination that fits, with its largest budget, and the reasons for those that do not."""
         size, shapes = self.options.size, layer_shapes(self.model)
         made, left_out = [], []
         axes = {"positions": [Original()], **axes_of(self.options.lists.options)}
@@ -430,7 +431,7 @@ class Tuning(Sweep):
 
     @property
     def full(self) -> CandidateResult | None:
-        """The full cache on the same texts; None where it was not run."""
+        """The full cache on the same texts, or None where it was not run."""
         return next(iter(ranked([self._full], self.cases)), None) if self._full else None
 
 

@@ -1,8 +1,8 @@
-"""Attaching to a model of transformers: what a pass with our cache does to it, and how that is undone.
+"""Attach a cache to a model of transformers, and undo it.
 
-A model is neither forked nor copied. In a forward pass with our cache, and in no other, its rotary
-module returns the identity, so that the keys it hands to `past_key_values.update` are not rotated,
-and its attention function is ours, which lets the cache write, attend, observe and evict.
+A model is neither forked nor copied. In a forward pass with an attached cache, and in no other, its rotary module
+returns the identity, so that the keys it hands to `past_key_values.update` are not rotated. Its attention function is
+ours, which lets the cache write, attend, observe and evict.
 """
 
 import inspect
@@ -69,9 +69,9 @@ UNKNOWN: Final = -1  # in place of the id of padding, or of a token that came wi
 
 
 class CheckedGenerate:
-    """`generate` of an attached model, which first compares its text with what the cache has read.
+    """`generate` of an attached model, which first compares its text with the cache's.
 
-    It stands on the model in place of the model's own, until `remove`.
+    It replaces the model's own `generate` until `remove`.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -102,9 +102,11 @@ class CheckedGenerate:
 
 
 def check_continues(cache: TextCache, columns: int, ids: Tensor | None) -> None:
-    """Raises: UsageError where a text of `columns`, with these `ids` (rows, columns), does not go on from the cache's.
+    """Compare a text of `columns`, with these `ids` (rows, columns), with the text of the cache.
 
-    Rows, or columns, of which the cache does not know what they were are not compared.
+    Rows, or columns, whose ids the cache does not know are not compared.
+
+    Raises: UsageError where the text does not begin with the cache's.
     """
     seen = cache.columns_seen
     if not seen:
@@ -127,7 +129,7 @@ def check_continues(cache: TextCache, columns: int, ids: Tensor | None) -> None:
 
 
 def _columns_of(cache: TextCache, row: int) -> list[int]:
-    """The id that a row was fed in each column; UNKNOWN where it was padding, and where it is not known."""
+    """The id that a row was fed in each column, UNKNOWN for padding, and where it is not known."""
     its = cache.rows.rows[row]
     tokens = its.tokens
     padding = {column for start, end in its.padding or () for column in range(start, end)}
@@ -141,7 +143,7 @@ NAME = "windlass"  # of the attention function, and of the attribute on an attac
 
 
 class AttachedModel(Attachment):
-    """What `attach` found out about a model, and the cache of the pass that is running."""
+    """Facts about an attached model, and the cache of the running pass."""
 
     def __init__(self, model: PreTrainedModel, decoder: DecoderModules, own_linear: bool) -> None:
         rotary_modules, outer = decoder.rotary_modules, decoder.outer
@@ -195,10 +197,10 @@ class AttachedModel(Attachment):
             self._generate.remove()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward pass of the decoder's outer module; with our cache, a step of it.
+        """The forward pass of the decoder's outer module, a step of the cache where the pass has one of ours.
 
-        Not hooks of the module: those are not called when a pass is interrupted. The arguments are those
-        of the model at hand, passed on as they come.
+        Replaces hooks, which are not called when a pass is interrupted. The arguments are those of the model at hand,
+        passed on as they come.
         """
         kwargs = with_cache_as(self._cache_name, kwargs)
         bound = self._signature.bind_partial(*args, **kwargs).arguments
@@ -276,7 +278,7 @@ class AttachedModel(Attachment):
         return self.kinds.place(layer), source is not None
 
     def call(self, layer: int, mask: Mask, scale: float, softcap: float | None, sinks: Tensor | None) -> AttentionCall:
-        """What a layer is asked for under this mask. Raises: UsageError for a mask that no cache can honour."""
+        """The arguments of a layer's attention under this mask. Raises: UsageError for an unsupported mask."""
         mask = mask.whole
         window, chunk = mask.window if mask.is_causal else self._windows[layer], self._chunks[layer]
         picker = self.indexed.picker(layer, self._running["pass"])
@@ -288,12 +290,12 @@ class AttachedModel(Attachment):
         return AttentionCall(scale, window, softcap, sinks, seen, picker=picker)
 
     def text_call(self, layer: int, scale: float) -> AttentionCall:
-        """What a layer is asked for in a text, whose masks are causal."""
+        """The arguments of a layer's attention in a text, whose masks are causal."""
         chunk = self._chunks[layer]
         return AttentionCall(scale, None if chunk is not None else self._windows[layer], attention_chunk=chunk)
 
     def _note_indexer(self, indexer: Indexer, call: IndexerCall) -> None:
-        """Note what an indexer was called with, in a pass with a cache or a probe."""
+        """Note the arguments of an indexer's call, in a pass with a cache or a probe."""
         if self.probe is not None:
             self.probe.picks.note(indexer, call)
         else:
@@ -359,7 +361,7 @@ class AttachedModel(Attachment):
         self.known.prove(model, cache)
 
     def _states_of(self, layer: int) -> list[Tensor]:
-        """What the cache of the pass that runs in this thread keeps of a recurrent layer; nothing before a token."""
+        """States that the cache of this thread's running pass has of a recurrent layer, or none before a token."""
         cache = self.current_cache
         kept = [] if cache is None else [each for each in cache.recurrent if each.index == layer]
         return [state for each in kept for state in each.tensors().values()]
@@ -367,7 +369,10 @@ class AttachedModel(Attachment):
     def _checked(
         self, cache: TextCache, bound: dict[str, Any]
     ) -> tuple[int, int, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
-        """What `TextCache.begin` takes of a pass with these arguments. Raises: UsageError for one that can't be."""
+        """Arguments of `TextCache.begin` for a pass with these arguments.
+
+        Raises: UsageError for a pass that cannot begin.
+        """
         if cache.model_id is not self:
             raise UsageError("this KVCache was made for another model, or before this one was attached; make a new one")
         check_call((self.decoder.inner, self.decoder.outer), bound)
@@ -405,21 +410,21 @@ class AttachedModel(Attachment):
 
     @not_compiled
     def _turn(self) -> AxisRotation:
-        """What the rotary modules do in the pass that runs in this thread."""
+        """Rotation of the rotary modules in the running pass of this thread."""
         return turn_of(self.current_cache)
 
 
 def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
-    """Let `model` work with a `KVCache`; returns the same model.
+    """Let `model` work with a `KVCache`. Returns the same model.
 
-    Without our cache the model does exactly what it did before, in training too. Attaching twice
-    changes nothing. Two passes of one token find out how each layer rotates its keys; then a short text is read
-    with a cache and without, and a model that attends otherwise is refused. While a pass with our cache runs, a
-    pass of another thread is refused; give each thread a model of its own.
+    Without our cache the model does the same as before, in training too. Attaching twice changes nothing. Two passes of
+    one token find out how each layer rotates its keys. Then a short text is read with a cache and without, and a model
+    that attends otherwise is refused. While a pass with our cache runs, a pass of another thread is refused. Give each
+    thread a model of its own.
 
     `own_linear`: in a pass of at most 16 tokens with our cache, all rows counted, linear layers on a CPU are computed
-    by a kernel of ours, and so is what is beside attention in decoder layers whose code is that of Llama, Mistral,
-    Qwen2 or Qwen3, which many families share. Hooks and modules put in place of others are called as before.
+    by a kernel of ours. So are the parts around attention in decoder layers that have the code of Llama, Mistral, Qwen2
+    or Qwen3, which many families share. Hooks and modules put in place of others are called as before.
     docs/results/benchmarks.md compares it with PyTorch. It rounds otherwise, and the result of a token does not depend
     on the other tokens of the pass. False: PyTorch's always.
 
@@ -428,9 +433,9 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
 
     An attached model can be copied, pickled and saved with `torch.save`: the copy is attached, too.
 
-    Raises: UnsupportedModel, naming the model and the reason; the model is then as it was. UsageError for what is no
-    model of transformers, and for a model that is attached with another `own_linear`, or shares its layers with one
-    that is attached.
+    Raises: UnsupportedModel, naming the model and the reason. The model is then as it was. UsageError for an object
+    that is no model of transformers, and for a model that is attached with another `own_linear`, or shares its layers
+    with one that is attached.
     """
     check_model(model)
     before = _found(model)
@@ -467,9 +472,9 @@ def attach(model: PreTrainedModel, own_linear: bool = True) -> PreTrainedModel:
 
 
 def detach(model: PreTrainedModel) -> PreTrainedModel:
-    """Undo `attach`; returns the same model. Its caches can no longer be used with it.
+    """Undo `attach`. Returns the same model. Its caches can no longer be used with it.
 
-    `model` may also be what PEFT had wrapped, or what it left of the attached model.
+    `model` may also be the model inside of a PEFT wrapper, or the part of the attached model that PEFT left.
     """
     check_model(model)
     attachment = _found(model) or attached(model)
@@ -481,7 +486,7 @@ def detach(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def attached(model: PreTrainedModel) -> AttachedModel:
-    """What `attach` left on the model. Raises: UsageError when it is not attached."""
+    """The attachment of the model. Raises: UsageError when it is not attached."""
     attachment = getattr(model, NAME, None)
     if not isinstance(attachment, AttachedModel):
         check_model(model)

@@ -65,7 +65,7 @@ def has_code_of(module: nn.Module, *methods: Method) -> bool:
 
 
 def rounding_of(module: nn.Module) -> tuple[Rounding, float] | None:
-    """How a norm rounds, and its epsilon; None for a module that is no known norm."""
+    """How a norm rounds, and its epsilon, or None for an unknown norm."""
     for methods, rounding, epsilon in NORMS:
         if has_code_of(module, *methods):
             return rounding, float(getattr(module, epsilon))
@@ -78,7 +78,7 @@ def epsilon_of(module: nn.Module) -> str:
 
 
 def activation_of(module: nn.Module) -> Activation | None:
-    """The activation that a module is; None for others."""
+    """The activation of a module, or None for an unknown one."""
     kind = type(module)
     if kind is nn.SiLU or kind is type(ACT2FN["silu"]):
         return Activation.SILU
@@ -87,7 +87,7 @@ def activation_of(module: nn.Module) -> Activation | None:
 
 
 def global_of(module: nn.Module, name: str) -> Callable[..., Any]:
-    """What a name outside of it means in the `forward` of a module's class."""
+    """The object that a global name means in the `forward` of a module's class."""
     found: Callable[..., Any] = inspect.unwrap(type(module).forward).__globals__[name]
     return found
 
@@ -109,7 +109,7 @@ def _code(function: Callable[..., Any]) -> CodeType | None:
 
 
 def _facts(code: CodeType) -> tuple[object, ...]:
-    """What a function does: its instructions, and what they name."""
+    """Facts of a function: its instructions, and the objects that it names."""
     return code.co_code, code.co_names, code.co_varnames, code.co_consts, code.co_freevars, code.co_flags
 
 
@@ -118,7 +118,7 @@ ROUNDINGS: Final = 32  # between a layer's inputs and its outputs, at most
 
 @final
 class LayerTrace:
-    """A layer's own code, run while what it hands to attention, and what it gets from there, is noted."""
+    """A run of a layer's own code that notes the inputs and outputs of its attention."""
 
     def __init__(self, module: nn.Module, own: Callable[..., Any], kernel: FewTokens) -> None:
         self._own, self._kernel = own, kernel
@@ -127,7 +127,7 @@ class LayerTrace:
         self._attended: Tensor | None = None
 
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the layer's own code returns."""
+        """The output of the layer's own code."""
         inside = self._attention._modules
         with ExitStack() as stack:
             for name in "qkv":
@@ -156,7 +156,7 @@ class LayerTrace:
 
 
 def _is_near(ours: Tensor, own: Tensor) -> bool:
-    """Number by number. Nothing is near what is no number."""
+    """Compare number by number. NaN is near nothing."""
     step = ROUNDINGS * ROUNDING[own.dtype]
     ours, own = ours.float(), own.float()
     return bool(((ours - own).abs() <= step * (own.abs() + own.abs().median())).all())
@@ -169,7 +169,7 @@ DECODERS: Final[tuple[Method, ...]] = tuple(
 
 
 class Attachment(ABC):
-    """What is asked of the `AttachedModel`."""
+    """The part of `AttachedModel` that the decoder uses."""
 
     attended: set[int]
     heads: RankHeads | None
@@ -181,7 +181,7 @@ class Attachment(ABC):
 
     @abstractmethod
     def text_call(self, layer: int, scale: float) -> AttentionCall:
-        """What a layer is asked for in a text, whose masks are causal."""
+        """The arguments of a layer's attention in a text, whose masks are causal."""
 
 
 ROTATION: Final = "apply_rotary_pos_emb"  # of the module that defines a layer, by which its code rotates
@@ -190,7 +190,7 @@ METHODS: Final = ("forward", "_norm")  # those whose code a kernel stands in for
 
 @dataclass(frozen=True, eq=False)
 class LayerPart:
-    """A module inside of a layer, where it was found, its class, and what stood in for its `forward` then."""
+    """A module inside of a layer: its place, its class, and the replacement of its `forward` at that time."""
 
     parent: nn.Module
     name: str
@@ -227,7 +227,7 @@ HEAD_NORMS = ("q_norm", "k_norm")
 
 @dataclass(frozen=True, eq=False)
 class _Prepared:
-    """A kernel, and what it was prepared for: the addresses and number type of weights, and numbers of the modules."""
+    """A kernel, and the weights that it was prepared for: their addresses, number types and modules' numbers."""
 
     kernel: FewTokens | None
     made_of: list[object]
@@ -246,7 +246,7 @@ class KnownLayers:
     """All layers of a model that a kernel serves.
 
     They are looked at together, when the first of them is called in a pass: between two layers the CPU's caches lose
-    what the look needs, and it takes several times as long.
+    the data for the look, and it takes several times as long.
     """
 
     def __init__(self, decoder: nn.Module) -> None:
@@ -258,7 +258,7 @@ class KnownLayers:
         self.is_proving = False
 
     def note_code(self) -> None:
-        """Note the code whose place kernels take: what others put in its place later is called instead."""
+        """Note the code that kernels replace: if others replace it later, theirs is called."""
         modules = [self.decoder, *(module for layer in self.layers for module in layer.modules)]
         self._classes = list(dict.fromkeys(map(type, modules)))
         self._code = code_of(self._classes)
@@ -315,7 +315,7 @@ class WholeDecoder:
         self._kernels: list[FewTokens] | None = None  # of all layers, as long as the watch sees no change
 
     def __deepcopy__(self, memo: dict[int, object]) -> WholeDecoder:
-        """That of a copied decoder, whose weights are elsewhere."""
+        """The decoder of the copied model, whose weights are elsewhere."""
         twin = WholeDecoder(copy.deepcopy(self._known, memo), copy.deepcopy(self._whole, memo), self._name)
         memo[id(self)] = twin
         return twin
@@ -326,7 +326,7 @@ class WholeDecoder:
 
     @not_compiled
     def output(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> BaseModelOutputWithPast | None:
-        """What the decoder returns; None, and nothing has happened, where its own code is to be called."""
+        """The output of the decoder. None, and no effect, where its own code is to be called."""
         cache = our_cache(kwargs)
         if not self._is_known or args or cache is None or not self._is_served(cache, kwargs):
             return None
@@ -373,7 +373,7 @@ class WholeDecoder:
         return all(name in PLAIN and value is PLAIN[name] for name, value in others)
 
     def _all_kernels(self, cache: TextCache) -> list[FewTokens] | None:
-        """Those of all layers; None where one of them has none, or something else is called beside them."""
+        """The kernels of all layers. None where a layer lacks one, or where hooks are called beside them."""
         if self._watch is not None and self._watch.is_unchanged():
             return self._kernels
         self._watch, self._kernels = None, None
@@ -417,7 +417,7 @@ class WholeDecoder:
         watch.item(weights, "weight", weights["weight"])
 
     def _calls(self) -> list[AttentionCall]:
-        """What the layers are asked for: masks of single tokens are those of a text."""
+        """The arguments of the layers' attention: masks of single tokens are those of a text."""
         layers = self._known.layers
         return [layer.attachment.text_call(number, layer.scale) for number, layer in enumerate(layers)]
 
@@ -449,7 +449,7 @@ def _is_hooked(module: nn.Module) -> bool:
 
 
 def _watch_forward(watch: Watch, module: nn.Module) -> None:
-    """See that what is called in place of a module, and beside it, stays as it is."""
+    """Watch that the module is called by its own code, and that no hooks are added beside it."""
     if "forward" in vars(module):
         watch.item(vars(module), "forward", vars(module)["forward"])
     else:
@@ -489,7 +489,7 @@ class FewTokensLayer:
         self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the layer returns; the arguments are its own."""
+        """The output of the layer. The arguments are its own."""
         kernel = None if torch.compiler.is_compiling() else self._kernel(args, kwargs)
         if kernel is None:
             return self.replaced.original(*args, **kwargs)
@@ -514,7 +514,7 @@ class FewTokensLayer:
         return kernel.after_attention(hidden, attended)
 
     def _kernel(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> FewTokens | None:
-        """The kernel of a pass with these arguments; None where it is none that it serves."""
+        """The kernel of a pass with these arguments, or None where it serves no such pass."""
         if not self._whole.is_served or len(args) != 1 or type(args[0]) is not Tensor:
             return None
         hidden, cache = args[0], our_cache(kwargs)
@@ -532,7 +532,7 @@ class FewTokensLayer:
 
     @property
     def kernel(self) -> FewTokens | None:
-        """The kernel that was prepared for the pass; None where there is none."""
+        """The kernel that was prepared for the pass, or None where there is none."""
         return self._prepared.kernel if self._is_proved and self._prepared is not None else None
 
     @property
@@ -544,7 +544,7 @@ class FewTokensLayer:
 
     @property
     def attachment(self) -> Attachment:
-        """What `attach` left on the model."""
+        """The attachment that `attach` left on the model."""
         found: Attachment = getattr(self._attention, self._name)
         return found
 
@@ -555,7 +555,7 @@ class FewTokensLayer:
 
     @property
     def scale(self) -> float:
-        """Of its attention."""
+        """Scale of the attention's logits."""
         return float(self._attention.scaling)
 
     def watch(self, watch: Watch) -> None:
@@ -597,7 +597,7 @@ class FewTokensLayer:
             self._prepared = _Prepared(kernel, made_of, dtype)
 
     def _layer(self, linears: list[LinearLayer]) -> DecoderLayer | None:
-        """The layer as a kernel takes it; None where a part is not known any more."""
+        """The layer as a kernel takes it, or None where a part has changed."""
         activation, norms = activation_of(self._own[4].module), [_norm(each) for each in self._norms]
         first, second, *of_heads = norms
         if len(linears) < len(self._linears) or activation is None or first is None or second is None:
@@ -624,7 +624,7 @@ class FewTokensLayer:
 
 
 def layer_of(part: LayerPart) -> LinearLayer | None:
-    """The weights of a linear layer as our kernel takes them; None where they are not of a kind that it knows."""
+    """The weights of a linear layer as our kernel takes them, or None where they are of an unknown kind."""
     own = getattr(part.forward, "__self__", None)
     return own.layer() if isinstance(own, FewRows) else None
 
@@ -635,7 +635,7 @@ def _norm(module: nn.Module) -> Norm | None:
 
 
 def _is_known(module: nn.Module) -> bool:
-    """Return True if the kernel computes what a module does."""
+    """Return True if the kernel has the arithmetic of a module."""
     if not has_code_of(module, LAYER):
         return False
     parts = module._modules

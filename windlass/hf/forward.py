@@ -31,9 +31,9 @@ def forward(
     columns: list[int],
     how: Pass = READ,
 ) -> Tensor:
-    """One pass, taken as `how` says; returns (batch, len(columns), vocabulary) logits of these columns and no others.
+    """One pass, taken as `how` says. Returns (batch, len(columns), vocabulary) logits of these columns and no others.
 
-    Without columns hidden states come back.
+    Without columns it returns hidden states.
     """
     given = {"input_ids": ids, "attention_mask": mask}
     out: Tensor
@@ -64,10 +64,10 @@ TOKENS: Final = 16  # of each; the first does not count: all texts begin alike, 
 
 @torch.no_grad()
 def measure_key_means(model: Any, cache: TextCache) -> list[KeyMeans | None]:
-    """The mean key of each layer's heads; None for a layer that holds no keys.
+    """The mean key of each layer's heads, or None for a layer that holds no keys.
 
-    `model` may be one around a model of transformers. The texts are written into `cache`, an empty one of `ROWS` rows.
-    All means are None for a model without a head over the vocabulary, which cannot write. Draws from no shared random
+    `model` may be a wrapper of a model of transformers. The texts are written into `cache`, an empty one of `ROWS`
+    rows. All means are None for a model without a head over the vocabulary, which cannot write. Uses no shared random
     state.
     """
     if not model.can_generate():
@@ -90,7 +90,7 @@ def _mean_key(layer: SlotLayer) -> KeyMeans:
 
 
 def _first_token(model: PreTrainedModel) -> int:
-    """The token that a text begins with; any token will do if the config names none, or one the model lacks."""
+    """The token that a text begins with, or any token if the config names none, or one outside of the vocabulary."""
     config, vocabulary = model.config.get_text_config(), vocabulary_of(model)
     for ids in (config.bos_token_id, config.eos_token_id):
         first = ids[0] if isinstance(ids, list) and ids else ids
@@ -100,7 +100,7 @@ def _first_token(model: PreTrainedModel) -> int:
 
 
 def model_info(model: PreTrainedModel) -> ModelInfo:
-    """What tells a policy whether it can serve an attached model; the fingerprint is taken when it is asked for."""
+    """Facts about an attached model for policies. The fingerprint is computed on first use."""
     return ModelInfo(type(model).__name__, partial(fingerprint, model), model.dtype, len(attached(model).rotaries))
 
 
@@ -108,8 +108,8 @@ def model_info(model: PreTrainedModel) -> ModelInfo:
 class LayerShape:
     """Sizes of one layer, the dtype of its keys, and its sliding window or chunk of attention.
 
-    `latent`: of its keys' channels the last so many are its values (MLA), and are held once; 0 for none. `index`:
-    channels of an indexer's key, held beside each key; 0 for none.
+    `latent`: number of the last channels of its keys that are its values (MLA), and are held once, or 0. `index`:
+    channels of an indexer's key, held beside each key, or 0.
     """
 
     heads: int
@@ -124,7 +124,7 @@ class LayerShape:
 
     @property
     def most_visible(self) -> int | None:
-        """The most tokens that a query sees; None where there is no limit."""
+        """The most tokens that a query sees, or None without a limit."""
         return most_visible(self.sliding_window, self.attention_chunk)
 
     @property
@@ -133,7 +133,7 @@ class LayerShape:
         return self.head_dim + (0 if self.latent else self.value_dim) + self.index
 
     def of_heads(self, kv_heads: int) -> LayerShape:
-        """That of so many of its kv heads, with their query heads."""
+        """The shape with so many of its kv heads, and their query heads."""
         return replace(self, heads=self.heads // self.kv_heads * kv_heads, kv_heads=kv_heads)
 
     def empty_store(self, like: Store) -> Store:
@@ -154,7 +154,7 @@ class LayerShape:
 
 
 class _ShapeCache(ModelCache):
-    """A cache that holds nothing, and notes the shapes of what it is handed."""
+    """A cache that holds nothing, and notes the shapes of its inputs."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         own, config = attached(model), model.config.get_text_config()
@@ -165,7 +165,7 @@ class _ShapeCache(ModelCache):
         self._values: dict[int, NewValues] = {}
 
     def attend(self, layer: int, queries: Queries, keys: NewKeys, values: NewValues, call: AttentionCall) -> Attended:
-        """What one token alone reads: its own value."""
+        """The attention of one token alone: its own value."""
         heads, kv_heads = queries.shape[1], keys.shape[1]
         self.shapes[layer] = LayerShape(
             heads=heads,

@@ -37,9 +37,9 @@ NEEDED: Final = {HIDDEN, ANGLES, MASK}  # and the cache, by its name
 
 @final
 class Indexer:
-    """The indexer of one attention module, which picks nothing while `is_served` says that it is not asked.
+    """The indexer of one attention module, which picks nothing while `is_served` is true.
 
-    `note` is given what it was called with instead.
+    `note` is called with its inputs instead.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Indexer:
         self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The tokens that each query is to see; none are named in a pass with our cache, where attention asks again.
+        """The tokens that each query is to see. None are named in a pass with our cache, whose attention picks them.
 
         `args` and `kwargs` are the module's own, passed on as they come.
         """
@@ -88,14 +88,14 @@ class _Keys:
         self.new: Tensor | None = None
 
     def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
-        """What transformers' caches do, for whatever layer."""
+        """Keep an indexer's keys, as transformers' caches do, for whatever layer."""
         self.new = keys
         return keys[:, :1] if self._keys is None else self._keys
 
 
 @dataclass(frozen=True, eq=False)
 class IndexerCall:
-    """What a model passed to its indexer, by name, and the picks it was given, which name no token."""
+    """Named inputs of a model's indexer, and its placeholder picks, which name no token."""
 
     indexer: Indexer
     arguments: Mapping[str, Any]
@@ -110,7 +110,7 @@ class IndexerCall:
         return own.new
 
     def ask(self, angles: Turn, seen: Tensor, cache: _Keys) -> Tensor:
-        """(batch, tokens, picked): what the model's own indexer picks, by number."""
+        """The picks (batch, tokens, picked) of the model's own indexer, by number."""
         named = {ANGLES: angles, MASK: seen, self.indexer.cache_name: cache}
         picked: Tensor = self.indexer.replaced.original(**{**self.arguments, **named})
         return picked
@@ -178,15 +178,15 @@ def _unturned(angles: Turn) -> Turn:
 def indexers_of(
     modules: Iterable[nn.Module], is_served: Callable[[], bool], note: Callable[[Indexer, IndexerCall], None]
 ) -> list[Indexer]:
-    """Those of these attention modules, each now installed."""
+    """The indexers of these attention modules, each now installed."""
     found = [each for each in (getattr(module, NAME, None) for module in modules) if isinstance(each, nn.Module)]
     return [Indexer(each, is_served, note) for each in found if isinstance(getattr(each, LIMIT, None), int)]
 
 
 def check_picks(indexers: Iterable[Indexer], cache: TextCache, tokens: int, unserved: str | None) -> None:
-    """Return if the cache can do what the indexers ask in a pass of `tokens` columns.
+    """Return if the cache can serve the indexers in a pass of `tokens` columns.
 
-    `unserved` says why the indexers of this model are asked nothing; None: they are.
+    `unserved` is the reason why the indexers of this model pick nothing (None: they pick).
 
     Raises: UsageError for a pass in which an indexer would have to choose, and can't.
     """
@@ -211,7 +211,7 @@ def check_picks(indexers: Iterable[Indexer], cache: TextCache, tokens: int, unse
 
 @dataclass
 class IndexerObservation:
-    """What a probe of one token saw of the indexers: their keys, and the layers that were given their picks."""
+    """A probe's observation of the indexers in one token: their keys, and the layers that were given their picks."""
 
     calls: list[IndexerCall] = field(default_factory=list)
     keys: dict[Indexer, Tensor] = field(default_factory=dict)  # (rows, tokens, channels)
@@ -231,20 +231,20 @@ class IndexerObservation:
 
 @dataclass(frozen=True)
 class IndexedLayers:
-    """By number, the layers that read what an indexer picks, and that indexer; `unserved` says why there are none."""
+    """Layers that read the picks of an indexer, by number, and the indexer. `unserved` is why there are none."""
 
     indexers: Mapping[int, Indexer] = field(default_factory=dict)
     widths: Mapping[int, int] = field(default_factory=dict)
     unserved: str | None = None
 
     def note(self, indexer: Indexer, call: IndexerCall, running: RunningPass) -> None:
-        """Note what an indexer was called with in this pass."""
+        """Note the arguments of an indexer's call in this pass."""
         running.pickers.clear()  # layers share the latest; others would keep the hidden states of all layers
         if indexer in self.indexers.values():
             running.pickers[indexer] = ModelPicker(call, call.keys(is_plain=True))
 
     def picker(self, layer: int, running: RunningPass) -> Picker | None:
-        """The indexer that picks for a layer in this pass; None where none does."""
+        """The indexer that picks for a layer in this pass, or None."""
         return running.pickers[self.indexers[layer]] if layer in self.indexers else None
 
 
@@ -256,7 +256,7 @@ def indexed_layers(
     positions: Tensor,
     tolerance: float,
 ) -> IndexedLayers:
-    """What two probes of one token at `positions` (rows, 1) tell, the first of which did not rotate.
+    """The indexed layers, from two probes of one token at `positions` (rows, 1), the first without rotation.
 
     Notes in each indexer which channels of its keys are rotated.
     """

@@ -1,7 +1,7 @@
 """Multi-head latent attention (MLA): a token's latent is held once, in place of the keys and values of all heads.
 
-A head's key is a matrix of its own times the latent, beside channels that all heads share and that alone are rotated;
-its value is another matrix times the latent. The first matrix is applied to queries, the second to what they read. So
+A head's key is a matrix of its own times the latent, beside channels that all heads share and that alone are rotated.
+Its value is another matrix times the latent. The first matrix is applied to queries, the second to their outputs. So
 attention runs over one kv head: its key is the shared channels and then the latent, its value the latent.
 
 Source: DeepSeek-V2 (arXiv:2405.04434), section 2.1, equations 9 to 19, and the absorbed matrices that it mentions.
@@ -69,7 +69,7 @@ class Latent:
         return torch.cat((shared, torch.einsum("bhtd,hdr->bhtr", own, to_keys)), -1)
 
     def values(self, read: Attended) -> Tensor:
-        """(batch, heads, tokens, channels of a head's value): what each head reads, for the latents that it read."""
+        """Values (batch, heads, tokens, channels of a head's value) that each head reads, from its latents."""
         _, to_values = self._matrices(read)
         return torch.einsum("bhtr,hdr->bhtd", read, to_values)
 

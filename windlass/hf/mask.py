@@ -1,4 +1,4 @@
-"""What a model asks its attention mask to be. A cache decides by positions what is visible: no matrix is made."""
+"""Attention masks as rules. A cache decides by positions which keys are visible, so no matrix is made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,10 +15,10 @@ QUERIES: Final = 256  # of which a matrix is made at once
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """What our mask function hands to our attention function: a rule, not a matrix.
+    """Rule that our mask function hands to our attention function, in place of a matrix.
 
-    It is that of a pass of `rows`, whose new columns are those of `columns`. `is_causal`: no query sees later keys.
-    Else `window` may be None where there is one.
+    It is the mask of a pass of `rows`, with the new columns in `columns`. `is_causal`: no query sees later keys.
+    Otherwise `window` may be None where there is one.
     """
 
     ndim: ClassVar[int] = 4  # what some wrappers ask of a mask, lest it be one of padding
@@ -32,7 +32,7 @@ class Mask:
     _whole: "Mask | None" = None
 
     def __getitem__(self, index: tuple[slice | int, ...]) -> "Mask":
-        """That of the pass's last columns alone, for layers in which no other queries are needed; or of any head.
+        """The mask of the pass's last columns alone, where a layer needs only these queries, or of any head.
 
         Raises: UsageError for any other part, which a model would take of a matrix.
         """
@@ -45,7 +45,7 @@ class Mask:
 
     @property
     def whole(self) -> "Mask":
-        """That of all columns of the pass."""
+        """The mask of all columns of the pass."""
         return self if self._whole is None else self._whole
 
     def is_sliding_window(self) -> bool:
@@ -80,7 +80,8 @@ class Mask:
     def last_seen(self, window: int | None) -> Tensor | None:
         """Per row and new column, the last of the new columns that it sees, as its number among them.
 
-        None if that and `window`, from the column itself back (None: all), do not tell what each column sees.
+        None if that and `window`, counted back from the column itself (None: unlimited), do not decide which columns it
+        sees.
         """
         found, keys = [], torch.arange(self.columns.stop, device=self.device)
         for start in range(self.columns.start, self.columns.stop, QUERIES):
@@ -94,14 +95,14 @@ class Mask:
         return torch.cat(found, 1)
 
     def sees(self, query: int, key: int) -> Tensor:
-        """Per row, whether the column `query` sees the column `key`; padding counts as a token."""
+        """Per row, True if the column `query` sees the column `key`. Padding counts as a token."""
         rows, zero, query_, key_ = (
             torch.tensor(each, device=self.device) for each in (range(self.rows), 0, query, key)
         )
         return self.is_seen(rows, zero, query_, key_).expand(self.rows)
 
     def matrix(self, queries: range) -> Tensor:
-        """(rows, queries, columns up to the pass's last): what these columns see; padding counts as a token."""
+        """Visible columns as a matrix (rows, queries, columns up to the pass's last). Padding counts as a token."""
         rows, its, keys = (
             torch.arange(each.start, each.stop, device=self.device)
             for each in (range(self.rows), queries, range(self.columns.stop))

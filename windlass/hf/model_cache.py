@@ -25,10 +25,10 @@ from windlass.positions.rotary import Rotary
 
 
 class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of our own kinds
-    """A cache of un-rotated keys with the methods that transformers calls. `KVCache` is the one to make.
+    """A cache of un-rotated keys with the methods that transformers calls. Use `KVCache` to make one.
 
-    `model_id` and `rotaries` are those of `TextCache`; `config` is the text model's, and `kinds` says what each of its
-    layers keeps.
+    `model_id` and `rotaries` are those of `TextCache`. `config` is the text model's. `kinds` tells whether each layer
+    has keys or states.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
     ) -> tuple[Tensor, Tensor]:
         """Hand the new tokens' keys and values on to windlass' attention, which stores them.
 
-        What else models pass (the layer, tables of their rotation) depends on the model; none of it is needed.
+        Further arguments (the layer, tables of its rotation) depend on the model and are ignored.
 
         Raises: UsageError when the calling model is not attached.
         """
@@ -79,13 +79,13 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
 
     @not_compiled
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """The newest inputs of a layer's convolution, which the model may write into; None before the first pass."""
+        """The newest inputs of a layer's convolution, which the model may write into, or None before the first pass."""
         own = self._linear(layer_idx)
         return own.conv_states[state_idx] if own.has_previous_state[state_idx] else None
 
     @not_compiled
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> Tensor | None:
-        """A layer's state, which the model may write into; None before the first pass."""
+        """A layer's state, which the model may write into, or None before the first pass."""
         own = self._linear(layer_idx)
         return own.recurrent_states[state_idx] if own.has_previous_state[state_idx] else None
 
@@ -94,7 +94,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
     def update_conv_state(  # type: ignore[override]  # what transformers' layer takes, by name
         self, conv_states: Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
     ) -> Tensor:
-        """Keep the newest of a convolution's inputs; returns what it is to read, those of before in front."""
+        """Keep the newest of a convolution's inputs. Returns its next input, with the earlier ones in front."""
         own = self._linear(layer_idx)
         return own.update_conv_state(conv_states, state_idx, conv_kernel_size=conv_kernel_size)
 
@@ -103,7 +103,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
     def update_recurrent_state(  # type: ignore[override]  # as above
         self, recurrent_states: Tensor, layer_idx: int, state_idx: int = 0
     ) -> Tensor:
-        """Keep a layer's state; returns it."""
+        """Keep and return a layer's state."""
         return self._linear(layer_idx).update_recurrent_state(recurrent_states, state_idx)
 
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
@@ -121,7 +121,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
         return False
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns fed, padding and evicted tokens included: what `generate` slices its inputs by."""
+        """Columns fed, padding and evicted tokens included, by which `generate` slices its inputs."""
         return self.columns_seen
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
@@ -131,7 +131,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
         return -1
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Roll back `-tokens_to_remove` tokens; a positive number is the length to crop to."""
+        """Roll back `-tokens_to_remove` tokens. A positive number is the length to crop to."""
         columns = -tokens_to_remove if tokens_to_remove <= 0 else self.columns_seen - tokens_to_remove
         if columns > 0:
             self.rollback(columns)
@@ -162,7 +162,7 @@ class ModelCache(TextCache, Cache):  # type: ignore[misc]  # its layers are of o
 
     @property
     def max_cache_len(self) -> int:
-        """Raises: UsageError. It is what PEFT asks before it puts its prefix in place of this cache."""
+        """Refuse PEFT's prefix, which would replace this cache: PEFT reads this first. Raises: UsageError."""
         refuse_prefix()
 
     @property
@@ -193,7 +193,7 @@ def rows_of(source: Cache, kinds: LayerKinds) -> int:
 
 
 def fill_from_rotated(cache: CacheState, source: Cache, kinds: LayerKinds, config: PreTrainedConfig) -> None:
-    """See `KVCache.from_rotated`; `cache` is new. `kinds` are those of the model's layers."""
+    """See `KVCache.from_rotated`. `cache` is new, and `kinds` are those of the model's layers."""
     refuse_edit(cache.recurrent, "from_rotated")
     missing = [what for name, what in INITIAL_STATE.items() if name in cache.policy.needs.state]
     if missing:

@@ -23,7 +23,7 @@ def has_no_weights(model: PreTrainedModel) -> bool:
 
 
 def device_of_inputs(model: PreTrainedModel) -> torch.device:
-    """The device of the model's weights; of weights that are offloaded, the one that they are run on.
+    """The device of the model's weights, or the one that offloaded weights are run on.
 
     Raises: UsageError for a model without weights.
     """
@@ -65,7 +65,7 @@ def ordinary_ids(model: PreTrainedModel, count: int) -> Tensor:
 
 @torch.no_grad()
 def _embedded(model: PreTrainedModel, ids: Tensor) -> Tensor:
-    """The embeddings of some tokens; those that are spread over processes come together in a pass of their module."""
+    """The embeddings of some tokens. Weights that are spread over processes come together in a pass of their module."""
     embeddings = model.get_input_embeddings()
     weight = embeddings.weight
     assert isinstance(weight, Tensor)
@@ -90,9 +90,9 @@ KEEPS_LENGTH: Final = ("linear", "dynamic")
 
 
 def trained_length(config: PreTrainedConfig, layer_type: str | None = None) -> int | None:
-    """Tokens of the longest text that the model can read as it is, an extended window in full; None if it is not told.
+    """Tokens of the longest text that the model can read as it is, with an extended window, or None if unknown.
 
-    Of several readings of a config the longest counts: reading a text as the model does is what happened before.
+    Of several readings of a config the longest counts, so that reading changes no sooner than needed.
     """
     longest = _whole(getattr(config, "max_position_embeddings", None))
     if longest is None:
@@ -157,7 +157,7 @@ def check_kind_of_model(model: PreTrainedModel) -> None:
 
 
 def refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModel:
-    """What to raise for a model that `error` kept from being attached: its name, and the reason."""
+    """The error for a model that cannot be attached because of `error`: its name, and the reason."""
     name = type(model).__name__
     if isinstance(error, UnsupportedModel):
         return UnsupportedModel(f"{name} {error}")
@@ -169,7 +169,7 @@ def refusal(model: PreTrainedModel, error: Exception) -> UnsupportedModel:
 
 
 def shown_name(name: str | os.PathLike[str]) -> str:
-    """The name of a model's folder, without the path to it; a name on the hub as it is."""
+    """The name of a model's folder, without its path. A name on the hub is unchanged."""
     folder = Path(name).expanduser()
     # Links stay: what a user called it says more than where it lies.
     return (folder.absolute().name or str(name)) if folder.exists() else str(name)

@@ -28,7 +28,7 @@ TRIED: Final = ((3, 9, 4, 30, 7), (5, 2, 4, 31, 90), (11, 6, 4, 0, 8), (1, 12, 5
 
 
 class AxisRotation(Enum):
-    """What the rotary modules do in a pass: as they do, nothing, or turn by the differences between axes."""
+    """Rotation of the rotary modules in a pass: their own, none, or by the differences between axes."""
 
     OWN = auto()
     NONE = auto()
@@ -36,7 +36,7 @@ class AxisRotation(Enum):
 
 
 def turn_of(cache: TextCache | None) -> AxisRotation:
-    """What the rotary modules do in a pass with this cache; None for a pass with no cache of ours."""
+    """Rotation of the rotary modules in a pass with this cache, or None for a pass with another cache or none."""
     if cache is None or cache.is_rotated:
         return AxisRotation.OWN
     step = cache.text.pending
@@ -46,14 +46,14 @@ def turn_of(cache: TextCache | None) -> AxisRotation:
 
 @dataclass(frozen=True)
 class Axes:
-    """How many axes a model's positions have, 0 where one; and whether its turns add up, axis by axis."""
+    """The number of axes of a model's positions, 0 for plain ones, and whether its rotations add up, axis by axis."""
 
     count: int
     is_sum: bool
 
     @classmethod
     def found(cls, count: int, rotaries: Sequence[Rotary | None], device: torch.device) -> Axes:
-        """Those of a model on `device` whose rotary modules were given positions of `count` axes."""
+        """The axes of a model on `device` whose rotary modules were given positions of `count` axes."""
         rotating = [rotary for rotary in rotaries if rotary is not None]
         if not 0 < count <= len(TRIED) or not rotating:
             return cls(count, False)
@@ -87,12 +87,12 @@ class Axes:
 
 
 class RopeDeltas:
-    """Takes from the wrapper of a decoder, while a pass with a cache of ours runs, what it remembers of another text.
+    """Clears the `rope_deltas` of another text from a decoder's wrapper while a pass with our cache runs.
 
-    Such a wrapper counts the positions of a text that goes on by the `rope_deltas` of the text that it read last.
+    A wrapper with `rope_deltas` counts the positions of a continued text by those of the text that it read last.
     Without them it leaves positions to the decoder, and so to the cache, or counts those of the new tokens from 0, as
-    in a pass with pictures: then they are relative. Some count by the mask, and so they are given that of the new
-    columns alone.
+    in a pass with pictures. Those are relative. Some wrappers count by the mask, and so they are given the mask of the
+    new columns alone.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -122,9 +122,9 @@ class RopeDeltas:
 def _of_new_columns(
     module: nn.Module, cache: TextCache, args: Any, kwargs: dict[str, Any]
 ) -> tuple[Any, dict[str, Any]]:
-    """Arguments of a pass whose text goes on, with the mask of its new columns alone.
+    """Arguments of a pass whose text continues, with the mask of its new columns alone.
 
-    Raises: UsageError for a mask of another shape, or one that contradicts what earlier columns were fed as.
+    Raises: UsageError for a mask of another shape, or one that contradicts the mask of earlier columns.
     """
     bound = inspect.signature(module.forward).bind(*args, **kwargs)
     mask = bound.arguments.get("attention_mask")
@@ -146,13 +146,13 @@ def tell_deltas(model: nn.Module, cache: TextCache, rows: int) -> None:
 
 
 def axes_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
-    """How many axes the positions have that a rotary module was given; 0 where one."""
+    """The number of axes of the positions that a rotary module was given, or 0 for plain positions."""
     given = kwargs.get(POSITIONS, args[1] if len(args) > 1 else None)
     return given.shape[0] if isinstance(given, Tensor) and given.ndim == 3 else 0
 
 
 def turned_by_differences(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """What a rotary module returns for how far each axis is from the first one, without the scale of its tables."""
+    """The output of a rotary module for the distance of each axis from the first, without the scale of its tables."""
 
     if POSITIONS in kwargs:
         differences = kwargs[POSITIONS] - kwargs[POSITIONS][:1]

@@ -30,7 +30,7 @@ BUSY: Final = (
 
 @dataclass(frozen=True)
 class TokenTypes:
-    """What tells a model which columns are pictures: the argument's name, and how many columns it covers."""
+    """The argument that marks a model's picture columns: its name, and the number of columns it covers."""
 
     name: str
     columns: int
@@ -38,12 +38,12 @@ class TokenTypes:
 
 @dataclass(eq=False)
 class RunningPass:
-    """A pass with a cache, the thread that it runs in, and where the cache's text stood before it.
+    """A pass with a cache, its thread, and the place of the cache's text before it.
 
-    `is_alone` tells that the decoder was called by itself, not by the whole model.
+    `is_alone`: the decoder was called by itself, not by the whole model.
 
-    `sees_to` has for each mask that is not causal the last positions that the tokens see; `keys` what layers were
-    handed whose keys others share; `pickers` the indexers that were called, by what calls them.
+    `sees_to` has for each mask that is not causal the last positions that the tokens see. `keys` has the inputs of
+    layers whose keys others share. `pickers` are the indexers that were called, by their callers.
     """
 
     cache: TextCache
@@ -57,9 +57,9 @@ class RunningPass:
 
 
 def not_compiled(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """`function`, which runs as it is where torch.compile compiles the model around it.
+    """`function`, excluded from torch.compile where that compiles the model around it.
 
-    Kernels are given the addresses of tensors, and a compiled frame frees what it holds by address alone.
+    Kernels are given the addresses of tensors, and a compiled frame frees tensors that it holds only by address.
     """
     kept: Callable[Arguments, Result] = torch.compiler.disable(function)
     return kept
@@ -85,7 +85,7 @@ def check_call(called: Sequence[nn.Module], arguments: dict[str, Any]) -> None:
 
 
 def fed(arguments: dict[str, Any]) -> tuple[Tensor, Tensor | None]:
-    """What a pass reads, ids or embeddings; and the ids. Raises: UsageError for no tokens."""
+    """The input of a pass, ids or embeddings, and the ids. Raises: UsageError for no tokens."""
     ids, embeds = arguments.get("input_ids"), arguments.get("inputs_embeds")
     columns = ids if ids is not None else embeds
     if columns is None:
@@ -103,7 +103,7 @@ def note_drafts(cache: TextCache, wanted: object) -> None:
 
 
 def check_model(model: object) -> None:
-    """Raises: UsageError for what is no model of transformers, nor one of PEFT's around it."""
+    """Check the model. Raises: UsageError unless it is a model of transformers, or one of PEFT around it."""
     # A wrapper gives the config of the model inside.
     kinds = nn.Module if isinstance(getattr(model, "config", None), PreTrainedConfig) else PreTrainedModel
     way_out = "windlass.load(folder) gives a model and its tokenizer"
@@ -126,9 +126,9 @@ def refuse_prefix() -> NoReturn:
 
 
 def real_columns(mask: Any, cache: TextCache, tokens: int) -> Tensor | None:
-    """Which of the pass's columns are not padding; None when all are.
+    """True for the pass's columns that are not padding, or None when all are real.
 
-    Raises: UsageError for a mask of another shape, or one that contradicts what earlier columns were fed as.
+    Raises: UsageError for a mask of another shape, or one that contradicts the mask of earlier columns.
     """
     if mask is None:
         return None
@@ -145,7 +145,7 @@ def real_columns(mask: Any, cache: TextCache, tokens: int) -> Tensor | None:
 
 
 def inference_only(output: Tensor, *inputs: Tensor) -> Tensor:
-    """`output`, whose backward pass raises where `inputs` ask for gradients: what a cache reads has none."""
+    """`output`, with a backward pass that raises where `inputs` ask for gradients: a cache's tokens have none."""
     if torch.is_grad_enabled() and any(each.requires_grad for each in inputs):
         guarded: Tensor = _InferenceOnly.apply(output, *inputs)
         return guarded
@@ -153,7 +153,7 @@ def inference_only(output: Tensor, *inputs: Tensor) -> Tensor:
 
 
 class _InferenceOnly(torch.autograd.Function):
-    """The first of its inputs, as if it came from all; it has no gradient."""
+    """The first of its inputs, as if it came from all, without a gradient."""
 
     @staticmethod
     def forward(ctx: object, output: Tensor, *inputs: Tensor) -> Tensor:  # noqa: ARG004  # PyTorch's signature
@@ -231,7 +231,10 @@ CACHE_NAMES: Final = ("cache", "past_key_values")
 
 
 def cache_name(called: Callable[..., Any]) -> str:
-    """What `called` names its cache; of one that takes any arguments, what this release of transformers does."""
+    """The name of the cache among the arguments of `called`.
+
+    For a function that takes any arguments it is the name in this release of transformers.
+    """
     return _named(called) or GENERATE
 
 
@@ -246,7 +249,7 @@ GENERATE: Final = (
 
 
 def our_cache(arguments: Mapping[str, Any]) -> TextCache | None:
-    """The cache of ours among keyword arguments, by either name; None where there is none."""
+    """The windlass cache among keyword arguments, by either name, or None."""
     return next((arguments[name] for name in CACHE_NAMES if isinstance(arguments.get(name), TextCache)), None)
 
 
@@ -276,7 +279,7 @@ def token_types(arguments: dict[str, Any]) -> TokenTypes | None:
 
 
 def sees_to(running: RunningPass, mask: Mask, window: int | None) -> QueryPositions | None:
-    """The last position that each token of a pass sees; None where that is its own. `window` is the layer's.
+    """The last position that each token of a pass sees, or None where that is its own. `window` is the layer's.
 
     Raises: UsageError for a picture that a pass cuts in two, and for a mask of another kind.
     """
@@ -335,13 +338,13 @@ class AttributePatch:
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The method that the module had; where that is its class's, the one that the class has now."""
+        """The method that the module had. Where that was its class's, it is the present one of the class."""
         own: Callable[..., Any] | None = self._own
         # Not `__get__` of it, which torch.compile takes for the attribute of the module: the replacement.
         return partial(getattr(type(self._module), self._name), self._module) if own is None else own
 
     def put_back(self) -> None:
-        """Leave the module as it was found, but for what others have put there since."""
+        """Restore the module, except for later changes of others."""
         if vars(self._module).get(self._name) is not self._replacement:
             return
         delattr(self._module, self._name)
@@ -363,7 +366,7 @@ class WholePass:
         self.replaced = AttributePatch(model, "forward", self)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the model returns; the arguments are its own."""
+        """The output of the model. The arguments are its own."""
         kwargs = with_cache_as(self._cache_name, kwargs)
         cache = kwargs.get(self._cache_name)
         if not isinstance(cache, TextCache):

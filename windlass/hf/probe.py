@@ -1,8 +1,8 @@
-"""What a model hands to its rotary modules, its cache and its attention, found by running it with one token.
+"""Probe a model with one token: the inputs of its rotary modules, its cache and its attention.
 
-One token alone attends to itself, so its attention is its value, whatever its position, rotation and
-mask. Two passes of one token therefore see the same hidden states in every layer, with and without
-rotation, and their keys tell how each layer rotates.
+One token alone attends to itself, so its attention is its value, whatever its position, rotation and mask. Two passes
+of one token therefore see the same hidden states in every layer, with and without rotation, and their keys tell how
+each layer rotates.
 """
 
 import copy
@@ -26,14 +26,14 @@ from windlass.positions.rotary import NormWeights, cos_sin, unturned, weight_of
 
 
 class NormOutputs:
-    """What norms gave in a pass, by the memory that it is in, which they keep so that nothing else takes it."""
+    """Outputs of norms in a pass, by their memory, which they hold so that nothing else takes it."""
 
     def __init__(self) -> None:
         self._found: dict[int, tuple[nn.Module, Tensor]] = {}
 
     @contextmanager
     def noted(self, modules: list[nn.Module]) -> Iterator[None]:
-        """Note what those of `modules` give that have a vector of weights and nothing else."""
+        """Note the outputs of those `modules` whose only parameter is a vector of weights."""
         with ExitStack() as stack:
             for module in modules:
                 parameters = dict(module.named_parameters())
@@ -46,7 +46,10 @@ class NormOutputs:
             self._found[output.untyped_storage().data_ptr()] = module, output
 
     def weights(self, queries: Tensor, keys: Tensor) -> NormWeights | None:
-        """Of the norms that gave these, as they are or transposed; None where neither is from a norm of its width."""
+        """Weights of the norms that gave these outputs, as they are or transposed.
+
+        None where neither is from a norm of its width.
+        """
         norms = [self._norm_of(states) for states in (queries, keys)]
         return None if norms == [None, None] else NormWeights(*norms)
 
@@ -79,7 +82,7 @@ REPEATS: Final = frozenset({"JetMoeAttention"})
 class RotaryCall:
     """One call of a rotary module: the layer type that it was called for, and the cos and sin that it returned.
 
-    `axes` is how many the positions had that it was given; 0 where one.
+    `axes` is the number of axes of its positions, or 0 for plain ones.
     """
 
     module: nn.Module
@@ -114,7 +117,7 @@ class Probe:
         self.axes = 0  # of positions, where these have several
 
     def rotary_output(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """Note a call of a rotary module; returns what the model gets from it.
+        """Note a call of a rotary module. Returns the output for the model.
 
         `args` and `kwargs` are the module's own, which differ from model to model.
         """
@@ -126,12 +129,12 @@ class Probe:
         return unturned(output) if self._is_identity else output
 
     def columns_seen(self, layer: int) -> int:
-        """What a layer is told of the columns that its cache has seen."""
+        """Number of columns seen, as the cache reports it to a layer."""
         self.asked_lengths.add(layer)
         return self._columns_seen
 
     def update(self, layer: int, keys: Tensor, values: Tensor) -> None:
-        """Note what a layer wrote to the cache."""
+        """Note a layer's writes to the cache."""
         if layer in self._written:
             raise UnsupportedModel(f"writes keys and values of layer {layer} to the cache more than once in a pass")
         self._written[layer] = keys, values
@@ -146,7 +149,7 @@ class Probe:
         mask: object,
         latent: Latent | None,
     ) -> Tensor:
-        """Note a layer's queries and keys; returns what one token alone reads."""
+        """Note a layer's queries and keys. Returns the attention of one token alone."""
         if not isinstance(mask, Mask):
             raise UnsupportedModel("makes its own attention mask")
         is_sliding = mask.is_sliding_window()
@@ -218,7 +221,7 @@ class Probe:
 
 
 class ProbeCache(DynamicCache):
-    """Tells a probe what each layer passes to the cache."""
+    """Passes each layer's cache inputs to a probe."""
 
     def __init__(self, probe: Probe, config: PreTrainedConfig, kinds: LayerKinds) -> None:
         super().__init__(config=config if kinds.is_recurrent else None)
@@ -235,7 +238,7 @@ class ProbeCache(DynamicCache):
         return super().get_seq_length() if layer_idx is None else self._probe.columns_seen(layer_idx)
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """What masks are made by, which is no layer's own question."""
+        """Offset of masks, which is not a question of a layer."""
         return super().get_seq_length()
 
 
@@ -263,7 +266,7 @@ def probed_positions(model: PreTrainedModel) -> Tensor:
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """No dropout inside; every module's own mode is put back after."""
+    """Disable dropout in a block. Every module's own mode is restored after it."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     try:
@@ -275,14 +278,14 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @final
 class OwnConfigs:
-    """The configs that some modules hold; copies that name another attention take their place."""
+    """The configs of some modules, replaced by copies that name another attention."""
 
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         self._modules = [each for each in modules if isinstance(vars(each).get("config"), PreTrainedConfig)]
         self._held: list[PreTrainedConfig] | None = None
 
     def exchange(self, attention: str) -> None:
-        """Put copies of the configs, as they are now, into the modules; they name `attention`."""
+        """Put copies of the present configs into the modules. They name `attention`."""
         held: list[PreTrainedConfig] = [vars(module)["config"] for module in self._modules]
         copies: dict[int, PreTrainedConfig] = {}
         ours = [_copied(config, attention, copies) for config in held]
@@ -290,7 +293,7 @@ class OwnConfigs:
         self._put(ours)
 
     def give_back(self) -> None:
-        """Put the configs of before `exchange` back; after an interrupt it may be called again."""
+        """Restore the configs of before `exchange`. It may be called again after an interrupt."""
         if self._held is not None:
             self._put(self._held)
             self._held = None
@@ -310,7 +313,7 @@ class OwnConfigs:
 
 
 def _copied(config: PreTrainedConfig, attention: str, copies: dict[int, PreTrainedConfig]) -> PreTrainedConfig:
-    """A copy that names `attention`, the configs inside it too; modules that share a config share its copy."""
+    """A copy that names `attention`, the configs inside it too. Modules that share a config share its copy."""
     if id(config) not in copies:
         ours = copies[id(config)] = copy.copy(config)
         inner = {name: part for name, part in vars(config).items() if isinstance(part, PreTrainedConfig)}
@@ -326,8 +329,8 @@ ROTARY: Final = "RotaryEmbedding"  # how the names of rotary modules end
 class DecoderModules:
     """`inner` rotates and attends. A pass with a cache is one of `outer`.
 
-    They are the same module, or `outer` calls `inner` with the masks that it made. `first_position` is what it calls
-    the position of a text's first token.
+    They are the same module, or `outer` calls `inner` with the masks that it made. `first_position` is its number for a
+    text's first token.
     """
 
     inner: nn.Module
@@ -344,14 +347,14 @@ class DecoderModules:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """Those of `inner`, and those around it up to `outer`. Towers for pictures or sound are not among them."""
+        """Modules of `inner`, and those around it up to `outer`, without towers for pictures or sound."""
         path = next(name for name, module in self.outer.named_modules() if module is self.inner).split(".")
         around = [self.outer.get_submodule(".".join(path[:end])) for end in range(len(path))]
         return [*dict.fromkeys((*around, *self.inner.modules()))]
 
 
 def decoder_of(model: PreTrainedModel) -> DecoderModules:
-    """The decoder of a model; with the base model around it, where that makes the decoder's masks.
+    """The decoder of a model, and the base model around it where that makes the decoder's masks.
 
     Raises: UnsupportedModel for one that has no positions of its own, in rotation or in recurrent layers.
     """
@@ -371,7 +374,7 @@ def decoder_of(model: PreTrainedModel) -> DecoderModules:
 
 
 def _without_head(decoder: PreTrainedModel) -> PreTrainedModel:
-    """Of a decoder that gives logits, the one model inside, which gives hidden states."""
+    """The model inside of a decoder with logits that returns hidden states."""
     inner = [each for each in decoder.children() if isinstance(each, PreTrainedModel)]
     return inner[0] if len(inner) == 1 and decoder.get_output_embeddings() is not None else decoder
 
@@ -382,9 +385,9 @@ class _DecoderCalled(Exception):  # no error: it ends a pass of which nothing mo
 
 @torch.no_grad()
 def _given_to(decoder: nn.Module, model: PreTrainedModel) -> dict[str, Any]:
-    """What `model`, reading one token, hands its decoder by name.
+    """Named arguments that `model` passes to its decoder when it reads one token.
 
-    Nothing where it fails: what runs the model next will tell.
+    Empty where the model fails: the next run of the model gives the error.
     """
     given: dict[str, Any] = {}
 

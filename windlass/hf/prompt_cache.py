@@ -1,9 +1,8 @@
 """A cache in a file, so that a long text is read once.
 
-The file is in safetensors format: the tokens that are held (packed, without free slots), their
-positions and policy state, the ids of the text, and one JSON document with everything else. It is
-bound to the model that made it. What was fed before the save can no longer be rolled back, once a
-layer has evicted.
+The file is in safetensors format: the tokens that are held (packed, without free slots), their positions and policy
+state, the ids of the text, and one JSON document with everything else. It is bound to the model that made it. Tokens
+fed before the save can no longer be rolled back, once a layer has evicted.
 """
 
 import errno
@@ -100,17 +99,17 @@ def write(path: Path, tensors: dict[str, Tensor], contents: str) -> None:
 
 
 def _is_full(error: BaseException) -> bool:
-    """Return True if a disk has no more room; safetensors tells that in words only."""
+    """Return True if a disk has no more room, as safetensors reports in words only."""
     return getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT) or "No space left" in str(error)
 
 
 def read(path: Path, check: Callable[[Header, Mapping[str, TensorSpec]], Checked]) -> tuple[Checked, dict[str, Tensor]]:
-    """What `check` makes of the header and the layouts of all tensors; then the tensors, copied.
+    """Read a file: the result of `check` for its header and the layouts of all tensors, then copies of the tensors.
 
-    Nothing of the tensors is read before `check` has passed, nor more of the rest than `MAX_HEADER_BYTES`.
+    No tensor is read before `check` has passed, nor more of the rest than `MAX_HEADER_BYTES`.
 
-    Raises: PromptCacheError for a file that is missing, no regular one, damaged or of another format; and what
-    `check` raises.
+    Raises: PromptCacheError for a file that is missing, no regular one, damaged or of another format, and any error of
+    `check`.
     """
     try:
         _check_header_size(path)
@@ -149,7 +148,7 @@ def checksum(contents: str, tensors: Mapping[str, Tensor]) -> str:
 
 
 def _check_header_size(path: Path) -> None:
-    """A pipe or a device has no end, and a folder no bytes; the header's length comes first in the file."""
+    """Check the length of the header, which comes first. A pipe or a device has no end, and a folder no bytes."""
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
         raise PromptCacheError(f"{path} is not a regular file; give the name of a prompt-cache file")
@@ -172,7 +171,7 @@ def _check_version(path: Path, version: str) -> None:
 
 
 def _layout(name: str, file: Any) -> TensorSpec:
-    """That of a tensor of an open safetensors file."""
+    """Layout of a tensor of an open safetensors file."""
     part = file.get_slice(name)
     if part.get_dtype() not in DTYPES:
         raise InconsistentFile(f"tensor {shown(name)} is of type {part.get_dtype()}, which no tensor has")
@@ -180,9 +179,10 @@ def _layout(name: str, file: Any) -> TensorSpec:
 
 
 def check_memory(header: Header, options: CacheOptions, shapes: Sequence[LayerShape], model: PreTrainedModel) -> None:
-    """Raises: InconsistentFile where the first step after a load would allocate more than the device has.
+    """Check the size of a cache.
 
-    A cache with a budget allocates all of it, and the room for a chunk; every cache has a rotary table.
+    Raises: InconsistentFile where the first step after a load exceeds the device's memory. A cache with a budget
+    allocates all of it, and the room for a chunk. Every cache has a rotary table.
     """
     device, rotaries = model.device, attached(model).rotaries
     total = memory_of(device)
@@ -217,7 +217,7 @@ def check_memory(header: Header, options: CacheOptions, shapes: Sequence[LayerSh
 
 
 def memory_of(device: torch.device, /) -> int | None:
-    """Bytes of memory, in use or not; None where the system does not tell."""
+    """Bytes of memory, in use or not, or None where the system does not report it."""
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     try:
@@ -229,7 +229,7 @@ def memory_of(device: torch.device, /) -> int | None:
 def save(
     cache: ModelCache, path: str | Path, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> None:
-    """Write `cache`, one of `model`; see `KVCache.save`."""
+    """Write `cache`, made for `model`. See `KVCache.save`."""
     _check_path(path)
     if cache.is_rotated:
         raise UsageError("a cache of rotated keys can't be saved: files hold keys as they are before rotation")
@@ -258,7 +258,7 @@ def load(
     recall_folder: str | Path | None,
     tokenizer: PreTrainedTokenizerBase | None,
 ) -> Made:
-    """The cache that `save` wrote, in an empty one of `make`; see `KVCache.load`."""
+    """The cache that `save` wrote, in an empty one of `make`. See `KVCache.load`."""
     heads = attached(model).heads
     _check_path(path)
     path, given = Path(path), None if policy is None else policy_of(policy)
@@ -317,7 +317,7 @@ def _empty_cache(
     tensors: Mapping[str, Tensor],
     make: Callable[[PreTrainedModel, CacheOptions], Made],
 ) -> Made:
-    """With the file's own mean keys, of which the model learns nothing; without any they are measured."""
+    """Make an empty cache with the file's own mean keys, or with measured ones where it has none."""
     means = _key_means(leaves_of(options, len(attached(model).rotaries)), tensors)
     if not means:
         return make(model, options)

@@ -1,4 +1,4 @@
-"""Return True if what the tensors of a prompt-cache file hold could have been written by `save`.
+"""Check that `save` could have written the tensors of a prompt-cache file.
 
 Their layouts were compared before. All functions raise: InconsistentFile.
 """
@@ -48,9 +48,9 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """What a layer of a file will be: its rules, and the layouts of its tensors by their names in a layer.
+    """Plan of a layer of a file: its rules, and the layouts of its tensors by their names in a layer.
 
-    With shares it may be a group of heads of a layer of the model; `index` is its place among the cache's `layers`.
+    With shares it may be a group of heads of a layer of the model. `index` is its place among the cache's `layers`.
     """
 
     index: int
@@ -132,7 +132,7 @@ def _check_options(header: Header, options: CacheOptions, layers: int) -> None:
 
 
 def _rules(header: Header, options: CacheOptions, shapes: Sequence[LayerShape], layers: int) -> list[LayerConfig]:
-    """By which rules each layer keeps tokens, its own budget and sliding window included; the model has `layers`."""
+    """Rules by which each layer keeps tokens, its own budget and sliding window included. The model has `layers`."""
     planned = [leaf.limits for leaf in leaves_of(options, layers)]
     places = header.has_places
     all_rules = [
@@ -206,7 +206,7 @@ def _in_codes(store: Store, shape: LayerShape, batch: int, slots: int) -> dict[s
 
 
 def _recalled(options: CacheOptions, rules: LayerConfig, shape: LayerShape, seen: int) -> dict[str, TensorSpec]:
-    """The tensors of what a layer has evicted and may recall: all of the text's `seen` tokens."""
+    """The tensors of a layer's recall store, which has all of the text's `seen` tokens."""
     if not rules.recalls:
         return {}
     layouts = _in_codes(shape.empty_store(type(options.recall_store)()), shape, options.batch, seen)
@@ -215,7 +215,7 @@ def _recalled(options: CacheOptions, rules: LayerConfig, shape: LayerShape, seen
 
 
 def _statistics(cache: ModelCache, shapes: Sequence[LayerShape]) -> list[dict[str, Tensor]]:
-    """What the policy keeps of each of the `layers` of an empty cache, once it has observed a token of zeros."""
+    """Layouts of the policy's statistics in each of the `layers` of an empty cache, after a token of zeros."""
     if not cache.policy.needs.statistics:
         return [{} for _ in cache.layers]
     cache.begin(1, 1, None, None, torch.zeros(1, 1, dtype=torch.long, device=cache.device))
@@ -315,7 +315,7 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _check_positions(where: str, plan: LayerPlan, row: RowHeader, positions: Tensor) -> None:
-    """`positions` (score_heads, slots) are free, or of the text; held ones come first.
+    """Check that `positions` (score_heads, slots) are free, or of the text. Held ones come first.
 
     After `divide` several tokens may stand at one position, but none that came after it.
     """
@@ -339,7 +339,7 @@ def _check_positions(where: str, plan: LayerPlan, row: RowHeader, positions: Ten
 
 
 def _check_recalled(where: str, row: RowHeader, positions: Tensor, index: Tensor, places: Tensor) -> None:
-    """Each slot's token is the one that its `index` in the row names; `places` are the positions of all of these."""
+    """Check that each slot's token is the one at its `index` in the row. `places` are the positions of all tokens."""
     places = pad(places, (0, 1), value=EMPTY)
     if (
         int(places.min()) < EMPTY

@@ -38,7 +38,7 @@ ADDRESS: Final = re.compile(r" at 0x[0-9a-fA-F]+")  # in the repr of a class tha
 
 
 class InconsistentFile(Exception):
-    """Something in a file that `save` would not have written; the message says what, in one short line."""
+    """Contents of a file that `save` would not have written. The message names them in one short line."""
 
 
 def is_policy_number(value: object) -> bool:
@@ -163,7 +163,7 @@ class LimitsHeader(_Model):
 
 
 class OptionsHeader(_Model):
-    """All of `CacheOptions.document`; the policy is told beside it."""
+    """All of `CacheOptions.document`, without the policy, which has its own field."""
 
     batch: int
     positions: Line
@@ -188,7 +188,7 @@ class RowHeader(_Model):
 
     @model_validator(mode="after")
     def _check(self) -> Self:
-        """What `RowState` says of its fields."""
+        """The problem that `RowState` finds in its fields."""
         seen, end, since = self.tokens_seen, self.next_position, self.since_edit
         if seen > self.columns:
             raise ValueError(f"it has seen {seen} tokens in {self.columns} columns")
@@ -224,13 +224,13 @@ class RowHeader(_Model):
         return cls.model_validate({name: getattr(row, name) for name in cls.model_fields})
 
     def row(self, ids: list[int] | None) -> RowState:
-        """The row again; of its padding nothing is known."""
+        """The row again, without its padding, which is unknown."""
         told = dict(self) | {"pictures": tuple(Picture(*each) for each in self.pictures)}
         return RowState(**told, ids=ids, known_ids=0 if ids is None else len(ids), padding=None)
 
 
 class LayerHeader(_Model):
-    """What a layer knows beside its tensors; `budget` only where it is not what the policy gives it at the start."""
+    """Facts of a layer beside its tensors. `budget` is given only where it differs from the policy's first budget."""
 
     sliding_window: Size | None
     has_evicted: bool
@@ -240,8 +240,8 @@ class LayerHeader(_Model):
 class Header(_Model):
     """Everything in a file but the tensors. A layer without tokens is None.
 
-    `has_states`: whether there are states of recurrent layers. `has_places`: whether the text has pictures, so that it
-    is kept where tokens are read. `chat_template` is the hash of the tokenizer's; None where nobody gave it.
+    `has_states`: whether there are states of recurrent layers. `has_places`: whether the text has pictures, so that the
+    places of tokens are kept. `chat_template` is the hash of the tokenizer's template, or None.
     """
 
     model: Line
@@ -304,7 +304,7 @@ class Header(_Model):
 
 
 def _fits(value: object, hint: Any) -> bool:
-    """Return True if `value` is of a type that a field with this annotation takes; a whole number is a float, too."""
+    """Return True if `value` is of a type that a field with this annotation takes. A whole number is a float, too."""
     if isinstance(value, Policy):
         return hint is Policy
     kinds = get_args(hint) or (hint,)
@@ -345,7 +345,7 @@ def _told(error: ValidationError, data: Any) -> str:
 
 
 def shown(value: object) -> str:
-    """A short form of what a file holds, on one line and without signs that steer a terminal."""
+    """A short form of a value in a file, on one line and without terminal control characters."""
     if isinstance(value, list | dict):
         return f"a list of {len(value)}" if isinstance(value, list) else "an object"
     if isinstance(value, int | float) and not abs(value) <= MAX_POLICY_NUMBER:

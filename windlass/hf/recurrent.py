@@ -30,11 +30,11 @@ STATE: Final = "state."
 
 @dataclass(frozen=True)
 class LayerKinds:
-    """Which of a model's layers have keys and values, by their numbers, and which keep how many states, of what kind.
+    """A model's layers with keys and values, by their numbers, and the number and kind of states of the others.
 
-    `sources` has, for each layer that attends to keys and values of another layer, that layer's number; `latents`, for
-    each that attends over latents (MLA), how many channels those have; `indexed`, for each that reads what an indexer
-    picks, how many channels the indexer's keys have.
+    `sources` has, for each layer that attends to keys and values of another layer, that layer's number. `latents` has
+    the number of channels for each layer that attends over latents (MLA), and `indexed` the number of channels of the
+    indexer's keys for each layer that reads an indexer's picks.
     """
 
     attention: tuple[int, ...]
@@ -50,7 +50,7 @@ class LayerKinds:
 
     @property
     def shared(self) -> frozenset[int]:
-        """Those that other layers share, counted among the layers with keys and values."""
+        """Layers with keys and values that other layers share, counted among those with keys and values."""
         return frozenset(map(self.place, self.sources.values()))
 
     def place(self, layer: int) -> int:
@@ -64,7 +64,7 @@ class LayerKinds:
 
 
 def layer_kinds(model: PreTrainedModel) -> LayerKinds:
-    """What each layer of `model` keeps, as its config tells; all attend where it tells nothing."""
+    """The kind of each layer of `model`, from its config. Layers attend where it names no kind."""
     config = model.config.get_text_config()
     types = _types(config)
     if not (RECURRENT | WITHOUT_MEMORY) & set(types):
@@ -101,9 +101,9 @@ def _types(config: PreTrainedConfig) -> Sequence[str]:
 
 
 def check_policy(kinds: LayerKinds, policy: Policy) -> None:
-    """Return for a policy that fits these layers.
+    """Check that a policy fits these layers.
 
-    Raises: UsageError for one that reads a text twice, where a state would have read it twice, too; and for one that
+    Raises: UsageError for one that reads a text twice, where a state would have read it twice, too, and for one that
     was trained with the model, where layers share keys that it would change.
     """
     if kinds.sources and changes_keys(policy):
@@ -121,7 +121,7 @@ def check_policy(kinds: LayerKinds, policy: Policy) -> None:
 
 
 def state_name(layer: int, name: str) -> str:
-    """What a file calls a layer's state of this name."""
+    """The name in a file of a layer's state."""
     return f"{STATE_PREFIX}{layer}.{name}"
 
 
@@ -182,7 +182,7 @@ class Columns:
         self.replaced = AttributePatch(module, "forward", self.forward)
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """What the module returns for each token, side by side. The arguments are its own."""
+        """The module's output for each token, side by side. The arguments are its own."""
         given = dict(self._signature.bind(*args, **kwargs).arguments)
         given |= given.pop("kwargs", {})
         inputs, mask, layer = given[STATES], given.get(MASK), self._module.layer_idx
@@ -204,7 +204,7 @@ class Columns:
 def columns_of(
     modules: Iterable[nn.Module], layers: Iterable[int], states_of: Callable[[int], Sequence[Tensor]]
 ) -> list[Columns]:
-    """Those of the modules that hold the states of these layers, each now installed."""
+    """Columns of the modules that hold the states of these layers, each now installed."""
     numbers, found = set(layers), []
     for module in modules:
         names = inspect.signature(module.forward).parameters.keys()

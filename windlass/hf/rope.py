@@ -1,4 +1,4 @@
-"""How each layer of a model rotates its keys, told from what two probes saw."""
+"""How each layer of a model rotates its keys, from the observations of two probes."""
 
 from dataclasses import dataclass
 
@@ -36,14 +36,14 @@ class Candidate:
         return layout.from_halves(rotate(layout.to_halves(plain, pairs), self.cos[:, None], self.sin[:, None]), pairs)
 
     def error(self, plain: Tensor, rotated: Tensor) -> float:
-        """How far `plain`, rotated by this table, is from `rotated`; infinite for a table that is too wide."""
+        """Distance of `plain`, rotated by this table, from `rotated`, or infinity for a table that is too wide."""
         return _error(self.rotated(plain), rotated) if 2 * self.rotary_pairs <= plain.shape[-1] else float("inf")
 
 
 def rotaries_of(model: PreTrainedModel, rotated: Probe, plain: Probe) -> list[Rotary | None]:
-    """How each layer rotates its keys, or None where it does not; layers that do it alike share one.
+    """How each layer rotates its keys, or None where it does not. Layers with the same rotation share one.
 
-    Raises: UnsupportedModel for a layer whose keys are turned otherwise, or by either of two tables.
+    Raises: UnsupportedModel for a layer whose keys are rotated otherwise, or by either of two tables.
     """
     tolerance = tolerance_of(model)
     candidates = _candidates(model, rotated.rotary_calls)

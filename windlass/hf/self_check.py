@@ -1,8 +1,8 @@
-"""A short text, read with a cache and without: what the probe of one token can't see, this does.
+"""Self-check: a short text, read with a cache and without, to find errors that a probe of one token misses.
 
-Each attention module is given, with the cache, the very inputs that it had in the model's own pass, and its outputs
-are replaced by those of that pass once they were compared. So an error is that of one layer, and rounding does not
-grow from layer to layer.
+Each attention module is given, with the cache, the very inputs that it had in the model's own pass. Its outputs are
+replaced by those of that pass after they were compared. So an error belongs to one layer, and rounding does not grow
+from layer to layer.
 """
 
 import inspect
@@ -77,7 +77,7 @@ class CheckCache(ModelCache):
 
 
 class SelfCheck:
-    """What the model's own pass gave, and how far the passes with a cache are from it.
+    """Attention outputs of the model's own pass, and the errors of the passes with a cache.
 
     `modules` are those that call attention, by layer.
     """
@@ -96,8 +96,8 @@ class SelfCheck:
     def run(self, cache: CheckCache, own_attention: AbstractContextManager[None]) -> None:
         """Read a short text without a cache, under `own_attention`, then with it.
 
-        Raises: UnsupportedModel for a model that gives something else; UsageError for one that makes a pass that no
-        cache can take.
+        Raises: UnsupportedModel for a model with other outputs, and UsageError for one that makes a pass that no cache
+        can take.
         """
         with ExitStack() as stack:
             stack.enter_context(eval_mode(self._model))
@@ -193,7 +193,7 @@ def _error(states: Tensor, own: Tensor) -> float:
 
 
 def _of_codes(module: nn.Module) -> float:
-    """What the codes of quantised weights may change: 0 where no parameter is of integers, or of a class of its own."""
+    """Error that the codes of quantised weights may cause: 0 without integer or custom parameters."""
     weights = (parameter.data for parameter in module.parameters())
     is_quantised = any(type(weight) is not Tensor or not weight.is_floating_point() for weight in weights)
     return OF_CODES if is_quantised else 0.0

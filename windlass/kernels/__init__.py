@@ -1,8 +1,8 @@
 """Arithmetic over slots: attention, eviction, and reading and writing slots.
 
-`reference` says what each function means. Here each call goes to the fastest backend that can serve it: on a
-CPU the compiled module (`cpu`) or PyTorch's own attention (`sdpa`), on a GPU `triton`, elsewhere and for types
-that these do not know `reference`. The arguments alone decide.
+`reference` defines the meaning of each function. Here each call goes to the fastest backend that can serve it: on a CPU
+the compiled module (`cpu`) or PyTorch's own attention (`sdpa`), on a GPU `triton`, elsewhere and for types that these
+do not know `reference`. The arguments alone decide.
 """
 
 import warnings
@@ -98,9 +98,9 @@ def recall_device(device: torch.device, dtype: torch.dtype) -> torch.device:
 
 
 def decode_of(slots: DecodeSlots, queries: Queries) -> "Decode | None":
-    """`reference_decode.decode` for these slots and queries like these; None where no backend does it in one call.
+    """`reference_decode.decode` for these slots and queries like these, or None where no backend has it in one call.
 
-    It is to be called only while keys, values and tables have the memory that they had.
+    Call it only while keys, values and tables have the memory that they had.
     """
     keys, values = PackedStates(slots.keys), PackedStates(slots.values)
     if not _is_compiled(queries.device.type) or not cpu.can_read(queries, keys, values):
@@ -126,9 +126,9 @@ def linear(call: LinearInput) -> LinearOutputs:
 
 
 def decoder_layer_of(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> "FewTokens | None":
-    """`reference_layer` for this layer, and few tokens of this dtype; None where no backend has it.
+    """`reference_layer` for this layer, and few tokens of this dtype, or None where no backend has it.
 
-    It is to be called only while the layer's weights have the memory that they had.
+    Call it only while the layer's weights have the memory that they had.
     """
     if not has_linear(device.type):
         return None
@@ -140,7 +140,7 @@ def decoder_layer_of(layer: DecoderLayer, dtype: torch.dtype, device: torch.devi
 def decoder_steps(
     layers: "Sequence[LayerSlots]", hidden: Hidden, is_kept: bool = False, keeps_keys: bool = False
 ) -> "DecoderSteps":
-    """Decode steps of decoder layers of `decoder_layer_of`, for hidden states like these; see `DecoderSteps`."""
+    """Decode steps of decoder layers of `decoder_layer_of`, for hidden states like these. See `DecoderSteps`."""
     from windlass.kernels.cpu.decode import DecoderSteps  # late: it needs the compiled module
 
     return DecoderSteps(layers, hidden, is_kept, keeps_keys)
@@ -164,8 +164,8 @@ def has_linear(device: str) -> bool:
 def table_dtype(queries: Queries) -> torch.dtype:
     """The dtype that the rotary tables of a call of `attend` should have.
 
-    On a GPU one row of cos and sin is read per key; in float32 that would be as many bytes as a key and a
-    value of 16 bits.
+    On a GPU one row of cos and sin is read per key. In float32 that would be as many bytes as a key and a value of 16
+    bits.
     """
     return torch.float16 if queries.device.type == "cuda" and queries.itemsize == 2 else torch.float32
 
@@ -230,7 +230,7 @@ def read(states: Tensor, index: SlotIndex) -> Tensor:
 
 @cache
 def _is_compiled(device: str) -> bool:
-    """Return True if the compiled kernels serve this kind of device; says once what is missing."""
+    """Return True if the compiled kernels serve this kind of device. Warns once of a missing build."""
     if device != "cpu" or cpu.chosen() == "none":
         return False
     if cpu.instruction_set() == "none":
@@ -265,7 +265,7 @@ def _recall_of(tensor: Tensor) -> ModuleType:
 
 @cache
 def _has_triton(device: str) -> bool:
-    """Return True if Triton's kernels serve this kind of device; says once where they are missing."""
+    """Return True if Triton's kernels serve this kind of device. Warns once where they are missing."""
     if device != "cuda":
         return False
     if find_spec("triton") is None:

@@ -60,11 +60,11 @@ from windlass.core.types import (
 
 
 def total_order(call: EvictionInput) -> Tensor:
-    """A whole number per slot that orders slots as `call` asks, the first to evict lowest.
+    """Order slots as `call` asks, by a whole number per slot, the first to evict lowest.
 
-    Free slots are lowest, then those whose score is NaN and tokens that no later token can see; sinks and the
-    newest `window` tokens are highest; of equal scores the newer token is higher. Tokens are equal only where they
-    share a position. Does not use `call.count`.
+    Free slots are lowest, then those whose score is NaN and tokens that no later token can see. Sinks and the newest
+    `window` tokens are highest. Of equal scores the newer token is higher. Tokens are equal only where they share a
+    position. Does not use `call.count`.
     """
     least, most = torch.finfo(torch.float32).min, torch.finfo(torch.float32).max
     positions, ends = call.positions, call.next_positions[:, None, None]
@@ -132,7 +132,7 @@ def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
 
 
 class _Logits:
-    """Unscaled logits of one branch, a block of queries at a time; keys are rotated once."""
+    """Unscaled logits of one branch, a block of queries at a time. Keys are rotated once."""
 
     def __init__(
         self,
@@ -201,7 +201,7 @@ def visible(
 
 
 def _softmax(scores: Tensor, sink_logits: Tensor | None) -> Tensor:
-    """Softmax over slots; zeros where nothing is visible. Learned sinks, if any, join the sum of exponentials."""
+    """Softmax over slots, with zeros where nothing is visible. Learned sinks, if any, join the sum of exponentials."""
     top = scores.amax(-1, keepdim=True)
     if sink_logits is None:
         weights = torch.exp(scores - top.where(top > -torch.inf, 0.0))
@@ -246,7 +246,7 @@ def first_free(positions: SlotPositions, count: int) -> SlotIndex:
 
 
 def argsort_positions(positions: SlotPositions) -> SlotIndex:
-    """The slots of each row and head in the order of their positions; slots that hold no token come last."""
+    """The slots of each row and head in the order of their positions, with free slots last."""
     return torch.where(positions >= 0, positions, torch.iinfo(positions.dtype).max).argsort(dim=-1, stable=True)
 
 
@@ -259,7 +259,7 @@ def lowest(call: EvictionInput) -> SlotIndex:
 
 
 def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:
-    """Mark the `lowest` slots as RESERVED; free slots among them stay as they are. Changes `call.positions`.
+    """Mark the `lowest` slots as RESERVED, except free ones. Changes `call.positions`.
 
     Returns the slots, in any order, and the positions that they held before.
     """
@@ -268,7 +268,7 @@ def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:
 
 
 def reserve(positions: SlotPositions, index: SlotIndex) -> SlotIndex:
-    """Mark the slots at `index` as RESERVED, but for free ones; returns the positions that stood there."""
+    """Mark the slots at `index` as RESERVED, except free ones. Returns their former positions."""
     before = positions.gather(-1, index)
     positions.scatter_(-1, index, before.where(before < 0, RESERVED))
     return before
@@ -343,7 +343,7 @@ def before_attention(layer: DecoderLayer, hidden: Hidden) -> tuple[Queries, NewK
 
 
 def after_attention(layer: DecoderLayer, hidden: Hidden, attended: AttendedTokens) -> Hidden:
-    """What the layer returns: `hidden` is what it was given, `attended` what attention gave."""
+    """The output of the layer. `hidden` is its input, `attended` the output of its attention."""
     hidden = hidden + linear(LinearInput(attended.flatten(2), layer.output))
     normed = norm(hidden, layer.second_norm)
     gate, up = (linear(LinearInput(normed, each)) for each in (layer.gate, layer.up))
@@ -352,13 +352,13 @@ def after_attention(layer: DecoderLayer, hidden: Hidden, attended: AttendedToken
 
 
 def best_pages(call: PageInput) -> BestPages:
-    """The pages that matter most to the queries of each kv head, and what may be read of them.
+    """The pages that matter most to the queries of each kv head, and the readable tokens in them.
 
-    A page counts to a query by its largest product with a token that may be recalled; its worth is its share in the
-    softmax over these, and to a kv head the largest that it has for one of its queries. Shares above a half are told
-    apart by their odds: in float32 many of them are all but 1, and which of these is largest would be rounding. Where
-    there are digests, pages are ranked in the same way first, each by the most that its digest allows, and all but the
-    first `candidates` count for nothing. Where keys are codes, queries are rounded to multiples of 1 / 127 of their
+    A page counts to a query by its largest product with a token that may be recalled. Its worth to the query is its
+    share in the softmax over pages. Its worth to a kv head is the largest over the head's queries. Shares above a half
+    are told apart by their odds: in float32 many of them are all but 1, and which of these is largest would be
+    rounding. Where there are digests, pages are first ranked in the same way by the bounds that their digests give, and
+    only the first `candidates` count. Where keys are codes, queries are rounded to multiples of 1 / 127 of their
     largest number, which changes products less than codes do.
 
     Worths are compared in steps, and of equal ones the earlier page is the better, in the order in which tokens were
@@ -438,7 +438,7 @@ def read_tokens(call: ReadInput) -> Tensor:
 
 
 def write_tokens(call: WriteInput) -> None:
-    """Overwrite the rows at `index`; asks nothing of the device."""
+    """Overwrite the rows at `index`. Never waits for the device."""
     if not call.index.shape[1]:
         return
     rows, start = call.rows.transpose(1, 2), 0  # (batch, tokens, kv_heads, width)
@@ -596,7 +596,7 @@ def decode(slots: DecodeSlots, new: DecodeInput) -> DecodeOutput:
 
 
 def _observe(ranking: Ranking, state: Scores, mass: PerSlot, positions: QueryPositions) -> None:
-    """What a policy's state becomes once a query of each row was observed."""
+    """A policy's state after it observed a query of each row."""
     is_token = (positions >= 0)[..., None]
     if ranking.observe == "last":
         state.copy_(mass.sum(1, keepdim=True).where(is_token, state))
@@ -609,7 +609,7 @@ def _observe(ranking: Ranking, state: Scores, mass: PerSlot, positions: QueryPos
 def _score(
     slots: DecodeSlots, ranking: Ranking, places: SlotPositions, state: tuple[Scores, ...], starts: Tensor
 ) -> Scores:
-    """What a policy ranks slots by. `starts`: where the rows' windows begin."""
+    """A policy's scores of slots. `starts`: where the rows' windows begin."""
     if ranking.score == "position":
         return places.float()
     if ranking.score == "novelty":
@@ -627,7 +627,7 @@ def _score(
 def _evict_lowest(
     slots: DecodeSlots, retention: Retention, new: DecodeInput, places: SlotPositions, state: tuple[Scores, ...]
 ) -> tuple[SlotIndex, SlotIndex]:
-    """Reserve the lowest slot of each row that is over budget; returns the slots, and what stood there."""
+    """Reserve the lowest slot of each row that is over budget. Returns the slots and their former positions."""
     starts = (new.next_positions - retention.window)[:, None, None]
     score = _score(slots, retention.ranking, places, state, starts)
     order = EvictionInput(

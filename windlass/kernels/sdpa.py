@@ -21,7 +21,7 @@ MASK_BYTES = SCORE_BYTES // 4  # of one block of queries
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
-    """See `reference.attend`; any number of queries, no softcap."""
+    """See `reference.attend`. Takes any number of queries, no softcap."""
     assert call.softcap is None, "a softcap, which PyTorch's kernel does not know"
     queries, index, slots = call.queries, call.rotary_index, call.slot_positions.shape[2]
     used = _used(call.slot_positions >= 0)
@@ -72,7 +72,7 @@ class _Masks:
         return [seen & is_near, seen & ~is_near]
 
     def bias(self, mask: Tensor, dtype: torch.dtype) -> Tensor:
-        """What is added to logits: the log counts, and -inf where `mask` hides a slot."""
+        """Addends of logits: the log counts, and -inf where `mask` hides a slot."""
         counts = torch.zeros((), dtype=dtype, device=mask.device)
         if self.log_counts is not None:
             counts = self.log_counts[:, :, None, : mask.shape[-1]].to(dtype)
@@ -106,7 +106,7 @@ def _rotated(call: AttentionInput, branch: RotaryBranch | None, used: int) -> _B
 
 
 def _floats(states: PackedStates, used: int, dtype: torch.dtype) -> Tensor:
-    """The first `used` slots as `dtype`; a view where they are."""
+    """The first `used` slots as `dtype`, or a view where they have it."""
     if states.format is Format.FLOAT and states.data.dtype == dtype:
         return states.data[:, :, :used, states.first :]
     return cpu.rotated(states, None, None, used, dtype)[..., states.first :]
@@ -153,7 +153,7 @@ def _flash(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor, scale: f
 
 
 def _joined(partials: Sequence[tuple[Tensor, Tensor]], sink_logits: Tensor | None) -> tuple[Tensor, Tensor]:
-    """One softmax over the slots of all partials, and over the learned sinks; zeros where all is hidden."""
+    """One softmax over the slots of all partials, and over the learned sinks, with zeros where all is hidden."""
     lses = torch.stack([lse for _, lse in partials])
     if sink_logits is not None:
         sinks = sink_logits.to(lses.dtype)[None, None, :, None]

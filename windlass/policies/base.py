@@ -73,10 +73,10 @@ INITIAL_STATE: Final = {TOKEN: "token ids", WEIGHT: "learned weights", ACCUMULAT
 class Needs:
     """State that the cache keeps for a policy.
 
-    `state` names tensors of one number per slot, `statistics` tensors (batch, ...) of the whole layer, which
-    `observe` puts into `slots.statistics`. `per_head`: each kv head ranks its own tokens; False: one ranking for
-    all heads of a row. `mass`: whether the attention of the observed queries is wanted; False costs far less, for
-    a policy that reads the queries alone.
+    `state` names tensors of one number per slot, `statistics` tensors (batch, ...) of the whole layer, which `observe`
+    puts into `slots.statistics`. `per_head`: each kv head ranks its own tokens. With False all heads of a row share one
+    ranking. `mass`: the policy reads the attention of the observed queries. A policy that reads the queries alone says
+    False, which costs far less.
     """
 
     state: tuple[str, ...] = ()
@@ -89,16 +89,15 @@ class Needs:
 class Slots:
     """One layer as a policy sees it: read-only but for `state` and `statistics`.
 
-    `positions` are the tokens' indices in the text, negative in free slots, with one row of heads where
-    `per_head` is False. `next_positions` is where the text of each row goes on; `prompt_ends` is one past the last
-    token that came in a pass of several, drafts aside. `rotate` rotates states (batch, any heads, n, head_dim) to
-    positions (batch, 1 or as many heads, 1 or n) of the text read so far. `step_angles` gives cos and sin, per
-    channel pair, of the rotation from one position to the next, scaled as the model scales what it rotates; None
-    where the layer does not rotate. `query_gain` gives None, or (head_dim) what a rotated query is multiplied by before
-    its products with rotated keys: weights of norms that the model applies after RoPE. The first `sinks` and the last
-    `window` tokens are not evicted in any case.
-    `layer` is the index of the layer, of `layers` in all. `heads` are the numbers of the kv heads whose slots these
-    are; None: all heads of the layer.
+    `positions` are the tokens' indices in the text, negative in free slots, with one row of heads where `per_head` is
+    False. `next_positions` is where the text of each row goes on. `prompt_ends` is one past the last token that came in
+    a pass of several, drafts aside. `rotate` rotates states (batch, any heads, n, head_dim) to positions (batch, 1 or
+    as many heads, 1 or n) of the text read so far. `step_angles` gives cos and sin, per channel pair, of the rotation
+    from one position to the next, scaled as the model scales its rotated states, or None where the layer does not
+    rotate. `query_gain` gives None, or the factors (head_dim) of a rotated query: weights of norms that the model
+    applies after RoPE. The first `sinks` and the last `window` tokens are never evicted. `layer` is the index of the
+    layer, of `layers` in all. `heads` are the numbers of the kv heads that have these slots, or None for all heads of
+    the layer.
     """
 
     store: Store
@@ -129,7 +128,7 @@ class Slots:
         return self.store.values()
 
     def rotated_keys(self) -> SlotKeys:
-        """Keys rotated to their own positions in the text, times `query_gain`; costs one rotation of all slots.
+        """Keys rotated to their own positions in the text, times `query_gain`. Costs one rotation of all slots.
 
         Their products with rotated queries are the model's logits, but for its scale.
         """
@@ -151,7 +150,7 @@ class Observation:
 
 
 class Policy(ABC):
-    """Ranks the tokens of a layer; higher scores are kept."""
+    """Ranks the tokens of a layer. The lowest scores are evicted first."""
 
     needs: Needs = Needs()
     """What the cache keeps for you."""
@@ -164,7 +163,7 @@ class Policy(ABC):
 
     @abstractmethod
     def score(self, slots: Slots) -> Scores:
-        """The rank of every slot; called only when a layer is over budget."""
+        """The rank of every slot. Called only when a layer is over budget."""
 
 
 PerToken = dict[str, Tensor]
@@ -173,7 +172,7 @@ PerToken = dict[str, Tensor]
 class OneShot(ABC):  # noqa: B024  # every member has a default
     """Ranks a first text as a whole.
 
-    `engine.prefill` holds it whole, whatever the budget, and evicts what is over budget at its end.
+    `engine.prefill` holds it whole, whatever the budget, and evicts the tokens over budget at its end.
     """
 
     scoring_chunk: int = 0
@@ -195,7 +194,7 @@ class Budgeter(ABC):
 
 @dataclass(frozen=True)
 class NewTokens:
-    """A step's tokens before they are written: what attention reads of them, and the state that they start with.
+    """A step's tokens before they are written, as attention reads them, and their initial state.
 
     `state` is (batch, kv_heads, tokens) each, or (batch, 1, tokens) with `per_head=False`.
     """
@@ -212,8 +211,11 @@ class ModelSpecific(ABC):  # noqa: B024  # every member has a default
         """Called when a cache is made. Raises: PolicyError where the policy cannot serve this model."""
 
     def preprocess(self, queries: Queries, keys: NewKeys, layer: int) -> NewTokens:
-        """Called with each step's un-rotated queries and keys, which it must leave as they are: read out what the
-        model was trained to put there, and return the queries and keys without it. `layer` is their index."""
+        """Remove trained signals from the un-rotated queries and keys of each step.
+
+        Called with the step's queries and keys, which must not be changed in place. Read the signal that the model was
+        trained to put there, and return queries and keys without it. `layer` is their index.
+        """
         return NewTokens(queries, keys)
 
 
@@ -227,17 +229,17 @@ class Initializer(ABC):
     def initial_state(self, queries: Queries, keys: NewKeys, layer: int, heads: tuple[int, ...] | None) -> PerToken:
         """State by its name, (batch, kv_heads, tokens), or (batch, 1, tokens) with `per_head=False`.
 
-        `queries` and `keys` are un-rotated, those of the kv `heads` of `layer`, None: of all of them, and of padding
-        tokens anything; they must be left as they are. State that is not given, and that of tokens which come without
-        queries (`KVCache.from_rotated`), starts at 0.
+        `queries` and `keys` are un-rotated, of the kv `heads` of `layer` (None: all of them), with arbitrary values for
+        padding tokens. They must not be changed. State that is not given, and that of tokens which come without queries
+        (`KVCache.from_rotated`), starts at 0.
         """
 
 
 class Recency(ABC):  # noqa: B024  # every member has a default
     """Keeps the sinks and the newest tokens, always.
 
-    Attention is then masked to just those, so that no result depends on the size of a chunk. A wrapper ranks by
-    something else, so this interface is not looked up in what it wraps.
+    Attention is then masked to just those, so that no result depends on the size of a chunk. A wrapper ranks by other
+    scores, so this interface is not looked up in the wrapped policy.
     """
 
     keeps_newest: bool = True
@@ -269,7 +271,7 @@ def scatter_sorted(scores: Scores, order: SlotIndex) -> Scores:
 
 
 def lexsort_ranks(*keys: Tensor) -> Scores:
-    """The rank of each entry by the first of `keys`; equal ones by the second, and so on, and last by their index."""
+    """Rank each entry by the first of `keys`, equal ones by the second, and so on, and at last by their index."""
     order = torch.arange(keys[0].shape[-1], device=keys[0].device).expand_as(keys[0])
     for key in reversed(keys):
         order = order.gather(-1, key.gather(-1, order).argsort(dim=-1, stable=True))

@@ -97,7 +97,7 @@ def initial_state(
 
 
 def initial_writes(state: dict[str, Scores], initial_state: dict[str, Tensor]) -> list[tuple[Tensor, Tensor | float]]:
-    """Each tensor of state with what new tokens start with, for `kernels.write_all`: 0 where nothing else is given."""
+    """Initial values of each tensor of state for new tokens, as `kernels.write_all` takes them (default: 0)."""
     known = {
         name: initial_state[name].expand(-1, tensor.shape[1], -1)
         for name, tensor in state.items()
@@ -123,7 +123,7 @@ OF_SCORES: Final = (Smoothed, InChunks, InGroups, Pyramid, Composite)
 class SummedMass(Wrapper):
     """A policy that is shown the attention of all heads of all ranks, as one head: one all-reduce at each observation.
 
-    What it keeps is then the same on every rank.
+    Every rank then keeps the same tokens.
     """
 
     heads: RankHeads
@@ -140,10 +140,10 @@ class SummedMass(Wrapper):
 
 
 def across_ranks(policy: Policy, heads: RankHeads | None) -> Policy:
-    """The policy that is to rank in a cache with these `heads`: mostly `policy` itself; without ranks always.
+    """The policy that ranks in a cache with these `heads`, mostly `policy` itself. Without ranks it always is.
 
-    Raises: PolicyError, naming the policy, where ranks that have some of the heads would come to different rankings
-    for what is one ranking in a single process.
+    Raises: PolicyError, naming the policy, where ranks with some of the heads would disagree about a ranking that one
+    process makes once.
     """
     if heads is None or (not heads.is_split and heads.has_all_queries):
         return policy

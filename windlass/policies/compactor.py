@@ -20,18 +20,18 @@ class Compactor(Policy):
     """Keeps keys of high leverage, and tokens that all queries around them attend to, later or earlier ones.
 
     The second part is attention without a causal mask among the tokens of a block of 256, summed over its queries,
-    times the norm of the value, and averaged over three neighbours. `blend` is the weight of leverage. Both parts
-    are in standard deviations. Sinks and window take no part in them: blocks begin after the sinks.
+    times the norm of the value, and averaged over three neighbours. `blend` is the weight of leverage. Both parts are
+    in standard deviations. Sinks and window take no part in them: blocks begin after the sinks.
 
     Source: Compactor, Chari and Van Durme 2025 (arXiv:2507.08143).
-    Differs: works at decode too. A query sees what its block holds when it comes, and `observed_queries` of each
-    step are asked: a text that came in one `chunk`, and no more queries than that, is ranked as the authors' code
-    does. Tokens of the window, which that leaves out, are attended to by one another and by those before them, so
-    that they have a rank when they leave the window. The paper's blend is the share of the tokens that it evicts,
-    which a policy does not know here: 0.75 is that of a cut to a quarter. Its first 8 and last 4 tokens are the
-    cache's `sinks` and `window`. Logits are divided by the square root of head_dim.
-    Chunks: a query sees no token of a later chunk, though it is of the same block
-    (SmolLM2, 256 slots, nats: 4.110 in steps of 64, 4.117 in steps of 8).
+    Differs: works at decode too. A query sees the tokens that its block holds when it comes, and `observed_queries` of
+    each step are asked: a text that came in one `chunk`, and no more queries than that, is ranked as the authors' code
+    does. Tokens of the window are not scored in this way. They are attended to by one another and by those before them,
+    so that they have a rank when they leave the window. The paper's blend is the share of the tokens that it evicts,
+    which a policy does not know here: 0.75 is that of a cut to a quarter. Its first 8 and last 4 tokens are the cache's
+    `sinks` and `window`. Logits are divided by the square root of head_dim.
+    Chunks: a query sees no token of a later chunk, though it is of the same block (SmolLM2, 256 slots, nats: 4.110 in
+    steps of 64, 4.117 in steps of 8).
     """
 
     blend: float = 0.75
@@ -93,7 +93,7 @@ def _votes(logits: Tensor, is_seen: Tensor) -> PerSlot:
 
 
 def _deviation(score: Tensor, is_ranked: Tensor) -> Tensor:
-    """Each ranked score less their mean, in standard deviations; 0 where all are equal, and of the others."""
+    """Each ranked score less the mean, in standard deviations: 0 where all are equal, and for unranked entries."""
     ranked = is_ranked.sum(-1, keepdim=True)
     apart = (score.double() - (score.double() * is_ranked).sum(-1, keepdim=True) / ranked.clamp(min=1)) * is_ranked
     deviation = (apart.square().sum(-1, keepdim=True) / (ranked - 1).clamp(min=1)).sqrt()

@@ -25,22 +25,22 @@ JOINS: Final = "joins"  # state: 1 where a token is to be merged into the one af
 
 @dataclass(frozen=True)
 class DMC(Policy, ModelSpecific):
-    """Accumulates tokens with the one before them as they come, where the model says so; over budget, the oldest go.
+    """Accumulates tokens with the one before them as they come, where the model says so.
 
-    For models that were trained so, with `merge="weighted"`, with a budget or without one: each kv head decides, token
-    by token, whether a token is accumulated with the one before it, so that runs of tokens become one merged token,
-    their weighted mean. Without a budget memory grows with the runs of the head that has most. One
-    `channel` of the un-rotated keys and queries is reserved for that, and takes no part in attention: with x the
-    channel, a token accumulates where sigmoid(x of its key + `bias`) > 1/2, and its weight is sigmoid(x of its
-    query + `weight_bias`), the mean over the query heads of its kv head. With a budget, runs beyond it are merged into
-    the next ones, the oldest first. Without `merge` nothing is accumulated: what is over budget is dropped, first the
-    tokens that the one after them would have taken in, as a control.
+    Over budget, the oldest ones go. For models that were trained so, with `merge="weighted"`, with a budget or without
+    one: each kv head decides, token by token, whether a token is accumulated with the one before it, so that runs of
+    tokens become one merged token, their weighted mean. Without a budget memory grows with the runs of the head that
+    has most. One `channel` of the un-rotated keys and queries is reserved for that, and takes no part in attention:
+    with x the channel, a token accumulates where sigmoid(x of its key + `bias`) > 1/2, and its weight is sigmoid(x of
+    its query + `weight_bias`), the mean over the query heads of its kv head. With a budget, runs beyond it are merged
+    into the next ones, the oldest first. Without `merge` nothing is accumulated: tokens over budget are dropped, first
+    the tokens that the one after them would have taken in, as a control.
 
-    Source: Nawrot et al. 2024 (arXiv:2403.09636); `channel=-1`, a merged token at the position of its
-    newest one and the mean over query heads are of the authors' code (NVIDIA Megatron-LM, contrib/dmc).
-    Differs: a budget is the same for all heads. Runs may have any length; there, sums are cut to the last 12
-    tokens. Sinks are accumulated with nothing. The channel is 0 before keys are rotated, so its partner still rotates;
-    there, it is 0 afterwards, too.
+    Source: Nawrot et al. 2024 (arXiv:2403.09636). `channel=-1`, a merged token at the position of its newest one and
+    the mean over query heads are of the authors' code (NVIDIA Megatron-LM, contrib/dmc).
+    Differs: a budget is the same for all heads. Runs may have any length. There, sums are cut to the last 12 tokens.
+    Sinks are accumulated with nothing. The channel is 0 before keys are rotated, so its partner still rotates. There,
+    it is 0 afterwards, too.
     """
 
     bias: int | float = -5.0

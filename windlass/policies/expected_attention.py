@@ -1,4 +1,4 @@
-"""Expected Attention: what later queries will attend to, if they are distributed like those so far."""
+"""Expected Attention: the attention of later queries, predicted from the queries so far."""
 
 import math
 from dataclasses import dataclass
@@ -57,16 +57,16 @@ def head_products(states: Tensor, keys: SlotKeys) -> Tensor:
 class ExpectedAttention(Policy):
     """Keeps the tokens that queries at the next `future` positions are expected to attend to.
 
-    Queries are taken to be normally distributed. Their mean and covariance are measured before rotation,
-    over the whole text so far, per query head, then rotated to the mean of the next positions. The
-    expected attention, plus `epsilon`, is multiplied by the norm of the value: with a larger `epsilon` the norm
-    counts for more. Without `has_covariance` the mean query alone decides, for a fraction of the work.
+    Queries are taken to be normally distributed. Their mean and covariance are measured before rotation, over the whole
+    text so far, per query head, then rotated to the mean of the next positions. The expected attention, plus `epsilon`,
+    is multiplied by the norm of the value: with a larger `epsilon` the norm counts for more. Without `has_covariance`
+    the mean query alone decides, for a fraction of the work.
 
     Source: Devoto et al. 2025 (arXiv:2510.00636).
-    Differs: works at decode too, as queries come. With a number, the last `observed_queries` of a step stand for
-    all of it. As in the authors' code the first `skipped` positions neither count as queries nor share in the
-    softmax; they are kept. Logits are divided by the square root of head_dim, whatever the model does, and
-    distances are those of the text, whatever the cache reads at. The score is a logarithm.
+    Differs: works at decode too, as queries come. With a number, the last `observed_queries` of a step stand for all of
+    it. As in the authors' code the first `skipped` positions neither count as queries nor share in the softmax, but are
+    kept. Logits are divided by the square root of head_dim, whatever the model does, and distances are those of the
+    text, whatever the cache reads at. The score is a logarithm.
     """
 
     future: int = 512

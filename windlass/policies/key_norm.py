@@ -14,8 +14,8 @@ class KeyNorm(Policy):
     """Keeps the tokens whose keys have the smallest L2 norm.
 
     Source: Devoto et al. 2024 (arXiv:2406.11430), section 3.
-    Differs: the paper leaves the first two layers whole; here every layer has the same budget. Norms are
-    compared in steps of 1e-5 of their size: keys of a repeated token differ by rounding alone.
+    Differs: the paper leaves the first two layers whole. Here every layer has the same budget. Norms are compared in
+    steps of 1e-5 of their size: keys of a repeated token differ by rounding alone.
     """
 
     def score(self, slots: Slots) -> Scores:

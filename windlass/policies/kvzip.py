@@ -13,17 +13,17 @@ from windlass.policies.base import Needs, Observation, OneShot, Policy, Slots
 class KVzip(Policy, OneShot):
     """Keeps the tokens that the model attends to when it reads the same text a second time.
 
-    `engine.prefill` holds a first text whole, feeds it to the model again in chunks of `scoring_chunk` tokens,
-    drops each of these before the next, and then evicts. The score of a token is the largest probability that any
-    query head gave it in the second pass. So the tokens kept serve any question on the text. The price is
-    about three times the work of reading once, and the memory of the whole text until then. Later tokens were never
-    scored: they rank above the text, the newest highest, and replace it as they come.
+    `engine.prefill` holds a first text whole, feeds it to the model again in chunks of `scoring_chunk` tokens, drops
+    each of these before the next, and then evicts. The score of a token is the largest probability that any query head
+    gave it in the second pass. So the tokens kept serve any question on the text. The price is about three times the
+    work of reading once, and the memory of the whole text until then. Later tokens were never scored: they rank above
+    the text, the newest highest, and replace it as they come.
 
     Source: Kim et al. 2025 (arXiv:2505.23416).
-    Differs: no prompt asks for the repetition, and a chunk does not begin with the end of the one before. Each
-    head of a layer keeps as many tokens; `Composite(kvzip)` lets layers differ. Probabilities are over all
-    tokens held, not over a chunk of them. A text that did not come through `engine.prefill`, or came to a
-    cache that held some, is never scored: `Recent` is then the same for less.
+    Differs: no prompt asks for the repetition, and a chunk does not begin with the end of the one before. Each head of
+    a layer keeps as many tokens. `Composite(kvzip)` lets layers differ. Probabilities are over all tokens held, not
+    over a chunk of them. A text that did not come through `engine.prefill`, or came to a cache that held some, is never
+    scored: `Recent` is then the same for less.
     """
 
     scoring_chunk: int = 128

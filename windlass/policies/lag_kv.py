@@ -29,9 +29,9 @@ class LagKV(Policy):
     following block: they rank above all others, so give a budget well above `2 * lag`. Needs no attention weights.
 
     Source: LagKV, Liang et al. 2025 (arXiv:2504.04704).
-    Differs: compares un-rotated keys. The paper thins each block once, by a fixed share, and keeps the rest for ever;
-    here the blocks are ranked again, in what is left of them, once every `lag` tokens. Of equal ranks in their blocks
-    the token with the lower score goes first. The paper's blocks have 128 tokens.
+    Differs: compares un-rotated keys. The paper thins each block once, by a fixed share, and keeps the rest for ever.
+    Here the remaining tokens of the blocks are ranked again once every `lag` tokens. Of equal ranks in their blocks the
+    token with the lower score goes first. The paper's blocks have 128 tokens.
     """
 
     lag: int = 32
@@ -79,7 +79,7 @@ class LagKV(Policy):
         return by_slot, by_slot < UNRANKED
 
     def _shares(self, states: Tensor, index: Tensor, is_token: Tensor) -> Tensor:
-        """Shares of each block but the last: (batch, kv_heads, blocks - 1, lag); -1 in cells of no token."""
+        """Shares of each block but the last: (batch, kv_heads, blocks - 1, lag), with -1 in cells of no token."""
         x = gather_sorted(states, index).float().unflatten(2, (-1, self.lag))
         low, high = x[:, :, 1:].amin(3, keepdim=True), x[:, :, 1:].amax(3, keepdim=True)
         relative = (x[:, :, :-1] - low).div_((high - low).clamp(min=MIN_RANGE))

@@ -38,7 +38,7 @@ class Leverage(Policy):
         return self.score_among(slots, slots.positions >= 0)
 
     def score_among(self, slots: Slots, is_counted: Tensor) -> Scores:
-        """The leverage of each counted slot among those; 0 of the others."""
+        """The leverage of each counted slot among the counted ones. It is 0 for the other slots."""
         is_row = is_counted.unsqueeze(-1)
         # In float64: sums over slots round by their order, which must not decide what is kept, and
         # fewer tokens than channels leave nothing but the ridge in some directions.

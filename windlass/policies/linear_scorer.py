@@ -47,8 +47,8 @@ class LayerWeights:
 class Scorer:
     """The weights of each layer that has any, and where they were fitted.
 
-    `model` and `fingerprint` tell of which model, `text` and `tasks` on which texts: as many as `texts`, with `tokens`
-    in all. `explained` is what part of the variance of the scores the weights explain in each head of these layers.
+    `model` and `fingerprint` name the model. `text` and `tasks` name the texts, which number `texts` and have `tokens`
+    in all. `explained` is the part of the variance of the scores that the weights explain in each head of these layers.
     """
 
     layers: Mapping[int, LayerWeights]
@@ -107,7 +107,7 @@ def _document(path: Path, data: bytes) -> dict[str, Any]:
 
 
 def _scorer(document: dict[str, Any], tensors: dict[str, Tensor]) -> Scorer:
-    """Raises: KeyError, TypeError or ValueError for what `write` does not write."""
+    """Read the scorer of a file. Raises: KeyError, TypeError or ValueError for contents that `write` does not write."""
     explained = {int(layer): tuple(map(float, parts)) for layer, parts in document.pop("explained").items()}
     if set(tensors) != {f"{name}.{layer}" for name in (WEIGHTS, BIAS) for layer in explained} or not tensors:
         raise ValueError("other tensors")
@@ -162,14 +162,14 @@ class LinearScorer(Policy, ModelSpecific, Initializer, KernelPolicy):
 
     `file` is one of `windlass calibrate --scorer`, which fits the map on texts like those to come: to the logarithm of
     the score that `KVzip` has for reading a text twice. A token is scored once, when it comes, so that reading takes as
-    long as with `KeyDiff`. Where the texts to come are others than those that it was fitted on, it may keep nothing
-    of what they are asked for. A layer without weights, because it has a sliding window, keeps its newest tokens;
-    so do tokens that came without queries (`KVCache.from_rotated`), which rank below all others.
+    long as with `KeyDiff`. On texts unlike those of the fit, it may evict every token that a later question needs. A
+    layer without weights, because it has a sliding window, keeps its newest tokens. So do tokens that came without
+    queries (`KVCache.from_rotated`), which rank below all others.
 
     Source: KVzap (arXiv:2601.07891), its linear form.
     Differs: each kv head reads its own un-rotated queries and key in place of the layer's hidden state, so that heads
     of a layer may have shares of their own. Scores are compared in steps of 2**-10 of the logarithm. The paper evicts
-    what is below a threshold; here a budget decides.
+    the tokens below a threshold. Here a budget decides.
     """
 
     file: str

@@ -111,7 +111,7 @@ class _Lookup:
         return cls(table.model, table.fingerprint, {ids.device: (ids, (order + 1).float())})
 
     def ranks_of(self, first: Tensor, second: Tensor) -> Tensor:
-        """1 + the rank of each pair of ids; infinite where the table does not have it."""
+        """1 + the rank of each pair of ids, or infinity where the table does not have it."""
         wanted = (first << 32) + second
         if wanted.device not in self.at:
             ids, ranks = next(iter(self.at.values()))
@@ -126,14 +126,14 @@ class _Lookup:
 class Pairs(Policy, ModelSpecific):
     """Evicts the first of two neighbours that `table`, a file of `windlass calibrate`, names: the cheapest first.
 
-    With `merge="mean_count(next)"` the two become one merged token. Single tokens are merged into pairs first; then
-    pairs into fours, where the tokens that meet are a pair of the table, and so on. Tokens in no such pair are
-    evicted only when nothing else is left, the oldest first. So a table made from novels, which have no digits in
-    them, keeps the digits of a pass key.
+    With `merge="mean_count(next)"` the two become one merged token. Single tokens are merged into pairs first, then
+    pairs into fours, where the tokens that meet are a pair of the table, and so on. Tokens in no such pair are evicted
+    only when nothing else is left, the oldest first. So a table made from novels, which have no digits in them, keeps
+    the digits of a pass key.
 
     Source: after an idea in the thread of llama.cpp PR 5719: merge only pairs of tokens from a table.
-    Differs: the table is measured, not written by hand. Where costs rise along the text, a few merged
-    tokens may grow too early when many tokens are evicted at once.
+    Differs: the table is measured, not written by hand. Where costs rise along the text, a few merged tokens may grow
+    too early when many tokens are evicted at once.
     """
 
     table: str
@@ -173,10 +173,10 @@ class Pairs(Policy, ModelSpecific):
 
 
 def merge_order(positions: Tensor, rank: Tensor) -> Tensor:
-    """Merge priority per token, the lowest first; `UNMERGED` where `rank` is 0, which is in no pair of the table.
+    """Merge priority per token, the lowest first, or `UNMERGED` where `rank` is 0, for pairs outside of the table.
 
-    Smaller merges come first, by floor(log2(tokens of the merged group)); of equal ones, the lower `rank`. Tokens
-    are in the order of the text, and each is merged into the next one.
+    Smaller merges come first, by floor(log2(tokens of the merged group)), and of equal ones those of lower `rank`.
+    Tokens are in the order of the text, and each is merged into the next one.
     """
     priority = torch.full_like(rank, UNMERGED)
     for _ in range(ROUNDS):

@@ -18,16 +18,15 @@ BLOCK_BYTES = 4 * 2**20  # of cosines alive at once: few enough for the cache of
 class RKV(Policy):
     """Keeps tokens that the last queries attended to, unless other keys held are similar to theirs.
 
-    Of near duplicates, keys of a cosine above `threshold`, the newest loses least and survives. `importance` is
-    the weight of attention, the rest that of redundancy. Every step that evicts compares all keys held with one
-    another.
+    Of near duplicates, keys of a cosine above `threshold`, the newest loses least and survives. `importance` is the
+    weight of attention, the rest that of redundancy. Every step that evicts compares all keys held with one another.
 
     Source: R-KV, Cai et al. 2025 (arXiv:2505.24133).
-    Differs: compares un-rotated keys, so a repetition far away counts as one nearby does. Works at any
-    step, with SnapKV's running votes in place of the last `observed_queries`; of query heads that share a
-    kv head the mean counts, not the highest logit. A key without near duplicates spares none.
-    Chunks: votes fade in chunks shorter than `observed_queries`, as those of `SnapKV` do
-    (SmolLM2, 256 slots, nats: 4.094 in steps of 64, 4.098 in steps of 8).
+    Differs: compares un-rotated keys, so a repetition far away counts as one nearby does. Works at any step, with
+    SnapKV's running votes in place of the last `observed_queries`. Of query heads that share a kv head the mean counts,
+    not the highest logit. A key without near duplicates spares none.
+    Chunks: votes fade in chunks shorter than `observed_queries`, as those of `SnapKV` do (SmolLM2, 256 slots, nats:
+    4.094 in steps of 64, 4.098 in steps of 8).
     """
 
     observed_queries: int = 8

@@ -10,16 +10,15 @@ from windlass.policies.base import Policy, Slots
 
 @dataclass(frozen=True)
 class Random(Policy):
-    """Evicts uniformly at random, per head; by default only tokens generated after the prompt.
+    """Evicts uniformly at random, per head. By default only tokens generated after the prompt.
 
-    A prompt that alone exceeds the budget is thinned at random as well. The draw depends on `seed`,
-    the token's position, its head and the length of the text, so it is the same in every process,
-    batch and after a load.
+    A prompt that alone exceeds the budget is thinned at random as well. The choice depends on `seed`, the token's
+    position, its head and the length of the text, so it is the same in every process, batch and after a load.
 
     Source: Random Attention, 2026 (arXiv:2609.03430).
-    Differs: the draw is a hash, not a generator, and the same in all layers. With `keep_prompt`, tokens that came in a
-    pass of several tokens are a prompt's, but for the drafts of `generate`. A prompt read token by
-    token is not kept, nor the last chunk of a prompt where it has one token.
+    Differs: the choice is a hash, not a generator, and the same in all layers. With `keep_prompt`, tokens that came in
+    a pass of several tokens are a prompt's, but for the drafts of `generate`. A prompt read token by token is not kept,
+    nor the last chunk of a prompt where it has one token.
     """
 
     keep_prompt: bool = True

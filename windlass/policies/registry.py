@@ -19,7 +19,7 @@ _BY_CLASS: dict[str, tuple[str, type[Any]]] = {kind.__name__: (name, kind) for n
 
 
 def spelled(made: str) -> str:
-    """What a user types for the policy whose `repr` is `made`: `"SnapKV(pool=7)"` is `"snapkv(pool=7)"`.
+    """The text that a user types for the policy whose `repr` is `made`: `"snapkv(pool=7)"` for `"SnapKV(pool=7)"`.
 
     Arguments that have their default value are left out. A class of the user's own keeps its name.
     """
@@ -32,7 +32,7 @@ def spelled(made: str) -> str:
 
 
 def _arguments(typed: Spec, kind: type[Any]) -> list[str]:
-    """Those of `typed` that are not as `kind` has them by default; a wrapped policy or a file needs no name."""
+    """Arguments of `typed` that differ from the defaults of `kind`. A wrapped policy or a file needs no name."""
     usual = {each.name: repr(each.default) for each in fields(kind)}
     given = [(key, value) for key, value in typed.named if usual.get(key) != value]
     named = [spelled(value) if key in ("policy", "table", "file") else f"{key}={value}" for key, value in given]
@@ -45,9 +45,9 @@ def is_auto(policy: object) -> bool:
 
 
 def auto(has_budget: bool = True) -> Policy:
-    """What `policy="auto"` is: the best of those that read a text once, see docs/results/findings.md.
+    """The policy of `policy="auto"`: the best that reads a text once, see docs/results/findings.md.
 
-    A cache without a budget evicts nothing; it gets `Recent`, which ranks heads alike, so that they share positions.
+    A cache without a budget evicts nothing and gets `Recent`, which ranks heads alike, so that they share positions.
     """
     return KeyDiff() if has_budget else Recent()
 
@@ -60,13 +60,13 @@ FILE = re.compile(r"(?P<mark>['\"]?)(?P<file>.*?)(?P=mark)\s*", re.DOTALL)  # in
 
 
 def parse_policy(spec: str) -> tuple[Policy, bool]:
-    """The policy that `spec` names, and whether it is to be checked: it comes out of a file, or has arguments.
+    """The policy that `spec` names, and True if it is to be checked: it is from a file, or has arguments.
 
-    It is typed as `"snapkv"`, `"pyramid(SnapKV(pool=7))"`, `"Pairs(pairs.json)"` or `"file.py:Class"`. Names ignore
-    case, `_` and `-`. Arguments are plain numbers, or one of our policies; `Pairs` and `LinearScorer` take a file. Code
-    of a file is run, once.
+    A spec is `"snapkv"`, `"pyramid(SnapKV(pool=7))"`, `"Pairs(pairs.json)"` or `"file.py:Class"`. Names ignore case,
+    `_` and `-`. Arguments are plain numbers, or a built-in policy. `Pairs` and `LinearScorer` take a file. Code of a
+    file is run, once.
 
-    Raises: PolicyError for what cannot be found or made.
+    Raises: PolicyError for a policy that cannot be found or made.
     """
     if is_auto(spec):
         return auto(), False
@@ -142,7 +142,7 @@ def _made(make: type[Policy], spec: str, typed: Spec) -> Policy:
 
 
 def catalogue() -> list[dict[str, str]]:
-    """Per policy: `name`, how it is `made` by default, what it `keeps`, and its `source`."""
+    """Each policy's `name`, how it is `made` by default, a line on the tokens that it `keeps`, and its `source`."""
     made = {name: repr(kind()) for name, kind in NAMES.items()}
     made |= {name: repr(kind(KeyDiff())) for name, kind in WRAPPERS.items()}
     made |= {name: f"{kind.__name__}(FILE)" for name, kind in FROM_FILES.items()}

@@ -16,17 +16,16 @@ from windlass.policies.base import KernelPolicy, Needs, Observation, Policy, Slo
 class SnapKV(Policy, KernelPolicy):
     """Keeps the tokens that the last queries attended to, with their neighbours in the text.
 
-    A token ranks by the most votes among the `pool` tokens around it; with `is_mean` by their mean. Votes for the
+    A token ranks by the most votes among the `pool` tokens around it, or with `is_mean` by their mean. Votes for the
     window count for nobody: its tokens are kept anyway.
 
     Source: Li et al. 2024 (arXiv:2404.14469), listing 1.
-    Differs: works at decode too. A step shorter than `observed_queries` fades the older votes by
-    its share of the window. One-shot SnapKV is `chunk` as long as the prompt, or `KVCache.compress` after it, and
-    `window = observed_queries`. Votes of the query heads that share a kv head are summed. The authors' code takes
-    the mean by default.
+    Differs: works at decode too. A step shorter than `observed_queries` fades the older votes by its share of the
+    window. One-shot SnapKV is `chunk` as long as the prompt, or `KVCache.compress` after it, and `window =
+    observed_queries`. Votes of the query heads that share a kv head are summed. The authors' code takes the mean by
+    default.
     Chunks: votes are equal for the last `observed_queries` of a chunk as long as these. In shorter chunks they fade, so
-    that older queries count, too
-    (SmolLM2, 256 slots, nats: 4.091 in steps of 64, 4.098 in steps of 8).
+    that older queries count, too (SmolLM2, 256 slots, nats: 4.091 in steps of 64, 4.098 in steps of 8).
     """
 
     observed_queries: int = 32

@@ -14,9 +14,9 @@ class TOVA(Policy, KernelPolicy):
     """Evicts the token that the newest query attends to least, alike for all heads.
 
     Source: Oren et al. 2024 (arXiv:2401.06104), section 3.
-    Differs: nothing at chunk 1; in a longer chunk only its last query is asked.
-    Chunks: one query decides on as many tokens as the chunk has
-    (SmolLM2, 256 slots, nats: 4.086 in steps of 64, 4.083 in steps of 8).
+    Differs: nothing at chunk 1. In a longer chunk only the last query counts.
+    Chunks: one query decides on as many tokens as the chunk has (SmolLM2, 256 slots, nats: 4.086 in steps of 64, 4.083
+    in steps of 8).
     """
 
     needs = Needs(state=("last",), per_head=False)

@@ -30,7 +30,7 @@ Interface = TypeVar("Interface")
 
 @dataclass(frozen=True)
 class Wrapper(Policy, ABC):
-    """A policy around another one: it needs and observes what that one does, and scores in its own way."""
+    """A policy around another one: it needs and observes the same as the inner one, and scores in its own way."""
 
     policy: Policy
 
@@ -58,7 +58,7 @@ def find(policy: Policy, interface: type[Interface]) -> Interface | None:
 
 
 def scoring_chunk(policy: Policy) -> int:
-    """Tokens in each step of the second pass that a policy asks for; 0: none."""
+    """Tokens in each step of the second pass that a policy needs, or 0 for none."""
     one_shot = find(policy, OneShot)
     return 0 if one_shot is None else one_shot.scoring_chunk
 
@@ -81,12 +81,12 @@ def ranking_of(policy: Policy) -> Ranking | None:
 
 @dataclass(frozen=True)
 class ByValueNorm(Wrapper):
-    """Ranks by another policy, times the norm of the token's value: what it can add to the output.
+    """Ranks by another policy, times the norm of the token's value, the most that it can add to the output.
 
     Source: VATP, Guo et al. 2024 (arXiv:2406.12335).
-    Differs: any policy in place of attention. A score may be negative and of any scale, so the rank among the
-    tokens held, as a share of them, is taken in its place. The L2 norm, as in Expected Attention, not
-    L1; its mean over the heads where all of them rank alike.
+    Differs: any policy in place of attention. A score may be negative and of any scale, so the rank among the tokens
+    held, as a share of them, is taken in its place. The L2 norm, as in Expected Attention, not L1. Its mean over the
+    heads where all of them rank alike.
     """
 
     def score(self, slots: Slots) -> Scores:
@@ -139,7 +139,7 @@ class Smoothed(Wrapper):
 class InChunks(Wrapper):
     """Ranks by the mean of another policy's scores over the tokens held of a chunk of `size` positions.
 
-    So neighbours in the text are kept or evicted together; of a chunk that is evicted in part, the older tokens go
+    So neighbours in the text are kept or evicted together. A chunk that is evicted in part loses its older tokens
     first.
 
     Source: ChunkKV, Liu et al. 2025 (arXiv:2502.00299).
@@ -170,14 +170,13 @@ class InChunks(Wrapper):
 class InGroups(Wrapper):
     """Shrinks groups of `group` neighbours to their newest token. The group with the lowest best score comes first.
 
-    A group is the positions that `self_extend(group, window)` reads at one position. With
-    `merge="mean_count(next)"` it becomes one merged token: every second token is merged into the next one, then
-    every second pair, and so on; only then the next group begins. So at most one group is partly merged, and no
-    token is dropped. A group that reaches into the window waits. Once every group is one token, these are merged
-    into the next one, the lowest score first.
+    A group is the positions that `self_extend(group, window)` reads at one position. With `merge="mean_count(next)"` it
+    becomes one merged token: every second token is merged into the next one, then every second pair, and so on. Only
+    then the next group begins. So at most one group is partly merged, and no token is dropped. A group that reaches
+    into the window waits. Once every group is one token, these are merged into the next one, the lowest score first.
 
     Source: after llama.cpp PR 5719, which merges the tokens that self-extend reads at one position.
-    Differs: a policy chooses which groups, and keeps the others whole; there, all of them are merged.
+    Differs: a policy chooses which groups and leaves the remaining ones whole. There, all groups are merged.
     """
 
     group: int = 4
@@ -209,9 +208,9 @@ class Pyramid(Wrapper, Budgeter, Recency):
     allocates its own share.
 
     Source: PyramidKV, Cai et al. 2024 (arXiv:2406.02069).
-    Differs: any policy in place of SnapKV; sinks are as safe as the window; tokens left over by rounding go to
-    the bottom. A layer that is given more tokens than the text has leaves the rest unspent; the authors' code hands
-    it to the layers above.
+    Differs: any policy in place of SnapKV. Sinks are as safe as the window. Tokens left over by rounding go to the
+    bottom. A layer that is given more tokens than the text has leaves the rest unspent. The authors' code hands it to
+    the layers above.
     """
 
     beta: int | float = 20
@@ -243,14 +242,14 @@ class Pyramid(Wrapper, Budgeter, Recency):
 class Composite(Wrapper, OneShot):
     """Lets the layers share one budget by the scores of their tokens, once a first text was read.
 
-    `engine.prefill` holds the text whole. Then the best tokens of all heads of a layer make one composite, the
-    second best another, and so on; the composites of all layers are ranked together by their mean score,
-    and as many are kept as fit. So the heads of a layer keep equally many tokens, each its own, in memory
-    without gaps, and layers differ. Scores must compare between layers: probabilities do, norms do not.
+    `engine.prefill` holds the text whole. Then the best tokens of all heads of a layer make one composite, the second
+    best another, and so on. The composites of all layers are ranked together by their mean score, and as many are kept
+    as fit. So the heads of a layer keep equally many tokens, each its own, in memory without gaps, and layers differ.
+    Scores must compare between layers: probabilities do, norms do not.
 
     Source: KVCompose, Akulov et al. 2025 (arXiv:2509.05165).
-    Differs: any policy's scores; rows of a batch join in a composite; sinks and window are kept beside it. A
-    text that did not come through `engine.prefill` is evicted by `KVCache.compress` only.
+    Differs: takes any policy's scores. Rows of a batch join in a composite. Sinks and window are kept beside it. A text
+    that did not come through `engine.prefill` is evicted by `KVCache.compress` only.
     """
 
     shares_budget = True

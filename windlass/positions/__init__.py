@@ -1,8 +1,8 @@
-"""At which position a kept token's key is read, and the rotation that this takes.
+"""Position modes: where a kept token's key is read, and the rotation that this takes.
 
-`modes` has the position modes, `MODES` by name: `Original`, `Compact`, `SelfExtend`, `Clamp`; `position_mode` makes
-one of what a user typed. `rotary` takes cos and sin tables out of a model's own rotary module (`Rotary`) and rotates
-a layer's states with them (`Rotation`).
+`modes` has the position modes, and `MODES` by name: `Original`, `Compact`, `SelfExtend`, `Clamp`. `position_mode` makes
+one of the text that a user typed. `rotary` takes cos and sin tables out of a model's own rotary module (`Rotary`) and
+rotates a layer's states with them (`Rotation`).
 """
 
 from windlass.positions.modes import Clamp as Clamp

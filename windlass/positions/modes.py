@@ -23,8 +23,9 @@ from windlass.core.types import QueryPositions, RotaryKeys, RotaryQueries, SlotP
 class Reading:
     """At which rotary positions some columns of a step read, from column `start` on.
 
-    `is_read` (batch, columns) tells which of their queries do; None: all of the step's. `bound` is how many rows of a
-    rotary table this takes, and `length` the length of text that the table is for, which no number of columns changes.
+    `is_read` (batch, columns) marks the queries that do (None: all of the step's). `bound` is the number of rows of a
+    rotary table that this takes, and `length` the length of text that the table is for, which no number of columns
+    changes.
     """
 
     index: RotaryIndex
@@ -45,8 +46,8 @@ class PositionMode(ABC):
     def rotary_index(self, slots: SlotPositions, queries: QueryPositions) -> RotaryIndex:
         """The rotary positions of one step. `slots` already holds the positions of `queries`, the newest tokens.
 
-        Positions below 0 are those of free slots and of padding; what is given for them is not used, but must
-        be from 0 and below `bound`.
+        Positions below 0 are those of free slots and of padding. Their rotary positions are not used, but must be from
+        0 and below `bound`.
         """
 
     @abstractmethod
@@ -58,14 +59,14 @@ class PositionMode(ABC):
         """
 
     def within(self, trained_length: int | None, is_bounded: bool) -> "PositionMode":
-        """The mode in a layer of a model trained on texts of `trained_length` tokens; None where nobody knows.
+        """The mode in a layer of a model trained on texts of `trained_length` tokens (None: unknown).
 
-        `is_bounded` tells whether the layer has a budget. Only a mode that asks for them is another one then.
+        `is_bounded` tells whether the layer has a budget. Modes that depend on neither return themselves.
         """
         return self
 
     def stands_until(self) -> int:
-        """The longest text of which each token is read at its own position; 0 where no such length is known."""
+        """Length of the longest text whose tokens are each read at their own position, or 0 where it is unknown."""
         return 0
 
     def keeps_places(self, end: int, occupancy: int) -> bool:
@@ -76,7 +77,7 @@ class PositionMode(ABC):
         return False
 
     def readings(self, slots: SlotPositions, step: Step, occupancy: int) -> Sequence[Reading]:
-        """How the queries of `step` read the slots, which hold its tokens already; each query is in one reading.
+        """How the queries of `step` read the slots, which hold its tokens already. Each query is in one reading.
 
         `occupancy` is the most tokens that a row holds, or holds while a graph replays the step.
         """
@@ -133,15 +134,15 @@ NEAR_SHARE = 8  # of the trained length one in so many is read as near as it sta
 
 @dataclass(frozen=True)
 class Windowed(PositionMode):
-    """Up to `trained_length` as `original`; beyond it at places, in steps of several where these exceed it, too.
+    """Up to `trained_length` as `original`. Beyond it at places, in steps of several where these exceed it, too.
 
-    A query at a position below `trained_length` reads as `original`. Beyond, tokens have places: their ranks in a
-    layer that `is_bounded` by a budget, else their positions. Where the query's own place is below `trained_length`,
-    keys are read at places, which is `compact`. Else they are read as by `self_extend` over places, with the smallest
-    `group` of 1, 2, 4, ... that keeps distances below `trained_length`, and an eighth of it as the near `window`.
+    A query at a position below `trained_length` reads as `original`. Beyond, tokens have places: their ranks in a layer
+    that `is_bounded` by a budget, else their positions. Where the query's own place is below `trained_length`, keys are
+    read at places, which is `compact`. Else they are read as by `self_extend` over places, with the smallest `group` of
+    1, 2, 4, ... that keeps distances below `trained_length`, and an eighth of it as the near `window`.
 
-    All of it follows from the query and what its row holds: not from the other rows, nor from the columns of a step.
-    Where heads hold different numbers of tokens, after an edit, the fullest one decides the group.
+    Only the query and the tokens of its row decide: other rows and the columns of a step do not matter. Where heads
+    hold different numbers of tokens, after an edit, the fullest one decides the group.
     """
 
     name = "auto"
@@ -205,7 +206,7 @@ class Windowed(PositionMode):
         return "compact" if group == 1 else f"self_extend({group}, {self.near})"
 
     def _of_one_column(self, slots: SlotPositions, queries: QueryPositions, places: int) -> RotaryIndex:
-        """One branch for all rows, wherever each stands; asks nothing of the device."""
+        """One branch for all rows, at any places. Never waits for the device."""
         at, keys_at = per_rank(queries, slots), slots.clamp(min=0)
         q, k = at, keys_at
         if self.is_bounded:
@@ -305,12 +306,12 @@ class Original(PositionMode):
 
 @dataclass(frozen=True)
 class Compact(PositionMode):
-    """A key is read at its rank among the kept tokens, so distances never exceed what is held.
+    """A key is read at its rank among the kept tokens, so distances never exceed the number of kept tokens.
 
     Source: position assignment of StreamingLLM, Xiao et al. 2023 (arXiv:2309.17453), section 3.2.
-    Differs: each (row, kv head) ranks its own tokens, so any policy may be combined with it; within
-    a chunk distances may reach `budget + chunk`. A picture of which a token is kept takes all of its extent, and its
-    tokens stand in it as they did: so they keep their distances, and no text stands within it.
+    Differs: each (row, kv head) ranks its own tokens, so any policy may be combined with it. Within a chunk distances
+    may reach `budget + chunk`. A picture with a kept token takes its whole extent. So its tokens keep their distances,
+    and no text stands within it.
     """
 
     name = "compact"
@@ -364,7 +365,7 @@ class SelfExtend(PositionMode):
 class Clamp(PositionMode):
     """A key at distance d is read at min(d, limit): far text is simply "far".
 
-    Source: ReRoPE, Su 2023 (github.com/bojone/rerope); InfLLM, Xiao et al. 2024 (arXiv:2402.04617).
+    Source: ReRoPE, Su 2023 (github.com/bojone/rerope), and InfLLM, Xiao et al. 2024 (arXiv:2402.04617).
     """
 
     name = "clamp"
@@ -387,11 +388,12 @@ class Clamp(PositionMode):
 
 @dataclass(frozen=True)
 class Auto(PositionMode):
-    """Reads as the model itself does while a text is inside of the trained length; beyond it, so that it stays inside.
+    """Reads as the model does within the trained length. Beyond it, distances are kept inside of that length.
 
-    Where the tokens that a row holds fit into the trained length, a query beyond it reads them at their ranks, as
-    `compact` does; else as `self_extend` does, by the smallest group that keeps all distances inside. `Windowed` has
-    the rule. A model whose trained length nobody knows, and a layer with a sliding window, are read as they are.
+    Where the tokens of a row fit into the trained length, a query beyond it reads them at their ranks, as `compact`
+    does. Otherwise it reads as `self_extend` does, by the smallest group that keeps all distances inside. `Windowed`
+    has the rule. A model without a known trained length, and a layer with a sliding window, are read at the original
+    positions.
     """
 
     name = "auto"
@@ -412,7 +414,7 @@ MODES: Final[dict[str, type[PositionMode]]] = {mode.name: mode for mode in (Auto
 def position_mode(spec: str | PositionMode) -> PositionMode:
     """The mode that `spec` names: `"compact"`, `"self_extend(8, 64)"`, or a mode itself.
 
-    Raises: UsageError for an unknown name, wrong numbers, or what is neither a mode nor a name.
+    Raises: UsageError for an unknown name, wrong numbers, or a value that is neither a mode nor a name.
     """
     if isinstance(spec, PositionMode):
         return spec

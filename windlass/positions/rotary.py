@@ -19,7 +19,7 @@ Output = Tensor | tuple[Tensor, Tensor]
 
 
 def cos_sin(output: object) -> tuple[Tensor, Tensor]:
-    """Cos and sin of what a rotary module returned. Raises: UnsupportedModel for anything else."""
+    """Cos and sin from the output of a rotary module. Raises: UnsupportedModel for any other output."""
     match output:
         case Tensor() if output.is_complex():
             return output.real, output.imag
@@ -37,9 +37,9 @@ def unturned(output: object) -> Output:
 
 @dataclass(frozen=True)
 class NormWeights:
-    """The norms whose `weight`s (head_dim) multiply a layer's rotated queries and keys; None: no norm does.
+    """The norms whose `weight`s (head_dim) multiply a layer's rotated queries and keys (None: no norm).
 
-    Weights are read when they are asked for: a model may move, or be trained further.
+    Weights are read on each use, as a model may move, or be trained further.
     """
 
     query_norm: nn.Module | None
@@ -50,7 +50,7 @@ class NormWeights:
         return _divided(queries, self.query_norm), _divided(keys, self.key_norm)
 
     def put_in(self, keys: Tensor) -> Tensor:
-        """Rotated keys, in the model's layout, as its norm gives them; in float32."""
+        """Rotated keys, in the model's layout, as its norm gives them, in float32."""
         weight = weight_of(self.key_norm)
         return keys if weight is None else keys.float() * weight
 
@@ -99,7 +99,7 @@ class Layout:
         return cos, -sin if self.is_backward else sin
 
     def to_halves(self, states: Tensor, rotary_pairs: int) -> Tensor:
-        """Channels reordered so that pair i is (i, i + rotary_pairs); a copy only where they are interleaved."""
+        """Channels reordered so that pair i is (i, i + rotary_pairs), copied only where they are interleaved."""
         if not self.is_interleaved:
             return states
         rotary, rest = states[..., : 2 * rotary_pairs], states[..., 2 * rotary_pairs :]
@@ -135,10 +135,10 @@ class _Tables:
 class Rotary:
     """The rotary embedding of some layers of a model: tables on demand, and the channel layout.
 
-    `rotary_pairs` is half of the field's `rotary_dim`: the other channels of a head pass unrotated. `trained_length`
-    is the longest text that the model was trained on, extensions of its window included; None where nobody knows.
-    `axes` is how many the positions have that the module takes; 0 where one. `norm_weights` are those of one layer that
-    applies norms to what it has rotated; None where there are none.
+    `rotary_pairs` is half of the field's `rotary_dim`: the other channels of a head pass unrotated. `trained_length` is
+    the longest text that the model was trained on, extensions of its window included. Or None where it is unknown.
+    `axes` is the number of axes of the positions that the module takes, or 0 for plain positions. `norm_weights` are
+    those of one layer that applies norms to its rotated states, or None.
     """
 
     def __init__(
@@ -177,9 +177,9 @@ class Rotary:
         return self.layout.to_halves(queries, self.rotary_pairs), self.layout.to_halves(keys, self.rotary_pairs)
 
     def query_gain(self) -> Tensor | None:
-        """(head_dim) in float32: what a rotated query is multiplied by before its products with keys.
+        """Factors (head_dim), in float32, of a rotated query before its products with keys.
 
-        The weights of both norms after RoPE; None where there are none.
+        The weights of both norms after RoPE multiplied, or None without such norms.
         """
         if self.norm_weights is None:
             return None
@@ -192,7 +192,7 @@ class Rotary:
 
     @property
     def built(self) -> dict[torch.dtype, tuple[RotaryTable, RotaryTable]]:
-        """The latest tables, by dtype. Longer ones are new tensors; a CUDA graph must keep alive those it reads."""
+        """The latest tables, by dtype. Longer ones are new tensors. A CUDA graph must keep alive those it reads."""
         return self._built.tables
 
     def table_changes_at(self, length: int) -> bool:
@@ -216,12 +216,12 @@ class Rotary:
     def tables(
         self, rows: int, device: torch.device, dtype: torch.dtype = torch.float32, length: int | None = None
     ) -> tuple[RotaryTable, RotaryTable]:
-        """Cos and sin for at least so many positions, one after the other, in `dtype`; one column per channel pair.
+        """Cos and sin for at least so many consecutive positions, in `dtype`, with one column per channel pair.
 
         A length-dependent scheme is asked for a text of exactly `length` tokens (None: of as many as there are rows)
-        once that exceeds what it was trained on, and its table is built again whenever the length changes. The first
-        row is that of position 0, but where there are more rows than that: then the last one is that of the last
-        position, and only distances between rows mean anything.
+        once that exceeds the trained length, and its table is built again whenever the length changes. The first row is
+        that of position 0, but where there are more rows than that: then the last one is that of the last position, and
+        only distances between rows mean anything.
         """
         if self.is_length_dependent:
             length = max(rows if length is None else length, self.constant_length)
@@ -270,20 +270,20 @@ class Rotation:
     device: torch.device
 
     def rotate(self, states: Tensor, positions: Tensor) -> Tensor:
-        """`states` rotated to `positions`, in float32; the same tensor where the layer does not rotate."""
+        """`states` rotated to `positions`, in float32, or the same tensor where the layer does not rotate."""
         if self.rotary is None:
             return states
         cos, sin = self.rotary.tables(self.end, self.device)
         return rotate(states.float(), cos[positions], sin[positions])
 
     def query_gain(self) -> Tensor | None:
-        """(head_dim): what a rotated query is multiplied by before its products with rotated keys; None for 1."""
+        """Factors (head_dim) of a rotated query before its products with rotated keys, or None for 1."""
         return None if self.rotary is None else self.rotary.query_gain()
 
     def step_angles(self) -> tuple[Tensor, Tensor] | None:
-        """Cos and sin of each channel pair's angle from one position to the next; None without rotation.
+        """Cos and sin of each channel pair's angle from one position to the next, or None without rotation.
 
-        They are scaled as the model scales what it rotates.
+        They are scaled as the model scales its rotated states.
         """
         if self.rotary is None:
             return None

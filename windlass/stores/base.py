@@ -6,16 +6,16 @@ A store turns a token into its *parts*: one row in each of a few tensors of shap
 
 To write a store, subclass `Store` in a file of its own:
 
-1. name the parts in `part_names`, and make them in `encode`: new keys and values to parts;
-2. give keys and values back in `decode_keys` and `decode_values`, in the dtype of the model;
-3. return a new, empty store of the same settings in `fresh`;
-4. return in `name` what a user types; where it takes whole numbers, as in `int4(sinks=4)`, list them in `parameters`;
+1. name the parts in `part_names`, and make them in `encode`: new keys and values to parts.
+2. give keys and values back in `decode_keys` and `decode_values`, in the dtype of the model.
+3. return a new, empty store of the same settings in `fresh`.
+4. return in `name` the text that a user types. List whole numbers in it, as in `int4(sinks=4)`, in `parameters`.
 5. add one line to `STORES` in `windlass/stores/formats.py`. Without it, `KVCache(store=MyStore())` works, too.
 
 Optional: `make_constants` and `constant_names` for tensors that all tokens share, `needs_key_means` for a store that
 encodes keys relative to their mean, and `packed_keys` and `packed_values` for bytes that kernels read in place. By
-default kernels are given decoded keys and values: correct for every store, at the price of decoding all slots at
-each step.
+default kernels are given decoded keys and values: correct for every store, at the price of decoding all slots at each
+step.
 """
 
 import copy
@@ -47,7 +47,7 @@ class StoreSnapshot(NamedTuple):
 class Store(ABC):
     """Keys (un-rotated) and values of one layer, addressed by slot. The module's docstring says how to write one.
 
-    `full_precision` holds some tokens unquantised beside their parts; it is empty unless a store asks for it.
+    `full_precision` holds some tokens unquantised beside their parts. It is empty unless a store uses it.
     """
 
     part_names: ClassVar[tuple[str, ...]]
@@ -75,7 +75,7 @@ class Store(ABC):
     @property
     @abstractmethod
     def name(self) -> str:
-        """The text that stands for this store in options, result rows and files; `store_of` reads it."""
+        """The text that stands for this store in options, result rows and files. `store_of` reads it."""
 
     @abstractmethod
     def fresh(self, key_means: KeyMeans | None) -> "Store":
@@ -94,7 +94,7 @@ class Store(ABC):
         """The values that such parts stand for, in the model's dtype."""
 
     def make_constants(self, keys: NewKeys) -> Parts:
-        """The tensors that all tokens share; called once, with the first keys, which show shape, dtype and device."""
+        """Make the tensors that all tokens share. Called once, with the first keys."""
         return {}
 
     def packed_keys(self) -> PackedStates:
@@ -113,7 +113,7 @@ class Store(ABC):
         return keys, replace(keys, last=self.latent) if self.latent else self.packed_values()
 
     def in_place(self) -> tuple[SlotKeys, SlotValues] | None:
-        """All keys and values, where these are all that is stored, so that a kernel may write to them; else None."""
+        """All keys and values where the store holds nothing else, so that a kernel may write to them, or None."""
         return None
 
     def is_compatible(self, other: "Store") -> bool:
@@ -139,7 +139,7 @@ class Store(ABC):
 
     @property
     def index_keys(self) -> IndexKeys | None:
-        """The indexer's keys of all slots, un-rotated; None where there are none."""
+        """The indexer's keys of all slots, un-rotated, or None where there are none."""
         return self._allocated()[INDEX_KEYS][:, 0] if self.index else None
 
     def index_writes(self, new: Tensor | None) -> Writes:
@@ -178,7 +178,7 @@ class Store(ABC):
 
     @property
     def slots(self) -> int:
-        """Slots per (row, kv head); 0 before `allocate`."""
+        """Slots per (row, kv head), or 0 before `allocate`."""
         return self._parts[self.part_names[0]].shape[2] if self._parts else 0
 
     @property
@@ -190,7 +190,7 @@ class Store(ABC):
     def write(
         self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: SlotIndex, beside: Writes = ()
     ) -> None:
-        """Overwrite the slots at `index` with new tokens; leaves every other slot's bytes alone.
+        """Overwrite the slots at `index` with new tokens. Every other slot's bytes stay.
 
         `positions` are EMPTY for padding, which is written, but does not count as a token of the row.
         `beside`: other tensors to write at the same slots, see `kernels.write_all`.
@@ -199,7 +199,7 @@ class Store(ABC):
         self.full_precision.write(index, keys, self.stored(values), positions)
 
     def put(self, index: SlotIndex, parts: Parts, beside: Writes = ()) -> None:
-        """Overwrite these parts at `index` with those of this store, or of one that `is_compatible`; leaves others."""
+        """Overwrite these parts at `index` with those of this store, or of one that `is_compatible`."""
         held = self._allocated()
         kernels.write_all(index, [*((held[name], part) for name, part in parts.items()), *beside])
 
@@ -217,11 +217,11 @@ class Store(ABC):
         return keys, values
 
     def keys(self) -> SlotKeys:
-        """All keys, in the model's dtype; free slots hold anything finite."""
+        """All keys, in the model's dtype. Free slots hold arbitrary finite numbers."""
         return self.full_precision.overlay(self.decode_keys(self._allocated()), self.full_precision.keys)
 
     def values(self) -> SlotValues:
-        """All values, in the model's dtype; free slots hold anything finite."""
+        """All values, in the model's dtype. Free slots hold arbitrary finite numbers."""
         if self.latent:
             return self.keys()[..., -self.latent :]
         return self.full_precision.overlay(self.decode_values(self._allocated()), self.full_precision.values)
@@ -280,11 +280,11 @@ class Store(ABC):
         return twin
 
     def tensors(self) -> Parts:
-        """Every tensor allocated, by name: what a file holds."""
+        """Every allocated tensor by name, as a file holds them."""
         return {**self._parts, **self._constants, **self.full_precision.tensors} if self._parts else {}
 
     def restore(self, tensors: Parts) -> None:
-        """Hold what `tensors()` gave, in place of what is held now; other names are ignored."""
+        """Hold the tensors that `tensors()` gave, in place of the present ones. Other names are ignored."""
         self.full_precision.restore(tensors)
         self._parts = {name: tensors[name] for name in (*self.part_names, INDEX_KEYS) if name in tensors}
         self._constants = {name: tensors[name] for name in self.constant_names}

@@ -18,17 +18,17 @@ KEY_MEANS: Final = "key_centres"  # as prompt-cache files call it, which must st
 class LowBit(Store):
     """Keys and values as codes of 8 or 4 bits: 0.52 or 0.27 of the bytes of bfloat16.
 
-    A number is its code times the scale of its token and head. The channel of largest magnitude gets
-    the lowest code, so that all codes are in use; where that channel is positive, the scale is negative.
-    Keys are coded as their difference from the mean key of the layer and head. They are held before RoPE,
-    so that mean is one vector, wherever a key stands in the text. The difference spans a third of what the
-    keys span, or less in a model whose keys have a bias.
+    A number is its code times the scale of its token and head. The channel of largest magnitude gets the lowest code,
+    so that all codes are in use. Where that channel is positive, the scale is negative. Keys are coded as their
+    difference from the mean key of the layer and head. They are held before RoPE, so that mean is one vector, wherever
+    a key stands in the text. The range of the difference is a third of the keys' range, or less in a model whose keys
+    have a bias.
 
-    The first `sinks` tokens written to a row, and its `newest` ones, are kept in full precision as well and
-    read from there, see `FullPrecisionRing`. A token counts as written even if `drop` frees it later.
+    The first `sinks` tokens written to a row, and its `newest` ones, are kept in full precision as well and read from
+    there, see `FullPrecisionRing`. A token counts as written even if `drop` frees it later.
 
-    Source: scales from the signed extreme, q4_0 of llama.cpp; keys quantised before RoPE, Hooper et
-    al. 2024 (arXiv:2401.18079). Differs: a constant mean is subtracted, in place of a scale per channel.
+    Source: scales from the signed extreme, q4_0 of llama.cpp. Keys quantised before RoPE, Hooper et al. 2024
+    (arXiv:2401.18079). Differs: a constant mean is subtracted, in place of a scale per channel.
     """
 
     part_names = ("key_codes", "key_scales", "value_codes", "value_scales")
@@ -148,9 +148,9 @@ STORES: Final[dict[str, type[Store]]] = {"plain": Plain, "int8": Int8, "int4": I
 
 
 def store_of(spec: str | Store) -> Store:
-    """The store that `spec` names: `"plain"`, `"int8"`, `"int4(sinks=4, newest=32)"`; or a store itself.
+    """The store that `spec` names: `"plain"`, `"int8"`, `"int4(sinks=4, newest=32)"`, or a store itself.
 
-    Raises: UsageError for an unknown name, wrong numbers, or what is neither a store nor a name.
+    Raises: UsageError for an unknown name, wrong numbers, or a value that is neither a store nor a name.
     """
     if isinstance(spec, Store):
         return spec

@@ -24,12 +24,12 @@ NAMES: Final = (KEYS, VALUES, SLOTS, TOKEN_INDEX, WRITTEN)
 class FullPrecisionRing:
     """Each row's first `sinks` tokens and its `newest` ones, as the model made them.
 
-    Layout: `sinks` fixed entries, a ring of `newest` entries and as many more as tokens can be rolled back,
-    one scratch entry that absorbs discarded writes. Each entry stores the token's index in the row and the
-    slot that holds its quantised copy. A token's index is the number of tokens written to the row before it,
-    evicted ones included. Every token has a quantised copy, so a token leaves the ring by being overwritten.
+    Layout: `sinks` fixed entries, a ring of `newest` entries and as many more as tokens can be rolled back, one scratch
+    entry that absorbs discarded writes. Each entry stores the token's index in the row and the slot that holds its
+    quantised copy. A token's index is the number of tokens written to the row before it, evicted ones included. Every
+    token has a quantised copy, so a token leaves the ring by being overwritten.
 
-    Raises: UsageError for what is no whole number, a negative one, or one above 2^30.
+    Raises: UsageError unless both are whole numbers from 0 to 2^30.
     """
 
     def __init__(self, sinks: int = 0, newest: int = 0) -> None:
@@ -56,12 +56,12 @@ class FullPrecisionRing:
 
     @property
     def keys(self) -> Tensor | None:
-        """(batch, kv_heads, entries, head_dim); None if nothing is kept in full precision."""
+        """(batch, kv_heads, entries, head_dim), or None if nothing is kept in full precision."""
         return self.tensors.get(KEYS)
 
     @property
     def values(self) -> Tensor | None:
-        """(batch, kv_heads, entries, value_dim); None if nothing is kept in full precision."""
+        """(batch, kv_heads, entries, value_dim), or None if nothing is kept in full precision."""
         return self.tensors.get(VALUES)
 
     def write(self, index: SlotIndex, keys: NewKeys, values: NewValues, positions: Tensor) -> None:
@@ -106,7 +106,7 @@ class FullPrecisionRing:
         return bool(((found == oldest) | (oldest >= end)).all())
 
     def roll_back(self, counts: Sequence[int]) -> None:
-        """Take the newest `counts` tokens of each row out of the count; entries stay until they are overwritten."""
+        """Remove the newest `counts` tokens of each row from the count. Entries stay until they are overwritten."""
         if self.tensors:
             self.tensors = {**self.tensors, WRITTEN: self._written_without(counts)}
 
@@ -115,7 +115,7 @@ class FullPrecisionRing:
         return bool(tensors) and tensors[KEYS] is not self.tensors[KEYS]
 
     def copied_token_index(self) -> Tensor | None:
-        """Which token of its row each entry holds, in memory of its own; None if nothing is kept in full precision."""
+        """Index in the row of the token that each entry holds, copied, or None without full-precision entries."""
         return self.tensors[TOKEN_INDEX].clone() if self.tensors else None
 
     def put_back(self, tensors: dict[str, Tensor], token_index: Tensor | None) -> None:
@@ -204,7 +204,7 @@ class FullPrecisionRing:
         self._latest_index = None
 
     def restore(self, tensors: dict[str, Tensor]) -> None:
-        """Hold what `self.tensors` was, out of `tensors`; other names are ignored."""
+        """Restore the state that `self.tensors` gave, from `tensors`. Other names are ignored."""
         self.tensors = {name: tensors[name] for name in NAMES if name in tensors}
 
     @property

@@ -226,7 +226,7 @@ def tiny_model(family: str) -> PreTrainedModel:
 
 
 def _sized(options: _Options) -> _Options:
-    """With all sizes; those of the text model, where that is only a part of the model."""
+    """The config with all sizes, set on the text model where that is only a part of the model."""
     text = options.get("text_config")
     return {**options, "text_config": {**_SIZES, **text}} if isinstance(text, dict) else {**_SIZES, **options}
 
@@ -375,7 +375,7 @@ def tiny_hybrid(family: str, vocabulary: int = VOCABULARY) -> PreTrainedModel:
 
 
 def _redraw(name: str, parameter: nn.Parameter) -> None:
-    """Far from constant, so that leaving a part out shows; decays stay of an order at which states last."""
+    """Sample parameters far from constant, so that leaving a part out shows. States last long enough."""
     last = name.rpartition(".")[2]
     if last in ("A_log", "D", "dt_bias"):
         parameter.data.copy_(torch.randn_like(parameter) * 0.5 - (1.0 if last == "dt_bias" else 0.0))
@@ -395,14 +395,14 @@ PASSES: Final = (17, 17, *(1,) * 11)
 
 
 def check_on_models(policy: Policy, families: Sequence[str] = (*FAMILIES, *HYBRIDS)) -> None:
-    """Let tiny models of these families read a text with `policy`, and check what is kept of it.
+    """Let tiny models of these families read a text with `policy`, and check the kept tokens.
 
-    With room for the whole text the logits must be those without a budget. With a budget below it, each layer must
-    hold as many tokens as it may, the first and the newest among them, and logits must be finite. A model that refuses
-    the policy by name (`UsageError`) is passed over: recurrent layers, say, can't read a text twice. Takes about a
-    second for each family.
+    With room for the whole text the logits must be those without a budget. With a budget below it, each layer must hold
+    as many tokens as it may, the first and the newest among them, and logits must be finite. A model that refuses the
+    policy by name (`UsageError`) is passed over: recurrent layers, say, can't read a text twice. Takes about a second
+    for each family.
 
-    Raises: PolicyError, naming the family and what is wrong; UsageError for an unknown family.
+    Raises: PolicyError, naming the family and the problem, and UsageError for an unknown family.
     """
     for family in families:
         model = _attached(family)

@@ -1,1 +1,1 @@
-"""The live view: what a cache holds, as frames; recordings of them; the page that shows both."""
+"""The live view: the tokens in a cache, as frames, recordings of them, and the page that shows both."""

@@ -1,13 +1,13 @@
-"""Frames: the payloads of FULL and DELTA records, made of snapshots and read again.
+"""Frames: the payloads of FULL and DELTA records, made of snapshots and read back.
 
-payload  uint32 n, then n bytes of JSON, padded by spaces so that n is a multiple of 4; then arrays
+payload  uint32 n, then n bytes of JSON, padded by spaces so that n is a multiple of 4. Then arrays
 JSON     of both: seen, next, mode, edited, bytes, rows, seconds, text (the place in the text from which `ids` and
-         `strings` are new), ids, strings, numbers (names); of FULL: planes ([layer, heads, slots, sliding window]
-         each), formula ([text, bytes]); of DELTA: changes (how many slots); where tokens are recalled: recalled
+         `strings` are new), ids, strings, numbers (names). Of FULL: planes ([layer, heads, slots, sliding window]
+         each), formula ([text, bytes]). Of DELTA: changes (how many slots). Where tokens are recalled: recalled
          ([layer, heads, tokens of a head] each)
 arrays   of FULL: int32 position of each slot, plane after plane, -1 in a free one
          of DELTA: uint32 slot, numbered through all planes, and int32 new position, for each change
-         of both: float32 of each slot for each name in `numbers`; NaN where a plane keeps no such number; then int32
+         of both: float32 of each slot for each name in `numbers`. NaN where a plane keeps no such number. Then int32
          positions that the newest step recalled, head after head of `recalled`, -1 for none
 """
 
@@ -66,9 +66,9 @@ class RecalledPlane(NamedTuple):
 class Snapshot:
     """One row of a cache between two steps.
 
-    `positions` are those of all planes' slots one after another, EMPTY in a free slot; `numbers` what a policy or a
-    merge keeps of the same slots, NaN where a layer keeps none. `recalled` are the positions that the newest step read
-    beside its slots, head after head of `recalled_planes`, EMPTY for none. `tokens` are the ids of the text from
+    `positions` are those of all planes' slots one after another, EMPTY in a free slot. `numbers` the numbers of a
+    policy or a merge for the same slots, NaN where a layer has none. `recalled` are the positions that the newest step
+    read beside its slots, head after head of `recalled_planes`, EMPTY for none. `tokens` are the ids of the text from
     `text_from` on. `is_edited`: positions are no longer the places of `tokens`. `bytes_held` is of all `rows` of the
     cache.
     """
@@ -92,9 +92,9 @@ class Snapshot:
 
 
 class Camera:
-    """Takes snapshots of one row of a cache, of which others may be told the `number`.
+    """Takes snapshots of one row of a cache, whose public `number` may differ.
 
-    What the cache takes is measured when its slots are others than before, and now and then: that asks each tensor.
+    Memory is measured only when the slots change, and now and then, because it asks each tensor.
     """
 
     def __init__(self, cache: CacheState, row: int = 0, number: int = 0) -> None:
@@ -105,9 +105,9 @@ class Camera:
         self._bytes_held, self._formula = 0, ("", 0)
 
     def snapshot(self, text_from: int = 0) -> Snapshot:
-        """A copy of what the row holds, to be taken between two passes.
+        """Copy the contents of the row, between two passes.
 
-        The ids of its text are told from shortly before `text_from` on.
+        The ids of its text are included from shortly before `text_from` on.
         """
         cache, now = self._cache, monotonic()
         layers = [layer for layer in cache.layers if not layer.is_empty]
@@ -186,9 +186,9 @@ def _joined(parts: Sequence[Tensor], dtype: torch.dtype) -> Any:
 
 
 def formula(layers: Sequence[SlotLayer]) -> tuple[str, int]:
-    """Memory of the layers, as text and in bytes: only sizes that do not change with the text.
+    """Memory of the layers, as text and in bytes, from sizes that do not change with the text.
 
-    What is kept so that steps can be rolled back stands beside it in `bytes_held`.
+    Records for rolling back steps are counted separately in `bytes_held`.
     """
     counts: dict[tuple[int, int, int], int] = {}
     beside = 0
@@ -228,9 +228,9 @@ CONTEXT: Final = 8  # tokens before the first new one: enough for a tokenizer to
 
 
 class TokenTexts:
-    """The ids of a text so far, and where the next ones differ from them.
+    """The ids of a text so far, and the place where the next ones differ.
 
-    Together the texts of all tokens are the text; one that only begins a character has none. Without a tokenizer, or
+    Together the texts of all tokens are the text. One that only begins a character has none. Without a tokenizer, or
     with one that cannot go token by token, each token stands for itself.
     """
 
@@ -246,7 +246,7 @@ class TokenTexts:
         return len(self._ids)
 
     def told(self, start: int, ids: Sequence[int]) -> tuple[int, list[int], list[str]]:
-        """Where the text changes, when it goes on with `ids` from `start`; the ids from there on, and their texts."""
+        """The place where the text changes when `ids` follow from `start`, the ids from there on, and their texts."""
         start = min(start, len(self._ids))
         before = self._ids[start:]
         same = next((at for at, (old, new) in enumerate(zip(before, ids, strict=False)) if old != new), None)
@@ -295,9 +295,9 @@ def end_record(count: int) -> bytes:
 
 
 def records_of(data: bytes) -> Iterator[Record]:
-    """The records of a whole file but for its END, each checked as it is given out.
+    """The records of a whole file but for its END, each checked before it is returned.
 
-    Raises: RecordingError for what is no recording, or is cut off, changed or longer than it says.
+    Raises: RecordingError for a file that is no recording, or is cut off, changed or too long.
     """
     if data[: len(MAGIC)] != MAGIC:
         raise RecordingError("is no recording: it does not begin as one; make one with `windlass generate --record`")
@@ -321,7 +321,7 @@ def records_of(data: bytes) -> Iterator[Record]:
 
 
 def parsed(payload: bytes, what: str) -> dict[str, Any]:
-    """The JSON object of a payload, which errors call `what`. Raises: RecordingError for anything else."""
+    """The JSON object of a payload, called `what` in errors. Raises: RecordingError for anything else."""
     try:
         told = json.loads(payload)
     except (ValueError, RecursionError):
@@ -339,7 +339,7 @@ MOST_SLOTS: Final = 2**28
 
 
 class Encoder:
-    """Frames of one row: the first is FULL; then what has changed since the frame before, where that is less."""
+    """Encodes frames of one row: the first is FULL, later ones hold only the changes where that is smaller."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None) -> None:
         self._texts = TokenTexts(tokenizer)

@@ -32,12 +32,12 @@ from windlass.view.frames import (
 
 
 class Recorder:
-    """Writes what one row of a cache holds, a frame for each `step`, to a file.
+    """Writes the contents of one row of a cache, a frame for each `step`, to a file.
 
-    To be used in a `with` block: the file is there, as a whole, when the block ends without an error. Without a
-    `tokenizer` tokens are shown by their ids.
+    Use it in a `with` block: the whole file is there when the block ends without an error. Without a `tokenizer` tokens
+    are shown by their ids.
 
-    Raises: UsageError for a row that the cache has not, or a file that cannot be written.
+    Raises: UsageError for a row that the cache lacks, or a file that cannot be written.
     """
 
     def __init__(
@@ -56,7 +56,7 @@ class Recorder:
         return self
 
     def step(self) -> None:
-        """Write what the row holds now; to be called between two steps of the model."""
+        """Write the present contents of the row. Call it between two steps of the model."""
         self._write(self._encoder.frame(self._camera.snapshot(self._encoder.known)))
 
     def __exit__(
@@ -98,7 +98,7 @@ def read_recording(path: Path) -> Recording:
 
 
 def recording_of(data: bytes) -> Recording:
-    """Read a recording from the bytes of a file. Raises: RecordingError, which begins with what the file does."""
+    """Read a recording from the bytes of a file. Raises: RecordingError, in words about the file."""
     first, *rest = records_of(data) if data else [Record(FULL, b"")]
     if first.kind != HEADER:
         raise RecordingError("is damaged: it has no header; record it again")

@@ -68,9 +68,9 @@ IDLE_S: Final = 30.0  # a connection that says nothing is closed
 
 
 class RecordingServer(ThreadingHTTPServer):
-    """Serves the page and the recording at `path`; port 0 takes any that is free. Nothing else is given out.
+    """Serves the page and the recording at `path`, and no other file. Port 0 takes any free one.
 
-    Raises: RecordingError for a file that cannot be replayed; UsageError for a port that is taken.
+    Raises: RecordingError for a file that cannot be replayed, and UsageError for a port that is taken.
     """
 
     daemon_threads = True
@@ -154,7 +154,7 @@ class Viewer:
         return is_asked and (is_last or now >= self._due)
 
     def put(self, seen: RowSnapshot, now: float, due: float) -> None:
-        """Have something new to take, in place of what was not taken; nothing more before `due`."""
+        """Offer a new frame, which replaces one that was not taken. No more are taken before `due`."""
         with self._changed:
             if seen.snapshot.number != self._current:
                 self.known = 0
@@ -165,7 +165,7 @@ class Viewer:
             self._notify()
 
     def take(self, timeout: float = 0.0) -> RowSnapshot | None:
-        """The newest frame that was not taken; None where none comes within `timeout` seconds."""
+        """The newest frame that was not taken, or None where none comes within `timeout` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self._latest is not None, timeout)
             taken, self._latest = self._latest, None
@@ -191,7 +191,7 @@ class SchedulerWatcher(Watcher):
         self._texts: dict[int, _ViewedText] = {}
 
     def attach(self, number: int | None = None, notify: Callable[[], None] | None = None) -> Viewer:
-        """Begin to look; from any thread. `detach` ends it."""
+        """Begin to watch, from any thread. `detach` ends it."""
         viewer = Viewer(number, notify)
         with self._lock:
             self._viewers = [*self._viewers, viewer]
@@ -199,7 +199,7 @@ class SchedulerWatcher(Watcher):
         return viewer
 
     def detach(self, viewer: Viewer) -> None:
-        """Look no more; may be repeated."""
+        """Stop watching. It may be called again."""
         with self._lock:
             self._viewers = [each for each in self._viewers if each is not viewer]
             self.is_watched = bool(self._viewers)
@@ -207,9 +207,9 @@ class SchedulerWatcher(Watcher):
                 self._texts = {}  # a cache that only we know would stay alive
 
     def step(self, cache: CacheState, row: int = 0, number: int = 0, is_last: bool = False) -> None:
-        """Show what a row holds, to those who look at the text of this number, where one of them is due.
+        """Show the contents of a row to the viewers of the text of this number, where one of them is due.
 
-        By the thread of the engine, between two passes. The state after the last step is shown in any case.
+        Called by the thread of the engine, between two passes. The state after the last step is always shown.
         """
         now = monotonic()
         wanting = [viewer for viewer in self._viewers if viewer.wants(number, now, is_last)]
@@ -238,7 +238,7 @@ class SchedulerWatcher(Watcher):
 
 
 class _ViewedText(NamedTuple):
-    """A text that somebody looks at: where it stands, and what is made of it once."""
+    """A text with viewers: its place, and the frames that all viewers share."""
 
     cache: CacheState
     row: int
@@ -255,11 +255,11 @@ NUMBER_DIGITS: Final = 12
 
 
 class ViewApp:
-    """Answers GET for the page's files, `/view/mode` and `/view/frames`; 404 for any other path.
+    """Answers GET for the page's files, `/view/mode` and `/view/frames`, and 404 for any other path.
 
-    `/view/frames` is a stream of records for as long as the client reads it, `?text=NUMBER` of one text, else of the
-    newest one. It shows what others asked: whoever mounts this lets nobody there without a key, where there is one.
-    `tells_prompts`: false gives out the page alone, and 403 for frames.
+    `/view/frames` is a stream of records for as long as the client reads it, `?text=NUMBER` of one text, by default of
+    the newest one. It shows other users' prompts, so protect it with the API key, where there is one.
+    `tells_prompts`: False serves only the page, and 403 for frames.
     """
 
     def __init__(
@@ -330,7 +330,7 @@ class ViewApp:
             gone.cancel()
 
     async def _sent(self, viewer: Viewer, changed: asyncio.Event, gone: "asyncio.Task[None]", send: Send) -> None:
-        """Send what comes until the client is gone."""
+        """Send records as they come until the client is gone."""
         texts = _Texts(viewer, self._tokenizer)
         data = MAGIC
         while not gone.done():
@@ -354,7 +354,7 @@ class _Texts:
         self._encoder, self._number = Encoder(tokenizer), -1
 
     def records(self, seen: RowSnapshot) -> bytes:
-        """The next records; a header first where the text is another one."""
+        """The next records, with a header first where the text is another one."""
         start = b""
         if seen.snapshot.number != self._number:
             self._encoder, self._number = Encoder(self._tokenizer), seen.snapshot.number

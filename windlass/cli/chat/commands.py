@@ -1,4 +1,4 @@
-"""What a chat does for a line that begins with a slash."""
+"""Commands of a chat: lines that begin with a slash."""
 
 import re
 from collections.abc import Callable
@@ -26,7 +26,7 @@ class EndOfChat(Exception):
 
 @dataclass(frozen=True)
 class Command:
-    """`takes` is what follows its name, in brackets where it may be left out; `does` its line of help."""
+    """A command of a chat. `takes` is its argument, in brackets where optional, and `does` its line of help."""
 
     takes: str
     does: str
@@ -34,7 +34,7 @@ class Command:
 
 
 def command_of(line: str) -> tuple[str, str] | None:
-    """Name and text of a command; None for a message. `//` and `/etc/passwd` begin messages, `/word` a command."""
+    """Name and text of a command, or None for a message. `//` and `/etc/passwd` begin messages, `/word` a command."""
     found = COMMAND.fullmatch(line.strip())
     return None if found is None else (found[1], (found[2] or "").strip())
 
@@ -45,15 +45,15 @@ def message_of(line: str) -> str:
 
 
 class ChatCommands:
-    """The commands of one chat, by name; each takes what follows its name."""
+    """The commands of one chat, by name. Each takes the text that follows its name."""
 
     def __init__(self, dialogue: Dialogue) -> None:
         self._dialogue = dialogue
 
     def obey(self, name: str, text: str) -> None:
-        """Do what a command says; one that is unknown is told.
+        """Run a command. An unknown one is reported.
 
-        Raises: WindlassError when it cannot be done; Ended at the end of the chat.
+        Raises: WindlassError when it cannot be done, and Ended at the end of the chat.
         """
         command = COMMANDS.get(SYNONYMS.get(name, name))
         if command is None:
@@ -148,7 +148,7 @@ class ChatCommands:
         return {**self._numbers(), "positions": self._dialogue.cache.positions}
 
     def _set(self, name: str, value: str) -> None:
-        """Raises: UsageError for a value out of its range, or of another kind; nothing is then changed."""
+        """Set options. Raises: UsageError, and changes nothing, for a value out of range or of another kind."""
         if name == "positions":
             self._dialogue.cache.positions = value
             return

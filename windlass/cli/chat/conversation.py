@@ -24,8 +24,8 @@ from windlass.engine.text import encode
 class Exchange:
     """A message of the user and the reply to it, as text and as the token ids that were fed.
 
-    `prompt` holds what was fed before the reply, `tokens` the reply itself. `ended_with` is the text of the reply's
-    last token where it ended by itself, which is no part of `reply`.
+    `prompt` holds the tokens that were fed before the reply, `tokens` the reply itself. `ended_with` is the text of the
+    reply's last token where it ended by itself, which is no part of `reply`.
     """
 
     line: str
@@ -36,11 +36,11 @@ class Exchange:
 
 
 class Conversation:
-    """Turns on one text, and what each of them adds to it.
+    """Turns on one text, and the tokens that each turn adds.
 
-    With a chat template, that is the template from the end of the last reply up to the start of the next; without
-    one, the message itself, begun on a new line. `start` are the ids of a text that came before the first turn; where
-    it ends within a message, the first turn goes on with that.
+    With a chat template, these are the tokens from the end of the last reply up to the start of the next. Without one,
+    they are the message itself, on a new line. `start` are the ids of a text before the first turn. Where that text
+    ends within a message, the first turn goes on with it.
 
     Raises: UsageError as `tell` does.
     """
@@ -61,13 +61,13 @@ class Conversation:
 
     @property
     def ids(self) -> list[int]:
-        """Of the whole text: what came before, and every turn."""
+        """Ids of the whole text, including tokens before the first turn."""
         return [*self.start, *(token for turn in self.turns for token in (*turn.prompt, *turn.tokens))]
 
     def tell(self, system: str | None) -> None:
-        """Change what the model is told before the first message, and the ids of all prompts with it; None: nothing.
+        """Change the system text, and with it the ids of all prompts (None: no system text).
 
-        Raises: UsageError where the model's template has no place for it, or fails; nothing is then changed.
+        Raises: UsageError, and changes nothing, where the model's template has no place for it, or fails.
         """
         if system is not None:
             if self.start:
@@ -88,7 +88,7 @@ class Conversation:
         return text, encode(self._tokenizer, text, is_start=not self.ids)
 
     def missing(self, line: str, after: int | None = None) -> str:
-        """The text to feed for `line` after the first `after` turns, by default all; nothing is changed.
+        """The text to feed for `line` after the first `after` turns (default: all). Nothing is changed.
 
         Raises: UsageError for a chat template that fails, or does not show earlier replies as they were.
         """
@@ -112,9 +112,9 @@ class Conversation:
         return templates.opening(self._tokenizer, messages)
 
     def encode_again(self) -> None:
-        """Make the ids of all prompts anew; replies keep theirs, where they have any.
+        """Make the ids of all prompts anew. Replies keep their ids.
 
-        Raises: UsageError as `missing` does; nothing is then changed.
+        Raises: UsageError as `missing` does, and changes nothing.
         """
         texts = [self.missing(turn.line, after) for after, turn in enumerate(self.turns)]
         for at, (turn, text) in enumerate(zip(self.turns, texts, strict=True)):
@@ -211,7 +211,7 @@ def _begun(record: dict[str, Any], what: str) -> SavedChat:
 
 
 def _with(chat: SavedChat, record: dict[str, Any]) -> SavedChat:
-    """With one more message. One whose reply was lost has none; a reply whose message was lost answers nothing."""
+    """The turns with one more message. A turn may have lost its reply, or answer no message."""
     text, tokens = str(record["content"]), _ids(record.get("tokens"))
     if record.get("role") == "user":
         unanswered = [] if chat.pending is None else [chat.pending]
@@ -223,7 +223,7 @@ def _with(chat: SavedChat, record: dict[str, Any]) -> SavedChat:
 
 
 def _record(raw: bytes) -> dict[str, Any]:
-    """One line; empty where it is no JSON object."""
+    """The object of one line, or an empty one where it is no JSON object."""
     try:
         found = json.loads(raw)
     except (ValueError, RecursionError):
@@ -232,7 +232,7 @@ def _record(raw: bytes) -> dict[str, Any]:
 
 
 def _ids(found: object) -> list[int]:
-    """A list of token ids; empty where it is none."""
+    """A list of token ids, empty for any other value."""
     is_right = isinstance(found, list) and all(type(each) is int and each >= 0 for each in found)
     return found if isinstance(found, list) and is_right else []
 
@@ -246,9 +246,9 @@ UNDO: Final = _line({"event": "undo"})
 
 
 class Journal:
-    """Written line by line, each of them safe on the disk before the next step; nothing at all where `folder` is None.
+    """Written line by line, each safe on the disk before the next step, or not at all where `folder` is None.
 
-    A folder that cannot be written is told once, and the conversation goes on without a journal.
+    A folder that cannot be written is reported once, and the conversation goes on without a journal.
     """
 
     def __init__(self, folder: Path | None, origin: Origin) -> None:
@@ -258,7 +258,7 @@ class Journal:
         self._path = Path()
 
     def begin(self, conversation: Conversation) -> None:
-        """From here on the conversation is this one; one that was never spoken leaves no file."""
+        """Begin a file for this conversation. One without messages leaves no file."""
         if self._file is not None or conversation.turns:
             self._write(lines_of(self.origin, conversation))
 

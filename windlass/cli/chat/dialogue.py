@@ -1,4 +1,4 @@
-"""A conversation with a model on one cache: every turn feeds only what is new, and the newest can be taken back."""
+"""A conversation with a model on one cache. Every turn feeds only new tokens, and the newest can be undone."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -24,13 +24,12 @@ MAX_SEED: Final = 2**62
 
 
 class Dialogue:
-    """What the lines and commands of a chat do. The cache holds the conversation's ids, or is made to before a turn.
+    """Actions of the lines and commands of a chat. The cache is made to hold the conversation's ids before a turn.
 
-    `show` shows the pieces of a reply on a screen that has a line of status, and returns an exit code where it was
-    interrupted; without it they go to stdout as they are, and a line to stderr after each reply.
+    `show` shows the pieces of a reply on a screen with a status line, and returns an exit code where it was
+    interrupted. Without it they go to stdout unchanged, and a line to stderr after each reply.
 
-    Raises: UsageError for a cache whose token ids are not known, a chat template that fails, or has no place for
-    `system`.
+    Raises: UsageError for a cache without known token ids, or a chat template that fails, or has no place for `system`.
     """
 
     def __init__(
@@ -55,14 +54,14 @@ class Dialogue:
 
     @property
     def cache(self) -> KVCache:
-        """What holds the text."""
+        """The cache that holds the text."""
         return self.session.cache
 
     def answer(self, line: str) -> int:
-        """Write the reply to `line`; returns an exit code where it was interrupted.
+        """Write the reply to `line`. Returns an exit code where it was interrupted.
 
-        A reply that was interrupted counts as far as it came. Before its first token the message is taken back, as it
-        is by any error.
+        An interrupted reply is kept up to the interrupt. Before its first token, an interrupt or an error removes the
+        message.
         """
         text, prompt = self.conversation.encoded(line)
         before = self.conversation.ids
@@ -111,7 +110,7 @@ class Dialogue:
         return code
 
     def undo(self) -> str:
-        """Take back the last message and its reply; tells how. Raises: UsageError when there is none."""
+        """Undo the last message and its reply. Returns a report. Raises: UsageError when there is none."""
         self._take_last()
         self.journal.add(self.conversation, UNDO)
         is_read_again = self.catch_up()
@@ -143,7 +142,10 @@ class Dialogue:
         self.journal.begin(self.conversation)
 
     def tell(self, system: str | None) -> bool:
-        """Change the system text; whether the conversation was read again. Raises: UsageError, nothing is changed."""
+        """Change the system text. Returns True if the conversation was read again.
+
+        Raises: UsageError, and changes nothing.
+        """
         self.conversation.tell(system)
         self.journal.begin(self.conversation)
         return self.catch_up()
@@ -151,7 +153,7 @@ class Dialogue:
     def save(self, path: Path) -> None:
         """Write the conversation to `path`, and the cache beside it.
 
-        Raises: UsageError where another file is there; WindlassError when one cannot be written.
+        Raises: UsageError where another file exists, and WindlassError when one cannot be written.
         """
         beside = cache_beside(path)
         check_writable(path, "conversation")
@@ -168,11 +170,11 @@ class Dialogue:
             raise UsageError(f"conversation {path} cannot be written: {error.strerror}; save elsewhere") from None
 
     def load(self, path: Path) -> str:
-        """Go on with the conversation that `save` wrote to `path`; tells how.
+        """Continue the conversation that `save` wrote to `path`. Returns a report.
 
         The text is read again where the cache beside it does not hold it.
 
-        Raises: UsageError for another model's, and what is no conversation; nothing is then changed.
+        Raises: UsageError, and changes nothing, for a file of another model or without a conversation.
         """
         chat = chat_file.read(path)
         self.check_own(chat, path)
@@ -185,7 +187,7 @@ class Dialogue:
         return self.take(chat, cache)
 
     def take(self, chat: SavedChat, cache: KVCache | None = None) -> str:
-        """Go on with a saved conversation, on `cache` where that holds its text; tells how."""
+        """Continue a saved conversation, on `cache` where that holds its text. Returns a report."""
         conversation = Conversation(self.session.tokenizer, chat.start, chat.system)
         conversation.turns = list(chat.turns)
         if not chat.is_exact or max(conversation.ids, default=0) >= vocabulary_of(self.session.model):
@@ -202,7 +204,7 @@ class Dialogue:
         return told + ("; its text was read again" if is_read_again else "")
 
     def catch_up(self) -> bool:
-        """Let the cache hold the conversation, no more and no less; whether any of it was read again."""
+        """Make the cache hold exactly the conversation. Returns True if any of it was read again."""
         wanted, held = self.conversation.ids, self._held()
         if held[: len(wanted)] == wanted and len(held) > len(wanted) > 0:
             try:

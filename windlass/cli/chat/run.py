@@ -32,10 +32,10 @@ from windlass.hf.weights import fingerprint
 
 
 def chat(session: Session, asked: PromptInput, arguments: ChatArguments) -> int:
-    """Answer lines from the terminal or a pipe until /quit or their end; returns the exit code.
+    """Answer lines from the terminal or a pipe until /quit or their end. Returns the exit code.
 
-    At a terminal Ctrl-C clears the line or ends a reply, and what cannot be done is told; in a pipe either ends the
-    chat. A pipe gets no editing, no colours and no journal.
+    At a terminal, Ctrl-C clears the line or ends a reply, and an error is reported. In a pipe, either ends the chat. A
+    pipe gets no editing, no colours and no journal.
     """
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     folder = _folder() if is_terminal and arguments.has_history else None
@@ -89,7 +89,7 @@ def _from_pipe(dialogue: Dialogue) -> int:
 
 
 def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
-    """Answer what is typed, whose history is kept in `folder`; returns the exit code. What is wrong is told."""
+    """Answer typed lines, with their history in `folder`. Returns the exit code. Errors are reported."""
 
     screen = Screen(_history(folder), [f"/{name}" for name in COMMANDS])
     note(f"{HINT}; Ctrl-D ends the chat")
@@ -113,7 +113,7 @@ def at_terminal(dialogue: Dialogue, folder: Path | None) -> int:
 
 
 def _do(dialogue: Dialogue, line: str) -> int:
-    """Obey a command, or answer a message; returns an exit code where the reply was interrupted."""
+    """Obey a command, or answer a message. Returns an exit code where the reply was interrupted."""
     line = line.removeprefix(BYTE_ORDER_MARK)
     command = command_of(line)
     if command is not None:
@@ -123,7 +123,7 @@ def _do(dialogue: Dialogue, line: str) -> int:
 
 
 def show_reply(stream: Stream) -> int:
-    """Show a reply with its words whole at the screen's edge; returns the exit code. Ctrl-C ends the reply alone."""
+    """Show a reply, wrapped at whole words. Returns the exit code. Ctrl-C ends only the reply."""
     from windlass.cli.terminal import Page
 
     page = Page(say, lambda: shutil.get_terminal_size().columns)
@@ -182,10 +182,10 @@ AGAIN = "Ctrl-C again, or Ctrl-D, ends the chat"
 
 
 class Screen:
-    """Asks for messages: Enter sends one, Alt-Enter or a backslash at its end begins a new line.
+    """Asks for messages. Enter sends one, Alt-Enter or a backslash at the end begins a new line.
 
-    A text that is pasted comes as one message, whatever lines it has. `history` is a file, None keeps no history;
-    `commands` complete with Tab. Without `input` and `output` the terminal is used.
+    Pasted text is one message, whatever lines it has. `history` is a file (None: no history). `commands` complete with
+    Tab. Without `input` and `output` the terminal is used.
     """
 
     def __init__(
@@ -216,7 +216,7 @@ class Screen:
         self._session.default_buffer.on_text_changed += self._typed
 
     def ask(self, status: str, default: str = "") -> str | None:
-        """The next message; None at Ctrl-D. `status` is shown below it, `default` is there to be edited.
+        """The next message, or None at Ctrl-D. The line begins as `default`, above `status`.
 
         Raises: KeyboardInterrupt at the second Ctrl-C on an empty line.
         """

@@ -1,7 +1,7 @@
-"""The report: results files in, one HTML page and its figures out. Reads only what `windlass eval` wrote.
+"""The report: results files in, one HTML page and its figures out. Reads only files of `windlass eval`.
 
 summaries.py  cases to means, intervals and the verdict
-plots.py      figures; the only file that knows matplotlib
+plots.py      figures, the only file that knows matplotlib
 page.py       the page and its files
 templates/    the words of the page and of verdicts
 """

@@ -30,7 +30,7 @@ MODES: Final = {False: "Question-blind", True: "Question-aware"}
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure: its file's name, the file, the same as an element of the page, and what it shows."""
+    """A figure: its file's name, the file, the same as an element of the page, and its caption."""
 
     name: str
     png: bytes
@@ -40,7 +40,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class TaskPart:
-    """All that the page shows of one task, in one mode; `name` is its label without folders."""
+    """The part of the page for one task, in one mode. `name` is its label without folders."""
 
     name: str
     scores: tuple[Block, ...]
@@ -216,7 +216,7 @@ class ReportFiles:
 def write_report(files: Sequence[Path], output: Path) -> ReportFiles:
     """Write the page to `output`, and its figures into a folder beside it, `report_files` for `report.html`.
 
-    Files of the same names are replaced; the page holds its figures itself and does not need the folder.
+    Files of the same names are replaced. The page holds its figures itself and does not need the folder.
 
     Raises: UsageError when `output` is no HTML file or cannot be written, when the results cannot be read or have no
     cases, and when matplotlib is not installed.
@@ -260,7 +260,7 @@ def _modes(cases: Sequence[Case]) -> list[ModePart]:
 
 
 def _task(task: str, cases: Sequence[Case], labels: Sequence[str], taken: set[str]) -> TaskPart:
-    """One task in one mode; the names of its figures are added to `taken`."""
+    """One task in one mode. The names of its figures are added to `taken`."""
     try:
         from windlass.evals.report import plots
     except ImportError as error:
@@ -300,7 +300,7 @@ def _task(task: str, cases: Sequence[Case], labels: Sequence[str], taken: set[st
 
 
 def _file_name(name: str, taken: set[str]) -> str:
-    """A name that every system takes, and that no other figure has; it is added to `taken`."""
+    """A name that every system takes, and that no other figure has. It is added to `taken`."""
     stem = re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")[:80]
     number = 1
     while (found := f"{stem}-{number}.png" if number > 1 else f"{stem}.png") in taken:

@@ -67,7 +67,7 @@ LOSS: Final = Measure("nll, nats per token", 1.0, False)
 
 
 def png(figure: Figure) -> bytes:
-    """The figure as a PNG file; the same figure gives the same bytes."""
+    """The figure as a PNG file. The same figure gives the same bytes."""
     data = io.BytesIO()
     with matplotlib.rc_context(STYLE), warnings.catch_warnings():
         # A name may have letters that the font lacks; the tables show them.
@@ -77,7 +77,7 @@ def png(figure: Figure) -> bytes:
 
 
 def svg(figure: Figure, name: str) -> str:
-    """The figure as an element of HTML, in colours of the page's style sheet; what it is made of says exact numbers.
+    """The figure as an element of HTML, in colours of the page's style sheet, with exact numbers on hover.
 
     `name` is no other figure's. The same figure and name give the same text.
     """
@@ -99,10 +99,11 @@ def svg(figure: Figure, name: str) -> str:
 
 
 def curves(blocks: Sequence[Block], labels: Sequence[str], measure: Measure) -> list[Figure]:
-    """Values against the share of bytes, a line a label and a figure a length; the full cache is a line across.
+    """Values against the share of bytes, with a line for each label and a figure for each length.
 
-    A label has the same marker in every figure that is made with the same `labels`. More than `MOST_LINES` of them
-    go on in a further figure, so that no two lines of a figure share a marker. Empty without any but the full cache.
+    The full cache is a line across. A label has the same marker in every figure that is made with the same `labels`.
+    More than `MOST_LINES` of them go on in a further figure, so that no two lines of a figure share a marker. Empty
+    without any but the full cache.
     """
     names = [label for label in labels if label != FULL]
     figures = []
@@ -118,7 +119,7 @@ def curves(blocks: Sequence[Block], labels: Sequence[str], measure: Measure) -> 
 
 
 def heat_maps(maps: DepthMaps) -> list[Figure]:
-    """Scores by depth and length, a map a label and budget; dark is lost, hatched was not run."""
+    """Scores by depth and length, with a map for each label and budget. Dark is lost, hatched was not run."""
     drawn = maps.maps
     with matplotlib.rc_context(STYLE):
         return [_map_figure(maps, drawn[start : start + MOST_MAPS]) for start in range(0, len(drawn), MOST_MAPS)]
@@ -146,7 +147,7 @@ def _curve_figure(block: Block, places: Mapping[str, int], measure: Measure) -> 
 
 
 def _draw(panel: Axes, rows: Sequence[SettingRow], place: int, measure: Measure) -> tuple[float, float]:
-    """One line with its strokes and hover texts; returns its right end."""
+    """Draw one line with its strokes and hover texts. Returns its right end."""
     rows = sorted(rows, key=lambda row: row.share)
     shares = [row.share * 100 for row in rows]
     values = [row.value * measure.scale for row in rows]

@@ -20,9 +20,9 @@ Key = TypeVar("Key")
 class SettingRow:
     """One setting of the cache at one budget, over `count` independent texts.
 
-    `value` is the mean score, with the ends of its 95 % interval, or the mean nll, with one standard error to
-    each side; the ends are None where one text gives no standard error. `slots` and `share` (of the full cache's
-    bytes) are means. `kl` is the mean of the `kl_count` texts that have one.
+    `value` is the mean score, with the ends of its 95 % interval, or the mean nll, with one standard error to each
+    side. The ends are None where one text gives no standard error. `slots` and `share` (of the full cache's bytes) are
+    means. `kl` is the mean of the `kl_count` texts that have one.
     """
 
     label: str
@@ -61,7 +61,7 @@ class Block:
 
     @property
     def full(self) -> float | None:
-        """The value of the full cache; None where it was not run."""
+        """The value of the full cache, or None where it was not run."""
         return next((row.value for row in self.rows if row.is_full), None)
 
 
@@ -77,7 +77,7 @@ class TurnRows:
 
 @dataclass(frozen=True)
 class DepthMap:
-    """One setting at one budget: mean scores, a row a depth, a column a length; None where there is no case."""
+    """Mean scores of one setting at one budget, a row per depth, a column per length, or None without a case."""
 
     label: str
     asked: str
@@ -119,7 +119,7 @@ def loss_blocks(cases: Sequence[Case]) -> tuple[Block, ...]:
 
 
 def turns(cases: Sequence[Case]) -> tuple[TurnRows, ...]:
-    """The scores of one task turn by turn, in the order of `score_blocks`; empty where there are no turns."""
+    """The scores of one task turn by turn, in the order of `score_blocks`, or none without turns."""
     scored = [case for case in cases if case.score is not None and case.turn is not None]
     last = max((case.turn for case in scored if case.turn is not None), default=-1)
     by_turn = grouped(scored, lambda case: (case.length, *_setting(case), case.turn))
@@ -133,10 +133,10 @@ def turns(cases: Sequence[Case]) -> tuple[TurnRows, ...]:
 
 
 def depth_maps(cases: Sequence[Case]) -> DepthMaps | None:
-    """Scores by depth and length; None where no case has a depth.
+    """Scores by depth and length, or None where no case has a depth.
 
-    Depths are taken as they are when they are few and round, else in up to ten equal parts of the text: as many as
-    have a case each, wherever any were run.
+    Depths are taken as they are when they are few and round. Otherwise the text is divided into up to ten equal parts,
+    as many as have a case each.
     """
     deep = [case for case in cases if case.score is not None and case.depth is not None]
     if not deep:
@@ -161,7 +161,7 @@ def depth_maps(cases: Sequence[Case]) -> DepthMaps | None:
 
 
 def over_lengths(blocks: Sequence[Block]) -> dict[tuple[str, str], float | None]:
-    """The mean value of each setting, every length weighing the same; None where a setting lacks a length."""
+    """The mean value of each setting, every length weighing the same, or None where a setting lacks a length."""
     values: dict[tuple[str, str], list[float]] = {}
     for block in blocks:
         for row in block.rows:
@@ -256,7 +256,7 @@ def _is_filled(cases: Sequence[Case], bins: int) -> bool:
 
 
 def _budget_order(cases: Sequence[Case]) -> dict[str, float]:
-    """The place of each budget as it was typed: what holds most comes first."""
+    """The place of each budget as it was typed, the largest first."""
     by_budget = grouped(cases, lambda case: case.asked)
     held = {asked: fmean(case.slots_held for case in each) for asked, each in by_budget.items()}
     return {asked: -math.inf if asked == "all" else -slots for asked, slots in held.items()}
@@ -306,10 +306,10 @@ class OverallScore:
 
 
 def verdict(cases: Sequence[Case]) -> str:
-    """Which setting keeps what the full cache has in the fewest bytes, what others lose, and how sure that is.
+    """The setting that matches the full cache in the fewest bytes, the loss of others, and how sure it is.
 
-    A setting counts that was run on all tasks and lengths, question-blind and question-aware apart. Empty where
-    nothing was.
+    A setting counts that was run on all tasks and lengths, question-blind and question-aware apart. The verdict is
+    empty where there is none.
     """
     modes = [("Question-blind", False), ("Question-aware", True)]
     found = [(name, _of_mode([case for case in cases if case.is_aware is is_aware])) for name, is_aware in modes]
@@ -320,7 +320,7 @@ def verdict(cases: Sequence[Case]) -> str:
 def sign_test(wins: int, losses: int) -> float:
     """How likely two equals are at least as uneven as this, in either direction.
 
-    Source: the sign test, Dixon and Mood 1946 (doi:10.1080/01621459.1946.10501898); ties are left out.
+    Source: the sign test, Dixon and Mood 1946 (doi:10.1080/01621459.1946.10501898). Ties are left out.
     """
     count = wins + losses
     tail: int = sum(math.comb(count, number) for number in range(min(wins, losses) + 1))
@@ -334,7 +334,7 @@ def compared(one: Texts, other: Texts) -> tuple[int, int]:
 
 
 def listed(names: Sequence[str]) -> str:
-    """Names as in a sentence: `"a, b and c"`; of many the first ones and how many more."""
+    """Names as in a sentence: `"a, b and c"`. Of many, the first ones and the number of further ones."""
     shown = [*names[:MOST_NAMED], f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED + 1 else [*names]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} and {shown[-1]}"
 
@@ -349,7 +349,7 @@ def _of_mode(cases: Sequence[Case]) -> str:
 
 
 def _standings(cases: Sequence[Case], value_of: Callable[[Case], float | None]) -> list[OverallScore]:
-    """The settings that were run on all tasks and lengths of `cases`; the full cache first."""
+    """The settings that were run on all tasks and lengths of `cases`, the full cache first."""
     places = {_place(case) for case in cases}
     found = []
     for (label, asked), own in grouped(cases, _setting).items():
@@ -365,7 +365,7 @@ def _standings(cases: Sequence[Case], value_of: Callable[[Case], float | None]) 
 
 
 def text_means(cases: Sequence[Case], value_of: Callable[[Case], float | None]) -> Texts:
-    """The mean value of each text, by task, length and text; a case without a value does not count."""
+    """The mean value of each text, by task, length and text. A case without a value does not count."""
     found = grouped(cases, lambda case: (*_place(case), *text_of(case)))
     values = {text: [value for case in own if (value := value_of(case)) is not None] for text, own in found.items()}
     return {text: fmean(own) for text, own in values.items() if own}
@@ -376,10 +376,11 @@ def _place(case: Case) -> tuple[str, int]:
 
 
 def _told(standings: Sequence[OverallScore], template: str, factor: float, offset: float) -> str:
-    """The verdict on settings in words; one keeps enough that has the full cache's value by `factor` and `offset`.
+    """The verdict on settings in words.
 
-    Of those that do the best is the one in the fewest bytes; where none does, the one of the highest value. The
-    others at its budget are `close` where a sign test does not tell them from it; `worst` is the lowest of the rest.
+    A setting keeps enough if it has the full cache's value by `factor` and `offset`. Of those that do, the best is the
+    one in the fewest bytes. Where none does, it is the one of the highest value. Other settings at its budget are
+    `close` where a sign test does not tell them from it. `worst` is the lowest of the rest.
     """
     full = standings[0] if standings[0].label == FULL else None
     others = [each for each in standings if each is not full]

@@ -53,7 +53,7 @@ ABOVE = replace(  # what the shipped model was trained on
 
 @dataclass(frozen=True)
 class Needle:
-    """Values hidden under one key; `depth` is None for several values."""
+    """Values hidden under one key. `depth` is None for several values."""
 
     key: str
     values: tuple[str, ...]
@@ -62,14 +62,14 @@ class Needle:
 
 @dataclass(frozen=True)
 class Needles(Task):
-    """`keys` of so many `values` each are hidden, and the first `asked` of them asked for in one question.
+    """Hides `keys` of so many `values` each, and asks for the first `asked` of them in one question.
 
-    The first value stands at `depth`, or anywhere as the others do. Without a `haystack`, needles with other keys
-    are what the text is made of.
+    The first value stands at `depth`, or at a random place as the rest do. Without a `haystack`, the text is made of
+    needles with other keys.
 
     Source: NIAH of RULER, Hsieh et al. 2024 (arXiv:2404.06654).
-    Differs: a novel in place of the essays, from any sentence on; depths are drawn among 40 in every
-    haystack. Words are of our own lists.
+    Differs: a novel in place of the essays, from any sentence on. Depths are sampled from 40 in every haystack. Words
+    are of our own lists.
     """
 
     keys: int = 1
@@ -93,7 +93,7 @@ class Needles(Task):
         return Sample(context, (self.ask(needles[: self.asked]),))
 
     def hidden(self, draw: random.Random, units: int, answers: int) -> tuple[str, list[Needle]]:
-        """The text, and what is in it that may be asked for; its first sentence announces one answer or several."""
+        """The text and its hidden answers. Its first sentence announces one answer or several."""
         make = MAKERS[self.value_kind]
         depths = [place / (DEPTHS - 1) for place in draw.sample(range(DEPTHS), self.keys * self.values)]
         if self.depth is not None:
@@ -146,8 +146,8 @@ class Needles(Task):
 class Multiturn(Task):
     """Every key of the needles is asked for in a question of its own, each on the cache as the text left it.
 
-    Aware, the text was read with the first question: what the others then find is what a cache
-    compressed for one question is worth to the next.
+    Aware, the text was read with the first question. The score of later questions shows the worth of a cache that was
+    compressed for another one.
 
     Source: SCBench, Li et al. 2024 (arXiv:2412.10319), its requests on one shared context.
     """

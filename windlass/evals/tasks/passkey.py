@@ -16,8 +16,8 @@ MOST_KEY = 50_000
 class PassKey(Task):
     """One key, 1 to 50000 or three words, between the sentences: at `depth`, or anywhere.
 
-    Source: Mohtashami and Jaggi 2023 (arXiv:2305.16300); text, key and answer room of llama.cpp's example.
-    Differs: the depth is drawn as a share of the text; the novel as filler, and words as keys.
+    Source: Mohtashami and Jaggi 2023 (arXiv:2305.16300), with text, key and answer room of llama.cpp's example.
+    Differs: the depth is sampled as a share of the text. The filler is the novel, and keys may be words.
     """
 
     filler: Filler = NOISE

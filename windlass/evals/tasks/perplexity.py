@@ -10,7 +10,7 @@ from windlass.evals.texts import Novel, from_file
 
 @dataclass(frozen=True)
 class Perplexity(Task):
-    """A stretch of the text from any of its sentences on; no questions."""
+    """A stretch of the text from the start of any sentence on, without questions."""
 
     text: Novel
     answer_tokens: int = 0

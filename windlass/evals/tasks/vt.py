@@ -19,10 +19,10 @@ EXAMPLE_UNITS = 2
 
 @dataclass(frozen=True)
 class Variables(Task):
-    """One chain of assignments, in order at random places; a solved example comes first.
+    """One chain of assignments, in order at random places. A solved example comes first.
 
     Source: variable tracking of RULER, Hsieh et al. 2024 (arXiv:2404.06654).
-    Differs: the example has two lines of noise at any length; no space after the answer's colon.
+    Differs: the example has two lines of noise at any length, and there is no space after the answer's colon.
     """
 
     hops: int = 4

@@ -65,7 +65,7 @@ class CommonWords(Task):
 
 @dataclass(frozen=True)
 class FrequentWords(Task):
-    """Words of six letters whose frequency falls with the square of their rank; the first are dots.
+    """Words of six letters whose frequency falls with the square of their rank. The first are dots.
 
     Source: frequent words extraction of RULER, Hsieh et al. 2024 (arXiv:2404.06654), exponent 2.
     """

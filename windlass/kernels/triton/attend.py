@@ -1,11 +1,10 @@
 """Attention over slots on a GPU.
 
-A program serves one row and kv head, a block of queries (all heads that share the kv head, so that its
-keys are read once) and one split of the slots; keys are rotated in registers on the way in. A prompt has
-enough programs to read all slots in one split. A single token reads them in many, and a second kernel joins
-their softmaxes.
+A program serves one row and kv head, a block of queries (all heads that share the kv head, so that its keys are read
+once) and one split of the slots. Keys are rotated in registers on the way in. A prompt has enough programs to read all
+slots in one split. A single token reads them in many, and a second kernel joins their softmaxes.
 
-Source: online softmax over blocks, Dao et al. 2022 (arXiv:2205.14135); splits that are joined at the end,
+Source: online softmax over blocks, Dao et al. 2022 (arXiv:2205.14135), and splits that are joined at the end,
 Flash-Decoding, Dao et al. 2023.
 """
 
@@ -182,7 +181,10 @@ def can_read(queries: Queries, keys: PackedStates, values: PackedStates) -> bool
 
 
 def attend(call: AttentionInput) -> tuple[Attended, Mass | None]:
-    """See `reference.attend`; asks the device nothing, so that a CUDA graph can hold it. Tables of any float type."""
+    """See `reference.attend`.
+
+    Never waits for the device, so that a CUDA graph can hold it. Tables are of any float type.
+    """
     queries, keys, values, observed = call.queries, call.keys, call.values, call.observed
     batch, heads, tokens, _ = queries.shape
     kv_heads, slots = keys.data.shape[1:3]
@@ -269,7 +271,7 @@ def _mass(
 
 
 def _padded(channels: int) -> int:
-    """The width of a tile that holds so many channels; 0 where there are none."""
+    """The width of a tile that holds so many channels, or 0 where there are none."""
     return max(MIN_TILE, triton.next_power_of_2(channels)) if channels else 0
 
 
@@ -430,7 +432,7 @@ MIN_NORM = tl.constexpr(reference.MIN_NORM)
 
 
 def mean_key_cosine(keys: PackedStates, positions: SlotPositions) -> PerSlot:
-    """See `reference.mean_key_cosine`; asks the device nothing, so that a CUDA graph can hold it."""
+    """See `reference.mean_key_cosine`. Never waits for the device, so that a CUDA graph can hold it."""
     batch, kv_heads, slots = keys.data.shape[:3]
     at = tiles.stream_plan(keys.channels)
     splits, each = tiles.splits(batch * kv_heads, slots, at, positions.device)
@@ -466,7 +468,7 @@ def sums_kernel(
     BITS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """The sum of the directions of one split of the slots; a key times its scale is its direction."""
+    """The sum of the directions of one split of the slots. A key times its scale is its direction."""
     index = (tl.program_id(0) // splits).to(tl.int64)
     i_split = tl.program_id(0) % splits
     i_batch, i_head = index // kv_heads, index % kv_heads

@@ -1,7 +1,8 @@
-"""What is read of the evicted tokens, on a GPU; `kernels.reference_recall` says what each function means.
+"""Recall of evicted tokens on a GPU. `kernels.reference_recall` defines the meaning of each function.
 
-Digests are in the GPU's memory, where all pages are ranked. Tokens are in the host's, page-locked, so that a program
-reads and writes them in place: the candidates' keys, and the tokens of the best pages. Nothing waits for the host.
+Digests are in the GPU's memory, where all pages are ranked. Tokens are in the host's memory, page-locked, so that a
+program reads and writes them in place: the candidates' keys, and the tokens of the best pages. Nothing waits for the
+host.
 """
 
 from typing import Any, Final, no_type_check

@@ -39,8 +39,8 @@ def first_free(positions: SlotPositions, count: int) -> SlotIndex:
 def argsort_positions(positions: SlotPositions) -> SlotIndex:
     """See `reference.argsort_positions`.
 
-    Every slot counts those before it, which is quadratic, but one launch and all in parallel; PyTorch's sort
-    takes several, in each layer at each token. Only where there are many slots the sort is less work.
+    Every slot counts those before it, which is quadratic, but one launch and all in parallel. PyTorch's sort takes
+    several, in each layer at each token. Only where there are many slots the sort is less work.
     """
     batch, score_heads, slots = positions.shape
     if slots > MAX_COUNTED_SLOTS:
@@ -54,7 +54,7 @@ def argsort_positions(positions: SlotPositions) -> SlotIndex:
 
 
 def evict(call: EvictionInput) -> tuple[SlotIndex, SlotIndex]:
-    """See `reference.evict`; the slots come in ascending order."""
+    """See `reference.evict`. The slots come in ascending order."""
     positions, count = call.positions, call.count
     batch, score_heads, slots = positions.shape
     index = torch.empty(batch, score_heads, count, dtype=torch.int64, device=positions.device)
@@ -103,7 +103,7 @@ def write_all(index: SlotIndex, writes: Writes) -> None:
 
 
 def _part(target: Tensor, new: Tensor | float, tokens: int) -> tuple[Any, ...]:
-    """One of `write_all`, as `_write` takes it: both, sizes, the strides of what comes, a block of channels."""
+    """One part of `write_all`, as `_write` takes it: both tensors, sizes, strides, a block of channels."""
     batch, heads, slots, width = (*target.shape, 1)[:4]
     strides: tuple[int, ...] = (0, 0, 0, 0)
     if isinstance(new, Tensor):
@@ -117,7 +117,7 @@ def _part(target: Tensor, new: Tensor | float, tokens: int) -> tuple[Any, ...]:
 @triton.jit
 @no_type_check
 def _first_free(p_positions, p_out, slots, count, BLOCK: tl.constexpr):
-    """One block of slots of one row and head; all of them are counted, so that none waits for another."""
+    """One block of slots of one row and head. All free slots are counted, so that no block waits for another."""
     i_row, i_block = tl.program_id(0), tl.program_id(1)
     o_block = tl.arange(0, BLOCK)
     p_row = p_positions + i_row.to(tl.int64) * slots
@@ -196,8 +196,8 @@ def _evict(
 ):
     """One row and head, whole in registers or block by block.
 
-    The key that parts the `count` lowest from the others is found by halving the range where it can be;
-    of slots with this very key (free ones, as a rule) the first are taken.
+    The key that parts the `count` lowest from the others is found by halving the range where it can be. Of slots with
+    this very key (free ones, as a rule) the first are taken.
     """
     i_batch, i_rank = tl.program_id(0).to(tl.int64), tl.program_id(1)
     i_row = i_batch * tl.num_programs(1) + i_rank
@@ -325,7 +325,7 @@ def _coded(b_numbers, divisor, least: tl.constexpr):
 def _encode(
     p_states, strides, p_means, mean_strides, p_codes, p_scales, width, BITS: tl.constexpr, WIDTH: tl.constexpr
 ):
-    """One token of one row and head; of 4 bits, its first and its second half side by side."""
+    """Encode one token of one row and head. Of 4 bits, its first and its second half are side by side."""
     i_token, i_head, i_batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     i_row = (i_batch * tl.num_programs(1) + i_head) * tl.num_programs(0) + i_token
     o_width = tl.arange(0, WIDTH)

@@ -1,8 +1,8 @@
-"""What the kernels share: loading blocks of queries and keys, rotated, and computing their logits.
+"""Shared parts of the kernels: loading blocks of queries and keys, rotated, and computing their logits.
 
 A block of queries or keys is five tiles: the first and the second channels of its rotary pairs, rotated to the
-positions of the near branch; the same two for the far branch; and the channels that are not rotated. Unused tiles
-alias another one, so that every return has five values; the compiler drops what nobody reads.
+positions of the near branch, the same two for the far branch, and the channels that are not rotated. Unused tiles alias
+another one, so that every return has five values. The compiler drops unused ones.
 
 Names: `i_` one number, `o_` numbers along a tile's axis, `m_` a mask.
 """
@@ -23,7 +23,7 @@ from windlass.core.positions import RotaryBranch
 @triton.jit
 @no_type_check
 def product(a, b, total):
-    """`total` and the product of two tiles; float32 is multiplied as such."""
+    """`total` plus the product of two tiles. Products of float32 are not rounded to TF32."""
     return tl.dot(a, b, total, input_precision="ieee")
 
 
@@ -37,7 +37,7 @@ def at_head(plane, i_batch, i_head):
 @triton.jit
 @no_type_check
 def visible(newest, oldest, slots, logit_args):
-    """True if slots are seen by some query; `newest` and `oldest`: distance to the newest and the oldest query."""
+    """True if slots are seen by some query. `newest` and `oldest` are distances to the newest and the oldest query."""
     seen = (newest >= 0) & (slots >= 0)
     if logit_args.reach is not None:
         seen = seen & ((oldest < logit_args.reach) | (slots < logit_args.sinks))
@@ -52,7 +52,7 @@ def visible(newest, oldest, slots, logit_args):
 @triton.jit
 @no_type_check
 def seen_by_any(o_positions, positions, logit_args):
-    """Which slots any of the queries may see, perhaps some more; a query at a negative position sees none."""
+    """Slots that any of the queries may see, perhaps some more. A query at a negative position sees none."""
     newest = tl.max(o_positions, 0)
     oldest = tl.min(tl.where(o_positions >= 0, o_positions, 1 << 30), 0)
     return visible(newest - positions, oldest - positions, positions, logit_args)
@@ -63,7 +63,7 @@ def seen_by_any(o_positions, positions, logit_args):
 def load_states(
     states, index, i_head, o_slots, m_slots, o_channels, m_channels, slots, WIDTH: tl.constexpr, BITS: tl.constexpr
 ):
-    """Some channels of some slots; INT8 and INT4 come as float32. Masked ones are 0, plus the mean if there is one."""
+    """Load some channels of some slots, INT8 and INT4 as float32. Masked ones are 0, plus the mean if there is one."""
     mask = m_slots[:, None] & m_channels[None, :]
     at_slots = index * slots + o_slots
     if BITS == 4:
@@ -167,7 +167,7 @@ def load_queries(
     REST: tl.constexpr,
     NUMBER: tl.constexpr,
 ):
-    """Rows of queries as five tiles of (rows, channels); a row is a token and one of its query heads."""
+    """Rows of queries as five tiles of (rows, channels). A row is a token and one of its query heads."""
     rows = queries.start + i_batch * queries.batch + o_heads.to(tl.int64) * queries.head + o_tokens * queries.token
     if REST > 0:
         o_rest = 2 * PAIRS + tl.arange(0, REST)
@@ -288,7 +288,7 @@ class PackedTensors(NamedTuple):
 
 
 class LogitArgs(NamedTuple):
-    """What logits depend on beside queries and keys, see `AttentionInput`.
+    """Arguments of logits beside queries and keys, see `AttentionInput`.
 
     No argument of a kernel may be called `params`: Triton's own launcher has a variable of that name.
     """
@@ -336,7 +336,7 @@ def packed_tensors(states: PackedStates) -> PackedTensors:
 
 
 def pack_logit_args(call: AttentionInput) -> LogitArgs:
-    """What the logits of `call` depend on beside its queries and keys, as kernels take it."""
+    """Arguments of the logits of `call` beside its queries and keys, as kernels take them."""
     near: RotaryBranch | None = None
     far: RotaryBranch | None = None
     cos = sin = None
@@ -369,7 +369,7 @@ DEFAULT_MULTIPROCESSORS = 132  # of an H200, and of a device that can't be asked
 
 @dataclass(frozen=True)
 class Plan:
-    """A program's rows of queries and block of slots, and what the compiler makes of them."""
+    """A program's rows of queries and block of slots, with the compiler's layout of them."""
 
     rows: int
     block: int
@@ -401,7 +401,7 @@ def attend_plan(rows: int, width: int, itemsize: int, bits: int) -> Plan:
 
 
 def mass_plan(rows: int, width: int, itemsize: int) -> Plan:
-    """For the mass of some slots; blocks of `rows` queries come by one after the other, keys stay in registers."""
+    """For the mass of some slots. Blocks of `rows` queries come one after another, and keys stay in registers."""
     wide = width * itemsize
     return Plan(16 if rows <= 32 or wide > 256 else 64, 64 if wide <= 128 else 32, 4 if wide <= 256 else 8, 2)
 
@@ -422,7 +422,7 @@ def splits(programs: int, slots: int, at: Plan, device: torch.device) -> tuple[i
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of the device, or as many as a usual one has."""
+    """Multiprocessors of the device, or the number of a usual one."""
     if device.type != "cuda":
         return DEFAULT_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

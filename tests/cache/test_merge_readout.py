@@ -26,7 +26,7 @@ HEADS, GROUP, KEY_DIM, VALUE_DIM, TOKENS, BUDGET, SINKS, WINDOW, SCALE = 3, 5, 1
 
 @dataclass(frozen=True)
 class Third(Policy):
-    """Keeps every third token, each head others; remembers the last mass that it was shown."""
+    """Keeps every third token, each head others, and remembers the last mass that it was shown."""
 
     needs = Needs(state=("mass",))
     observed_queries = 1
@@ -41,7 +41,7 @@ class Third(Policy):
 
 @dataclass
 class Told:
-    """A run of the layer: its tokens, and what the last query was given."""
+    """A run of the layer: its tokens, and the outputs of the last query."""
 
     keys: Tensor
     values: Tensor
@@ -52,7 +52,7 @@ class Told:
 
 
 def told(merge: str, rotary: Rotary | None, mode: PositionMode, store: Store, chunk: int) -> Told:
-    """40 tokens in steps of `chunk`, then one more query; which token went where, by lists."""
+    """Read 40 tokens in steps of `chunk`, then one more query. Returns the place of each token, by lists."""
     g = torch.Generator().manual_seed(3)
     rule = merge_of(merge)
     layer = SlotLayer(0, Limits(BUDGET, SINKS, WINDOW, chunk, 0), Third(), rotary, store, rule)
@@ -179,7 +179,7 @@ def read(model: PreTrainedModel, cache: KVCache, ids: Tensor, size: int) -> Tens
 
 
 def test_merging_shows_all_that_was_not_yet_merged(attached_model: Models, text: Text) -> None:
-    """Recent hides what it would have evicted; where that was merged there is nothing to hide."""
+    """Recent hides the tokens that it would have evicted. Where those were merged there is nothing to hide."""
     model, ids = attached_model("llama"), text(50)
     full = read(model, KVCache(model), ids, 50)
     once = read(model, KVCache(model, budget=20, policy=Recent(), merge="mean_count(next)"), ids, 50)

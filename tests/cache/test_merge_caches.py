@@ -1,4 +1,4 @@
-"""What a cache does with merged tokens: takes steps back, saves, splices, refuses."""
+"""A cache with merged tokens rolls steps back, saves, splices, and refuses."""
 
 from dataclasses import dataclass
 from pathlib import Path

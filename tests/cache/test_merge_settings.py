@@ -18,7 +18,7 @@ from windlass.stores.formats import Plain
 
 @dataclass(frozen=True)
 class Oldest(Policy):
-    """Keeps what came first: here one token at least of every kind."""
+    """Keeps the oldest tokens: here one token at least of every kind."""
 
     def score(self, slots: Slots) -> Scores:
         return -slots.positions.float()
@@ -41,7 +41,7 @@ def attended(merge: str | None, budget: int, kinds: int) -> Tensor:
 
 
 def test_merged_equal_tokens_lose_nothing() -> None:
-    """n equal tokens merged into one weigh what they weighed apart; without the count they do not."""
+    """n equal tokens merged into one have the same weight as before. Without the count they have less."""
     whole = attended(None, budget=64, kinds=9)
     torch.testing.assert_close(attended("mean_count", budget=30, kinds=9), whole, atol=1e-5, rtol=0)
     for worse in ("mean", "sum", None):

@@ -1,4 +1,4 @@
-"""Every merge rule against loops in float64, and the plan of a merge against what it writes."""
+"""Every merge rule against loops in float64, and the plan of a merge against its writes."""
 
 from collections.abc import Iterable
 from itertools import product
