@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from windlass.core.inputs import LinearInput, LinearLayer, Nibbles
+from windlass.core.inputs import GroupCodes, LinearInput, LinearLayer
 
 
 def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: bool) -> LinearInput:
@@ -20,7 +20,7 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: b
     if block:
         codes = torch.randint(0, 16, (outputs, width), generator=generator, dtype=torch.uint8)
         pairs = torch.randn(width // group, outputs, 2, generator=generator).to(dtype)
-        return LinearInput(inputs, LinearLayer(Nibbles(packed(codes, block), pairs, group, block), bias))
+        return LinearInput(inputs, LinearLayer(GroupCodes(packed(codes, block), pairs, group, block, outputs), bias))
     if kind == "floats":
         return LinearInput(inputs, LinearLayer(torch.randn(outputs, width, generator=generator).to(dtype), bias))
     codes = torch.randint(-128, 128, (outputs, width), generator=generator, dtype=torch.int8)
@@ -28,7 +28,7 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: b
 
 
 def packed(codes: Tensor, block: int) -> Tensor:
-    """Codes of 4 bits, byte by byte as `Nibbles` tells."""
+    """Codes of 4 bits, byte by byte as `GroupCodes` tells."""
     outputs, width = codes.shape
     found = torch.empty(outputs // block, width, block // 2, dtype=torch.uint8)
     for j in range(block // 2):

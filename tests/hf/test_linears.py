@@ -13,7 +13,7 @@ import windlass
 from tests.helpers.caches import assert_same
 from tests.helpers.models import read
 from windlass import KVCache, UsageError, kernels
-from windlass.core.inputs import LinearInput, Nibbles
+from windlass.core.inputs import GroupCodes, LinearInput
 from windlass.hf.passes import WholePass
 from windlass.hf.weights import PACKED_BLOCKS, quantize
 from windlass.kernels.cpu import MAX_ROWS
@@ -242,7 +242,9 @@ def test_codes_of_torchao_are_read_where_they_are(rows: list[int], dtype: torch.
                 worth = own.qdata.double() * own.scale.double()
             else:  # tests/kernels/test_linear.py compares this with what PyTorch packs
                 block = PACKED_BLOCKS[torch.backends.cpu.get_cpu_capability()]
-                worth = Nibbles(own.qdata, own.scale_and_zero, own.block_size[1], block).floats(torch.float64)
+                worth = GroupCodes(own.qdata, own.scale_and_zero, own.block_size[1], block, len(own.qdata)).floats(
+                    torch.float64
+                )
             exact.get_submodule(name).weight.data = worth
     windlass.attach(model)
     rows.clear()

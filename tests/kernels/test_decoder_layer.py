@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.linears import made
-from windlass.core.inputs import Activation, DecoderLayer, LinearLayer, Nibbles, Norm, Rounding
+from windlass.core.inputs import Activation, DecoderLayer, GroupCodes, LinearLayer, Norm, Rounding
 from windlass.kernels import cpu, reference
 
 if not cpu.instruction_sets():
@@ -38,7 +38,7 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def linear(outputs: int, inputs: int, dtype: torch.dtype, kind: str, has_bias: bool) -> LinearLayer:
     """With results of about the size of its inputs."""
     layer = made((1, outputs, inputs), dtype, kind, has_bias).layer
-    if isinstance(layer.weights, Nibbles):
+    if isinstance(layer.weights, GroupCodes):
         return replace(layer, weights=replace(layer.weights, pairs=layer.weights.pairs * (0.2 / inputs**0.5)))
     if layer.scales is not None:
         return replace(layer, scales=layer.scales / inputs**0.5)
@@ -84,7 +84,7 @@ def exact(layer: DecoderLayer) -> DecoderLayer:
             return replace(part, weights=part.weights.double())
         if not isinstance(part, LinearLayer):
             return part
-        weights = part.weights.floats(torch.float64) if isinstance(part.weights, Nibbles) else part.weights.double()
+        weights = part.weights.floats(torch.float64) if isinstance(part.weights, GroupCodes) else part.weights.double()
         weights = weights if part.scales is None else weights * part.scales.double()[:, None]
         return LinearLayer(weights, None if part.bias is None else part.bias.double())
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.helpers.linears import made, packed
-from windlass.core.inputs import LinearInput, LinearLayer, Nibbles
+from windlass.core.inputs import GroupCodes, LinearInput, LinearLayer
 from windlass.kernels import cpu, reference
 
 if not cpu.instruction_sets():
@@ -28,7 +28,7 @@ def instruction_set(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPa
 def exact(call: LinearInput) -> Tensor:
     """The same layer in float64."""
     weights = call.layer.weights
-    if isinstance(weights, Nibbles):
+    if isinstance(weights, GroupCodes):
         weights = weights.floats(torch.float64)
     weights = weights.double() if call.layer.scales is None else weights.double() * call.layer.scales.double()[:, None]
     return reference.linear(
@@ -82,7 +82,7 @@ def test_codes_are_multiplied_without_error_where_inputs_have_few_bits() -> None
 def test_the_reference_unpacks_codes_of_4_bits(block: int) -> None:
     codes = torch.randint(0, 16, (2 * block, 96), dtype=torch.uint8)
     pairs = torch.randn(3, 2 * block, 2)
-    floats = Nibbles(packed(codes, block), pairs, 32, block).floats(torch.float64)
+    floats = GroupCodes(packed(codes, block), pairs, 32, block, len(codes)).floats(torch.float64)
     for output, k in ((0, 0), (block - 1, 95), (block + 7, 33), (block // 2, 31), (2 * block - 1, 64)):
         scale, zero = pairs[k // 32, output].double()
         assert floats[output, k] == (int(codes[output, k]) - 8) * scale + zero
@@ -97,7 +97,7 @@ def test_pytorch_packs_codes_of_4_bits_in_the_same_way(dtype: torch.dtype) -> No
     theirs = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes.int(), 1)
     assert torch.equal(theirs.view(torch.uint8), packed(codes, block))
     call = made((3, 3 * block, 256), dtype, f"int4 in {block}", False)
-    assert isinstance(call.layer.weights, Nibbles)
+    assert isinstance(call.layer.weights, GroupCodes)
     product = torch.ops.aten._weight_int4pack_mm_for_cpu
     ours = product(call.inputs, call.layer.weights.codes, call.layer.weights.group, call.layer.weights.pairs)
     truth = exact(call)
@@ -130,7 +130,7 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
     known = made((4, 6, 32), torch.bfloat16, "floats", True)
     nibbles = made((4, 64, 128), torch.bfloat16, "int4 in 64", False)
     assert isinstance(known.layer.weights, Tensor)
-    assert isinstance(nibbles.layer.weights, Nibbles)
+    assert isinstance(nibbles.layer.weights, GroupCodes)
     assert cpu.can_multiply(known)
     assert cpu.can_multiply(nibbles)
     transposed = torch.randn(32, 6).bfloat16().T
@@ -153,6 +153,5 @@ def test_what_the_kernel_does_not_know_is_left_to_pytorch() -> None:
                 )
             ),
         ),
-        LinearInput(nibbles.inputs.float(), LinearLayer(nibbles.layer.weights)),
     )
     assert not any(cpu.can_multiply(call) for call in unknown)

@@ -23,9 +23,9 @@ from windlass.core.types import (
     LinearWeights,
     NewKeys,
     NewValues,
-    NibbleCodes,
     NormWeights,
     ObservedColumns,
+    PackedCodes,
     PerSlot,
     PickedSlots,
     Queries,
@@ -40,63 +40,86 @@ from windlass.core.types import (
     SlotValues,
 )
 
-MIDDLE = 8  # the code of 4 bits that is worth its zero point
+SUPER: Final = 256
+"""Inputs that share a super-scale."""
 
 
 @dataclass(frozen=True)
-class Nibbles:
-    """Weights of 4 bits, as PyTorch packs them for a CPU: in blocks of outputs, the last one full.
+class GroupCodes:
+    """Weights of 4 or 8 bits, a scale and perhaps a zero point for each `group` of inputs, in blocks of outputs.
 
-    A block holds its inputs one after the other. Byte j of an input has the code of output j in its low nibble and that
-    of output j + block / 2 in its high one. A code is worth (code - 8) * scale + zero point. `pairs` holds both for
-    each `group` of inputs.
+    A block of so many outputs, the last one filled up, holds its inputs one after the other. Of 4 bits, byte j of an
+    input has the code of output j in its low nibble and that of output j + block / 2 in its high one, as PyTorch packs
+    them for a CPU; a code is worth (code - middle) * scale + zero point. Of 8 bits a code has its sign, and is worth
+    code * scale + zero point. `pairs` holds the two, or the scale alone in one column; where they are int8 they are
+    multiplied with the float16 of `supers`, one for SUPER inputs.
     """
 
-    codes: NibbleCodes
+    codes: PackedCodes
     pairs: GroupPairs
     group: int
     block: int
+    out_features: int
+    bits: int = 4
+    middle: int = 8
+    supers: GroupPairs | None = None
 
     @property
     def in_features(self) -> int:
         """Number of inputs of the layer."""
-        return 2 * self.codes.shape[1]
+        return self.codes.shape[1] * 8 // self.bits
 
-    def floats(self, dtype: torch.dtype) -> LinearWeights:
-        """The numbers that the codes stand for."""
-        outputs, width = self.codes.shape[0], self.in_features
-        packed = self.codes.view(outputs // self.block, width, self.block // 2)
-        codes = torch.cat([packed & 15, packed >> 4], -1).transpose(1, 2).reshape(outputs, width)
-        scales, zeros = self.pairs.to(dtype).repeat_interleave(self.group, 0).unbind(-1)
-        return (codes.to(dtype) - MIDDLE) * scales.T + zeros.T
+    @property
+    def parts(self) -> tuple[Tensor, ...]:
+        """The tensors of which it is made."""
+        return (self.codes, self.pairs) if self.supers is None else (self.codes, self.pairs, self.supers)
+
+    def floats(self, dtype: torch.dtype, outputs: Tensor | None = None) -> LinearWeights:
+        """The weights that the codes stand for, or those of some `outputs`, whose numbers these are."""
+        if outputs is None:
+            outputs = torch.arange(self.out_features, device=self.codes.device)
+        packed = self.codes.view(-1, self.in_features, self.block * self.bits // 8)
+        blocks, places = outputs // self.block, outputs % self.block
+        if self.bits == 4:
+            half = self.block // 2
+            packed = packed[blocks, :, places % half]
+            codes = torch.where((places < half)[:, None], packed & 15, packed >> 4).to(dtype) - self.middle
+        else:
+            codes = packed[blocks, :, places].to(dtype)
+        pairs = self.pairs[:, outputs].to(dtype)
+        if self.supers is not None:
+            pairs = pairs * self.supers[:, outputs].to(dtype).repeat_interleave(SUPER // self.group, 0)
+        scales, *zeros = pairs.repeat_interleave(self.group, 0).unbind(-1)
+        weights = codes * scales.T
+        return weights + zeros[0].T if zeros else weights
 
 
 @dataclass(frozen=True)
 class LinearLayer:
     """Weights, and a bias (None: 0).
 
-    `weights` are floats of the inputs' dtype, int8 codes with a scale for each output, or codes of 4 bits.
+    `weights` are floats of the inputs' dtype, int8 codes with a scale for each output, or codes in groups.
     """
 
-    weights: LinearWeights | Nibbles
+    weights: LinearWeights | GroupCodes
     bias: Bias | None = None
     scales: CodeScales | None = None  # of int8 codes
 
     @property
     def addresses(self) -> list[int]:
         """Addresses of the memory that a kernel reads."""
-        held = (self.weights.codes, self.weights.pairs) if isinstance(self.weights, Nibbles) else (self.weights,)
+        held = self.weights.parts if isinstance(self.weights, GroupCodes) else (self.weights,)
         return [each.data_ptr() for each in (*held, self.bias, self.scales) if each is not None]
 
     @property
     def in_features(self) -> int:
         """Number of features of an input."""
-        return self.weights.in_features if isinstance(self.weights, Nibbles) else self.weights.shape[1]
+        return self.weights.in_features if isinstance(self.weights, GroupCodes) else self.weights.shape[1]
 
     @property
     def out_features(self) -> int:
         """Number of features of an output."""
-        return self.weights.codes.shape[0] if isinstance(self.weights, Nibbles) else self.weights.shape[0]
+        return self.weights.out_features if isinstance(self.weights, GroupCodes) else self.weights.shape[0]
 
 
 @dataclass(frozen=True)

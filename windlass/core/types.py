@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from jaxtyping import Bool, Float, Int, Num, UInt8
+from jaxtyping import Bool, Float, Int, Num
 from torch import Tensor
 
 TokenIds = Int[Tensor, "batch tokens"]
@@ -34,8 +34,8 @@ LinearInputs = Float[Tensor, "*rows in_features"]
 LinearOutputs = Float[Tensor, "*rows out_features"]
 LinearWeights = Num[Tensor, "out_features in_features"]
 CodeScales = Float[Tensor, " out_features"]
-NibbleCodes = UInt8[Tensor, "out_features half_in_features"]
-GroupPairs = Float[Tensor, "groups out_features 2"]
+PackedCodes = Num[Tensor, "padded_features packed_in_features"]
+GroupPairs = Num[Tensor, "groups padded_features columns"]
 Bias = Float[Tensor, " out_features"]
 NormWeights = Float[Tensor, " normed"]
 Hidden = Float[Tensor, "batch tokens hidden"]

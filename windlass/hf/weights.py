@@ -13,13 +13,13 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import kernels
 from windlass.core.errors import UsageError, WindlassWarning
-from windlass.core.inputs import LinearInput, LinearLayer, Nibbles
+from windlass.core.inputs import GroupCodes, LinearInput, LinearLayer
 from windlass.core.parse import AUTO_WEIGHTS
 from windlass.core.ranks import whole_of
 from windlass.core.torchao_later import quiet_torchao
 from windlass.core.types import LinearInputs, LinearOutputs
 from windlass.hf.passes import AttributePatch, WholePass
-from windlass.kernels.cpu import MAX_ROWS, can_read_nibbles
+from windlass.kernels.cpu import MAX_ROWS, can_read_codes
 
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Watch
@@ -145,7 +145,7 @@ class Codes:
     """
 
     made_of: tuple[Tensor, Tensor]
-    weights: Tensor | Nibbles | None = None
+    weights: Tensor | GroupCodes | None = None
     scales: Tensor | None = None
 
     @classmethod
@@ -159,8 +159,9 @@ class Codes:
             is_known = is_symmetric and list(weights.block_size) == [1, weights.shape[1]]
             return cls(made_of, weights.qdata, weights.scale[:, 0]) if is_known else cls(made_of)
         block = PACKED_BLOCKS.get(torch.backends.cpu.get_cpu_capability(), 0)
-        nibbles = Nibbles(*made_of, weights.block_size[1], block)
-        return cls(made_of, nibbles if can_read_nibbles(nibbles) else None)
+        codes, pairs = made_of
+        groups = GroupCodes(codes, pairs, weights.block_size[1], block, out_features=len(codes))
+        return cls(made_of, groups if can_read_codes(groups) else None)
 
     def layer(self, bias: Tensor | None) -> LinearLayer | None:
         """With these weights; None where they are not our kernel's."""
@@ -223,7 +224,7 @@ class FewRows:
         weights, wants_gradients = layer.weights, torch.is_grad_enabled()
         if wants_gradients and inputs.requires_grad:
             return None
-        if isinstance(weights, Nibbles):
+        if isinstance(weights, GroupCodes):
             is_like = inputs.dtype == weights.pairs.dtype and inputs.device == weights.codes.device
         else:
             is_like = inputs.device == weights.device and not (wants_gradients and weights.requires_grad)

@@ -20,9 +20,9 @@ from windlass.core.inputs import (
     DecodeSlots,
     EvictionInput,
     Format,
+    GroupCodes,
     LinearInput,
     Mass,
-    Nibbles,
     Norm,
     PackedStates,
     PageInput,
@@ -216,7 +216,7 @@ def linear(call: LinearInput) -> LinearOutputs:
     """A linear layer. Codes are multiplied in float32, or float64 if the inputs are, and scaled after that."""
     inputs, layer = call.inputs, call.layer
     dtype = torch.promote_types(inputs.dtype, torch.float32)
-    if isinstance(layer.weights, Nibbles):
+    if isinstance(layer.weights, GroupCodes):
         outputs = functional.linear(inputs.to(dtype), layer.weights.floats(dtype))
     elif layer.scales is None:
         return functional.linear(inputs, layer.weights, layer.bias)

@@ -9,8 +9,17 @@ import torch
 from torch import Tensor
 
 from windlass.core.errors import UsageError
-from windlass.core.inputs import AttentionInput, LinearInput, LinearLayer, Mass, Nibbles, PackedStates
-from windlass.core.types import Attended, LinearOutputs, PerSlot, Queries, RotaryKeys, RotaryTable, SlotPositions
+from windlass.core.inputs import SUPER, AttentionInput, GroupCodes, LinearInput, LinearLayer, Mass, PackedStates
+from windlass.core.types import (
+    Attended,
+    LinearOutputs,
+    LinearWeights,
+    PerSlot,
+    Queries,
+    RotaryKeys,
+    RotaryTable,
+    SlotPositions,
+)
 from windlass.kernels.cpu.tensors import (
     FLOATS,
     address,
@@ -36,7 +45,7 @@ MAX_TOKENS: Final = 16  # queries per row in one call of `attend`
 MAX_CHANNELS: Final = 1024
 MAX_ROWS: Final = 16  # of the inputs of `linear`
 MAX_LANES: Final = 16  # numbers in a vector of any instruction set
-NIBBLE_BLOCKS: Final = (32, 64)  # outputs that lie side by side
+BLOCKS: Final = {4: (32, 64), 8: (64,)}  # outputs that lie side by side, in codes of so many bits
 
 
 def chosen() -> str | None:
@@ -134,21 +143,37 @@ def knows_linear(layer: LinearLayer, dtype: torch.dtype) -> bool:
     weights = layer.weights
     if dtype not in FLOATS or not (layer.bias is None or (layer.bias.dtype == dtype and layer.bias.is_contiguous())):
         return False
-    if isinstance(weights, Nibbles):
-        return weights.pairs.dtype == dtype and can_read_nibbles(weights)
+    if isinstance(weights, GroupCodes):
+        return can_read_codes(weights)
     if layer.scales is not None and layer.scales.dtype not in FLOATS:
         return False
     is_known = weights.dtype == (dtype if layer.scales is None else torch.int8)
     return is_known and weights.is_contiguous() and weights.numel() > 0
 
 
-def can_read_nibbles(weights: Nibbles) -> bool:
+def can_read_codes(weights: GroupCodes) -> bool:
     """Return True if `linear` knows these weights, whatever the inputs."""
-    outputs, groups = weights.codes.shape[0], weights.pairs.shape[0]
-    has_sizes = weights.block in NIBBLE_BLOCKS and weights.group % MAX_LANES == 0
-    is_whole = outputs % weights.block == 0 and groups * weights.group == weights.in_features
-    is_contiguous = weights.codes.is_contiguous() and weights.pairs.is_contiguous()
-    return has_sizes and is_whole and is_contiguous and weights.codes.numel() > 0
+    pairs, supers, width = weights.pairs, weights.supers, weights.in_features
+    has_sizes = weights.block in BLOCKS.get(weights.bits, ()) and weights.group % MAX_LANES == 0
+    if not has_sizes or pairs.shape[2] not in (1, 2):
+        return False
+    rows = -(-weights.out_features // weights.block) * weights.block
+    is_whole = weights.codes.shape[0] == rows and pairs.shape[0] * weights.group == width
+    is_contiguous = all(each.is_contiguous() for each in weights.parts)
+    has_pairs = pairs.dtype in FLOATS
+    if supers is not None:
+        has_shape = supers.shape == (width // SUPER, rows, pairs.shape[2]) and width % SUPER == 0
+        has_pairs = pairs.dtype == torch.int8 and supers.dtype == torch.float16 and has_shape
+    has_pairs = has_pairs and pairs.shape[1] == rows
+    return is_whole and is_contiguous and has_pairs and weights.codes.numel() > 0
+
+
+def decoded(weights: GroupCodes, first: int, count: int, dtype: torch.dtype) -> LinearWeights:
+    """The weights of `count` outputs from the block `first` on, see `GroupCodes.floats`."""
+    result = torch.empty(count, weights.in_features, dtype=dtype)
+    arguments, threads = linear_arguments(LinearLayer(weights), dtype, None), torch.get_num_threads()
+    _native.decode_weights(arguments, first, count, FLOATS[dtype], result.data_ptr(), instruction_set(), threads)
+    return result
 
 
 def linear(call: LinearInput) -> LinearOutputs:

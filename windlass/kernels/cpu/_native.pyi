@@ -124,14 +124,17 @@ def mean_key_cosine(
     threads: int,
 ) -> None: ...
 
-# inputs and outputs of a token, format, weights, scales, their format, (pairs, inputs of a group, outputs of a block),
-# bias
-LinearLayer = tuple[int, int, int, int, int, int, tuple[int, int, int], int]
+# inputs and outputs of a token, format, weights, scales, their format, (pairs, inputs of a group, outputs of a block,
+# format and columns of the pairs, the code that is worth its zero, super-scales), bias
+LinearLayer = tuple[int, int, int, int, int, int, tuple[int, int, int, int, int, int, int], int]
 # weights, width, epsilon, kind
 Norm = tuple[int, int, float, int]
 
 def linear(
     layer: LinearLayer, tokens: int, float_format: int, inputs: int, result: int, instruction_set: str, threads: int
+) -> None: ...
+def decode_weights(
+    layer: LinearLayer, first: int, count: int, float_format: int, result: int, instruction_set: str, threads: int
 ) -> None: ...
 
 class DecoderLayer:

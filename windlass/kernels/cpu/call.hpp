@@ -228,15 +228,20 @@ struct Encode {
 // A linear layer: inputs (tokens, in) by weights (out, in), all contiguous.
 struct Linear {
     int tokens, in, out;
-    Format format;        // of the weights; int8: code * scale; int4: see `linear_int4.hpp`
+    Format format;        // of the weights; int8: code * scale; with pairs: see `linear_groups.hpp`
     Format float_format;  // of inputs, bias and the result
     const std::uint8_t *inputs, *weights;
     Format scale_format;
     const std::uint8_t *scales;  // (out) in `scale_format`, of int8 weights
     const std::uint8_t *bias;   // (out); may be null
     std::uint8_t *result;       // (tokens, out)
-    const std::uint8_t *pairs;  // (in / group, out, 2) in `float_format`: scale and zero of int4 weights
-    int group, block;           // of int4 weights: inputs that share a scale, outputs that lie side by side
+    // Of weights in groups: (in / group, blocks * block, columns) in `pair_format`; inputs that share a scale, outputs
+    // that lie side by side, the code of 4 bits that is worth its zero, and (in / 256, ...) in float16, or null.
+    const std::uint8_t *pairs;
+    int group, block;
+    Format pair_format;
+    int columns, middle;
+    const std::uint8_t *supers;
     const std::uint8_t *added = nullptr;  // (tokens, out) in `float_format`: added to the result once that is rounded
 
     // Floats of scratch: the inputs in float32, as digits, or as parts of bfloat16, and what belongs to a token.

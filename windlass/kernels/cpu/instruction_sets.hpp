@@ -14,6 +14,7 @@ struct Kernels {
     void (*encode)(const Encode &call, int threads);
     void (*mean_key_cosine)(const MeanKeyCosine &call, float *scratch, int threads);
     void (*linear)(const Linear &call, float *scratch, int threads);
+    void (*decode_weights)(const Linear &call, int first, int threads);
     void (*query_mass)(const QueryMass &call, int threads);
     void (*before_attention)(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads);
     void (*after_attention)(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);
@@ -33,6 +34,7 @@ struct Kernels {
     void encode(const Encode &call, int threads);                                                          \
     void mean_key_cosine(const MeanKeyCosine &call, float *scratch, int threads);                          \
     void linear(const Linear &call, float *scratch, int threads);                                          \
+    void decode_weights(const Linear &call, int first, int threads);                                       \
     void query_mass(const QueryMass &call, int threads);                                                   \
     void retain(const Retain &call, float *scratch);                                                       \
     void best_pages(const BestPages &call, float *scratch, int threads);                                   \
@@ -42,7 +44,7 @@ struct Kernels {
     void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads); \
     void after_attention(const DecoderLayer &layer, const AfterAttention &call, float *scratch, int threads);   \
     constexpr Kernels kernels{&attend, &rotate,     &encode,           &mean_key_cosine,                    \
-                              &linear, &query_mass, &before_attention, &after_attention, &retain,           \
+                              &linear, &decode_weights, &query_mass, &before_attention, &after_attention, &retain,           \
                               &best_pages, &read_tokens, &remember, &recall};                               \
     }
 WINDLASS_DECLARE(plain)

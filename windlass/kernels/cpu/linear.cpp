@@ -9,6 +9,7 @@
 #endif
 #include <omp.h>
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -156,17 +157,17 @@ class FloatLinear {
 };
 
 #include "linear_int8.hpp"
-#include "linear_int4.hpp"
+#include "linear_groups.hpp"
 
 // What one thread does of a linear layer. All threads of a parallel region call it, and have to meet after it.
 void linear_part(const Linear &call, float *scratch) {
-    if (call.format == Format::int4) switch (call.float_format) {
+    if (call.pairs) switch (call.float_format) {
             case Format::bfloat16:
-                return linear_int4<Format::bfloat16>(call, scratch);
+                return linear_groups<Format::bfloat16>(call, scratch);
             case Format::float16:
-                return linear_int4<Format::float16>(call, scratch);
+                return linear_groups<Format::float16>(call, scratch);
             default:
-                return linear_int4<Format::float32>(call, scratch);
+                return linear_groups<Format::float32>(call, scratch);
         }
 #if defined(__AVX512BF16__)
     if (call.format == Format::bfloat16 && call.float_format == Format::bfloat16)
@@ -204,6 +205,20 @@ void linear_part(const Linear &call, float *scratch) {
 void linear(const Linear &call, float *scratch, int threads) {
 #pragma omp parallel num_threads(threads)
     linear_part(call, scratch);
+}
+
+// `call.result` is (call.tokens, call.in): the weights of so many outputs, from the block `first` on.
+void decode_weights(const Linear &call, int first, int threads) {
+    const std::int64_t bytes = std::int64_t(call.in) * (call.float_format == Format::float32 ? 4 : 2);
+    const int blocks = (call.tokens + call.block - 1) / call.block;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int i = 0; i < blocks; ++i) {
+        std::uint8_t *to = call.result + i * call.block * bytes;
+        if (call.format == Format::int4)
+            decode_block<Format::int4>(call, first + i, to);
+        else
+            decode_block<Format::int8>(call, first + i, to);
+    }
 }
 
 void before_attention(const DecoderLayer &layer, const BeforeAttention &call, float *scratch, int threads) {

@@ -23,11 +23,12 @@ using namespace windlass;
 
 namespace {
 
-using LinearArguments = std::tuple<int, int, int, Address, Address, int, std::tuple<Address, int, int>, Address>;
+using Groups = std::tuple<Address, int, int, int, int, int, Address>;
+using LinearArguments = std::tuple<int, int, int, Address, Address, int, Groups, Address>;
 
 Linear linear_layer(const LinearArguments &from, Format float_format) {
     const auto &[in, out, format, weights, scales, scale_format, groups, bias] = from;
-    const auto [pairs, group, block] = groups;
+    const auto [pairs, group, block, pair_format, columns, middle, supers] = groups;
     return {0,
             in,
             out,
@@ -41,7 +42,11 @@ Linear linear_layer(const LinearArguments &from, Format float_format) {
             nullptr,
             at<const std::uint8_t>(pairs),
             group,
-            block};
+            block,
+            Format(pair_format),
+            columns,
+            middle,
+            at<const std::uint8_t>(supers)};
 }
 
 void linear(const LinearArguments &layer, int tokens, int float_format, Address inputs, Address result,
@@ -52,6 +57,14 @@ void linear(const LinearArguments &layer, int tokens, int float_format, Address 
     float *scratch = scratch_of(call.scratch());
     nb::gil_scoped_release released;
     kernels_of(instruction_set).linear(call, scratch, threads);
+}
+
+void decode_weights(const LinearArguments &layer, int first, int count, int float_format, Address result,
+                    const std::string &instruction_set, int threads) {
+    Linear call = linear_layer(layer, Format(float_format));
+    call.tokens = count, call.result = at<std::uint8_t>(result);
+    nb::gil_scoped_release released;
+    kernels_of(instruction_set).decode_weights(call, first, threads);
 }
 
 using NormArguments = std::tuple<Address, int, float, int>;
@@ -282,6 +295,8 @@ DecoderSteps::Released released_of(const ReleasedArguments &from) {
 void windlass::bind_linear(nb::module_ &module) {
     using namespace nb::literals;
     module.def("linear", &linear, "layer"_a, "tokens"_a, "float_format"_a, "inputs"_a, "result"_a,
+               "instruction_set"_a, "threads"_a);
+    module.def("decode_weights", &decode_weights, "layer"_a, "first"_a, "count"_a, "float_format"_a, "result"_a,
                "instruction_set"_a, "threads"_a);
     using Norms = std::tuple<NormArguments, NormArguments, NormArguments, NormArguments>;
     using Linears = std::tuple<LinearArguments, LinearArguments, LinearArguments, LinearArguments, LinearArguments,

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from windlass.core.inputs import Format, LinearLayer, Nibbles, PackedStates, Visibility
+from windlass.core.inputs import Format, GroupCodes, LinearLayer, PackedStates, Visibility
 from windlass.core.positions import RotaryBranch
 from windlass.core.types import RotaryTable
 
 NO_LIMIT: Final = 2**31 - 1  # a distance that no token reaches
 FLOATS: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 LOW_BIT: Final = {Format.INT8: 3, Format.INT4: 4}
+GroupArguments = tuple[int, int, int, int, int, int, int]
+NO_GROUPS: Final = 0, 0, 0, 0, 0, 0, 0
 
 
 def branch_positions(branch: RotaryBranch | None) -> tuple[Tensor | None, Tensor | None]:
@@ -73,16 +75,19 @@ def visibility_arguments(visibility: Visibility) -> tuple[int, int, int, int]:
 
 def linear_arguments(
     layer: LinearLayer, dtype: torch.dtype, scales: Tensor | None
-) -> tuple[int, int, int, int, int, int, tuple[int, int, int], int]:
+) -> tuple[int, int, int, int, int, int, GroupArguments, int]:
     """`LinearLayer` of `_native.pyi`, for inputs of this dtype; `scales` are those of `layer`, contiguous."""
-    codes, groups, format, scaled = layer.weights, (0, 0, 0), FLOATS[dtype], FLOATS[dtype]
-    if isinstance(codes, Nibbles):
-        groups, format = (codes.pairs.data_ptr(), codes.group, codes.block), LOW_BIT[Format.INT4]
-        codes = codes.codes
+    weights, groups, format, scaled = layer.weights, NO_GROUPS, FLOATS[dtype], FLOATS[dtype]
+    if isinstance(weights, GroupCodes):
+        pairs = LOW_BIT[Format.INT8] if weights.supers is not None else FLOATS[weights.pairs.dtype]
+        shape = weights.group, weights.block, pairs, weights.pairs.shape[2], weights.middle
+        groups = weights.pairs.data_ptr(), *shape, address(weights.supers)
+        format = LOW_BIT[Format.INT4 if weights.bits == 4 else Format.INT8]
+        weights = weights.codes
     elif scales is not None:
         format, scaled = LOW_BIT[Format.INT8], FLOATS[scales.dtype]
     sizes = layer.in_features, layer.out_features
-    return *sizes, format, codes.data_ptr(), address(scales), scaled, groups, address(layer.bias)
+    return *sizes, format, weights.data_ptr(), address(scales), scaled, groups, address(layer.bias)
 
 
 Look = Callable[[int, int, int, int], bool]  # the compiled module's `is_steady`

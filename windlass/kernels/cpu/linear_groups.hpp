@@ -1,31 +1,71 @@
-// Linear layers of 4-bit weights, as PyTorch packs them for a CPU: blocks of `block` outputs, in which byte j of input
-// k holds the code of output j in its low nibble and that of output j + block / 2 in its high one. A code c is worth
-// (c - 8) * scale + zero, and `group` inputs share the two. Included by `linear.cpp`.
+// Linear layers of codes of 4 or 8 bits, `group` inputs of an output sharing a scale and perhaps a zero, in blocks of
+// `block` outputs whose codes of one input lie side by side, the last block filled up. Of 4 bits, byte j of an input has
+// the code of output j in its low nibble and that of output j + block / 2 in its high one: c is worth
+// (c - middle) * scale + zero. Of 8 bits a byte is a code with its sign. `pairs` has, group by group, scale and zero (or
+// the scale alone, of one column) of each output, in floats, or in bytes that are multiplied with those of `supers`,
+// one for SUPER inputs. Included by `linear.cpp`.
 
-// Scale and zero of LANES outputs, which lie in pairs.
-template <Format F>
-inline void pairs_of(const std::uint8_t *from, Floats &scales, Floats &zeros) {
-    if constexpr (F == Format::bfloat16) {
+constexpr int SUPER = 256;
+
+template <std::size_t... I>
+inline Floats evens(Floats a, Floats b, std::index_sequence<I...>) {
+    return __builtin_shufflevector(a, b, int(2 * I)...);
+}
+template <std::size_t... I>
+inline Floats odds(Floats a, Floats b, std::index_sequence<I...>) {
+    return __builtin_shufflevector(a, b, int(2 * I + 1)...);
+}
+
+// Scale and zero of LANES outputs, `at` outputs from the first.
+inline void read_pairs(Format format, int columns, const std::uint8_t *from, std::int64_t at, Floats &scales, Floats &zeros) {
+    const int bytes = format == Format::float32 ? 4 : format == Format::int8 ? 1 : 2;
+    from += at * columns * bytes;
+    if (columns == 1) {
+        zeros = Floats{};
+        scales = format == Format::float32    ? Row<Format::float32>::lanes(from, 0, 0)
+                 : format == Format::bfloat16 ? Row<Format::bfloat16>::lanes(from, 0, 0)
+                 : format == Format::float16  ? Row<Format::float16>::lanes(from, 0, 0)
+                                              : Row<Format::int8>::lanes(from, 0, 0);
+    } else if (format == Format::bfloat16) {
         const Words both = load<Words>(from);
         scales = bits_of(both << 16), zeros = bits_of(both & 0xffff0000u);
-    } else if constexpr (F == Format::float16) {
+    } else if (format == Format::float16) {
         const Words both = load<Words>(from);
         const Halves low = __builtin_convertvector(both & 0xffffu, Halves);
         const Halves high = __builtin_convertvector(both >> 16, Halves);
-        scales = Row<F>::lanes(reinterpret_cast<const std::uint8_t *>(&low), 0, 0);
-        zeros = Row<F>::lanes(reinterpret_cast<const std::uint8_t *>(&high), 0, 0);
+        scales = Row<Format::float16>::lanes(reinterpret_cast<const std::uint8_t *>(&low), 0, 0);
+        zeros = Row<Format::float16>::lanes(reinterpret_cast<const std::uint8_t *>(&high), 0, 0);
+    } else if (format == Format::int8) {
+        const Ints both = (Ints)wide_halves(from);
+        scales = __builtin_convertvector((both << 24) >> 24, Floats), zeros = __builtin_convertvector((both << 16) >> 24, Floats);
     } else {
-        for (int i = 0; i < LANES; ++i) {
-            scales[i] = Row<F>::one(from, 2 * i, 0), zeros[i] = Row<F>::one(from, 2 * i + 1, 0);
-        }
+        const Floats a = load<Floats>(from), b = load<Floats>(from + 4 * LANES);
+        scales = evens(a, b, std::make_index_sequence<LANES>{}), zeros = odds(a, b, std::make_index_sequence<LANES>{});
     }
+}
+
+inline int blocks_of(const Linear &call) { return (call.out + call.block - 1) / call.block; }
+
+// Those of a group, and of LANES outputs from `output` on.
+inline void pairs_of(const Linear &call, int group, int output, Floats &scales, Floats &zeros) {
+    const std::int64_t padded = std::int64_t(blocks_of(call)) * call.block;
+    read_pairs(call.pair_format, call.columns, call.pairs, group * padded + output, scales, zeros);
+    if (!call.supers) return;
+    Floats scale, zero;
+    read_pairs(Format::float16, call.columns, call.supers, group * call.group / SUPER * padded + output, scale, zero);
+    scales *= scale, zeros *= zero;
+}
+// The zeros of codes of 4 bits from which 8 is subtracted, as the kernels below do it.
+inline void shift_zeros(const Linear &call, Floats scales, Floats &zeros) {
+    if (call.middle != 8) zeros += scales * float(8 - call.middle);
 }
 
 // What both kernels below have in common: inputs and their sums by group, in float32, and the loop over blocks.
 template <Format F>
 class Grouped {
-  public:
     static constexpr int BYTES = F == Format::float32 ? 4 : 2;
+
+  public:
     const Linear &call;
     const int groups;
     float *sums;  // (tokens, groups)
@@ -46,20 +86,20 @@ class Grouped {
             sums[std::int64_t(token) * groups + g] = sum_of(sum);
         }
     }
-    const std::uint8_t *codes(int block) const { return call.weights + std::int64_t(block) * call.block / 2 * call.in; }
-    const std::uint8_t *pairs(int block, int group) const {
-        return call.pairs + (std::int64_t(group) * call.out + std::int64_t(block) * call.block) * 2 * BYTES;
-    }
+    std::int64_t row_bytes() const { return call.format == Format::int4 ? call.block / 2 : call.block; }
+    const std::uint8_t *codes(int block) const { return call.weights + block * row_bytes() * call.in; }
     // Asks for the scales of a block and group, which lie far from those of the group before.
     void prefetch_pairs(int block, int group) const {
         if (group >= groups) ++block, group -= groups;
-        if (group >= groups || block >= call.out / call.block) return;
-        const std::uint8_t *from = pairs(block, group);
-        for (int line = 0; line < call.block * 2 * BYTES; line += LINE) __builtin_prefetch(from + line);
+        const std::int64_t blocks = blocks_of(call);
+        if (group >= groups || block >= blocks) return;
+        const int bytes = call.columns * (call.pair_format == Format::float32 ? 4 : call.pair_format == Format::int8 ? 1 : 2);
+        const std::uint8_t *from = call.pairs + (group * blocks + block) * call.block * bytes;
+        for (int line = 0; line < call.block * bytes; line += LINE) __builtin_prefetch(from + line);
     }
     template <class Kernel>
     static void all_blocks(Kernel &kernel, const Linear &call) {
-        const int blocks = call.out / call.block;
+        const int blocks = blocks_of(call);
 #pragma omp for schedule(static) nowait
         for (int block = 0; block < blocks; ++block) {
             int token = 0;
@@ -71,12 +111,13 @@ class Grouped {
 };
 
 // Codes times inputs in float32, with any instruction set.
-template <Format F, int BLOCK>
-class NibbleLinear {
-    static constexpr int CHUNKS = BLOCK / 2 / LANES;  // vectors of bytes of one input
+template <Format F, Format CODES, int BLOCK>
+class GroupLinear {
+    static constexpr int HALVES = CODES == Format::int4 ? 2 : 1;  // codes of a byte
+    static constexpr int ROW_BYTES = BLOCK / HALVES, CHUNKS = ROW_BYTES / LANES;  // vectors of bytes of one input
 
   public:
-    NibbleLinear(const Linear &call, float *scratch) : shared(call, scratch), call(call), inputs(shared.rest()) {}
+    GroupLinear(const Linear &call, float *scratch) : shared(call, scratch), call(call), inputs(shared.rest()) {}
 
     void run() {
 #pragma omp for schedule(static)
@@ -89,15 +130,15 @@ class NibbleLinear {
 
     template <int T>
     void outputs(int block, int token) {
-        constexpr int STEP = T > 1 ? 1 : CHUNKS < 4 ? CHUNKS : 4;  // chunks at once, whose sums the registers hold
+        constexpr int STEP = T > 1 ? 2 / HALVES : CHUNKS < 4 ? CHUNKS : 4;  // chunks at once, whose sums the registers hold
         alignas(LINE) float results[T][BLOCK] = {};
         for (int g = 0; g < shared.groups; ++g) {
             shared.prefetch_pairs(block, g + 1);
-            const std::uint8_t *codes = shared.codes(block) + std::int64_t(g) * call.group * (BLOCK / 2);
+            const std::uint8_t *codes = shared.codes(block) + std::int64_t(g) * call.group * ROW_BYTES;
             for (int chunk = 0; chunk < CHUNKS; chunk += STEP) add_group<T, STEP>(codes, block, token, g, chunk, results);
         }
         for (int t = 0; t < T; ++t)
-            for (int n = 0; n < BLOCK; ++n) put_result(call, block * BLOCK + n, token + t, results[t][n]);
+            for (int n = 0; n < BLOCK && block * BLOCK + n < call.out; ++n) put_result(call, block * BLOCK + n, token + t, results[t][n]);
     }
 
   private:
@@ -108,25 +149,32 @@ class NibbleLinear {
     template <int T, int STEP>
     void add_group(const std::uint8_t *codes, int block, int token, int group, int chunk, float (*results)[BLOCK]) {
         const float *from = inputs + std::int64_t(token) * call.in + std::int64_t(group) * call.group;
-        Floats sums_of[T][STEP][2];
+        Floats sums_of[T][STEP][HALVES];
         UNROLLED for (int t = 0; t < T; ++t)
-            UNROLLED for (int c = 0; c < STEP; ++c) sums_of[t][c][0] = sums_of[t][c][1] = Floats{};
+            UNROLLED for (int c = 0; c < STEP; ++c) sums_of[t][c][0] = sums_of[t][c][HALVES - 1] = Floats{};
         for (int k = 0; k < call.group; ++k) {
-            __builtin_prefetch(codes + k * (BLOCK / 2) + 1024);
+            __builtin_prefetch(codes + k * ROW_BYTES + 1024);
             UNROLLED for (int c = 0; c < STEP; ++c) {
-                const Ints bytes = wide_bytes(codes + k * (BLOCK / 2) + (chunk + c) * LANES);
-                const Floats low = Row<Format::int4>::levels(bytes), high = Row<Format::int4>::levels(bytes >> 4);
+                const std::uint8_t *here = codes + k * ROW_BYTES + (chunk + c) * LANES;
+                Floats levels[HALVES];
+                if constexpr (CODES == Format::int4) {
+                    const Ints bytes = wide_bytes(here);
+                    levels[0] = Row<CODES>::levels(bytes), levels[1] = Row<CODES>::levels(bytes >> 4);
+                } else {
+                    levels[0] = Row<CODES>::lanes(here, 0, 0);
+                }
                 UNROLLED for (int t = 0; t < T; ++t) {
                     const Floats x = all(from[std::int64_t(t) * call.in + k]);
-                    sums_of[t][c][0] += low * x, sums_of[t][c][1] += high * x;
+                    UNROLLED for (int half = 0; half < HALVES; ++half) sums_of[t][c][half] += levels[half] * x;
                 }
             }
         }
         UNROLLED for (int c = 0; c < STEP; ++c)
-            UNROLLED for (int half = 0; half < 2; ++half) {
+            UNROLLED for (int half = 0; half < HALVES; ++half) {
                 const int first = half * (BLOCK / 2) + (chunk + c) * LANES;
                 Floats scales, zeros;
-                pairs_of<F>(shared.pairs(block, group) + first * 2 * Grouped<F>::BYTES, scales, zeros);
+                pairs_of(call, group, block * BLOCK + first, scales, zeros);
+                if (CODES == Format::int4) shift_zeros(call, scales, zeros);
                 UNROLLED for (int t = 0; t < T; ++t) {
                     const Floats sum = all(shared.sums[std::int64_t(token + t) * shared.groups + group]);
                     float *to = results[t] + first;
@@ -188,9 +236,10 @@ class NibblePairs {
         }
         for (int t = 0; t < T; ++t)
             for (int s = 0; s < SUMS; ++s)
-                for (int lane = 0; lane < 8; ++lane)
-                    put_result(call, block * BLOCK + output(s, lane), token + t,
-                               results[t][s][lane] + results[t][s][lane + 8]);
+                for (int lane = 0; lane < 8; ++lane) {
+                    const int n = block * BLOCK + output(s, lane);
+                    if (n < call.out) put_result(call, n, token + t, results[t][s][lane] + results[t][s][lane + 8]);
+                }
     }
 
   private:
@@ -246,8 +295,10 @@ class NibblePairs {
             }
         }
         Floats scales[4], zeros[4], totals[T];
-        UNROLLED for (int i = 0; i < 4; ++i)
-            pairs_of<F>(shared.pairs(block, group) + i * LANES * 2 * Grouped<F>::BYTES, scales[i], zeros[i]);
+        UNROLLED for (int i = 0; i < 4; ++i) {
+            pairs_of(call, group, block * BLOCK + i * LANES, scales[i], zeros[i]);
+            shift_zeros(call, scales[i], zeros[i]);
+        }
         UNROLLED for (int t = 0; t < T; ++t)
             totals[t] = (Floats)_mm512_maskz_set1_epi32(0x00ff, bits(shared.sums[std::int64_t(token + t) * shared.groups + group]));
         UNROLLED for (int h = 0; h < HALVES; ++h) {
@@ -275,10 +326,43 @@ class NibblePairs {
 #endif
 
 template <Format F>
-inline void linear_int4(const Linear &call, float *scratch) {
+inline void linear_groups(const Linear &call, float *scratch) {
+    if (call.format == Format::int8) return GroupLinear<F, Format::int8, 64>(call, scratch).run();
 #if defined(__AVX512BF16__)
     if (call.block == 64) return NibblePairs<F>(call, scratch).run();
 #endif
-    if (call.block == 64) return NibbleLinear<F, 64>(call, scratch).run();
-    NibbleLinear<F, 32>(call, scratch).run();
+    if (call.block == 64) return GroupLinear<F, Format::int4, 64>(call, scratch).run();
+    GroupLinear<F, Format::int4, 32>(call, scratch).run();
+}
+
+// What the codes of the outputs of one block are worth, in rows of `call.in` numbers.
+template <Format CODES>
+inline void decode_block(const Linear &call, int block, std::uint8_t *to) {
+    constexpr int MOST = 64, GROUP = 32;  // outputs of a block, inputs decoded at once
+    const int half = call.block / 2, here = std::min(call.block, call.out - block * call.block);
+    const std::int64_t row_bytes = CODES == Format::int4 ? half : call.block;
+    const std::uint8_t *codes = call.weights + block * row_bytes * call.in;
+    const int bytes = call.float_format == Format::float32 ? 4 : 2;
+    alignas(LINE) float scales[MOST], zeros[MOST], tile[MOST][GROUP];
+    for (int i = 0; i < call.in; i += GROUP) {
+        const int inputs = std::min(GROUP, call.in - i);
+        for (int k = 0; k < inputs; ++k) {
+            if ((i + k) % call.group == 0)
+                for (int n = 0; n < call.block; n += LANES) {
+                    Floats scale, zero;
+                    pairs_of(call, (i + k) / call.group, block * call.block + n, scale, zero);
+                    store(scales + n, scale), store(zeros + n, zero);
+                }
+            const std::uint8_t *row = codes + (i + k) * row_bytes;
+            if constexpr (CODES == Format::int4)
+                for (int n = 0; n < half; ++n) {
+                    tile[n][k] = float((row[n] & 15) - call.middle) * scales[n] + zeros[n];
+                    tile[n + half][k] = float((row[n] >> 4) - call.middle) * scales[n + half] + zeros[n + half];
+                }
+            else
+                for (int n = 0; n < call.block; ++n) tile[n][k] = float(std::int8_t(row[n])) * scales[n] + zeros[n];
+        }
+        for (int n = 0; n < here; ++n)
+            put_row(call.float_format, to + (std::int64_t(n) * call.in + i) * bytes, tile[n], inputs);
+    }
 }
