@@ -309,6 +309,8 @@ WEIGHTS: Final = (AUTO_WEIGHTS, "int8", "int4")
 DEVICES: Final = ("auto", "cpu", "cuda", "mps")
 DEVICE: Final = re.compile(r"auto|cpu|mps|cuda(?::(\d{1,3}))?")
 HUB_NAME: Final = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?", re.ASCII)
+GGUF: Final = ".gguf"
+PART: Final = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
 SAFETENSORS: Final = "model*.safetensors"  # others may be adapters, or a scorer of ours
 PICKLES: Final = "pytorch_model*.bin"
 # A tokenizer has a file of one of these names, whatever its kind.
@@ -349,17 +351,84 @@ def gpu_number(device: str) -> int | None:
 
 
 def folder_of(name: str | os.PathLike[str]) -> Path | None:
-    """The folder that `name` means, checked, or None where it is a name on the hub.
+    """The folder or the GGUF file that `name` means, checked; None where it is a name on the hub.
+
+    A folder that has a GGUF file, and no model in the format of transformers, means that file; of several files
+    `folder:Q4_K_M` means the one that is so called.
 
     Raises: UsageError for a folder without the files that a model needs, and for a name that can be neither.
     """
-    folder = Path(name).expanduser()
-    if not isinstance(name, str) or _exists(folder) or _is_path(name):
-        check_folder(folder)
-        return folder
-    if not HUB_NAME.fullmatch(name):
+    folder, quant = Path(name).expanduser(), None
+    if not isinstance(name, str):
+        is_path = True
+    else:
+        is_path = _exists(folder) or _is_path(name)
+        base, quant = split_quant(name)
+        if quant is not None and not _exists(folder) and (_exists(Path(base).expanduser()) or _is_path(base)):
+            folder, is_path = Path(base).expanduser(), True
+        else:
+            quant = None
+    if is_path:
+        return _model_at(folder, quant)
+    if not HUB_NAME.fullmatch(split_quant(str(name))[0]):
         raise UsageError(f"model {name!r} is no folder here, nor a name that the hub could have; it has owner/name")
     return None
+
+
+def split_quant(name: str) -> tuple[str, str | None]:
+    """A model's name, and what stands behind its colon: the types of the GGUF file that is meant."""
+    base, colon, quant = name.rpartition(":")
+    return (base, quant) if colon and re.fullmatch(r"\w[\w.-]{0,40}", quant, re.ASCII) else (name, None)
+
+
+def _model_at(folder: Path, quant: str | None) -> Path:
+    """The folder, or the GGUF file that it is or has. Raises: UsageError."""
+    if folder.suffix.lower() == GGUF and folder.is_file():
+        check_gguf(folder.name, f"model {folder}")
+        return folder
+    if folder.is_dir():
+        files = [path.name for path in folder.glob("*") if path.suffix.lower() == GGUF]
+        if quant is not None or (files and not (folder / "config.json").is_file()):
+            return folder / gguf_among(files, quant, f"model folder {folder}")
+    elif quant is not None:
+        raise UsageError(f"model {folder} is no folder; give {quant} after the folder or the hub name of several files")
+    check_folder(folder)
+    return folder
+
+
+def gguf_among(files: Iterable[str], quant: str | None, model: str) -> str:
+    """The only GGUF file, or the one whose name has `quant` in it.
+
+    Raises: UsageError, beginning with `model`, for none and for several.
+    """
+    weights = sorted(each for each in files if not re.search(r"mmproj|imatrix", each, re.IGNORECASE))
+    asked = rf"(?<![a-z0-9]){re.escape(quant or '')}(?![a-z0-9_])"
+    found = [each for each in weights if quant is None or re.search(asked, each, re.IGNORECASE)]
+    if not found:
+        raise UsageError(f"{model} has no GGUF file of {quant or 'weights'}; it has {', '.join(weights) or 'none'}")
+    if len(found) > 1 and not PART.search(found[0]):
+        raise UsageError(
+            f"{model} has {len(found)} GGUF files: {', '.join(found)}; choose one by its types: "
+            f"{model.rpartition(' ')[2]}:{quant_of(found[0])}"
+        )
+    check_gguf(found[0], model)
+    return found[0]
+
+
+def quant_of(file: str) -> str:
+    """The types in a GGUF file's name, as `Q4_K_M`; else its last word."""
+    match = re.search(r"(?<![a-z0-9])(i?q\d\w*|b?f(?:16|32))", file, re.IGNORECASE)
+    return match[1] if match else Path(file).stem.rpartition(".")[2]
+
+
+def check_gguf(file: str, model: str) -> None:
+    """Raises: UsageError for a GGUF file that is one of several parts, and where gguf is not installed."""
+    if PART.search(file):
+        raise UsageError(
+            f"{model}: {file} is one of several parts; join them with llama.cpp: llama-gguf-split --merge {file} all.gguf"
+        )
+    if find_spec("gguf") is None:
+        raise UsageError(f"{model}: a GGUF file needs gguf, which is not installed; run: pip install 'windlass[gguf]'")
 
 
 def _exists(path: Path) -> bool:
@@ -379,7 +448,9 @@ def check_folder(folder: Path) -> None:
     if not _exists(folder):
         raise UsageError(f"model folder {folder} does not exist")
     if not folder.is_dir():
-        raise UsageError(f"model {folder} is a file; give the folder that holds config.json and the weights")
+        raise UsageError(
+            f"model {folder} is a file; give the folder that holds config.json and the weights, or a {GGUF} file"
+        )
     if not (folder / "config.json").is_file():
         raise UsageError(f"model folder {folder} has no config.json")
     config = _json(folder / "config.json")

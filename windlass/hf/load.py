@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any, Final
+from typing import Any, Final, TypeGuard
 
 import torch
-from huggingface_hub import model_info
+from huggingface_hub import hf_hub_download, model_info, snapshot_download
 from huggingface_hub.errors import GatedRepoError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.utils.tqdm import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 from safetensors import SafetensorError
@@ -29,6 +29,7 @@ from windlass.core.errors import UsageError, WindlassWarning, check_kind
 from windlass.core.parse import (
     AUTO_WEIGHTS,
     DTYPES,
+    GGUF,
     PICKLES,
     SAFETENSORS,
     WEIGHTS,
@@ -37,9 +38,12 @@ from windlass.core.parse import (
     check_tokenizer,
     check_weights,
     folder_of,
+    gguf_among,
     gpu_number,
+    split_quant,
 )
 from windlass.core.torchao_later import quiet_torchao
+from windlass.hf import gguf
 from windlass.hf.attach import attach
 from windlass.hf.tensor_parallel import plan_of_processes
 from windlass.hf.weights import quantize
@@ -157,11 +161,13 @@ def load(
     weights: str = AUTO_WEIGHTS,
     tensor_parallel: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model of a folder, or of a name on the Hugging Face hub, and its tokenizer.
+    """The model of a folder, of a GGUF file, or of a name on the Hugging Face hub, and its tokenizer.
 
-    A `Path` is always a folder, and a folder is read without the network. The model is attached, in eval
+    A `Path` is always a folder or a file, and these are read without the network. A folder or a name that has GGUF files
+    alone means the only one, or with `name:Q4_K_M` the one of these types. Its weights stay codes: see `gguf.model_of`.
+     The model is attached, in eval
     mode, on `device`: see `device_of`; a GPU becomes the process's current one. `dtype` is `auto`
-    (that of the file), `float32`, `bfloat16` or `float16`. `weights` is `auto` (as they are), or `int8` or `int4`
+    (that of the file; bfloat16 for codes), `float32`, `bfloat16` or `float16`. `weights` is `auto` (as they are), or `int8` or `int4`
     for those of linear layers on a CPU, made by torchao: see `quantize`. The tokenizer does not warn of texts longer
     than the trained window.
 
@@ -178,11 +184,12 @@ def load(
     check_weights(weights)
     check_kind("tensor_parallel", tensor_parallel, bool, "True or False")
     number_type = dtype_of(dtype)
+    _check_gguf(folder_of(name), weights, tensor_parallel)
     plan = plan_of_processes(weights) if tensor_parallel else None
     place = torch.device("cpu") if tensor_parallel else device_of(device)
     check_place(weights, place)
     with _quiet():
-        tokenizer, model = _from_folder_or_hub(name, number_type, plan)
+        tokenizer, model = _from_folder_or_hub(name, number_type, plan, weights)
     tokenizer.deprecation_warnings[TOO_LONG] = True
     if tensor_parallel:
         return attach(model.eval()), tokenizer
@@ -195,11 +202,11 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     Raises: UsageError when there is none.
     """
-    folder = folder_of(name)
     with _quiet():
-        if folder is not None:
-            return _loaded_tokenizer(str(folder), is_offline=True)[0]
-        return _loaded_tokenizer(name, is_offline=_hub_problem(name) is not None)[0]
+        source, problem = _found(name)
+        if _is_gguf(source):
+            return _loaded_gguf_tokenizer(source)[0]
+        return _loaded_tokenizer(str(source or name), is_offline=source is not None or problem is not None)[0]
 
 
 @contextmanager
@@ -230,20 +237,91 @@ def _quiet() -> Iterator[None]:
 
 
 def _from_folder_or_hub(
-    name: str | os.PathLike[str], dtype: torch.dtype | None, plan: dict[str, Any] | None
+    name: str | os.PathLike[str], dtype: torch.dtype | None, plan: dict[str, Any] | None, weights: str
 ) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
-    folder = folder_of(name)
-    if folder is not None:
-        return _loaded(str(folder), True, dtype, plan)
-    problem = _hub_problem(str(name))
+    source, problem = _found(name)
+    if _is_gguf(source):
+        _check_gguf(source, weights, plan is not None)
+        return _loaded_gguf(source, dtype)
+    if source is not None:
+        return _loaded(str(source), True, dtype, plan)
     try:
         return _loaded(str(name), problem is not None, dtype, plan)
     except UsageError as error:
         if problem is None:
             raise
+        raise _unreachable(str(name), problem) from error
+
+
+def _unreachable(name: str, problem: str) -> UsageError:
+    return UsageError(
+        f"model {name!r} is no folder here, was not fetched before, and the hub cannot give it: {problem}"
+    )
+
+
+def _found(name: str | os.PathLike[str]) -> tuple[Path | None, str | None]:
+    """The folder or the GGUF file of a model, which is fetched; and why the hub cannot be asked.
+
+    None and None for a name on the hub whose files transformers fetches.
+    """
+    folder = folder_of(name)
+    if folder is not None:
+        return folder, None
+    repository, quant = split_quant(str(name))
+    files, problem = _ask_hub(repository)
+    held = None
+    if problem is not None:
+        try:
+            held = Path(snapshot_download(repository, local_files_only=True))
+            files = [path.name for path in held.iterdir()]
+        except (OSError, ValueError):
+            if quant is not None:
+                raise _unreachable(str(name), problem) from None
+    has_files = any(each.lower().endswith(GGUF) for each in files)
+    if quant is None and ("config.json" in files or not has_files):
+        return None, problem
+    file = gguf_among([each for each in files if each.lower().endswith(GGUF)], quant, f"model {repository}")
+    if held is not None:
+        return held / file, problem
+    with explained(str(name), f"{file} cannot be fetched"):
+        return Path(hf_hub_download(repository, file)), None
+
+
+def _is_gguf(source: Path | None) -> TypeGuard[Path]:
+    return source is not None and source.suffix.lower() == GGUF and source.is_file()
+
+
+def _check_gguf(source: Path | None, weights: str, is_parallel: bool) -> None:
+    """Raises: UsageError for options that a GGUF file cannot have."""
+    if not _is_gguf(source):
+        return
+    if weights != AUTO_WEIGHTS:
         raise UsageError(
-            f"model {name!r} is no folder here, was not fetched before, and the hub cannot give it: {problem}"
-        ) from error
+            f"weights {weights!r}: {source.name} has codes of its own; leave them out, or use the model in "
+            "transformers' own format"
+        )
+    if is_parallel:
+        raise UsageError(
+            f"{source.name} is a GGUF file, whose codes cannot be spread over processes; use the model in transformers' "
+            "own format with --tensor-parallel"
+        )
+
+
+def _loaded_gguf(path: Path, dtype: torch.dtype | None) -> tuple[PreTrainedTokenizerBase, PreTrainedModel]:
+    tokenizer, config, header = _loaded_gguf_tokenizer(path)
+    with explained(str(path), "cannot be loaded", config):
+        return tokenizer, gguf.model_of(header, config, gguf.dtype_of(header) if dtype is None else dtype)
+
+
+def _loaded_gguf_tokenizer(path: Path) -> tuple[PreTrainedTokenizerBase, PreTrainedConfig, gguf.Header]:
+    """The tokenizer in a GGUF file, its config and its header."""
+    source = str(path)
+    header = gguf.read_header(path)
+    with explained(source, "its metadata cannot be used"):
+        config = gguf.config_of(header)
+    check_config(f"model {source}: its metadata", config.to_dict())
+    with explained(source, "no tokenizer that can be loaded"):
+        return gguf.tokenizer_of(header), config, header
 
 
 def dtype_of(name: str) -> torch.dtype | None:
@@ -285,13 +363,12 @@ def device_of(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def _hub_problem(name: str) -> str | None:
-    """Why the hub cannot give this model now; asked once, because transformers itself tries for a minute."""
+def _ask_hub(name: str) -> tuple[list[str], str | None]:
+    """The model's files on the hub, or why it cannot give them; asked once: transformers itself tries for a minute."""
     try:
-        model_info(name, timeout=HUB_SECONDS)
+        return [each.rfilename for each in model_info(name, timeout=HUB_SECONDS).siblings or []], None
     except Exception as error:
-        return hub_problem(error)
-    return None
+        return [], hub_problem(error)
 
 
 def _loaded(

@@ -1,14 +1,18 @@
 """Weights of linear layers: codes of 8 or 4 bits, kernels for few tokens, and the model's fingerprint."""
 
+import copy
 import hashlib
 import json
 import warnings
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final, final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.nn import functional
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass, return_and_correct_aliasing
+from torch.utils._pytree import tree_map_only
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from windlass import kernels
@@ -19,13 +23,158 @@ from windlass.core.ranks import whole_of
 from windlass.core.torchao_later import quiet_torchao
 from windlass.core.types import LinearInputs, LinearOutputs
 from windlass.hf.passes import AttributePatch, WholePass
-from windlass.kernels.cpu import MAX_ROWS, can_read_codes
+from windlass.kernels.cpu import MAX_ROWS, can_multiply, can_read_codes
 
 if TYPE_CHECKING:
     from windlass.kernels.cpu.decode import Watch
 
 GROUPS: Final = (128, 64, 32)  # inputs of an output that share a scale in 4 bits; the first that divides them
 OUTPUTS: Final = 16  # in 4 bits a layer has a multiple of so many
+
+
+aten: Final = torch.ops.aten
+# What is done with codes as they are, and what reads of a tensor nothing but its size, its dtype and its place.
+KEEPING: Final = frozenset({aten.detach, aten.alias, aten.clone, aten._to_copy})
+EMPTY: Final = frozenset(
+    {
+        *(aten.new_empty, aten.new_zeros, aten.new_ones, aten.new_full),
+        *(aten.empty_like, aten.zeros_like, aten.ones_like, aten.full_like, aten.rand_like, aten.randn_like),
+    }
+)
+PANEL: Final = 2**22  # weights that are decoded at once, for a product with many rows
+
+
+@final
+class CodedWeights(Tensor):
+    """A matrix of codes in the place of a parameter: of a linear layer, an embedding, or of both.
+
+    It has the shape of the matrix, and the dtype in which its module computes. A product with it reads the codes, a
+    look-up decodes rows, and all else decodes the matrix. `label` names the types of the file out of which it came.
+    """
+
+    groups: GroupCodes
+    label: str
+
+    @staticmethod
+    def __new__(cls, groups: GroupCodes, dtype: torch.dtype, label: str) -> "CodedWeights":
+        size = groups.out_features, groups.in_features
+        made: CodedWeights = Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=groups.codes.device)
+        return made
+
+    def __init__(self, groups: GroupCodes, dtype: torch.dtype, label: str) -> None:
+        self.groups, self.label = groups, label
+
+    @property
+    def codes(self) -> Tensor:
+        """As `GroupCodes` has them."""
+        return self.groups.codes
+
+    @property
+    def pairs(self) -> Tensor:
+        """Scales, and perhaps zero points."""
+        return self.groups.pairs
+
+    @property
+    def supers(self) -> Tensor | None:
+        """Super-scales."""
+        return self.groups.supers
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = ["codes", "pairs"] + ["supers"] * (self.supers is not None)
+        rest = replace(self.groups, codes=None, pairs=None, supers=None)  # type: ignore[arg-type]
+        return names, (rest, self.dtype, self.label)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: tuple[Any, ...], size: object, stride: object
+    ) -> "CodedWeights":
+        rest, dtype, label = context
+        return CodedWeights(replace(rest, **inner), dtype, label)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        return f"CodedWeights({self.label}, {tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "CodedWeights":
+        copied: CodedWeights = self._like(copy.deepcopy(self.groups, memo), self.dtype)
+        if isinstance(self, nn.Parameter):
+            copied = nn.Parameter(copied, requires_grad=False)  # type: ignore[assignment]
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
+        return CodedWeights, (self.groups, self.dtype, self.label)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is functional.linear and not isinstance(args[0], CodedWeights):
+            return _multiplied(*args, **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            if func is functional.embedding and isinstance(args[1], CodedWeights):
+                return args[1].rows(args[0])
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, packet = kwargs or {}, func.overloadpacket
+        dtype = kwargs.get("dtype")
+        if packet in KEEPING and (dtype is None or dtype.is_floating_point):
+            own: CodedWeights = args[0]
+            parts = {
+                name: func(getattr(own, name), **(kwargs | {"dtype": None} if dtype else kwargs)) for name in own._names
+            }
+            made = own._like(replace(own.groups, **parts), dtype or own.dtype)
+            return return_and_correct_aliasing(func, args, kwargs, made)
+        if func._schema.is_mutable:
+            raise UsageError("weights of a GGUF file are codes, which are not changed in place; replace the parameter")
+        if packet in EMPTY:
+            args = tree_map_only(
+                CodedWeights,
+                lambda own: torch.empty((), dtype=own.dtype, device=own.codes.device).expand(own.shape),
+                args,
+            )
+        else:
+            args, kwargs = tree_map_only(CodedWeights, CodedWeights.decoded, (args, kwargs))
+        return func(*args, **kwargs)
+
+    @property
+    def _names(self) -> list[str]:
+        return self.__tensor_flatten__()[0]
+
+    def _like(self, groups: GroupCodes, dtype: torch.dtype) -> "CodedWeights":
+        return CodedWeights(groups, dtype, self.label)
+
+    def decoded(self) -> Tensor:
+        """The whole matrix."""
+        return kernels.decoded(self.groups, 0, self.groups.out_features, self.dtype)
+
+    def rows(self, ids: Tensor) -> Tensor:
+        """Those of an embedding."""
+        floats = self.groups.floats(torch.promote_types(self.dtype, torch.float32), ids.flatten())
+        return floats.to(self.dtype).view(*ids.shape, -1)
+
+    def panels(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The matrix, some outputs after the other."""
+        groups, outputs = self.groups, self.groups.out_features
+        step = max(1, PANEL // groups.in_features // groups.block) * groups.block
+        for first in range(0, outputs, step):
+            yield kernels.decoded(groups, first, min(outputs, first + step), dtype)
+
+
+def _multiplied(input: Tensor, weight: CodedWeights, bias: Tensor | None = None) -> Tensor:  # names of PyTorch's
+    """The linear layer: the kernel's for few rows, else PyTorch's with panels of decoded weights."""
+    has_gradients = torch.is_grad_enabled() and (input.requires_grad or (bias is not None and bias.requires_grad))
+    if torch.is_autocast_enabled(input.device.type):
+        input = input.to(torch.get_autocast_dtype(input.device.type))
+    call = LinearInput(input, LinearLayer(weight.groups, bias)) if type(input) is Tensor else None
+    if call is not None and not has_gradients and kernels.has_linear(input.device.type) and can_multiply(call):
+        return kernels.linear(call)
+    outputs = torch.cat([functional.linear(input, panel) for panel in weight.panels(input.dtype)], -1)
+    return outputs if bias is None else outputs + bias
 
 
 def quantize(model: PreTrainedModel, weights: str) -> None:
@@ -40,7 +189,7 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
     """
     if weights == AUTO_WEIGHTS:
         return
-    if getattr(model.config, "quantization_config", None) is not None:
+    if getattr(model.config, "quantization_config", None) is not None or name_of(model) is not None:
         raise UsageError(f"weights {weights!r}: this {type(model).__name__} is quantised already; leave them out")
     linears = {name: each for name, each in model.named_modules() if type(each) is nn.Linear}
     groups = {name: _group(each) if weights == "int4" else each.in_features for name, each in linears.items()}
@@ -65,19 +214,25 @@ def quantize(model: PreTrainedModel, weights: str) -> None:
 
 
 def name_of(model: nn.Module) -> str | None:
-    """What codes the linear layers of a model have, `int8` or `int4`, also where others made them; None for none."""
+    """What codes the linear layers of a model have: `int8` or `int4`, also where others made them, or those of a file,
+    as `Q4_K_M`; None for none.
+    """
     kinds = (kind_of(each.weight) for each in model.modules() if type(each) is nn.Linear)
     return next((kind for kind in kinds if kind is not None), None)
 
 
 def labelled(name: str, model: nn.Module) -> str:
-    """A model as results call it: with what its weights are, where they are codes."""
-    kind = name_of(model)
-    return name if kind is None else f"{name} {kind}"
+    """A model as results call it: with what its weights are, where they are codes and the name does not tell."""
+    name, kind = name.removesuffix(".gguf"), name_of(model)
+    return name if kind is None or name.lower().endswith(kind.lower()) else f"{name} {kind}"
 
 
 def kind_of(weights: Any) -> str | None:
-    """`int8` or `int4` for such weights of torchao, whose inputs stay floats; known by name, without torchao."""
+    """`int8` or `int4` for such weights of torchao, whose inputs stay floats, known by name, without torchao; the label
+    of those of a file.
+    """
+    if isinstance(weights, CodedWeights):
+        return weights.label
     kind = type(weights)
     if not kind.__module__.startswith("torchao."):
         return None
@@ -93,6 +248,7 @@ def parameter_count(model: PreTrainedModel) -> int:
     count = sum(each.numel() for each in model.parameters())
     head = model.get_output_embeddings()
     is_copy = head is not None and kind_of(head.weight) is not None
+    is_copy = is_copy and head.weight is not model.get_input_embeddings().weight
     is_shared = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
     return count - head.weight.numel() if is_copy and is_shared else count
 
@@ -200,6 +356,8 @@ class FewRows:
         weights: Any = self._module.weight  # a tensor, perhaps of a type of torchao's
         if type(weights) is nn.Parameter:
             return LinearLayer(weights, self._module.bias)
+        if isinstance(weights, CodedWeights):
+            return LinearLayer(weights.groups, self._module.bias)
         kind = kind_of(weights)
         if kind is None:
             return None
@@ -225,7 +383,7 @@ class FewRows:
         if wants_gradients and inputs.requires_grad:
             return None
         if isinstance(weights, GroupCodes):
-            is_like = inputs.dtype == weights.pairs.dtype and inputs.device == weights.codes.device
+            is_like = inputs.dtype == self._module.weight.dtype and inputs.device == weights.codes.device
         else:
             is_like = inputs.device == weights.device and not (wants_gradients and weights.requires_grad)
         return LinearInput(inputs, layer) if is_like else None
@@ -251,6 +409,11 @@ def watch_weights(watch: "Watch", module: nn.Module) -> None:
     for name, tensor in held.items():
         watch.item(held, name, tensor)
         if tensor is None:
+            continue
+        if isinstance(tensor, CodedWeights):
+            watch.attribute(tensor, "groups", tensor.groups)
+            for part in tensor.groups.parts:
+                watch.address(part)
             continue
         kind = kind_of(tensor)
         if kind is None:

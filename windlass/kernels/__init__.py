@@ -23,6 +23,7 @@ from windlass.core.inputs import (
     DecoderLayer,
     DecodeSlots,
     EvictionInput,
+    GroupCodes,
     LinearInput,
     Mass,
     PackedStates,
@@ -31,7 +32,16 @@ from windlass.core.inputs import (
     WriteInput,
     Writes,
 )
-from windlass.core.types import Attended, Hidden, LinearOutputs, PerSlot, Queries, SlotIndex, SlotPositions
+from windlass.core.types import (
+    Attended,
+    Hidden,
+    LinearOutputs,
+    LinearWeights,
+    PerSlot,
+    Queries,
+    SlotIndex,
+    SlotPositions,
+)
 from windlass.kernels import cpu, reference, sdpa
 from windlass.kernels import reference as reference_recall
 from windlass.kernels.cpu import slots as cpu_codes
@@ -123,6 +133,14 @@ def linear(call: LinearInput) -> LinearOutputs:
     if has_linear(call.inputs.device.type) and cpu.can_multiply(call):
         return cpu.linear(call)
     return reference.linear(call)
+
+
+def decoded(weights: GroupCodes, first: int, last: int, dtype: torch.dtype) -> LinearWeights:
+    """The weights of the outputs from `first`, which begins a block, to `last`, rounded to this dtype."""
+    if _is_compiled(weights.codes.device.type) and dtype in cpu.FLOATS and cpu.can_read_codes(weights):
+        return cpu.decoded(weights, first // weights.block, last - first, dtype)
+    outputs = torch.arange(first, last, device=weights.codes.device)
+    return weights.floats(torch.promote_types(dtype, torch.float32), outputs).to(dtype)
 
 
 def decoder_layer_of(layer: DecoderLayer, dtype: torch.dtype, device: torch.device) -> "FewTokens | None":

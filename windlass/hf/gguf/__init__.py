@@ -1,0 +1,332 @@
+"""A model out of a GGUF file: its config, its tokenizer, and weights that stay at the bits that they have there."""
+
+import warnings
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    __version__,
+)
+
+from windlass.core.errors import UsageError, WindlassWarning
+from windlass.core.parse import MAX_NUMBER, in_units
+from windlass.hf.gguf.blocks import FLOATS, LAYOUTS, Header, StoredTensor, codes_of, decoded_of, read_header
+from windlass.hf.weights import CodedWeights
+
+__all__ = ["Header", "config_of", "dtype_of", "model_of", "read_header", "tokenizer_of"]
+
+MOST_LAYERS: Final = 1024
+ROPE_FACTORS: Final = "rope_freqs.weight"
+# How metadata name what widens the positions of a model; transformers reads neither.
+ROPE_SCALING: Final = ".rope.scaling.type"
+# Control tokens that end an answer, beside the one that ends a text.
+ENDS: Final = ("eot_token_id", "eom_token_id")
+
+
+def config_of(header: Header) -> PreTrainedConfig:
+    """The config that transformers makes of a file's metadata.
+
+    Raises: UsageError for an architecture that it does not know.
+    """
+    layers = header.metadata.get(f"{header.architecture}.block_count", 0)
+    length = header.metadata.get(f"{header.architecture}.context_length", 1)
+    for name, value, most in (("block_count", layers, MOST_LAYERS), ("context_length", length, MAX_NUMBER)):
+        if type(value) is not int or not 0 <= value <= most:
+            raise UsageError(f"model {header.path} is damaged: its {name} is {value!r}; copy it again")
+    try:
+        config: PreTrainedConfig = AutoConfig.from_pretrained(**_place(header))
+    except ValueError as error:
+        if "not supported yet" not in str(error):
+            raise
+        known = sorted(each for each in _known() if each not in ("general", "tokenizer"))
+        raise UsageError(
+            f"model {header.path}: transformers {__version__} reads no GGUF files of architecture "
+            f"{header.architecture!r}; it reads {', '.join(known)}"
+        ) from error
+    config.name_or_path = str(header.path)
+    return config
+
+
+def tokenizer_of(header: Header) -> PreTrainedTokenizerBase:
+    """The tokenizer that transformers makes of a file's metadata, with its chat template."""
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(**_place(header))
+    except Exception:
+        raise
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":  # of the tokenizers' own language
+            raise
+        raise ValueError(str(error)) from None
+    return tokenizer
+
+
+def dtype_of(header: Header) -> torch.dtype:
+    """The number type of a file's matrices; bfloat16 for codes, which are exact in none of 16 bits."""
+    kinds = {tensor.kind for tensor in header.tensors.values() if len(tensor.shape) > 1}
+    found = {FLOATS.get(kind, torch.bfloat16) for kind in kinds} - {torch.float32}
+    return found.pop() if len(found) == 1 else torch.bfloat16 if found else torch.float32
+
+
+def model_of(header: Header, config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model, in eval mode, computing in this dtype.
+
+    Matrices of linear layers and embeddings that are of one of the LAYOUTS stay codes, and one that is both embedding
+    and head is held once. All others are decoded, with a warning where that takes more bytes, or rounds.
+
+    Raises: UsageError for weights that are not those of the config.
+    """
+    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
+
+    processor = TENSOR_PROCESSORS.get(header.architecture, TensorProcessor)(config=config.to_dict())
+    with torch.device("meta"):
+        plan = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    try:
+        names = get_gguf_hf_weights_map(plan, processor)
+    except NotImplementedError:  # of an architecture that transformers reads in its second way
+        model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**_place(header), dtype=dtype)
+        return model.eval()
+    found = _Weights(header, processor, names, plan, dtype)
+    found.read()
+    with _parameters_on_meta():
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    found.give(model)
+    _scale_rope(header, model)
+    ends = [header.metadata.get(f"tokenizer.ggml.{name}") for name in ENDS]
+    if model.generation_config is not None and any(isinstance(end, int) for end in ends):
+        own = config.eos_token_id
+        own = own if isinstance(own, list) else [own]
+        model.generation_config.eos_token_id = sorted({each for each in (*own, *ends) if isinstance(each, int)})
+    return model.eval()
+
+
+def _place(header: Header) -> dict[str, Any]:
+    """The file as transformers is told of it; without network and code of others."""
+    return {
+        "pretrained_model_name_or_path": str(header.path.parent),
+        "gguf_file": header.path.name,
+        "local_files_only": True,
+        "trust_remote_code": False,
+    }
+
+
+def _known() -> set[str]:
+    from transformers.modeling_gguf_pytorch_utils import GGUF_SUPPORTED_ARCHITECTURES
+
+    return set(GGUF_SUPPORTED_ARCHITECTURES)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules that are made meanwhile have their buffers here, and no memory for parameters."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not parameter.is_meta:
+            kept = module._parameters[name]
+            assert kept is not None
+            module._parameters[name] = nn.Parameter(kept.to("meta"), requires_grad=kept.requires_grad)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _scale_rope(header: Header, model: PreTrainedModel) -> None:
+    """Divide the frequencies of RoPE by the factors of a file, which transformers leaves out (Llama 3.1 and later)."""
+    stored = header.tensors.get(ROPE_FACTORS)
+    if stored is None:
+        return
+    factors = decoded_of(header.path, stored, torch.float32)
+    for module in model.modules():
+        for name in ("inv_freq", "original_inv_freq"):
+            frequencies = module._buffers.get(name)
+            if frequencies is not None and frequencies.shape == factors.shape:
+                module._buffers[name] = frequencies / factors
+
+
+@dataclass
+class _Weights:
+    """The weights of a model by their names in transformers, read from a file one after the other.
+
+    `names` are those of the file's tensors in transformers. `plan` is the model without memory, and tells shapes.
+    """
+
+    header: Header
+    processor: Any
+    names: dict[str, str]
+    plan: PreTrainedModel
+    dtype: torch.dtype
+    found: dict[str, Tensor] = field(default_factory=dict)
+    rounded: list[StoredTensor] = field(default_factory=list)
+    unused: list[str] = field(default_factory=list)
+
+    def read(self) -> None:
+        """Read all. Raises: UsageError for a tensor that is missing or of another shape."""
+        wanted: dict[str, Tensor] = self.plan.state_dict(keep_vars=True)
+        targets = {name: self._target(name) for name in self.header.tensors}
+        self._check_missing(wanted, {each for each in targets.values() if each is not None})
+        parts = Counter(targets.values())  # of a tensor in transformers
+        held: dict[str, Any] = {"tensors": {}}
+        for name, stored in self.header.tensors.items():
+            target = targets[name]
+            if target is None:
+                self.unused.append(name)
+                continue
+            order = self._order(stored)
+            if order is None:
+                self._process(stored, target, held)
+            elif stored.kind in LAYOUTS and self._can_be_codes(target):
+                self._check_shape(target, stored.shape, wanted)
+                self.found[target] = CodedWeights(codes_of(self.header.path, stored, order), self.dtype, self._label())
+            else:
+                self._check_shape(target, stored.shape, wanted)
+                self._note(stored)
+                whole = decoded_of(self.header.path, stored, self.dtype)
+                self.found[target] = whole if _is_in_order(order) else whole[order]
+            parts[target] -= 1
+            for made in [each for each in held["tensors"] if not parts[target]]:
+                self.found[made] = held["tensors"].pop(made).to(self.dtype)
+        for target, tensor in self.found.items():
+            self._check_shape(target, tuple(tensor.shape), wanted)
+
+    def give(self, model: PreTrainedModel) -> None:
+        """Put them into a model that has no memory of its own for them, each where the plan shares it."""
+        shared: dict[int, list[str]] = {}
+        for name, tensor in self.plan.state_dict(keep_vars=True).items():
+            shared.setdefault(id(tensor), []).append(name)
+        for same in shared.values():
+            value = next(self.found[name] for name in same if name in self.found)
+            is_coded = isinstance(value, CodedWeights)
+            parameter = nn.Parameter(value, requires_grad=not is_coded and value.is_floating_point())
+            for name in same:
+                path, _, leaf = name.rpartition(".")
+                module = model.get_submodule(path)
+                if leaf in module._parameters:
+                    module._parameters[leaf] = parameter
+                else:
+                    module._buffers[leaf] = value
+        self._tell()
+
+    def _target(self, name: str) -> str | None:
+        """The name in transformers; experts that are one tensor there have no ending."""
+        return self.names.get(name) or self.names.get(name.removesuffix(".weight"))
+
+    def _check_missing(self, wanted: dict[str, Tensor], given: set[str]) -> None:
+        held = {id(tensor) for name, tensor in wanted.items() if name in given}
+        missing = [name for name, tensor in wanted.items() if id(tensor) not in held]
+        if missing:
+            raise UsageError(
+                f"model {self.header.path}: its weights lack {len(missing)} tensors, the first is {missing[0]}"
+            )
+
+    def _check_shape(self, target: str, shape: tuple[int, ...], wanted: dict[str, Tensor]) -> None:
+        if target not in wanted or tuple(wanted[target].shape) != shape:
+            asked = tuple(wanted[target].shape) if target in wanted else "no such tensor"
+            raise UsageError(
+                f"model {self.header.path}: its metadata and its weights do not belong together: {target} has shape "
+                f"{shape}, and the metadata ask for {asked}"
+            )
+
+    def _can_be_codes(self, target: str) -> bool:
+        path, _, leaf = target.rpartition(".")
+        module = self.plan.get_submodule(path)
+        return leaf == "weight" and (type(module) is nn.Linear or isinstance(module, nn.Embedding))
+
+    def _order(self, stored: StoredTensor) -> Tensor | None:
+        """Which row of the file each row of a matrix is; None where more than its rows' order is another.
+
+        It is seen in the numbers of the rows, once transformers has done with them as with the matrix.
+        """
+        if len(stored.shape) != 2:
+            return None
+        numbers = np.arange(stored.rows)[:, None]
+        try:
+            done = self.processor.process(
+                weights=numbers.copy(),
+                name=stored.name,
+                tensor_key_mapping=self.names,
+                parsed_parameters={"tensors": {}},
+            )
+        except Exception:  # it wants to see the matrix
+            return None
+        if done.name != stored.name or done.weights.shape != numbers.shape:
+            return None
+        return (
+            torch.from_numpy(done.weights[:, 0].copy()) if np.array_equal(np.sort(done.weights, 0), numbers) else None
+        )
+
+    def _process(self, stored: StoredTensor, target: str, held: dict[str, Any]) -> None:
+        """Decode a tensor, and let transformers make of it what its module wants."""
+        self._note(stored)
+        numbers = decoded_of(self.header.path, stored, torch.float32).numpy()
+        done = self.processor.process(
+            weights=numbers, name=stored.name, tensor_key_mapping=self.names, parsed_parameters=held
+        )
+        if done.name is not None:
+            self.found[target] = torch.from_numpy(np.array(done.weights)).to(self.dtype)
+
+    def _label(self) -> str:
+        """The file's name for its types, as `Q4_K_M`."""
+        from gguf import LlamaFileType
+
+        number = self.header.metadata.get("general.file_type")
+        try:
+            return LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
+        except ValueError:
+            sizes: Counter[str] = Counter()
+            for each in self.header.tensors.values():
+                sizes[each.kind] += each.nbytes
+            return sizes.most_common(1)[0][0]
+
+    def _note(self, stored: StoredTensor) -> None:
+        """Note a matrix that takes more bytes than in the file, or that is rounded."""
+        own = FLOATS.get(stored.kind)
+        is_exact = own in (self.dtype, torch.float32) or self.dtype == torch.float32
+        if len(stored.shape) > 1 and not (own is not None and is_exact):
+            self.rounded.append(stored)
+
+    def _tell(self) -> None:
+        path, number_type = self.header.path, str(self.dtype).removeprefix("torch.")
+        if self.rounded:
+            before, after = (
+                sum(each.nbytes for each in self.rounded),
+                sum(each.rows * each.shape[-1] for each in self.rounded) * self.dtype.itemsize,
+            )
+            kinds = ", ".join(sorted({each.kind for each in self.rounded}))
+            _warn(
+                f"model {path}: {len(self.rounded)} matrices ({kinds}) are decoded to {number_type}, and take "
+                f"{in_units(after)} instead of {in_units(before)}"
+            )
+        unused = [name for name in self.unused if name != ROPE_FACTORS]
+        if unused:
+            _warn(f"model {path}: {len(unused)} tensors of its weights are not used, the first is {unused[0]}")
+        scaling = self.header.metadata.get(f"{self.header.architecture}{ROPE_SCALING}", "none")
+        own = getattr(self.plan.config, "rope_parameters", None) or {}
+        if scaling != "none" and isinstance(own, dict) and own.get("rope_type", "default") == "default":
+            _warn(
+                f"model {path}: its RoPE is scaled ({scaling}), which transformers does not read from a GGUF file: long "
+                "texts come out worse; use the model in transformers' own format for them"
+            )
+
+
+def _is_in_order(order: Tensor) -> bool:
+    return bool((order == torch.arange(len(order))).all())
+
+
+def _warn(message: str) -> None:
+    warnings.warn(message, WindlassWarning, stacklevel=7)
