@@ -425,7 +425,8 @@ def check_gguf(file: str, model: str) -> None:
     """Raises: UsageError for a GGUF file that is one of several parts, and where gguf is not installed."""
     if PART.search(file):
         raise UsageError(
-            f"{model}: {file} is one of several parts; join them with llama.cpp: llama-gguf-split --merge {file} all.gguf"
+            f"{model}: {file} is one of several parts; join them with llama.cpp: "
+            f"llama-gguf-split --merge {file} all.gguf"
         )
     if find_spec("gguf") is None:
         raise UsageError(f"{model}: a GGUF file needs gguf, which is not installed; run: pip install 'windlass[gguf]'")

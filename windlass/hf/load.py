@@ -163,11 +163,11 @@ def load(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model of a folder, of a GGUF file, or of a name on the Hugging Face hub, and its tokenizer.
 
-    A `Path` is always a folder or a file, and these are read without the network. A folder or a name that has GGUF files
-    alone means the only one, or with `name:Q4_K_M` the one of these types. Its weights stay codes: see `gguf.model_of`.
-     The model is attached, in eval
-    mode, on `device`: see `device_of`; a GPU becomes the process's current one. `dtype` is `auto`
-    (that of the file; bfloat16 for codes), `float32`, `bfloat16` or `float16`. `weights` is `auto` (as they are), or `int8` or `int4`
+    A `Path` is always a folder or a file, and these are read without the network. A folder or a name that has GGUF
+    files alone means the only one, or with `name:Q4_K_M` the one of these types. Its weights stay codes: see
+    `gguf.model_of`. The model is attached, in eval mode, on `device`: see `device_of`; a GPU becomes the process's
+    current one. `dtype` is `auto` (that of the file; bfloat16 for codes), `float32`, `bfloat16` or `float16`.
+    `weights` is `auto` (as they are), or `int8` or `int4`
     for those of linear layers on a CPU, made by torchao: see `quantize`. The tokenizer does not warn of texts longer
     than the trained window.
 
@@ -302,8 +302,8 @@ def _check_gguf(source: Path | None, weights: str, is_parallel: bool) -> None:
         )
     if is_parallel:
         raise UsageError(
-            f"{source.name} is a GGUF file, whose codes cannot be spread over processes; use the model in transformers' "
-            "own format with --tensor-parallel"
+            f"{source.name} is a GGUF file, whose codes cannot be spread over processes; use the model in "
+            "transformers' own format with --tensor-parallel"
         )
 
 

@@ -97,7 +97,7 @@ class CodedWeights(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> "CodedWeights":
         copied: CodedWeights = self._like(copy.deepcopy(self.groups, memo), self.dtype)
         if isinstance(self, nn.Parameter):
-            copied = nn.Parameter(copied, requires_grad=False)  # type: ignore[assignment]
+            copied = nn.Parameter(copied, requires_grad=False)
         memo[id(self)] = copied
         return copied
 
@@ -117,7 +117,7 @@ class CodedWeights(Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, packet = kwargs or {}, func.overloadpacket

@@ -137,7 +137,7 @@ def linear(call: LinearInput) -> LinearOutputs:
 
 def decoded(weights: GroupCodes, first: int, last: int, dtype: torch.dtype) -> LinearWeights:
     """The weights of the outputs from `first`, which begins a block, to `last`, rounded to this dtype."""
-    if _is_compiled(weights.codes.device.type) and dtype in cpu.FLOATS and cpu.can_read_codes(weights):
+    if _is_compiled(weights.codes.device.type) and cpu.can_decode_weights(weights, dtype):
         return cpu.decoded(weights, first // weights.block, last - first, dtype)
     outputs = torch.arange(first, last, device=weights.codes.device)
     return weights.floats(torch.promote_types(dtype, torch.float32), outputs).to(dtype)

@@ -93,10 +93,11 @@ def model_of(header: Header, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
     with torch.device("meta"):
         plan = AutoModelForCausalLM.from_config(config, dtype=dtype)
     try:
-        names = get_gguf_hf_weights_map(plan, processor)
+        names = get_gguf_hf_weights_map(_Named(plan), processor)
     except NotImplementedError:  # of an architecture that transformers reads in its second way
         model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(**_place(header), dtype=dtype)
-        return model.eval()
+        model.eval()
+        return model
     found = _Weights(header, processor, names, plan, dtype)
     found.read()
     with _parameters_on_meta():
@@ -108,7 +109,8 @@ def model_of(header: Header, config: PreTrainedConfig, dtype: torch.dtype) -> Pr
         own = config.eos_token_id
         own = own if isinstance(own, list) else [own]
         model.generation_config.eos_token_id = sorted({each for each in (*own, *ends) if isinstance(each, int)})
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _place(header: Header) -> dict[str, Any]:
@@ -127,17 +129,35 @@ def _known() -> set[str]:
     return set(GGUF_SUPPORTED_ARCHITECTURES)
 
 
+class _Named:
+    """A model as transformers' map of names asks for it, without the modules inside of its decoder.
+
+    It makes the map of all names for each module, for which a model of 80 layers takes minutes.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model, self.config = model, model.config
+
+    def state_dict(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = self._model.state_dict()
+        return found
+
+    def named_children(self) -> list[tuple[str, "_Named"]]:
+        children = self._model.named_children()
+        return [(name, _Named(child)) for name, child in children if isinstance(child, PreTrainedModel)]
+
+
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
     """Modules that are made meanwhile have their buffers here, and no memory for parameters."""
     register = nn.Module.register_parameter
 
-    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
-            kept = module._parameters[name]
+    def registered(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        register(self, name, param)
+        if param is not None and not param.is_meta:
+            kept = self._parameters[name]
             assert kept is not None
-            module._parameters[name] = nn.Parameter(kept.to("meta"), requires_grad=kept.requires_grad)
+            self._parameters[name] = nn.Parameter(kept.to("meta"), requires_grad=kept.requires_grad)
 
     nn.Module.register_parameter = registered  # type: ignore[method-assign]
     try:
@@ -284,7 +304,7 @@ class _Weights:
         """The file's name for its types, as `Q4_K_M`."""
         from gguf import LlamaFileType
 
-        number = self.header.metadata.get("general.file_type")
+        number: Any = self.header.metadata.get("general.file_type")
         try:
             return LlamaFileType(number).name.removeprefix("MOSTLY_").removeprefix("ALL_")
         except ValueError:
@@ -319,8 +339,8 @@ class _Weights:
         own = getattr(self.plan.config, "rope_parameters", None) or {}
         if scaling != "none" and isinstance(own, dict) and own.get("rope_type", "default") == "default":
             _warn(
-                f"model {path}: its RoPE is scaled ({scaling}), which transformers does not read from a GGUF file: long "
-                "texts come out worse; use the model in transformers' own format for them"
+                f"model {path}: its RoPE is scaled ({scaling}), which transformers does not read from a GGUF file: "
+                "long texts come out worse; use the model in transformers' own format for them"
             )
 
 

@@ -15,6 +15,7 @@ from torch.nn.functional import pad
 
 from windlass.core.errors import UsageError
 from windlass.core.inputs import GroupCodes
+from windlass.hf.weights import raw_bytes
 
 MAGIC: Final = b"GGUF"
 VERSIONS: Final = (2, 3)
@@ -91,7 +92,8 @@ class _Cursor:
                 f"versions {VERSIONS[0]} and {VERSIONS[1]} are read"
             )
         tensors, fields = self._numbers("QQ")
-        self._check_count(tensors), self._check_count(fields)
+        self._check_count(tensors)
+        self._check_count(fields)
         metadata: dict[str, Any] = {}
         for _ in range(fields):
             name = self._text()
@@ -130,7 +132,8 @@ class _Cursor:
             end = tensor.start + tensor.nbytes
             if end > self._size:
                 raise UsageError(
-                    f"model {self._path} is cut: it has {self._size:,} bytes, and {name!r} ends at {end:,}; copy it again"
+                    f"model {self._path} is cut: it has {self._size:,} bytes, and {name!r} ends at {end:,}; "
+                    "copy it again"
                 )
             found[name] = tensor
         return found
@@ -296,7 +299,7 @@ def raw_rows(path: Path, tensor: StoredTensor, first: int, last: int) -> Tensor:
     found = torch.empty(last - first, tensor.row_bytes, dtype=torch.uint8)
     with path.open("rb") as file:
         file.seek(tensor.start + first * tensor.row_bytes)
-        if file.readinto(found.numpy()) != found.nbytes:
+        if file.readinto(raw_bytes(found)) != found.nbytes:
             raise UsageError(f"model {path} was cut while it was read; copy it again")
     return found
 

