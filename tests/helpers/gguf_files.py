@@ -88,7 +88,9 @@ def blocks(kind: str, rows: int, width: int, seed: int = 0) -> np.ndarray:
     random = np.random.default_rng(seed)
     found = random.integers(0, 256, (rows, width // inputs, size), dtype=np.uint8)
     for at in HALVES[kind]:
-        scales = random.standard_normal((rows, width // inputs, 1)) / (2000 if kind.endswith("K") else 100)
+        scales = random.standard_normal((rows, width // inputs, 1)) / {"Q6_K": 20000, "Q4_K": 2000, "Q5_K": 4000}.get(
+            kind, 100
+        )
         found[..., at : at + 2] = scales.astype(np.float16).view(np.uint8)
     return found.reshape(rows, -1)
 

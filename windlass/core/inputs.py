@@ -38,6 +38,7 @@ from windlass.core.types import (
     SlotKeys,
     SlotPositions,
     SlotValues,
+    SuperPairs,
 )
 
 SUPER: Final = 256
@@ -62,7 +63,7 @@ class GroupCodes:
     out_features: int
     bits: int = 4
     middle: int = 8
-    supers: GroupPairs | None = None
+    supers: SuperPairs | None = None
 
     @property
     def in_features(self) -> int:

@@ -80,16 +80,25 @@ class CodedWeights(Tensor):
         return self.groups.supers
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = ["codes", "pairs"] + ["supers"] * (self.supers is not None)
-        rest = replace(self.groups, codes=None, pairs=None, supers=None)  # type: ignore[arg-type]
-        return names, (rest, self.dtype, self.label)
+        numbers = (self.groups.group, self.groups.block, self.groups.out_features, self.groups.bits, self.groups.middle)
+        return self._names, (numbers, self.dtype, self.label)
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: tuple[Any, ...], size: object, stride: object
     ) -> "CodedWeights":
-        rest, dtype, label = context
-        return CodedWeights(replace(rest, **inner), dtype, label)
+        (group, block, outputs, bits, middle), dtype, label = context
+        groups = GroupCodes(
+            codes=inner["codes"],
+            pairs=inner["pairs"],
+            group=group,
+            block=block,
+            out_features=outputs,
+            bits=bits,
+            middle=middle,
+            supers=inner.get("supers"),
+        )
+        return CodedWeights(groups, dtype, label)
 
     def __repr__(self) -> str:  # type: ignore[override]
         return f"CodedWeights({self.label}, {tuple(self.shape)}, {self.dtype})"
@@ -143,7 +152,7 @@ class CodedWeights(Tensor):
 
     @property
     def _names(self) -> list[str]:
-        return self.__tensor_flatten__()[0]
+        return ["codes", "pairs"] + ["supers"] * (self.supers is not None)
 
     def _like(self, groups: GroupCodes, dtype: torch.dtype) -> "CodedWeights":
         return CodedWeights(groups, dtype, self.label)
