@@ -57,6 +57,7 @@ HALVES = {
     "Q3_K": (108,),
     "IQ4_NL": (0,),
 }
+DIVISORS = {"Q6_K": 20000, "Q5_K": 4000, "Q4_K": 2000}
 
 
 def model_of(family: str, **options: Any) -> PreTrainedModel:
