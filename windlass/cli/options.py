@@ -184,7 +184,7 @@ def models(incomplete: str) -> list[str]:
 
 
 Chunk = Annotated[int | None, typer_option(CACHE["chunk"])]
-WHICH = "A model's folder, or its name on the hub."
+WHICH = "A model's folder, its GGUF file, or its name on the hub."
 
 
 def _show_version(is_asked: bool) -> bool:
