@@ -75,7 +75,7 @@ def model_of(family: str, **options: Any) -> PreTrainedModel:
     with torch.no_grad():
         for name, weights in model.named_parameters():
             if weights.ndim > 1:
-                weights *= 3  # so that the layers count
+                weights.mul_(3)  # so that the layers count
             elif name.endswith("bias"):
                 weights.normal_()
     return model

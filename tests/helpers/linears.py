@@ -10,6 +10,8 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: b
     """A linear layer of random numbers, in 4 bits of the next larger supported size."""
     rows, outputs, width = shape
     block = int(kind.split()[-1]) if kind.startswith("int4") else 0
+    if kind.startswith("groups"):
+        width = -(-width // 256) * 256
     group = 32 if width < 200 else 64 if width < 1000 else 128
     if block:
         outputs, width = -(-outputs // block) * block, -(-width // group) * group
@@ -17,6 +19,8 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: b
     inputs = torch.randn(rows, width, generator=generator).to(dtype)
     inputs[:, :: max(1, width // 3)] *= 300  # some channels are far larger than others, as in real models
     bias = torch.randn(outputs, generator=generator).to(dtype) if has_bias else None
+    if kind.startswith("groups"):
+        return LinearInput(inputs, LinearLayer(in_groups(kind, outputs, inputs.shape[1], generator), bias))
     if block:
         codes = torch.randint(0, 16, (outputs, width), generator=generator, dtype=torch.uint8)
         pairs = torch.randn(width // group, outputs, 2, generator=generator).to(dtype)
@@ -25,6 +29,29 @@ def made(shape: tuple[int, int, int], dtype: torch.dtype, kind: str, has_bias: b
         return LinearInput(inputs, LinearLayer(torch.randn(outputs, width, generator=generator).to(dtype), bias))
     codes = torch.randint(-128, 128, (outputs, width), generator=generator, dtype=torch.int8)
     return LinearInput(inputs, LinearLayer(codes, bias, torch.rand(outputs, generator=generator) / 64))
+
+
+def in_groups(kind: str, outputs: int, width: int, generator: torch.Generator) -> GroupCodes:
+    """Codes of `groups of 4` (bits) or `groups of 8`, `with supers` or without; the last block is not full."""
+    bits, has_supers = int(kind.split()[2]), kind.endswith("supers")
+    rows, group, columns = -(-outputs // 64) * 64, 32 if bits == 4 else 16, 2 if has_supers == (bits == 4) else 1
+    if bits == 4:
+        codes = packed(torch.randint(0, 16, (rows, width), generator=generator, dtype=torch.uint8), 64)
+    else:
+        codes = torch.randint(-32, 32, (rows, width), generator=generator, dtype=torch.int8)
+    size = width // group, rows, columns
+    pairs = torch.randint(0, 64, size, generator=generator, dtype=torch.int8)
+    supers = torch.randn(width // 256, rows, columns, generator=generator).div(512).half() if has_supers else None
+    return GroupCodes(
+        codes=codes,
+        pairs=pairs if has_supers else torch.randn(size, generator=generator).half(),
+        group=group,
+        block=64,
+        out_features=outputs,
+        bits=bits,
+        middle=0 if has_supers else 8,
+        supers=supers,
+    )
 
 
 def packed(codes: Tensor, block: int) -> Tensor:

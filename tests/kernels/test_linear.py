@@ -15,7 +15,16 @@ if not cpu.instruction_sets():
 
 # Units in the last place of the result's largest number: one rounding, and that of the sums in float32.
 TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
-KINDS = ["floats", "int8", "int4 in 64", "int4 in 32"]
+KINDS = [
+    "floats",
+    "int8",
+    "int4 in 64",
+    "int4 in 32",
+    "groups of 4",
+    "groups of 8",
+    "groups of 4 with supers",
+    "groups of 8 with supers",
+]
 SHAPES = [(1, 8, 64), (2, 37, 203), (16, 24, 1000), (5, 9, 31), (3, 1, 1), (9, 19, 4096)]  # rows, outputs, inputs
 
 
@@ -102,6 +111,20 @@ def test_pytorch_packs_codes_of_4_bits_in_the_same_way(dtype: torch.dtype) -> No
     ours = product(call.inputs, call.layer.weights.codes, call.layer.weights.group, call.layer.weights.pairs)
     truth = exact(call)
     assert (ours.double() - truth).abs().max() <= 2 * TOLERANCE[dtype] * truth.abs().max()
+
+
+@pytest.mark.parametrize("kind", [each for each in KINDS if each.startswith("groups")])
+@pytest.mark.usefixtures("instruction_set")
+def test_decoded_weights_are_those_of_the_reference(kind: str) -> None:
+    weights = made((3, 150, 700), torch.float32, kind, False).layer.weights
+    assert isinstance(weights, GroupCodes)
+    truth = weights.floats(torch.float32)
+    assert weights.codes.shape[0] == 192
+    assert torch.equal(cpu.decoded(weights, 0, 150, torch.float32), truth)
+    for dtype in TOLERANCE:
+        assert torch.equal(cpu.decoded(weights, 1, 86, dtype), truth[64:].to(dtype))
+    some = torch.tensor([149, 3, 64])
+    assert torch.equal(weights.floats(torch.float32, some), truth[some])
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
