@@ -6,7 +6,7 @@ import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final, final
+from typing import TYPE_CHECKING, Any, Final, cast, final
 
 import torch
 from torch import Tensor, nn
@@ -105,7 +105,7 @@ class CodedWeights(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CodedWeights":
         copied: CodedWeights = self._like(copy.deepcopy(self.groups, memo), self.dtype)
-        if isinstance(self, nn.Parameter):
+        if isinstance(cast(Tensor, self), nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=False)
         memo[id(self)] = copied
         return copied
