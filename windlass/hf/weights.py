@@ -104,11 +104,12 @@ class CodedWeights(Tensor):
         return f"CodedWeights({self.label}, {tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "CodedWeights":
-        copied: CodedWeights = self._like(copy.deepcopy(self.groups, memo), self.dtype)
+        copied: Any = self._like(copy.deepcopy(self.groups, memo), self.dtype)
         if isinstance(cast(Tensor, self), nn.Parameter):
             copied = nn.Parameter(copied, requires_grad=False)
         memo[id(self)] = copied
-        return copied
+        made: CodedWeights = copied
+        return made
 
     def __reduce_ex__(self, protocol: object) -> tuple[Any, ...]:
         return CodedWeights, (self.groups, self.dtype, self.label)
