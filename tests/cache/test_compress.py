@@ -13,6 +13,7 @@ from tests.helpers.caches import MODES, POLICIES, assert_same, bytes_of_slots, h
 from tests.helpers.models import Models, Text, read
 from windlass import KVCache, UsageError
 from windlass.cache.options import CacheOptions
+from windlass.cache.shares import Shares
 from windlass.core.step import HEADROOM
 from windlass.policies import H2O, ExpectedAttention, KeyDiff, KeyNorm, Policy, Recent, SnapKV
 from windlass.policies.wrapper import keeps_newest
@@ -207,3 +208,19 @@ def test_a_policy_that_saw_no_queries_says_so(plain_model: Models, attached_mode
     cache = KVCache.from_rotated(model, held_elsewhere, CacheOptions(policy=KeyDiff()))
     cache.compress(12)
     assert cache.layers[1].table.occupancy_bound == 12
+
+
+def test_heads_whose_share_grows_beyond_a_sliding_window_hold_that_window(attached_model: Models, text: Text) -> None:
+    """Of 10 slots 9 are protected, so that all heads have 10. With one protected slot they have 6, 10 and 14."""
+    model = attached_model("mistral")
+    shares = Shares([[0.5, 1.0, 1.5]] * model.config.num_hidden_layers)
+    cache = KVCache(model, 10, "tova", 0, 9, chunk=1, shares=shares)
+    read(model, cache, text(20), 1)
+    assert [layer.budget for layer in cache.layers] == [10] * len(cache.layers)
+    cache.compress(10, window=1)
+    assert sorted({layer.rules.limits.budget or 0 for layer in cache.layers}) == [6, 10, 14]
+    read(model, cache, text(20, seed=1), 1)
+    wide = [layer for layer in cache.layers if layer.rules.limits.budget == 14]
+    assert len(wide) == model.config.num_hidden_layers
+    for layer in wide:
+        assert layer.positions[layer.positions >= 0].sort().values.tolist() == list(range(40 - SLIDING_WINDOW, 40))

@@ -74,9 +74,9 @@ class Compared:
         return result
 
     @contextmanager
-    def noting(self) -> Iterator[None]:
-        """Note the contents of the cache's layers after each step, also after one that is repeated."""
-        layers, self.steps = list(self.cache.layers), []
+    def noting(self, cache: KVCache | None = None) -> Iterator[None]:
+        """Note the contents of the layers of `cache` (default: this pair's) after each step, a repeated one too."""
+        layers, self.steps = list((cache or self.cache).layers), []
         for layer in layers:
             steps: list[Noted] = []
             self.steps.append(steps)

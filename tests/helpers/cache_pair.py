@@ -225,8 +225,9 @@ class Pair(Compared):
         twin.attend = noted  # type: ignore[method-assign]  # of this one object
         twin.fused_decode = lambda *_: None  # type: ignore[method-assign]  # likewise
         given = {"input_ids": ids, "attention_mask": torch.tensor(mask).long()}
-        with torch.no_grad(), self.noting():
+        with torch.no_grad(), self.noting(twin):  # a step of all layers in one call cannot be noted
             by_layer = self.setup.its_model(**given, past_key_values=twin).logits
+        with torch.no_grad():
             logits = self.setup.its_model(**given, past_key_values=self.cache).logits
         assert torch.equal(logits, by_layer), "all layers in one call"
         for layer, leaf, kind in zip(self.model.layers, self.model.leaves, self.kinds, strict=True):

@@ -91,11 +91,11 @@ def cut_to_budget(cache: CacheState) -> None:
         limits = leaf.limits
         assert limits.budget is not None, "a cut to no budget"
         layer.forget_steps(0)
-        rules = layer.rules
-        layer.rules = replace(rules, limits=limits, budget=limits.budget)
-        if rules.is_whole_window and rules.budget is not None and rules.budget <= limits.budget:
-            layer.rules = replace(layer.rules, budget=rules.budget)
-        elif rules.is_whole_window:
+        was = layer.rules
+        layer.rules = replace(was, limits=limits, budget=limits.budget)
+        # A group of heads may have more slots than before, where the window that each protects is smaller now.
+        layer.use_sliding_window(was.sliding_window, was.attention_chunk)
+        if was.is_whole_window and not layer.rules.is_whole_window:
             _restore_policy(layer)
             if layer.policy.needs.state or layer.policy.needs.statistics:
                 blind.append(layer)
