@@ -47,8 +47,8 @@ from windlass.stores.base import Parts
 def observed_columns(step: Step, wanted: int | None) -> ObservedColumns | None:
     """The columns whose queries a step's record keeps, each row's newest first, padded with -1. None: no column.
 
-    There are HEADROOM more of them than the `wanted` newest ones, so that up to HEADROOM tokens of the step can be
-    rolled back.
+    There are HEADROOM more of them than the `wanted` newest ones (None: HEADROOM), so that up to HEADROOM tokens of the
+    step can be rolled back.
     """
     if wanted == 0:
         return None

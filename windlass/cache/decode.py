@@ -304,7 +304,7 @@ def _retention(rules: LayerConfig) -> Retention | None:
 
 
 def _recall(table: SlotTable, rotary: Rotary | None, keys: Tensor, end: int) -> RecallSlots | None:
-    """The recall store as a kernel reads it, beside slots with `keys`, in a text up to `end`. None: it can't read it."""
+    """The recall store as a kernel reads it, beside slots with `keys`, in a text up to `end`. None: it can't."""
     recall, turn = table.recall, None
     assert recall is not None, "a table that recalls nothing"
     pieces, names = recall.pieces(), tuple(table.state)

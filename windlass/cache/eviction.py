@@ -45,7 +45,7 @@ def evict(
 ) -> StepRecord:
     """Reserve the slots of the tokens over budget whose `score` is lowest, and merge the tokens if the rules say so.
 
-    Returns the record with the evicted tokens, and the slots that took them before the merge.
+    Returns the record with the evicted tokens and, after a merge, the former contents of the slots that took them.
     """
     assert rules.budget is not None, "eviction without a budget"
     count, evicted_count = table.slots - rules.budget, table.occupancy_bound - rules.budget

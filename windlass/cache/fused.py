@@ -281,7 +281,7 @@ class FusedDecode:
         return held if budget is None else min(held, budget)
 
     def _record(self, layer: SlotLayer, number: int, log: StepLog, states: dict[str, Tensor]) -> StepRecord:
-        """The record of a step in a layer. `states` are the current ones, which differ in slots free before the step."""
+        """The record of a step in a layer. `states` are the current ones, which differ in slots that were free."""
         memory, steps, is_over = log.memory, self._steps, self._is_over(number, log)
         evicted, positions = steps.evicted(memory, number) if is_over else (None, None)
         observed, mass = steps.state(memory, number), steps.mass(memory, number)
