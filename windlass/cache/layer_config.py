@@ -164,7 +164,7 @@ class LayerConfig:
 
     @cached_property
     def protected(self) -> tuple[int, int]:
-        """The numbers of sinks and newest tokens that are never evicted, or (0, 0) where the budget is the sliding window."""
+        """Numbers of sinks and newest tokens that are never evicted: (0, 0) if the budget is the sliding window."""
         return (0, 0) if self.is_whole_window else (self.limits.sinks, self.limits.window)
 
     def row_sinks(self, step: Step) -> RowSinks | None:

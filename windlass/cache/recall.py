@@ -359,7 +359,7 @@ class RecallStore:
 
     @property
     def candidates(self) -> int:
-        """The number of pages that digests select for a search token by token. 0: there are so few that all are searched."""
+        """The number of pages that digests select for a search token by token. 0: all pages are searched."""
         most = max(CANDIDATES, 2 * self.page_count)
         return most if self.memory.capacity // PAGE > most else 0
 

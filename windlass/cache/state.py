@@ -79,7 +79,7 @@ class CacheState:
 
     @property
     def layers(self) -> list[SlotLayer]:
-        """The slot layers in the order of the model: one for each attention layer, or with shares for each group of heads."""
+        """The slot layers in the order of the model: one per attention layer, or with shares one per group of heads."""
         self._settle()
         return self._layers
 
